@@ -26,6 +26,7 @@ from cs336sys.report.profile import plot_profiles, profile_tables
 from cs336sys.report.scaling import plot_scaling, scaling_curves, scaling_tables
 from cs336sys.report.shard import plot_memory
 from cs336sys.report.table import Table, grid_of
+from cs336sys.report.verify import verify_tables
 from cs336sys.results.model import (
     Cell,
     Results,
@@ -144,6 +145,7 @@ SAVED_COMMANDS: dict[str, SavedCommand] = {
     "shard": SavedCommand(
         lambda cells, run, asked: [*sharding_tables(cells, run), *scaling_tables(cells)], _shard_pictures
     ),
+    "verify": SavedCommand(lambda cells, run, asked: verify_tables(cells, run)),
 }
 
 # Which saved cells were one invocation of a command.

@@ -46,7 +46,6 @@ WRAPS = {
     "fsdp": "data",
     "tensor": "tensor",
     "accelerate": "data",
-    "deepspeed": "data",
 }
 
 # What the ranks along a dimension of the mesh share: sequences of the batch, tokens of each sequence, or the model.
@@ -118,8 +117,8 @@ class VerifiedWorkload(Configured):
             raise UsageError(f"--context {self.training.size.context}: must be a multiple of the {context} ranks")
         if self.training.size.batch_size < 4 * self.data_ranks:
             raise UsageError(
-                f"--batch-size {self.training.size.batch_size}: must be at least {4 * self.data_ranks}, so that each of "
-                f"{self.data_ranks} ranks has several sequences in each of two micro-batches"
+                f"--batch-size {self.training.size.batch_size}: must be at least {4 * self.data_ranks}, so that each "
+                f"of {self.data_ranks} ranks has several sequences in each of two micro-batches"
             )
         if self.training.size.batch_size % (2 * self.data_ranks):
             raise UsageError(

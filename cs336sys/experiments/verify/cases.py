@@ -62,7 +62,9 @@ class Program:
     @property
     def trained_alone(self) -> "Program":
         """What one process does: the same training without what must not change it."""
-        return replace(self, micro=1, no_sync=False, checkpoint=False, compile=False, late=None, start=False, resume=None)
+        return replace(
+            self, micro=1, no_sync=False, checkpoint=False, compile=False, late=None, start=False, resume=None
+        )
 
 
 PROGRAMS = {
@@ -147,7 +149,7 @@ def build_subject(
             raise CapabilityError("the model has no list of blocks; name them by --blocks")
         for block in blocks.values():
             if program.checkpoint:
-                block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
+                block.forward = _checkpointed(block.forward)
             else:
                 # The wrap is what is asked about, not the code that a compiler writes.
                 block.compile(backend="aot_eager" if device.type == "cpu" else "inductor", dynamic=False)
@@ -173,7 +175,7 @@ def _tie(workload: VerifiedWorkload, model: nn.Module) -> str:
     holders = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module._parameters.get("weight"), nn.Parameter) and module._parameters["weight"].dim() == 2  # type: ignore[union-attr]
+        if isinstance(weight := module._parameters.get("weight"), nn.Parameter) and weight.dim() == 2
     ]
     embeddings = [(name, module) for name, module in holders if "embed" in type(module).__name__.lower()]
     for name, embedding in embeddings:
@@ -218,7 +220,7 @@ def _make_switchable(workload: VerifiedWorkload, model: nn.Module, switch: Switc
         with torch.no_grad() if switch.is_off else contextlib.nullcontext():
             return forward(*args, **kwargs)
 
-    layer.forward = switchable  # type: ignore[method-assign]
+    layer.forward = switchable
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:

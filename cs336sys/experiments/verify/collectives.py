@@ -119,7 +119,10 @@ class CollectiveWatcher(DispatchMode):
         self.waiting = dict(named)
 
         def complete(name: str) -> Any:
-            return lambda _: self.waiting.pop(name, None)
+            def done(gradient: Tensor) -> None:
+                # What a hook returns would be the gradient.
+                self.waiting.pop(name, None)
 
-        # Before hooks of the wrap, which were registered earlier, run after this one: they are run in their order.
+            return done
+
         return [one.register_hook(complete(name)) for name, one in named.items() if one.requires_grad]

@@ -63,7 +63,7 @@ _SUBJECTS = {
 
 def percent(relative: float) -> str:
     """Write a relative difference in percent."""
-    return "more than its size" if not math.isfinite(relative) else f"{100 * relative:.2g} %"
+    return "more than its size" if not math.isfinite(relative) else f"{100 * relative:.3g} %"
 
 
 @dataclass
@@ -235,7 +235,11 @@ class Comparison:
         ranks = torch.arange(self.workload.world_size).view(*sizes.values())
         total = 0.0
         for data in range(sizes.get("data", 1)):
-            own = ranks.select(list(sizes).index("data"), data).flatten().tolist() if "data" in sizes else ranks.flatten().tolist()
+            own = (
+                ranks.select(list(sizes).index("data"), data).flatten().tolist()
+                if "data" in sizes
+                else ranks.flatten().tolist()
+            )
             # Ranks that share sequences have parts of their loss, or all of it, each.
             total += sum(numbers[rank] for rank in own) / len(own)
         return total
@@ -244,7 +248,9 @@ class Comparison:
         """The norm of a difference that rounding explains: measured, and some units in the last place."""
         epsilon = torch.finfo(self.reference.dtype).eps
         measured = max((norm_of(other - value) for other in others), default=0.0)
-        return _REPEATED * measured + _UNITS * epsilon * max(norm_of(value), scale / math.sqrt(max(len(self.shapes), 1)))
+        return _REPEATED * measured + _UNITS * epsilon * max(
+            norm_of(value), scale / math.sqrt(max(len(self.shapes), 1))
+        )
 
     def _compare(
         self,
@@ -268,9 +274,7 @@ class Comparison:
         if relative > self.largest and (is_off or size):
             self.largest, self.largest_of = relative, f"{what} {name}".strip()
         if is_off:
-            self._find(
-                Finding(what, step, name, rank, relative, allowed, None if is_missing else found, expected)
-            )
+            self._find(Finding(what, step, name, rank, relative, allowed, None if is_missing else found, expected))
 
     def _find(self, finding: Finding) -> None:
         self.findings.append(finding)
@@ -298,4 +302,3 @@ def different_runs(first: Sequence[Found], second: Sequence[Found], allowed: flo
                 if again_of is not None and norm_of(again_of - value) > allowed * max(norm_of(value), 1e-30):
                     return name
     return ""
-

@@ -307,7 +307,9 @@ def _of_gradient(case: _Case, first: Finding) -> Diagnosis:
     if first.found is None:
         every = all(first.name not in record.gradients[step] for record in case.compared.records if record.gradients)
         who = "on every rank" if every else f"on rank {first.rank}"
-        return case.conclude("left out", f"{first.name} has no gradient {who}: the wrap leaves it out", launches=sent[-1:])
+        return case.conclude(
+            "left out", f"{first.name} has no gradient {who}: the wrap leaves it out", launches=sent[-1:]
+        )
     findings = [one for one in case.compared.findings if one.what == "gradient" and one.step == first.step]
     told = _of_parts(case, step, findings, sent)
     if told is not None:
@@ -332,7 +334,10 @@ def _of_ratio(case: _Case, ratio: float, sent: Sequence[Launch]) -> Diagnosis:
     ranks, all_ranks = case.ranks, case.workload.world_size
     if _near(ratio, ranks) and ranks > 1:
         return case.conclude(
-            "not averaged", f"gradients are {ratio:.3g} times too large, the number of ranks: they are summed", ratio, sent[-1:]
+            "not averaged",
+            f"gradients are {ratio:.3g} times too large, the number of ranks: they are summed",
+            ratio,
+            sent[-1:],
         )
     if _near(ratio, 1 / ranks) and ranks > 1:
         meaning = f"gradients are 1/{ranks} of what they should be: they are averaged twice"
@@ -373,9 +378,7 @@ class _Mixture:
     before: float
 
 
-def _of_parts(
-    case: _Case, step: int, findings: Sequence[Finding], sent: Sequence[Launch]
-) -> Diagnosis | None:
+def _of_parts(case: _Case, step: int, findings: Sequence[Finding], sent: Sequence[Launch]) -> Diagnosis | None:
     """Explain gradients as combinations of those that each rank's micro-batches have by themselves."""
     if case.workload.dimensions.get("data", 1) == 1 or case.program.clip:
         return None
@@ -404,7 +407,9 @@ def _mixture(
     case: _Case, parts: Mapping[tuple[int, int], Mapping[str, Tensor]], finding: Finding, step: int
 ) -> _Mixture | None:
     assert finding.found is not None
-    shares = {(share.data, share.micro): share.weight for share in shares_of(case.workload, case.program, case.program.micro)}
+    shares = {
+        (share.data, share.micro): share.weight for share in shares_of(case.workload, case.program, case.program.micro)
+    }
     keys = [key for key in parts if finding.name in parts[key]]
     columns = [parts[key][finding.name].flatten().double() * shares[key] for key in keys]
     if step > 0 and finding.name in case.reference.record.gradients[step - 1]:
@@ -420,9 +425,7 @@ def _mixture(
     return _Mixture({key: coefficients[number] for number, key in enumerate(keys)}, before)
 
 
-def _of_mixtures(
-    case: _Case, name: str, mixtures: Mapping[int, _Mixture], sent: Sequence[Launch]
-) -> Diagnosis | None:
+def _of_mixtures(case: _Case, name: str, mixtures: Mapping[int, _Mixture], sent: Sequence[Launch]) -> Diagnosis | None:
     workload, program = case.workload, case.program
     data, micro = workload.data_ranks, program.micro
     rank, mixture = next(iter(mixtures.items()))
@@ -431,15 +434,24 @@ def _of_mixtures(
     if not values:
         return None
     if abs(mixture.before) > _EQUAL:
-        what = "is that of the step before" if all(abs(one) < _EQUAL for one in values) else "has that of the step before in it"
-        return case.conclude("stale gradient", f"the gradient of {name} {what}: it was not set to zero, or is sent late")
+        what = (
+            "is that of the step before"
+            if all(abs(one) < _EQUAL for one in values)
+            else "has that of the step before in it"
+        )
+        return case.conclude(
+            "stale gradient", f"the gradient of {name} {what}: it was not set to zero, or is sent late"
+        )
     if all(_near(one, values[0]) for one in values):
         return None if _near(values[0], 1) else _of_ratio(case, values[0], sent)
     by_rank = {one: [own.get((one, number), 0.0) for number in range(micro)] for one in range(data)}
     used = [one for one, coefficients in by_rank.items() if any(abs(value) > _EQUAL for value in coefficients)]
     if micro > 1 and len({round(value, 3) for value in values}) > 1 and len(used) == data:
         told = ", ".join(f"{sum(by_rank[one][number] for one in range(data)) / data:.3g}" for number in range(micro))
-        meaning = f"of the micro-batches of a step, each counts {told} times: gradients that were averaged are again, or only the last are"
+        meaning = (
+            f"of the micro-batches of a step, each counts {told} times: gradients that were averaged are again, or "
+            "only the last are"
+        )
         return case.conclude("accumulation", meaning, launches=sent[-1:])
     if len(used) == 1 and len(mixtures) > 1:
         alone = {one: _only(mixture.own) for one, mixture in mixtures.items()}
@@ -456,7 +468,9 @@ def _of_mixtures(
         missing = ", ".join(str(one) for one in range(data) if one not in used)
         return case.conclude("rank left out", f"the gradient of rank {missing} is not in the mean", launches=sent[-1:])
     if program.uneven:
-        return case.conclude("uneven", "ranks are averaged evenly that have different numbers of sequences", launches=sent[-1:])
+        return case.conclude(
+            "uneven", "ranks are averaged evenly that have different numbers of sequences", launches=sent[-1:]
+        )
     told = ", ".join(f"{sum(coefficients):.3g}" for coefficients in by_rank.values())
     return case.conclude("scaled", f"the ranks' gradients count {told} times what they should", launches=sent[-1:])
 
@@ -478,8 +492,8 @@ def _not_synchronized(case: _Case, name: str, values: Sequence[float], sent: Seq
         largest = max(one.elements for one in fitting)
         if largest >= size:
             meaning = (
-                f"each rank keeps its own gradient of {name}, though one of as many elements is sent: its result is not "
-                "waited for, or not copied back, or it is that of another parameter"
+                f"each rank keeps its own gradient of {name}, though one of as many elements is sent: its result is "
+                "not waited for, or not copied back, or it is that of another parameter"
             )
             return case.conclude("not waited for", meaning, launches=fitting[-1:])
     total = sum(value.numel() for value in case.reference.record.weights[0].values())
@@ -498,7 +512,9 @@ def _of_norm(case: _Case, first: Finding) -> Diagnosis:
         meaning = f"each rank clips by the norm of what it has ({', '.join(f'{one:.3g}' for one in norms)}){fits}"
         return case.conclude("clipping", meaning)
     ratio = norms[0] / expected if expected else None
-    meaning = f"the norm is {norms[0]:.4g}, and {expected:.4g} in one process: slices or replicas are counted twice or not"
+    meaning = (
+        f"the norm is {norms[0]:.4g}, and {expected:.4g} in one process: slices or replicas are counted twice or not"
+    )
     return case.conclude("clipping", meaning, ratio)
 
 
@@ -521,16 +537,20 @@ def _of_weight(case: _Case, first: Finding) -> Diagnosis:
             return case.conclude("left out", f"no rank's optimizer has {first.name}")
         off_on = sorted({one.rank for one in findings if one.name == first.name})
         if len(off_on) < len(case.found):
-            meaning = f"rank {', '.join(map(str, off_on))} does not get the new values of {first.name}: send them after the step"
+            who = ", ".join(map(str, off_on))
+            meaning = f"rank {who} does not get the new values of {first.name}: send them after the step"
             return case.conclude("not sent", meaning, launches=sent[-1:])
         return case.conclude("left out", f"{first.name} is never updated", launches=sent[-1:])
     if program.scale:
         return case.conclude("scaling", "a step that overflowed on one rank is not skipped on every one")
     if program.clip:
-        return case.conclude("clipping", "gradients are not clipped by the norm that was found", _update_ratio(case, first))
+        return case.conclude(
+            "clipping", "gradients are not clipped by the norm that was found", _update_ratio(case, first)
+        )
     off_on = sorted({one.rank for one in findings})
     if len(off_on) < len(case.found):
-        meaning = f"only rank {', '.join(map(str, off_on))} has wrong weights, with the right gradients: {', '.join(names[:3])}"
+        who = ", ".join(map(str, off_on))
+        meaning = f"only rank {who} has wrong weights, with the right gradients: {', '.join(names[:3])}"
         return case.conclude("not sent", meaning, launches=sent[-1:])
     ratio = _update_ratio(case, first)
     how = f"the step is {ratio:.4g} times too long" if ratio is not None else "the step is another"

@@ -1,6 +1,7 @@
 """One cell of ``verify``: a case run on ranks and in one process, compared, and diagnosed where it is wrong."""
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -82,6 +83,9 @@ class _Case:
         self.device = choose_device("cuda" if workload.backend == "nccl" else workload.training.device)
         if workload.backend == "gloo":
             self.device = torch.device("cpu")
+        if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            # Threads for products this small only wait for one another.
+            torch.set_num_threads(1)
         self.dtype = reference_dtype(workload, self.device)
         self.learning_rate = learning_rate_of(workload, self.device, self.dtype)
         clips = self.program.clip
@@ -112,7 +116,10 @@ class _Case:
         if program.start and compared.findings and any(one.is_sliced for one in found):
             return _refused("its slices are of what each rank starts with: build all from one seed", "does not apply")
         unmatched = sorted({name for one in found for name in one.unmatched})
-        missing = sorted(set(reference.record.weights[0]) - {name for one in compared.records for name in one.weights.get(first, one.weights.get(0, {}))})
+        missing = sorted(
+            set(reference.record.weights[0])
+            - {name for one in compared.records for name in one.weights.get(first, one.weights.get(0, {}))}
+        )
         if not compared.findings and missing and first == 0 and not set(missing) <= set(compared.unknown):
             return _refused(
                 f"the wrapped module has no parameter that is the model's {missing[0]}"
@@ -229,9 +236,7 @@ class _Case:
             return self._diagnosed(Diagnosis("dropout", reason, line=self._line()))
         return Outcome("ok", derived={"verdict": "ok", "notes": []})
 
-    def _wrong(
-        self, program: Program, reference: Reference, found: Sequence[Found], compared: Compared
-    ) -> Outcome:
+    def _wrong(self, program: Program, reference: Reference, found: Sequence[Found], compared: Compared) -> Outcome:
         self.progress(f"{self.workload.case}: diagnosis")
         known = _of_plain_step.get(replace(self.workload, case="step"))
         again: list[Found] | Lost = []

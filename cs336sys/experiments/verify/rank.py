@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError
 from cs336sys.experiments import user_models
+from cs336sys.experiments.user_models.loading import telling_errors_of
 from cs336sys.experiments.verify.cases import (
     LOSS_SCALE,
     SAVED_AFTER,
@@ -191,7 +192,7 @@ class _Run:
         self.watcher.phase = "wrap"
         self.subject: Subject = build_subject(workload, self.program, self.device, settings.dtype, seed_shift)
         model = self.subject.model
-        known = {name: parameter for name, parameter in model.named_parameters()}
+        known = dict(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in known.items()}
         buffers = [name for name, _ in model.named_buffers()]
         identities = {id(parameter): name for name, parameter in known.items()}
@@ -201,9 +202,9 @@ class _Run:
         self.outputs = captured_outputs(model, self.found.record.outputs) if settings.watch else None
         self.wrapped: Wrapped = wrap(workload, model, self.mesh, settings.learning_rate)
         module = self.wrapped.module
-        with user_models.telling_errors_of(workload.wrap) if is_user_code(workload.wrap) else contextlib.nullcontext():
+        with telling_errors_of(workload.wrap) if is_user_code(workload.wrap) else contextlib.nullcontext():
             self.optimizer: Any = self.wrapped.optimizer or default_optimizer(
-                [one for one in module.parameters()], settings.learning_rate
+                list(module.parameters()), settings.learning_rate
             )
         self.named: dict[str, nn.Parameter] = {}
         unmatched = []
@@ -390,9 +391,10 @@ class _Run:
         return self._held({name: one.grad for name, one in self.named.items() if one.grad is not None})
 
     def _held(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        whole = {
-            name: one.detach().full_tensor() if hasattr(one, "full_tensor") else one for name, one in tensors.items()
-        }
+        whole: dict[str, Any] = dict(tensors)
+        for name, one in whole.items():
+            if hasattr(one, "full_tensor"):
+                whole[name] = one.detach().full_tensor()
         return {name: clone(one.to_dense() if one.is_sparse else one) for name, one in whole.items()}
 
     def states(self) -> dict[str, dict[str, Tensor]]:
@@ -404,7 +406,7 @@ class _Run:
     def _look_at_masks(self) -> None:
         masks: list[Tensor] = []
 
-        def look(module: nn.Module, args: Any, output: Any) -> None:
+        def look(module: Any, args: Any, output: Any) -> None:
             if isinstance(output, Tensor) and module.p > 0:
                 masks.append(output.detach() == 0)
 
@@ -421,15 +423,23 @@ class _Run:
     # Saving and loading.
 
     def _own_state(self) -> Any:
-        for rank in range(dist.get_world_size()):
-            if hasattr(self.optimizer, "consolidate_state_dict"):
-                self.optimizer.consolidate_state_dict(to=rank)
         owner = self.wrapped.owner
         if not isinstance(owner, nn.Module) and hasattr(owner, "state_dict"):
             state = owner.state_dict()
         else:
-            state = {"model": self.wrapped.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+            state = {"model": self.wrapped.module.state_dict(), "optimizer": self._optimizer_state()}
         return tree_map_only(Tensor, lambda one: one.detach().clone(), state)
+
+    def _optimizer_state(self) -> Any:
+        if not hasattr(self.optimizer, "consolidate_state_dict"):
+            return self.optimizer.state_dict()
+        state = None
+        for rank in range(dist.get_world_size()):
+            # Another rank's is forgotten by the next.
+            self.optimizer.consolidate_state_dict(to=rank)
+            if rank == self.rank:
+                state = self.optimizer.state_dict()
+        return state
 
     def _load_own_state(self, state: Any) -> None:
         owner = self.wrapped.owner
@@ -495,5 +505,3 @@ class _Run:
         else:
             state = torch.load(folder / f"rank{self.rank % self.settings.saved_ranks}.pt", weights_only=False)
             self._load_own_state(state)
-
-

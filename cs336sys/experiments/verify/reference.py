@@ -12,7 +12,6 @@ from torch import Tensor
 from cs336sys.errors import UserCodeError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.verify.cases import (
-    LOSS_SCALE,
     PROGRAMS,
     Program,
     Share,
@@ -168,9 +167,7 @@ def train_alone(
         named = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in named.items()}
         trained = (
-            default_optimizer(model.parameters(), optimizer)
-            if isinstance(optimizer, float)
-            else optimizer.build(named)
+            default_optimizer(model.parameters(), optimizer) if isinstance(optimizer, float) else optimizer.build(named)
         )
         record.weights[0] = {name: clone(parameter) for name, parameter in named.items()}
         for step in range(program.steps):

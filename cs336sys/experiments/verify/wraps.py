@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cs336sys.errors import CapabilityError, UserCodeError, a_value, choose_from
 from cs336sys.experiments import user_models
 from cs336sys.experiments.models import blocks_of
+from cs336sys.experiments.user_models.loading import telling_errors_of
 from cs336sys.experiments.verify.reference import default_optimizer
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.workload.user_code import is_user_code
@@ -58,7 +59,8 @@ class Wrapped:
         Raises:
             CapabilityError: it has no way to.
         """
-        for one in (self.owner, self.module, optimizer):
+        anyone: tuple[Any, ...] = (self.owner, self.module, optimizer)
+        for one in anyone:
             if hasattr(one, "no_sync"):
                 takes_module = len(inspect.signature(one.no_sync).parameters) > 0
                 return one.no_sync(self.module) if takes_module else one.no_sync()
@@ -99,7 +101,7 @@ def wrap(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learnin
     if not is_user_code(workload.wrap):
         return READY[workload.wrap](workload, model, mesh, learning_rate)
     function = user_models.load(workload.wrap)
-    with user_models.telling_errors_of(workload.wrap):
+    with telling_errors_of(workload.wrap):
         returned = _call(function, model, mesh)
     return _parts(workload, returned, model)
 
@@ -146,9 +148,7 @@ def _parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> Wrapp
     for one in (owner, module, optimizer):
         finish = finish or getattr(one, workload.finish or FINISH, None)
     if workload.finish is not None and finish is None:
-        methods = [
-            one for one in dir(type(owner)) if not one.startswith("_") and not hasattr(nn.Module, one)
-        ]
+        methods = [one for one in dir(type(owner)) if not one.startswith("_") and not hasattr(nn.Module, one)]
         raise UserCodeError(f"--finish {workload.finish}: {choose_from(workload.finish, methods or ['none'])}")
     loss = getattr(owner, "loss", None) if owner is not model else None
     scaler_class = getattr(owner, "scaler_class", torch.amp.GradScaler)
@@ -161,7 +161,7 @@ Ready = Callable[[VerifiedWorkload, nn.Module, DeviceMesh, float], Wrapped]
 
 
 def _ddp(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
-    module = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
+    module = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), find_unused_parameters=True)
     return Wrapped(module, module)
 
 
@@ -177,7 +177,7 @@ def _fsdp2(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learn
 def _zero(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    module = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
+    module = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), find_unused_parameters=True)
     optimizer = ZeroRedundancyOptimizer(
         module.parameters(), torch.optim.AdamW, process_group=mesh.get_group(), **_settings(learning_rate)
     )
@@ -196,12 +196,18 @@ def _tensor_parallel(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceM
 
     plan = _tensor_plan(workload, model, mesh.size())
     _use_torch_layers(model, list(plan))
-    styles = {name: ColwiseParallel() if kind == "columns" else RowwiseParallel() for name, kind in plan.items()}
+    styles: Any = {name: ColwiseParallel() if kind == "columns" else RowwiseParallel() for name, kind in plan.items()}
     return Wrapped(model, parallelize_module(model, mesh, styles))
 
 
 # Feed-forward layers by their names in cs336_basics, Llama, GPT-2 and torch's own Transformer.
-_PAIRS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"), ("fc1", "fc2"), ("linear1", "linear2"), ("up", "down"))
+_PAIRS = (
+    ("w1", "w3", "w2"),
+    ("gate_proj", "up_proj", "down_proj"),
+    ("fc1", "fc2"),
+    ("linear1", "linear2"),
+    ("up", "down"),
+)
 
 
 def _tensor_plan(workload: VerifiedWorkload, model: nn.Module, ranks: int) -> dict[str, str]:
@@ -286,7 +292,7 @@ def _tensor(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, lear
 def _accelerate(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
     """Hugging Face's ``Accelerator.prepare``, as its examples use it."""
     try:
-        from accelerate import Accelerator
+        from accelerate import Accelerator  # type: ignore[import-not-found]  # optional
     except ImportError as error:
         raise CapabilityError("--wrap accelerate needs accelerate: pip install accelerate") from error
     ranks = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": dist.get_rank()}
@@ -294,14 +300,6 @@ def _accelerate(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, 
     accelerator = Accelerator(cpu=next(model.parameters()).device.type == "cpu")
     module, optimizer = accelerator.prepare(model, default_optimizer(model.parameters(), learning_rate))
     return Wrapped(module, module, optimizer, backward=accelerator.backward)
-
-
-def _deepspeed(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
-    try:
-        import deepspeed  # noqa: F401
-    except ImportError as error:
-        raise CapabilityError("--wrap deepspeed needs deepspeed: pip install deepspeed") from error
-    raise NotImplementedError
 
 
 READY: dict[str, Ready] = {
@@ -318,7 +316,6 @@ READY: dict[str, Ready] = {
     "fsdp": _fsdp,
     "tensor": _tensor,
     "accelerate": _accelerate,
-    "deepspeed": _deepspeed,
 }
 
 

@@ -1,0 +1,112 @@
+"""``cs336sys.verify(...)``: the cases of ``cs336sys verify`` in a test of somebody's repository."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from cs336sys.errors import UsageError, choose_from
+from cs336sys.experiments.verify.measurement import measure_case
+from cs336sys.measure.cells import Outcome
+from cs336sys.parallel.ranks import launch
+from cs336sys.sizes import choose_size
+from cs336sys.workload import UserCode, Workload
+from cs336sys.workload.verification import CASES, WRAPS, VerifiedWorkload
+
+
+@dataclass(frozen=True)
+class VerifiedCase:
+    """One case.
+
+    Attributes:
+        verdict: ``ok``, ``wrong``, ``refused`` or ``does not apply``.
+        cause: what is wrong, a word or two of ``docs/verify.md``; empty where nothing is.
+        line: of the wrap that is to blame, ``mine.py, line 12``.
+        reason: why it is wrong or refused, in a sentence; empty where it is right.
+    """
+
+    name: str
+    verdict: str
+    cause: str = ""
+    line: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All cases of a wrap.
+
+    Attributes:
+        cases: in their order, by name.
+    """
+
+    cases: dict[str, VerifiedCase]
+
+    @property
+    def ok(self) -> bool:
+        """Return whether nothing is wrong, and something is right."""
+        verdicts = {case.verdict for case in self.cases.values()}
+        return "wrong" not in verdicts and "ok" in verdicts
+
+    @property
+    def report(self) -> str:
+        """A line for each case."""
+        return "\n".join(
+            " ".join(filter(None, (f"{case.name}: {case.verdict}", case.cause and f"({case.cause})", case.reason)))
+            for case in self.cases.values()
+        )
+
+
+def verify(
+    wrap: str,
+    *,
+    model: str | None = None,
+    loss: str | None = None,
+    batch: str | None = None,
+    blocks: str | None = None,
+    world_size: int = 2,
+    cases: Collection[str] | None = None,
+    mesh: str | None = None,
+    gradients: str = "mean",
+    finish: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    timeout_s: float = 20.0,
+) -> Verification:
+    """Train in parallel and in one process, and compare; as ``cs336sys verify`` with the same options.
+
+    Starts ``world_size`` processes, so a script calls it under ``if __name__ == "__main__"``.
+
+    Args:
+        wrap: ``FILE.py:NAME``, ``package.module:NAME``, or the name of a ready wrap.
+        model, loss, batch, blocks: as of every command that trains; None is a small Transformer of ours.
+        cases: names of ``docs/verify.md``; None is all.
+        timeout_s: how long ranks wait for each other before that counts as a hang.
+
+    Raises:
+        UsageError: settings do not go together.
+        CapabilityError: the machine lacks what is asked for.
+        UserCodeError: the model or its loss fails in one process.
+    """
+    unknown = [name for name in cases or () if name not in CASES]
+    if unknown:
+        raise UsageError(f"unknown case '{unknown[0]}': {choose_from(unknown[0], CASES)}")
+    small = {"context": 16, "vocab_size": 64, "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    size = choose_size("tiny", batch_size=4 * world_size, **small)
+    user = UserCode(model=model, loss=loss, batch=batch, blocks=blocks)
+    training = Workload(size, device=device, seed=seed, user=user)
+    shared = mesh or WRAPS.get(wrap, "data")
+    found = {}
+    try:
+        for name in CASES if cases is None else cases:
+            workload = VerifiedWorkload(training, wrap, world_size, name, shared, "auto", finish, gradients, timeout_s)
+            found[name] = _case(name, measure_case(workload.configuration(), lambda stage: None))
+    finally:
+        launch.end_kept()
+    return Verification(found)
+
+
+def _case(name: str, outcome: Outcome) -> VerifiedCase:
+    derived = outcome.derived
+    verdict = str(derived.get("verdict", outcome.status))
+    return VerifiedCase(
+        name, verdict, str(derived.get("cause", "")), str(derived.get("line", "")), outcome.reason or ""
+    )

@@ -1,0 +1,87 @@
+"""The tables of ``verify``, built from its cells; columns are described in ``docs/columns.md``."""
+
+from collections.abc import Sequence
+
+from cs336sys.report.table import Column, Table, with_rows
+from cs336sys.report.titles import SETTING_COLUMNS, found_in_models, shown_settings, title
+from cs336sys.results.model import Cell, Run
+from cs336sys.workload.verification import CASES
+
+_SETTINGS = {
+    "wrap": Column("wrap", "wrap"),
+    "world_size": Column("world_size", "ranks"),
+    "mesh": Column("mesh", "mesh"),
+    "gradients": Column("gradients", "gradients"),
+    "finish": Column("finish", "finished by"),
+    **{name: SETTING_COLUMNS[name] for name in ("model", "loss", "batch", "context", "batch_size", "seed")},
+    "size": Column("size", "size"),
+}
+
+# Values that everybody assumes.
+_DEFAULTS = {"mesh": "data", "gradients": "mean", "seed": 0}
+
+_CASE_COLUMNS = (
+    Column("case", "case"),
+    Column("verdict", "verdict"),
+    Column("relative_difference", "farthest off"),
+    Column("farthest", "of"),
+    Column("reason", "why"),
+)
+
+_DIAGNOSIS_COLUMNS = (
+    Column("case", "case"),
+    Column("cause", "cause"),
+    Column("at_step", "step"),
+    Column("farthest", "first off"),
+    Column("relative_difference", "by"),
+    Column("allowed_difference", "allowed"),
+    Column("ratio", "ratio"),
+    Column("collective", "collective"),
+    Column("line", "line"),
+    Column("meaning", "what it means"),
+)
+
+
+def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """Build the table of cases, and that of what is wrong with what it means."""
+    settings = {
+        name: column
+        for name, column in _SETTINGS.items()
+        if any(cell.configuration.get(name) not in (None, _DEFAULTS.get(name)) for cell in cells)
+    }
+    shown = shown_settings(cells, settings)
+    rows = [cell.configuration | cell.derived | {"verdict": _verdict(cell), "reason": _why(cell)} for cell in cells]
+    wrong = [row for row, cell in zip(rows, cells, strict=True) if cell.status == "wrong"]
+    counts = ", ".join(
+        f"{count} {verdict}"
+        for verdict in dict.fromkeys(row["verdict"] for row in rows)
+        if (count := sum(row["verdict"] == verdict for row in rows))
+    )
+    dtypes = {cell.derived["reference_dtype"] for cell in cells if "reference_dtype" in cell.derived}
+    notes = [
+        f"compared with one process in {', '.join(sorted(dtypes))}: losses, gradients, norms, weights, optimizer state",
+        *found_in_models(cells),
+    ]
+    named = dict.fromkeys(cell.configuration["case"] for cell in cells if cell.status == "wrong")
+    meanings = [f"{case}: {CASES[case]}" for case in named if case in CASES]
+    return with_rows(
+        Table(
+            "verify",
+            title("verify", cells, run, settings, shown, counts),
+            (*shown.values(), *_CASE_COLUMNS),
+            rows,
+            notes if dtypes else notes[1:],
+        ),
+        Table("diagnosis", "What is wrong", (*shown.values(), *_DIAGNOSIS_COLUMNS), wrong, meanings),
+    )
+
+
+def _verdict(cell: Cell) -> str:
+    if cell.status in ("ok", "wrong"):
+        return cell.status
+    return str(cell.derived.get("verdict", cell.status))
+
+
+def _why(cell: Cell) -> str | None:
+    """What the row itself says: of what is wrong the other table says more."""
+    return None if cell.status == "wrong" and "meaning" in cell.derived else cell.reason

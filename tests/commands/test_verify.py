@@ -1,0 +1,84 @@
+"""``verify`` as a user runs it, on the CPU: a wrap that sums gradients where it should average them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+
+pytestmark = pytest.mark.usefixtures("kept_workers")
+
+SUMMED = """
+import torch.distributed as dist
+
+
+def parallelize(model, group):
+    def send(parameter):
+        dist.all_reduce(parameter.grad, group=group)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(send)
+    return model
+"""
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["verify", *arguments], env={"OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture(scope="module")
+def summed(tmp_path_factory):
+    """A wrap of a stranger's, which sums, in two cases."""
+    folder = tmp_path_factory.mktemp("verify")
+    (folder / "mine.py").write_text(SUMMED)
+    arguments = ["--wrap", f"{folder}/mine.py:parallelize", "--case", "step,clipping", "--device", "cpu"]
+    files = ["--save", str(folder / "r.jsonl"), "--html", str(folder / "r.html")]
+    return invoke(*arguments, *files, "--format", "json"), folder, arguments
+
+
+def test_summed_gradients_are_named_with_their_line(summed):
+    result, folder, _ = summed
+    assert result.exit_code == 1, result.output
+    verify, diagnosis = json.loads(result.stdout)["tables"]
+    assert [(row["case"], row["verdict"]) for row in verify["rows"]] == [("step", "wrong"), ("clipping", "wrong")]
+    assert "2 wrong" in verify["title"]
+    step = diagnosis["rows"][0]
+    assert step["cause"] == "not averaged"
+    assert step["ratio"] == pytest.approx(2)
+    assert step["line"] == "mine.py, line 7"
+    assert step["collective"].startswith("allreduce of 2,048 float64")
+    assert step["allowed_difference"] < 1e-12
+    assert "not averaged" in (folder / "r.html").read_text()
+
+
+def test_saved_cells_are_shown_as_they_were_printed(summed):
+    result, folder, _ = summed
+    shown = CliRunner().invoke(app, ["show", str(folder / "r.jsonl"), "--format", "json"])
+    assert json.loads(shown.stdout)["tables"] == json.loads(result.stdout)["tables"]
+
+
+def test_the_same_wrap_is_right_where_gradients_are_to_be_summed(summed):
+    _, _, arguments = summed
+    result = invoke(*arguments, "--gradients", "sum", "--format", "json")
+    assert result.exit_code == 0, result.output
+    (verify,) = json.loads(result.stdout)["tables"]
+    assert [row["verdict"] for row in verify["rows"]] == ["ok", "ok"]
+    assert all(0 < row["relative_difference"] < 1e-12 for row in verify["rows"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "--wrap: name what makes a model parallel"),
+        (["--wrap", "dpd"], "did you mean ddp?"),
+        (["--wrap", "gone.py:wrap"], "there is no file gone.py"),
+        (["--wrap", "ddp", "--mesh", "rows"], "unknown dimension 'rows'"),
+        (["--wrap", "ddp", "--mesh", "data=3"], "its sizes multiply to 3, not to 2 ranks"),
+        (["--wrap", "ddp", "--batch-size", "6"], "--batch-size 6: must be at least 8"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_sentence(arguments, sentence):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
