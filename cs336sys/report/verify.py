@@ -23,8 +23,8 @@ _DEFAULTS = {"mesh": "data", "gradients": "mean", "seed": 0}
 _CASE_COLUMNS = (
     Column("case", "case"),
     Column("verdict", "verdict"),
-    Column("relative_difference", "farthest off"),
-    Column("farthest", "of"),
+    Column("relative_difference", "off, relative"),
+    Column("farthest", "what is farthest off"),
     Column("reason", "why"),
 )
 
@@ -33,8 +33,8 @@ _DIAGNOSIS_COLUMNS = (
     Column("cause", "cause"),
     Column("at_step", "step"),
     Column("farthest", "first off"),
-    Column("relative_difference", "by"),
-    Column("allowed_difference", "allowed"),
+    Column("relative_difference", "off, relative"),
+    Column("allowed_difference", "by rounding"),
     Column("ratio", "ratio"),
     Column("collective", "collective"),
     Column("line", "line"),

@@ -27,6 +27,7 @@ from cs336sys.experiments.user_models.loading import (
     make_batch,
     references_of,
     scalar_loss,
+    telling_errors_of,
     telling_user_errors,
     token_logits,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "references_of",
     "replace_attention",
     "scalar_loss",
+    "telling_errors_of",
     "telling_user_errors",
     "tiny_sizes",
     "token_logits",

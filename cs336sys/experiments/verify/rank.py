@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map_only
 
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError
 from cs336sys.experiments import user_models
-from cs336sys.experiments.user_models.loading import telling_errors_of
 from cs336sys.experiments.verify.cases import (
     LOSS_SCALE,
     SAVED_AFTER,
@@ -202,7 +201,7 @@ class _Run:
         self.outputs = captured_outputs(model, self.found.record.outputs) if settings.watch else None
         self.wrapped: Wrapped = wrap(workload, model, self.mesh, settings.learning_rate)
         module = self.wrapped.module
-        with telling_errors_of(workload.wrap) if is_user_code(workload.wrap) else contextlib.nullcontext():
+        with user_models.telling_errors_of(workload.wrap) if is_user_code(workload.wrap) else contextlib.nullcontext():
             self.optimizer: Any = self.wrapped.optimizer or default_optimizer(
                 list(module.parameters()), settings.learning_rate
             )

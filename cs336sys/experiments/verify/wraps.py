@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from cs336sys.errors import CapabilityError, UserCodeError, a_value, choose_from
 from cs336sys.experiments import user_models
 from cs336sys.experiments.models import blocks_of
-from cs336sys.experiments.user_models.loading import telling_errors_of
 from cs336sys.experiments.verify.reference import default_optimizer
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.workload.user_code import is_user_code
@@ -101,7 +100,7 @@ def wrap(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learnin
     if not is_user_code(workload.wrap):
         return READY[workload.wrap](workload, model, mesh, learning_rate)
     function = user_models.load(workload.wrap)
-    with telling_errors_of(workload.wrap):
+    with user_models.telling_errors_of(workload.wrap):
         returned = _call(function, model, mesh)
     return _parts(workload, returned, model)
 

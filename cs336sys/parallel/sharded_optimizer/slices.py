@@ -451,7 +451,8 @@ class SlicePartition:
         square = (
             torch.cat(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=group_device())
         )
-        norm = sum_over_ranks(square).sqrt().to(torch.float32)
+        in_double = any(segment.updated.dtype == torch.float64 for segment in self._segments.values())
+        norm = sum_over_ranks(square).sqrt().to(torch.float64 if in_double else torch.float32)
         nn.utils.clip_grads_with_norm_([segment.updated for segment in self._segments.values()], max_norm, norm)
         return norm
 
