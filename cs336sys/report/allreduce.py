@@ -9,7 +9,7 @@ from cs336sys.accounting.communication import AlphaBeta, buffer_bytes, bus_facto
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import format_number, format_quantity
 from cs336sys.report.outputs import write_figure
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.report.titles import reasons, shown_settings, title
 from cs336sys.results.model import Cell, Run
 from cs336sys.workload import CollectiveWorkload
@@ -54,7 +54,7 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         (
             *shown.values(),
             *_SIZE_COLUMNS,
-            *_time_columns(),
+            *_time_columns("back_to_back"),
             Column("misfit_percent", "off the fit", "percent"),
             Column("in_place", "in place"),
             Column("wrong_elements", "wrong", "count"),
@@ -74,7 +74,12 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     second = Table(
         "latency",
         "the same calls, each waited for",
-        (*shown.values(), *_SIZE_COLUMNS, *_time_columns(), Column("misfit_percent", "off the fit", "percent")),
+        (
+            *shown.values(),
+            *_SIZE_COLUMNS,
+            *_time_columns("synchronized"),
+            Column("misfit_percent", "off the fit", "percent"),
+        ),
         [_row(cell, "synchronized") | misfits.get(id(cell), {}) for cell in measured],
         notes=("all ranks start together, and the CPU clock runs until the call is done: launch and waiting included",),
     )
@@ -159,31 +164,20 @@ def _of(cell: Cell, name: str) -> Any:
     return cell.configuration[name]
 
 
-def _time_columns() -> tuple[Column, ...]:
+def _time_columns(timing: str) -> tuple[Column, ...]:
     return (
-        Column("time_us", "time", "us"),
-        Column("min_us", "min", "us"),
-        Column("max_us", "max", "us"),
-        Column("p99_us", "p99", "us"),
-        Column("algbw_gbps", "algbw", "gbps"),
-        Column("busbw_gbps", "busbw", "gbps"),
+        Column("time_us", "time", "us", lambda cell: cell.samples[timing]),
+        Column("min_us", "min", "us", lambda cell: min(cell.samples[timing].measured)),
+        Column("max_us", "max", "us", lambda cell: max(cell.samples[timing].measured)),
+        Column("p99_us", "p99", "us", lambda cell: cell.samples[timing].percentile(99)),
+        Column("algbw_gbps", "algbw", "gbps", lambda cell: cell.derived[f"{timing}_algbw_gbps"]),
+        Column("busbw_gbps", "busbw", "gbps", lambda cell: cell.derived[f"{timing}_busbw_gbps"]),
     )
 
 
 def _row(cell: Cell, timing: str) -> dict[str, Any]:
-    row = dict(cell.configuration) | {"size_bytes": _of(cell, "message_bytes")} | cell.derived
-    row["status"] = cell.status
-    if cell.status != "ok":
-        return row
-    times = cell.samples[timing]
-    return row | {
-        "time_us": times,
-        "min_us": min(times.measured),
-        "max_us": max(times.measured),
-        "p99_us": times.percentile(99),
-        "algbw_gbps": cell.derived[f"{timing}_algbw_gbps"],
-        "busbw_gbps": cell.derived[f"{timing}_busbw_gbps"],
-    }
+    row = cell.configuration | {"size_bytes": _of(cell, "message_bytes")} | cell.derived | {"status": cell.status}
+    return row | fill_row(_time_columns(timing), cell) if cell.status == "ok" else row
 
 
 def _notes(cells: Sequence[Cell]) -> list[str]:

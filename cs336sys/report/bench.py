@@ -5,13 +5,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336sys.accounting.memory import PeakMemory
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.measure.system import SLOWDOWNS, Capacity
 from cs336sys.report.numbers import format_number
 from cs336sys.report.outputs import write_figure
 from cs336sys.report.rounds import ROUNDS_COLUMN, known_values, largest_known, pool_cells
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.report.titles import (
     SETTING_COLUMNS,
     SIZE_COLUMNS,
@@ -164,27 +163,15 @@ def bench_tables(cells: Sequence[Cell], run: Run | None, percentiles: Sequence[f
     return [*tables, speedups] if speedups else tables
 
 
-# Where memory goes at the moment when most is held, on paper.
+# Where memory goes at the moment when most is held, on paper, of a PeakMemory.
 PEAK_COLUMNS = (
-    Column("parameters_gib", "parameters", "gib"),
-    Column("gradients_gib", "gradients", "gib"),
-    Column("optimizer_state_gib", "optimizer state", "gib"),
-    Column("activations_gib", "activations", "gib"),
-    Column("predicted_peak_gib", "predicted peak", "gib"),
-    Column("moment", "moment of the peak"),
+    Column("parameters_gib", "parameters", "gib", lambda peak: peak.parameters_gib),
+    Column("gradients_gib", "gradients", "gib", lambda peak: peak.gradients_gib),
+    Column("optimizer_state_gib", "optimizer state", "gib", lambda peak: peak.optimizer_state_gib),
+    Column("activations_gib", "activations", "gib", lambda peak: peak.activations_gib),
+    Column("predicted_peak_gib", "predicted peak", "gib", lambda peak: peak.total_gib),
+    Column("moment", "moment of the peak", value=lambda peak: peak.moment),
 )
-
-
-def peak_row(peak: PeakMemory) -> dict[str, Any]:
-    """The values of :data:`PEAK_COLUMNS`."""
-    return {
-        "parameters_gib": peak.parameters_gib,
-        "gradients_gib": peak.gradients_gib,
-        "optimizer_state_gib": peak.optimizer_state_gib,
-        "activations_gib": peak.activations_gib,
-        "predicted_peak_gib": peak.total_gib,
-        "moment": peak.moment,
-    }
 
 
 # Above it the allocator's rounding and gaps, CUDA's context and libraries may be too much.
@@ -201,7 +188,7 @@ def bench_plan(
         row = workload.configuration() | {"parameters": workload.parameters}
         if workload.memory_is_known:
             peak = workload.predicted_peak()
-            row |= peak_row(peak) | _fitting(peak.total_gib, capacity)
+            row |= fill_row(PEAK_COLUMNS, peak) | _fitting(peak.total_gib, capacity)
         rows.append(row)
     columns = (*SIZE_COLUMNS, *plan_settings(workloads, SETTING_COLUMNS), *PEAK_COLUMNS, *_FITTING_COLUMNS)
     words = "Predicted for eager mode: what is alive at the moment when most is."

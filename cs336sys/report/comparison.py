@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cs336sys.report.numbers import Value, format_quantity
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.results.comparison import (
     HIGHER_IS_BETTER,
     SAMPLING_SETTINGS,
@@ -87,17 +87,17 @@ def _metric_table(
     interval = f"{confidence_percent:g} %"
     columns = (
         *identity,
-        Column(f"a_median_{unit}", "A median", unit),
-        Column(f"b_median_{unit}", "B median", unit),
-        Column("ratio", "B/A", "ratio"),
-        Column("ratio_low", f"{interval} from", "ratio"),
-        Column("ratio_high", "to", "ratio"),
-        Column("p_value", "p", "p_value"),
-        Column("verdict", "B is"),
-        Column("a_runs", "A runs", "count"),
-        Column("b_runs", "B runs", "count"),
-        Column("a_autocorrelation", "A lag 1", "correlation"),
-        Column("b_autocorrelation", "B lag 1", "correlation"),
+        Column(f"a_median_{unit}", "A median", unit, lambda one: one.difference and one.difference.median_a),
+        Column(f"b_median_{unit}", "B median", unit, lambda one: one.difference and one.difference.median_b),
+        Column("ratio", "B/A", "ratio", lambda one: one.difference and one.difference.ratio),
+        Column("ratio_low", f"{interval} from", "ratio", lambda one: one.difference and one.difference.ratio_low),
+        Column("ratio_high", "to", "ratio", lambda one: one.difference and one.difference.ratio_high),
+        Column("p_value", "p", "p_value", lambda one: one.difference and one.difference.p_value),
+        Column("verdict", "B is", value=lambda one: one.verdict),
+        Column("a_runs", "A runs", "count", lambda one: len(one.a.rounds)),
+        Column("b_runs", "B runs", "count", lambda one: len(one.b.rounds)),
+        Column("a_autocorrelation", "A lag 1", "correlation", lambda one: one.autocorrelation_a),
+        Column("b_autocorrelation", "B lag 1", "correlation", lambda one: one.autocorrelation_b),
     )
     comparisons = [comparison for _, comparison in rows]
     legend = (
@@ -111,30 +111,9 @@ def _metric_table(
         metric,
         f"compare: {metric} of B against A",
         columns,
-        rows=[cell_settings(pair.a.shown) | _numbers(comparison, unit) for pair, comparison in rows],
+        rows=[cell_settings(pair.a.shown) | fill_row(columns, comparison) for pair, comparison in rows],
         notes=(legend, *(_COVERED[level] for level in levels), *_drift(comparisons)),
     )
-
-
-def _numbers(comparison: Comparison, unit: str) -> dict[str, Value]:
-    row: dict[str, Value] = {
-        "verdict": comparison.verdict,
-        "a_runs": len(comparison.a.rounds),
-        "b_runs": len(comparison.b.rounds),
-        "a_autocorrelation": comparison.autocorrelation_a,
-        "b_autocorrelation": comparison.autocorrelation_b,
-    }
-    difference = comparison.difference
-    if difference is not None:
-        row |= {
-            f"a_median_{unit}": difference.median_a,
-            f"b_median_{unit}": difference.median_b,
-            "ratio": difference.ratio,
-            "ratio_low": difference.ratio_low,
-            "ratio_high": difference.ratio_high,
-            "p_value": difference.p_value,
-        }
-    return row
 
 
 def _drift(comparisons: Sequence[Comparison]) -> Iterator[str]:
@@ -154,46 +133,33 @@ def _drift(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def _not_compared(pairs: Sequence[Pair], identity: Sequence[Column]) -> list[Table]:
-    columns = (*identity, Column("a_status", "A"), Column("b_status", "B"), Column("reason", "reason"))
-    rows = [
-        cell_settings(pair.a.shown)
-        | {
-            "a_status": pair.a.status,
-            "b_status": pair.b.status,
-            "reason": pair.b.shown.reason or pair.a.shown.reason,
-        }
-        for pair in pairs
-        if not pair.is_measured
-    ]
+    columns = (
+        *identity,
+        Column("a_status", "A", value=lambda pair: pair.a.status),
+        Column("b_status", "B", value=lambda pair: pair.b.status),
+        Column("reason", "reason", value=lambda pair: pair.b.shown.reason or pair.a.shown.reason),
+    )
+    rows = [cell_settings(pair.a.shown) | fill_row(columns, pair) for pair in pairs if not pair.is_measured]
     return [Table("not_compared", "compare: cells that are not ok in both files", columns, rows)] if rows else []
 
 
 def _summary(compared: Compared) -> list[Table]:
     columns = (
         Column("metric", "metric"),
-        Column("cells", "cells", "count"),
-        Column("faster", "faster", "count"),
-        Column("slower", "slower", "count"),
-        Column("not_significant", "~", "count"),
-        Column("undecided", "undecided", "count"),
+        Column("cells", "cells", "count", len),
+        Column("faster", "faster", "count", lambda verdicts: verdicts.count("faster")),
+        Column("slower", "slower", "count", lambda verdicts: verdicts.count("slower")),
+        Column("not_significant", "~", "count", lambda verdicts: verdicts.count("~")),
+        Column("undecided", "undecided", "count", lambda verdicts: verdicts.count("undecided")),
         Column("geometric_mean_ratio", "geometric mean of B/A", "ratio"),
     )
     rows: list[dict[str, Value]] = []
     for metric, pairs in compared.items():
-        verdicts = [comparison.verdict for _, comparison in pairs]
         differences = [comparison.difference for _, comparison in pairs]
         ratios = [difference.ratio for difference in differences if difference and difference.ratio is not None]
-        rows.append(
-            {
-                "metric": metric,
-                "cells": len(pairs),
-                "faster": verdicts.count("faster"),
-                "slower": verdicts.count("slower"),
-                "not_significant": verdicts.count("~"),
-                "undecided": verdicts.count("undecided"),
-                "geometric_mean_ratio": statistics.geometric_mean(ratios) if ratios else None,
-            }
-        )
+        mean = statistics.geometric_mean(ratios) if ratios else None
+        verdicts = [comparison.verdict for _, comparison in pairs]
+        rows.append({"metric": metric, "geometric_mean_ratio": mean} | fill_row(columns, verdicts))
     return [Table("summary", "compare: summary", columns, rows)] if rows else []
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.report.numbers import Value, format_value, shown_units, unit_label
@@ -20,6 +21,7 @@ class Column:
         key: the name for programs, with its unit: ``forward_ms``, ``parameters``, ``peak_gib``.
         header: the name for people, without it: ``forward``.
         unit: how numbers are written, see :data:`cs336sys.report.numbers.UNITS`.
+        value: computes the column of what a row stands for, for :func:`fill_row`.
         exact, kind: where each row has its own unit, the keys under which rows hold the number to sort by, and what it
             is a number of; rows of one kind are sorted among themselves.
     """
@@ -27,6 +29,7 @@ class Column:
     key: str
     header: str
     unit: str | None = None
+    value: Callable[[Any], Value] | None = None
     exact: str | None = None
     kind: str | None = None
 
@@ -35,6 +38,11 @@ class Column:
         """Header and unit, ``forward, ms``; a header that is or ends with its unit (``tokens/s``) stands alone."""
         label = unit_label(self.unit)
         return self.header if self.header.endswith(label) else f"{self.header}, {label}"
+
+
+def fill_row(columns: Sequence[Column], item: Any) -> dict[str, Value]:
+    """Return what the columns that compute a value make of an item."""
+    return {column.key: column.value(item) for column in columns if column.value is not None}
 
 
 @dataclass(frozen=True)

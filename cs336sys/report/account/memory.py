@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cs336sys.accounting.derivation import Derived, symbol
 from cs336sys.accounting.flops import model_flops
-from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.memory import GIB, PeakMemory
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.ideal import state_answers
 from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, fitting_blocks, flops_again, kept_peak
@@ -14,19 +14,18 @@ from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_p
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import write_figure
-from cs336sys.report.table import Column, Table
-from cs336sys.report.titles import SIZE_COLUMNS
+from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.sizes import ELEMENT_BYTES
 
 _COLUMNS = (
-    Column("size", "size"),
-    Column("parameters", "parameters", "parameters"),
-    Column("context", "context"),
-    Column("precision", "precision"),
-    Column("mode", "mode"),
-    Column("world_size", "ranks"),
-    Column("strategy", "strategy"),
-    Column("parameters_gib", "parameters", "gib"),
+    Column("size", "size", value=lambda step: step.size.name),
+    Column("parameters", "parameters", "parameters", lambda step: count_parameters(step.size)),
+    Column("context", "context", value=lambda step: step.size.context),
+    Column("precision", "precision", value=lambda step: step.precision),
+    Column("mode", "mode", value=lambda step: step.mode),
+    Column("world_size", "ranks", value=lambda step: step.world_size),
+    Column("strategy", "strategy", value=lambda step: step.strategy),
+    Column("parameters_gib", "parameters", "gib", lambda step: fullest_state(step).parameters / GIB),
     Column("gradients_gib", "gradients", "gib"),
     Column("optimizer_state_gib", "optimizer state", "gib"),
     Column("master_parameters_gib", "master parameters", "gib"),
@@ -34,9 +33,9 @@ _COLUMNS = (
     Column("before_first_step_gib", "before first step", "gib"),
     Column("first_peak_gib", "most until then", "gib"),
     Column("after_first_step_gib", "after first step", "gib"),
-    Column("activations_gib", "activations and buffers at the peak", "gib"),
-    Column("peak_gib", "peak of later steps", "gib"),
-    Column("moment", "moment of the peak"),
+    Column("activations_gib", "activations and buffers at the peak", "gib", lambda one: rank_peak(one).activations_gib),
+    Column("peak_gib", "peak of later steps", "gib", lambda step: rank_peak(step).total_gib),
+    Column("moment", "moment of the peak", value=lambda step: rank_peak(step).moment),
 )
 
 
@@ -75,20 +74,7 @@ _STATE_NOTES = (
 
 
 def _row(step: ShardedStep) -> dict:
-    state, peak, size = fullest_state(step), rank_peak(step), step.size
-    row = {
-        "size": size.name,
-        "parameters": count_parameters(size),
-        "context": size.context,
-        "precision": step.precision,
-        "mode": step.mode,
-        "world_size": step.world_size,
-        "strategy": step.strategy,
-        "parameters_gib": state.parameters / GIB,
-        "activations_gib": peak.activations_gib,
-        "peak_gib": peak.total_gib,
-        "moment": peak.moment,
-    }
+    state, row = fullest_state(step), fill_row(_COLUMNS, step)
     if state.master_parameters:
         row["master_parameters_gib"] = state.master_parameters / GIB
     if step.mode != "forward":
@@ -148,17 +134,23 @@ def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:
 # Rows between none and all.
 _ROWS = 4
 
+
+def _again_percent(step: KeptStep) -> float:
+    return 100 * flops_again(step) / model_flops(step.size, backward=True)
+
+
 _KEEP_COLUMNS = (
-    *SIZE_COLUMNS,
-    Column("world_size", "ranks"),
-    Column("state_dtype", "state"),
-    Column("blocks", "blocks that keep gate and up"),
-    Column("peak_gib", "peak of a rank", "gib"),
-    Column("kept_gib", "of which blocks keep", "gib"),
-    Column("state_gib", "and state", "gib"),
-    Column("moment", "moment of the peak"),
-    Column("tflop_again", "TFLOP again"),
-    Column("again_percent", "of the model's", "percent"),
+    Column("size", "size", value=lambda step: step.size.name),
+    Column("parameters", "parameters", "parameters", lambda step: step.parameters),
+    Column("world_size", "ranks", value=lambda step: step.world_size),
+    Column("state_dtype", "state", value=lambda step: step.state_dtype),
+    Column("blocks", "blocks that keep gate and up", value=lambda step: step.blocks),
+    Column("peak_gib", "peak of a rank", "gib", lambda step: kept_peak(step).total_gib),
+    Column("kept_gib", "of which blocks keep", "gib", lambda step: step.kept_bytes / GIB),
+    Column("state_gib", "and state", "gib", lambda step: _state_gib(kept_peak(step))),
+    Column("moment", "moment of the peak", value=lambda step: kept_peak(step).moment),
+    Column("tflop_again", "TFLOP again", value=lambda step: round(flops_again(step) / 1e12, 1)),
+    Column("again_percent", "of the model's", "percent", _again_percent),
     Column("chosen", "chosen"),
 )
 
@@ -181,27 +173,14 @@ def _rows(step: KeptStep, limit_bytes: float) -> list[dict[str, Value]]:
     layers = step.size.num_layers
     chosen = fitting_blocks(step, limit_bytes)
     numbers = {round(part * layers / _ROWS) for part in range(_ROWS + 1)} | {chosen}
-    rows: list[dict[str, Value]] = []
-    for blocks in sorted(number for number in numbers if number is not None):
-        one = replace(step, blocks=blocks)
-        peak, again = kept_peak(one), flops_again(one)
-        rows.append(
-            {
-                "size": step.size.name,
-                "parameters": one.parameters,
-                "world_size": step.world_size,
-                "state_dtype": step.state_dtype,
-                "blocks": blocks,
-                "peak_gib": peak.total_gib,
-                "kept_gib": one.kept_bytes / GIB,
-                "state_gib": peak.parameters_gib + peak.gradients_gib + peak.optimizer_state_gib,
-                "moment": peak.moment,
-                "tflop_again": round(again / 1e12, 1),
-                "again_percent": 100 * again / model_flops(step.size, backward=True),
-                "chosen": "yes" if blocks == chosen else "",
-            }
-        )
-    return rows
+    return [
+        fill_row(_KEEP_COLUMNS, replace(step, blocks=blocks)) | {"chosen": "yes" if blocks == chosen else ""}
+        for blocks in sorted(number for number in numbers if number is not None)
+    ]
+
+
+def _state_gib(peak: PeakMemory) -> float:
+    return peak.parameters_gib + peak.gradients_gib + peak.optimizer_state_gib
 
 
 def _block_table(step: KeptStep) -> Table:

@@ -14,7 +14,7 @@ from cs336sys.accounting.scaling import DeviceTime, Dtypes
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import Value
 from cs336sys.report.shard import sharding_sent_bytes
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.results.model import Cell, Results, read_several
 from cs336sys.sizes import SIZES, ModelSize
 from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload, Workload
@@ -284,17 +284,23 @@ def compare_with_measured(
     return (c.value, w.value), [measured_steps_table(cells, c, w)] if has_steps else []
 
 
+# Of the workload of a step.
+_STEP_COLUMNS = (
+    Column("command", "command"),
+    Column("strategy", "strategy", value=lambda workload: _strategy(workload)),
+    Column("size", "size", value=lambda workload: workload.training.size.name),
+    Column("precision", "precision", value=lambda workload: workload.training.precision),
+    Column("compile", "compile", value=lambda workload: workload.training.compile),
+    Column("cuda_graph", "graph", value=lambda workload: workload.training.cuda_graph),
+    Column("ranks", "ranks", value=lambda workload: workload.world_size),
+)
+
+
 def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: MeasuredRate) -> Table:
     """Each step of ``ddp`` and ``shard`` beside two predictions: communication beside computing, and after it."""
     rows = [row for cell in cells if cell.command in ("ddp", "shard") if (row := _row(cell, flops, bandwidth))]
     columns = (
-        Column("command", "command"),
-        Column("strategy", "strategy"),
-        Column("size", "size"),
-        Column("precision", "precision"),
-        Column("compile", "compile"),
-        Column("cuda_graph", "graph"),
-        Column("ranks", "ranks"),
+        *_STEP_COLUMNS,
         Column("predicted_computing_ms", "computing at C", "ms"),
         Column("computing_ms", "computing, measured", "ms"),
         Column("sent_bytes", "sent", "decimal_bytes"),
@@ -322,20 +328,13 @@ def _row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate) -> dict[str, 
     sent = _sent_bytes(cell, workload)
     if sent is None:
         return None
-    training = workload.training
     computing_ms, step_ms = cell.samples["unsynchronized"].median, cell.samples["step"].median
     communication_ms = sent / bandwidth.value * 1e3
     overlapped_ms, in_turn_ms = max(computing_ms, communication_ms), computing_ms + communication_ms
     nearer = min(max(step_ms, overlapped_ms), in_turn_ms)
-    return {
+    return fill_row(_STEP_COLUMNS, workload) | {
         "command": cell.command,
-        "strategy": _strategy(workload),
-        "size": training.size.name,
-        "precision": training.precision,
-        "compile": training.compile,
-        "cuda_graph": training.cuda_graph,
-        "ranks": workload.world_size,
-        "predicted_computing_ms": model_flops(training.size) / workload.world_size / flops.value * 1e3,
+        "predicted_computing_ms": model_flops(workload.training.size) / workload.world_size / flops.value * 1e3,
         "computing_ms": computing_ms,
         "sent_bytes": sent,
         "communication_ms": communication_ms,

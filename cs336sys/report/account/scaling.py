@@ -10,7 +10,7 @@ from cs336sys.accounting.scaling import MeshShape, SimulatedStep, Simulation
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import write_figure
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, fill_row
 
 # A step, and the fastest one if memory were no matter; None where no mesh divides batch and heads.
 Simulated = Mapping[tuple[str, int], tuple[SimulatedStep, SimulatedStep] | None]
@@ -18,19 +18,19 @@ Simulated = Mapping[tuple[str, int], tuple[SimulatedStep, SimulatedStep] | None]
 _COLUMNS = (
     Column("scaling", "scaling"),
     Column("devices", "devices"),
-    Column("mesh", "mesh"),
-    Column("batch_size", "batch"),
-    Column("accumulation", "passes"),
-    Column("step_ms", "step", "ms"),
-    Column("computing_ms", "computing", "ms"),
-    Column("exposed_fsdp_ms", "fsdp, exposed", "ms"),
-    Column("exposed_ddp_ms", "ddp, exposed", "ms"),
-    Column("tensor_ms", "tp", "ms"),
-    Column("optimizer_ms", "optimizer", "ms"),
+    Column("mesh", "mesh", value=lambda step: step.mesh.text),
+    Column("batch_size", "batch", value=lambda step: step.batch_size),
+    Column("accumulation", "passes", value=lambda step: step.accumulation),
+    Column("step_ms", "step", "ms", lambda step: 1e3 * step.step_s),
+    Column("computing_ms", "computing", "ms", lambda step: 1e3 * step.computing_s),
+    Column("exposed_fsdp_ms", "fsdp, exposed", "ms", lambda step: 1e3 * step.exposed_fsdp_s),
+    Column("exposed_ddp_ms", "ddp, exposed", "ms", lambda step: 1e3 * step.exposed_ddp_s),
+    Column("tensor_ms", "tp", "ms", lambda step: 1e3 * step.tensor_s),
+    Column("optimizer_ms", "optimizer", "ms", lambda step: 1e3 * step.optimizer_s),
     Column("tokens_per_s", "tokens/s", "count"),
     Column("efficiency_percent", "of one device's rate", "percent"),
     Column("tflops", "a device", "tflops"),
-    Column("memory_gib", "peak of a rank", "gib"),
+    Column("memory_gib", "peak of a rank", "gib", lambda step: step.memory_gib),
     Column("limit", "what limits"),
 )
 
@@ -85,22 +85,8 @@ def _row(
         limit = f"memory: no mesh fits into {capacity / GIB:.4g} GiB"
     elif anyway.step_s < step.step_s:
         limit = f"memory: {anyway.mesh.text} at once: {1e3 * anyway.step_s:.4g} ms, {anyway.memory_gib:.4g} GiB"
-    return row | {
-        "mesh": step.mesh.text,
-        "batch_size": step.batch_size,
-        "accumulation": step.accumulation,
-        "step_ms": 1e3 * step.step_s,
-        "computing_ms": 1e3 * step.computing_s,
-        "exposed_fsdp_ms": 1e3 * step.exposed_fsdp_s,
-        "exposed_ddp_ms": 1e3 * step.exposed_ddp_s,
-        "tensor_ms": 1e3 * step.tensor_s,
-        "optimizer_ms": 1e3 * step.optimizer_s,
-        "tokens_per_s": tokens_per_s,
-        "efficiency_percent": 100 * tokens_per_s / ideal,
-        "tflops": simulation.flops_per_s(step) / 1e12,
-        "memory_gib": step.memory_gib,
-        "limit": limit,
-    }
+    row |= {"tokens_per_s": tokens_per_s, "efficiency_percent": 100 * tokens_per_s / ideal, "limit": limit}
+    return row | fill_row(_COLUMNS, step) | {"tflops": simulation.flops_per_s(step) / 1e12}
 
 
 def plot_scaling(simulated: Simulated, simulation: Simulation, path: Path) -> None:

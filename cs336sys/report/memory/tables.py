@@ -10,9 +10,9 @@ from cs336sys.accounting.memory import GIB, PeakMemory
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.measure.range_names import STEP_PHASES
-from cs336sys.report.bench import PEAK_COLUMNS, peak_row
+from cs336sys.report.bench import PEAK_COLUMNS
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.table import Column, Table, with_rows
+from cs336sys.report.table import Column, Table, fill_row, with_rows
 from cs336sys.report.titles import (
     SETTING_COLUMNS,
     SIZE_COLUMNS,
@@ -402,7 +402,7 @@ def _plan(cells: Sequence[Cell]) -> Table:
         row = cell.configuration | {"parameters": workload.training.parameters}
         row["status"] = None if cell.status == "ok" else cell.status
         if workload.training.is_ours:
-            row |= peak_row(workload_peak(workload))
+            row |= fill_row(PEAK_COLUMNS, workload_peak(workload))
         if cell.derived:
             row |= {"parameters": cell.derived.get("parameters", row["parameters"])}
             row |= {"traced_peak_gib": cell.derived["peak_gib"], "traced_phase": cell.derived["peak_phase"]}
