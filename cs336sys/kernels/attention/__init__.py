@@ -6,7 +6,12 @@ from typing import Literal, overload
 import torch
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.kernels.attention.problem import check_attention_inputs, check_row_statistics, check_window
+from cs336sys.kernels.attention.problem import (
+    FLOAT32_PRECISIONS,
+    check_attention_inputs,
+    check_row_statistics,
+    check_window,
+)
 from cs336sys.kernels.attention.reference import FlashAttentionTorch, reference_attention, tiled_backward
 
 __all__ = [
@@ -125,8 +130,8 @@ def flash_attention(
         dtype = torch.promote_types(query.dtype, torch.float32) if return_logsumexp else None
         out, logsumexp = reference_attention(query, key, value, is_causal, window=window, compute_dtype=dtype)
         return (out.to(query.dtype), logsumexp.detach()) if return_logsumexp else out
-    options = is_causal, float32_precision, deterministic, implementation, window
-    return triton_attention(query, key, value, *options, return_logsumexp)
+    options = is_causal, float32_precision or FLOAT32_PRECISIONS[0], deterministic, implementation, window
+    return triton_attention(query, key, value, options, return_logsumexp)
 
 
 def flash_attention_backward(
@@ -187,8 +192,8 @@ def flash_attention_backward(
             tile = (max(1, query.shape[-2]), key.shape[-2]) if implementation == "reference" else None
             grads = tiled_backward(query, key, value, logsumexp, grad_out, delta, is_causal, window, tile)
         else:
-            options = is_causal, float32_precision, deterministic, implementation, window
-            grads = triton_attention_backward(query, key, value, grad_out, logsumexp, delta, *options)
+            options = is_causal, float32_precision or FLOAT32_PRECISIONS[0], deterministic, implementation, window
+            grads = triton_attention_backward(query, key, value, grad_out, logsumexp, delta, options)
     grad_query, grad_key, grad_value = grads
     return grad_query, grad_key, grad_value
 

@@ -10,22 +10,26 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention.hopper import settings
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
 from cs336sys.kernels.attention.plan import Plan
-from cs336sys.kernels.attention.problem import Operand, Problem, check_attention_inputs, check_window, make_problem
+from cs336sys.kernels.attention.problem import (
+    FLOAT32_PRECISIONS,
+    AttentionOptions,
+    Operand,
+    Options,
+    Problem,
+    check_attention_inputs,
+    check_window,
+    make_problem,
+)
 from cs336sys.kernels.attention.triton.forward import forward_kernel
 from cs336sys.kernels.attention.triton.plans import BackwardPlan, ForwardPlan
 
-FLOAT32_PRECISIONS = ("tf32x3", "ieee", "tf32")
 # Plain Triton, the warp-specialised ones of hopper/, or of both what was measured faster.
 KERNELS = ("auto", "triton", "hopper")
 
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 
-# What decides, besides the tensors, how attention is computed: is_causal, float32_precision, deterministic, kernels and
-# window.
-Options = tuple[bool, str, bool, str, int | None]
 
-
-def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: *Options) -> None:
+def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> None:
     """Refuse what no kernel computes.
 
     Raises:
@@ -78,18 +82,12 @@ def _takes_hopper(kernels: str, query: torch.Tensor, problem: Problem, is_faster
     return settings.why_unavailable(query) is None and is_faster(problem)
 
 
-def forward_plan(
-    tensors: Sequence[torch.Tensor],
-    is_causal: bool,
-    float32_precision: str,
-    kernels: str,
-    window: int | None = None,
-) -> Plan:
+def forward_plan(tensors: Sequence[torch.Tensor], options: AttentionOptions) -> Plan:
     """``tensors``: query, key, value and output."""
     query, key = tensors[:2]
     operands = [Operand(tensor) for tensor in tensors]
-    problem = make_problem(query, key, operands, is_causal, float32_precision, window)
-    if _takes_hopper(kernels, query, problem, hopper_forward_is_faster):
+    problem = make_problem(query, key, operands, options)
+    if _takes_hopper(options.kernels, query, problem, hopper_forward_is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperForwardPlan
 
         return HopperForwardPlan(problem, operands, query.device)
@@ -97,13 +95,7 @@ def forward_plan(
 
 
 def backward_plan(
-    tensors: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    is_causal: bool,
-    float32_precision: str,
-    deterministic: bool,
-    kernels: str,
-    window: int | None = None,
+    tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], options: AttentionOptions
 ) -> BackwardPlan:
     """``tensors``: query, key, value, output and its gradient; ``grads``: those of query, key and value.
 
@@ -113,12 +105,12 @@ def backward_plan(
     operands = [Operand(tensor) for tensor in (query, key, value, gradient)]
     out = Operand(output) if output.dim() == query.dim() else None
     results = [Operand(grad) for grad in grads]
-    problem = make_problem(query, key, operands, is_causal, float32_precision, window)
+    problem = make_problem(query, key, operands, options)
     plan_class = BackwardPlan
     # The Hopper kernels write by TMA.
     written_or_read = (*results, *(() if out is None else (out,)))
     may_take_hopper = all(operand.fits_tma for operand in written_or_read)
-    is_faster = functools.partial(hopper_backward_is_faster, deterministic=deterministic)
-    if may_take_hopper and _takes_hopper(kernels, query, problem, is_faster):
+    is_faster = functools.partial(hopper_backward_is_faster, deterministic=options.deterministic)
+    if may_take_hopper and _takes_hopper(options.kernels, query, problem, is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan as plan_class
-    return plan_class(problem, operands, out, results, query.device, deterministic)
+    return plan_class(problem, operands, out, results, query.device, options.deterministic)

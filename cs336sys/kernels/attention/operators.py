@@ -14,17 +14,16 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cs336sys.accounting.flops import attention_flops
 from cs336sys.kernels.attention import native_call
-from cs336sys.kernels.attention.choice import (
-    FLOAT32_PRECISIONS,
-    INTERPRETED,
-    KERNELS,
-    Options,
-    backward_plan,
-    check,
-    forward_plan,
-)
+from cs336sys.kernels.attention.choice import INTERPRETED, KERNELS, backward_plan, check, forward_plan
 from cs336sys.kernels.attention.plan import Plan
-from cs336sys.kernels.attention.problem import Operand, check_attention_inputs, check_window
+from cs336sys.kernels.attention.problem import (
+    FLOAT32_PRECISIONS,
+    AttentionOptions,
+    Operand,
+    Options,
+    check_attention_inputs,
+    check_window,
+)
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import needs_operators
 
@@ -37,10 +36,6 @@ _plans: dict[tuple, Plan] = {}
 # The C++ knows each combination of the first four options by its number, and adds their count for each key of a window.
 OPTIONS = tuple(itertools.product((False, True), FLOAT32_PRECISIONS, (False, True), KERNELS))
 UNKNOWN_OPTIONS = -1
-# Query, key, value, output, logsumexp, the output's gradient, and the options.
-BackwardArguments = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool, str, bool, str, int | None
-]
 _option_numbers = {options: number for number, options in enumerate(OPTIONS)}
 # The compiled module of native_call, loaded for the first plan that it can be given.
 _native: ModuleType | None = None
@@ -115,9 +110,9 @@ def _tell_native(add: str, plan: Plan, tensors: Sequence[torch.Tensor], options:
         getattr(_native, add)(tensors, number, native_plan)
 
 
-def _backward_of_node(*arguments: *BackwardArguments) -> Sequence[torch.Tensor]:
+def _backward_of_node(*arguments: Any) -> Sequence[torch.Tensor]:
     """Serve a node of the C++ that knows no plan, or where something else has to see the kernels."""
-    backward = _backward_operator if needs_operators(arguments[5]) else _backward
+    backward = _backward_operator if needs_operators(arguments[5]) else _compute_backward
     return backward(*arguments)
 
 
@@ -128,9 +123,9 @@ def _empty_results(plan: Plan) -> list[torch.Tensor]:
 
 
 def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: *Options
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (..., S_q, D) in the inputs' dtype and natural logsumexp (..., S_q) in float32; ``options``: OPTIONS."""
+    """Output (..., S_q, D) in the inputs' dtype and natural logsumexp (..., S_q) in float32."""
     if _native is not None:
         results = _native.forward([query, key, value], _number_of(options))
         if results is not None:
@@ -148,10 +143,10 @@ def _forward(
         plan(query, key, value, out, logsumexp)
         _tell_native("add_forward", plan, [query, key, value], options)
         return out, logsumexp
-    check(query, key, value, *options)
+    check(query, key, value, options)
     if INTERPRETED and query.dtype == torch.bfloat16:
         # The interpreter's arithmetic in bfloat16 is wrong.
-        out, logsumexp = _forward(query.float(), key.float(), value.float(), *options)
+        out, logsumexp = _forward(query.float(), key.float(), value.float(), options)
         return out.to(torch.bfloat16), logsumexp
     out = _empty_result(query)
     logsumexp = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
@@ -163,7 +158,7 @@ def _forward(
     if plan is None:
         if query.is_cuda:
             native_call.library.start()
-        plan = forward_plan(tensors, is_causal, float32_precision, kernels, window)
+        plan = forward_plan(tensors, AttentionOptions(*options))
         _remember(signature, plan, (query, key, value, out), tensors, (out, logsumexp))
     with torch.cuda.device_of(query):
         plan(*tensors, logsumexp)
@@ -179,7 +174,7 @@ def _backward(
     out: torch.Tensor,
     logsumexp: torch.Tensor,
     grad_out: torch.Tensor,
-    *options: *Options,
+    options: Options,
 ) -> Sequence[torch.Tensor]:
     """Gradients of query, key and value, in their dtype and, where possible, their strides.
 
@@ -208,7 +203,7 @@ def _backward(
         return grads
     if INTERPRETED and query.dtype == torch.bfloat16:
         query, key, value, out, logsumexp, grad_out = (tensor.float() for tensor in given)
-        grads = _backward(query, key, value, out, logsumexp, grad_out, *options)
+        grads = _backward(query, key, value, out, logsumexp, grad_out, options)
         return [grad.to(torch.bfloat16) for grad in grads]
     grads = [_empty_result(tensor) for tensor in (query, key, value)]
     if query.numel() == 0:
@@ -218,7 +213,8 @@ def _backward(
         tensors[3] = _statistic(out)
     kernel_grads = grads if query.dim() <= 4 else [grad.view(-1, *grad.shape[-3:]) for grad in grads]
     if plan is None:
-        plan = backward_plan(tensors, kernel_grads, is_causal, float32_precision, deterministic, kernels, window)
+        chosen = AttentionOptions(is_causal, float32_precision, deterministic, kernels, window)
+        plan = backward_plan(tensors, kernel_grads, chosen)
         all_given = query, key, value, out, grad_out, *grads
         _remember(signature, plan, all_given, (*tensors, *kernel_grads), grads)
     with torch.cuda.device_of(query):
@@ -251,7 +247,8 @@ def _compute_forward(
     kernels: str,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, logsumexp = _forward(query, key, value, is_causal, float32_precision, deterministic, kernels, window)
+    options = is_causal, float32_precision, deterministic, kernels, window
+    out, logsumexp = _forward(query, key, value, options)
     return out, logsumexp
 
 
@@ -269,7 +266,7 @@ def _compute_backward(
     window: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     options = is_causal, float32_precision, deterministic, kernels, window
-    return tuple(_backward(query, key, value, out, logsumexp, grad_out, *options))
+    return tuple(_backward(query, key, value, out, logsumexp, grad_out, options))
 
 
 def _fake_forward(query, key, value, is_causal, float32_precision, deterministic, kernels, window=None):
@@ -392,8 +389,10 @@ class FlashAttentionTriton(torch.autograd.Function):
         return_logsumexp: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ctx.options = is_causal, float32_precision, deterministic, kernels, window
-        forward = _forward_operator if needs_operators(query) else _forward
-        out, logsumexp = forward(query, key, value, *ctx.options)
+        if needs_operators(query):
+            out, logsumexp = _forward_operator(query, key, value, *ctx.options)
+        else:
+            out, logsumexp = _forward(query, key, value, ctx.options)
         ctx.save_for_backward(query, key, value, out, logsumexp)
         if not return_logsumexp:
             return out
@@ -403,9 +402,11 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        backward = _backward_operator if needs_operators(grad_out) else _backward
         query, key, value, out, logsumexp = ctx.saved_tensors
-        grads = backward(query, key, value, out, logsumexp, grad_out, *ctx.options)
+        if needs_operators(grad_out):
+            grads = _backward_operator(query, key, value, out, logsumexp, grad_out, *ctx.options)
+        else:
+            grads = _backward(query, key, value, out, logsumexp, grad_out, ctx.options)
         return *grads, None, None, None, None, None, None
 
 
@@ -413,15 +414,10 @@ def triton_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    is_causal: bool = False,
-    float32_precision: str | None = None,
-    deterministic: bool = False,
-    kernels: str = "triton",
-    window: int | None = None,
+    options: Options,
     return_logsumexp: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """As :class:`FlashAttentionTriton`, and one node of the graph under ``torch.compile``."""
-    options = is_causal, float32_precision or FLOAT32_PRECISIONS[0], deterministic, kernels, window
     if torch.compiler.is_compiling():
         out, logsumexp = _forward_operator(query, key, value, *options)
         return (out, logsumexp.detach()) if return_logsumexp else out
@@ -445,18 +441,13 @@ def triton_attention_backward(
     grad_out: torch.Tensor,
     logsumexp: torch.Tensor,
     delta: torch.Tensor,
-    is_causal: bool = False,
-    float32_precision: str | None = None,
-    deterministic: bool = False,
-    kernels: str = "triton",
-    window: int | None = None,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`cs336sys.kernels.attention.flash_attention_backward`, whose checks it expects to be done."""
-    options = is_causal, float32_precision or FLOAT32_PRECISIONS[0], deterministic, kernels, window
     if torch.compiler.is_compiling() or needs_operators(query):
         return _backward_operator(query, key, value, delta, logsumexp, grad_out, *options)
-    check(query, key, value, *options)
-    grad_query, grad_key, grad_value = _backward(query, key, value, delta, logsumexp, grad_out, *options)
+    check(query, key, value, options)
+    grad_query, grad_key, grad_value = _backward(query, key, value, delta, logsumexp, grad_out, options)
     return grad_query, grad_key, grad_value
 
 

@@ -26,6 +26,7 @@ from cs336sys.kernels.attention import choice, native_call
 from cs336sys.kernels.attention.choice import backward_plan, forward_plan
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
 from cs336sys.kernels.attention.plan import Launch, Plan
+from cs336sys.kernels.attention.problem import AttentionOptions
 from cs336sys.kernels.attention.triton.backward_sums import convert_grad_query_kernel, prepare_kernel
 
 CAPABILITY = (9, 0)
@@ -272,13 +273,14 @@ def compile_configuration(
     key, value = (torch.empty(shape[0], key_heads or shape[1], *shape[2:], dtype=dtype) for _ in range(2))
     out, logsumexp = torch.empty_like(query), torch.empty(shape[:-1])
     grads = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
-    forward = forward_plan((query, key, value, out), is_causal, "tf32x3", kernels, window)
+    options = AttentionOptions(is_causal, deterministic=deterministic, kernels=kernels, window=window)
+    forward = forward_plan((query, key, value, out), options)
     report = {}
 
     forward_names = ["forward", "combine"][: len(forward.steps)]
     compile_steps(forward, forward_names, report, query, key, value, out, logsumexp)
     tensors = query, key, value, out, grad_out
-    backward = backward_plan(tensors, grads, is_causal, "tf32x3", deterministic, kernels, window)
+    backward = backward_plan(tensors, grads, options)
     passes = [launch._kernel for launch, _ in backward.steps]
     others = prepare_kernel, convert_grad_query_kernel, convert_register_order_kernel, sum_pieces_kernel
     names = iter(["backward"] if sum(one not in others for one in passes) == 1 else ["grad_key_value", "grad_query"])
@@ -294,9 +296,9 @@ def main() -> None:
     triton.knobs.nvidia.dump_ptxas_log = True
     problem_on_this_machine = choice.make_problem
 
-    def problem_on_hopper(query, key, operands, *options):
+    def problem_on_hopper(query, key, operands, options):
         return dataclasses.replace(
-            problem_on_this_machine(query, key, operands, *options),
+            problem_on_this_machine(query, key, operands, options),
             capability=CAPABILITY,
             num_multiprocessors=NUM_MULTIPROCESSORS,
             tma_allowed=all(operand.fits_tma for operand in operands),

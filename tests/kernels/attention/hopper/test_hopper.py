@@ -37,7 +37,7 @@ from cs336sys.kernels.attention.hopper.schedule import (
     visits,
 )
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
-from cs336sys.kernels.attention.problem import Operand, Problem
+from cs336sys.kernels.attention.problem import AttentionOptions, Operand, Problem
 from cs336sys.kernels.attention.reference import reference_attention
 
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -382,7 +382,7 @@ def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, 
     """As on an H200, with tensors on the CPU; head dimension 64 in rows of 65 elements cannot be addressed by TMA."""
     monkeypatch.setattr(settings, "why_unavailable", lambda query: None)
 
-    def problem_on_hopper(query, key, operands, *options):
+    def problem_on_hopper(query, key, operands, options):
         fits = all(operand.fits_tma for operand in operands)
         return problem(query.shape[:-2].numel(), query.shape[-2], key.shape[-2], query.shape[-1], tma_allowed=fits)
 
@@ -391,7 +391,7 @@ def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, 
     whole, narrow = query.new_empty(1, num_sequences, 16384, 64), query[..., :64]
 
     def takes_hopper(kernels, key):
-        plan = choice.forward_plan((whole, key, whole, whole), True, "tf32x3", kernels)
+        plan = choice.forward_plan((whole, key, whole, whole), AttentionOptions(True, kernels=kernels))
         return type(plan).__name__ == "HopperForwardPlan"
 
     assert takes_hopper("auto", whole) == chosen
@@ -401,7 +401,7 @@ def test_auto_asks_for_the_shape_and_never_forces_a_copy(num_sequences, chosen, 
 
     def takes_hopper_backward(out, grad_key):
         tensors, grads = (whole, whole, whole, out, whole), (whole, grad_key, whole)
-        plan = choice.backward_plan(tensors, grads, True, "tf32x3", False, "auto")
+        plan = choice.backward_plan(tensors, grads, AttentionOptions(True, kernels="auto"))
         return type(plan).__name__ == "HopperBackwardPlan"
 
     assert takes_hopper_backward(whole, whole) == chosen

@@ -23,7 +23,7 @@ from triton.runtime import driver
 
 from cs336sys.kernels.attention import choice
 from cs336sys.kernels.attention.plan import Plan
-from cs336sys.kernels.attention.problem import Operand, Problem, make_problem
+from cs336sys.kernels.attention.problem import AttentionOptions, Operand, Problem, make_problem
 from cs336sys.kernels.attention.triton import plans
 from cs336sys.kernels.attention.triton.settings import (
     ForwardSettings,
@@ -129,13 +129,12 @@ def bytes_on(capability: tuple[int, int], most: int | None) -> list[tuple[str, l
     driver.set_active(AnyGpuDriver(capability))
     choice.make_problem = lambda *arguments: make_problem_on(capability, *arguments)
     # With a causal mask there is one more loop to compile, of as much shared memory.
-    options = False, "tf32x3"
     report = []
     for shape, dtype in LARGEST[capability][:most]:
         query, key, value, out, grad_out, *grads = (torch.empty(shape, dtype=dtype) for _ in range(8))
         tensors = query, key, value, out, torch.empty(shape[:-1])
-        forward = choice.forward_plan((query, key, value, out), *options, "triton")
-        backward = choice.backward_plan((query, key, value, out, grad_out), grads, *options, False, "triton")
+        forward = choice.forward_plan((query, key, value, out), AttentionOptions())
+        backward = choice.backward_plan((query, key, value, out, grad_out), grads, AttentionOptions())
         taken = shared_bytes(forward, *tensors), shared_bytes(backward, *tensors, grad_out, *grads)
         report.append((f"{shape} {dtype}", *taken))
     return report
@@ -181,7 +180,7 @@ def problems(capability):
                 for length in (64, 512, 1024, 2048, 8192, 65536):
                     query = torch.empty(1, num_heads, length, head_dim, dtype=dtype, device="meta")
                     operands = [Operand(query)] * 4
-                    yield make_problem_on(capability, query, query, operands, True, float32_precision)
+                    yield make_problem_on(capability, query, query, operands, AttentionOptions(True, float32_precision))
 
 
 def all_settings(problem):
@@ -243,21 +242,21 @@ def test_gpus_with_as_much_shared_memory_get_the_settings_of_9_0(capability):
 )
 def test_h200_gets_the_tiles_measured_on_it(shape, dtype, forward, backward):
     query = torch.empty(shape, dtype=dtype, device="meta")
-    problem = make_problem_on((9, 0), query, query, [Operand(query)] * 4, True, "tf32x3")
+    problem = make_problem_on((9, 0), query, query, [Operand(query)] * 4, AttentionOptions(True))
     assert forward_settings(problem) == ForwardSettings(forward)
     assert backward_settings(problem, False) == backward
 
 
 def test_h200_gets_tma_at_head_dimension_256():
     query = torch.empty(1, 16, 16384, 256, dtype=torch.bfloat16, device="meta")
-    problem = make_problem_on((9, 0), query, query, [Operand(query)] * 4, True, "tf32x3")
+    problem = make_problem_on((9, 0), query, query, [Operand(query)] * 4, AttentionOptions(True))
     assert all(tile.use_tma for tile in tiles(problem))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a100_gets_tiles_by_pointers(deterministic):
     query = torch.empty(1, 16, 16384, 64, dtype=torch.bfloat16, device="meta")
-    problem = make_problem_on((8, 0), query, query, [Operand(query)] * 4, True, "tf32x3")
+    problem = make_problem_on((8, 0), query, query, [Operand(query)] * 4, AttentionOptions(True))
     assert forward_settings(problem) == ForwardSettings(TileSettings(64, 64, num_warps=4, num_stages=3))
     expected = joint(TileSettings(64, 64, num_warps=4, num_stages=2))
     assert backward_settings(problem, deterministic) == expected
