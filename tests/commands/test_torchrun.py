@@ -9,6 +9,9 @@ from two_agents import run_two_agents
 
 from cs336sys.results.model import read_results
 
+# Two agents that measure the same cells by default: sweep/test_ranks.py.
+pytestmark = pytest.mark.nightly
+
 SCRIPT = str(Path(__file__).with_name("commands_in_turn.py"))
 ALLREDUCE = ["allreduce", "--backend", "gloo", "--world-size", "2,4", "--message", "1KB,40KB", "--steps", "3"]
 ALLREDUCE += ["--collective", "all_reduce,broadcast"]

@@ -94,7 +94,10 @@ def test_doctor_warns_of_what_is_never_trained():
     )
 
 
-@pytest.mark.parametrize("command", ["bench", "nsys", "memprof", "ddp", "shard"])
+@pytest.mark.parametrize(
+    "command",
+    ["bench", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("nsys", "memprof", "ddp", "shard"))],
+)
 def test_a_loss_that_is_no_number_is_a_warning_and_a_note(command):
     """And so are blocks in a list."""
     ranks = {"ddp": ["--mode", "naive", "--world-size", "1"], "shard": ["--strategy", "fsdp", "--world-size", "1"]}

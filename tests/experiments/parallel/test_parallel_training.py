@@ -151,7 +151,7 @@ def test_gloo_in_a_graph_is_unsupported():
     )
 
 
-@pytest.mark.parametrize("strategy", ["bucketed", "torch"])
+@pytest.mark.parametrize("strategy", ["bucketed", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_compiled_blocks_train_the_same_weights(ranks, strategy):
     results = ranks().run(training_ranks.verify_compiled, workload(strategy, compile="block"))
     assert largest([difference for difference, _ in results]) < TOLERANCES["fp32"]
