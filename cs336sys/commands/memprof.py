@@ -1,22 +1,37 @@
 """``cs336sys memprof``: where the memory of a training step goes."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice
+from cs336sys.commands.options.reading import choice, refuse_given
 from cs336sys.commands.sweep.run import check_planned, run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell
 from cs336sys.workload import LARGEST_ALLOCATIONS, MODES, MemoryWorkload
 
+if TYPE_CHECKING:
+    from cs336sys.measure.allocations.diagnosis import Diagnosis
+
+# What can be asked of snapshots; everything else says what to run.
+_OF_SNAPSHOTS = ("source", "against", "top", "snapshot", "html", *(field.name for field in fields(OutputOptions)))
+
 
 def memprof(
+    ctx: typer.Context,
+    source: Annotated[
+        list[Path],
+        typer.Option("--from", help="Read snapshots, or folders of them: .pickle of any program.", show_default=False),
+    ] = [],
+    against: Annotated[
+        list[Path], typer.Option("--against", help="Compare --from with these snapshots.", show_default=False)
+    ] = [],
+    html: Annotated[Path | None, typer.Option("--html", help="Also write --from to this page.")] = None,
     model: options.TrainedModelOptions = options.TrainedModelOptions(),
     mode: Annotated[list[str], choice(MODES, f"Phases of a step: {', '.join(MODES)}.")] = ["train"],
     precision: options.PrecisionOptions = options.PrecisionOptions(),
@@ -46,10 +61,19 @@ def memprof(
     cs336sys memprof --size xl --context 128,256,512 --mode forward,train --snapshot xl
 
     cs336sys memprof --size 2.7b --context 2048 --checkpoint block,every=2,nested --dry-run
+
+    cs336sys memprof --from rank0.pickle,rank1.pickle
+
+    cs336sys memprof --from after.pickle --against before.pickle
     """
     from cs336sys.report.memory.page import check_directory, write_files
     from cs336sys.report.memory.tables import memory_tables, plan_tables
 
+    if source:
+        refuse_given(ctx, [name for name in ctx.params if name not in _OF_SNAPSHOTS], "--from reads snapshots")
+        _read_snapshots(source, against, top, snapshot, html, output)
+        return
+    refuse_given(ctx, ["against", "html"], "is for snapshots that --from reads")
     if mode == ["forward"] and "none" not in checkpoint:
         listed = ",".join(checkpoint)
         raise UsageError(
@@ -90,3 +114,63 @@ def memprof(
             output,
             (snapshot, lambda cells, folder: write_files(cells, sweep.run, folder)),
         )
+
+
+def _read_snapshots(
+    source: list[Path],
+    against: list[Path],
+    top: int,
+    snapshot: Path | None,
+    html: Path | None,
+    output: OutputOptions,
+) -> None:
+    from cs336sys.report.memory.page import check_directory
+    from cs336sys.report.memory.snapshots import (
+        difference_tables,
+        snapshot_tables,
+        write_snapshot_files,
+        write_snapshot_page,
+    )
+    from cs336sys.report.page import check_page
+
+    output.check()
+    check_page(html)
+    check_directory(snapshot)
+    diagnoses = _diagnoses(source)
+    if against:
+        before = _diagnoses(against)
+        if len(before) > 1 and len(diagnoses) > 1:
+            raise UsageError(f"--against {len(before)} snapshots and --from {len(diagnoses)}: one of them must be one")
+        tables = difference_tables(before, diagnoses, top)
+    else:
+        tables = snapshot_tables(diagnoses, top)
+    if html is not None:
+        write_snapshot_page(diagnoses, tables, html)
+    if snapshot is not None:
+        write_snapshot_files(diagnoses, top, snapshot)
+    output.emit(tables)
+
+
+def _diagnoses(paths: list[Path]) -> list["Diagnosis"]:
+    """Diagnose each device of each snapshot; of a folder, of all snapshots in it."""
+    from cs336sys.measure.allocations.diagnosis import diagnose
+    from cs336sys.measure.allocations.dump import read_dump
+
+    files: list[Path] = []
+    # A file's own name may have commas.
+    given = [Path(part) for path in paths for part in ([path] if path.exists() else str(path).split(","))]
+    for path in given:
+        found = sorted(path.glob("*.pickle")) if path.is_dir() else [path]
+        if not found:
+            raise UsageError(
+                f"{path}: this folder holds no .pickle; give a snapshot, or a folder of memprof --snapshot"
+            )
+        files += found
+    names = [path.name for path in files]
+    found_in = []
+    for path in files:
+        name = path.name if names.count(path.name) == 1 else str(path)
+        found_in += [diagnose(name, record) for record in read_dump(path)]
+    if not found_in:
+        raise UsageError(f"{', '.join(map(str, files))}: no device holds anything, and none did")
+    return found_in

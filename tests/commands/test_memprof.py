@@ -240,3 +240,20 @@ def test_half_precision_on_a_cpu_is_explained():
     arguments = ["--mode", "forward", "--bf16", "--no-predict", "--format", "json"]
     (note,) = (note for note in tables(invoke(*arguments))["memprof"]["notes"] if note.startswith("On a CPU"))
     assert "fp32 copy of the logits" in note
+
+
+def test_own_snapshots_have_the_categories_that_were_recorded(sweep):
+    _, directory, _ = sweep
+    read = tables(CliRunner().invoke(app, ["memprof", "--from", str(directory / "s"), "--format", "json"]))
+    assert next(iter(read)) == "verdict"
+    peaks = {}
+    for cell in read_results(directory / "r.jsonl").cells:
+        widest = max(cell.derived["phases"], key=lambda phase: phase["allocated"])
+        peaks[cell.derived["snapshot"].rpartition("/")[2]] = widest
+    assert len(read["memory"]["rows"]) == len(peaks) == 3
+    for row in read["memory"]["rows"]:
+        widest = peaks[row["snapshot"]]
+        assert row["held_bytes"] == pytest.approx(widest["allocated"], rel=0.01)
+        for category in MEMORY_CATEGORIES:
+            found = row[f"{category.replace(' ', '_')}_bytes"] or 0
+            assert found == pytest.approx(widest[category], abs=0.01 * widest["allocated"]), category

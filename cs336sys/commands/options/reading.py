@@ -76,6 +76,14 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def refuse_given(ctx: typer.Context, names: Collection[str], why: str) -> None:
+    """Raise a UsageError if one of these parameters was given on the command line."""
+    for parameter in ctx.command.params:
+        given = ctx.get_parameter_source(parameter.name)
+        if parameter.name in names and given is not None and given.name == "COMMANDLINE":
+            raise UsageError(f"{parameter.opts[0]}: {why}; leave it out")
+
+
 def _refuse_one_file_for_two(values: Mapping[str, Any]) -> None:
     """Raise a UsageError where an option would write the file of another: the table over the results, or the text."""
     written: dict[str, str] = {}

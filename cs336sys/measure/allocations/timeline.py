@@ -107,19 +107,21 @@ class AllocationTimeline:
         length: the last position, the number of events.
         regions: phases in order, and recomputations.
         lost_events: how many events before the first known one a bounded history has dropped.
+        categories: those that its allocations can have.
     """
 
     allocations: Sequence[Allocation]
     length: int
     regions: Sequence[Region]
     lost_events: int = 0
+    categories: Sequence[str] = MEMORY_CATEGORIES
 
     def phases(self) -> list[Region]:
         return [region for region in self.regions if region.name in STEP_PHASES]
 
     def bytes_by_category(self) -> dict[str, list[int]]:
         """Bytes held at every position 0..length, by category."""
-        changes = {category: [0] * (self.length + 2) for category in MEMORY_CATEGORIES}
+        changes = {category: [0] * (self.length + 2) for category in self.categories}
         for allocation in self.allocations:
             changes[allocation.category][allocation.start] += allocation.size
             changes[allocation.category][allocation.end] -= allocation.size

@@ -1,16 +1,18 @@
 """The memory of a cell of ``memprof`` as one HTML file that loads nothing: a timeline to point at, and tables."""
 
+import html
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cs336sys.report.memory.plots import CATEGORY_COLORS, plot_timeline
 from cs336sys.report.memory.tables import memory_tables
 from cs336sys.report.numbers import in_shown_unit
 from cs336sys.report.outputs import check_writable, write_file
 from cs336sys.report.page import html_page, html_table
-from cs336sys.report.table import Table
+from cs336sys.report.table import Table, one_line
 from cs336sys.report.titles import machine_words
 from cs336sys.results.model import Cell, Run
 from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload
@@ -18,12 +20,14 @@ from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload
 _STYLE = """
 canvas { width: 100%; height: 420px; border: 1px solid #ccc; }
 .swatch { display: inline-block; width: 0.8em; height: 0.8em; margin: 0 0.3em 0 1em; }
-#readout { min-height: 3em; font-variant-numeric: tabular-nums; }
+.readout { min-height: 3em; font-variant-numeric: tabular-nums; }
 """
 
 _TIMELINE = """
-<p id="readout">Point at the timeline: bytes held by category after so many allocations and frees.</p>
-<canvas id="timeline"></canvas>
+<h2>{name}</h2>
+<p class="readout" id="readout{number}">Point at the timeline: bytes held by category after so many allocations and
+frees.</p>
+<canvas id="timeline{number}"></canvas>
 <p>{legend}</p>
 """
 
@@ -38,7 +42,8 @@ const data = {data};
 """
 
 _SCRIPT = """
-const canvas = document.getElementById("timeline"), readout = document.getElementById("readout");
+const canvas = document.getElementById("timeline" + data.number);
+const readout = document.getElementById("readout" + data.number);
 const names = Object.keys(data.colors), last = data.timeline.position.at(-1) || 1;
 const totals = data.timeline.position.map((_, i) => names.reduce((sum, name) => sum + data.timeline[name][i], 0));
 const highest = Math.max(...totals);
@@ -104,23 +109,43 @@ draw();
 
 
 def memory_page(cell: Cell, title: str, tables: Sequence[Table]) -> str:
-    """The page's text."""
-    timeline = cell.derived["timeline"]
-    most = max(map(sum, zip(*(timeline[name] for name in CATEGORY_COLORS), strict=True)))
+    """The text of a cell's page."""
+    return timeline_page([("", cell.derived)], title, tables)
+
+
+def timeline_page(timelines: Sequence[tuple[str, Mapping[str, Any]]], title: str, tables: Sequence[Table]) -> str:
+    """The text of a page.
+
+    Args:
+        timelines: by name, each with its regions, as a cell's derived columns hold them.
+    """
+    parts, scripts = [], []
+    for number, (name, derived) in enumerate(timelines):
+        part, script = _timeline(number, name, derived)
+        parts.append(part)
+        scripts.append(script)
+    return html_page(title, [*parts, *map(html_table, tables), *scripts], _STYLE)
+
+
+def _timeline(number: int, name: str, derived: Mapping[str, Any]) -> tuple[str, str]:
+    timeline = derived["timeline"]
+    colors = {category: color for category, color in CATEGORY_COLORS.items() if any(timeline.get(category, ()))}
+    most = max(map(sum, zip(*(timeline[category] for category in colors), strict=True)), default=0)
     highest, unit = in_shown_unit(most, "bytes")
     data = {
+        "number": number,
         "timeline": timeline,
-        "regions": cell.derived["regions"],
-        "colors": CATEGORY_COLORS,
+        "regions": derived["regions"],
+        "colors": colors,
         "unit": {"bytes": most / highest if most else 1, "label": unit},
         "ticks": axis_ticks(most),
     }
-    legend = "".join(
-        f'<span class="swatch" style="background:{color}"></span>{name}' for name, color in CATEGORY_COLORS.items()
-    )
+    legend = "".join(f'<span class="swatch" style="background:{color}"></span>{one}' for one, color in colors.items())
     # "</script" would end the script element inside of a string, and "<!--<script" would keep its end from ending it.
     script = _DATA.format(data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"), script=_SCRIPT)
-    return html_page(title, [_TIMELINE.format(legend=legend), *map(html_table, tables), script], _STYLE)
+    heading = html.escape(one_line(name))
+    part = _TIMELINE.format(number=number, name=heading, legend=legend)
+    return (part if heading else part.replace("<h2></h2>\n", "")), script
 
 
 def axis_ticks(most: float) -> list[dict[str, float | str]]:

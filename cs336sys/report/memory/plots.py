@@ -18,6 +18,8 @@ CATEGORY_COLORS = {
     "parameters": "#4c72b0",
     "optimizer state": "#8172b3",
     "other": "#8c8c8c",
+    "unknown": "#c7c7c7",
+    "graph pools": "#937860",
     "gradients": "#c44e52",
     "activations": "#55a868",
     "temporary": "#dd8452",
@@ -36,11 +38,16 @@ _NEAR_AXIS = 0.08
 
 def plot_timeline(cell: Cell, title: str, *paths: Path, option: str = "--snapshot") -> None:
     """Bytes held by category over the events of the recorded step, with its phases marked, to files of any ending."""
+    plot_derived(cell.derived, title, *paths, option=option)
+
+
+def plot_derived(derived: Mapping[str, Any], title: str, *paths: Path, option: str = "--snapshot") -> None:
+    """Draw a timeline and its regions, as a cell's derived columns hold them."""
     import matplotlib
 
     # A fixed salt and no date: the same cell gives the same file.
     with matplotlib.rc_context({"svg.hashsalt": "cs336sys", "svg.fonttype": "none"}):
-        figure = timeline_figure(cell.derived, title)
+        figure = timeline_figure(derived, title)
         for path in paths:
             metadata = {"Date": None} if path.suffix == ".svg" else None
             write_figure(figure, path, option, metadata)
@@ -54,11 +61,12 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     positions = timeline["position"]
     figure = Figure(figsize=(11, 5), layout="constrained")
     axes = figure.subplots()
-    totals = [sum(sizes) for sizes in zip(*(timeline[category] for category in CATEGORY_COLORS), strict=True)]
+    categories = [category for category in CATEGORY_COLORS if category in timeline]
+    totals = [sum(sizes) for sizes in zip(*(timeline[category] for category in categories), strict=True)]
     highest = max(range(len(totals)), key=totals.__getitem__)
     peak, unit = in_shown_unit(totals[highest], "bytes")
     scale = peak / totals[highest] if totals[highest] else 1.0
-    held = {category: [scale * size for size in timeline[category]] for category in CATEGORY_COLORS}
+    held = {category: [scale * size for size in timeline[category]] for category in categories}
     shown = {category: sizes for category, sizes in held.items() if any(sizes)}
     if shown:
         axes.stackplot(

@@ -1,0 +1,321 @@
+"""A snapshot of ``torch.cuda.memory._dump_snapshot``, by anybody and of any torch from 2.1 on, as plain records.
+
+What versions write differs in what is missing: stacks (``frames``) of Python, of C++, or none; ``time_us``,
+``compile_context``, ``user_metadata`` and ``pool_id`` of an entry; ``is_expandable`` and ``segment_pool_id`` of a
+segment; ``allocator_settings``. Sources: torch/csrc/cuda/Module.cpp, memory_snapshot.cpp. No torch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cs336sys.errors import UsageError
+from cs336sys.results.foreign import printable
+from cs336sys.results.plain_pickle import read_plain_pickle
+
+# The allocator hands out multiples of this.
+ROUNDING = 512
+
+_ACTIONS = {
+    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap",
+    "snapshot", "oom", "user_defined",
+}  # fmt: skip
+DEFAULT_POOL = (0, 0)
+
+
+class Frame(NamedTuple):
+    """A line of a stack, innermost first."""
+
+    filename: str
+    line: int
+    name: str
+
+
+class Block(NamedTuple):
+    """Memory from one allocation until it could be used again.
+
+    Attributes:
+        size: as asked for; of memory older than the record, as handed out.
+        start, end: positions: how many allocations and frees came before. Start 0 is before the record, and one more
+            than its length is never.
+        stack: index into :attr:`DeviceRecord.stacks`.
+        requested: bytes that were asked for, whatever ``size`` is.
+    """
+
+    address: int
+    size: int
+    start: int
+    end: int
+    stack: int
+    stream: int
+    pool: tuple[int, int]
+    requested: int
+
+
+class Failure(NamedTuple):
+    """An allocation that failed.
+
+    Attributes:
+        entry: its number in the trace.
+        device_free: bytes that the device had outside of the allocator.
+    """
+
+    position: int
+    entry: int
+    size: int
+    device_free: int
+    stack: int
+    stream: int
+
+
+class Segment(NamedTuple):
+    """Memory of the device that the allocator has.
+
+    Attributes:
+        is_expandable: it grows in place.
+    """
+
+    address: int
+    size: int
+    stream: int
+    pool: tuple[int, int]
+    is_expandable: bool
+
+
+@dataclass
+class DeviceRecord:
+    """What one device's allocator did and has.
+
+    Attributes:
+        stacks: of all blocks; the first is empty.
+        length: the last position.
+        entries: for each position, the number of the trace's entry that led to it.
+        segment_events: entries that changed segments: their numbers, 1 or -1, and the segment.
+        unknown_frees: of memory older than the record.
+    """
+
+    device: int
+    blocks: list[Block] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    stacks: list[tuple[Frame, ...]] = field(default_factory=lambda: [()])
+    length: int = 0
+    entries: list[int] = field(default_factory=lambda: [-1])
+    segment_events: list[tuple[int, int, Segment]] = field(default_factory=list)
+    unknown_frees: int = 0
+
+    def segments_at(self, entry: int) -> list[Segment]:
+        """The segments after an entry of the trace: those of the end, with later changes undone."""
+        ranges = {(segment.address, segment.address + segment.size): segment for segment in self.segments}
+        for when, sign, segment in reversed(self.segment_events):
+            if when <= entry:
+                break
+            wanted = (segment.address, segment.address + segment.size)
+            if sign < 0:
+                ranges[wanted] = segment
+                continue
+            # What is an own segment goes; a part of an expandable one is cut out.
+            around = next((bounds for bounds in ranges if bounds[0] <= wanted[0] and wanted[1] <= bounds[1]), None)
+            if around is not None:
+                whole = ranges.pop(around)
+                for start, end in ((around[0], wanted[0]), (wanted[1], around[1])):
+                    if start < end:
+                        ranges[start, end] = whole._replace(address=start, size=end - start)
+        return sorted(segment._replace(address=start, size=end - start) for (start, end), segment in ranges.items())
+
+
+def read_dump(path: Path) -> list[DeviceRecord]:
+    """Read the devices of a snapshot that hold or did anything.
+
+    Raises:
+        UsageError: the file is no snapshot, would run code, or is too large.
+    """
+    try:
+        snapshot = read_plain_pickle(path)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    try:
+        return parse_dump(snapshot)
+    except _NoSnapshotError as error:
+        raise UsageError(f"{path} is no snapshot of torch.cuda.memory._dump_snapshot: {error}") from None
+
+
+class _NoSnapshotError(ValueError):
+    """One fact about a value that a snapshot cannot hold."""
+
+
+def parse_dump(snapshot: Any) -> list[DeviceRecord]:
+    """The records of a snapshot's dictionary; see :func:`read_dump`."""
+    if not isinstance(snapshot, dict) or not isinstance(snapshot.get("segments"), list):
+        raise _NoSnapshotError("it has no list of segments")
+    traces = snapshot.get("device_traces", [])
+    if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
+        raise _NoSnapshotError("its device_traces are no lists")
+    devices: dict[int, list[Mapping[str, Any]]] = {}
+    for segment in snapshot["segments"]:
+        devices.setdefault(_integer(segment, "device", "a segment", 0), []).append(segment)
+    for index, trace in enumerate(traces):
+        if trace:
+            devices.setdefault(index, [])
+    records = []
+    for index, segments in sorted(devices.items()):
+        trace = traces[index] if index < len(traces) else []
+        records.append(_Parser(index, segments, trace).parse())
+    return records
+
+
+class _Parser:
+    def __init__(self, device: int, segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]):
+        self._record = DeviceRecord(device)
+        self._segments = segments
+        self._trace = trace
+        # Lists of frames and frames are shared: they are read once. Both are alive as long as the snapshot is.
+        self._by_identity: dict[int, int] = {}
+        self._frames: dict[int, Frame] = {}
+        self._stacks: dict[tuple[Frame, ...], int] = {(): 0}
+        self._pools: list[tuple[int, int, tuple[int, int]]] = []
+
+    def parse(self) -> DeviceRecord:
+        record = self._record
+        at_end = list(self._read_segments())
+        live = self._read_trace()
+        length = record.length
+        known = {block.address for block in live.values()}
+        touched = {block.address for block in record.blocks}
+        for block in live.values():
+            record.blocks.append(block._replace(end=length + 1))
+        # What is there at the end and was never spoken of was there before.
+        record.blocks += [
+            block._replace(start=0, end=length + 1)
+            for block in at_end
+            if block.address not in known and block.address not in touched
+        ]
+        if self._trace_has_pools:
+            return record
+        record.blocks = [block._replace(pool=self._pool(block.address)) for block in record.blocks]
+        return record
+
+    def _read_segments(self) -> Iterator[Block]:
+        self._trace_has_pools = False
+        for segment in self._segments:
+            address = _integer(segment, "address", "a segment")
+            size = _integer(segment, "total_size", "a segment")
+            stream = _integer(segment, "stream", "a segment", 0)
+            pool = _pool_id(segment.get("segment_pool_id"))
+            is_expandable = segment.get("is_expandable") is True
+            self._record.segments.append(Segment(address, size, stream, pool, is_expandable))
+            if pool != DEFAULT_POOL:
+                self._pools.append((address, address + size, pool))
+            blocks = segment.get("blocks", [])
+            if not isinstance(blocks, list):
+                raise _NoSnapshotError("a segment's blocks are no list")
+            for block in blocks:
+                block_size = _integer(block, "size", "a block")
+                where = _integer(block, "address", "a block", address)
+                address = where + block_size
+                if block.get("state") != "inactive":
+                    requested = _integer(block, "requested_size", "a block", block_size)
+                    yield Block(where, block_size, 0, 0, self._stack(block.get("frames")), stream, pool, requested)
+
+    def _read_trace(self) -> dict[int, Block]:
+        record, live = self._record, {}
+        blocks = record.blocks
+        completes = any(isinstance(entry, dict) and entry.get("action") == "free_completed" for entry in self._trace)
+        freed = "free_completed" if completes else "free_requested"
+        position = 0
+        for number, entry in enumerate(self._trace):
+            try:
+                action, size = entry["action"], entry["size"]
+                address = entry["addr"] if action != "oom" else entry.get("device_free", 0)
+                if type(size) is not int or size < 0 or type(address) is not int or action not in _ACTIONS:
+                    raise TypeError
+            except (KeyError, TypeError, AttributeError):
+                raise _NoSnapshotError(
+                    f"entry {number:,} of device {record.device} has no action, addr or size"
+                ) from None
+            if action == "alloc":
+                position += 1
+                record.entries.append(number)
+                stream = entry.get("stream")
+                pool = entry.get("pool_id")
+                live[address] = Block(
+                    address, size, position, 0, self._stack(entry.get("frames")),
+                    stream if type(stream) is int else 0, DEFAULT_POOL if pool is None else _pool_id(pool), size,
+                )  # fmt: skip
+                self._trace_has_pools |= pool is not None
+            elif action == freed:
+                position += 1
+                record.entries.append(number)
+                block = live.pop(address, None)
+                if block is None:
+                    record.unknown_frees += 1
+                    block = Block(address, size, 0, 0, 0, 0, DEFAULT_POOL, size)
+                blocks.append(block._replace(end=position))
+            elif action == "oom":
+                stack, stream = self._stack(entry.get("frames")), entry.get("stream")
+                record.failures.append(
+                    Failure(position, number, size, address, stack, stream if type(stream) is int else 0)
+                )
+            elif action.startswith("segment"):
+                sign = 1 if action in ("segment_alloc", "segment_map") else -1
+                is_expandable = action in ("segment_map", "segment_unmap")
+                stream = entry.get("stream")
+                segment = Segment(
+                    address, size, stream if type(stream) is int else 0, _pool_id(entry.get("pool_id")), is_expandable
+                )
+                record.segment_events.append((number, sign, segment))
+        record.length = position
+        return live
+
+    def _pool(self, address: int) -> tuple[int, int]:
+        return next((pool for start, end, pool in self._pools if start <= address < end), DEFAULT_POOL)
+
+    def _stack(self, frames: Any) -> int:
+        if not frames:
+            return 0
+        found = self._by_identity.get(id(frames))
+        if found is None:
+            found = self._by_identity[id(frames)] = self._new_stack(frames)
+        return found
+
+    def _new_stack(self, frames: Any) -> int:
+        if not isinstance(frames, list):
+            raise _NoSnapshotError("frames are no list")
+        known = self._frames
+        stack = []
+        for frame in frames:
+            read = known.get(id(frame))
+            if read is None:
+                read = known[id(frame)] = _frame(frame)
+            stack.append(read)
+        key = tuple(stack)
+        index = self._stacks.get(key)
+        if index is None:
+            index = self._stacks[key] = len(self._record.stacks)
+            self._record.stacks.append(key)
+        return index
+
+
+def _frame(frame: Any) -> Frame:
+    if not isinstance(frame, dict):
+        raise _NoSnapshotError("a frame is no dictionary")
+    line = frame.get("line", 0)
+    return Frame(_text(frame.get("filename")), line if type(line) is int else 0, _text(frame.get("name")))
+
+
+def _text(value: Any) -> str:
+    return printable(value[:2000]) if isinstance(value, str) else ""
+
+
+def _integer(values: Any, key: str, what: str, default: int | None = None) -> int:
+    value = values.get(key, default) if isinstance(values, dict) else None
+    if type(value) is not int:
+        raise _NoSnapshotError(f"{what} has no {key}")
+    return value
+
+
+def _pool_id(value: Any) -> tuple[int, int]:
+    if isinstance(value, list | tuple) and len(value) == 2 and type(value[0]) is type(value[1]) is int:
+        return value[0], value[1]
+    return DEFAULT_POOL

@@ -1,0 +1,230 @@
+"""What a stranger's memory is for, inferred from stacks and lifetimes.
+
+Every stack has a role, by its innermost telling frame; the roles of allocations in turn say when forward passes,
+backward passes and optimizer steps were. CUDA's autograd threads have no Python stack, so where others have one an
+allocation without is the backward pass's.
+
+| category | rule |
+|---|---|
+| graph pools | lies in a private pool |
+| optimizer state | made in an optimizer, and outlives that step |
+| parameters | made in ``__init__``, ``to`` or ``load_state_dict`` of a module (buffers, too) |
+| gradients | made in a backward pass, and outlives it |
+| activations | made in a forward pass or a recomputation, and is there when the backward pass goes on |
+| temporary | made and freed within a forward pass, a backward pass or an optimizer step |
+| unknown | none of these |
+
+Memory older than the record has no stack. Blocks as large as the gradients, one for each, are parameters; further
+ones in multiples of them are optimizer state. Snapshots of ``memprof`` on a CPU name their categories.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from cs336sys.measure.allocations.dump import DEFAULT_POOL, Block, DeviceRecord, Frame
+from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
+
+FOREIGN_CATEGORIES = (*MEMORY_CATEGORIES[:-1], "graph pools", "other", "unknown")
+
+INITIAL, FORWARD, BACKWARD, RECOMPUTATION, OPTIMIZER, USER, NOTHING = (
+    "initial", "forward", "backward", "recomputation", "optimizer", "user", "none",
+)  # fmt: skip
+
+_LIBRARIES = ("/torch/", "/site-packages/", "/dist-packages/", "/lib/python", "<")
+_INITIAL_NAMES = {
+    "_apply", "convert", "to_empty", "reset_parameters", "_load_from_state_dict", "load_state_dict",
+    "from_pretrained", "_initialize_weights",
+}  # fmt: skip
+_BACKWARD_NAMES = {"backward", "_engine_run_backward", "unpack_hook", "recompute_fn", "_run_fn_in_backward"}
+
+
+def role(stack: Sequence[Frame]) -> str:
+    """Say which part of training a stack belongs to."""
+    if not stack:
+        return NOTHING
+    inner = ""
+    python = False
+    for frame in stack:
+        name, filename = frame.name, frame.filename
+        if name in _BACKWARD_NAMES or "autograd::Engine::" in name:
+            return RECOMPUTATION if inner == FORWARD else BACKWARD
+        if not filename.endswith(".py"):
+            continue
+        python = True
+        if inner:
+            continue
+        path = f"/{filename.replace(chr(92), '/')}"
+        if "/optim" in path or path.endswith(("optimizer.py", "optimizers.py")):
+            return OPTIMIZER
+        if name in _INITIAL_NAMES or name == "__init__" or "/torch/nn/init.py" in path:
+            inner = INITIAL
+        elif name in ("forward", "_call_impl", "_wrapped_call_impl") or "/torch/nn/functional.py" in path:
+            inner = FORWARD
+    return inner or (USER if python else NOTHING)
+
+
+def code_of(stack: Sequence[Frame]) -> str:
+    """Name the innermost line of the user's own code, else of any: ``src/train.py:88 train_step``."""
+    python = [frame for frame in stack if frame.filename.endswith(".py")]
+    own = (frame for frame in python if is_own(frame))
+    frame = next(own, python[0] if python else stack[0] if stack else None)
+    if frame is None:
+        return ""
+    return f"{'/'.join(frame.filename.replace(chr(92), '/').split('/')[-2:])}:{frame.line} {frame.name}"
+
+
+def is_own(frame: Frame) -> bool:
+    """Return whether a line is the user's, and of no library."""
+    return frame.filename.endswith(".py") and not any(part in frame.filename for part in _LIBRARIES)
+
+
+def operation_of(stack: Sequence[Frame]) -> str:
+    """Name the innermost Python function, which is torch's where a line of the user's called one."""
+    return next((frame.name for frame in stack if frame.filename.endswith(".py")), "")
+
+
+class Inference:
+    """The category of every block of a device.
+
+    Attributes:
+        categories: of the record's blocks, in their order.
+        roles: of the record's stacks.
+        steps: positions at which a step's first allocation was made.
+        is_recorded: the snapshot itself names them.
+    """
+
+    def __init__(self, record: DeviceRecord):
+        self._record = record
+        self.is_recorded = any(len(stack) == 2 and stack[0].line == 0 for stack in record.stacks[1:2]) and all(
+            stack[0].filename in MEMORY_CATEGORIES for stack in record.stacks[1:]
+        )
+        self.roles = [role(stack) for stack in record.stacks]
+        has_stacks = sum(block.stack > 0 for block in record.blocks if block.start) > 0
+        if has_stacks and FORWARD in self.roles:
+            self.roles[0] = BACKWARD
+        made = sorted((block.start, self.roles[block.stack]) for block in record.blocks if block.start)
+        self._made = [start for start, _ in made]
+        self._roles_made = [made_in for _, made_in in made]
+        self._at = {
+            name: [start for start, made_in in made if made_in == name] for name in (BACKWARD, RECOMPUTATION, OPTIMIZER)
+        }
+        self._backward = sorted(self._at[BACKWARD] + self._at[RECOMPUTATION])
+        self._ends_of_runs = self._runs()
+        self.steps = self._find_steps()
+        if self.is_recorded:
+            self.categories = [
+                record.stacks[block.stack][0].filename if block.stack else "other" for block in record.blocks
+            ]
+            return
+        self.categories = [self._category(block) for block in record.blocks]
+        self._name_what_was_there()
+
+    @property
+    def parameter_count(self) -> int:
+        """How many tensors the parameters are, or else the gradients of one backward pass."""
+        blocks = list(zip(self._record.blocks, self.categories, strict=True))
+        known = sum(category == "parameters" for _, category in blocks)
+        return known or _one_backward([block for block, category in blocks if category == "gradients"]).total()
+
+    def name_of(self, block: Block) -> tuple[str, str]:
+        """Code and operation of a block that ``memprof`` recorded on a CPU."""
+        stack = self._record.stacks[block.stack]
+        return (code_of(stack[1:]), stack[0].name) if stack else ("", "")
+
+    def _runs(self) -> list[int]:
+        """For each allocation, the position of the first one after it that is of another part of training."""
+        ends, following, before = [0] * len(self._made), self._record.length + 1, ""
+        for index in range(len(self._made) - 1, -1, -1):
+            part = BACKWARD if self._roles_made[index] == RECOMPUTATION else self._roles_made[index]
+            if before and part != before:
+                following = self._made[index + 1]
+            before = part
+            ends[index] = following
+        return ends
+
+    def _find_steps(self) -> list[int]:
+        """A step begins with the first allocation after a run of the optimizer, or else of the backward pass."""
+        last = OPTIMIZER if len(self._starts_of_runs(OPTIMIZER)) > 1 else BACKWARD
+        return self._starts_of_runs(last, after=True)
+
+    def _starts_of_runs(self, name: str, after: bool = False) -> list[int]:
+        found = []
+        parts = [BACKWARD if part == RECOMPUTATION else part for part in self._roles_made]
+        for index in range(1, len(parts)):
+            before, now = (parts[index], parts[index - 1]) if after else (parts[index - 1], parts[index])
+            if now == name and before != name:
+                found.append(self._made[index])
+        return found
+
+    def _run_end(self, start: int) -> int:
+        return self._ends_of_runs[bisect_left(self._made, start)]
+
+    def _category(self, block: Block) -> str:
+        if block.pool != DEFAULT_POOL:
+            return "graph pools"
+        part = self.roles[block.stack]
+        length = self._record.length
+        if block.start == 0:
+            made_by = {OPTIMIZER: "optimizer state", INITIAL: "parameters", FORWARD: "activations"}
+            return made_by.get(part, "unknown") if block.stack else "unknown"
+        if part == INITIAL:
+            return "parameters" if block.end > self._run_end(block.start) else "temporary"
+        if part == OPTIMIZER:
+            return "optimizer state" if block.end > self._run_end(block.start) else "temporary"
+        if part == NOTHING:
+            return "unknown"
+        # The next allocation of a backward pass, and the failure that came before it, if one did.
+        index = bisect_right(self._backward, block.start)
+        goes_on = self._backward[index] if index < len(self._backward) else length + 1
+        failed = next((one.position for one in self._record.failures if block.start <= one.position < goes_on), None)
+        if part in (FORWARD, RECOMPUTATION):
+            if failed is not None or goes_on > length:
+                return "activations" if block.end > (length if failed is None else failed) else "temporary"
+            return "activations" if block.end > goes_on else "temporary"
+        if part == BACKWARD:
+            return "gradients" if block.end > self._end_of_backward(block.start) + 1 else "temporary"
+        # The user's own code: what it computes the loss with, or keeps from step to step.
+        following = bisect_right(self.steps, block.start)
+        if following < len(self.steps) and block.end > self.steps[following]:
+            return "unknown"
+        return "activations" if goes_on < block.end else "temporary" if block.end <= length else "unknown"
+
+    def _end_of_backward(self, start: int) -> int:
+        """Where the last allocation of the backward pass around it is."""
+        following = self._run_end(start)
+        return self._backward[bisect_left(self._backward, following) - 1]
+
+    def _name_what_was_there(self) -> None:
+        """Of memory older than the record, find parameters and optimizer state by the sizes of gradients."""
+        blocks = self._record.blocks
+        gradients = _one_backward(
+            [block for block, category in zip(blocks, self.categories, strict=True) if category == "gradients"]
+        )
+        by_size: dict[int, list[int]] = defaultdict(list)
+        for index, block in enumerate(blocks):
+            if block.start == 0 and self.categories[index] == "unknown" and block.end > self._record.length:
+                by_size[block.requested].append(index)
+        for size, count in gradients.items():
+            same = by_size.get(size, [])
+            for index in same[:count]:
+                self.categories[index] = "parameters"
+            whole = len(same) // count * count
+            for index in same[count:whole]:
+                self.categories[index] = "optimizer state"
+            if by_size.get(2 * size) and 2 * size not in gradients:
+                # Gradients in half precision, moments and master weights in fp32.
+                for index in by_size[2 * size][: len(by_size[2 * size]) // count * count]:
+                    self.categories[index] = "optimizer state"
+
+
+def _one_backward(gradients: Sequence[Block]) -> Counter[int]:
+    """How many gradients of each size exist at once."""
+    changes = [(block.start, 1, block.requested) for block in gradients]
+    changes += [(block.end, -1, block.requested) for block in gradients]
+    now: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for _, sign, size in sorted(changes):
+        now[size] += sign
+        most[size] = max(most[size], now[size])
+    return most

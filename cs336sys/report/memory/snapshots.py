@@ -1,0 +1,288 @@
+"""The tables, the page and the pictures of ``memprof --from``: snapshots of any program."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from cs336sys.measure.allocations.diagnosis import Diagnosis, changes
+from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES
+from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline, Region, thinned
+from cs336sys.report.memory.page import timeline_page
+from cs336sys.report.memory.plots import plot_derived
+from cs336sys.report.memory.verdict import size_words, verdicts
+from cs336sys.report.outputs import write_file
+from cs336sys.report.table import Column, Table, with_rows
+
+_TIMELINE_POINTS = 400
+_MOST_REGIONS = 30
+
+_SNAPSHOT = Column("snapshot", "snapshot")
+_CATEGORIES = tuple(Column(f"{name.replace(' ', '_')}_bytes", name, "bytes") for name in FOREIGN_CATEGORIES)
+
+
+def snapshot_tables(diagnoses: Sequence[Diagnosis], top: int) -> list[Table]:
+    """The verdict first; then who holds what, the largest kinds and lines, causes, and what can be saved."""
+    found = verdicts(diagnoses)
+    rows = [{"snapshot": one.name, "verdict": sentence} for one, sentence, _ in found]
+    verdict = Table("verdict", "why memory ran out", (_SNAPSHOT, Column("verdict", "verdict")), rows)
+    ordered = [one for one, _, _ in found]
+    return [
+        verdict,
+        *with_rows(
+            _causes(found), _holders(ordered), _ranks(ordered), _kinds(ordered, top), _lines(ordered, top),
+            _provable(ordered),
+        ),
+    ]  # fmt: skip
+
+
+def _causes(found: Sequence[tuple[Diagnosis, str, Sequence[Any]]]) -> Table:
+    columns = (
+        _SNAPSHOT,
+        Column("cause", "cause"),
+        Column("cause_bytes", "holds", "bytes"),
+        Column("why", "why"),
+        Column("advice", "what to do"),
+    )
+    rows: list[dict[str, Any]] = [
+        {"snapshot": one.name, "cause": cause.name, "cause_bytes": cause.size, "why": cause.why, "advice": cause.advice}
+        for one, _, causes in found
+        for cause in causes
+    ]
+    return Table("causes", "mistakes that the snapshot proves", columns, rows)
+
+
+def _holders(diagnoses: Sequence[Diagnosis]) -> Table:
+    columns = (
+        _SNAPSHOT,
+        Column("moment", "moment"),
+        Column("held_bytes", "held", "bytes"),
+        *_CATEGORIES,
+        Column("peak_bytes", "peak", "bytes"),
+        Column("reserved_bytes", "reserved", "bytes"),
+        Column("free_bytes", "free in segments", "bytes"),
+        Column("largest_free_bytes", "largest piece", "bytes"),
+        Column("elsewhere_bytes", "free for others", "bytes"),
+        Column("asked_bytes", "asked for", "bytes"),
+        Column("device_free_bytes", "free of the device", "bytes"),
+        Column("events", "events", "count"),
+        Column("steps", "steps", "count"),
+    )
+    rows: list[dict[str, Any]] = []
+    notes: dict[str, None] = {}
+    for one in diagnoses:
+        row: dict[str, Any] = {
+            "snapshot": one.name,
+            "moment": "failure" if one.is_failed else "peak",
+            "held_bytes": one.held,
+            "peak_bytes": one.peak,
+            "reserved_bytes": one.reserved or None,
+            "free_bytes": one.free.usable,
+            "largest_free_bytes": one.free.largest,
+            "elsewhere_bytes": one.free.elsewhere or None,
+            "events": one.record.length,
+            "steps": one.steps or None,
+        }
+        if one.failure is not None:
+            row |= {"asked_bytes": one.failure.size, "device_free_bytes": one.failure.device_free}
+        row |= {f"{category.replace(' ', '_')}_bytes": size or None for category, size in one.by_category.items()}
+        rows.append(row)
+        notes[_how_known(one)] = None
+        if one.record.unknown_frees and not one.is_recorded:
+            notes[
+                f"{one.name}: {one.record.unknown_frees} blocks are older than the record and freed within it; they "
+                "count from its beginning"
+            ] = None
+    return Table("memory", "who holds memory at that moment", columns, rows, notes=tuple(notes))
+
+
+def _how_known(one: Diagnosis) -> str:
+    if one.is_recorded:
+        return "Categories are those that memprof has recorded."
+    if not one.has_stacks:
+        return (
+            f"{one.name}: no stacks were recorded, so categories are unknown: record with "
+            "_record_memory_history(stacks='python')"
+        )
+    return (
+        "Categories are inferred from stacks (optimizer, module construction, forward; autograd's threads have none) "
+        "and lifetimes (what outlives the forward pass, the backward pass, the step). Memory older than the record is "
+        "parameters or optimizer state where gradients of its sizes exist."
+    )
+
+
+def _ranks(diagnoses: Sequence[Diagnosis]) -> Table | None:
+    """What each of several snapshots holds more than the median of all."""
+    if len(diagnoses) < 2:
+        return None
+    columns = (_SNAPSHOT, Column("held_bytes", "held over the median", "bytes"), *_CATEGORIES)
+    held = median(one.held for one in diagnoses)
+    middle = {name: median(one.by_category[name] for one in diagnoses) for name in FOREIGN_CATEGORIES}
+    rows: list[dict[str, Any]] = [
+        {"snapshot": one.name, "held_bytes": one.held - held}
+        | {
+            f"{name.replace(' ', '_')}_bytes": difference
+            for name, size in one.by_category.items()
+            if (difference := size - middle[name])
+        }
+        for one in diagnoses
+    ]
+    return Table("ranks", "who holds more than the median of all snapshots", columns, rows)
+
+
+def _kinds(diagnoses: Sequence[Diagnosis], top: int) -> Table:
+    columns = (
+        _SNAPSHOT,
+        Column("size_bytes", "size of one", "bytes"),
+        Column("count", "alive", "count"),
+        Column("total_bytes", "all", "bytes"),
+        Column("share_percent", "share", "percent"),
+        Column("category", "category"),
+        Column("operation", "operation"),
+        Column("code", "code"),
+    )
+    rows: list[dict[str, Any]] = [
+        {"snapshot": one.name, "size_bytes": kind.size, "count": kind.count, "total_bytes": kind.total}
+        | {"share_percent": 100 * kind.total / max(1, one.held), "category": kind.category}
+        | {"operation": kind.operation or None, "code": kind.code or None}
+        for one in diagnoses
+        for kind in one.kinds[:top]
+    ]
+    return Table("kinds", f"the {top} largest kinds of memory", columns, rows)
+
+
+def _lines(diagnoses: Sequence[Diagnosis], top: int) -> Table:
+    columns = (
+        _SNAPSHOT,
+        Column("code", "code"),
+        Column("total_bytes", "holds", "bytes"),
+        Column("share_percent", "share", "percent"),
+    )
+    rows: list[dict[str, Any]] = []
+    for one in diagnoses:
+        held: Counter[str] = Counter()
+        for kind in one.kinds:
+            held[kind.code] += kind.total
+        for code, size in held.most_common(top):
+            share = 100 * size / max(1, one.held)
+            rows.append({"snapshot": one.name, "code": code or "no stack", "total_bytes": size, "share_percent": share})
+    return Table("lines", "memory by the line of code that made it", columns, rows)
+
+
+def _provable(diagnoses: Sequence[Diagnosis]) -> Table:
+    """What lifetimes alone prove about changes; how much each would save in a run only --plan can say."""
+    columns = (
+        _SNAPSHOT,
+        Column("change", "change"),
+        Column("at_most_bytes", "saves at most", "bytes"),
+        Column("proof", "because"),
+    )
+    rows: list[dict[str, Any]] = []
+    for one in diagnoses:
+        offered = (
+            ("activations", "checkpoint the layers", "they are kept from the forward to the backward pass"),
+            ("optimizer state", "shard or offload it", "it is used in the optimizer's step alone"),
+            ("gradients", "update parameters within the backward pass", "they outlive it until the step"),
+        )
+        rows += [
+            {"snapshot": one.name, "change": change, "at_most_bytes": one.by_category[category], "proof": proof}
+            for category, change, proof in offered
+            if one.by_category[category]
+        ]
+    note = (
+        "From a snapshot alone. For a model that is there, memprof --memory 80GiB --plan predicts what each change "
+        "saves, and finds the cheapest that fits."
+    )
+    return Table("provable", "what lifetimes prove could be saved", columns, rows, notes=(note,))
+
+
+def difference_tables(before: Sequence[Diagnosis], after: Sequence[Diagnosis], top: int) -> list[Table]:
+    """What is new, gone, larger or smaller from one snapshot to another, each at its moment."""
+    pairs = [(old, new) for new in after for old in before if old.device == new.device]
+    rows: list[dict[str, Any]] = []
+    sentences = []
+    for old, new in pairs:
+        found = changes(old, new)
+        name = f"{old.name} to {new.name}"
+        for change in found[:top]:
+            rows.append(_change_row(name, change.what, change.category, change.code, change.before, change.after))
+        rest = found[top:]
+        if rest:
+            sizes = [sum(change.before for change in rest), sum(change.after for change in rest)]
+            rows.append(_change_row(name, f"{len(rest)} more", "", "", *sizes))
+        same = old.held - sum(change.before for change in found)
+        rows.append(_change_row(name, "the same", "", "", same, same))
+        rows.append(_change_row(name, "all", "", "", old.held, new.held))
+        most = found[0] if found else None
+        told = f"{size_words(new.held)} is held after {size_words(old.held)}"
+        if most is not None:
+            told += (
+                f"; the largest change is {most.what}: {most.category} from {most.code or 'no stack'}, "
+                f"{size_words(most.before)} to {size_words(most.after)}"
+            )
+        sentences.append({"snapshot": name, "verdict": f"{told}."})
+    verdict = Table("verdict", "what has changed", (_SNAPSHOT, Column("verdict", "verdict")), sentences)
+    columns = (
+        _SNAPSHOT,
+        Column("what", "what"),
+        Column("category", "category"),
+        Column("code", "code"),
+        Column("before_bytes", "before", "bytes"),
+        Column("after_bytes", "after", "bytes"),
+        Column("difference_bytes", "difference", "bytes"),
+    )
+    note = "Each at the failure, or else at the peak; rows add up to the last one."
+    return [verdict, Table("against", "memory by category and line, before and after", columns, rows, notes=(note,))]
+
+
+def _change_row(name: str, what: str, category: str, code: str, before: int, after: int) -> dict[str, Any]:
+    return {
+        "snapshot": name, "what": what, "category": category or None, "code": code or None,
+        "before_bytes": before, "after_bytes": after, "difference_bytes": after - before,
+    }  # fmt: skip
+
+
+def timeline_data(one: Diagnosis) -> dict[str, Any]:
+    """What the picture of a snapshot shows: bytes by category after each event, and where steps begin."""
+    categories = one.inference.categories
+    allocations = [
+        Allocation(block.address, block.size, block.start, block.end, "", category)
+        for block, category in zip(one.record.blocks, categories, strict=True)
+    ]
+    starts = one.inference.steps if len(one.inference.steps) < _MOST_REGIONS else []
+    bounds = [0, *starts, one.record.length]
+    regions = [
+        Region(f"step {number}", start, end) for number, (start, end) in enumerate(pairwise(bounds), 1) if starts
+    ]
+    timeline = AllocationTimeline(allocations, one.record.length, regions, categories=FOREIGN_CATEGORIES)
+    return {
+        "timeline": thinned(timeline, _TIMELINE_POINTS),
+        "regions": [{"name": region.name, "start": region.start, "end": region.end} for region in regions],
+    }
+
+
+def write_snapshot_page(diagnoses: Sequence[Diagnosis], tables: Sequence[Table], path: Path) -> None:
+    """Write all tables and the timeline of each snapshot as one page.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    timelines = [(one.name, timeline_data(one)) for one in diagnoses]
+    page = timeline_page(timelines, "memory: " + ", ".join(one.name for one in diagnoses), tables)
+    write_file(path, page.encode(), "--html")
+
+
+def write_snapshot_files(diagnoses: Sequence[Diagnosis], top: int, directory: Path) -> None:
+    """Write the timeline of each snapshot as ``.png``, ``.svg`` and ``.html`` into a folder.
+
+    Raises:
+        OutputError: a file cannot be written.
+    """
+    for one in diagnoses:
+        stem = Path(one.source).stem + (f"-device{one.device}" if one.device else "")
+        data = timeline_data(one)
+        plot_derived(data, one.name, directory / f"{stem}.png", directory / f"{stem}.svg")
+        page = timeline_page([(one.name, data)], f"memory: {one.name}", snapshot_tables([one], top))
+        write_file(directory / f"{stem}.html", page.encode(), "--snapshot")

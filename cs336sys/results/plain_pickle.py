@@ -1,0 +1,183 @@
+"""Read a pickle of plain data so that nothing in it can run, hang or fill memory.
+
+An unpickler whose ``find_class`` refuses every name is not enough: one memo index makes Python's allocate 64 GiB, and
+nested tuples as keys are hashed for ever. So a file is read twice: its opcodes, which must be those that dictionaries,
+lists, pairs of small integers, texts, numbers, bools and None are made of, and then its values, of which a part is
+handed out at a time while the process has room for it. Keys cannot be made to collide: texts are hashed with a random
+seed, and integers have at most 64 bits, those of pairs 32.
+"""
+
+import gc
+import os
+import pickle
+import pickletools
+import re
+from pathlib import Path
+from typing import Any
+
+from cs336sys.errors import UsageError
+from cs336sys.results.foreign import MIB, read_chunks
+
+# A snapshot of 400,000 events with 30 frames each has 75 MiB and takes 350 MiB of memory.
+FILE_BYTES = 512 * MIB
+MEMORY_BYTES = 1536 * MIB
+
+# What the unpickler takes at a time: it can make 70 times as many bytes of it before it asks for more.
+_PART_BYTES = 2**17
+# Python's pickler ends a frame after 64 KiB, or after one value that is larger.
+_FRAME_BYTES = 2**20
+
+_SMALL = rb"(?:K.|M..|J.{4})"
+_LONG = rb"\x8a(?:\x06.{6}|\x05.{5}|\x00|\x01.|\x02.{2}|\x03.{3}|\x04.{4}|\x07.{7}|\x08.{8}|\x09.{8}\x00)"
+# Opcodes of a known length: references; pairs of integers; integers of at most 64 bits; what memorizes; containers and
+# what fills them; None, bools and floats; the protocol.
+_KNOWN = re.compile(
+    rb"(?:h.|j.{4}|" + _SMALL + rb"{2}\x86|" + _SMALL + b"|" + _LONG + rb"|\x94|q.|[}\](uesaN\x88\x89)]|G.{8}"
+    rb"|\x80[\x02-\x05]){0,10000}",
+    re.DOTALL,
+)
+_TEXTS = {0x8C: 1, 0x58: 4, 0x8D: 8}
+# The module and the name that STACK_GLOBAL takes.
+_TWO_TEXTS = re.compile(rb"\x8c.([^\x8c]*?)\x94?\x8c.([^\x8c]*?)\x94?\Z", re.DOTALL)
+_ASKS_FOR_CODE = {*b"ciRob\x81\x92PQ\x82\x83\x84\x93"}
+
+
+def read_plain_pickle(path: Path, *, memory_bytes: int = MEMORY_BYTES) -> Any:
+    """Read a file of plain data, written with pickle's protocols 2 to 5 or by torch's pickler in C++.
+
+    Args:
+        memory_bytes: the most by which the process may grow.
+
+    Raises:
+        UsageError: the file asks for code, holds anything else than plain data, is damaged, or is too large.
+        OSError: it cannot be read.
+    """
+    most_resident = _resident_bytes() + memory_bytes
+    data = bytearray()
+    for chunk in read_chunks(path, FILE_BYTES):
+        data += chunk
+    if data[:2] == b"PK":
+        raise UsageError(f"{path} is a zip archive, such as torch.save writes, and no pickle of _dump_snapshot")
+    if data[:1] != b"\x80":
+        raise UsageError(f"{path} is damaged, or no pickle: it does not begin as those of protocols 2 to 5 do")
+    # Millions of containers that are all alive: the collector would look at them again and again.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        _check_opcodes(data, path)
+        return _PlainUnpickler(_Parts(data, path, most_resident)).load()
+    except UsageError:
+        raise
+    except MemoryError:
+        raise UsageError(_too_large(path)) from None
+    except (pickle.UnpicklingError, EOFError, IndexError, KeyError, TypeError, ValueError, OverflowError):
+        raise UsageError(f"{path} is damaged, or no pickle: it cannot be read to its end") from None
+    finally:
+        if collects:
+            gc.enable()
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Refuses what :func:`_check_opcodes` has let through by mistake."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise UsageError(f"the file asks for {module}.{name}, which could run code: do not trust it")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise UsageError("the file asks for an object outside of itself: do not trust it")
+
+
+class _Parts:
+    """A file for the unpickler, which looks at the process's memory before it hands out more."""
+
+    def __init__(self, data: bytearray, path: Path, most_resident: int):
+        self._data = memoryview(data)
+        self._path = path
+        self._most_resident = most_resident
+        self._at = 0
+
+    def peek(self, size: int) -> memoryview:
+        self._check_memory()
+        return self._data[self._at : self._at + _PART_BYTES]
+
+    def read(self, size: int) -> bytes:
+        self._check_memory()
+        part = bytes(self._data[self._at : self._at + size])
+        self._at += len(part)
+        return part
+
+    def _check_memory(self) -> None:
+        if _resident_bytes() > self._most_resident:
+            raise UsageError(_too_large(self._path))
+
+    def readline(self) -> bytes:
+        # Opcodes with lines are refused before.
+        return b""
+
+
+def _check_opcodes(data: bytearray, path: Path) -> None:
+    at = memorized = 0
+    while True:
+        found = _KNOWN.match(data, at)
+        assert found is not None, "it matches nothing, too"
+        at = found.end()
+        if at >= len(data):
+            raise UsageError(f"{path} is damaged, or no pickle: it ends within a value")
+        op = data[at]
+        if op in _TEXTS:
+            width = _TEXTS[op]
+            size = int.from_bytes(data[at + 1 : at + 1 + width], "little")
+            at += 1 + width + size
+        elif op == 0x72:  # LONG_BINPUT: the memo has room for as many as the largest index.
+            memorized += 1
+            if int.from_bytes(data[at + 1 : at + 5], "little") > 256 + memorized:
+                raise UsageError(f"{path} numbers its values in another order than any pickler")
+            at += 5
+        elif op == 0x95:  # FRAME: is handed out whole.
+            if int.from_bytes(data[at + 1 : at + 9], "little") > _FRAME_BYTES:
+                raise UsageError(f"{path} has a frame of more than {_FRAME_BYTES // MIB} MiB, as no pickler writes")
+            at += 9
+        elif op == 0x2E:  # STOP
+            return
+        elif found.end() == found.start():
+            raise UsageError(_refusal(data, at, path))
+
+
+def _refusal(data: bytearray, at: int, path: Path) -> str:
+    """Say what the opcode asks for."""
+    op = data[at]
+    name = next((code.name for code in pickletools.opcodes if ord(code.code) == op), None)
+    if name is None:
+        return f"{path} is damaged, or no pickle: byte {at:,} is no opcode"
+    if at + 10 > len(data) and op in b"hjKMJ\x8aqG\x80":
+        return f"{path} is damaged, or no pickle: it ends within a value"
+    if op not in _ASKS_FOR_CODE:
+        return f"{path} holds what no snapshot of torch does ({name} at byte {at:,})"
+    asked = f"an object ({name})"
+    if op in b"ci":
+        asked = ".".join(_text(part) for part in data[at + 1 : at + 400].split(b"\n")[:2])
+    elif op == 0x93 and (texts := _TWO_TEXTS.search(data, max(0, at - 400), at)):
+        asked = ".".join(map(_text, texts.groups()))
+    return f"{path} asks for {asked}, which could run code and is in no snapshot that torch writes: do not trust it"
+
+
+def _text(part: bytes | bytearray) -> str:
+    return part.decode("utf-8", "replace")[:100]
+
+
+def _too_large(path: Path) -> str:
+    return (
+        f"{path} needs more than {MEMORY_BYTES // MIB} MiB of memory to be read: record fewer events, such as "
+        "_record_memory_history(max_entries=400_000)"
+    )
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource
+
+        # Elsewhere than on Linux: the most so far, on macOS in bytes.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,105 @@
+"""``memprof --from`` as a user runs it, on snapshots of other programs."""
+
+import json
+import os
+import pickle
+import re
+
+import pytest
+from cuda_snapshots import write
+from memory_causes import run
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("snapshots")
+    for name, settings in {"a": ("none", 1), "b": ("list", 1), "failed": ("fragmentation", 0)}.items():
+        write(path / f"{name}.pickle", run(*settings).snapshot())
+    return path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["memprof", *map(str, arguments)])
+
+
+def tables(*arguments):
+    result = invoke(*arguments, "--format", "json")
+    assert result.exit_code == 0, result.output
+    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+
+
+def test_verdict_comes_first_and_the_failure_before_peaks(folder):
+    found = tables("--from", folder, "--top", 10)
+    assert list(found) == ["verdict", "causes", "memory", "ranks", "kinds", "lines", "provable"]
+    assert [row["snapshot"] for row in found["verdict"]["rows"]] == ["failed.pickle", "b.pickle", "a.pickle"]
+    failed, leaking, healthy = (row["verdict"] for row in found["verdict"]["rows"])
+    assert re.search(r"An allocation of [\d.]+ MiB at .*memory_causes.py:\d+ run failed with [\d.]+ MiB held", failed)
+    assert failed.endswith("fragmentation; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.")
+    assert re.search(r"Memory grows by [\d.]+ [KM]iB a step from .*memory_causes.py:\d+", leaking)
+    assert "the largest kind is" in healthy
+    for row in found["memory"]["rows"]:
+        parts = sum(row[key] or 0 for key in row if key.endswith("_bytes") and key in CATEGORIES)
+        assert parts == row["held_bytes"]
+    assert [row["cause"] for row in found["causes"]["rows"]] == ["fragmentation", "leak"]
+
+
+CATEGORIES = [
+    f"{name}_bytes"
+    for name in ("parameters", "gradients", "optimizer_state", "activations", "temporary", "graph_pools", "unknown")
+]
+
+
+def test_difference_adds_up_to_the_last_row(folder):
+    found = tables("--from", folder / "b.pickle", "--against", folder / "a.pickle")
+    assert list(found) == ["verdict", "against"]
+    *parts, whole = found["against"]["rows"]
+    assert sum(row["difference_bytes"] for row in parts) == whole["difference_bytes"]
+    assert sum(row["before_bytes"] for row in parts) == whole["before_bytes"]
+    assert whole["what"] == "all"
+
+
+def test_page_and_pictures(folder, tmp_path):
+    result = invoke("--from", folder / "a.pickle", "--html", tmp_path / "page.html", "--snapshot", tmp_path / "s")
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in (tmp_path / "s").iterdir()} == {"a.png", "a.svg", "a.html"}
+    page = (tmp_path / "page.html").read_text()
+    assert "optimizer state" in page
+    assert "why memory ran out" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_hostile_file_runs_nothing(tmp_path):
+    class Runs:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    path = tmp_path / "s.pickle"
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[Runs()]]}))
+    result = invoke("--from", path)
+    assert result.exit_code == 2
+    assert "asks for posix.mkdir, which could run code" in result.stderr
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--from", "none.pickle"], "cannot read none.pickle: No such file or directory"),
+        (["--from", "EMPTY"], "this folder holds no .pickle"),
+        (["--from", "A", "--size", "tiny"], "--size: --from reads snapshots; leave it out"),
+        (["--against", "A"], "--against: is for snapshots that --from reads; leave it out"),
+        (["--html", "x.html"], "--html: is for snapshots that --from reads; leave it out"),
+        (["--from", "A,A", "--against", "A,A"], "one of them must be one"),
+        (["--from", "A", "--html", "x.txt"], "the file must end in .html"),
+    ],
+)
+def test_bad_input_is_one_sentence(folder, tmp_path, arguments, sentence):
+    (tmp_path / "empty").mkdir(exist_ok=True)
+    names = {"EMPTY": str(tmp_path / "empty"), "A": str(folder / "a.pickle")}
+    filled = [",".join(names.get(part, part) for part in argument.split(",")) for argument in arguments]
+    result = invoke(*filled)
+    assert result.exit_code == 2, result.output
+    assert sentence in " ".join(result.stderr.split())

@@ -1,0 +1,167 @@
+"""Snapshots of any torch read, their memory told apart, and planted mistakes named."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from cuda_snapshots import MIB, VERSIONS, fake_cuda, write
+from memory_causes import CAUSES, diagnoses, run
+
+from cs336sys.errors import UsageError
+from cs336sys.measure.allocations.diagnosis import changes, diagnose, totals
+from cs336sys.measure.allocations.dump import Block, parse_dump, read_dump
+from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES
+from cs336sys.report.memory.verdict import verdicts
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The allocator of a healthy run with a seed that needs no half precision."""
+    return run("none", 1)
+
+
+def named(found):
+    return [cause.name for _, _, causes in verdicts(found) for cause in causes]
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_planted_mistake_is_the_only_cause_named(cause):
+    assert named(diagnoses(cause, 0)) == [CAUSES[cause]]
+
+
+@pytest.mark.parametrize("cause", ["none", "too large"])
+def test_healthy_run_has_no_cause(cause):
+    assert named(diagnoses(cause, 0)) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(1, 10))
+@pytest.mark.parametrize("cause", [*CAUSES, "none", "too large"])
+def test_more_planted_mistakes(cause, seed):
+    assert named(diagnoses(cause, seed)) == ([CAUSES[cause]] if cause in CAUSES else [])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_s_form_reads_alike(plain, version, tmp_path):
+    snapshot = plain.snapshot(version)
+    written = diagnose("s", *read_dump(write(tmp_path / "s.pickle", snapshot)))
+    newest = diagnose("s", *parse_dump(plain.snapshot()))
+    assert (written.held, written.by_category, written.kinds) == (newest.held, newest.by_category, newest.kinds)
+    fields = {key for entry in snapshot["device_traces"][0] for key in entry}
+    assert ("time_us" in fields, "pool_id" in fields) == (version != "2.1", version == "2.13")
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_protocols_read_alike(plain, protocol, tmp_path):
+    found = read_dump(write(tmp_path / "s.pickle", plain.snapshot(), protocol))
+    assert found[0].blocks == parse_dump(plain.snapshot())[0].blocks
+
+
+def test_peak_is_that_of_the_allocator():
+    with fake_cuda() as allocator:
+        kept = [torch.empty(3 * MIB, dtype=torch.uint8)]
+        torch.empty(5 * MIB, dtype=torch.uint8)
+        kept.append(torch.empty(MIB, dtype=torch.uint8))
+    (record,) = parse_dump(allocator.snapshot())
+    held = totals(record)
+    assert max(held) == 8 * MIB
+    assert held[:5] == [0, 3 * MIB, 8 * MIB, 3 * MIB, 4 * MIB]
+
+
+def test_record_that_begins_late_counts_what_was_there(plain):
+    """A full ring buffer, or a history that was switched on in mid-training: older memory counts as handed out."""
+    whole = diagnose("s", *parse_dump(plain.snapshot()))
+    snapshot = plain.snapshot(entries=len(plain.trace) // 2)
+    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+    rounding = sum(block["size"] - block["requested_size"] for block in blocks if block["state"] == "active_allocated")
+    late = diagnose("s", *parse_dump(snapshot))
+    assert whole.peak <= late.peak <= whole.peak + rounding
+    for category in ("parameters", "optimizer state", "gradients", "activations"):
+        assert 0 <= late.by_category[category] - whole.by_category[category] <= rounding
+    for block in blocks:
+        block["frames"] = []
+    by_sizes = diagnose("s", *parse_dump(snapshot)).by_category
+    for category in ("parameters", "optimizer state"):
+        assert by_sizes[category] == pytest.approx(late.by_category[category], rel=0.05), "found by sizes alone"
+
+
+def test_snapshot_without_stacks_or_history(plain):
+    bare = diagnose("s", *parse_dump(run("none", 1, stacks="none").snapshot()))
+    assert not bare.has_stacks
+    assert bare.by_category["unknown"] == bare.held
+    snapshot = plain.snapshot()
+    state = diagnose("s", *parse_dump({"segments": snapshot["segments"]}))
+    held = sum(segment["allocated_size"] for segment in snapshot["segments"])
+    assert (state.held, state.position) == (held, 0)
+
+
+def test_stacks_of_cpp_give_the_same_categories(plain):
+    found = diagnose("s", *parse_dump(run("none", 1, stacks="all").snapshot()))
+    assert found.by_category == diagnose("s", *parse_dump(plain.snapshot())).by_category
+
+
+def test_several_devices_and_graph_pools():
+    with fake_cuda(device=2) as allocator:
+        allocator.pool = (0, 7)
+        kept = torch.empty(30 * MIB, dtype=torch.uint8)
+        allocator.pool = (0, 0)
+        other = torch.empty(2 * MIB, dtype=torch.uint8)
+    for version in ("2.1", "2.13"):
+        (record,) = parse_dump(allocator.snapshot(version))
+        found = diagnose("s", record)
+        assert (found.name, found.by_category["graph pools"]) == ("s, device 2", 30 * MIB)
+    first = allocator.snapshot()
+    second = copy.deepcopy(first)
+    second["segments"][0]["device"] = 0
+    assert [record.device for record in parse_dump(second)] == [0, 2]
+    del kept, other
+
+
+def test_segments_of_the_past_are_rebuilt():
+    """What was mapped or given back after the moment is undone."""
+    for expandable in (False, True):
+        with fake_cuda(expandable=expandable) as allocator:
+            first = torch.empty(30 * MIB, dtype=torch.uint8)
+            (before,) = parse_dump(allocator.snapshot())
+            reserved = allocator.reserved
+            second = torch.empty(50 * MIB, dtype=torch.uint8)
+            del first, second
+            allocator._release([])
+        (record,) = parse_dump(allocator.snapshot())
+        assert sum(segment.size for segment in record.segments) == 0
+        assert sum(segment.size for segment in record.segments_at(before.entries[-1])) == reserved
+
+
+def test_differences_add_up():
+    old, new = (diagnose(name, *parse_dump(run(cause, 1).snapshot())) for name, cause in (("a", "none"), ("b", "list")))
+    found = changes(old, new)
+    assert sum(change.difference for change in found) == new.held - old.held
+    assert {change.what for change in found} <= {"new", "gone", "larger", "smaller"}
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "fact"),
+    [
+        ([], "it has no list of segments"),
+        ({"segments": {}}, "it has no list of segments"),
+        ({"segments": [], "device_traces": {}}, "its device_traces are no lists"),
+        ({"segments": [{"device": 0}]}, "a segment has no address"),
+        ({"segments": [3]}, "a segment has no device"),
+        ({"segments": [], "device_traces": [[{"action": "alloc", "size": "4", "addr": 1}]]}, "entry 0 of device 0"),
+        ({"segments": [], "device_traces": [[{"action": "jump", "size": 4, "addr": 1}]]}, "entry 0 of device 0"),
+        ({"segments": [], "device_traces": [[{"action": "alloc", "size": -4, "addr": 1}]]}, "entry 0 of device 0"),
+    ],
+)
+def test_what_is_no_snapshot_is_one_sentence(snapshot, fact, tmp_path):
+    path = tmp_path / "s.pickle"
+    path.write_bytes(pickle.dumps(snapshot, 4))
+    with pytest.raises(UsageError, match=f"is no snapshot of torch.cuda.memory._dump_snapshot: {fact}"):
+        read_dump(path)
+
+
+def test_categories_are_all_known(plain):
+    found = diagnose("s", *parse_dump(plain.snapshot()))
+    assert set(found.by_category) == set(FOREIGN_CATEGORIES)
+    assert sum(found.by_category.values()) == found.held == sum(kind.total for kind in found.kinds)
+    assert isinstance(found.record.blocks[0], Block)
