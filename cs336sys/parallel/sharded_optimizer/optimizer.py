@@ -173,7 +173,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._require_between_steps()
                 super().add_param_group(param_group)
                 check_parameters(self.param_groups, flat=self._slices is not None)
-                self._refuse_gradients()
                 self._local.check_options(self.param_groups[-1])
                 self._checked_options.require(options_of(self.param_groups[-1]))
                 lines += self._describe()
@@ -199,7 +198,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._require_between_steps()
             check_parameters(self.param_groups, flat=self._slices is not None)
             self._refuse_removed()
-            self._refuse_gradients()
             lines += self._describe()
             self._take_state()
         self._take_module()
@@ -441,6 +439,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if parameter.requires_grad:
                 name = self._name(parameter)
                 raise UsageError(f"{name} was unfrozen after it was sharded: call refresh() on every rank")
+            if parameter.grad is not None:
+                raise UsageError(
+                    f"{self._name(parameter)} is frozen and has a gradient, which an optimizer of one process would "
+                    "use and nothing averages over ranks: set it to None"
+                )
         for parameter, address in self._addresses.items():
             if parameter.data_ptr() != address:
                 name = self._name(parameter)
@@ -490,17 +493,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _require_between_steps(self) -> None:
         if self._slices is not None:
             self._slices.require_between_steps()
-
-    def _refuse_gradients(self) -> None:
-        """With ``flat=True``, refuse new parameters with a gradient, which nothing has averaged."""
-        if self._slices is None:
-            return
-        for parameter, name in zip(self._parameters, names_of(self.param_groups), strict=True):
-            if parameter not in self._addresses and parameter.grad is not None:
-                raise UsageError(
-                    f"{name} has a gradient of a backward pass before it was sharded, which nothing averages over "
-                    "ranks: drop it, or add the parameter before the backward pass"
-                )
 
     def _require_slices(self, method: str) -> SlicePartition:
         if self._slices is None:

@@ -104,14 +104,14 @@ class OneProcess:
             # Gradients of the last step are to be dropped before.
             return not (self._is_flat and self.is_stepped)
         if name in ("add", "replace", "adapt"):
-            # The optimizer is given the new parameters at once, which is refused while gradients wait, and of
-            # parameters with gradients that it knows nothing of.
-            known = {id(one) for optimizer in self.optimizers for one in parameters_of(optimizer)}
-            is_late = any(one.grad is not None and id(one) not in known for one in self._all_parameters())
-            return not (self._is_flat and (self.is_unfinished or is_late))
+            # The optimizer is given the new parameters at once, which is refused while gradients wait.
+            return not (self._is_flat and self.is_unfinished)
         if name == "restore_weights":
             return not args[0] and not self.passes
         if name == "step":
+            if any(one.grad is not None and not one.requires_grad for one in self._all_parameters()):
+                # Sharded optimizers refuse gradients of what was frozen before it was given to them.
+                return False
             return not self.passes and not (self._is_flat and self.is_stepped)
         if name == "scale_weights":
             return args[0] != "data" and not self.passes

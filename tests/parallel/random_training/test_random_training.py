@@ -114,7 +114,7 @@ REGRESSIONS: tuple[Program, ...] = (
             ("step",),
         ),
     ),
-    # The gradient of an assigned weight, which no optimizer knew in the backward pass, was not averaged.
+    # A weight that was frozen by an adapter, after a backward pass of which nothing averaged its gradient.
     Program(
         wrapper="optimizer-flat",
         actions=(
