@@ -56,7 +56,7 @@ _IN_FLOAT32 = 2
 
 
 @dataclass(frozen=True)
-class Operand:
+class MatrixLayout:
     """A matrix as cuBLASLt sees it, in column-major order.
 
     Attributes:
@@ -71,13 +71,13 @@ class Operand:
     leading: int
 
 
-def operand(matrix: Tensor) -> Operand | None:
+def matrix_layout(matrix: Tensor) -> MatrixLayout | None:
     """Read the transpose of ``matrix`` (R, C), of which rows or columns are contiguous; None if neither are."""
     rows, columns = matrix.shape
     if matrix.stride(1) == 1 and matrix.stride(0) >= columns:
-        return Operand(False, columns, rows, matrix.stride(0))
+        return MatrixLayout(False, columns, rows, matrix.stride(0))
     if matrix.stride(0) == 1 and matrix.stride(1) >= rows:
-        return Operand(True, rows, columns, matrix.stride(1))
+        return MatrixLayout(True, rows, columns, matrix.stride(1))
     return None
 
 
@@ -85,8 +85,8 @@ def operand(matrix: Tensor) -> Operand | None:
 class ProductShape:
     """A product that an algorithm is chosen for: ``result' = b' a'`` (+ an addend), column-major; ``'`` transposes."""
 
-    a: Operand
-    b: Operand
+    a: MatrixLayout
+    b: MatrixLayout
     dtype: torch.dtype
     adds: bool
     device: int
@@ -135,7 +135,7 @@ def _chosen(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
         one is not None and one.data_ptr() % _ALIGNMENT_BYTES for one in (a, b, add)
     ):
         return None
-    read_a, read_b = operand(a), operand(b)
+    read_a, read_b = matrix_layout(a), matrix_layout(b)
     if read_a is None or read_b is None or (add is not None and not add.is_contiguous()):
         return None
     if torch.are_deterministic_algorithms_enabled():

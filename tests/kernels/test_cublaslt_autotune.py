@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cs336sys.kernels import cublaslt_autotune
-from cs336sys.kernels.cublaslt_autotune import ProductShape, operand, product
+from cs336sys.kernels.cublaslt_autotune import ProductShape, matrix_layout, product
 
 ROWS, INNER, COLUMNS = 7, 5, 3
 
@@ -22,7 +22,7 @@ def laid_out(rows: int, columns: int, layout: str) -> torch.Tensor:
 
 def as_cublas_reads(matrix: torch.Tensor) -> torch.Tensor:
     """What column-major order makes of the memory of ``matrix``, transposed if its description says so."""
-    described = operand(matrix)
+    described = matrix_layout(matrix)
     assert described is not None
     seen = matrix.as_strided((described.rows, described.columns), (1, described.leading))
     return seen.mT if described.transposed else seen
@@ -36,8 +36,8 @@ def test_operands_describe_the_transposed_product_in_column_major_order(of_a, of
 
 
 def test_matrices_without_contiguous_rows_or_columns_have_no_description():
-    assert operand(torch.randn(8, 8)[::2, ::2]) is None
-    assert operand(torch.randn(4, 1).expand(4, 8)) is None
+    assert matrix_layout(torch.randn(8, 8)[::2, ::2]) is None
+    assert matrix_layout(torch.randn(4, 1).expand(4, 8)) is None
 
 
 def test_small_products_and_those_of_a_cpu_are_torchs():
@@ -87,7 +87,7 @@ def test_fastest_algorithm_that_is_right_is_chosen_by_times_of_a_warm_gpu(times_
     monkeypatch.setattr(cublaslt_autotune, "_library", lambda device: SimpleNamespace(algorithms=lambda shape: runs))
     monkeypatch.setattr(cublaslt_autotune, "_time_ms", time_ms)
     a, b = torch.randn(ROWS, INNER), torch.randn(INNER, COLUMNS)
-    read_a, read_b = operand(a), operand(b)
+    read_a, read_b = matrix_layout(a), matrix_layout(b)
     assert read_a is not None
     assert read_b is not None
     found = cublaslt_autotune._fastest(ProductShape(read_a, read_b, a.dtype, False, 0), a, b, None)
@@ -112,7 +112,7 @@ def test_products_of_every_algorithm_are_right(dtype, monkeypatch):
         expected = a.double() @ b.double() + (add.double() if adds else 0)
         library = cublaslt_autotune._library(a.device.index)
         assert library is not None
-        read_a, read_b = operand(a), operand(b)
+        read_a, read_b = matrix_layout(a), matrix_layout(b)
         assert read_a is not None
         assert read_b is not None
         runs = library.algorithms(ProductShape(read_a, read_b, dtype, adds, a.device.index))

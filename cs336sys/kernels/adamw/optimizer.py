@@ -13,8 +13,8 @@ from torch.optim.optimizer import ParamsT
 from cs336sys.kernels.adamw import kernels
 from cs336sys.kernels.adamw.tables import (
     TRITON_DTYPES,
-    Member,
-    Part,
+    GroupedParameter,
+    ParameterSet,
     Tables,
     Update,
     Variant,
@@ -101,8 +101,8 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _forget(self) -> None:
-        self._rest = Part([])
-        self._in_backward: list[Part] = []
+        self._rest = ParameterSet([])
+        self._in_backward: list[ParameterSet] = []
         self._clip: torch.Tensor | None = None
         self._copies: dict[torch.Tensor, torch.Tensor] = {}
 
@@ -215,7 +215,7 @@ class AdamW(torch.optim.Optimizer):
         return state.get("master", parameter.detach())
 
     @torch.no_grad()
-    def make_state(self, members: Sequence[Member] | None = None) -> None:
+    def make_state(self, members: Sequence[GroupedParameter] | None = None) -> None:
         """Makes the state of every parameter that has a gradient and no state yet, as the first step would."""
         for parameter, *_ in self._members() if members is None else members:
             if parameter.grad is not None and not self.state[parameter]:
@@ -269,7 +269,7 @@ class AdamW(torch.optim.Optimizer):
         for group in groups:
             if any(id(parameter) not in known for parameter in group):
                 raise ValueError("AdamW: update_in_backward takes each of this optimizer's parameters once at most")
-            parts.append(Part([known.pop(id(parameter)) for parameter in group]))
+            parts.append(ParameterSet([known.pop(id(parameter)) for parameter in group]))
         side_stream = SideStream(self._device, depth)
         self._in_backward += parts
         # Python's collector does not see through a parameter what its hooks refer to: they must not keep it alive.
@@ -290,7 +290,7 @@ class AdamW(torch.optim.Optimizer):
         return end
 
     @torch.no_grad()
-    def _update_if_complete(self, part: Part, side_stream: SideStream) -> None:
+    def _update_if_complete(self, part: ParameterSet, side_stream: SideStream) -> None:
         gradients = [member.parameter.grad for member in part.members if member.parameter.grad is not None]
         if len(gradients) < len(part.members):
             return
@@ -300,15 +300,15 @@ class AdamW(torch.optim.Optimizer):
         for member in part.members:
             member.parameter.grad = None
 
-    def _members(self) -> list[Member]:
+    def _members(self) -> list[GroupedParameter]:
         numbers = itertools.count()
         return [
-            Member(parameter, number, group)
+            GroupedParameter(parameter, number, group)
             for group, settings in enumerate(self.param_groups)
             for parameter, number in zip(settings["params"], numbers, strict=False)
         ]
 
-    def _update(self, part: Part) -> None:
+    def _update(self, part: ParameterSet) -> None:
         """Updates those of its members that have a gradient."""
         signature = self._signature(part.members)
         if signature == []:
@@ -331,7 +331,7 @@ class AdamW(torch.optim.Optimizer):
     def _device(self) -> torch.device:
         return self.param_groups[0]["params"][0].device
 
-    def _signature(self, members: Sequence[Member]) -> list | None:
+    def _signature(self, members: Sequence[GroupedParameter]) -> list | None:
         """Equal to that of the last step if all tensors are where they were; None where that cannot be said."""
         signature: list[tuple | None] = []
         for parameter, *_ in members:
@@ -431,7 +431,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _update_if_complete(
-    optimizer: weakref.ref[AdamW], part: weakref.ref[Part], side_stream: SideStream, _: torch.Tensor
+    optimizer: weakref.ref[AdamW], part: weakref.ref[ParameterSet], side_stream: SideStream, _: torch.Tensor
 ) -> None:
     owner, complete = optimizer(), part()
     if owner is not None and complete is not None:

@@ -67,7 +67,9 @@ class Update(NamedTuple):
         return [*addresses, self.step.data_ptr(), self.weight.numel(), self.number, self.group, aligned]
 
 
-class Launch(NamedTuple):
+class ChunkRange(NamedTuple):
+    """The chunks of one launch, whose parameters share a variant."""
+
     variant: Variant
     first_chunk: int
     num_chunks: int
@@ -147,12 +149,12 @@ class Chunks:
         firsts = num_chunks.cumsum(0) - num_chunks
         total = sum(counts)
         self.table = upload(torch.stack([rows, torch.arange(total) - firsts[rows]], dim=1).int())
-        self.launches: list[Launch] = []
+        self.launches: list[ChunkRange] = []
         for (variant, _), first, count in zip(sizes, firsts.tolist(), counts, strict=True):
             if self.launches and self.launches[-1].variant == variant:
                 variant, first, count_before = self.launches.pop()
                 count += count_before
-            self.launches.append(Launch(variant, first, count))
+            self.launches.append(ChunkRange(variant, first, count))
         self.sums_of_squares = torch.empty(total, dtype=torch.float32, device=device)
         self.factors = torch.empty((len(sizes), kernels.NUM_FACTORS.value), dtype=torch.float32, device=device)
         # The norm of the gradients, and what they are multiplied by.
@@ -214,7 +216,7 @@ class Tables:
         return self._setting_table
 
 
-class Member(NamedTuple):
+class GroupedParameter(NamedTuple):
     """A parameter with its place in the optimizer and its group's."""
 
     parameter: torch.Tensor
@@ -222,10 +224,10 @@ class Member(NamedTuple):
     group: int
 
 
-class Part:
+class ParameterSet:
     """Parameters that are updated together, and what the kernels have been told of them."""
 
-    def __init__(self, members: Sequence[Member]):
+    def __init__(self, members: Sequence[GroupedParameter]):
         self.members = members
         self.tables: Tables | None = None
         self.described: list | None = None
