@@ -1,4 +1,7 @@
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +12,7 @@ from cs336sys.workload.course_package import CoursePackage, course_package, firs
 from cs336sys.workload.user_code import digest, source_file
 
 SIZE = choose_size("tiny")
+REPOSITORY = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -115,3 +119,22 @@ def test_a_course_package_of_another_shape_is_one_sentence_and_makes_way_for_a_m
     set_aside_others()
     assert str(tmp_path) not in sys.path
     assert first_folder() != theirs
+
+
+@pytest.mark.parametrize("has_init", [True, False])
+def test_own_course_package_is_found_where_no_other_is(tmp_path, has_init):
+    package = tmp_path / "cs336_basics"
+    package.mkdir()
+    (package / ("__init__.py" if has_init else "model.py")).touch()
+    program = "import cs336sys, cs336_basics; print(*cs336_basics.__path__)"
+    found = []
+    for path in (tmp_path, None):
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        # -S leaves out what an installation of ours would find.
+        command = [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); {program}"]
+        environment |= {"PYTHONPATH": str(path)} if path else {}
+        shown = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=environment, cwd=tmp_path.parent
+        )
+        found.append(Path(shown.stdout.strip()))
+    assert found == [package, REPOSITORY / "cs336-basics" / "cs336_basics"]

@@ -119,7 +119,7 @@ def course_package() -> CoursePackage:
     if folder is None:
         spec = importlib.util.find_spec(PACKAGE)
         if spec is None or spec.origin is None:
-            raise UsageError(f"there is no package {PACKAGE}: install the one beside cs336sys, in folder cs336-basics")
+            raise UsageError(f"there is no package {PACKAGE}: install cs336sys from its wheel or its whole repository")
         folder = Path(spec.origin).parent
     return CoursePackage(folder, _MARK in (_defined(folder / "__init__.py") or ()))
 
