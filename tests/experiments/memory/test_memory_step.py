@@ -83,12 +83,16 @@ def test_blocks_run_as_often_as_predicted():
     assert sum(runs) - 5 == recomputed_blocks(5, "nested")[0]
 
 
-CASES = [("forward", "none"), *(("train", strategy) for strategy in STRATEGIES)]
+# Checkpoints of other sizes than the first run by night.
+CASES = [
+    pytest.param(size, attention, *how, marks=[] if size == "scores" or "none" in how else [pytest.mark.nightly])
+    for size, attention in (("scores", "reference"), ("inner", "sdpa"), ("weights", "flash"))
+    for how in (("forward", "none"), *(("train", strategy) for strategy in STRATEGIES))
+]
 
 
-@pytest.mark.parametrize(("mode", "checkpointing"), CASES)
+@pytest.mark.parametrize(("size", "attention", "mode", "checkpointing"), CASES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("size", "attention"), [("scores", "reference"), ("inner", "sdpa"), ("weights", "flash")])
 def test_predictions_are_what_the_allocator_hands_out(size, attention, precision, mode, checkpointing):
     """Formula, fake tensors and the CPU allocator's own events agree.
 

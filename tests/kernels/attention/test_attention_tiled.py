@@ -254,6 +254,7 @@ def test_untiled_backward(num_queries, num_keys, dtype, is_causal, device, monke
     not torch.cuda.is_available() and shutil.which(os.environ.get("CXX", "g++")) is None,
     reason="torch.compile needs a C++ compiler without a GPU",
 )
+@pytest.mark.nightly
 def test_compiled_backward(device):
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
