@@ -117,7 +117,6 @@ def test_gpus_replay_strategies_that_share_layers_or_sequences(strategy, mesh, c
     cell = workload(strategy, size=size, mesh=mesh, checkpointing=checkpointing, **settings)
     outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
     assert (outcome.status, outcome.reason) == ("ok", None)
-    assert outcome.derived["capture_s"] < 5
     assert outcome.derived["sent_bytes"] == sharding_sent_bytes(cell)
 
 

@@ -305,15 +305,8 @@ def marks(workload):
 
 
 def timeline(workload):
-    """Of a step whose backward pass waits before its end, for longer than busy cores let others wait."""
     step = ParallelStep(workload, CPU)
     step()
-    (embedding,) = (module for name, module in step.replica.model.named_modules() if name.endswith("token_embeddings"))
-
-    def wait_in_backward(module, inputs, output):
-        output.register_hook(lambda gradient: time.sleep(0.3))
-
-    embedding.register_forward_hook(wait_in_backward)
     return profile_step(step.phases, CPU)
 
 
