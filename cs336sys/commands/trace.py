@@ -1,12 +1,21 @@
-"""``cs336sys trace``: what a capture says, of any number of ranks."""
+"""``cs336sys trace``: what a capture says, of any number of ranks, and what changed between two."""
 
+import sys
+import time
+import uuid
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cs336sys import __version__
 from cs336sys.commands.faults import say
-from cs336sys.commands.options.output import OutputOptions
+from cs336sys.commands.options.output import OutputOptions, SaveOption
+from cs336sys.errors import OutputError
+from cs336sys.results.model import Cell, Run
+
+if TYPE_CHECKING:
+    from cs336sys.measure.profile.reading import Read
 
 
 def trace(
@@ -14,25 +23,80 @@ def trace(
         list[Path],
         typer.Argument(metavar="FILE...", help="Captures of torch.profiler or nsys, one a rank, or their folder."),
     ],
+    against: Annotated[
+        list[Path],
+        typer.Option(help="A later capture (or ranks, or a folder): show what changed.", show_default=False),
+    ] = [],
     step: Annotated[str | None, typer.Option(help="Name of the ranges that are the steps.", show_default=False)] = None,
     top: Annotated[int, typer.Option(help="Kernels, operators and modules shown.", min=1)] = 10,
     full_names: Annotated[bool, typer.Option("--full-names", help="Show the whole names of kernels.")] = False,
     roofline: Annotated[
         bool, typer.Option("--roofline", help="Compare operators with the GPU's peak FLOPs and bandwidth.")
     ] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write timeline and tables to this page, and print the verdict.")
+    ] = None,
+    save: SaveOption = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Say where the time of a recorded training step goes, which rank holds the others up, and what to try next.
 
     cs336sys trace step.json.gz
 
-    cs336sys trace run/ --roofline
+    cs336sys trace run/ --html run.html
+
+    cs336sys trace before.nsys-rep --against after.nsys-rep
     """
     from cs336sys.measure.profile.reading import read_captures
-    from cs336sys.report.profile.trace import Shown, trace_tables
+    from cs336sys.report.outputs import write_file
+    from cs336sys.report.page import check_page
+    from cs336sys.report.profile.trace import Shown
+    from cs336sys.report.profile.trace_cells import AFTER, BEFORE, all_tables, cells_of, difference_of, saved_sides
+    from cs336sys.report.profile.trace_difference import waterfall
+    from cs336sys.report.profile.trace_page import trace_page
+    from cs336sys.results.file import check_appendable
 
     output.check()
-    read = read_captures(files, step)
-    for note in read.notes:
-        say(f"note: {note}")
-    output.emit(trace_tables(read.analyses, read.ranks, Shown(top, full_names, roofline)))
+    check_page(html)
+    if save is not None:
+        check_appendable(save)
+    reads = {BEFORE: read_captures(files, step)}
+    if against:
+        reads[AFTER] = read_captures(against, step)
+    for read in reads.values():
+        for note in read.notes:
+            say(f"note: {note}")
+    run_id = str(uuid.uuid4())
+    cells = [cell for side, read in reads.items() for cell in cells_of(side, read, roofline=roofline, run_id=run_id)]
+    sides = saved_sides(cells)
+    tables = all_tables(sides, Shown(top, full_names, roofline))
+    if save is not None:
+        _save(save, run_id, reads[BEFORE], cells)
+    if html is None or output.output is not None or output.format is not None or output.table:
+        output.emit(tables)
+    else:
+        output.write(tables[:1])
+    if html is not None:
+        found = difference_of(sides)
+        falls = waterfall(found) if found else []
+        page = trace_page(tables, list(reads.values()), falls, found.before_ms if found else 0.0)
+        write_file(html, page.encode(), "--html")
+        say(f"wrote {html}")
+
+
+def _save(path: Path, run_id: str, read: "Read", cells: list[Cell]) -> None:
+    """Append the cells. The run is of the machine that the capture was made on, of which its file says the GPU."""
+    from cs336sys.results.file import ResultsFile
+
+    first = read.analyses[0]
+    machine = {"gpu": first.gpu_name or None, "profiler": first.profiler}
+    now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
+    results = ResultsFile(path)
+    try:
+        results.append(Run(run_id, now, tuple(sys.argv[1:]), machine, {"cs336sys": __version__}))
+        for cell in cells:
+            results.append(cell)
+        if results.fault is not None:
+            raise OutputError(f"cannot write --save {path}: {results.fault}")
+    finally:
+        results.close()

@@ -4,6 +4,7 @@ A page is :func:`html_page` around parts: :func:`html_table`, :func:`html_pictur
 """
 
 import base64
+import hashlib
 import html
 import tempfile
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ _PAGE = """<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <title>{title}</title>
 <style>{style}</style>
 </head>
@@ -52,14 +54,22 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
-def html_page(title: str, parts: Sequence[str], style: str = "") -> str:
+def html_page(title: str, parts: Sequence[str], style: str = "", script: str = "") -> str:
     """The text of a page.
 
     Args:
         parts: HTML, one part below the other.
         style: CSS that these need beside the page's own.
+        script: JavaScript that they need. Browsers run no other, whatever the parts hold.
     """
-    return _PAGE.format(title=html.escape(one_line(title)), body="\n".join(parts), style=_STYLE + style)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    return _PAGE.format(
+        title=html.escape(one_line(title)),
+        body="\n".join([*parts, *([f"<script>{script}</script>"] if script else [])]),
+        style=_STYLE + style,
+        policy=policy,
+    )
 
 
 def html_table(table: Table, heading: str = "h2") -> str:

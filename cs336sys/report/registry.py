@@ -23,6 +23,7 @@ from cs336sys.report.memory.tables import memory_tables
 from cs336sys.report.page import html_page, html_picture, html_table
 from cs336sys.report.precision import precision_tables
 from cs336sys.report.profile import plot_profiles, profile_tables
+from cs336sys.report.profile.trace_cells import saved_trace_tables
 from cs336sys.report.scaling import plot_scaling, scaling_curves, scaling_tables
 from cs336sys.report.shard import plot_memory
 from cs336sys.report.table import Table, grid_of
@@ -141,6 +142,7 @@ SAVED_COMMANDS: dict[str, SavedCommand] = {
     "ddp": SavedCommand(
         lambda cells, run, asked: [*ddp_tables(cells, run), *scaling_tables(cells)], _ddp_pictures, pool_ddp_rounds
     ),
+    "trace": SavedCommand(lambda cells, run, asked: saved_trace_tables(cells, asked.top, asked.full_names)),
     "precision": SavedCommand(lambda cells, run, asked: precision_tables(cells, run)),
     "shard": SavedCommand(
         lambda cells, run, asked: [*sharding_tables(cells, run), *scaling_tables(cells)], _shard_pictures

@@ -1,7 +1,8 @@
 """Several ranks together: collectives matched, clocks aligned by their ends, and who waits for whom in each."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,24 @@ class Clocks:
 
 
 @dataclass(frozen=True)
+class RanksFound:
+    """How ranks were matched: how many collectives, by which clocks (see :class:`Clocks`), and what was left out."""
+
+    matched: int
+    error_us: float
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types only, for a results file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "RanksFound":
+        """The inverse of :meth:`to_json`."""
+        return cls(record["matched"], record["error_us"], tuple(record["notes"]))
+
+
+@dataclass(frozen=True)
 class Ranks:
     """What several ranks say together.
 
@@ -53,6 +72,10 @@ class Ranks:
     matched: int
     waiting_ns: tuple[Times, ...]
     notes: tuple[str, ...]
+
+    @property
+    def found(self) -> RanksFound:
+        return RanksFound(self.matched, self.clocks.error_ns / 1e3, self.notes)
 
 
 def match_ranks(timelines: Sequence[Timeline]) -> Ranks | None:

@@ -168,6 +168,8 @@ def short_name(kernel: str) -> str:
     if not bracket:
         return text
     base = base.rpartition("::")[2].strip()
+    if not base:
+        return text
     if base in ("Kernel", "Kernel2", "device_kernel"):
         # cutlass has one kernel, and its first argument says what it does.
         arguments = _ARCHITECTURE_WRAPPER.sub("", arguments)

@@ -210,7 +210,7 @@ def _share_row(totals: Counter[str], count: int) -> dict[str, Any]:
 
 
 # What matrix products take stands out from what moves memory.
-_COLORS = (
+KIND_COLORS = (
     "#4c72b0",  # matmul
     "#1f9e89",  # convolution
     "#c44e52",  # attention/softmax
@@ -279,7 +279,7 @@ def plot_shares(measured: Sequence[Measured], labels: Sequence[Column], path: Pa
         drawings[0].set_ylabel(size, fontsize=10, fontweight="bold")
     shown = [
         Patch(color=color, label=category)
-        for category, color in zip(KERNEL_CATEGORIES, _COLORS, strict=True)
+        for category, color in zip(KERNEL_CATEGORIES, KIND_COLORS, strict=True)
         if any(row.get(share_key(category)) for row in rows)
     ]
     if shown:
@@ -289,7 +289,7 @@ def plot_shares(measured: Sequence[Measured], labels: Sequence[Column], path: Pa
 
 def _draw_bar(drawing: "Axes", height: int, shares: Mapping[str, Any]) -> None:
     left = 0.0
-    for category, color in zip(KERNEL_CATEGORIES, _COLORS, strict=True):
+    for category, color in zip(KERNEL_CATEGORIES, KIND_COLORS, strict=True):
         share = shares.get(share_key(category))
         if not share:
             continue

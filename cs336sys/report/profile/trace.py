@@ -15,7 +15,7 @@ from cs336sys.measure.profile.breakdown import (
 )
 from cs336sys.measure.profile.collectives import bus_factor
 from cs336sys.measure.profile.operators import operator_work, roofline
-from cs336sys.measure.profile.ranks import Ranks
+from cs336sys.measure.profile.ranks import RanksFound
 from cs336sys.measure.profile.stragglers import find_straggler, own_ms
 from cs336sys.measure.profile.taxonomy import UNCLASSIFIED, short_name
 from cs336sys.report.profile.kernels import numbered
@@ -43,6 +43,12 @@ class Shown:
 
 
 _GPU = Column("gpu", "GPU")
+
+
+def file_words(analyses: Sequence[Analysis]) -> str:
+    """The files' names, for a title: of more than two the first and how many more."""
+    files = list(dict.fromkeys(one.file for one in analyses))
+    return " and ".join(files) if len(files) <= 2 else f"{files[0]} and {len(files) - 1} more"
 
 
 def verdict_table(sentences: Sequence[str], title: str) -> Table:
@@ -196,7 +202,7 @@ def operator_table(analyses: Sequence[Analysis], shown: Shown) -> Table:
         found = _grouped(one, lambda kernel: f"{kernel.operator}\0{kernel.shape}" if kernel.shape else "")
         for row in [row for row in found if row[0]][: shown.top]:
             operator, _, shape = row[0].partition("\0")
-            values = {**_times(one, row), "operator": operator, "shapes": _shape_words(shape)}
+            values = {**_times(one, row), "operator": operator, "shapes": shape_words(shape)}
             launches = _calls(row[1])
             work = operator_work(operator, shape)
             if work is not None and row[3]:
@@ -234,7 +240,7 @@ def _calls(kernels: Sequence[KernelGroup]) -> float:
     return max(counts.values()) / len(kernels[0].count) if counts else 1.0
 
 
-def _shape_words(shape: str) -> str:
+def shape_words(shape: str) -> str:
     """``[[4, 8], []]`` as ``4x8``; what is no tensor is left out."""
     try:
         sizes, _ = json.loads(shape)
@@ -355,7 +361,7 @@ def capture_table(analyses: Sequence[Analysis]) -> Table:
     return Table("capture", "trace: the whole capture", columns, rows)
 
 
-def rank_table(analyses: Sequence[Analysis], ranks: Ranks | None) -> Table:
+def rank_table(analyses: Sequence[Analysis], ranks: RanksFound | None) -> Table:
     """The steps of each rank: its parts, and how much of the step is its own."""
     rows = []
     for one in analyses:
@@ -386,20 +392,20 @@ def rank_table(analyses: Sequence[Analysis], ranks: Ranks | None) -> Table:
     if ranks is not None:
         notes.append(
             f"{ranks.matched:,} collectives were found on several ranks; clocks are aligned by their ends, which are "
-            f"then at most {ranks.clocks.error_ns / 1e3:.3g} us from their mean in 95 of 100"
+            f"then at most {ranks.error_us:.3g} us from their mean in 95 of 100"
         )
         notes += ranks.notes
     return Table("ranks", "trace: each rank", columns, rows, notes=notes)
 
 
-def trace_tables(analyses: Sequence[Analysis], ranks: Ranks | None, shown: Shown) -> list[Table]:
+def trace_tables(analyses: Sequence[Analysis], ranks: RanksFound | None, shown: Shown) -> list[Table]:
     """All tables; with several ranks, those of kernels are of the first alone."""
     first = analyses[:1]
     straggler = find_straggler(analyses) if ranks is not None else None
     sentences = verdict(analyses[0]) if len(analyses) == 1 else several(analyses, straggler)
-    files = ", ".join(dict.fromkeys(one.file for one in analyses))
+    profilers = " and ".join(dict.fromkeys(one.profiler for one in analyses))
     return [
-        verdict_table(sentences, f"trace: {files}, by {' and '.join(dict.fromkeys(one.profiler for one in analyses))}"),
+        verdict_table(sentences, f"trace: {file_words(analyses)}, by {profilers}"),
         *with_rows(
             rank_table(analyses, ranks) if len(analyses) > 1 else None,
             part_table(first),

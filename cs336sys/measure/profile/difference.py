@@ -1,0 +1,217 @@
+"""What changed between two captures: kernels aligned, each change in ms of a step, and whether it is noise."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cs336sys.measure.profile.analysis import Analysis, KernelGroup
+from cs336sys.measure.profile.breakdown import IDLE_PARTS, WAITING_PART
+from cs336sys.measure.profile.taxonomy import short_name
+from cs336sys.results.model import Samples
+from cs336sys.results.statistics import difference
+
+Verdict = Literal["slower", "faster", "new", "gone", "~", "undecided"]
+
+# A change of less of a step is nobody's concern.
+_LEAST_SHARE = 2e-4
+# A kernel of fewer of the other side's steps is not always there.
+_PRESENT_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Change:
+    """One kernel, or one part of a step that is no kernel's, in both captures.
+
+    Attributes:
+        what: the kernel's name, or the part's; of one that another has replaced, both.
+        is_kernel: False for a part: launching, the data loader, ...
+        before_ms, after_ms: mean time of a step that is its own.
+        low_ms, high_ms: where the true difference lies in 95 of 100 cases; infinite with too few steps to say.
+        before_count, after_count: how often it runs in a step.
+        before_us, after_us: mean of one run; None where there is none.
+    """
+
+    what: str
+    is_kernel: bool
+    kind: str
+    module: str
+    operator: str
+    shape: str
+    verdict: Verdict
+    before_ms: float
+    after_ms: float
+    low_ms: float
+    high_ms: float
+    before_count: float = 0.0
+    after_count: float = 0.0
+    before_us: float | None = None
+    after_us: float | None = None
+
+    @property
+    def delta_ms(self) -> float:
+        return self.after_ms - self.before_ms
+
+    @property
+    def is_told(self) -> bool:
+        """It is more than noise."""
+        return self.verdict not in ("~", "undecided")
+
+
+@dataclass(frozen=True)
+class CaptureDifference:
+    """What changed from one capture to another.
+
+    Attributes:
+        before_ms, after_ms: the mean step, or where two profilers made the captures, the time of it that is kernels'.
+            The changes add up to their difference.
+        of_kernels: only kernels were compared.
+        changes: the largest first.
+    """
+
+    before_ms: float
+    after_ms: float
+    of_kernels: bool
+    changes: tuple[Change, ...]
+
+    @property
+    def delta_ms(self) -> float:
+        return self.after_ms - self.before_ms
+
+    @property
+    def explained_ms(self) -> float:
+        """The sum of the changes that are no noise."""
+        return sum(change.delta_ms for change in self.changes if change.is_told)
+
+
+@dataclass
+class _Pair:
+    """Groups of kernels of both sides that are one thing."""
+
+    before: list[KernelGroup] = field(default_factory=list)
+    after: list[KernelGroup] = field(default_factory=list)
+
+
+def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
+    """Compare two captures step by step.
+
+    Kernels of the same module, operator, shape and name are the same; then those of the same module, operator and shape
+    are, one in the place of the other; then those of the same name. Captures of different profilers have names alone.
+    What is left is new or gone. A change is told from noise by the rank test of
+    :mod:`cs336sys.results.statistics` over the steps.
+    """
+    alike = before.profiler == after.profiler
+    if alike:
+        keys: tuple[Callable[[KernelGroup], tuple[str, ...] | None], ...] = (
+            lambda group: (group.module, group.operator, group.shape, group.name),
+            lambda group: (group.module, group.operator, group.shape) if group.operator else None,
+            lambda group: (group.name,),
+        )
+    else:
+        keys = (lambda group: (short_name(group.name),),)
+    pairs = _aligned(before.kernels, after.kernels, keys)
+    steps = len(before.step_ms), len(after.step_ms)
+    least_ms = _LEAST_SHARE * before.mean_step_ms
+    changes = [_kernel_change(pair, steps, least_ms) for pair in pairs]
+    totals = before.mean_step_ms, after.mean_step_ms
+    if alike:
+        parts = [part for part in (*IDLE_PARTS, WAITING_PART) if part in before.parts or part in after.parts]
+        # Waiting for ranks is part of the collectives' own time.
+        changes += [_part_change(part, before, after, least_ms) for part in parts if part != WAITING_PART]
+    else:
+        sums = [sum(sum(group.own_ms) for group in one.kernels) / len(one.step_ms) for one in (before, after)]
+        totals = sums[0], sums[1]
+    changes.sort(key=lambda change: -abs(change.delta_ms))
+    return CaptureDifference(*totals, not alike, tuple(changes))
+
+
+def _aligned(
+    before: Iterable[KernelGroup],
+    after: Iterable[KernelGroup],
+    keys: Sequence[Callable[[KernelGroup], tuple[str, ...] | None]],
+) -> list[_Pair]:
+    """Pair by the first key, what is left by the next, and so on; what no key pairs stands alone."""
+    left_before, left_after = list(before), list(after)
+    pairs: list[_Pair] = []
+    for key in keys:
+        found: dict[tuple[str, ...], _Pair] = {}
+        alone: tuple[list[KernelGroup], list[KernelGroup]] = ([], [])
+        for number, groups in enumerate((left_before, left_after)):
+            for group in groups:
+                of = key(group)
+                if of is None:
+                    alone[number].append(group)
+                    continue
+                pair = found.setdefault(of, _Pair())
+                (pair.after if number else pair.before).append(group)
+        for pair in found.values():
+            if pair.before and pair.after:
+                pairs.append(pair)
+            else:
+                alone[0].extend(pair.before)
+                alone[1].extend(pair.after)
+        left_before, left_after = alone
+    return [*pairs, *(_Pair([group], []) for group in left_before), *(_Pair([], [group]) for group in left_after)]
+
+
+def _kernel_change(pair: _Pair, steps: tuple[int, int], least_ms: float) -> Change:
+    own = [
+        _summed((group.own_ms for group in groups), count)
+        for groups, count in zip((pair.before, pair.after), steps, strict=True)
+    ]
+    counts = [sum(sum(group.count) for group in groups) for groups in (pair.before, pair.after)]
+    lengths = [sum(sum(group.ms) for group in groups) for groups in (pair.before, pair.after)]
+    each = [1e3 * length / count if count else None for length, count in zip(lengths, counts, strict=True)]
+    verdict, low, high = _judged(own[0], own[1], least_ms)
+    for number, groups in enumerate((pair.before, pair.after)):
+        present = _summed((group.count for group in groups), steps[number])
+        is_always = sum(count > 0 for count in present) >= _PRESENT_SHARE * steps[number]
+        if is_always and not (pair.after, pair.before)[number]:
+            verdict = "new" if number else "gone"
+    names = [list(dict.fromkeys(group.name for group in groups)) for groups in (pair.before, pair.after)]
+    is_replaced = names[0] and names[1] and set(names[0]) != set(names[1])
+    what = (
+        " -> ".join(" + ".join(map(short_name, some)) for some in names) if is_replaced else (names[0] or names[1])[0]
+    )
+    one = (pair.before or pair.after)[0]
+    return Change(
+        what=what,
+        is_kernel=True,
+        kind=one.kind,
+        module=one.module,
+        operator=one.operator,
+        shape=one.shape,
+        verdict=verdict,
+        before_ms=sum(own[0]) / steps[0],
+        after_ms=sum(own[1]) / steps[1],
+        low_ms=low,
+        high_ms=high,
+        before_count=counts[0] / steps[0],
+        after_count=counts[1] / steps[1],
+        before_us=each[0],
+        after_us=each[1],
+    )
+
+
+def _part_change(part: str, before: Analysis, after: Analysis, least_ms: float) -> Change:
+    own = [list(one.parts.get(part, (0.0,) * len(one.step_ms))) for one in (before, after)]
+    verdict, low, high = _judged(own[0], own[1], least_ms)
+    means = [sum(values) / len(values) for values in own]
+    return Change(part, False, "", "", "", "", verdict, means[0], means[1], low, high)
+
+
+def _summed(rows: Iterable[Sequence[float]], steps: int) -> list[float]:
+    totals = [0.0] * steps
+    for row in rows:
+        for number, value in enumerate(row):
+            totals[number] += value
+    return totals
+
+
+def _judged(before: Sequence[float], after: Sequence[float], least_ms: float) -> tuple[Verdict, float, float]:
+    """Whether the values of steps differ, and the interval of their difference."""
+    found = difference(Samples("ms", "capture", tuple(after)), Samples("ms", "capture", tuple(before)))
+    if found.is_undecided:
+        return "undecided", found.low, found.high
+    if found.is_noise or abs(found.estimate) < least_ms:
+        return "~", found.low, found.high
+    return ("slower" if found.low > 0 else "faster"), found.low, found.high

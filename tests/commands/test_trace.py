@@ -1,0 +1,128 @@
+"""``trace`` as a user runs it: one rank and several, against another capture, as a page, saved, and bad files."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from profile_files import ChromeTrace, NsysReport, train_step
+from rank_captures import write_ranks
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["trace", *map(str, arguments)])
+
+
+def tables(result):
+    assert result.exit_code == 0, result.output
+    return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two captures of four ranks, with a straggler in the later one and a hostile kernel in both."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, straggler in (("before", None), ("after", 2)):
+        (folder / name).mkdir()
+        for path in write_ranks(folder / name, ranks=4, straggler=straggler, excess=0.03, seed=len(name)):
+            path.write_text(path.read_text().replace("gemm_2", HOSTILE))
+    return folder
+
+
+def test_verdict_names_the_straggler_and_what_to_try(runs):
+    found = tables(invoke(runs / "after", "--format", "json"))
+    sentences = [row["verdict"] for row in found["verdict"]["rows"]]
+    assert re.match(r"The GPU computes [\d.]+ % of the step, which takes 6\.\d+ ms\.", sentences[0])
+    assert re.match(r"rank 2 holds the others up by [23]\.\d % of a step .*: computing .* longer\.", sentences[1])
+    assert [row["gpu"] for row in found["ranks"]["rows"]] == [f"rank {rank}" for rank in range(4)]
+    parts = [row for row in found["parts"]["rows"] if row["part"] != "step"]
+    assert sum(row["share_percent"] for row in parts) == pytest.approx(100)
+    equal = tables(invoke(runs / "before", "--format", "json"))["verdict"]["rows"]
+    assert {"verdict": "No rank of 4 holds the others up."} in equal
+
+
+def test_what_changed_adds_up(runs):
+    found = tables(invoke(runs / "before", "--against", runs / "after", "--format", "json", "--top", "50"))
+    rows = found["changes"]["rows"]
+    first, *_, last = found["waterfall"]["rows"]
+    assert sum(row["delta_ms"] for row in rows) == pytest.approx(last["after_ms"] - first["after_ms"])
+    assert found["verdict"]["rows"][0]["verdict"].startswith("A step takes 0.")
+    assert "of several ranks, the first of each side is compared" in found["verdict"]["notes"]
+
+
+def test_the_page_loads_nothing_and_shows_hostile_names_as_text(runs):
+    page = runs / "page.html"
+    result = invoke(runs / "before", "--against", runs / "after", "--html", page)
+    assert result.exit_code == 0, result.output
+    assert "explained" in result.stdout
+    text = page.read_text()
+    assert "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;" in text
+    assert "<img" not in text
+    assert text.count("</script>") == 1
+    assert not re.findall(r"(?:src|href)\s*=|url\(|@import|https?://", text.replace("src=x", ""))
+    assert "default-src 'none'" in text
+    assert text.count("<rect") == 2 * 4 * 12
+    for format in ("markdown", "csv", "latex", "typst", "table"):
+        shown = invoke(runs / "before", "--format", format)
+        assert shown.exit_code == 0
+        assert "\x1b]" not in shown.stdout
+
+
+def test_saved_captures_are_shown_again(runs):
+    saved = runs / "r.jsonl"
+    result = invoke(runs / "before", "--against", runs / "after", "--save", saved, "--format", "json")
+    again = CliRunner().invoke(app, ["show", str(saved), "--format", "json"])
+    assert json.loads(again.stdout)["tables"] == json.loads(result.stdout)["tables"]
+
+
+def test_nsys_and_torch_profiler_are_compared_by_kernels(tmp_path):
+    report, trace = NsysReport(tmp_path / "report.sqlite"), ChromeTrace(tmp_path / "trace.json")
+    for recorder in (report, trace):
+        for start in range(0, 10_000, 2000):
+            train_step(recorder, start)
+    found = tables(invoke(report.write(), "--against", trace.write(), "--format", "json"))
+    assert {row["verdict"] for row in found["changes"]["rows"]} == {"~"}
+    assert any("two profilers" in note for note in found["verdict"]["notes"])
+
+
+def test_no_torch_is_imported(runs):
+    script = (
+        "import sys; from typer.testing import CliRunner; from cs336sys.cli import app\n"
+        f"result = CliRunner().invoke(app, ['trace', {str(runs / 'before')!r}])\n"
+        "print(result.exit_code, 'torch' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "0 False"
+
+
+WHOLE = json.dumps({"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2, "args": {}}] * 50})
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "is no report"),
+        (WHOLE[:-30].encode(), "is cut off: its list of events has no end"),
+        (gzip.compress(WHOLE.encode())[:-40], "cannot be read as a trace of torch.profiler"),
+        (b'{"traceEvents": []}', "holds neither GPU kernels nor operations of the CPU"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": "now"}]}', "cannot be read as a trace"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1e999}]}', "cannot be read as a trace"),
+        (b'{"traceEvents": [' + b"[" * 50_000, "cannot be read as a trace"),
+        (b'{"traceEvents": {"a": 1}}', "it has no list of traceEvents"),
+        (b"\x00\x01\x02", "is no report"),
+    ],
+)
+def test_a_bad_file_is_one_sentence(tmp_path, content, sentence):
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    result = invoke(path)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert sentence in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

@@ -1,0 +1,87 @@
+"""What changed between two captures: aligned kernels, noise, and a sum that adds up."""
+
+import random
+
+import pytest
+
+from cs336sys.measure.profile.analysis import Analysis, KernelGroup
+from cs336sys.measure.profile.difference import compare_captures
+
+STEPS = 10
+
+
+def group(name, ms, *, module="", operator="", shape="", count=2):
+    return KernelGroup(name, "matmul", module, operator, shape, (count,) * len(ms), tuple(ms), tuple(ms))
+
+
+def capture(groups, launching=(1.0,) * STEPS, profiler="torch.profiler"):
+    computing = [sum(values) for values in zip(*(one.own_ms for one in groups), strict=True)]
+    steps = tuple(one + other for one, other in zip(computing, launching, strict=True))
+    parts = {"computing": tuple(computing), "launching": tuple(launching)}
+    return Analysis("f", "", profiler, True, "", 0, "", True, steps, parts, tuple(groups), (), (), {}, {})
+
+
+def noisy(ms, seed, noise=0.005):
+    generator = random.Random(seed)
+    return [ms * (1 + generator.gauss(0, noise)) for _ in range(STEPS)]
+
+
+def verdicts(found):
+    return {change.what: change.verdict for change in found.changes}
+
+
+def kernels(seed, *, slow=None):
+    return [group(f"k{n}", noisy((1 + n % 5) * (1.03 if n == slow else 1), 100 * seed + n)) for n in range(30)]
+
+
+def test_a_kernel_made_3_percent_slower_is_found_and_few_others_are_marked():
+    found = compare_captures(capture(kernels(1)), capture(kernels(2, slow=7)))
+    assert verdicts(found)["k7"] == "slower"
+    assert sum(change.is_told for change in found.changes) <= 3
+    (slow,) = [change for change in found.changes if change.what == "k7"]
+    assert slow.low_ms < 0.03 * slow.before_ms < slow.high_ms
+
+
+def test_few_kernels_of_equal_captures_are_marked():
+    told = total = 0
+    for seed in range(20):
+        found = compare_captures(capture(kernels(2 * seed)), capture(kernels(2 * seed + 1)))
+        told += sum(change.is_told for change in found.changes)
+        total += len(found.changes)
+    assert told <= 0.05 * total
+
+
+def test_changes_add_up_to_the_difference_of_the_steps():
+    after = [*kernels(2, slow=3)[1:], group("added", noisy(0.4, 9))]
+    found = compare_captures(capture(kernels(1)), capture(after, launching=noisy(3.0, 5)))
+    assert sum(change.delta_ms for change in found.changes) == pytest.approx(found.delta_ms)
+    assert {"added": "new", "k0": "gone", "launching": "slower"}.items() <= verdicts(found).items()
+    assert found.explained_ms == pytest.approx(found.delta_ms, rel=0.02)
+
+
+def test_another_kernel_of_the_same_operator_replaces_the_first():
+    about = {"module": "Block.Linear", "operator": "aten::mm", "shape": "[[[8, 8]], []]"}
+    before = capture([group("cutlass_gemm", noisy(2, 1), **about), group("other", noisy(1, 2))])
+    after = capture([group("nvjet_tst", noisy(1, 3), **about), group("other", noisy(1, 4))])
+    found = compare_captures(before, after)
+    assert verdicts(found)["cutlass_gemm -> nvjet_tst"] == "faster"
+    assert not {"new", "gone"} & set(verdicts(found).values())
+
+
+def test_captures_of_two_profilers_are_compared_by_short_names():
+    long = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, X>(int)"
+    spelled = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, Y<1>>(int, Y)"
+    found = compare_captures(
+        capture([group(long, noisy(1, 1), module="a")]),
+        capture([group(spelled, noisy(2, 2))], launching=noisy(9, 3), profiler="Nsight Systems"),
+    )
+    (change,) = found.changes
+    assert (change.verdict, found.of_kernels) == ("slower", True)
+    assert found.delta_ms == pytest.approx(change.delta_ms)
+
+
+def test_few_steps_tell_nothing():
+    one = capture([group("k", [1.0])], launching=(1.0,))
+    other = capture([group("k", [2.0]), group("added", [1.0])], launching=(1.0,))
+    found = compare_captures(one, other)
+    assert verdicts(found) == {"k": "undecided", "added": "new", "launching": "undecided"}
