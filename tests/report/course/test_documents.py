@@ -12,7 +12,7 @@ from course_answers import RESULTS, answers, changed, document, saved, scaled, w
 from cs336sys.report.course import problems
 from cs336sys.report.course.document import command_line
 from cs336sys.report.course.handouts import PROBLEMS
-from cs336sys.report.course.prose import FORMATS, LIST_FORMATS, Prose
+from cs336sys.report.course.prose import FORMATS, LIST_FORMATS, Prose, as_long, change, speed
 from cs336sys.report.course.writing import document_text
 from cs336sys.results.model import Results
 
@@ -214,3 +214,10 @@ def test_commands_are_shown_without_where_their_results_went():
         "cs336sys ddp --size xl --world-size 2 --optimizer fused --bucket-mb 1,10,100,1000 --precision fp32 --mode "
         "naive,flat,overlap,bucketed,torch --warmup 2 --steps 5"
     )
+
+
+def test_ratios_in_words():
+    ratios = 2.5, 1.0, 0.5
+    assert [speed(ratio) for ratio in ratios] == ["2.5x as fast", "as fast", "2x slower"]
+    assert [change(ratio) for ratio in ratios] == ["grows 2.5x", "stays the same", "falls to 0.5x"]
+    assert [as_long(ratio) for ratio in ratios] == ["2.5x as long as", "as long as", "0.5x as long as"]
