@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     gc.disable()
 
 import cs336_basics.model
+import hypothesis
 import pytest
 import torch
 
@@ -58,13 +59,25 @@ def pytest_addoption(parser):
     group.addoption("--nightly-share", type=float, default=1.0, help="How much of what they draw to draw.")
 
 
+# Examples are the same every day, and others every night.
+hypothesis.settings.register_profile("default", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None, database=None)
+
+
+def is_nightly(config):
+    return "nightly" in config.option.markexpr and "not nightly" not in config.option.markexpr
+
+
 def pytest_configure(config):
     if config.option.seed is None:
         config.option.seed = int(time.strftime("%Y%m%d"))
+    hypothesis.settings.load_profile("nightly" if is_nightly(config) else "default")
+    if is_nightly(config):
+        config.option.hypothesis_seed = config.option.hypothesis_seed or config.option.seed
 
 
 def pytest_report_header(config):
-    if "not nightly" in config.option.markexpr:
+    if not is_nightly(config):
         return None
     return f"nightly seed: {config.option.seed} (repeat with -m nightly --seed {config.option.seed})"
 

@@ -1,9 +1,10 @@
 """Bucket assignment: plain arithmetic on sizes."""
 
-import random
 from dataclasses import replace
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import TensorSpec, assign_buckets, block_of, bucket_rule
@@ -47,16 +48,13 @@ def test_tied_weights_count_once_at_their_first_place():
     assert assign_buckets(tensors, 45) == [[1], [0]]
 
 
-def test_every_tensor_is_in_one_bucket_and_no_bucket_could_take_the_next_tensor():
-    chance = random.Random(0)
-    for _ in range(200):
-        sizes = [chance.randint(0, 50) for _ in range(chance.randint(1, 30))]
-        cap = chance.randint(1, 120)
-        buckets = assign_buckets(specs(*sizes), cap)
-        assert [index for bucket in buckets for index in bucket] == list(reversed(range(len(sizes))))
-        filled = [sum(sizes[index] for index in bucket) for bucket in buckets]
-        assert all(size <= cap or len(bucket) == 1 for size, bucket in zip(filled, buckets, strict=True))
-        assert all(size + sizes[after[0]] > cap for size, after in zip(filled, buckets[1:], strict=False))
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=30), st.integers(1, 120))
+def test_every_tensor_is_in_one_bucket_and_no_bucket_could_take_the_next_tensor(tier, sizes, cap):
+    buckets = assign_buckets(specs(*sizes), cap)
+    assert [index for bucket in buckets for index in bucket] == list(reversed(range(len(sizes))))
+    filled = [sum(sizes[index] for index in bucket) for bucket in buckets]
+    assert all(size <= cap or len(bucket) == 1 for size, bucket in zip(filled, buckets, strict=True))
+    assert all(size + sizes[after[0]] > cap for size, after in zip(filled, buckets[1:], strict=False))
 
 
 @pytest.mark.parametrize("cap_bytes", [-1, float("nan")])
