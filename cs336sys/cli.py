@@ -16,7 +16,7 @@ from cs336sys.commands.options.settings_file import use_settings, with_config_fi
 PANELS = {
     "Measure": ("bench", "nsys", "memprof", "attn", "flash", "kernels", "allreduce", "ddp", "shard"),
     "Understand": ("trace", "account", "precision", "losses"),
-    "Decide": ("verify", "compare"),
+    "Decide": ("tune", "verify", "compare"),
     "Write up": ("report", "show", "slurm", "doctor"),
 }
 COMMANDS = tuple(name for names in PANELS.values() for name in names)

@@ -57,6 +57,8 @@ SHARED_AMONG_SIBLINGS = {
         for name in (
             "bench",
             *("checks", "checks.step", "checks.weights"),
+            # Steps with checkpoints, which tune measures, too.
+            "memory.step",
             *("flop_counting", "models", "optimizers", "training", "user_models"),
         )
     },

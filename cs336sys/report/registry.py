@@ -27,6 +27,7 @@ from cs336sys.report.profile.trace_cells import saved_trace_tables
 from cs336sys.report.scaling import plot_scaling, scaling_curves, scaling_tables
 from cs336sys.report.shard import plot_memory
 from cs336sys.report.table import Table, grid_of
+from cs336sys.report.tune import tune_tables
 from cs336sys.report.verify import verify_tables
 from cs336sys.results.model import (
     Cell,
@@ -119,6 +120,7 @@ SAVED_COMMANDS: dict[str, SavedCommand] = {
         _picture("bench", plot_bench),
         pool_bench_rounds,
     ),
+    "tune": SavedCommand(lambda cells, run, asked: tune_tables(cells, run)),
     "losses": SavedCommand(lambda cells, run, asked: loss_tables(cells, run), _picture("losses", plot_losses)),
     "nsys": SavedCommand(
         lambda cells, run, asked: profile_tables(

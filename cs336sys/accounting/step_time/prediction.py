@@ -1,5 +1,6 @@
 """Predict the time of a training step: work over rates, launches as a lower bound, and exposed communication."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -8,11 +9,11 @@ from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes
-from cs336sys.accounting.step_time.rates import Rates
+from cs336sys.accounting.step_time.rates import UNMEASURED, Rates
 from cs336sys.accounting.step_time.work import Amounts, StepWork, step_work
 from cs336sys.sizes import ELEMENT_BYTES
 from cs336sys.workload.parallel import ParallelWorkload
-from cs336sys.workload.training import Workload
+from cs336sys.workload.training import Configured, Workload
 
 # Strategies whose ranks update a part of the parameters.
 _SHARE_UPDATES = ("optimizer", "optimizer-flat", "fsdp")
@@ -26,7 +27,7 @@ _ALIASES = {"none": "bucketed"}
 
 
 @dataclass(frozen=True)
-class StepConfiguration:
+class StepConfiguration(Configured):
     """How one rank's step runs.
 
     Attributes:
@@ -79,12 +80,14 @@ class StepConfiguration:
         if self.strategy is None or self.world_size == 1:
             return 0.0
         training, ranks = self.training, self.world_size
-        count = count_parameters(training.size)
         if self.shares_updates:
-            whole = replace(training.size, batch_size=training.size.batch_size * ranks)
-            step = ShardedStep(self.strategy, whole, ranks, training.precision, training.attention)
-            return predicted_sent_bytes(step)
-        return 2 * (ranks - 1) / ranks * ELEMENT_BYTES[self.gradient_dtype] * count
+            # They do not depend on the batch.
+            whole = replace(training.size, batch_size=ranks)
+            return _shared_bytes(ShardedStep(self.strategy, whole, ranks, training.precision, training.attention))
+        return 2 * (ranks - 1) / ranks * ELEMENT_BYTES[self.gradient_dtype] * count_parameters(training.size)
+
+
+_shared_bytes = functools.lru_cache(maxsize=64)(predicted_sent_bytes)
 
 
 def kind_of(configuration: StepConfiguration) -> str:
@@ -160,6 +163,10 @@ def predict_step(configuration: StepConfiguration, rates: Rates, *, launch_s: fl
         seconds = {term: repeated.get(phase, 1) * amount * rates.seconds[term] for term, amount in counted.items()}
         phases_s[phase] = sum(seconds.values())
         terms_s.add(seconds)
+    # Gradients of each further micro-batch are added to those before: two reads and a write of fp32.
+    adding_s = (times - 1) * 12 * count_parameters(training.size) * rates.seconds["fused_bytes"]
+    phases_s["backward"] += adding_s
+    terms_s["fused_bytes"] += adding_s
     launch_s = rates.usual_launch_s if launch_s is None else launch_s
     if training.cuda_graph == "on":
         launch_s = 0.0
@@ -212,6 +219,8 @@ def quantities(configuration: StepConfiguration) -> dict[str, float]:
 def _beyond(configuration: StepConfiguration, rates: Rates) -> Sequence[str]:
     """Say in what a step is unlike all that was measured."""
     reasons = []
+    if rates.kinds == UNMEASURED:
+        return ()
     kind = kind_of(configuration)
     if kind not in rates.kinds:
         reasons.append(f"steps in {kind}")

@@ -18,6 +18,9 @@ from cs336sys.errors import UsageError, choose_from
 
 H200 = Path(__file__).with_name("h200.json")
 
+# The kinds of rates that were measured by themselves, as a CPU's are: of every step.
+UNMEASURED = ("any",)
+
 # Names for --gpu, and what torch calls these GPUs.
 GPUS = {
     "a100": "NVIDIA A100-SXM4-80GB",
@@ -115,6 +118,8 @@ class Rates:
     @property
     def error_note(self) -> str:
         """Say how far predictions are off: the sentence under every table."""
+        if not self.errors:
+            return f"Rates of {self.gpu} were measured alone (products, copies, attention); their error is not known."
         parts = [
             f"{error.group}: {error.cells} steps, mean {error.mean_percent:.1f} %, worst {error.worst_percent:+.1f} %"
             for error in self.errors

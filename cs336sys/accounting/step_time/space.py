@@ -40,9 +40,9 @@ def refusal(configuration: StepConfiguration) -> str | None:
     if training.cuda_graph == "on" and training.optimizer == "course":
         return "a CUDA graph: the course's AdamW counts steps on the CPU"
     if training.cuda_graph == "on" and training.compile == "model":
-        return "a CUDA graph of a whole compiled model: phases of bench are captured one by one from blocks"
+        return "a CUDA graph of a model compiled as a whole: never measured here"
     if training.kernels == "fused" and training.compile == "model":
-        return "fused kernels in a model compiled as a whole: they take the place of modules"
+        return "fused kernels in a model compiled as a whole: never measured here"
     if checkpointing != "none" and training.compile == "model":
         return "checkpoints in a model compiled as a whole: there are no blocks to see"
     if checkpointing in SUBLAYERS and (training.compile != "off" or training.kernels != "reference"):
@@ -56,12 +56,14 @@ def refusal(configuration: StepConfiguration) -> str | None:
             return "checkpoint keep=N: compiled blocks show no products"
     elif shared and checkpointing not in ("none", "block"):
         return "checkpoints of several blocks with several ranks: shard has none and block"
+    if configuration.accumulation > 1 and training.cuda_graph == "on":
+        return "micro-batches in a CUDA graph: a replayed backward pass overwrites gradients"
     if shared and configuration.accumulation > 1 and configuration.strategy != "bucketed":
         return "micro-batches with a sharded state: gradients are reduced in each"
     if training.kernels == "fused" and training.state_dtype == "split" and configuration.strategy not in (None, "fsdp"):
-        return "weights split in bf16 and low bits: buckets send fp32 gradients of fp32 weights"
+        return "weights split in bf16 and low bits, with several ranks: measured with fsdp alone"
     if configuration.strategy in ("optimizer", "optimizer-flat") and training.optimizer == "adamw":
-        return "a sharded optimizer with our AdamW: shard's shares torch's and the course's"
+        return "a sharded optimizer with our AdamW: never measured here"
     return None
 
 

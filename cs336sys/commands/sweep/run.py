@@ -229,6 +229,8 @@ def run_sweep(
     *,
     fresh_worker: bool = False,
     across_ranks: bool = False,
+    is_wanted: Callable[[Mapping[str, Any], Sequence[Cell]], bool] | None = None,
+    predictions: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Sweep:
     """Measure every configuration with ``measure`` (``module:function``, see :class:`Worker`).
 
@@ -236,6 +238,8 @@ def run_sweep(
         fresh_worker: start a new process for every cell, so that none finds a GPU warmed up by another.
         across_ranks: ``measure`` runs its cells on ranks, see :mod:`cs336sys.commands.sweep.ranks`; where torchrun or
             Slurm started these, ``fresh_worker`` has no effect.
+        is_wanted: asked before each configuration, with the cells so far; where it says no, that one is left out.
+        predictions: derived columns by :func:`configuration_key`, kept beside those that were measured.
 
     Raises:
         UsageError: ``asked.save`` cannot be written or, on ``--resume``, read.
@@ -285,6 +289,8 @@ def run_sweep(
             # Cells that are measured in turn have no pause between them.
             measured_before: str | None = None
             for configuration in configurations:
+                if is_wanted is not None and not is_wanted(configuration, cells):
+                    continue
                 cell = known.get(configuration_key(configuration))
                 started_s = time.monotonic()
                 took_s = None
@@ -301,6 +307,8 @@ def run_sweep(
                         configuration, timeout_s=cell_timeout, progress=progress.at_stage
                     )
                     failure, run = None, worker.run
+                    if predictions is not None:
+                        outcome.derived.update(predictions.get(configuration_key(configuration, ("round",)), {}))
                     cell = _cell(command, configuration, outcome, run)
                     if is_shown:
                         for note in outcome.derived.get("notes", ()):

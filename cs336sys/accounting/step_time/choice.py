@@ -1,0 +1,169 @@
+"""Choose among configurations: which fit, which are the fastest for their memory, and what more memory would buy."""
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from cs336sys.accounting.changes import (
+    AUTOCAST,
+    COMPILE_BLOCKS,
+    COMPILE_MODEL,
+    CUDA_GRAPH,
+    FLASH,
+    FUSED_ADAMW,
+    FUSED_KERNELS,
+    SDPA,
+    Change,
+    checkpoint_blocks,
+    micro_batches,
+    own_adamw,
+    share_state,
+)
+from cs336sys.accounting.checkpointing import kept_blocks
+from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.step_time.memory import step_memory
+from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime, predict_step
+from cs336sys.accounting.step_time.rates import Rates
+from cs336sys.accounting.step_time.space import Space
+
+# What more memory is asked about.
+MORE_MEMORY = 20 * GIB
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration with its predicted time and memory."""
+
+    configuration: StepConfiguration
+    time: StepTime
+    memory: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.configuration.tokens / self.time.step_s
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Sort by: tokens/s, of equal ones by the GPU's work, and then by memory."""
+        return (-self.tokens_per_s, self.time.gpu_s / self.configuration.tokens, self.memory)
+
+
+def evaluate(configurations: Sequence[StepConfiguration], rates: Rates, launch_s: float | None) -> list[Candidate]:
+    """Predict the time and memory of each configuration."""
+    return [
+        Candidate(one, predict_step(one, rates, launch_s=launch_s), step_memory(one).total) for one in configurations
+    ]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All candidates of a space, the fastest first.
+
+    Attributes:
+        known: those whose time is known.
+        limit: of memory, bytes.
+        refused: how many combinations cannot run, by reason.
+        unknown: how many are unlike what was measured, by reason.
+    """
+
+    known: Sequence[Candidate]
+    limit: float
+    refused: Counter[str]
+    unknown: Counter[str]
+
+    @cached_property
+    def fitting(self) -> list[Candidate]:
+        """Return candidates that fit, the fastest first."""
+        return [one for one in self.known if one.memory <= self.limit]
+
+    @cached_property
+    def too_large(self) -> list[Candidate]:
+        """Return candidates that would be faster than all that fit."""
+        best = self.fitting[0].tokens_per_s if self.fitting else 0.0
+        return [one for one in self.known if one.memory > self.limit and one.tokens_per_s > best]
+
+    @cached_property
+    def front(self) -> list[Candidate]:
+        """Return the Pareto front: those that no other beats in both tokens/s and memory, least memory first."""
+        front: list[Candidate] = []
+        for one in sorted(self.known, key=lambda one: (one.memory, -one.tokens_per_s)):
+            if not front or one.tokens_per_s > front[-1].tokens_per_s:
+                front.append(one)
+        return front
+
+    def best_within(self, limit: float) -> Candidate | None:
+        """Return the fastest that fits into so much."""
+        return next((one for one in self.known if one.memory <= limit), None)
+
+
+def choose(space: Space, rates: Rates, limit: float, launch_s: float | None = None) -> Choice:
+    """Evaluate a whole space."""
+    configurations, refused = space.configurations()
+    candidates = evaluate(configurations, rates, launch_s)
+    unknown = Counter(one.time.unknown[0] for one in candidates if one.time.unknown)
+    known = sorted((one for one in candidates if not one.time.unknown), key=lambda one: one.order)
+    return Choice(known, limit, refused, unknown)
+
+
+def command_line(configuration: StepConfiguration) -> str:
+    """Return the command of this project that measures a configuration."""
+    training, size = configuration.training, configuration.training.size
+    ranks = configuration.world_size
+    words = ["cs336sys", "bench"]
+    if configuration.accumulation > 1 or (ranks == 1 and configuration.checkpointing != "none"):
+        words = ["cs336sys", "tune"]
+    elif ranks > 1:
+        words = ["cs336sys", "ddp" if configuration.strategy == "bucketed" else "shard", "--world-size", str(ranks)]
+        words += [] if configuration.strategy == "bucketed" else ["--strategy", str(configuration.strategy)]
+    words += ["--size", size.name] if "/" not in size.name else _shape_words(configuration)
+    is_tuned = words[1] == "tune"
+    batch = size.batch_size * (1 if is_tuned else ranks)
+    words += ["--context", str(size.context), "--micro-batch" if is_tuned else "--batch-size", str(batch)]
+    if is_tuned and ranks > 1:
+        words += ["--world-size", str(ranks), "--strategy", str(configuration.strategy)]
+    if configuration.accumulation > 1:
+        words += ["--tokens-per-step", str(configuration.tokens)]
+    words += ["--vocab-size", str(size.vocab_size)] if size.vocab_size != 10_000 else []
+    words += ["--precision", training.precision, "--compile", training.compile, "--attention", training.attention]
+    words += ["--kernels", training.kernels, "--optimizer", training.optimizer, "--cuda-graph", training.cuda_graph]
+    words += ["--state-dtype", training.state_dtype] if training.state_dtype != "fp32" else []
+    words += ["--checkpoint", configuration.checkpointing] if configuration.checkpointing != "none" else []
+    words += ["--gradient-dtype", "bf16"] if configuration.gradient_dtype == "bf16" else []
+    words += ["--measure", "1"] if is_tuned else []
+    return shlex.join(words)
+
+
+def _shape_words(configuration: StepConfiguration) -> list[str]:
+    size = configuration.training.size
+    shape = {"d-model": size.d_model, "d-ff": size.d_ff, "num-layers": size.num_layers, "num-heads": size.num_heads}
+    return ["--size", "small", *(word for name, value in shape.items() for word in (f"--{name}", str(value)))]
+
+
+def changes_of(configuration: StepConfiguration) -> list[Change]:
+    """Return the changes that make a plain training script run this configuration."""
+    training = configuration.training
+    changes = [AUTOCAST] if training.precision == "bf16" else []
+    changes += {"sdpa": [SDPA], "flash": [FLASH]}.get(training.attention, [])
+    changes += [FUSED_KERNELS] if training.kernels == "fused" else []
+    changes += {"fused": [FUSED_ADAMW], "adamw": [own_adamw(training.state_dtype)]}.get(training.optimizer, [])
+    name, _, count = configuration.checkpointing.partition("=")
+    if name in ("block", "every"):
+        changes.append(checkpoint_blocks(int(count or 1)))
+    elif name != "none":
+        kept = kept_blocks(configuration.checkpointing)
+        what = "all but gate and up" if kept is not None else f"as {configuration.checkpointing}"
+        changes.append(Change(f"checkpoints, {what}", ()))
+    if configuration.strategy is not None:
+        changes.append(share_state(configuration.strategy, configuration.gradient_dtype))
+    changes += {"block": [COMPILE_BLOCKS], "model": [COMPILE_MODEL]}.get(training.compile, [])
+    if configuration.accumulation > 1:
+        changes.append(micro_batches(training.size.batch_size, configuration.accumulation))
+    changes += [CUDA_GRAPH] if training.cuda_graph == "on" else []
+    return changes
+
+
+def pytorch_lines(configuration: StepConfiguration) -> list[str]:
+    """Return a configuration as lines of PyTorch, in the order of a script."""
+    return [line for change in changes_of(configuration) for line in (f"# {change.name}", *change.lines)]

@@ -1,0 +1,394 @@
+"""``cs336sys tune``: the fastest configuration that fits, predicted for thousands, proved by measuring the best few."""
+
+import contextlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cs336sys.accounting.checkpointing import kept_blocks, parse_checkpointing
+from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.step_time.rates import GPUS
+from cs336sys.accounting.step_time.space import STRATEGIES, Space, refusal, training_with_batch
+from cs336sys.commands.faults import say
+from cs336sys.commands.options import training as options
+from cs336sys.commands.options.board import is_given, read_memory_limit
+from cs336sys.commands.options.output import OutputOptions, SweepOptions
+from cs336sys.commands.options.reading import MEASURING, OUTPUT, WHAT_RUNS, choice, one_of, split_list
+from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.results.model import Cell, configuration_key
+from cs336sys.workload import ParallelWorkload, Workload
+
+if TYPE_CHECKING:
+    from cs336sys.accounting.step_time.choice import Candidate, Choice
+    from cs336sys.accounting.step_time.prediction import StepConfiguration
+    from cs336sys.accounting.step_time.rates import Rates
+    from cs336sys.report.table import Table
+
+# Of a GPU's memory, what tensors may take: the rest is the context's and what the allocator cannot use.
+_FILLED = 0.95
+
+# Rounds of measuring, at most: the fewest that can decide are four.
+_ROUNDS = 12
+
+
+def tune(
+    ctx: typer.Context,
+    model: options.TrainedModelOptions = options.TrainedModelOptions(),
+    precision: options.PrecisionOptions = options.PrecisionOptions(),
+    implementation: options.ImplementationOptions = options.ImplementationOptions(),
+    checkpoint: Annotated[
+        list[str],
+        typer.Option(help="Only these: none, block, every=K, keep=N.", show_default=False, rich_help_panel=WHAT_RUNS),
+    ] = [],
+    micro_batch: Annotated[
+        list[int],
+        typer.Option(help="Sequences of a rank at once. Default: 1, 2, ... 64.", show_default=False, min=1),
+    ] = [],
+    tokens_per_step: Annotated[
+        int | None,
+        typer.Option(
+            help="Of all ranks together, in micro-batches. Default: one micro-batch.", show_default=False, min=1
+        ),
+    ] = None,
+    world_size: Annotated[int, typer.Option(help="GPUs.", min=1, max=64)] = 1,
+    strategy: Annotated[
+        list[str], choice(dict.fromkeys(name for name, _ in STRATEGIES), show_default=False, rich_help_panel=WHAT_RUNS)
+    ] = [],
+    gradient_dtype: Annotated[
+        str | None, typer.Option(help="What buckets are sent in: fp32, bf16. Default: both.", show_default=False)
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="What a rank may hold: 80GiB. Default: 95 % of the GPU.", show_default=False)
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        choice(GPUS, f"Predict for {', '.join(GPUS)}. Default: this machine's GPU, or h200.", show_default=False),
+    ] = None,
+    rates: Annotated[
+        Path | None, typer.Option(help="Rates of your GPU: account rates --write.", show_default=False)
+    ] = None,
+    launch_us: Annotated[
+        float | None, typer.Option(help="CPU time of a launch.", show_default=False, min=0, max=1e4)
+    ] = None,
+    lines: Annotated[int, typer.Option(help="Lines of PyTorch for so many of the best.", min=0, max=10)] = 1,
+    measure: Annotated[
+        int, typer.Option(help="Measure the best so many, and yours.", min=0, max=100, rich_help_panel=MEASURING)
+    ] = 0,
+    budget: Annotated[
+        float, typer.Option(help="Seconds after which no more is measured.", min=1, rich_help_panel=MEASURING)
+    ] = 600.0,
+    steps: options.StepsOptions = options.StepsOptions(warmup=[3], steps=5),
+    run: options.RunOptions = options.RunOptions(),
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw tokens/s over memory.", show_default=False, rich_help_panel=OUTPUT)
+    ] = None,
+    sweeping: SweepOptions = SweepOptions(),
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """Find the fastest configuration that fits: predict thousands, and measure the best few. What you give stays.
+
+    cs336sys tune --size xl --bf16 --memory 80GiB
+
+    cs336sys tune --size 2.7b --bf16 --world-size 2 --tokens-per-step 65536 --plot front.png
+
+    cs336sys tune --size tiny --batch-size 4 --measure 3 --save tuned.jsonl
+    """
+    from cs336sys.accounting.step_time.choice import choose
+    from cs336sys.report.tune import choice_tables, plot_front
+
+    plain = _plain_workload(model, precision, steps, run)
+    output.check(plot=plot)
+    if sweeping.save is not None and not measure:
+        raise UsageError(f"--save {sweeping.save}: nothing is measured; add --measure")
+    on_cpu = _is_on_cpu(run.device, gpu, measure)
+    limit = _limit(memory, gpu, run.device)
+    fixed = _fixed(ctx, implementation, checkpoint, micro_batch, strategy, gradient_dtype, world_size, on_cpu=on_cpu)
+    if model.batch_size and not micro_batch:
+        # The batch of a step of all ranks, as in other commands.
+        tokens_per_step = tokens_per_step or model.batch_size[0] * plain.size.context
+    space = Space(plain, world_size, fixed, tokens_per_step)
+    known = _rates(gpu, rates, run.device, plain, on_cpu=on_cpu)
+    launch_s = None if launch_us is None else launch_us / 1e6
+    found = choose(space, known, limit, launch_s)
+    if not found.fitting:
+        raise UsageError(_nothing_fits(found))
+    more = None if on_cpu or measure else _with_one_more(found, space, known, launch_s)
+    predicted = choice_tables(found, known, more, lines)
+    if plot is not None:
+        plot_front(found, plot)
+    if not measure:
+        output.emit(predicted)
+        return
+    chosen = _with_yours(found.fitting[:measure], space, known, limit, launch_s)
+    _measure(chosen, budget, predicted, sweeping, output)
+
+
+def _plain_workload(
+    model: options.TrainedModelOptions,
+    precision: options.PrecisionOptions,
+    steps: options.StepsOptions,
+    run: options.RunOptions,
+) -> Workload:
+    """Return what all configurations share.
+
+    Raises:
+        UsageError: there are several models, batches or precisions.
+    """
+    workloads = options.expand_workloads(model, ["train"], precision, options.ImplementationOptions(), steps, run)
+    if len(workloads) > 1:
+        raise UsageError("tune chooses for one model: give one --size, --context, --batch-size and --precision")
+    if not workloads[0].is_ours:
+        raise UsageError(f"--model {workloads[0].user.model}: is not predicted yet; leave it out")
+    return workloads[0]
+
+
+def _is_on_cpu(device: str, gpu: str | None, measure: int) -> bool:
+    """Return whether configurations are of this machine's CPU: asked for, or measured where there is no GPU."""
+    from cs336sys.measure.system import gpu_capacity
+
+    if device == "cpu":
+        if gpu is not None:
+            raise UsageError(f"--gpu {gpu}: --device cpu has none; leave one of them out")
+        return True
+    return bool(measure) and gpu_capacity(device) is None
+
+
+def _limit(memory: str | None, gpu: str | None, device: str) -> float:
+    from cs336sys.accounting.hardware import memory_bytes
+    from cs336sys.measure.system import capacity, gpu_capacity
+
+    if memory is not None:
+        try:
+            return read_memory_limit(memory)
+        except UsageError as error:
+            raise UsageError(str(error).replace("--memory-limit", "--memory")) from None
+    if device == "cpu":
+        found = capacity(device)
+        return _FILLED * (found.memory_gib if found is not None else 4.0) * GIB
+    here = gpu_capacity(device) if gpu is None else None
+    if here is not None:
+        return _FILLED * here.memory_gib * GIB
+    size = memory_bytes(GPUS.get((gpu or "h200").lower(), gpu or ""))
+    if size is None:
+        raise UsageError(f"--gpu {gpu}: its memory is not known; give --memory, such as 80GiB")
+    return _FILLED * size
+
+
+def _fixed(
+    ctx: typer.Context,
+    implementation: options.ImplementationOptions,
+    checkpoint: Sequence[str],
+    micro_batch: Sequence[int],
+    strategy: Sequence[str],
+    gradient_dtype: str | None,
+    world_size: int,
+    *,
+    on_cpu: bool,
+) -> dict[str, Sequence[Any]]:
+    """Return the values that the user, or the device, has fixed, by setting."""
+    if (strategy or gradient_dtype) and world_size == 1:
+        raise UsageError("--strategy and --gradient-dtype: one rank shares nothing; add --world-size")
+    fixed: dict[str, Sequence[Any]] = {
+        name: list(getattr(implementation, name))
+        for name in ("compile", "attention", "kernels", "cuda_graph")
+        if is_given(ctx, name)
+    }
+    if is_given(ctx, "optimizer") or is_given(ctx, "state_dtype"):
+        fixed["optimizer"] = [(name, dtype) for name, dtype, _ in implementation.optimizers()]
+    if is_given(ctx, "update"):
+        raise UsageError("--update: tune updates in a step of its own; leave it out")
+    if on_cpu:
+        # Neither graphs nor kernels of Triton run there.
+        fixed = {"cuda_graph": ["off"], "kernels": ["reference"]} | fixed
+        fixed.setdefault("optimizer", [("course", "fp32"), ("fused", "fp32")])
+    if checkpoint:
+        fixed["checkpointing"] = split_list(checkpoint, "--checkpoint", _checkpointing)
+    if micro_batch:
+        fixed["micro_batch"] = list(micro_batch)
+    if strategy:
+        strategy = split_list(strategy, "--strategy", one_of({name for name, _ in STRATEGIES}))
+    if world_size > 1:
+        chosen = [pair for pair in STRATEGIES if not strategy or pair[0] in strategy]
+        fixed["strategy"] = [pair for pair in chosen if gradient_dtype in (None, pair[1])]
+        if not fixed["strategy"]:
+            raise UsageError(f"--gradient-dtype {gradient_dtype}: buckets alone have the choice; choose bucketed")
+    return fixed
+
+
+def _checkpointing(text: str) -> str:
+    return text if kept_blocks(text) is not None else parse_checkpointing(text)
+
+
+def _rates(gpu: str | None, path: Path | None, device: str, plain: Workload, *, on_cpu: bool) -> "Rates":
+    """Return the rates of the GPU that was asked for, of this machine's, or of its CPU, which are measured first."""
+    from cs336sys.accounting.step_time.rates import is_scalable, rates_of, read_rates
+    from cs336sys.measure.system import gpu_capacity
+
+    measured = None if path is None else read_rates(path)
+    if on_cpu:
+        if measured is not None:
+            return measured
+        return _cpu_rates(plain)
+    if gpu is not None:
+        return rates_of(gpu, measured)
+    here = gpu_capacity(device)
+    if here is None:
+        return rates_of("h200", measured) if measured is None else measured
+    if measured is None and not is_scalable(here.device):
+        raise CapabilityError(
+            f"{here.device}: its rates are not known; measure them (bench, nsys, flash with --save) and give --rates"
+        )
+    return rates_of(here.device, measured)
+
+
+def _cpu_rates(plain: Workload) -> "Rates":
+    from cs336sys.accounting.step_time.prediction import StepConfiguration, quantities
+    from cs336sys.accounting.step_time.rates import UNMEASURED, Rates
+    from cs336sys.measure.cells import Worker
+    from cs336sys.measure.system import cpu_model
+
+    with contextlib.closing(Worker("cs336sys.experiments.tune:measure_rates", ())) as worker:
+        outcome = worker.measure(plain.configuration(), timeout_s=120.0, progress=lambda stage: None)
+    if outcome.status != "ok":
+        raise CapabilityError(f"the rates of this CPU cannot be measured: {outcome.reason}")
+    everything = dict.fromkeys(quantities(StepConfiguration(plain)), (0.0, math.inf))
+    name = cpu_model() or "this CPU"
+    return Rates(name, outcome.derived["seconds"], 0.0, 0.0, ranges=everything, kinds=UNMEASURED)
+
+
+def _nothing_fits(found: "Choice") -> str:
+    smallest = min(found.known, key=lambda one: one.memory, default=None)
+    limit = f"--memory {found.limit / GIB:.4g}GiB"
+    if smallest is None:
+        reasons = "; ".join(found.unknown or found.refused)
+        return f"no configuration has a predicted time: {reasons}; choose settings near those that were measured"
+    needs = f"{smallest.memory / GIB:.1f} GiB"
+    return f"{limit}: no configuration fits; the smallest needs {needs}: choose more memory, or more ranks"
+
+
+def _with_one_more(found: "Choice", space: Space, rates: "Rates", launch_s: float | None) -> "Choice | None":
+    """Return the choice with one more GPU, of configurations like the fastest one."""
+    from cs336sys.accounting.step_time.choice import choose
+
+    best = found.fitting[0].configuration.training
+    fixed = {name: values for name, values in space.fixed.items() if name not in ("strategy", "checkpointing")}
+    for name in ("compile", "attention", "kernels", "cuda_graph"):
+        fixed[name] = [getattr(best, name)]
+    fixed.setdefault("optimizer", [(best.optimizer, best.state_dtype), ("fused", "fp32")])
+    try:
+        more = replace(space, world_size=space.world_size + 1, fixed=fixed)
+        return choose(more, rates, found.limit, launch_s)
+    except UsageError:
+        # So many ranks do not divide the step.
+        return None
+
+
+def _with_yours(
+    best: Sequence["Candidate"], space: Space, rates: "Rates", limit: float, launch_s: float | None
+) -> list["Candidate"]:
+    """Return the best, and what the user's options say with the defaults of other commands."""
+    from cs336sys.accounting.step_time.choice import evaluate
+    from cs336sys.accounting.step_time.prediction import StepConfiguration
+
+    defaults = {"compile": "off", "attention": "reference", "kernels": "reference", "cuda_graph": "off"}
+    settings = {name: (space.fixed.get(name) or [value])[0] for name, value in defaults.items()}
+    optimizer, state_dtype = (space.fixed.get("optimizer") or [("course", "fp32")])[0]
+    batches = dict(space.micro_batches)
+    batch = space.training.size.batch_size if space.training.size.batch_size in batches else max(batches)
+    training = replace(space.training, optimizer=optimizer, state_dtype=state_dtype, **settings)
+    strategy, gradient_dtype = (space.fixed.get("strategy") or [(None, "fp32")])[0]
+    yours = StepConfiguration(
+        training_with_batch(training, batch),
+        (space.fixed.get("checkpointing") or ["none"])[0],
+        batches[batch],
+        strategy,
+        space.world_size,
+        gradient_dtype,
+    )
+    if refusal(yours) is not None or yours in [one.configuration for one in best]:
+        return list(best)
+    (candidate,) = evaluate([yours], rates, launch_s)
+    if candidate.memory > limit:
+        say(f"the plain configuration needs {candidate.memory / GIB:.1f} GiB and is not measured")
+        return list(best)
+    return [*best, candidate]
+
+
+def _measured_configuration(configuration: "StepConfiguration") -> dict[str, Any]:
+    if configuration.world_size == 1:
+        return configuration.configuration()
+    training = configuration.training
+    batch = training.size.batch_size * configuration.world_size
+    bucketed = configuration.strategy == "bucketed"
+    return ParallelWorkload(
+        training_with_batch(training, batch),
+        str(configuration.strategy),
+        configuration.world_size,
+        bucket_mb="block" if bucketed else None,
+        gradient_dtype=configuration.gradient_dtype,
+        prefetch=1 if configuration.strategy == "fsdp" else None,
+        checkpointing=configuration.checkpointing,
+    ).configuration()
+
+
+def _measure(
+    chosen: Sequence["Candidate"],
+    budget: float,
+    predicted: Sequence["Table"],
+    sweeping: SweepOptions,
+    output: OutputOptions,
+) -> None:
+    """Measure candidates in turn until one is the fastest by ``compare``'s statistic, or time is over."""
+    from cs336sys.report.tune import by_configuration, compared_to_best, fastest, tune_tables
+
+    ranks = chosen[0].configuration.world_size
+    if ranks > 1 and any(one.configuration.accumulation > 1 for one in chosen):
+        raise UsageError("--measure: several ranks measure one micro-batch a step; leave out --tokens-per-step")
+    configurations = [_measured_configuration(one.configuration) for one in chosen]
+    predictions: dict[str, Mapping[str, Any]] = {
+        configuration_key(configuration): {
+            "predicted_ms": None if one.time.unknown else 1e3 * one.time.step_s,
+            "predicted_gib": one.memory / GIB,
+        }
+        for configuration, one in zip(configurations, chosen, strict=True)
+    }
+    started = time.monotonic()
+
+    def is_wanted(configuration: Mapping[str, Any], cells: Sequence[Cell]) -> bool:
+        if configuration["round"] == 1:
+            return True
+        if time.monotonic() - started > budget:
+            return False
+        groups = by_configuration([cell for cell in cells if cell.configuration["round"] < configuration["round"]])
+        best = fastest(groups)
+        if best is None:
+            return False
+        key = configuration_key(configuration, ignore=("round",))
+        compared = compared_to_best(groups, best)
+        still_open = {other for other, comparison in compared.items() if comparison.verdict not in ("slower", "faster")}
+        return bool(still_open) and key in {best, *still_open}
+
+    # Every second round goes backwards, so that none is always measured after the same one.
+    in_rounds = [
+        configuration | {"round": number}
+        for number in range(1, _ROUNDS + 1)
+        for configuration in (configurations if number % 2 else reversed(configurations))
+    ]
+    where = "experiments.tune:measure_configuration"
+    if ranks > 1:
+        where = "experiments.parallel.measurement:measure_parallel_training"
+    run_sweep(
+        "tune",
+        f"cs336sys.{where}",
+        in_rounds,
+        sweeping,
+        across_ranks=ranks > 1,
+        is_wanted=is_wanted,
+        predictions=predictions,
+    ).report(lambda cells, run: [*tune_tables(cells, run), *predicted], output)

@@ -1,0 +1,126 @@
+"""Measures one configuration of ``tune``, checked first; and the rates of a CPU, of which there are no saved cells."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from cs336sys.accounting.step_time.prediction import StepConfiguration
+from cs336sys.accounting.step_time.work import TERMS, attention_square
+from cs336sys.experiments.bench import training_outcome
+from cs336sys.experiments.checks.step import check_training
+from cs336sys.experiments.flop_counting import counted_columns
+from cs336sys.experiments.memory.step import MemoryStep
+from cs336sys.experiments.training import set_matmul_precision, time_steps
+from cs336sys.experiments.user_models import telling_user_errors
+from cs336sys.kernels.attention import flash_attention
+from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.device import DTYPES, choose_device
+from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
+from cs336sys.measure.timing import gpu_busy_ms
+from cs336sys.workload import MemoryWorkload, Workload
+
+
+def measure_configuration(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Measure a configuration on one device: runs in the worker process.
+
+    Samples and derived columns are those of ``bench``; with several micro-batches ``passes`` are all of their forward
+    and backward passes, and tokens count all of them.
+    """
+    chosen = StepConfiguration.from_configuration(configuration)
+    with telling_user_errors(chosen.training):
+        return _measure(chosen, progress)
+
+
+def _measure(chosen: StepConfiguration, progress: Progress) -> Outcome:
+    workload = chosen.training
+    device = choose_device(workload.device)
+    set_matmul_precision(workload)
+    checked, wrong = check_training(workload, device, progress)
+    if wrong is not None:
+        return wrong
+    progress("building the model")
+    started = time.perf_counter()
+    step = MemoryStep(MemoryWorkload(workload, checkpointing=chosen.checkpointing), device)
+    counted = counted_columns(step, progress)
+    reset_peak_memory(device)
+    if workload.cuda_graph == "on":
+        progress("capturing")
+        step.capture()
+    build_s = time.perf_counter() - started
+    phases = step.phases
+    if chosen.accumulation > 1:
+        passes = functools.partial(_run_passes, step, chosen.accumulation)
+        phases = {"passes": passes, "optimizer": step.phases["optimizer"]}
+    samples = time_steps(step, phases, progress)
+    peak_gib = peak_memory_gib(device)
+    busy_ms = gpu_busy_ms(step) if device.type == "cuda" and chosen.accumulation == 1 else None
+    outcome = training_outcome(
+        step, samples, checked, counted, build_s=build_s, peak_gib=peak_gib, busy_ms=busy_ms, surroundings={}
+    )
+    for name in ("tokens_per_s", "tflops", "mfu_percent"):
+        if outcome.derived.get(name) is not None:
+            outcome.derived[name] *= chosen.accumulation
+    return outcome
+
+
+def _run_passes(step: MemoryStep, count: int) -> None:
+    """Run forward and backward passes of so many micro-batches, whose gradients add up to their mean."""
+    for _ in range(count):
+        step.phases["forward"]()
+        assert step.loss is not None, "the forward pass has set it"
+        step.loss = step.loss / count
+        step.phases["backward"]()
+
+
+# Repetitions of an operation, of which the fastest counts.
+_REPETITIONS = 7
+
+
+def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Measure a CPU's rates on the shapes of a workload: runs in the worker process.
+
+    Derived columns: ``seconds``, by the terms of :mod:`cs336sys.accounting.step_time.work`. On a CPU operations run
+    where they are launched: what one costs beside its work is in ``kernels``.
+    """
+    workload = Workload.from_configuration(configuration)
+    size, device = workload.size, torch.device("cpu")
+    tokens = size.batch_size * size.context
+    dtype = DTYPES[workload.precision]
+    progress("measuring products, copies and attention")
+    product = _seconds(
+        torch.mm, torch.randn(tokens, size.d_model, dtype=dtype), torch.randn(size.d_model, size.d_ff, dtype=dtype)
+    )
+    wide = torch.randn(tokens, size.d_ff)
+    moved = _seconds(torch.mul, wide, wide)
+    small = torch.randn(8, requires_grad=True)
+    operation = _seconds(lambda: [small * small for _ in range(100)]) / 100
+    heads = size.batch_size, size.num_heads, size.context, size.head_dim
+    q, k, v = (torch.randn(heads, device=device) for _ in range(3))
+    square = attention_square(size.batch_size * size.num_heads, size.context, size.head_dim)
+    flash = _seconds(lambda: flash_attention(q, k, v, is_causal=True)) / (2 * square)
+    sdpa = _seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)) / (2 * square)
+    per_byte = moved / (12 * tokens * size.d_ff)
+    per_flop = product / (2 * tokens * size.d_model * size.d_ff)
+    seconds = dict.fromkeys(TERMS, 0.0)
+    seconds |= dict.fromkeys(("half_products", "full_products", "full_scores"), per_flop)
+    seconds |= dict.fromkeys(("eager_bytes", "fused_bytes", "score_bytes", "state_bytes"), per_byte)
+    seconds |= dict.fromkeys(("flash_forward", "flash_backward"), flash)
+    seconds |= dict.fromkeys(("sdpa_forward", "sdpa_backward"), sdpa)
+    # The course's AdamW moves about 80 bytes a parameter.
+    seconds |= {"course_parameters": 80 * per_byte, "kernels": operation}
+    return Outcome("ok", derived={"seconds": seconds})
+
+
+def _seconds(run: Callable[..., Any], *arguments: Any) -> float:
+    run(*arguments)
+    times = []
+    for _ in range(_REPETITIONS):
+        started = time.perf_counter()
+        run(*arguments)
+        times.append(time.perf_counter() - started)
+    # The least disturbed one.
+    return min(times)

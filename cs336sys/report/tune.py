@@ -1,0 +1,269 @@
+"""The tables and the picture of ``tune``: what is predicted to be the fastest, and what measuring it showed."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.step_time.choice import MORE_MEMORY, Candidate, Choice, command_line, pytorch_lines
+from cs336sys.accounting.step_time.prediction import StepConfiguration
+from cs336sys.accounting.step_time.rates import Rates, short_name
+from cs336sys.report.account.step import configuration_words, step_row
+from cs336sys.report.numbers import Value
+from cs336sys.report.outputs import write_figure
+from cs336sys.report.table import Column, Table, with_rows
+from cs336sys.results.comparison import Comparison, Measured, compare_samples
+from cs336sys.results.model import Cell, Run, configuration_key
+from cs336sys.workload import ParallelWorkload
+
+# Rows of the tables of candidates.
+SHOWN = 10
+
+_PREDICTED = (
+    Column("configuration", "configuration"),
+    Column("step_ms", "step", "ms"),
+    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+    Column("mfu_percent", "MFU", "percent"),
+    Column("peak_gib", "memory of a rank", "gib"),
+    Column("limit", "set by"),
+)
+
+
+def _row(candidate: Candidate, rates: Rates) -> dict[str, Value]:
+    return step_row(candidate.configuration, candidate.time, rates)
+
+
+def choice_tables(choice: Choice, rates: Rates, more_rank: Choice | None, lines_of: int = 1) -> list[Table]:
+    """Return the fastest that fit, the Pareto front, what did not fit, what more would buy, and what was left out.
+
+    Args:
+        more_rank: the choice with one more GPU; None if there is none.
+        lines_of: for how many of the fastest to write lines of PyTorch.
+    """
+    best = choice.fitting[:SHOWN]
+    limit_gib = choice.limit / GIB
+    counted = len(choice.known) + sum(choice.unknown.values())
+    notes = [
+        f"{counted:,} configurations can run, {len(choice.fitting):,} of them fit into {limit_gib:.4g} GiB; predicted, "
+        "not measured: --measure K measures the best K.",
+        rates.error_note,
+    ]
+    title = f": {best[0].configuration.training.size.name}, {short_name(rates.gpu)}" if best else ""
+    numbered = [{"number": number} | _row(one, rates) for number, one in enumerate(best, 1)]
+    number = Column("number", "#")
+    tables = [
+        Table("best", f"The fastest that fit{title}", (number, *_PREDICTED), numbered, notes),
+        Table(
+            "commands",
+            "Commands that measure them",
+            (number, Column("command", "command")),
+            [{"number": i, "command": command_line(one.configuration)} for i, one in enumerate(best, 1)],
+        ),
+        Table(
+            "lines",
+            "The same as lines of PyTorch",
+            (number, Column("line", "line")),
+            [
+                {"number": i, "line": line}
+                for i, one in enumerate(best[:lines_of], 1)
+                for line in pytorch_lines(one.configuration)
+            ],
+        ),
+        Table("front", "Least memory for its speed", _PREDICTED, [_row(one, rates) for one in choice.front]),
+        _rejected_table(choice, rates),
+        _more_table(choice, more_rank),
+        Table(
+            "left_out",
+            "Left out",
+            (Column("reason", "because"), Column("combinations", "combinations", "count")),
+            [
+                {"reason": reason, "combinations": count}
+                for reason, count in [
+                    *choice.refused.most_common(),
+                    *((f"unlike what was measured: {reason}", count) for reason, count in choice.unknown.most_common()),
+                ]
+            ],
+        ),
+    ]
+    return with_rows(*tables)
+
+
+def _rejected_table(choice: Choice, rates: Rates) -> Table:
+    columns = (*_PREDICTED[:-1], Column("over_gib", "over the limit by", "gib"))
+    rows = [_row(one, rates) | {"over_gib": (one.memory - choice.limit) / GIB} for one in choice.too_large[:SHOWN]]
+    count = sum(one.memory > choice.limit for one in choice.known)
+    notes = (
+        f"{count:,} configurations do not fit; {len(choice.too_large):,} of them would be faster than all that do.",
+    )
+    return Table("rejected", "Faster, and too large", columns, rows, notes)
+
+
+def _more_table(choice: Choice, more_rank: Choice | None) -> Table:
+    columns = (
+        Column("with", "with"),
+        Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+        Column("gain", "gain", "ratio"),
+        Column("configuration", "configuration"),
+    )
+    now = choice.best_within(choice.limit)
+    limit = f"{choice.limit / GIB:.4g} GiB"
+    more = f"{(choice.limit + MORE_MEMORY) / GIB:.4g} GiB"
+    options: list[tuple[str, Candidate | None]] = [(limit, now), (more, choice.best_within(choice.limit + MORE_MEMORY))]
+    if more_rank is not None:
+        options.append(("one more GPU", more_rank.best_within(choice.limit)))
+    rows: list[dict[str, Value]] = [
+        {
+            "with": name,
+            "tokens_per_s": one.tokens_per_s,
+            "gain": None if now is None else one.tokens_per_s / now.tokens_per_s,
+            "configuration": configuration_words(one.configuration),
+        }
+        for name, one in options
+        if one is not None
+    ]
+    return Table("more", "What more would buy", columns, rows)
+
+
+def plot_front(choice: Choice, path: Path) -> None:
+    """Draw tokens/s over memory: all configurations, the Pareto front, and the limit."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    xs = [one.memory / GIB for one in choice.known]
+    axes.scatter(xs, [one.tokens_per_s for one in choice.known], s=4, color="0.7", label="configurations")
+    front = choice.front
+    axes.step(
+        [one.memory / GIB for one in front],
+        [one.tokens_per_s for one in front],
+        where="post",
+        marker="o",
+        markersize=4,
+        label="least memory for its speed",
+    )
+    axes.axvline(choice.limit / GIB, color="0.3", linestyle="--", label=f"limit, {choice.limit / GIB:.4g} GiB")
+    axes.set_xlabel("memory of a rank, GiB")
+    axes.set_ylabel("tokens/s")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    write_figure(figure, path)
+
+
+def configuration_of(cell: Cell) -> StepConfiguration:
+    """Return the configuration that a cell of ``tune`` measured."""
+    if "accumulation" in cell.configuration:
+        return StepConfiguration.from_configuration(cell.configuration)
+    return StepConfiguration.of_parallel(ParallelWorkload.from_configuration(cell.configuration))
+
+
+def _tokens(cell: Cell) -> int:
+    return configuration_of(cell).tokens
+
+
+def by_configuration(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """Return the rounds of each configuration."""
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(configuration_key(cell.configuration, ignore=("round",)), []).append(cell)
+    return groups
+
+
+def token_ms(cells: Sequence[Cell]) -> Measured:
+    """Return the milliseconds of a million tokens in the rounds of one configuration, which batches do not change."""
+    scale = 1e6 / _tokens(cells[0])
+    rounds = []
+    for cell in cells:
+        step = cell.samples["step"]
+        rounds.append(type(step)(step.unit, step.method, tuple(scale * value for value in step.measured)))
+    return Measured((tuple(rounds),))
+
+
+def fastest(groups: dict[str, list[Cell]]) -> str | None:
+    """Return the key of the configuration with the least median time of a token; None if none was measured."""
+    measured = {key: cells for key, cells in groups.items() if all(cell.status == "ok" for cell in cells)}
+    return min(
+        measured,
+        key=lambda key: statistics.median(value for one in token_ms(measured[key]).rounds for value in one.measured),
+        default=None,
+    )
+
+
+def compared_to_best(groups: dict[str, list[Cell]], best: str) -> dict[str, Comparison]:
+    """Compare every other measured configuration with the best, as ``compare`` does."""
+    return {
+        key: compare_samples(token_ms(groups[best]), token_ms(cells))
+        for key, cells in groups.items()
+        if key != best and all(cell.status == "ok" for cell in cells)
+    }
+
+
+_MEASURED = (
+    Column("configuration", "configuration"),
+    Column("status", "status"),
+    Column("rounds", "rounds", "count"),
+    Column("predicted_ms", "predicted", "ms"),
+    Column("step_ms", "step", "ms"),
+    Column("off_percent", "off", "percent"),
+    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+    Column("slower_percent", "slower than the best", "percent"),
+    Column("verdict", "verdict"),
+    Column("predicted_gib", "predicted memory", "gib"),
+    Column("peak_gib", "memory of a rank", "gib"),
+)
+
+
+def tune_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
+    """Return what was measured, the fastest first, with what was predicted beside it."""
+    groups = by_configuration(cells)
+    best = fastest(groups)
+    compared = {} if best is None else compared_to_best(groups, best)
+    rows = [_measured_row(key, group, best, compared) for key, group in groups.items()]
+    rows.sort(key=lambda row: -(row.get("tokens_per_s") or 0))  # type: ignore[operator]
+    notes = []
+    if best is not None:
+        notes.append(_winner(groups, best, compared))
+    reasons = dict.fromkeys(str(cell.reason) for cell in cells if cell.reason)
+    machine = run.machine.get("gpu") or run.machine.get("cpu") if run is not None else None
+    title = "Measured" + (f" on {machine}" if machine else "")
+    return [Table("measured", title, _MEASURED, rows, [*notes, *reasons], steadier="more --budget")]
+
+
+def _measured_row(key: str, cells: list[Cell], best: str | None, compared: dict[str, Comparison]) -> dict[str, Value]:
+    first = cells[0]
+    row: dict[str, Value] = {"configuration": configuration_words(configuration_of(first)), "rounds": len(cells)}
+    failed = next((cell for cell in cells if cell.status != "ok"), None)
+    row |= {"status": "ok" if failed is None else failed.status}
+    row |= {name: first.derived.get(name) for name in ("predicted_ms", "predicted_gib")}
+    if failed is not None:
+        return row
+    values = [value for cell in cells for value in cell.samples["step"].measured]
+    median = statistics.median(values)
+    predicted = first.derived.get("predicted_ms")
+    peaks = [cell.derived["peak_gib"] for cell in cells if cell.derived.get("peak_gib") is not None]
+    row |= {"step_ms": median, "tokens_per_s": 1e3 * _tokens(first) / median, "peak_gib": max(peaks, default=None)}
+    row |= {"off_percent": None if predicted is None else 100 * (predicted / median - 1)}
+    if key in compared:
+        verdict = compared[key].verdict
+        row |= {
+            "slower_percent": compared[key].slower_percent,
+            "verdict": "not told apart" if verdict == "~" else verdict,
+        }
+    elif key == best:
+        row["verdict"] = "best"
+    return row
+
+
+def _winner(groups: dict[str, list[Cell]], best: str, compared: dict[str, Comparison]) -> str:
+    words = configuration_words(configuration_of(groups[best][0]))
+    intervals = []
+    for key, comparison in compared.items():
+        difference = comparison.difference
+        if difference is None or difference.ratio_low is None or difference.ratio_high is None:
+            continue
+        other = configuration_words(configuration_of(groups[key][0]))
+        low, high = 100 * (difference.ratio_low - 1), 100 * (difference.ratio_high - 1)
+        intervals.append(f"{other} is {low:+.1f} to {high:+.1f} % slower")
+    undecided = sum(comparison.verdict in ("~", "undecided") for comparison in compared.values())
+    apart = "told apart from all others" if not undecided else f"not told apart from {undecided} of the others"
+    return f"Winner: {words}, {apart}" + (f" ({'; '.join(intervals)}; 95 %)." if intervals else ".")

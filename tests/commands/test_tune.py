@@ -1,0 +1,164 @@
+"""``tune`` as a user runs it: predicted choices, what is refused, and measuring the best few on a CPU."""
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.accounting.step_time import space
+from cs336sys.accounting.step_time.choice import choose
+from cs336sys.accounting.step_time.rates import h200_rates
+from cs336sys.cli import app
+from cs336sys.results.model import read_results
+from cs336sys.sizes import SIZES
+from cs336sys.workload import Workload
+
+
+def tune(*words):
+    return CliRunner().invoke(app, ["tune", *words])
+
+
+def tables(*words):
+    result = tune(*words, "--format", "json")
+    assert result.exit_code == 0, result.output
+    return {table["name"]: table["rows"] for table in json.loads(result.stdout)["tables"]}
+
+
+@pytest.fixture(scope="module")
+def chosen():
+    return tables("--size", "xl", "--bf16", "--memory", "80GiB", "--gpu", "h200")
+
+
+def test_best_fit_and_are_sorted_and_none_of_the_front_is_beaten(chosen):
+    speeds = [row["tokens_per_s"] for row in chosen["best"]]
+    assert len(speeds) == 10
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(row["peak_gib"] <= 80 for row in chosen["best"])
+    for less, more in pairwise(chosen["front"]):
+        assert less["peak_gib"] < more["peak_gib"]
+        assert less["tokens_per_s"] < more["tokens_per_s"]
+    assert all(row["tokens_per_s"] > speeds[0] for row in chosen["rejected"])
+    assert all(row["over_gib"] == pytest.approx(row["peak_gib"] - 80) for row in chosen["rejected"])
+
+
+def test_each_of_the_best_has_a_command_that_means_it(chosen):
+    """The command's cells, planned, are the configuration that it stands for."""
+    for row in chosen["commands"][:3]:
+        words = row["command"].split()
+        assert words[:2] == ["cs336sys", "bench"]
+        result = CliRunner().invoke(app, [*words[1:], "--dry-run", "--device", "cpu", "--format", "json"])
+        # A plan is for this machine; what cannot run here is refused with its reason, not misread.
+        assert result.exit_code in (0, 3), result.output
+    lines = [row["line"] for row in chosen["lines"]]
+    assert "from cs336sys.kernels.adamw import AdamW" in lines
+
+
+def test_more_memory_is_never_slower(chosen):
+    now, more, rank = (row["tokens_per_s"] for row in chosen["more"])
+    assert now <= more
+    assert now < rank
+
+
+def test_what_is_given_stays():
+    found = tables(
+        *[
+            "--size",
+            "small",
+            "--bf16",
+            "--gpu",
+            "h200",
+            "--attention",
+            "sdpa",
+            "--micro-batch",
+            "4",
+            "--checkpoint",
+            "none,block",
+        ]
+    )
+    words = [row["configuration"] for row in found["best"]]
+    assert all(text.startswith("batch 4, ") and "sdpa" in text for text in words)
+    assert not any("every=" in text for text in words)
+
+
+def test_micro_batches_add_up_to_the_tokens_of_a_step():
+    found = tables(*["--size", "small", "--bf16", "--gpu", "h200", "--tokens-per-step", "32768"])
+    for row in found["best"]:
+        batch, _, times = row["configuration"].removeprefix("batch ").split(",")[0].partition(" x ")
+        assert int(batch) * int(times or 1) * 512 == 32768
+
+
+def test_each_combination_is_evaluated_or_left_out_for_a_reason():
+    found = choose(space.Space(Workload(SIZES["small"], precision="bf16")), h200_rates(), 80 * 2**30)
+    every = 3 * 3 * 2 * 5 * 2 * 7 * len(space.Space(Workload(SIZES["small"])).checkpointings)
+    assert len(found.known) + sum(found.unknown.values()) + sum(found.refused.values()) == every
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--size small,medium", "tune chooses for one model"),
+        ("--size small --memory 1GiB --gpu h200", "the smallest needs"),
+        ("--size small --memory lots", "--memory 'lots': give a size"),
+        ("--size small --gpu h2000", "choose from a100, h100, h200"),
+        ("--size small --checkpoint sometimes", "choose from none, block"),
+        ("--size small --gpu h200 --device cpu", "--device cpu has none"),
+        ("--size small --strategy fsdp", "one rank shares nothing"),
+        ("--size small --gpu h200 --tokens-per-step 1000", "choose 1,024"),
+        ("--size small --save x.jsonl", "nothing is measured; add --measure"),
+        ("--size small --update backward --optimizer adamw", "--update: tune updates in a step of its own"),
+    ],
+)
+def test_what_means_nothing_is_refused(words, sentence):
+    result = tune(*words.split())
+    assert result.exit_code == 2, result.output
+    assert sentence in result.output
+
+
+def test_predicting_imports_no_torch():
+    script = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom cs336sys.cli import app\n"
+        "result = CliRunner().invoke(app, 'tune --size xl --bf16 --gpu h200 --world-size 2'.split())\n"
+        "assert result.exit_code == 0, result.output\n"
+        "print([name for name in ('torch', 'triton', 'matplotlib', 'numpy') if name in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert answer.stdout.strip() == "[]", answer.stderr
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tune") / "tuned.jsonl"
+    words = "tune --size tiny --context 32 --device cpu --micro-batch 1,2 --compile off --attention reference,sdpa"
+    words += " --checkpoint none,block --measure 2 --steps 2 --warmup 1 --budget 1 --format json --save "
+    return [*words.split(), str(path)], CliRunner().invoke(app, [*words.split(), str(path)]), path
+
+
+def test_measuring_checks_saves_and_compares_the_best_and_the_plain_one(measured):
+    _, result, path = measured
+    assert result.exit_code == 0, result.output
+    found = {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+    rows = found["measured"]["rows"]
+    assert {row["status"] for row in rows} == {"ok"}
+    assert sum(row.get("verdict") == "best" for row in rows) == 1
+    assert all(row["predicted_ms"] > 0 and row["predicted_gib"] > 0 for row in rows)
+    assert any("reference, course" in row["configuration"] for row in rows)
+    assert "Winner: " in found["measured"]["notes"][0]
+    saved = read_results(path).cells
+    assert {cell.command for cell in saved} == {"tune"}
+    assert len(saved) == sum(row["rounds"] for row in rows)
+
+
+def test_interrupted_measuring_is_resumed_and_shown_again(measured):
+    words, _, path = measured
+    before = len(read_results(path).cells)
+    again = CliRunner().invoke(app, [*words, "--resume"])
+    assert again.exit_code == 0, again.output
+    rounds = [cell.configuration["round"] for cell in read_results(path).cells]
+    assert rounds.count(1) == 3, "cells of the first round are not measured again"
+    assert len(rounds) >= before
+    shown = CliRunner().invoke(app, ["show", str(path)])
+    assert shown.exit_code == 0, shown.output
+    assert "slower than the best" in shown.output
