@@ -59,7 +59,7 @@ def test_deep_copy_and_new_wrapper_average_once(ranks):
             assert launched == ["never", "sometimes", "used"]
 
 
-@pytest.mark.parametrize("what", ["blocks", "model", "around"])
+@pytest.mark.parametrize("what", ["blocks", "model", pytest.param("around", marks=pytest.mark.nightly)])
 def test_compiled_modules_give_the_same_and_blocks_overlap(ranks, what):
     eager = ranks(2).run(ddp_modules_ranks.compiled, None)[0]
     for result in ranks(2).run(ddp_modules_ranks.compiled, what):

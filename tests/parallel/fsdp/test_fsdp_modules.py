@@ -47,7 +47,10 @@ def trained_in_eager_mode(ranks):
     return weights
 
 
-@pytest.mark.parametrize("when", ["before", "after", "instead", "checkpointed"])
+@pytest.mark.parametrize(
+    "when",
+    ["before", "checkpointed", *(pytest.param(when, marks=pytest.mark.nightly) for when in ("after", "instead"))],
+)
 def test_compiled_blocks_share_one_graph(ranks, when, trained_in_eager_mode):
     for graphs, weights, (kind, message) in ranks(2).run(fsdp_modules_ranks.compiled, when):
         assert graphs == 1

@@ -76,8 +76,16 @@ def test_whole_parameters_arrive_while_the_forward_pass_runs(ranks):
 
 
 @each_mode
-@pytest.mark.parametrize("what", ["blocks", "model", "around"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("what", "when"),
+    [
+        *(("blocks", "before"), ("model", "after")),
+        *(
+            pytest.param(what, when, marks=pytest.mark.nightly)
+            for what, when in (("model", "before"), ("around", "before"), ("blocks", "after"), ("around", "after"))
+        ),
+    ],
+)
 def test_compiled_modules_wait_in_every_step(ranks, mode, what, when):
     eager, *_ = ranks(2).run(optimizer_order_ranks.compiled, mode, None, None)[0]
     for weights, waits, recompiled in ranks(2).run(optimizer_order_ranks.compiled, mode, what, when):
