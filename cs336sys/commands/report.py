@@ -135,9 +135,8 @@ def report(
         say(f"warning: {fault}")
     for note in write_document(document, written, output):
         say(f"warning: {note}")
-    parts, answered = document.counts
     of = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    say(f"report: {answered} of {parts} parts of {of} are answered")
+    say(f"report: {of}, {document.count_words}")
     if failed or any(sources[path] for path in unread):
         raise typer.Exit(1)
 

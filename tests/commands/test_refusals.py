@@ -192,7 +192,7 @@ REFUSED = [
     ("shard --board --checkpoint auto --memory-limit 130", "--memory-limit '130': give a size such as"),
     ("shard --board --memory-limit infGiB", "--memory-limit 'infGiB': give a size such as"),
     ("shard --board --mesh fsdp=2,tp=2", "--mesh fsdp=2,tp=2: --board's ranks have one dimension; leave one"),
-    ("shard --board --plot m.png", "--plot m.png: --board does not record a rank's memory at four moments"),
+    ("shard --board --plot m.png", "--plot m.png: --board does not record a rank's memory at six moments"),
     ("shard --board --cuda-graph on", "--cuda-graph on: --board launches its step"),
     ("shard --board --fp16", "--precision fp16: --board checks gradients of fp32 and bf16"),
     ("shard --size tiny --strategy fsdp --keep-gathered 3 --dry-run", "--keep-gathered 3: the model has 2 blocks"),

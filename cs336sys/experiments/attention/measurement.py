@@ -200,9 +200,10 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
         progress("building the inputs")
         base = 0
         if device.type == "cuda":
-            # A thread's first matrix product allocates a workspace that all its later ones use: autograd's has its own.
-            ones = torch.ones(16, 16, device=device, requires_grad=True)
-            ones.mm(ones).sum().backward()
+            # A thread's first matrix product allocates a workspace that all its later ones use: autograd's has its own,
+            # and so have batched products.
+            ones = torch.ones(2, 16, 16, device=device, requires_grad=True)
+            (ones[0].mm(ones[1]).sum() + ones.bmm(ones).sum()).backward()
             del ones
             base = torch.cuda.memory_allocated(device)
         inputs = random_inputs(workload, device)

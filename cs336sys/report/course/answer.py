@@ -1,7 +1,7 @@
 """The answer to a part of a problem, put together from saved cells."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,9 @@ from cs336sys.accounting.derivation import Derived
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import Evidence, Found
 from cs336sys.report.course.problem import Handout
-from cs336sys.report.course.prose import Prose, derived_sentence, joined
+from cs336sys.report.course.prose import Prose, derived_sentence, faster, joined
 from cs336sys.report.table import Column, Table
-from cs336sys.results.model import Cell, Run
+from cs336sys.results.model import Cell, Run, Samples
 
 # Units of a column by how its key ends.
 _UNITS = {"_ms": "ms", "_gib": "gib", "_speedup": "ratio"}
@@ -74,9 +74,10 @@ class Answer:
         """Name the invocations that measured the cells, each once."""
         self.runs |= {run.run_id: run for group in groups for run in group.invocation.runs[-1:]}
 
-    def show(self, groups: Sequence[Found], table: str, *columns: str) -> None:
-        """The command's own table, with these columns alone if any is given."""
-        self.tables += [one for group in groups for one in group.table(table, *columns)]
+    def show(self, groups: Sequence[Found], table: str, *columns: str, medians: bool = False) -> None:
+        """The command's own table, with these columns alone if any is given, and of samples with their medians."""
+        shown = [_with_its_notes(one, whole) for group in groups for one, whole in group.tables(table, *columns)]
+        self.tables += map(of_medians, shown) if medians else shown
         self.measured_by(groups)
 
     def add_table(self, name: str, title: str, headers: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -93,19 +94,41 @@ class Answer:
                 self.pictures[name if number == 1 else f"{name}, {number}"] = draw
 
 
+def _with_its_notes(table: Table, whole: Table) -> Table:
+    """A table without what notes say of columns that it has not (``hidden: ...; as it ran: ...``)."""
+    there = {column.header for column in table.columns}
+    gone = {column.header.split(",")[0] for column in whole.columns if column.header not in there}
+
+    def trimmed(note: str) -> str:
+        return "; ".join(part for part in note.split("; ") if part.partition(":")[0] not in gone)
+
+    return replace(table, notes=[kept for note in table.notes if (kept := trimmed(note))])
+
+
+def of_medians(table: Table) -> Table:
+    """A table with medians in place of means and standard deviations, as the sentences next to it have them."""
+
+    def shown(value: Any) -> Any:
+        return value.median if isinstance(value, Samples) and value.measured else value
+
+    rows = [{name: shown(value) for name, value in row.items()} for row in table.rows]
+    notes = [note.replace("mean ± standard deviation", "medians") for note in table.notes]
+    return replace(table, rows=rows, notes=notes)
+
+
 def _why(reason: str) -> str:
     """A cell's reason, without what the verb before it says: ``at warm-up 1/5: tried to allocate 82.00 MiB``."""
     said = reason.removeprefix("out of memory ").replace("CUDA out of memory. Tried", "tried")
     return said.rstrip(".")
 
 
-def compared(before: Cell, after: Cell, phases: Iterable[str], shown: str = "median") -> dict[str, Any]:
-    """Times of two cells and how many times as fast the second is, by phase: facts, and a row's values."""
+def compared(before: Cell, after: Cell, phases: Iterable[str]) -> dict[str, Any]:
+    """Medians of two cells and how many times as fast the second is, by phase: facts, and a row's values."""
     row: dict[str, Any] = {}
     for phase in phases:
         first, second = before.samples[phase], after.samples[phase]
-        facts = {"before": getattr(first, shown), "after": getattr(second, shown)}
-        facts["speedup"] = first.median / second.median
+        facts: dict[str, Any] = {"before": first.median, "after": second.median}
+        facts |= {"speedup": first.median / second.median, "faster": faster(first, second)}
         row |= {phase: facts, f"{phase}_before_ms": facts["before"], f"{phase}_ms": facts["after"]}
         row[f"{phase}_speedup"] = facts["speedup"]
     return row

@@ -97,10 +97,19 @@ class Document:
         return f"CS336 Assignment 2: Systems, {self.year}"
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """Return how many parts there are, and how many have an answer."""
+    def counts(self) -> tuple[int, int, int]:
+        """Return how many parts there are, how many have an answer, and how many of these lack something."""
         sections = [section for _, of_problem in self.problems for section in of_problem]
-        return len(sections), sum(bool(section.blocks) for section in sections)
+        answered = [section for section in sections if section.blocks]
+        # What one machine lacks another may have.
+        partly = sum(all(block.missing for block in section.blocks) for section in answered)
+        return len(sections), len(answered), partly
+
+    @property
+    def count_words(self) -> str:
+        """Say how many parts are answered: ``45 of 45 parts answered, 2 of them in part``."""
+        parts, answered, partly = self.counts
+        return f"{answered} of {parts} parts answered" + (f", {partly} of them in part" if partly else "")
 
 
 def build_document(
@@ -117,8 +126,9 @@ def build_document(
 
 def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target: Target, faults: list[str]) -> Section:
     lines = [command.line for command in part.commands(target)]
-    # What the handout asks and is missing comes from no command of the one size that is asked for in its place.
-    handouts_own = [command.line for command in part.commands(replace(target, size=None))]
+    # What the handout asks and is missing comes from no command of the one size that is asked for in its place, and may
+    # want more GPUs than there are here.
+    handouts_own = [command.line for command in part.commands(replace(target, size=None, gpus=max(target.gpus, 8)))]
     blocks: list[Block] = []
     for evidence in evidences:
         answer = Answer(evidence, target.handout, prose_of(part.answer))

@@ -62,11 +62,16 @@ class Found:
 
     def table(self, name: str, *columns: str) -> list[Table]:
         """The command's table of this name with these columns alone (all, without any); none where it has none."""
+        return [table for table, _ in self.tables(name, *columns)]
+
+    def tables(self, name: str, *columns: str) -> list[tuple[Table, Table]]:
+        """As :meth:`table`, each with the table that the command prints."""
         chosen = [table for table in self._tables if table.name == name and table.rows]
         if not chosen or not columns:
-            return chosen
+            return [(table, table) for table in chosen]
         known = {column.key for table in chosen for column in table.columns}
-        return select_columns(select_tables(chosen, [name]), [key for key in columns if key in known])
+        selected = select_columns(select_tables(chosen, [name]), [key for key in columns if key in known])
+        return list(zip(selected, chosen, strict=True))
 
     def pictures(self, *names: str) -> Pictures:
         """The command's pictures of the cells, of these names alone if any is given."""

@@ -223,10 +223,9 @@ _MARKUPS = {"markdown": _MARKDOWN, "latex": _LATEX, "typst": _TYPST, "html": _HT
 
 def introduction(document: Document) -> list[str]:
     """Introduce the document: what it holds and where it was measured."""
-    parts, answered = document.counts
     count = len(document.problems)
     problems = "1 problem" if count == 1 else f"{count} problems"
-    sentences = [f"{problems} in the handout's order, {answered} of {parts} parts answered."]
+    sentences = [f"{problems} in the handout's order, {document.count_words}."]
     if len(document.machines) > 1:
         sentences.append(f"Measured on {len(document.machines)} machines, kept apart: {'; '.join(document.machines)}.")
     elif document.machines:

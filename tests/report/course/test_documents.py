@@ -1,16 +1,21 @@
 """The write-ups: every problem is there in the handout's order, machines stay apart, and pages are whole."""
 
 import html.parser
+import importlib
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from string import Formatter
 
 import pytest
 from course_answers import RESULTS, answers, changed, document, saved, scaled, words
+from typer.testing import CliRunner
 
+from cs336sys.cli import app
 from cs336sys.report.course import problems
 from cs336sys.report.course.document import command_line
+from cs336sys.report.course.evidence import machine_name
 from cs336sys.report.course.handouts import PROBLEMS
 from cs336sys.report.course.prose import FORMATS, LIST_FORMATS, Prose, as_long, change, speed
 from cs336sys.report.course.writing import document_text
@@ -90,10 +95,58 @@ def test_every_problem_of_the_handout_is_there_in_its_order(year):
 
 
 @pytest.mark.parametrize("year", [2025, 2026])
+def test_what_is_missing_comes_from_the_commands_that_are_named(year, everything, monkeypatch):
+    """ "gloo with 4 ranks ... comes from `--world-size 2`": what a command would measure is what is missing."""
+    runs = {run.run_id: run for file in everything for run in file.runs.values()}
+    blocks = [(problem.name, block) for problem, block in _blocks(document(year, everything)) if block.missing]
+    assert blocks
+    for problem, block in blocks:
+        # What earlier versions did not record is in no saved cell.
+        missing = [one for one in block.missing if "`cs336sys" in one and "the first step" not in one]
+        measured = []
+        for line in re.findall("`cs336sys (.*?)`", " ".join(block.missing)):
+            command, *options = line.split()
+            assert CliRunner().invoke(app, [command, *options, "--dry-run"]).exit_code == 0, line
+            asked = []
+            module = importlib.import_module(f"cs336sys.commands.{command}")
+            monkeypatch.setattr(module, "run_sweep", partial(_note, asked))
+            CliRunner().invoke(app, [command, *options])
+            assert asked, line
+            here = [
+                cell
+                for file in everything
+                for cell in file.cells
+                if (cell.command, cell.status, machine_name(runs.get(cell.run_id))) == (command, "ok", block.machine)
+            ]
+            measured += [_like(here, settings) for settings in asked]
+        later = document(year, [*everything, Results(runs, tuple(measured))], problem)
+        assert not {one for _, block in _blocks(later) for one in block.missing} & set(missing)
+
+
+def _blocks(written):
+    return [(problem, one) for problem, sections in written.problems for part in sections for one in part.blocks]
+
+
+def _note(asked, command, measure, configurations, *rest, **more):
+    asked.extend(configurations)
+    raise KeyboardInterrupt
+
+
+def _like(cells, settings):
+    """A measured cell of these settings: the saved one that has most of them."""
+
+    def alike(cell):
+        return sum(cell.configuration.get(name) == value for name, value in settings.items())
+
+    return replace(max(cells, key=alike), configuration=settings)
+
+
+@pytest.mark.parametrize("year", [2025, 2026])
 def test_the_saved_results_answer_without_a_fault_and_pages_hold_every_problem(year, everything):
     written = document(year, everything)
     assert written.faults == []
-    parts, answered = written.counts
+    parts, answered, partly = written.counts
+    assert f"{answered} of {parts} parts answered, {partly} of them in part" == written.count_words
     assert parts >= sum(max(1, len(letters)) for letters in ASKED[year].values())
     assert answered / parts > 0.9
     page = document_text(written, "html", lambda picture: f"<i>{picture.name}</i>")

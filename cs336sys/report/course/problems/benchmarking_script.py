@@ -99,7 +99,7 @@ def warmup(answer: Answer) -> None:
             slow.add(count)
         if cell is not warm:
             facts = {"count": count, "steps": len(step.measured), "step": step, "base": base, "most": most}
-            answer.say("warm-up", facts, grown=step.mean / base.mean, first=first)
+            answer.say("warm-up", facts, grown=step.mean / base.mean, first=first, first_step=step.measured[0])
     if 0 in slow:
         answer.say("pays once")
         later = sorted(count for count in slow if 0 < count < most)

@@ -4,13 +4,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cs336sys.accounting.activations import block_activations
+from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.one_device import tensor_answers
 from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Found, cells_of, measured_of
 from cs336sys.report.course.problem import GIB, Command, Sweep, Target
 from cs336sys.report.course.prose import ALIKE, derived_sentence
 from cs336sys.results.model import Cell
-from cs336sys.sizes import SIZES
+from cs336sys.sizes import SIZES, choose_size
 from cs336sys.workload import MemoryWorkload
 
 # The model that both handouts ask about.
@@ -79,11 +80,19 @@ def _say_peaks(answer: Answer, mode: str, cells: Sequence[Cell]) -> None:
     held = [{"context": _context(cell), "gib": cell.derived["peak_gib"]} for cell in cells]
     if held:
         answer.say(f"peaks of {mode}", peaks=held)
+    at_optimizer = [_context(cell) for cell in cells if mode == "train" and _top_phase(cell) == "optimizer"]
+    if at_optimizer:
+        answer.say("peak of the optimizer", contexts=at_optimizer, is_one=len(at_optimizer) == 1)
     if len(held) > 1:
         first, last = held[0], held[-1]
         grown, longer = (last[name] / first[name] for name in ("gib", "context"))
         name = "hardly depends" if grown < 1 + 2 * ALIKE else "grows"
         answer.say(name, grown=grown, first=first["context"], last=last["context"], longer=longer)
+
+
+def _top_phase(cell: Cell) -> str:
+    """The phase in which most is held."""
+    return max(cell.derived["phases"], key=lambda phase: phase["allocated"])["phase"]
 
 
 def _say_needs(answer: Answer, cells: Sequence[Cell]) -> None:
@@ -126,7 +135,17 @@ def mixed_precision(answer: Answer) -> None:
         of_mode = [row for row in measured if row["mode"] == mode]
         ratios = [row["bf16_gib"] / row["fp32_gib"] for row in of_mode]
         if of_mode:
-            answer.say("precisions", called=called, rows=of_mode, verdict=_verdict(ratios), ratios=ratios)
+            longest = max(row["context"] for row in of_mode)
+            facts: dict[str, Any] = {"called": called, "rows": of_mode, "verdict": _verdict(ratios), "ratios": ratios}
+            answer.say("precisions", facts, longest=longest)
+        longest = max((row["context"] for row in of_mode), default=0)
+        for context in answer.handout.memory_contexts:
+            if context > longest:
+                size = choose_size(SIZE, context=context)
+                needs = {name: predicted_peak(size, name, mode, "reference").total_gib for name in ("fp32", "bf16")}
+                part = needs["bf16"] / needs["fp32"]
+                about = {"called": called, "context": context, "ratio": part, "is_less": part < 1 - ALIKE}
+                answer.say("predicted precisions", needs, **about)
     more = any(row["bf16_gib"] > row["fp32_gib"] for row in measured)
     answer.say("copies" if more else "no copies")
     headers = {"size": "size", "context": "context", "mode": "mode", "fp32_gib": "fp32", "bf16_gib": "bf16"}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cs336sys.report.course.answer import Answer
+from cs336sys.report.course.answer import Answer, of_medians
 from cs336sys.report.course.evidence import PLAIN, Found, cells_of, measured_of
 from cs336sys.report.course.problem import Command, Sweep, Target
 from cs336sys.report.course.prose import ALIKE, trend
@@ -59,7 +59,8 @@ def _show_rows(answer: Answer, found: Sequence[Found], name: str, wanted, column
     for group in found:
         for table in group.table(name, *columns):
             rows = [row for row in table.rows if wanted(row)]
-            answer.tables += [replace(table, rows=rows, notes=(), steadier="")] if rows else []
+            notes = [note for note in table.notes if "without profiler" in note]
+            answer.tables += [of_medians(replace(table, rows=rows, notes=notes, steadier=""))] if rows else []
     answer.measured_by(found)
 
 

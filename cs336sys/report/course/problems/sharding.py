@@ -22,6 +22,9 @@ _STEP_COLUMNS = (
 )
 _SHARDED = ("optimizer", "optimizer-flat")
 
+# Steps of one cell that differ by more have not settled, or something else ran.
+_UNSETTLED = 1.1
+
 
 def _steps(answer: Answer, *strategies: str) -> list[Found]:
     """Steps of the handout's xl by these strategies on two ranks."""
@@ -62,7 +65,7 @@ def memory(answer: Answer) -> None:
     if not found:
         return
     # Asked are the moments of the first step, which earlier versions did not record.
-    found.sort(key=lambda group: (not _has_first_step(group), not _is_as_asked(group)))
+    found.sort(key=lambda group: (-_recorded_of_first_step(group), not _is_as_asked(group)))
     groups = _by_precision(found[:1]) or found[:1]
     say_setup(answer, found[0])
     rows: list[dict] = []
@@ -77,35 +80,38 @@ def memory(answer: Answer) -> None:
     headers |= {f"{part}_gib": words for part, words in COMPONENTS.items()} | {"total_gib": "total"}
     answer.add_table("memory", "memory of the rank that holds most", headers, rows)
     lack_xl(answer, groups[0])
-    if not _has_first_step(groups[0]):
-        answer.lack("first step")
+    recorded = _recorded_of_first_step(groups[0])
+    if recorded < 2:
+        answer.lack("after the first step" if recorded else "first step")
     answer.draw([Found(groups[0].invocation, [cell for group in groups for cell in group.measured])], "memory")
     answer.measured_by(groups)
 
 
-def _has_first_step(group: Found) -> bool:
-    return any("first" in held["moment"] for cell in group.measured for held in cell.derived["memory"])
+def _recorded_of_first_step(group: Found) -> int:
+    """Return how many moments of the first step were recorded."""
+    return len({m for cell in group.measured for held in cell.derived["memory"] if "first" in (m := held["moment"])})
 
 
 def _held(cell: Cell) -> list[dict[str, Any]]:
     """Return what the fullest rank holds at the moments that the handout asks for, and at the peak.
 
-    Those of the first step where it was recorded: after it a rank holds what it holds after every other one.
+    Directly after the first step: parameters, gradients and the state that it made. Where it was not recorded, the
+    moment before the second step stands for it, which holds the same.
     """
     moments: dict[str, RankMemory] = {memory.moment: memory for memory in memory_of(cell)["measured"]}
-    first = any("first" in moment for moment in moments)
     words = {
         "initialized": "after initialization",
         "before the first optimizer step": "directly before the first optimizer step",
-        "before the optimizer": "directly before the optimizer step",
-        "after the optimizer": "directly after it",
-        "peak": "at the peak",
+        "after the first optimizer step": "directly after it",
+        "before the optimizer": "with gradients and optimizer state, directly before the second one",
+        "after the optimizer": "after the second step, its gradients dropped",
+        "peak": "at the peak of the second step",
     }
     return [
         {"moment": words.get(moment, moment), "total_gib": held.total_gib}
         | {f"{part}_gib": getattr(held, part) / GIB for part in COMPONENTS}
         for moment, held in moments.items()
-        if moment != "before the optimizer" or not first
+        if moment != "before the optimizer" or "after the first optimizer step" not in moments
     ]
 
 
@@ -130,12 +136,17 @@ def _say_saved(answer: Answer, cells: dict[str, Cell], where: str) -> None:
     for name in _SHARDED:
         if name in cells:
             state = _state(plain) - _state(cells[name])
-            # Only GPUs count their peak.
-            peaks = [cell.derived["peak_gib"] for cell in (plain, cells[name])]
-            saved = f"{gib(peaks[0] - peaks[1])} of the peak and " if None not in peaks else ""
+            # By the allocations, as all that is said of moments; the table of steps has the allocator's counter.
+            peaks = [_recorded_peak_gib(cell) for cell in (plain, cells[name])]
+            saved = f"{gib(peaks[0] - peaks[1])} of the peak and " if all(peaks) else ""
             share = "half" if ranks == 2 else f"{ranks - 1} / {ranks}"
             facts = {"strategy": name, "where": where, "saved": saved, "state": state, "share": share}
             answer.say("saves", facts, expected=expected, as_expected=abs(state / expected - 1) <= 0.05)
+
+
+def _recorded_peak_gib(cell: Cell) -> float:
+    """The most that the fullest rank held, by its allocations."""
+    return max((held.total_gib for held in memory_of(cell)["measured"]), default=0.0)
 
 
 def _state(cell: Cell) -> float:
@@ -164,7 +175,7 @@ def speeds(answer: Answer) -> None:
                 steps = {"plain": before["step"], "sharded": after["step"]}
                 facts = {"precision": _precision(group), "strategy": name, "faster": faster(*steps.values())}
                 answer.say("step", facts, **steps, medians={"parts": parts} if parts else None)
-        answer.show([group], "shard", *_STEP_COLUMNS)
+        answer.show([group], "shard", *_STEP_COLUMNS, medians=True)
     lack_xl(answer, found[0])
     for precision in ("fp32", "bf16"):
         if precision not in map(_precision, groups):
@@ -185,7 +196,7 @@ def against_zero(answer: Answer) -> None:
 
 def shard_commands(target: Target) -> list[Command]:
     flags = ("--strategy", "none,optimizer,optimizer-flat")
-    return [xl_command(target, "shard", *flags, cells=6, steps=8, precision=("fp32", "bf16"))]
+    return [xl_command(target, "shard", *flags, cells=6, precision=("fp32", "bf16"))]
 
 
 # ``fsdp_accounting``: what fully sharded ranks hold, and whether weights are gathered in time.
@@ -208,11 +219,7 @@ def fsdp_memory(answer: Answer) -> None:
     for group in [one for one in found if {"none", "fsdp"} <= _by_strategy(one).keys()][:1]:
         answer.measured_by([group])
         cells = _by_strategy(group)
-        # By the allocator's events on a CPU, which counts no peak.
-        peak = {
-            name: cell.derived["peak_gib"] or max((held.total_gib for held in memory_of(cell)["measured"]), default=0.0)
-            for name, cell in cells.items()
-        }
+        peak = {name: _recorded_peak_gib(cell) or cell.derived["peak_gib"] for name, cell in cells.items()}
         answer.say("peaks", peaks=[{"strategy": name, "gib": value} for name, value in peak.items()])
         # Of the size that was measured, which may be another than the handout's.
         fsdp = cells["fsdp"]
@@ -242,7 +249,11 @@ def fsdp_gathers(answer: Answer) -> None:
         for cell in sorted(group.cells, key=lambda cell: cell.configuration["prefetch"]):
             _say_late(answer, cell)
         answer.show([group], "gathers")
-        answer.show([group], "shard", *_STEP_COLUMNS, "bare_ms")
+        answer.show([group], "shard", *_STEP_COLUMNS, "bare_ms", medians=True)
+        steps = [(cell.configuration["prefetch"], cell.samples["step"].measured) for cell in group.cells]
+        unsettled = [{"prefetch": ahead, "steps": run} for ahead, run in steps if max(run) > _UNSETTLED * min(run)]
+        if unsettled:
+            answer.say("not settled", cells=sorted(unsettled, key=lambda one: one["prefetch"]))
     for group in groups:
         for row in sorted(rows_of(group, "shard"), key=lambda row: row["prefetch"]):
             if isinstance(row.get("exposed_ms"), Interval):
@@ -269,4 +280,4 @@ def _say_late(answer: Answer, cell: Cell) -> None:
 
 def fsdp_commands(target: Target) -> list[Command]:
     options = {"precision": ("bf16",), "prefetch": ("0", "1", "2")}
-    return [xl_command(target, "shard", "--strategy", "none,fsdp", cells=4, steps=8, **options)]
+    return [xl_command(target, "shard", "--strategy", "none,fsdp", cells=4, **options)]

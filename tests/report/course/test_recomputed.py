@@ -1,0 +1,339 @@
+"""Every ratio, rate, difference and share in a sentence of the write-ups follows from the numbers printed next to it.
+
+    python -m pytest -n0 -s tests/report/course/test_recomputed.py
+
+says how many were recomputed.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import pytest
+from course_answers import RESULTS, document
+
+from cs336sys.commands.report import read_sources, source_files
+from cs336sys.report.course.document import Block
+from cs336sys.report.numbers import format_value
+from cs336sys.report.table import Table
+
+NUMBER = r"(-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)"
+TOKEN = re.compile(rf"(?<![\w.,-]){NUMBER}(?:x\b| %)")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A number as it is printed: it may be off by half of its last digit."""
+
+    value: float
+    digit: float
+
+    @classmethod
+    def of(cls, text: str) -> "Printed":
+        mantissa, _, exponent = text.replace(",", "").partition("e")
+        decimals = len(mantissa.partition(".")[2])
+        return cls(float(text.replace(",", "")), 10.0 ** (int(exponent or 0) - decimals))
+
+    def ends(self) -> tuple[float, float]:
+        return self.value - self.digit / 2, self.value + self.digit / 2
+
+
+def agrees(result: str, operands: Sequence[str], formula: Callable[..., float]) -> bool:
+    """Return whether the printed result is what the printed operands give, but for its last digit."""
+    found = [formula(*corner) for corner in itertools.product(*(Printed.of(one).ends() for one in operands))]
+    printed = Printed.of(result)
+    return min(found) - printed.digit <= printed.value <= max(found) + printed.digit
+
+
+def over(a: float, b: float) -> float:
+    return a / b
+
+
+def part(a: float, b: float) -> float:
+    return 100 * a / b
+
+
+# Sentences whose numbers stand in them: the pattern, the group that is computed (of several, each) and from which.
+N = NUMBER
+SENTENCES: list[tuple[str, int, Sequence[int], Callable[..., float]]] = [
+    (rf"{N} ms to {N} ms(?: \(|, ){N}x as fast\)", 3, (1, 2), over),
+    (rf"{N} ms to {N} ms(?: \(|, ){N}x slower\)", 3, (2, 1), over),
+    (rf"the whole step grows {N}x, from {N} ms to {N} ms", 1, (3, 2), over),
+    (rf"the mean of \d+ steps (?:grows|falls to) {N}x \({N} ms against {N} ms", 1, (2, 3), over),
+    (rf"first measured step, {N} ms, takes {N}x as long as the median, {N} ms", 2, (1, 3), over),
+    (rf"softmax takes {N} ms, {N}x the {N} ms of", 2, (1, 3), over),
+    (rf"{N}x the {N} ms of the two products, with {N}x their FLOPs: per FLOP {N}x", 4, (1, 3), over),
+    (rf"gives {N} \(off by {N} %\)", 2, (1,), lambda total: 100 * abs(total / 10 - 1)),
+    (rf"{N} GiB of parameters peaks of up to {N} GiB come and go, {N} %", 3, (2, 1), part),
+    (rf"predicts {N} GiB for [a-z ]+ in fp32 and {N} GiB in bf16 \({N}x\)", 3, (2, 1), over),
+    (rf"held by {N} MiB where the forward pass added {N} MiB, so it produces {N} MiB", 3, (1, 2), lambda a, b: a + b),
+    (rf"{N} us for {N} GB, which is {N} GB/s", 3, (2, 1), lambda size, us: 1e6 * size / us),
+    (rf"which is {N} GB/s, and {N}x that on the bus, {N} GB/s", 2, (3, 1), over),
+    (rf"{N} us for {N} MB and {N} us for {N} GB.*?the bandwidth grows {N}x", 5, (1, 2, 3, 4),
+     lambda us, mb, longer, gb: 1e3 * gb / longer * us / mb),
+    (rf"is {N} us \+ size / {N} GB/s, so messages under {N} MB", 3, (1, 2), lambda us, rate: us * rate / 1e3),
+    (rf"step takes {N} ms \(median[^)]*\), of which {N} ms, {N} %", 3, (2, 1), part),
+    (rf"\(median {N} ms a step\), [a-z ]+ \(median {N} ms\) is {N}x as fast", 3, (1, 2), over),
+    (rf"\(median {N} ms a step\), [a-z ]+ \(median {N} ms\) is {N}x slower", 3, (2, 1), over),
+    (rf"takes {N} ms where communication comes after it, {N} ms \({N}x\)", 3, (2, 1), over),
+    (rf"takes {N} ms without sharding and {N} ms with `[a-z-]+` \([^)]*\): {N}x as fast", 3, (1, 2), over),
+    (rf"takes {N} ms without sharding and {N} ms with `[a-z-]+` \([^)]*\): {N}x slower", 3, (2, 1), over),
+]  # fmt: skip
+
+
+@dataclass
+class Checked:
+    """What was recomputed, what disagrees, and where the ratios and shares stand that were."""
+
+    count: int = 0
+    wrong: list[str] = field(default_factory=list)
+    spans: set[tuple[int, int]] = field(default_factory=set)
+
+    def add(self, where: str, span: tuple[int, int], result: str, operands: Sequence[str], formula) -> None:
+        self.count += 1
+        self.spans.add(span)
+        if not agrees(result, operands, formula):
+            self.wrong.append(f"{where}: {result} of {', '.join(operands)}")
+
+
+def check_sentences(where: str, text: str, checked: Checked) -> None:
+    for pattern, result, operands, formula in SENTENCES:
+        for match in re.finditer(pattern, text):
+            values = [match.group(one) for one in operands]
+            checked.add(where, match.span(result), match.group(result), values, formula)
+
+
+def numbers(pattern: str, text: str) -> list[re.Match]:
+    return list(re.finditer(pattern, text))
+
+
+def check_lists(where: str, text: str, checked: Checked) -> None:
+    """Ratios of lists: their ends, or one for each."""
+    # What forward and backward passes take, and between which ratios these are.
+    passes = re.search(r"passes? take on average: (.*?)\.(?= - | The| $)", text)
+    ends = re.search(rf"takes between {N}x and {N}x as long as the forward", text)
+    if passes and ends:
+        pairs = [match.groups() for match in numbers(rf"{N} ms and {N} ms", passes[1])]
+        check_ends(where, checked, ends, pairs, lambda forward, backward: backward / forward)
+    for match in numbers(r"the peak is (.*?): up to context \d+ [^()]*\((.*?)\)\.", text):
+        pairs = [one.groups() for one in numbers(rf"{N} GiB in fp32 and {N} GiB in bf16", match[1])]
+        ratios = numbers(rf"{N}x", match[2])
+        assert len(pairs) == len(ratios)
+        for pair, ratio in zip(pairs, ratios, strict=True):
+            span = tuple(match.start(2) + place for place in ratio.span(1))
+            checked.add(where, span, ratio[1], pair, lambda fp32, bf16: bf16 / fp32)
+    needs = (
+        rf"needs ((?:{N} GiB at context \d+(?:, | and )?)+)\.(?: At context[^.]*\.)? "
+        rf"Its peak grows {N}x from (\d+) to (\d+)"
+    )
+    for match in numbers(needs, text):
+        held = {one[2]: one[1] for one in numbers(rf"{N} GiB at context (\d+)", match[1])}
+        checked.add(where, match.span(3), match[3], (held[match[5]], held[match[4]]), over)
+    for match in numbers(rf"five largest tensors, (.*?), are {N} %", text):
+        shares = [one[1] for one in numbers(rf"{N} %", match[1])]
+        checked.add(where, match.span(2), match[2], shares, lambda *shares: sum(shares))
+    without = re.search(rf"log2\(N\)\) s = .*?, {N} GiB\..*Without checkpoints {N} GiB are held, {N}x", text)
+    if without:
+        checked.add(where, without.span(3), without[3], (without[2], without[1]), over)
+    for match in numbers(r"Measured at context \d+ in \w+: (.*?)\. The least is that of (.*?)[,.]", text):
+        peaks = {one[2]: one[1] for one in numbers(rf"{N} GiB \((.*?)\)", match[1])}
+        more = re.compile(rf"groups of 2 blocks, need {N} GiB more").search(text, match.end())
+        if more and {"block", "every=2"} <= peaks.keys():
+            checked.add(where, more.span(1), more[1], (peaks["every=2"], peaks["block"]), lambda a, b: a - b)
+    # Parts of our kernel, and of the others.
+    times = {
+        name: {one[1]: one[2] for one in numbers(rf"(forward|backward|end to end) {N} ms", listed)}
+        for name, listed in re.findall(r"(Our kernel|eager|compiled): ((?:[a-z ]+ [\d.]+ ms(?:, | and )?)+)", text)
+    }
+    for other, said in (("eager", "PyTorch's own"), ("compiled", "the same compiled")):
+        listed = re.search(rf"Against {said} our kernel is (.*?)\)\.", text)
+        for one in numbers(rf"{N}x as fast \((forward|backward|end to end)", listed[1]) if listed else ():
+            span = tuple(listed.start(1) + place for place in one.span(1))
+            checked.add(where, span, one[1], (times[other][one[2]], times["Our kernel"][one[2]]), over)
+    together = re.search(rf"Forward and backward together take {N} ms", text)
+    if together:
+        for one in numbers(rf"[a-z-]+ {N} ms \({N}x\)", text):
+            checked.add(where, one.span(2), one[2], (one[1], together[1]), over)
+    board = re.search(rf"A whole step of the 8B model takes {N} ms .*?That is {N}x the speed of .*? of {N} s", text)
+    if board:
+        checked.add(where, board.span(2), board[2], (board[3], board[1]), lambda s, ms: 1e3 * s / ms)
+    slowest = re.search(r"A step takes ((?:[\d.,]+ ms \([\d.]+ MB, \d+ calls\)(?:, | and )?)+)", text)
+    if slowest:
+        steps = {one[2]: one[1] for one in numbers(rf"{N} ms \(([\d.]+) MB", slowest[1])}
+        apart = re.search(rf"Here ([\d.]+) MB are fastest, and the slowest, ([\d.]+) MB, take {N}x", text)
+        checked.add(where, apart.span(3), apart[3], (steps[apart[2]], steps[apart[1]]), over)
+    # Memory at the peak, and what is saved of it.
+    peaks = [match[1] for match in numbers(rf"and {N} GiB at the peak", text)]
+    for match, mine in zip(numbers(rf"`[a-z-]+`[a-z0-9 ]* saves {N} GiB of the peak", text), peaks[1:], strict=False):
+        checked.add(where, match.span(1), match[1], (peaks[0], mine), lambda a, b: a - b)
+    measured = re.search(rf"at the peak: {N} GiB \(none\), {N} GiB \(optimizer\) and {N} GiB \(fsdp\)", text)
+    saved = re.search(
+        rf"FSDP saves {N} GiB against no sharding \({N} %.*? and {N} GiB against [a-z-]+ sharding \({N} %", text
+    )
+    expected = re.search(rf"should save {N} GiB of what .* and {N} GiB of what one", text)
+    if measured and saved and expected:
+        for number in (1, 2):
+            peak, saving, share = measured[number], saved[2 * number - 1], saved[2 * number]
+            checked.add(where, saved.span(2 * number - 1), saving, (peak, measured[3]), lambda a, b: a - b)
+            checked.add(where, saved.span(2 * number), share, (saving, expected[number]), part)
+
+
+def check_ends(where: str, checked: Checked, ends: re.Match, operands: Sequence[Sequence[str]], formula) -> None:
+    """``between 1.2x and 1.9x``: the least and the most."""
+    for group, choose in ((1, min), (2, max)):
+        extreme = choose(operands, key=lambda one: formula(*(Printed.of(text).value for text in one)))
+        checked.add(where, ends.span(group), ends[group], extreme, formula)
+
+
+def cells(table: Table) -> Iterator[dict[str, str]]:
+    """The rows as they are printed, by key."""
+    for row in table.rows:
+        shown = {column.key: format_value(row.get(column.key), column.unit) for column in table.columns}
+        yield {key: re.sub(r"(?<=\d)x$", "", text).split(" ± ")[0].lstrip("~<! ") for key, text in shown.items()}
+
+
+def check_tables(where: str, block: Block, checked: Checked) -> None:
+    """Ratios, differences and rates of tables, of the times in their row."""
+
+    def add(result: str, operands: Sequence[str], formula) -> None:
+        if "-" not in (result, *operands):
+            checked.count += 1
+            if not agrees(result, operands, formula):
+                checked.wrong.append(f"{where}, table: {result} of {', '.join(operands)}")
+
+    for table in block.tables:
+        keys = [column.key for column in table.columns]
+        for row in cells(table):
+            for key in keys:
+                phase = key.removesuffix("_speedup")
+                if f"{phase}_before_ms" in row and key.endswith("_speedup"):
+                    after = row.get(f"{phase}_ms", row.get(f"{phase}_ours_ms", "-"))
+                    add(row[key], (row[f"{phase}_before_ms"], after), over)
+            if {"size_bytes", "time_us", "algbw_gbps"} <= row.keys():
+                size = {"KB": 1e3, "MB": 1e6, "GB": 1e9}
+                amount, unit = row["size_bytes"].split()
+                add(row["algbw_gbps"], (amount, row["time_us"]), lambda a, us, unit=size[unit]: a * unit / us / 1e3)
+            if {"exposed_ms", "step_ms", "unsynchronized_ms"} <= row.keys() and table.name == "ddp":
+                add(row["exposed_ms"], (row["step_ms"], row["unsynchronized_ms"]), lambda a, b: a - b)
+            if {"time_ratio", "softmax_ms", "scores_ms", "final_ms"} <= row.keys():
+                operands = row["softmax_ms"], row["scores_ms"], row["final_ms"]
+                add(row["time_ratio"], operands, lambda softmax, a, b: softmax / (a + b))
+
+
+def check_with_tables(where: str, text: str, block: Block, checked: Checked) -> None:
+    """Sentences whose numbers stand in the table below them."""
+    rows = [row for table in block.tables if table.name == "phases" for row in cells(table)]
+    forward = [row for row in rows if row.get("phase") == "forward" and row.get("unprofiled_ms", "-") != "-"]
+    ends = re.search(rf"without a profiler takes between {N}x and {N}x that", text)
+    if ends:
+        pairs = [(row["unprofiled_ms"], row["span_ms"]) for row in forward]
+        check_ends(where, checked, ends, pairs, over)
+    longer = re.search(rf"longer under the profiler, between {N}x and {N}x", text)
+    if longer:
+        pairs = [(row["span_ms"], row["unprofiled_ms"]) for row in forward]
+        # Those beyond a tenth; the least of them, and the most of all.
+        beyond = [pair for pair in pairs if over(*(Printed.of(one).value for one in pair)) > 1.1]
+        check_ends(where, checked, longer, beyond, over)
+    for name in ("longer", "shorter"):
+        one = re.search(
+            rf"In that of (\w[\w.]*)(?: \([^)]*\))? at context (\d+) it is {name} under the profiler, {N}x", text
+        )
+        if one:
+            row = next(row for row in forward if (row["size"], row["context"].replace(",", "")) == one.groups()[:2])
+            checked.add(where, one.span(3), one[3], (row["span_ms"], row["unprofiled_ms"]), over)
+    benched = re.search(rf"`bench` measured (.*?), in runs of their own; here it is between {N}x and {N}x", text)
+    if benched:
+        by_shape = {(row["size"], row["context"].replace(",", "")): row["unprofiled_ms"] for row in forward}
+        pairs = [(by_shape[one[2], one[3]], one[1]) for one in numbers(rf"{N} ms \((\S+), context (\d+)\)", benched[1])]
+        ratios = re.compile(rf"here it is between {N}x and {N}x").search(text, benched.start())
+        check_ends(where, checked, ratios, pairs, over)
+    steps = [row for table in block.tables if table.name == "bench" for row in cells(table)]
+    grown = re.search(rf"than the parameters \({N}x\)", text)
+    if grown and steps:
+        counts = [row["parameters"].split() for row in steps if row["step_ms"] != "-"]
+        scale = {"M": 1e6, "B": 1e9}
+        (first, of_first), (last, of_last) = counts[0], counts[-1]
+        units = scale[of_last] / scale[of_first]
+        checked.add(where, grown.span(1), grown[1], (last, first), lambda a, b: a / b * units)
+    for part_name in ("forward", "backward", "end-to-end"):
+        for dtype in ("bf16", "fp32"):
+            said = re.search(
+                rf"In {dtype}, {part_name}: .*? shapes, from {N}x \(context (\d+), head dim (\d+)\) to {N}x "
+                r"\(context (\d+), head dim (\d+)\)",
+                text,
+            )
+            of_table = [row for table in block.tables if table.name == "flash" for row in cells(table)]
+            for group in (1, 4) if said else ():
+                shape = (dtype, said[group + 2], said[group + 1])
+                row = next(r for r in of_table if (r["dtype"], r["head_dim"], r["context"].replace(",", "")) == shape)
+                key = part_name.replace("-", "_")
+                checked.add(
+                    where, said.span(group), said[group], (row[f"{key}_before_ms"], row[f"{key}_ours_ms"]), over
+                )
+    exposed = re.search(rf"what stays exposed is {N} ms", text)
+    overlap = [
+        row for table in block.tables if table.name == "ddp" for row in cells(table) if row["strategy"] == "overlap"
+    ]
+    if exposed and overlap:
+        operands = (overlap[0]["step_ms"], overlap[0]["unsynchronized_ms"])
+        checked.add(where, exposed.span(1), exposed[1], operands, lambda a, b: a - b)
+
+
+# Ratios and shares that are read from a profile, a plan or a formula, and follow from no number that is printed.
+READ = [
+    r"% of that of all kernels", r"% (?:, \d+ calls|in \d+ calls)", r"%, \d+ calls? a step", r"of the kernel time",
+    r"kernels [\d.]+ %", r"in inference", r"in the whole step", r"AdamW launches takes", r"elementwise|reduction",
+    r"with kernels running in", r"was idle for", r"the two agree within", r"x at \d+", r"in the whole step",
+    r"the error", r"in an fp32 sum are off by", r"Over the sizes the gain", r"context grows",
+    r"mean step", r"with the latter|one checkpoint a block", r"Altogether the forward", r"With the length",
+    r"off by|way that the parameter went", r"takes between [\d.]+x and|where it is worst", r"the speed\)", r"It hides",
+    r"communication runs beside computing", r"computing ran beside it", r"the bytes of plain", r"forward pass:",
+    r"formula's", r"at 5 %", r"of silu|of softmax|of scaled|of model|Sigmoid|Mm |Mul |Exp ", r"their FLOPs",
+    r"between [\d.]+x and", r"at head dim", r"as long(?: as)? the median", r"idle\)",
+]  # fmt: skip
+
+
+@cache
+def written(year: int):
+    results, tests, _ = read_sources(source_files([str(RESULTS)]))
+    return document(year, results, tests=tests)
+
+
+@pytest.mark.parametrize("year", [2025, 2026])
+def test_every_ratio_rate_difference_and_share_is_that_of_the_numbers_next_to_it(year):
+    count, wrong, not_recomputed = 0, [], []
+    for problem, sections in written(year).problems:
+        for section in sections:
+            for block in section.blocks:
+                where, text = f"{problem.name} ({section.letter})", " ".join(block.sentences)
+                checked = Checked()
+                for check in (check_sentences, check_lists):
+                    check(where, text, checked)
+                check_with_tables(where, text, block, checked)
+                check_tables(where, block, checked)
+                count, wrong = count + checked.count, wrong + checked.wrong
+                for token in TOKEN.finditer(text):
+                    around = text[max(0, token.start() - 220) : token.end() + 60]
+                    if token.span(1) not in checked.spans and not any(re.search(one, around) for one in READ):
+                        not_recomputed.append(f"{where}: ...{around}...")
+    print(f"\n{year}: {count} recomputed")
+    assert wrong == []
+    assert not_recomputed == []
+    assert count > {2025: 300, 2026: 300}[year]
+
+
+def test_the_check_sees_what_it_is_for():
+    """The sentences that were wrong."""
+    for text in (
+        "context 1024, head dim 32 (0.1879 ms to 0.3725 ms, 3.11x slower)",
+        "486,295 us for 1.00 GB, which is 1.864 GB/s",
+        "A step takes 422.4 ms (median; standard deviation 22.85 ms), of which 46.10 ms, 10.7 %, pass",
+        "Against naive (median 422.4 ms a step), overlapping (median 399.3 ms) is 1.08x as fast",
+    ):
+        checked = Checked()
+        check_sentences("", text, checked)
+        assert (checked.count > 0, checked.wrong != []) == (True, True), text
+    assert agrees("2.13", ("4.26", "2.00"), over)
+    assert not agrees("2.16", ("4.26", "2.00"), over)
