@@ -1,0 +1,34 @@
+"""The examples of docs/examples, run as their first lines say."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "docs" / "examples"
+
+
+def run(*command):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize(("example", "last"), [("train_ddp", "step 20: loss 0."), ("train_fsdp", "saved and loaded")])
+def test_training_example_runs_on_two_processes(example, last):
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--rdzv-backend", "c10d")
+    done = run(*launcher, "--rdzv-endpoint", "localhost:0", EXAMPLES / f"{example}.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(last)
+
+
+@pytest.mark.nightly
+def test_gate_compares_a_checkout_with_itself():
+    done = run(
+        EXAMPLES / "ci_gate.py", ROOT, ROOT, "--size", "tiny", "--context", "32", "--steps", "5", "--mode", "forward"
+    )
+    # A shared machine may be slower in one half: either verdict, but a verdict.
+    assert done.returncode in (0, 1), done.stderr
+    assert "forward" in done.stdout
