@@ -28,7 +28,7 @@ from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 DDP_CLASSES = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlappedDDP, "bucketed": BucketedDDP}
 
 # How long ranks wait for one that does not come to the end of an action.
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class OnRank(OneProcess):

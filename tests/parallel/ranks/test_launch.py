@@ -324,7 +324,7 @@ def test_process_that_was_spawned_itself_can_run_ranks():
     assert process.exitcode == 0
 
 
-def torchrun(*args, timeout=80):
+def torchrun(*args, timeout=180):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
         [*command, HERE / "launch_ranks.py", *args], env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout
