@@ -16,6 +16,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import PROFILERS, ProfileWorkload, Workload
 
 if TYPE_CHECKING:
+    from cs336sys.measure.profile.analysis import Analysis
     from cs336sys.measure.profile.summary import Profile
 
 # What can be asked of a report; everything else says what to run.
@@ -72,8 +73,8 @@ def nsys(
         raise UsageError(f"--from: one report is read at a time, not {len(source)}; run the command for each of them")
     if source:
         _refuse(ctx, [name for name in ctx.params if name not in _OF_REPORTS], "--from reads a report")
-        profile = _profile_of_report(source[0], range_names)
-        output.emit(report_tables(profile, source[0].name, top=top, full_names=full_names))
+        analyses, profile = _read_report(source[0], range_names)
+        output.emit(report_tables(analyses, profile, source[0].name, top=top, full_names=full_names))
         if plot is not None:
             plot_report(profile, plot)
         return
@@ -122,18 +123,24 @@ def _refuse(ctx: typer.Context, names: Sequence[str], why: str) -> None:
             raise UsageError(f"{parameter.opts[0]}: {why}; leave it out")
 
 
-def _profile_of_report(source: Path, range_names: Sequence[str]) -> "Profile":
+def _read_report(source: Path, range_names: Sequence[str]) -> tuple[list["Analysis"], "Profile"]:
+    """What ``trace`` says of each GPU of a report, and its phases."""
+    from cs336sys.measure.profile.analysis import analyze
     from cs336sys.measure.profile.reading import open_capture
     from cs336sys.measure.profile.summary import summarize
+    from cs336sys.measure.profile.timeline import timelines
 
     capture = open_capture(source)
     try:
+        found = timelines(capture)
+        labels = [f"GPU {one.gpu}" if len(found) > 1 else "" for one in found]
+        analyses = [analyze(capture, one, source, label) for one, label in zip(found, labels, strict=True)]
         known = capture.range_names()
         # Programs may have commas in their ranges' names.
         names = [
             part for text in range_names for part in ([text] if text in known else split_list([text], "--range", str))
         ]
-        return summarize(capture, names)
+        return analyses, summarize(capture, names)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from error
     finally:

@@ -482,7 +482,7 @@ def test_each_gpu_of_a_capture_has_its_own_idle_time(recorder, request):
         ("forward", 1, 100, 1, 1),
     ]
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
-    rows = report_tables(profile, "r", top=5, full_names=False)[0].rows
+    rows = report_tables([], profile, "r", top=5, full_names=False)[0].rows
     assert [(row["gpu"], row["idle_percent"]) for row in rows] == [(0, pytest.approx(20)), (1, pytest.approx(90))]
 
 

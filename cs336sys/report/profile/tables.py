@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.accounting.flops import attention_matmuls, attention_softmax
+from cs336sys.measure.profile.analysis import Analysis
 from cs336sys.measure.profile.summary import Profile, RangeTime
 from cs336sys.measure.profile.taxonomy import MATMUL, category_of
 from cs336sys.measure.range_names import FINAL_MATMUL, SCORES, SOFTMAX, STEP
 from cs336sys.report.bench import LAUNCH_BOUND_IDLE_PERCENT
 from cs336sys.report.profile.kernels import Measured, kernel_table, plot_shares, share_table, top_kernel_table
+from cs336sys.report.profile.trace import part_table, verdict_table
+from cs336sys.report.profile.verdict import verdict
 from cs336sys.report.table import Column, Table, with_rows
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
 from cs336sys.results.model import Cell, Run, configuration_key
@@ -257,8 +260,10 @@ def plot_profiles(cells: Sequence[Cell], path: Path) -> None:
     plot_shares(_measured(cells), (SIZE_COLUMNS[0], *shown.values()), path)
 
 
-def report_tables(profile: Profile, name: str, *, top: int, full_names: bool) -> list[Table]:
-    """All tables of one report.
+def report_tables(
+    analyses: Sequence[Analysis], profile: Profile, name: str, *, top: int, full_names: bool
+) -> list[Table]:
+    """All tables of one report: where its step goes, as ``trace`` has it, and its phases.
 
     Args:
         name: of its file.
@@ -267,7 +272,9 @@ def report_tables(profile: Profile, name: str, *, top: int, full_names: bool) ->
     measured, labels = _of_report(profile)
     notes = [profile.phases_are] if profile.phases_are else []
     phases = phase_table(measured, [], labels, f"nsys: {name}, made by {profile.profiler}", notes)
-    return [phases, *_kernel_tables(measured, labels, top, full_names)]
+    sentences = verdict(analyses[0]) if analyses else []
+    where = [verdict_table(sentences, "nsys: verdict"), part_table(analyses)]
+    return [phases, *_kernel_tables(measured, labels, top, full_names), *with_rows(*where)]
 
 
 def plot_report(profile: Profile, path: Path) -> None:
