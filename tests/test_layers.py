@@ -57,8 +57,8 @@ SHARED_AMONG_SIBLINGS = {
         for name in (
             "bench",
             *("checks", "checks.step", "checks.weights"),
-            # Steps with checkpoints, which tune measures, too.
-            "memory.step",
+            # Steps with checkpoints, and their memory by a dry run, which tune measures and predicts, too.
+            *("memory.prediction", "memory.step"),
             *("flop_counting", "models", "optimizers", "training", "user_models"),
         )
     },

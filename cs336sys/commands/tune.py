@@ -26,6 +26,7 @@ from cs336sys.workload import ParallelWorkload, Workload
 
 if TYPE_CHECKING:
     from cs336sys.accounting.step_time.choice import Candidate, Choice
+    from cs336sys.accounting.step_time.counted_model import CountedModel
     from cs336sys.accounting.step_time.prediction import StepConfiguration
     from cs336sys.accounting.step_time.rates import Rates
     from cs336sys.report.table import Table
@@ -112,20 +113,23 @@ def tune(
     if model.batch_size and not micro_batch:
         # The batch of a step of all ranks, as in other commands.
         tokens_per_step = tokens_per_step or model.batch_size[0] * plain.size.context
+    counted = None if plain.is_ours else _counted(plain)
+    if counted is not None:
+        fixed = _fixed_of_users(fixed, counted, world_size)
     space = Space(plain, world_size, fixed, tokens_per_step)
     known = _rates(gpu, rates, run.device, plain, on_cpu=on_cpu)
     launch_s = None if launch_us is None else launch_us / 1e6
-    found = choose(space, known, limit, launch_s)
+    found = choose(space, known, limit, launch_s, counted)
     if not found.fitting:
         raise UsageError(_nothing_fits(found))
-    more = None if on_cpu or measure else _with_one_more(found, space, known, launch_s)
-    predicted = choice_tables(found, known, more, lines)
+    more = None if on_cpu or measure else _with_one_more(found, space, known, launch_s, counted)
+    predicted = choice_tables(found, known, more, lines, is_ours=plain.is_ours)
     if plot is not None:
         plot_front(found, plot)
     if not measure:
         output.emit(predicted)
         return
-    chosen = _with_yours(found.fitting[:measure], space, known, limit, launch_s)
+    chosen = _with_yours(found.fitting[:measure], space, known, limit, launch_s, counted)
     _measure(chosen, budget, predicted, sweeping, output)
 
 
@@ -143,9 +147,42 @@ def _plain_workload(
     workloads = options.expand_workloads(model, ["train"], precision, options.ImplementationOptions(), steps, run)
     if len(workloads) > 1:
         raise UsageError("tune chooses for one model: give one --size, --context, --batch-size and --precision")
-    if not workloads[0].is_ours:
-        raise UsageError(f"--model {workloads[0].user.model}: is not predicted yet; leave it out")
     return workloads[0]
+
+
+def _counted(plain: Workload) -> "CountedModel":
+    """Count a user's model, in a process of its own.
+
+    Raises:
+        CapabilityError: it cannot be counted.
+    """
+    from cs336sys.accounting.step_time.counted_model import CountedModel
+    from cs336sys.measure.cells import Worker
+
+    with contextlib.closing(Worker("cs336sys.experiments.operation_counting:count_model", ())) as worker:
+        failure = worker.start(timeout_s=None)
+        outcome = failure or worker.measure(plain.configuration(), timeout_s=None, progress=lambda stage: None)
+    if outcome.status != "ok":
+        raise CapabilityError(str(outcome.reason))
+    return CountedModel.from_columns(outcome.derived)
+
+
+def _fixed_of_users(
+    fixed: Mapping[str, Sequence[Any]], counted: "CountedModel", world_size: int
+) -> dict[str, Sequence[Any]]:
+    """Leave out what a user's model has no choice of."""
+    attention = ["sdpa", "flash"] if counted.attention else ["sdpa"]
+    optimizers = [("course", "fp32"), ("fused", "fp32"), ("adamw", "fp32"), ("adamw", "bf16")]
+    given: dict[str, Sequence[Any]] = {"attention": attention, "kernels": ["reference"], "optimizer": optimizers}
+    chosen = given | {"checkpointing": list(counted.peaks)} | dict(fixed)
+    unknown = [name for name in chosen["checkpointing"] if name not in counted.peaks]
+    if unknown:
+        raise UsageError(f"--checkpoint {unknown[0]}: of a model of yours none and block are predicted; choose one")
+    if world_size > 1:
+        chosen["strategy"] = [pair for pair in chosen["strategy"] if pair[0] == "bucketed"]
+        if not chosen["strategy"]:
+            raise UsageError("--strategy: of a model of yours bucketed is predicted; choose it, or measure by shard")
+    return chosen
 
 
 def _is_on_cpu(device: str, gpu: str | None, measure: int) -> bool:
@@ -272,7 +309,9 @@ def _nothing_fits(found: "Choice") -> str:
     return f"{limit}: no configuration fits; the smallest needs {needs}: choose more memory, or more ranks"
 
 
-def _with_one_more(found: "Choice", space: Space, rates: "Rates", launch_s: float | None) -> "Choice | None":
+def _with_one_more(
+    found: "Choice", space: Space, rates: "Rates", launch_s: float | None, counted: "CountedModel | None"
+) -> "Choice | None":
     """Return the choice with one more GPU, of configurations like the fastest one."""
     from cs336sys.accounting.step_time.choice import choose
 
@@ -283,20 +322,26 @@ def _with_one_more(found: "Choice", space: Space, rates: "Rates", launch_s: floa
     fixed.setdefault("optimizer", [(best.optimizer, best.state_dtype), ("fused", "fp32")])
     try:
         more = replace(space, world_size=space.world_size + 1, fixed=fixed)
-        return choose(more, rates, found.limit, launch_s)
+        return choose(more, rates, found.limit, launch_s, counted)
     except UsageError:
         # So many ranks do not divide the step.
         return None
 
 
 def _with_yours(
-    best: Sequence["Candidate"], space: Space, rates: "Rates", limit: float, launch_s: float | None
+    best: Sequence["Candidate"],
+    space: Space,
+    rates: "Rates",
+    limit: float,
+    launch_s: float | None,
+    counted: "CountedModel | None",
 ) -> list["Candidate"]:
     """Return the best, and what the user's options say with the defaults of other commands."""
     from cs336sys.accounting.step_time.choice import evaluate
     from cs336sys.accounting.step_time.prediction import StepConfiguration
 
-    defaults = {"compile": "off", "attention": "reference", "kernels": "reference", "cuda_graph": "off"}
+    attention = "reference" if counted is None else "sdpa"
+    defaults = {"compile": "off", "attention": attention, "kernels": "reference", "cuda_graph": "off"}
     settings = {name: (space.fixed.get(name) or [value])[0] for name, value in defaults.items()}
     optimizer, state_dtype = (space.fixed.get("optimizer") or [("course", "fp32")])[0]
     batches = dict(space.micro_batches)
@@ -313,7 +358,7 @@ def _with_yours(
     )
     if refusal(yours) is not None or yours in [one.configuration for one in best]:
         return list(best)
-    (candidate,) = evaluate([yours], rates, launch_s)
+    (candidate,) = evaluate([yours], rates, launch_s, counted)
     if candidate.memory > limit:
         say(f"the plain configuration needs {candidate.memory / GIB:.1f} GiB and is not measured")
         return list(best)

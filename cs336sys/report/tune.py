@@ -30,10 +30,12 @@ _PREDICTED = (
 
 
 def _row(candidate: Candidate, rates: Rates) -> dict[str, Value]:
-    return step_row(candidate.configuration, candidate.time, rates)
+    return step_row(candidate.configuration, candidate.time, rates, candidate.memory)
 
 
-def choice_tables(choice: Choice, rates: Rates, more_rank: Choice | None, lines_of: int = 1) -> list[Table]:
+def choice_tables(
+    choice: Choice, rates: Rates, more_rank: Choice | None, lines_of: int = 1, *, is_ours: bool = True
+) -> list[Table]:
     """Return the fastest that fit, the Pareto front, what did not fit, what more would buy, and what was left out.
 
     Args:
@@ -48,6 +50,11 @@ def choice_tables(choice: Choice, rates: Rates, more_rank: Choice | None, lines_
         "not measured: --measure K measures the best K.",
         rates.error_note,
     ]
+    if not is_ours:
+        notes.append(
+            "Counted in a step of your model on tensors without values: compiled blocks are assumed to move as little "
+            "as ours, memory is that of the eager step, and the error above is that of our model."
+        )
     title = f": {best[0].configuration.training.size.name}, {short_name(rates.gpu)}" if best else ""
     numbered = [{"number": number} | _row(one, rates) for number, one in enumerate(best, 1)]
     number = Column("number", "#")

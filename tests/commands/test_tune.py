@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,11 +11,13 @@ from typer.testing import CliRunner
 
 from cs336sys.accounting.step_time import space
 from cs336sys.accounting.step_time.choice import choose
+from cs336sys.accounting.step_time.counted_model import CountedModel
 from cs336sys.accounting.step_time.rates import h200_rates
 from cs336sys.cli import app
+from cs336sys.experiments.operation_counting import count_model
 from cs336sys.results.model import read_results
 from cs336sys.sizes import SIZES
-from cs336sys.workload import Workload
+from cs336sys.workload import UserCode, Workload
 
 
 def tune(*words):
@@ -162,3 +165,86 @@ def test_interrupted_measuring_is_resumed_and_shown_again(measured):
     shown = CliRunner().invoke(app, ["show", str(path)])
     assert shown.exit_code == 0, shown.output
     assert "slower than the best" in shown.output
+
+
+MODEL = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, inner):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+
+    def forward(self, x):
+        batch, tokens, width = x.shape
+        q, k, v = (part.view(batch, tokens, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.embed = nn.Embedding(size.vocab_size, size.d_model)
+        self.blocks = nn.ModuleList(Block(size.d_model, size.num_heads, size.d_ff) for _ in range(size.num_layers))
+        self.head = nn.Linear(size.d_model, size.vocab_size)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(size):
+    return Model(size)
+"""
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "mine.py"
+    path.write_text(MODEL)
+    user = UserCode(model=f"{path}:build")
+    size = replace(SIZES["tiny"], context=64)
+    outcome = count_model(Workload(size, precision="bf16", user=user).configuration(), lambda stage: None)
+    return CountedModel.from_columns(outcome.derived), size
+
+
+def test_counted_model_does_its_products_and_calls_attention_once_a_block(counted):
+    model, size = counted
+    tokens, width, inner = size.context, size.d_model, size.d_ff
+    flops = 2 * tokens * (size.num_layers * (4 * width**2 + 2 * width * inner) + width * size.vocab_size)
+    one = sum(2 * rows * columns * depth for rows, columns, depth in model.forward.products[0])
+    two = sum(2 * rows * columns * depth for rows, columns, depth in model.backward.products[1])
+    assert one == flops
+    assert two == 2 * 2 * flops
+    assert model.attention == [(size.num_heads, size.context, size.head_dim)] * size.num_layers
+    blocks = size.num_layers * (4 * width**2 + 2 * width * inner + 5 * width + inner)
+    assert model.parameters == blocks + 2 * size.vocab_size * width + size.vocab_size
+
+
+def test_memory_of_counted_model_is_linear_in_its_batch_and_less_with_checkpoints(counted):
+    model, size = counted
+    of_three = Workload(replace(size, batch_size=3), user=UserCode(model="mine.py:build"))
+    one, two = model.peaks["none"]
+    assert model.memory(of_three, "none") == one + 2 * (two - one)
+    assert model.memory(of_three, "block") <= model.memory(of_three, "none")
+
+
+def test_work_of_counted_model_grows_with_the_batch_and_shrinks_compiled(counted):
+    model, size = counted
+    user = UserCode(model="mine.py:build")
+    eager, compiled = (Workload(size, compile=name, attention="sdpa", user=user) for name in ("off", "block"))
+    work = model.work(eager, "none")
+    assert model.work(compiled, "none").forward["kernels"] < work.forward["kernels"]
+    twice = model.work(replace(eager, size=replace(size, batch_size=2 * size.batch_size)), "none")
+    assert twice.forward["eager_bytes"] > 1.9 * work.forward["eager_bytes"]
+    assert twice.forward["sdpa_forward"] == 2 * work.forward["sdpa_forward"]
+    assert model.work(eager, "block").backward["sdpa_forward"] == work.forward["sdpa_forward"]

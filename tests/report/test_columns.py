@@ -23,6 +23,7 @@ SECTIONS = {
     "report/scaling.py": ("Speed and memory by ranks", "ddp", "shard"),
     "report/shard.py": ("shard", "ddp"),
     "report/titles.py": ("bench",),
+    "report/tune.py": ("tune", "account", "bench"),
     "report/verify.py": ("verify", "ddp", "bench"),
     "report/account/": ("account",),
     "report/memory/": ("memprof", "bench"),

@@ -23,6 +23,7 @@ from cs336sys.accounting.changes import (
 )
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.step_time.counted_model import CountedModel
 from cs336sys.accounting.step_time.memory import step_memory
 from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime, predict_step
 from cs336sys.accounting.step_time.rates import Rates
@@ -50,11 +51,27 @@ class Candidate:
         return (-self.tokens_per_s, self.time.gpu_s / self.configuration.tokens, self.memory)
 
 
-def evaluate(configurations: Sequence[StepConfiguration], rates: Rates, launch_s: float | None) -> list[Candidate]:
+def evaluate(
+    configurations: Sequence[StepConfiguration],
+    rates: Rates,
+    launch_s: float | None,
+    counted: CountedModel | None = None,
+) -> list[Candidate]:
     """Predict the time and memory of each configuration."""
     return [
-        Candidate(one, predict_step(one, rates, launch_s=launch_s), step_memory(one).total) for one in configurations
+        Candidate(
+            one,
+            predict_step(one, rates, launch_s=launch_s, counted=counted),
+            step_memory(one).total if counted is None else _counted_memory(one, counted),
+        )
+        for one in configurations
     ]
+
+
+def _counted_memory(configuration: StepConfiguration, counted: CountedModel) -> float:
+    """Return the peak of a user's model: with several micro-batches all gradients are there from the start."""
+    gradients = 4 * counted.parameters if configuration.accumulation > 1 else 0
+    return counted.memory(configuration.training, configuration.checkpointing) + gradients
 
 
 @dataclass(frozen=True)
@@ -98,10 +115,16 @@ class Choice:
         return next((one for one in self.known if one.memory <= limit), None)
 
 
-def choose(space: Space, rates: Rates, limit: float, launch_s: float | None = None) -> Choice:
-    """Evaluate a whole space."""
+def choose(
+    space: Space,
+    rates: Rates,
+    limit: float,
+    launch_s: float | None = None,
+    counted: CountedModel | None = None,
+) -> Choice:
+    """Evaluate a whole space, of our model or of the user's."""
     configurations, refused = space.configurations()
-    candidates = evaluate(configurations, rates, launch_s)
+    candidates = evaluate(configurations, rates, launch_s, counted)
     unknown = Counter(one.time.unknown[0] for one in candidates if one.time.unknown)
     known = sorted((one for one in candidates if not one.time.unknown), key=lambda one: one.order)
     return Choice(known, limit, refused, unknown)
@@ -117,6 +140,9 @@ def command_line(configuration: StepConfiguration) -> str:
     elif ranks > 1:
         words = ["cs336sys", "ddp" if configuration.strategy == "bucketed" else "shard", "--world-size", str(ranks)]
         words += [] if configuration.strategy == "bucketed" else ["--strategy", str(configuration.strategy)]
+    user = training.user
+    given = {"--model": user.model, "--loss": user.loss, "--batch": user.batch, "--blocks": user.blocks}
+    words += [word for option, value in given.items() if value is not None for word in (option, value)]
     words += ["--size", size.name] if "/" not in size.name else _shape_words(configuration)
     is_tuned = words[1] == "tune"
     batch = size.batch_size * (1 if is_tuned else ranks)

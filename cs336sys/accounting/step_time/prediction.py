@@ -9,6 +9,7 @@ from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes
+from cs336sys.accounting.step_time.counted_model import CountedModel
 from cs336sys.accounting.step_time.rates import UNMEASURED, Rates
 from cs336sys.accounting.step_time.work import Amounts, StepWork, step_work
 from cs336sys.sizes import ELEMENT_BYTES
@@ -147,24 +148,35 @@ class StepTime:
         return self.step_s > 1.02 * (self.gpu_s + self.exposed_s)
 
 
-def predict_step(configuration: StepConfiguration, rates: Rates, *, launch_s: float | None = None) -> StepTime:
-    """Predict a step of our model.
+def predict_step(
+    configuration: StepConfiguration,
+    rates: Rates,
+    *,
+    launch_s: float | None = None,
+    counted: CountedModel | None = None,
+) -> StepTime:
+    """Predict a step.
 
     Args:
         launch_s: of the CPU for a launch; None: of the usual host.
+        counted: the user's model in the place of ours.
     """
     training, times = configuration.training, configuration.accumulation
     share = 1 / configuration.world_size if configuration.shares_updates else 1.0
-    work = step_work(training, configuration.checkpointing, optimizer_share=share)
+    if counted is None:
+        parameters = count_parameters(training.size)
+        work = step_work(training, configuration.checkpointing, optimizer_share=share)
+    else:
+        parameters, work = counted.parameters, counted.work(training, configuration.checkpointing)
     repeated = {"forward": times, "backward": times}
     terms_s = Amounts()
     phases_s = {}
-    for phase, counted in work.phases.items():
-        seconds = {term: repeated.get(phase, 1) * amount * rates.seconds[term] for term, amount in counted.items()}
+    for phase, amounts in work.phases.items():
+        seconds = {term: repeated.get(phase, 1) * amount * rates.seconds[term] for term, amount in amounts.items()}
         phases_s[phase] = sum(seconds.values())
         terms_s.add(seconds)
     # Gradients of each further micro-batch are added to those before: two reads and a write of fp32.
-    adding_s = (times - 1) * 12 * count_parameters(training.size) * rates.seconds["fused_bytes"]
+    adding_s = (times - 1) * 12 * parameters * rates.seconds["fused_bytes"]
     phases_s["backward"] += adding_s
     terms_s["fused_bytes"] += adding_s
     launch_s = rates.usual_launch_s if launch_s is None else launch_s
@@ -175,10 +187,15 @@ def predict_step(configuration: StepConfiguration, rates: Rates, *, launch_s: fl
         phase: repeated.get(phase, 1) * launch_s * (count + training.size.num_layers * hooks.get(phase, 0.0))
         for phase, count in work.launches.items()
     }
-    communication_s, exposed_s, lacking = _communication(configuration, rates)
+    sent = configuration.sent_bytes * parameters / count_parameters(training.size)
+    communication_s, exposed_s, lacking = _communication(configuration, rates, sent)
     step_s = _step_seconds(phases_s, launches_s) + exposed_s
-    unknown = (*lacking, *_beyond(configuration, rates))
+    unknown = (*lacking, *_beyond(configuration, rates, is_ours=counted is None))
     return StepTime(work, dict(terms_s), phases_s, launches_s, communication_s, exposed_s, step_s, unknown)
+
+
+# What sizes say of our model alone.
+_OF_OUR_MODEL = ("d_model", "head_dim", "vocab_size")
 
 
 def _step_seconds(phases_s: dict[str, float], launches_s: dict[str, float]) -> float:
@@ -190,13 +207,15 @@ def _step_seconds(phases_s: dict[str, float], launches_s: dict[str, float]) -> f
     return done
 
 
-def _communication(configuration: StepConfiguration, rates: Rates) -> tuple[float, float, tuple[str, ...]]:
+def _communication(
+    configuration: StepConfiguration, rates: Rates, sent_bytes: float
+) -> tuple[float, float, tuple[str, ...]]:
     if configuration.strategy is None or configuration.world_size == 1:
         return 0.0, 0.0, ()
     exposure = rates.exposures.get(configuration.exposure_name)
     if exposure is None:
         return 0.0, 0.0, (f"communication of {configuration.exposure_name}",)
-    alone_s = configuration.sent_bytes / exposure.bytes_per_s
+    alone_s = sent_bytes / exposure.bytes_per_s
     exposed = exposure.exposed
     if configuration.training.precision == "fp32" and exposure.exposed_fp32 is not None:
         exposed = exposure.exposed_fp32
@@ -216,7 +235,7 @@ def quantities(configuration: StepConfiguration) -> dict[str, float]:
     }
 
 
-def _beyond(configuration: StepConfiguration, rates: Rates) -> Sequence[str]:
+def _beyond(configuration: StepConfiguration, rates: Rates, *, is_ours: bool) -> Sequence[str]:
     """Say in what a step is unlike all that was measured."""
     reasons = []
     if rates.kinds == UNMEASURED:
@@ -227,6 +246,8 @@ def _beyond(configuration: StepConfiguration, rates: Rates) -> Sequence[str]:
     if kept_blocks(configuration.checkpointing) is not None and "keep" not in rates.kinds:
         reasons.append("--checkpoint keep=N")
     for name, value in quantities(configuration).items():
+        if not is_ours and name in _OF_OUR_MODEL:
+            continue
         least, most = rates.ranges[name]
         if not least <= value <= most:
             reasons.append(f"{name.replace('_', ' ')} {value:,} (measured: {least:,} to {most:,})")

@@ -54,10 +54,10 @@ _COMPILED_SCORE_BYTES = {True: (8, 12), False: (16, 24)}
 _EAGER_KERNELS = {True: ((72, 122), (60, 108)), False: ((56, 103), (46, 90))}
 # What calling a block takes beside its launches, in launches, forward and backward: guards of a compiled block, Python
 # of fused operators. From launched steps of one host each: docs/results/bench-attention, bench-flash-sdpa, ddp-agents.
-_COMPILED_ENTRIES = (20.0, 20.0)
+COMPILED_ENTRIES = 20.0
 _FUSED_ENTRIES = (40.0, 35.0)
 # Launches without autograd and autocast cost half as much.
-_OPTIMIZER_LAUNCH = 0.5
+OPTIMIZER_LAUNCH = 0.5
 # Kernels that the course's AdamW launches for each parameter tensor.
 _COURSE_KERNELS = 7
 
@@ -207,7 +207,7 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
             for work in (forward, backward):
                 work.add({"fused_bytes": 6 * weights, "kernels": 7})
         if workload.compile != "off":
-            entries = _COMPILED_ENTRIES if workload.compile == "block" else (0.0, 0.0)
+            entries = (COMPILED_ENTRIES, COMPILED_ENTRIES) if workload.compile == "block" else (0.0, 0.0)
         else:
             entries = _FUSED_ENTRIES
     else:
@@ -273,5 +273,5 @@ def _add_launches(work: StepWork, workload: Workload, entries: tuple[float, floa
     layers = workload.size.num_layers
     for (phase, counted), entry in zip(work.phases.items(), (*entries, 0.0), strict=False):
         counted["gaps"] = counted["kernels"]
-        cost = 1.0 if phase != "optimizer" else _OPTIMIZER_LAUNCH
+        cost = 1.0 if phase != "optimizer" else OPTIMIZER_LAUNCH
         work.launches[phase] = cost * counted["kernels"] + layers * entry

@@ -13,6 +13,7 @@ from cs336sys.experiments.user_models.attention import (
     nothing_dropped,
     replace_attention,
     torch_attention,
+    watched_attention,
     without_dropout,
 )
 from cs336sys.experiments.user_models.blocks import find_blocks, hidden_parameters, hidden_warnings
@@ -61,6 +62,7 @@ __all__ = [
     "tiny_sizes",
     "token_logits",
     "torch_attention",
+    "watched_attention",
     "why_built_whole",
     "without_dropout",
 ]

@@ -78,11 +78,17 @@ def limit_words(time: StepTime) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {parts[name] / time.step_s:.0%}" for name in largest)
 
 
-def step_row(configuration: StepConfiguration, time: StepTime, rates: Rates) -> dict[str, Value]:
-    """Return a configuration's row: without a time where it is unlike everything that was measured."""
+def step_row(
+    configuration: StepConfiguration, time: StepTime, rates: Rates, memory: float | None = None
+) -> dict[str, Value]:
+    """Return a configuration's row: without a time where it is unlike everything that was measured.
+
+    Args:
+        memory: bytes of a rank; None: of our model.
+    """
     size = configuration.training.size
     row: dict[str, Value] = {"configuration": configuration_words(configuration)}
-    row["peak_gib"] = step_memory(configuration).total / GIB
+    row["peak_gib"] = (step_memory(configuration).total if memory is None else memory) / GIB
     if time.unknown:
         if time.only_ranks_unknown:
             row |= {"gpu_ms": 1e3 * time.gpu_s, "launches_ms": 1e3 * sum(time.launches_s.values()) or None}
@@ -95,7 +101,7 @@ def step_row(configuration: StepConfiguration, time: StepTime, rates: Rates) -> 
         "exposed_ms": 1e3 * time.exposed_s or None,
         "step_ms": 1e3 * time.step_s,
         "tokens_per_s": configuration.tokens / time.step_s,
-        "mfu_percent": None if peak is None else 100 * flops / peak,
+        "mfu_percent": None if peak is None or not configuration.training.is_ours else 100 * flops / peak,
         "limit": limit_words(time),
     }
 

@@ -1,0 +1,121 @@
+"""Count a user's model on tensors without values: products by shape, bytes, kernels, and its memory by a dry run."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cs336sys.errors import CapabilityError
+from cs336sys.experiments import user_models
+from cs336sys.experiments.memory.prediction import predicted_timeline, timeline_peaks
+from cs336sys.experiments.training import TrainStep
+from cs336sys.measure.allocations.history import ScalarsReadAsZero
+from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.workload import MemoryWorkload, Workload
+
+_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
+# Operations that start no kernel: they make a tensor without writing it, or look at one in another way.
+_FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view", "lift_fresh", "_reshape_alias")
+_CHECKPOINTING = ("none", "block")
+
+
+class OperationCount(TorchDispatchMode):
+    """Adds up operations while it is entered.
+
+    Attributes:
+        products: rows, columns and inner dimension of each product; a batch of products counts as one with its rows.
+        bytes: that the others read and write, expanded dimensions once.
+        kernels: operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[tuple[int, int, int]] = []
+        self.bytes = 0
+        self.kernels = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if function.is_view or name in _FREE:
+            return result
+        self.kernels += 1
+        if name in _PRODUCTS:
+            left, right = (args[index] for index in _PRODUCTS[name])
+            self.products.append((left.shape[:-1].numel(), right.shape[-1], left.shape[-1]))
+            return result
+        tensors = [one for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor)]
+        self.bytes += sum(map(_moved, tensors))
+        return result
+
+
+def _moved(tensor: Tensor) -> int:
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride else 1
+    return count * tensor.element_size()
+
+
+def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Count a user's model: runs in the worker process.
+
+    Derived columns: the fields of :class:`~cs336sys.accounting.step_time.counted_model.CountedModel`.
+    """
+    workload = Workload.from_configuration(configuration)
+    passes: dict[str, list[OperationCount]] = {"forward": [], "backward": []}
+    calls: list[tuple[int, int, int]] = []
+    step = None
+    for batch in (1, 2):
+        progress(f"counting a step of {batch}")
+        sized = replace(workload, size=replace(workload.size, batch_size=batch))
+        launched = replace(sized, precision="fp32", optimizer="fused", attention="sdpa", mode="forward-backward")
+        calls.clear()
+
+        def watch(query: Tensor, key: Tensor, *others: Any) -> None:
+            calls.append((query.shape[:-2].numel(), query.shape[-2], query.shape[-1]))
+
+        without_scaling = torch.amp.GradScaler("cpu", enabled=False)
+        try:
+            with user_models.copied_code(), ScalarsReadAsZero():
+                step = TrainStep(launched, torch.device("meta"), scaler=without_scaling)
+                with user_models.watched_attention(watch, computes=False):
+                    for name, run in (("forward", step.forward), ("backward", step.backward)):
+                        with OperationCount() as count:
+                            run()
+                        passes[name].append(count)
+        except Exception as error:
+            raise CapabilityError(
+                f"{workload.user.model}: cannot be counted, as its step does not run on tensors without values "
+                f"({error!s:.300}); measure it by bench"
+            ) from error
+    assert step is not None
+    peaks: dict[str, list[int]] = {}
+    for checkpointing in _CHECKPOINTING:
+        progress(f"tracing memory, checkpoint {checkpointing}")
+        for batch in (1, 2):
+            sized = replace(workload, size=replace(workload.size, batch_size=batch), optimizer="fused")
+            traced = predicted_timeline(MemoryWorkload(sized, checkpointing=checkpointing))
+            highest = max(peak.allocated for peak in timeline_peaks(traced.timeline))
+            peaks.setdefault(checkpointing, []).append(highest)
+    parameters = list(step.model.parameters())
+    columns: dict[str, Any] = {
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "tensors": len(parameters),
+        # Those of the last batch, of two sequences.
+        "attention": [(heads // 2, queries, dimension) for heads, queries, dimension in calls],
+        "peaks": peaks,
+    }
+    for name, counts in passes.items():
+        if [len(count.products) for count in counts] != [len(counts[0].products)] * 2:
+            raise CapabilityError(
+                f"{workload.user.model}: does other products with another batch, so it is not predicted"
+            )
+        columns[name] = {
+            "products": [count.products for count in counts],
+            "bytes": [count.bytes for count in counts],
+            "kernels": counts[0].kernels,
+        }
+    return Outcome("ok", derived=columns)
