@@ -9,9 +9,10 @@ from cs336sys.accounting.derivation import Derived
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import Evidence, Found
 from cs336sys.report.course.problem import Handout
-from cs336sys.report.course.prose import Prose, derived_sentence, faster, joined
+from cs336sys.report.course.prose import Prose, derived_sentence, joined
 from cs336sys.report.table import Column, Table
 from cs336sys.results.model import Cell, Run, Samples
+from cs336sys.results.statistics import ratio
 
 # Units of a column by how its key ends.
 _UNITS = {"_ms": "ms", "_gib": "gib", "_speedup": "ratio"}
@@ -128,7 +129,8 @@ def compared(before: Cell, after: Cell, phases: Iterable[str]) -> dict[str, Any]
     for phase in phases:
         first, second = before.samples[phase], after.samples[phase]
         facts: dict[str, Any] = {"before": first.median, "after": second.median}
-        facts |= {"speedup": first.median / second.median, "faster": faster(first, second)}
+        found = ratio(first, second)
+        facts |= {"speedup": found.estimate, "low": found.low, "high": found.high}
         row |= {phase: facts, f"{phase}_before_ms": facts["before"], f"{phase}_ms": facts["after"]}
         row[f"{phase}_speedup"] = facts["speedup"]
     return row

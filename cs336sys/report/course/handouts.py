@@ -74,7 +74,7 @@ _ALL = [
     _problem("weighted_sum", "The worked example: weighted sum",
              flash.weighted_sum, commands=flash.weighted_sum_commands),
     _problem("flash_forward", "FlashAttention-2 forward pass",
-             code.TILED, code.TRITON, code.TRITON, commands=code.few_shapes, letters="abc"),
+             code.TILED, code.TRITON, code.causal_forward, commands=code.few_shapes, letters="abc"),
     _problem("flash_backward", "FlashAttention-2 backward pass", code.flash_backward, commands=code.few_shapes),
     _problem("flash_benchmarking", "Benchmarking FlashAttention-2",
              flash.flash_benchmarking, commands=flash.flash_commands, letters="a"),

@@ -17,8 +17,8 @@ from cs336sys.report.render import STDOUT, escape_markdown, render, typst_string
 from cs336sys.report.table import Table, one_line
 from cs336sys.results.foreign import printable
 
-# More sentences than a paragraph holds are listed.
-_PARAGRAPH_SENTENCES = 3
+# So many sentences are the answer that a handout asks for; the others stand below a fold where there is one.
+_ANSWER_SENTENCES = 3
 
 DrawnPicture = Callable[[Picture], str | None]
 
@@ -32,6 +32,7 @@ class Markup:
         commands: command lines as they are typed.
         table: a table, of which a page holds so many rows.
         listed, item: sentences one by one.
+        details: what goes beyond the answer.
         absent, fault: what is missing, and what could not be shown.
     """
 
@@ -49,6 +50,7 @@ class Markup:
     paragraph: str = "%s"
     listed: str = "%s"
     item: str = "- %s"
+    details: str = "%s"
     absent: str = "%s"
     fault: str = "%s"
     end_of_problem: tuple[str, ...] = ()
@@ -213,6 +215,7 @@ _HTML = Markup(
     paragraph="<p>%s</p>",
     listed="<ul>%s</ul>",
     item="<li>%s</li>",
+    details="<details><summary>Details</summary>%s</details>",
     absent='<p class="absent">%s</p>',
     fault='<p class="absent">%s</p>',
     end_of_problem=("</section>",),
@@ -257,11 +260,10 @@ def _body(document: Document, markup: Markup, draw: DrawnPicture) -> Iterator[st
                 if block.machine:
                     yield markup.machine % markup.inline(block.machine)
                 yield from markup.commands(block.commands)
-                if len(block.sentences) > _PARAGRAPH_SENTENCES:
-                    items = [markup.item % markup.inline(sentence) for sentence in block.sentences]
-                    yield markup.listed % "\n".join(items)
-                else:
-                    yield markup.paragraph % markup.inline(" ".join(block.sentences))
+                yield markup.paragraph % markup.inline(" ".join(block.sentences[:_ANSWER_SENTENCES]))
+                if details := block.sentences[_ANSWER_SENTENCES:]:
+                    items = [markup.item % markup.inline(sentence) for sentence in details]
+                    yield markup.details % (markup.listed % "\n".join(items))
                 yield from (markup.absent % markup.inline(one) for one in block.missing)
                 for table in block.tables:
                     yield from markup.table(table)

@@ -156,7 +156,7 @@ def check_lists(where: str, text: str, checked: Checked) -> None:
     if together:
         for one in numbers(rf"[a-z-]+ {N} ms \({N}x\)", text):
             checked.add(where, one.span(2), one[2], (one[1], together[1]), over)
-    board = re.search(rf"A whole step of the 8B model takes {N} ms .*?That is {N}x the speed of .*? of {N} s", text)
+    board = re.search(rf"{N} ms are {N}x the speed of .*? of {N} s", text)
     if board:
         checked.add(where, board.span(2), board[2], (board[3], board[1]), lambda s, ms: 1e3 * s / ms)
     slowest = re.search(r"A step takes ((?:[\d.,]+ ms \([\d.]+ MB, \d+ calls\)(?:, | and )?)+)", text)
@@ -260,8 +260,8 @@ def check_with_tables(where: str, text: str, block: Block, checked: Checked) -> 
     for part_name in ("forward", "backward", "end-to-end"):
         for dtype in ("bf16", "fp32"):
             said = re.search(
-                rf"In {dtype}, {part_name}: .*? shapes, from {N}x \(context (\d+), head dim (\d+)\) to {N}x "
-                r"\(context (\d+), head dim (\d+)\)",
+                rf"In {dtype}, {part_name}: [^:]*? shapes[^:]*?, from {N}x \([\d.,]+x to [\d.,]+x; "
+                rf"context (\d+), head dim (\d+)\) to {N}x \([\d.,]+x to [\d.,]+x; context (\d+), head dim (\d+)\)",
                 text,
             )
             of_table = [row for table in block.tables if table.name == "flash" for row in cells(table)]
@@ -287,7 +287,8 @@ READ = [
     r"kernels [\d.]+ %", r"in inference", r"in the whole step", r"AdamW launches takes", r"elementwise|reduction",
     r"with kernels running in", r"was idle for", r"the two agree within", r"x at \d+", r"in the whole step",
     r"the error", r"in an fp32 sum are off by", r"Over the sizes the gain", r"context grows",
-    r"mean step", r"with the latter|one checkpoint a block", r"Altogether the forward", r"With the length",
+    r"mean step", r"x; context \d+, head dim", r"with the latter|one checkpoint a block",
+    r"Altogether the forward", r"With the length",
     r"off by|way that the parameter went", r"takes between [\d.]+x and|where it is worst", r"the speed\)", r"It hides",
     r"communication runs beside computing", r"computing ran beside it", r"the bytes of plain", r"forward pass:",
     r"formula's", r"at 5 %", r"of silu|of softmax|of scaled|of model|Sigmoid|Mm |Mul |Exp ", r"their FLOPs",

@@ -96,6 +96,11 @@ def _say_backends(answer: Answer, groups: dict) -> None:
             ratios += [_us(gloo[_size(cell)]) / _us(cell) for cell in cells if _size(cell) in gloo]
     if ratios:
         answer.say("backends", ratios=ratios, several=len(ratios) > 1, most=max(ratios))
+    latency = {backend: [one for key, cells in groups.items() if key.backend == backend and (one := _us(cells[0]))]
+               for backend in ("gloo", "nccl")}  # fmt: skip
+    if all(latency.values()):
+        smallest = min(_size(cells[0]) for cells in groups.values())
+        answer.say("small messages", size=smallest, **{name: min(times) for name, times in latency.items()})
 
 
 def all_reduce_commands(target: Target) -> list[Command]:

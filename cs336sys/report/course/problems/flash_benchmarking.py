@@ -1,5 +1,6 @@
 """``flash_benchmarking``, the worked example and 2025's leaderboard: our kernels against PyTorch's."""
 
+import math
 from collections.abc import Sequence
 from operator import itemgetter
 
@@ -78,9 +79,12 @@ def _say_speedups(answer: Answer, rows: Sequence[dict]) -> None:
     for dtype in dtypes:
         for part in _PARTS:
             shapes = [row | row[part] for row in both if row["dtype"] == dtype]
-            worst, best = (choose(shapes, key=itemgetter("speedup")) for choose in (min, max))
-            facts = {"dtype": dtype, "part": part.replace("_", "-"), "of": len(shapes)}
-            answer.say("faster", facts, count=sum(row["speedup"] > 1 for row in shapes), worst=worst, best=best)
+            # The extremes are of shapes with samples enough to say how sure they are.
+            sure = [row for row in shapes if math.isfinite(row["high"])] or shapes
+            worst, best = (choose(sure, key=itemgetter("speedup")) for choose in (min, max))
+            few = {"few": len(shapes) - len(sure)} if len(sure) < len(shapes) else None
+            facts = {"dtype": dtype, "part": part.replace("_", "-"), "of": len(shapes), "few": few}
+            answer.say("faster", facts, count=sum(row["low"] > 1 for row in shapes), worst=worst, best=best)
     for dtype in dtypes:
         gains = [row["end_to_end_speedup"] for row in both if row["dtype"] == dtype and row["head_dim"] == 64]
         if len(gains) > 1:

@@ -181,6 +181,7 @@ def timelines(answer: Answer) -> None:
         answer.show([chosen], "phases", *keys, "activations_gib", "temporary_gib", "other_gib")
     if answer.sentences:
         answer.say_failures([cell for cell in cells_of(found) if _context(cell) == asked], _step)
+        answer.say("snapshot file")
 
 
 def _say_timeline(answer: Answer, cell: Cell, called: str) -> None:
