@@ -3,7 +3,7 @@
 import functools
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,63 +48,70 @@ def _measure(workload: Workload, progress: Progress) -> Outcome:
     checked, wrong = check_training(workload, device, progress)
     if wrong is not None:
         return wrong
-    progress("building the model")
     resident_before_gib = reset_peak_resident() if device.type == "cpu" else None
-    started = time.perf_counter()
-    step = TrainStep(workload, device)
-    build_s = time.perf_counter() - started
-    counted = counted_columns(step, progress)
-    reset_peak_memory(device)
-    if workload.cuda_graph == "on":
-        progress("capturing")
-        step.capture()
-        build_s = time.perf_counter() - started
+    built = build_step(functools.partial(TrainStep, workload, device), device, progress)
     with reading_gpu(device) as readings:
-        samples = time_steps(step, step.phases, progress)
+        samples = time_steps(built.step, built.step.phases, progress)
     peak_gib = peak_memory_gib(device)
     busy_ms = None
     if device.type == "cuda":
         progress("profiling one step")
-        busy_ms = gpu_busy_ms(step)
+        busy_ms = gpu_busy_ms(built.step)
     surroundings: dict[str, Any] = {"gpu_readings": readings.columns()}
     if resident_before_gib is not None:
         surroundings |= {"resident_before_gib": resident_before_gib, "peak_resident_gib": peak_resident_gib()}
-    return training_outcome(
-        step,
-        samples,
-        checked,
-        counted,
-        build_s=build_s,
-        peak_gib=peak_gib,
-        busy_ms=busy_ms,
-        surroundings=surroundings,
-    )
+    return training_outcome(built, samples, checked, peak_gib, busy_ms, surroundings)
+
+
+@dataclass(frozen=True)
+class BuiltStep:
+    """A step that is ready, its graphs captured, with how long that took in seconds.
+
+    Attributes:
+        counted: as of :func:`~cs336sys.experiments.flop_counting.counted_columns`.
+    """
+
+    step: TrainStep
+    counted: Mapping[str, Any]
+    build_s: float
+
+
+def build_step(make: Callable[[], TrainStep], device: torch.device, progress: Progress) -> BuiltStep:
+    """Make a step, count what it computes, and capture its graphs if its workload asks for them."""
+    progress("building the model")
+    started = time.perf_counter()
+    step = make()
+    build_s = time.perf_counter() - started
+    counted = counted_columns(step, progress)
+    reset_peak_memory(device)
+    if step.workload.cuda_graph == "on":
+        progress("capturing")
+        step.capture()
+        build_s = time.perf_counter() - started
+    return BuiltStep(step, counted, build_s)
 
 
 def training_outcome(
-    step: TrainStep,
+    built: BuiltStep,
     samples: Mapping[str, Samples],
     checked: Checked | None,
-    counted: Mapping[str, Any],
-    *,
-    build_s: float,
     peak_gib: float | None,
     busy_ms: float | None,
     surroundings: Mapping[str, Any],
 ) -> Outcome:
-    """Report a measured step of ``bench``: its samples, and the columns derived from them.
+    """Report a measured step: its samples, and the columns derived from them.
 
     Args:
-        counted: as of :func:`~cs336sys.experiments.flop_counting.counted_columns`.
         surroundings: what was observed beside the steps, of the GPU's clocks and of the process's memory.
     """
+    step, counted = built.step, built.counted
     workload, wall = step.workload, samples["wall"]
     peak = None
     if step.device.type == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(step.device), workload.precision, workload.tf32)
     derived = {
         **counted,
-        "first_step_s": build_s + (wall.warmup + wall.measured)[0] / 1e3,
+        "first_step_s": built.build_s + (wall.warmup + wall.measured)[0] / 1e3,
         "peak_gib": peak_gib,
         **workload.rates(samples["step"], peak, counted.get("flops")),
         "gpu_busy_ms": busy_ms,
@@ -158,15 +165,13 @@ def measure_interleaved(configuration: dict[str, Any], progress: Progress) -> Ou
 class _Warm:
     """A workload that has done its warm-up steps."""
 
-    step: TrainStep
+    built: BuiltStep
     timer: StepTimer
     checked: Checked | None
-    counted: Mapping[str, Any]
-    build_s: float
     peak_gib: float | None
 
     def run(self) -> None:
-        use_attention(self.step.workload)
+        use_attention(self.built.step.workload)
         self.timer.run()
 
 
@@ -188,9 +193,10 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
         if name in outcomes:
             continue
         stage = f"{name}, {len(warm)} beside it" if warm else name
+        telling = functools.partial(_tell, progress, stage)
         gc.collect()
         others_gib = held_memory_gib(device) - held_at_first
-        warm[name] = _warm_up(workload, device, others_gib, stage, differences[name], progress)
+        warm[name] = _warm_up(workload, device, others_gib, differences[name], telling)
     with reading_gpu(device) as readings:
         for number in range(first.steps):
             progress(f"step {number + 1}/{first.steps} of each")
@@ -201,17 +207,11 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
         busy_ms = None
         if device.type == "cuda":
             progress(f"{name}: profiling one step")
-            use_attention(measured.step.workload)
-            busy_ms = gpu_busy_ms(measured.step)
+            use_attention(measured.built.step.workload)
+            busy_ms = gpu_busy_ms(measured.built.step)
+        surroundings = {"gpu_readings": readings.columns()}
         outcomes[name] = training_outcome(
-            measured.step,
-            samples,
-            measured.checked,
-            measured.counted,
-            build_s=measured.build_s,
-            peak_gib=measured.peak_gib,
-            busy_ms=busy_ms,
-            surroundings={"gpu_readings": readings.columns()},
+            measured.built, samples, measured.checked, measured.peak_gib, busy_ms, surroundings
         )
     return outcomes
 
@@ -221,26 +221,12 @@ def _tell(progress: Progress, name: str, stage: str) -> None:
 
 
 def _warm_up(
-    workload: Workload,
-    device: torch.device,
-    others_gib: float,
-    stage: str,
-    checked: Checked | None,
-    progress: Progress,
+    workload: Workload, device: torch.device, others_gib: float, checked: Checked | None, progress: Progress
 ) -> _Warm:
-    progress(f"{stage}: building the model")
-    started = time.perf_counter()
-    step = TrainStep(workload, device)
-    build_s = time.perf_counter() - started
-    counted = counted_columns(step, progress)
-    reset_peak_memory(device)
-    if workload.cuda_graph == "on":
-        progress(f"{stage}: capturing")
-        step.capture()
-        build_s = time.perf_counter() - started
-    timer = StepTimer(step.phases, device)
+    built = build_step(functools.partial(TrainStep, workload, device), device, progress)
+    timer = StepTimer(built.step.phases, device)
     for number in range(workload.warmup):
-        progress(f"{stage}: warm-up {number + 1}/{workload.warmup}")
+        progress(f"warm-up {number + 1}/{workload.warmup}")
         timer.run()
     peak_gib = peak_memory_gib(device)
-    return _Warm(step, timer, checked, counted, build_s, None if peak_gib is None else peak_gib - others_gib)
+    return _Warm(built, timer, checked, None if peak_gib is None else peak_gib - others_gib)

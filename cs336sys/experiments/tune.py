@@ -10,16 +10,15 @@ import torch.nn.functional as F
 
 from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.accounting.step_time.work import TERMS, attention_square
-from cs336sys.experiments.bench import training_outcome
+from cs336sys.experiments.bench import build_step, training_outcome
 from cs336sys.experiments.checks.step import check_training
-from cs336sys.experiments.flop_counting import counted_columns
 from cs336sys.experiments.memory.step import MemoryStep
-from cs336sys.experiments.training import set_matmul_precision, time_steps
+from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import DTYPES, choose_device
-from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
+from cs336sys.measure.memory import peak_memory_gib
 from cs336sys.measure.timing import gpu_busy_ms
 from cs336sys.workload import MemoryWorkload, Workload
 
@@ -42,15 +41,9 @@ def _measure(chosen: StepConfiguration, progress: Progress) -> Outcome:
     checked, wrong = check_training(workload, device, progress)
     if wrong is not None:
         return wrong
-    progress("building the model")
-    started = time.perf_counter()
-    step = MemoryStep(MemoryWorkload(workload, checkpointing=chosen.checkpointing), device)
-    counted = counted_columns(step, progress)
-    reset_peak_memory(device)
-    if workload.cuda_graph == "on":
-        progress("capturing")
-        step.capture()
-    build_s = time.perf_counter() - started
+    memory = MemoryWorkload(workload, checkpointing=chosen.checkpointing)
+    built = build_step(functools.partial(MemoryStep, memory, device), device, progress)
+    step = built.step
     phases = step.phases
     if chosen.accumulation > 1:
         passes = functools.partial(_run_passes, step, chosen.accumulation)
@@ -58,16 +51,14 @@ def _measure(chosen: StepConfiguration, progress: Progress) -> Outcome:
     samples = time_steps(step, phases, progress)
     peak_gib = peak_memory_gib(device)
     busy_ms = gpu_busy_ms(step) if device.type == "cuda" and chosen.accumulation == 1 else None
-    outcome = training_outcome(
-        step, samples, checked, counted, build_s=build_s, peak_gib=peak_gib, busy_ms=busy_ms, surroundings={}
-    )
+    outcome = training_outcome(built, samples, checked, peak_gib, busy_ms, surroundings={})
     for name in ("tokens_per_s", "tflops", "mfu_percent"):
         if outcome.derived.get(name) is not None:
             outcome.derived[name] *= chosen.accumulation
     return outcome
 
 
-def _run_passes(step: MemoryStep, count: int) -> None:
+def _run_passes(step: TrainStep, count: int) -> None:
     """Run forward and backward passes of so many micro-batches, whose gradients add up to their mean."""
     for _ in range(count):
         step.phases["forward"]()

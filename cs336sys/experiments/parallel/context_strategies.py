@@ -17,12 +17,11 @@ from cs336sys.accounting.sharding.context import ALL_TO_ALL, RING, SHARDED_CONTE
 from cs336sys.accounting.sharding.mesh import outer_dimension
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.models import CausalAttention, causal_attention, give_positions, model_attention
-from cs336sys.experiments.parallel.sharded_strategies import BUCKETS, fully_sharded
+from cs336sys.experiments.parallel.sharded_strategies import averaging_replica, fully_sharded
 from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
 from cs336sys.kernels.attention import flash_attention, flash_attention_backward
 from cs336sys.parallel.collectives import process_group
 from cs336sys.parallel.context_parallel import AllToAllAttention, ContextGroup, RingAttention
-from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.workload import ParallelWorkload
 
 # Of SDPA, those that torch's ring knows: all but the one that keeps scores.
@@ -100,15 +99,7 @@ def _context_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
         if not communicates:
             parameters = dict(plain.named_parameters())
             return Replica(plain, optimizer(plain.parameters()), None, lambda: parameters, **of_this_rank)
-        model = BucketedDDP(plain, BUCKETS)
-        return Replica(
-            model,
-            optimizer(model.parameters()),
-            model.finish_gradient_synchronization,
-            lambda: dict(plain.named_parameters()),
-            model.buckets,
-            **of_this_rank,
-        )
+        return averaging_replica(plain, optimizer, **of_this_rank)
 
     return prepare
 
@@ -161,7 +152,6 @@ def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: 
     plain = build_plain_model(workload, device)
     positions = context.positions(device)
     give_positions(plain, positions)
-    model = BucketedDDP(plain, BUCKETS)
 
     @contextlib.contextmanager
     def around() -> Iterator[None]:
@@ -178,15 +168,7 @@ def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: 
             # torch 2.11 leaves its own there after an error.
             F.scaled_dot_product_attention = own
 
-    return Replica(
-        model,
-        optimizer(model.parameters()),
-        model.finish_gradient_synchronization,
-        lambda: dict(plain.named_parameters()),
-        model.buckets,
-        share=(slice(None), positions),
-        around=around,
-    )
+    return averaging_replica(plain, optimizer, share=(slice(None), positions), around=around)
 
 
 PREPARE_CONTEXT: dict[str, Prepare] = {

@@ -38,8 +38,12 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 def _replicated(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """All state on every rank, gradients averaged in buckets during the backward pass."""
-    plain = build_plain_model(workload, device)
+    """All state on every rank."""
+    return averaging_replica(build_plain_model(workload, device), optimizer)
+
+
+def averaging_replica(plain: nn.Module, optimizer: OptimizerChoice, **settings: Any) -> Replica:
+    """Average the gradients of a model in buckets, during the backward pass; ``settings`` are fields of the replica."""
     model = BucketedDDP(plain, BUCKETS)
     return Replica(
         model,
@@ -47,6 +51,7 @@ def _replicated(workload: ParallelWorkload, device: torch.device, optimizer: Opt
         model.finish_gradient_synchronization,
         lambda: dict(plain.named_parameters()),
         model.buckets,
+        **settings,
     )
 
 
