@@ -85,3 +85,15 @@ def test_few_steps_tell_nothing():
     other = capture([group("k", [2.0]), group("added", [1.0])], launching=(1.0,))
     found = compare_captures(one, other)
     assert verdicts(found) == {"k": "undecided", "added": "new", "launching": "undecided"}
+
+
+def test_a_difference_that_no_drift_explains_is_told():
+    drifting = [70 + 1.5 * step for step in range(STEPS)]
+    before = capture([group("k", noisy(1, 1))], launching=drifting)
+    found = compare_captures(
+        before, capture([group("k", noisy(1, 2))], launching=[0.3 + 0.01 * n for n in range(STEPS)])
+    )
+    assert verdicts(found)["launching"] == "faster"
+    assert found.explained_ms == pytest.approx(found.delta_ms, rel=0.02)
+    nearer = capture([group("k", noisy(1, 3))], launching=[ms + 3 for ms in drifting])
+    assert verdicts(compare_captures(before, nearer))["launching"] in ("undecided", "~")

@@ -8,7 +8,7 @@ from cs336sys.measure.profile.analysis import Analysis, KernelGroup
 from cs336sys.measure.profile.breakdown import IDLE_PARTS, WAITING_PART
 from cs336sys.measure.profile.taxonomy import short_name
 from cs336sys.results.model import Samples
-from cs336sys.results.statistics import difference
+from cs336sys.results.statistics import difference, fewest_samples
 
 Verdict = Literal["slower", "faster", "new", "gone", "~", "undecided"]
 
@@ -207,11 +207,25 @@ def _summed(rows: Iterable[Sequence[float]], steps: int) -> list[float]:
     return totals
 
 
+def _far_apart(before: Sequence[float], after: Sequence[float], least_ms: float) -> tuple[Verdict, float, float] | None:
+    """A difference of steps that drift so slowly that ranks count them as one or two, but that no drift explains.
+
+    Each side's steps are nearer to each other than to any of the other side.
+    """
+    if min(len(before), len(after)) < fewest_samples():
+        return None
+    apart = max(min(after) - max(before), min(before) - max(after))
+    if apart <= max(max(before) - min(before), max(after) - min(after), least_ms):
+        return None
+    low, high = min(after) - max(before), max(after) - min(before)
+    return ("slower" if low > 0 else "faster"), low, high
+
+
 def _judged(before: Sequence[float], after: Sequence[float], least_ms: float) -> tuple[Verdict, float, float]:
     """Whether the values of steps differ, and the interval of their difference."""
     found = difference(Samples("ms", "capture", tuple(after)), Samples("ms", "capture", tuple(before)))
     if found.is_undecided:
-        return "undecided", found.low, found.high
+        return _far_apart(before, after, least_ms) or ("undecided", found.low, found.high)
     if found.is_noise or abs(found.estimate) < least_ms:
         return "~", found.low, found.high
     return ("slower" if found.low > 0 else "faster"), found.low, found.high

@@ -11,6 +11,7 @@ from cs336sys.measure.profile.breakdown import (
     COMPUTING_PART,
     COPIES_PART,
     IDLE_PARTS,
+    LAUNCHING,
     WAITING_PART,
 )
 from cs336sys.measure.profile.collectives import bus_factor
@@ -25,6 +26,7 @@ from cs336sys.results.model import Samples
 
 _MOST_STEPS = 30
 _SHAPE_CHARACTERS = 120
+_MUCH_LAUNCHING = 0.03
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def part_table(analyses: Sequence[Analysis]) -> Table:
             row["share_percent"] = 100.0
     columns = (_GPU, Column("part", "part"), Column("ms", "a step", "ms"), Column("share_percent", "share", "percent"))
     notes = [f"steps: {words}" for words in dict.fromkeys(one.steps_are for one in analyses)]
+    if any(one.is_gpu and one.share(LAUNCHING) >= _MUCH_LAUNCHING for one in analyses):
+        notes.append("a profiler slows the CPU down and not the GPU: without it launching takes less of a step")
     if not all(one.is_gpu for one in analyses):
         notes.append(
             "no GPU: operators of the CPU stand in the place of kernels; launching is Python's time between them"

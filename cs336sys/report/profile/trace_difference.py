@@ -45,9 +45,8 @@ def _name(change: Change) -> str:
 
 def difference_tables(found: CaptureDifference, title: str, shown: Shown) -> list[Table]:
     """The verdict, the waterfall and the changes."""
-    told = [change for change in found.changes if change.is_told]
-    rest = [change for change in found.changes if not change.is_told]
-    chosen = (told + rest)[: max(shown.top, min(len(told), 3 * shown.top))]
+    # The largest, and of those that are no noise some more.
+    chosen = [one for number, one in enumerate(found.changes) if number < shown.top or one.is_told][: 3 * shown.top]
     rows = [
         {
             "verdict": one.verdict,
@@ -99,7 +98,7 @@ def waterfall(found: CaptureDifference) -> list[tuple[str, float]]:
     if len(told) > 8:
         rows.append((f"{len(told) - 8} other changes", sum(one.delta_ms for one in told[8:])))
     noise = found.delta_ms - sum(ms for _, ms in rows)
-    return [*rows, ("within the noise", noise)]
+    return [*rows, ("noise, or undecided", noise)]
 
 
 def _waterfall(found: CaptureDifference) -> Table:

@@ -20,6 +20,7 @@ from cs336sys.measure.profile.breakdown import (
 from cs336sys.measure.profile.stragglers import Straggler
 from cs336sys.measure.profile.taxonomy import (
     ATTENTION_SOFTMAX,
+    COMMUNICATION,
     ELEMENTWISE,
     MATMUL,
     NORMALIZATION,
@@ -71,9 +72,10 @@ def _straggler(found: Straggler) -> str:
 
 
 def _count(analysis: Analysis) -> tuple[float, float]:
-    """Kernels of a step, and how long one runs in us."""
-    count = sum(sum(kernel.count) for kernel in analysis.kernels)
-    total = sum(sum(kernel.ms) for kernel in analysis.kernels)
+    """Kernels of a step without collectives, which last as long as they wait, and how long one runs in us."""
+    kernels = [kernel for kernel in analysis.kernels if kernel.kind != COMMUNICATION]
+    count = sum(sum(kernel.count) for kernel in kernels)
+    total = sum(sum(kernel.ms) for kernel in kernels)
     return count / len(analysis.step_ms), 1e3 * total / count if count else 0.0
 
 
@@ -175,5 +177,5 @@ def several(analyses: Sequence[Analysis], straggler: Straggler | None) -> list[s
     middle = sorted(analyses, key=lambda one: one.mean_step_ms)[len(analyses) // 2]
     sentences = verdict(middle, straggler)
     if straggler is None and middle.has_steps:
-        sentences.append(f"No rank of {len(analyses)} holds the others up.")
+        sentences.append(f"No rank of {len(analyses)} holds the others up by more than the noise of the steps.")
     return sentences
