@@ -183,6 +183,28 @@ def widest_moments(
     ]
 
 
+def accumulating(moments: Sequence[PeakMemory], size: ModelSize, passes: int) -> list[PeakMemory]:
+    """The moments of a later pass of several: all gradients are there, the newest twice until it is added.
+
+    Args:
+        moments: of one pass, with its part of the batch.
+        size: the model, with the whole batch, which is there all the time.
+    """
+    whole = max(moment.gradients for moment in moments)
+    width = whole // count_parameters(size)
+    newest = {
+        "end of backward": size.vocab_size * size.d_model,
+        "feed-forward backward": size.d_ff * size.d_model,
+        "softmax backward": size.d_model**2,
+    }
+    batch = 16 * size.batch_size * size.context * (passes - 1) // passes
+    found = []
+    for moment in moments:
+        added = width * newest.get(moment.moment.partition(",")[0], 0)
+        found.append(replace(moment, gradients=whole + added, activations=moment.activations + batch))
+    return found
+
+
 # A moment is its name, how many parameters have a gradient at that time, and the bytes of activations.
 _Moment = tuple[str, int, int]
 

@@ -8,6 +8,7 @@ import typer
 
 from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.commands.options import training as options
+from cs336sys.commands.options.board import read_memory_limit
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import choice, refuse_given
 from cs336sys.commands.sweep.run import check_planned, run_sweep, tell_what_does_not_fit
@@ -45,6 +46,11 @@ def memprof(
             parser=parse_checkpointing,
         ),
     ] = ["none"],
+    micro_batches: Annotated[
+        list[int], typer.Option(help="Cut the batch into so many parts, whose gradients add up.", min=1)
+    ] = [1],
+    plan: Annotated[bool, typer.Option("--plan", help="Find the cheapest changes that fit into --memory.")] = False,
+    memory: Annotated[str | None, typer.Option(help="What --plan may use: 80GiB.", show_default=False)] = None,
     top: Annotated[int, typer.Option(help="Largest allocations shown.", min=1, max=LARGEST_ALLOCATIONS)] = 5,
     snapshot: Annotated[
         Path | None, typer.Option(help="Write timelines, pages and snapshots to this folder.", show_default=False)
@@ -61,6 +67,8 @@ def memprof(
     cs336sys memprof --size xl --context 128,256,512 --mode forward,train --snapshot xl
 
     cs336sys memprof --size 2.7b --context 2048 --checkpoint block,every=2,nested --dry-run
+
+    cs336sys memprof --size xl --context 2048 --memory 80GiB --plan
 
     cs336sys memprof --from rank0.pickle,rank1.pickle
 
@@ -82,14 +90,18 @@ def memprof(
     training = options.expand_workloads(model, mode[:1], precision, implementation, steps, run)
     directory = None if snapshot is None else str(snapshot)
     workloads = [
-        MemoryWorkload(replace(workload, mode=phases), strategy, predict, directory)
+        MemoryWorkload(replace(workload, mode=phases), strategy, predict, directory, parts)
         for workload in training
         for phases in mode
         # A forward pass without gradients saves nothing, so there is nothing to checkpoint.
         for strategy in (checkpoint if phases != "forward" else ["none"])
+        for parts in (micro_batches if phases == "train" else [1])
     ]
     workloads = list(dict.fromkeys(workloads))
     output.check()
+    if plan or memory is not None:
+        _plan(workloads, plan, memory, snapshot, sweeping, output)
+        return
     if dry_run:
         check_planned(sweeping, run.device, snapshot=snapshot)
     if dry_run and not predict:
@@ -114,6 +126,30 @@ def memprof(
             output,
             (snapshot, lambda cells, folder: write_files(cells, sweep.run, folder)),
         )
+
+
+def _plan(
+    workloads: list[MemoryWorkload],
+    plan: bool,
+    memory: str | None,
+    snapshot: Path | None,
+    sweeping: SweepOptions,
+    output: OutputOptions,
+) -> None:
+    from cs336sys.report.memory.plan import memory_plan_tables
+
+    if memory is None:
+        raise UsageError("--plan needs to know how much memory there is: add --memory 80GiB")
+    if not plan:
+        raise UsageError(f"--memory {memory}: is for --plan; add that, or leave it out")
+    limit = read_memory_limit(memory, "--memory")
+    check_planned(sweeping, workloads[0].training.device, snapshot=snapshot)
+    run_sweep(
+        "memprof",
+        "cs336sys.experiments.memory.plan:plan_memory",
+        [workload.configuration() | {"limit_bytes": limit} for workload in workloads],
+        SweepOptions(cell_timeout=sweeping.cell_timeout),
+    ).report(lambda cells, _: memory_plan_tables(cells), output)
 
 
 def _read_snapshots(

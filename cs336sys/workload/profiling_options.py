@@ -1,9 +1,11 @@
 """A training workload that is watched: its memory recorded, its loss followed, its kernels profiled."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, parse_checkpointing
+from cs336sys.accounting.memory import PeakMemory, accumulating
 from cs336sys.errors import UsageError
 from cs336sys.workload.training import Configured, Workload, check_choices
 
@@ -19,12 +21,14 @@ class MemoryWorkload(Configured):
         checkpointing: a strategy of :mod:`cs336sys.accounting.checkpointing`.
         trace: also predict the step on fake tensors.
         snapshot: a directory for the recorded step's pictures and files.
+        micro_batches: passes of as many equal parts of the batch, whose gradients add up before the optimizer's step.
     """
 
     training: Workload
     checkpointing: str = "none"
     trace: bool = True
     snapshot: str | None = None
+    micro_batches: int = 1
 
     def __post_init__(self) -> None:
         try:
@@ -32,10 +36,44 @@ class MemoryWorkload(Configured):
         except UsageError as error:
             raise UsageError(f"--checkpoint '{self.checkpointing}': {error}") from error
         self.training.require_known_memory()
+        if self.micro_batches != 1:
+            self._check_micro_batches()
         if self.checkpointing != "none" and self.training.compile == "model":
             raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")
         if self.checkpointing in SUBLAYERS:
             self._check_sublayers()
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the settings; of whole batches as before there were others."""
+        settings = super().configuration()
+        if self.micro_batches == 1:
+            del settings["micro_batches"]
+        return settings
+
+    def _check_micro_batches(self) -> None:
+        training, option = self.training, f"--micro-batches {self.micro_batches}"
+        batch = training.size.batch_size
+        if self.micro_batches < 1 or batch % self.micro_batches:
+            raise UsageError(f"{option}: must divide the batch of {batch}")
+        if training.mode != "train":
+            raise UsageError(f"{option} adds gradients up for the optimizer: mode '{training.mode}' has none")
+        if training.update != "step":
+            raise UsageError(f"{option} updates once all parts are done: choose --update step")
+        if training.cuda_graph != "off":
+            raise UsageError(f"{option} is launched, not captured: choose --cuda-graph off")
+
+    @property
+    def part(self) -> Workload:
+        """The training workload with the batch of one pass."""
+        size = self.training.size
+        return replace(self.training, size=replace(size, batch_size=size.batch_size // self.micro_batches))
+
+    def moments(self) -> list[PeakMemory]:
+        """The moments of a step that can be its peak, on paper: with several passes, those of the second."""
+        moments = self.part.widest_moments(self.checkpointing)
+        if self.micro_batches == 1:
+            return moments
+        return accumulating(moments, self.training.size, self.micro_batches)
 
     def _check_sublayers(self) -> None:
         training, option = self.training, f"--checkpoint {self.checkpointing}"
@@ -51,13 +89,18 @@ class MemoryWorkload(Configured):
     @property
     def name(self) -> str:
         """A file name without its ending, different for workloads that differ in anything but steps and seed."""
-        return f"{self.training.name}-{self.checkpointing}".replace("=", "")
+        parts = f"-{self.micro_batches}parts" if self.micro_batches > 1 else ""
+        return f"{self.training.name}-{self.checkpointing}{parts}".replace("=", "")
 
     @property
     def predicted_gib(self) -> float | None:
         """GiB that a step holds at its peak; None where formulas do not know."""
-        training = self.training
-        return training.predicted_peak(self.checkpointing).total_gib if training.memory_is_known else None
+        return self.peak.total_gib if self.training.memory_is_known else None
+
+    @property
+    def peak(self) -> PeakMemory:
+        """The widest moment."""
+        return max(self.moments(), key=lambda moment: moment.total)
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,11 @@ def test_hostile_file_runs_nothing(tmp_path):
         (["--html", "x.html"], "--html: is for snapshots that --from reads; leave it out"),
         (["--from", "A,A", "--against", "A,A"], "one of them must be one"),
         (["--from", "A", "--html", "x.txt"], "the file must end in .html"),
+        (["--plan"], "--plan needs to know how much memory there is: add --memory 80GiB"),
+        (["--memory", "80GiB"], "--memory 80GiB: is for --plan; add that, or leave it out"),
+        (["--plan", "--memory", "much"], "--memory 'much': give a size such as 130GiB or 140GB"),
+        (["--micro-batches", "3"], "--micro-batches 3: must divide the batch of 4"),
+        (["--micro-batches", "2", "--cuda-graph", "on"], "--micro-batches 2 is launched, not captured"),
     ],
 )
 def test_bad_input_is_one_sentence(folder, tmp_path, arguments, sentence):

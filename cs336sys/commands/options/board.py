@@ -116,8 +116,8 @@ def room_for_tensors(device: str) -> float:
     return _LIMIT_BYTES if gpu is None else _FILLED * gpu.memory_gib * GIB
 
 
-def read_memory_limit(text: str) -> float:
-    """Bytes of ``130GiB`` or ``140GB``.
+def read_memory_limit(text: str, option: str = "--memory-limit") -> float:
+    """Bytes of ``130GiB`` or ``140GB``, a value of that option.
 
     Raises:
         UsageError: it is none.
@@ -131,7 +131,7 @@ def read_memory_limit(text: str) -> float:
                 break
             if 0 < value < math.inf:
                 return value * unit
-    raise UsageError(f"--memory-limit '{text}': give a size such as 130GiB or 140GB")
+    raise UsageError(f"{option} '{text}': give a size such as 130GiB or 140GB")
 
 
 def chosen_by_memory(

@@ -69,8 +69,7 @@ def summary(
         phases.append(asdict(peak) | {name: values[position] for name, values in categories.items()})
     highest = max(peaks, key=lambda peak: peak.allocated)
     reserved = [peak.reserved for peak in peaks if peak.reserved is not None]
-    training = workload.training
-    predicted = training.predicted_peak(workload.checkpointing) if training.is_ours else None
+    predicted = workload.peak if workload.training.is_ours else None
     return {
         "phases": phases,
         "peak_gib": highest.allocated / GIB,
@@ -160,6 +159,7 @@ def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False
     Args:
         follow_operations: find the origin of every allocation, which takes longer.
     """
+    on_cpu = workload.training.device == "cpu"
     training = replace(workload.training, compile="off", cuda_graph="off", device="cpu")
     if training.precision == "fp16":
         training = replace(training, precision="bf16")
@@ -177,11 +177,12 @@ def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False
         FakeTensorMode(),
         ScalarsReadAsZero(decisions) as numbers,
     ):
-        step = MemoryStep(workload, torch.device("cpu"))
+        # The second pass finds the gradients of the first, as does every later one.
+        step = MemoryStep(workload, torch.device("cpu"), passes=min(2, workload.micro_batches))
         numbers.guessed.clear()
         _create_optimizer_state(step)
         held = step.held()
-        history = FakeHistory([tensor for tensors in held.values() for tensor in tensors])
+        history = FakeHistory([tensor for tensors in held.values() for tensor in tensors], on_cpu=on_cpu)
         recorder = StepRecorder(history, step.names, follow_operations=follow_operations)
         step.run_recorded(recorder)
         timeline = recorder.timeline(held=held, held_size=None, optimizer_state=step.optimizer_state())

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,10 +28,15 @@ class MemoryStep(TrainStep):
         names: the model's modules, each with the one name that it has without checkpointing.
         blocks: its Transformer blocks.
         recorder: told of phases and recomputations while it is set.
+
+    Args:
+        passes: how many of its micro-batches a step computes; all of them where it is None.
     """
 
-    def __init__(self, workload: MemoryWorkload, device: torch.device):
+    def __init__(self, workload: MemoryWorkload, device: torch.device, *, passes: int | None = None):
         training = workload.training
+        self.micro_batches = workload.micro_batches
+        self.passes = workload.micro_batches if passes is None else passes
         model = build_model(training, device)
         self.names = unique_names(model)
         self.block_names, self.blocks = named_blocks(training, model)
@@ -48,6 +53,9 @@ class MemoryStep(TrainStep):
         # Recomputed blocks must compute what they computed before.
         self.chains_blocks = workload.checkpointing == "none"
         super().__init__(training, device, model=model)
+        if self.passes > 1:
+            # For timing: a step is made of what it can be split into.
+            self.phases = {"backward": self._accumulate, "optimizer": self.optimizer_step}
 
     def region(self, name: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self.recorder is None else self.recorder.region(name)
@@ -76,7 +84,7 @@ class MemoryStep(TrainStep):
         with contextlib.ExitStack() as outer:
             if self.workload.cuda_graph == "off":
                 outer.enter_context(all_around or contextlib.nullcontext())
-                for name, phase in self.phases_with_loss.items():
+                for name, phase in self._all_passes():
                     with around(name):
                         phase()
                 return
@@ -92,6 +100,35 @@ class MemoryStep(TrainStep):
                 return around(name)
 
             self.capture(with_loss=True, around=around_captured)
+
+    def _all_passes(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """The phases of a step in order, those of each micro-batch with its part of the batch."""
+        phases = dict(self.phases_with_loss)
+        if self.passes == 1:
+            yield from phases.items()
+            return
+        update = phases.pop("optimizer")
+        inputs, targets = self.inputs, self.targets
+        for number in range(self.passes):
+            self.inputs, self.targets = tree_map_only(
+                Tensor, functools.partial(self._part, number=number), (inputs, targets)
+            )
+            for name, phase in phases.items():
+                yield name, phase
+                if name == ("loss" if "loss" in phases else "forward"):
+                    assert self.loss is not None
+                    self.loss = self.loss / self.micro_batches
+        self.inputs, self.targets = inputs, targets
+        yield "optimizer", update
+
+    def _part(self, tensor: Tensor, number: int) -> Tensor:
+        size = self.workload.size.batch_size // self.micro_batches
+        return tensor[number * size : (number + 1) * size]
+
+    def _accumulate(self) -> None:
+        for name, phase in self._all_passes():
+            if name != "optimizer":
+                phase()
 
     def optimizer_state(self) -> list[Tensor]:
         states = self.optimizer.state.values() if self.optimizer is not None else ()

@@ -177,12 +177,14 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
 
     Args:
         held: tensors that exist already.
+        on_cpu: also count what convolutions unfold on a CPU without oneDNN, as :class:`CpuHistory` records them.
     """
 
     events: list[Event]
 
-    def __init__(self, held: Sequence[Tensor]):
+    def __init__(self, held: Sequence[Tensor], *, on_cpu: bool = False):
         super().__init__()
+        self._on_cpu = on_cpu
         self._live: dict[int, weakref.ref] = {}
         self.events = []
         for tensor in held:
@@ -198,9 +200,13 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        unfolded = unfolded_bytes(func, args, result) if self._on_cpu else 0
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._follow(leaf, is_new=True)
+                if unfolded:
+                    # Of the input for the result and the weight's gradient, of the input's gradient for that.
+                    self.events += [Event(-1, unfolded), Event(-1, -unfolded)]
         return result
 
     def mark(self) -> int:
@@ -225,6 +231,25 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
         self._live[address] = weakref.ref(storage, freed)
         if is_new:
             self.events.append(Event(address, size))
+
+
+def unfolded_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
+    """What a convolution without groups and dilation unfolds its input into (im2col), 0 for any other operation.
+
+    Source: aten/src/ATen/native/ConvolutionMM2d.cpp.
+    """
+    if func is torch.ops.aten.convolution.default:
+        image, weight, _, stride, padding, dilation, is_transposed, _, groups = args
+        output = result
+    elif func is torch.ops.aten.convolution_backward.default:
+        output, image, weight, _, stride, padding, dilation, is_transposed, _, groups, *_ = args
+    else:
+        return 0
+    is_product = {*weight.shape[2:], *stride} == {1} and not any(padding)
+    if is_transposed or groups > 1 or {*dilation} != {1} or is_product or image.dim() > 4:
+        return 0
+    columns = image.shape[0] * weight[0].numel() * output.shape[2:].numel()
+    return columns * image.element_size()
 
 
 class ScalarsReadAsZero(TorchDispatchMode):

@@ -200,10 +200,12 @@ def _categorized(
     by_address: dict[int, list[Gradient]] = {}
     for gradient in gradients:
         by_address.setdefault(gradient.address, []).append(gradient)
-    backward = next((region for region in regions if region.name == "backward"), None)
     makers = [region for region in regions if region.name == RECOMPUTATION]
-    if backward is not None:
-        makers.append(Region("before the backward pass", 0, backward.start))
+    # A step can have several passes, which add their gradients up.
+    before = 0
+    for backward in (region for region in regions if region.name == "backward"):
+        makers.append(Region("before the backward pass", before, backward.start))
+        before = backward.end
     for allocation in allocations:
         if allocation.start == 0:
             yield allocation

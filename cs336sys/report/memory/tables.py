@@ -104,7 +104,7 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table | N
 
 def workload_moments(workload: MemoryWorkload) -> list[PeakMemory]:
     """The moments of the workload's step that can be its peak, on paper."""
-    return workload.training.widest_moments(workload.checkpointing)
+    return workload.moments()
 
 
 def workload_peak(workload: MemoryWorkload) -> PeakMemory:
@@ -147,7 +147,10 @@ def best_strategy(training: Workload) -> str:
     )
 
 
-MEMORY_SETTINGS = SETTING_COLUMNS | {"checkpointing": Column("checkpointing", "checkpointing")}
+MEMORY_SETTINGS = SETTING_COLUMNS | {
+    "checkpointing": Column("checkpointing", "checkpointing"),
+    "micro_batches": Column("micro_batches", "micro-batches"),
+}
 _ALWAYS_SHOWN = ("context", "mode", "precision", "compile", "checkpointing")
 
 # A block's largest saved tensors are listed one by one, the others together.
@@ -200,7 +203,9 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
             row["predicted_gib"] = workload_peak(workload).total_gib
         if cell.status == "ok":
             row |= cell.derived | {"step_ms": cell.samples["step"]}
-            row |= {f"{phase['phase']}_gib": phase["allocated"] / GIB for phase in cell.derived["phases"]}
+            for phase in cell.derived["phases"]:
+                name = f"{phase['phase']}_gib"
+                row[name] = max(row.get(name, 0), phase["allocated"] / GIB)
             if row["predicted_gib"] is not None:
                 row["predicted_over_measured"] = row["predicted_gib"] / row["peak_gib"]
             traced = [phase["allocated"] for phase in cell.derived.get("traced", ())]

@@ -1,0 +1,230 @@
+"""Changes that make a training step hold less memory: their settings, costs, options and lines of PyTorch. No torch.
+
+A plan is some of them, at most one for each setting. Prices order plans: percent of a step's FLOPs that are computed
+again, and conventions for what has no FLOPs. What gives the same numbers comes first, then recomputation, then other
+rounding, then more GPUs.
+"""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+
+from cs336sys.accounting.checkpointing import recomputed_flops
+from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes, rank_peak
+from cs336sys.errors import UsageError
+from cs336sys.sizes import SIZES
+from cs336sys.workload.profiling_options import MemoryWorkload
+from cs336sys.workload.training import UserCode, Workload
+
+_MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
+_RANKS = (2, 4, 8)
+# Forward is a third of a step's FLOPs; of a model that is not ours nobody knows what its blocks' last product takes.
+_WHOLE_FORWARD_PERCENT = 100 / 3
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting with another value.
+
+    Attributes:
+        setting, value: of :class:`MemoryWorkload` or its workload; ``ranks`` for more GPUs.
+        option: what our commands take.
+        pytorch: the same in a training script.
+        cost: for people.
+        price: by which plans are ordered, the cheapest first.
+    """
+
+    setting: str
+    value: str | int
+    option: str
+    pytorch: str
+    cost: str
+    price: float
+
+
+def possible_changes(workload: MemoryWorkload) -> list[Change]:
+    """List what a workload could change and does not yet, by setting.
+
+    ``--device cpu`` leaves out what computes on GPUs alone.
+    """
+    training = workload.training
+    found: list[Change] = []
+    if training.mode == "train" and training.update == "step" and training.cuda_graph == "off":
+        found += _micro_batches(workload)
+    if training.is_ours and training.attention == "reference":
+        found.append(
+            Change(
+                "attention", "sdpa", "--attention sdpa",
+                "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",
+                "none: other kernels for the same result", 0.2,
+            )
+        )  # fmt: skip
+    on_gpu = training.device != "cpu"
+    if on_gpu and training.is_ours and training.kernels == "reference" and training.mode == "train":
+        found.append(
+            Change(
+                "kernels", "fused", "--kernels fused",
+                "loss = cs336sys.kernels.linear_cross_entropy.linear_cross_entropy(hidden, head.weight, targets)",
+                "none: fused kernels; the loss holds no logits", 0.3,
+            )
+        )  # fmt: skip
+    if training.mode != "forward" and workload.checkpointing == "none" and training.compile != "model":
+        found += _checkpoints(training)
+    if training.precision == "fp32":
+        found.append(
+            Change(
+                "precision", "bf16", "--precision bf16",
+                'with torch.autocast("cuda", torch.bfloat16): loss = compute_loss(model, batch)',
+                "other rounding", 100,
+            )
+        )  # fmt: skip
+    has_moments = training.mode == "train" and training.optimizer in ("course", "adamw", "fused")
+    if on_gpu and has_moments and training.state_dtype == "fp32":
+        found.append(
+            Change(
+                "state_dtype", "bf16", "--optimizer adamw --state-dtype bf16",
+                'optimizer = cs336sys.kernels.adamw.AdamW(model.parameters(), state_dtype="bf16")',
+                "other rounding of the moments", 150,
+            )
+        )  # fmt: skip
+    if training.is_ours and training.mode == "train" and training.memory_is_known:
+        found += _ranks(workload)
+    return found
+
+
+def _micro_batches(workload: MemoryWorkload) -> Iterator[Change]:
+    size = workload.training.size.batch_size
+    for count in _MICRO_BATCHES:
+        if count > workload.micro_batches and size % count == 0:
+            yield Change(
+                "micro_batches", count, f"--micro-batches {count}",
+                f"for part in batch.chunk({count}): (compute_loss(model, part) / {count}).backward()  "
+                "# then optimizer.step()",
+                f"{count} passes of {size // count} sequences: less work for each launch", count.bit_length() / 10,
+            )  # fmt: skip
+
+
+def _checkpoints(training: Workload) -> Iterator[Change]:
+    line = "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # for each block"
+    if not training.is_ours:
+        percent = _WHOLE_FORWARD_PERCENT
+        yield Change(
+            "checkpointing", "block", "--checkpoint block", line, f"up to {percent:.0f} % of FLOPs again", percent
+        )
+        return
+    layers = training.size.num_layers
+    strategies = ["block", *(f"every={k}" for k in (2, 3, 4, 6, 8) if k < layers and layers % k == 0)]
+    if training.kernels == "reference" and training.compile == "off":
+        strategies += ["attention", "ffn", "sublayer"]
+    causal = training.attention != "reference"
+    for strategy in strategies:
+        again = recomputed_flops(training.size, strategy, causal=causal)
+        percent = 100 * again / model_flops(training.size, causal=causal)
+        code = line
+        if strategy.startswith("every="):
+            count = strategy.removeprefix("every=")
+            code = f"x = checkpoint(torch.nn.Sequential(*group), x, use_reentrant=False)  # groups of {count} blocks"
+        elif strategy != "block":
+            layer = {"attention": "attention", "ffn": "feed-forward layer", "sublayer": "attention, feed-forward layer"}
+            code = (
+                f"x = x + checkpoint(layer, x, use_reentrant=False)  # {layer[strategy]} of each block, with its norm"
+            )
+        cost = f"{percent:.1f} % of FLOPs again"
+        yield Change("checkpointing", strategy, f"--checkpoint {strategy}", code, cost, percent)
+
+
+def _ranks(workload: MemoryWorkload) -> Iterator[Change]:
+    training = workload.training
+    for ranks, strategy in product(_RANKS, ("optimizer", "fsdp")):
+        if training.size.batch_size % ranks or not _can_shard(training):
+            continue
+        sent = predicted_sent_bytes(_sharded(workload, strategy, ranks))
+        code = (
+            "optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)"
+            if strategy == "optimizer"
+            else "torch.distributed.fsdp.fully_shard(block)  # each block, then the model"
+        )
+        yield Change(
+            "ranks", f"{strategy} x {ranks}", f"shard --world-size {ranks} --strategy {strategy}", code,
+            f"{ranks} GPUs, {sent / 2**30:.3g} GiB sent by each", 1000 * ranks + (strategy == "fsdp"),
+        )  # fmt: skip
+
+
+def _can_shard(training: Workload) -> bool:
+    return training.kernels == "reference" and training.state_dtype == "fp32"
+
+
+def _sharded(workload: MemoryWorkload, strategy: str, ranks: int) -> ShardedStep:
+    training = workload.training
+    return ShardedStep(
+        strategy, training.size, ranks, training.precision, training.attention, workload.checkpointing
+    )  # fmt: skip
+
+
+def sharded_bytes(workload: MemoryWorkload, ranks: Change) -> int | None:
+    """Predict the peak of one of several ranks, None where formulas do not know."""
+    training = workload.training
+    if workload.micro_batches > 1 or not _can_shard(training):
+        return None
+    strategy, _, count = str(ranks.value).partition(" x ")
+    try:
+        return rank_peak(_sharded(workload, strategy, int(count))).total
+    except UsageError:
+        return None
+
+
+def changed(workload: MemoryWorkload, plan: Sequence[Change]) -> MemoryWorkload | None:
+    """The workload with these changes on one GPU; None where they do not go together."""
+    own = {change.setting: change.value for change in plan if change.setting in ("checkpointing", "micro_batches")}
+    settings = {change.setting: change.value for change in plan if change.setting not in (*own, "ranks")}
+    if "state_dtype" in settings:
+        settings["optimizer"] = "adamw"
+    try:
+        training = replace(workload.training, **settings)  # type: ignore[arg-type]  # values are of their settings
+        return replace(workload, training=training, **own)  # type: ignore[arg-type]  # likewise
+    except UsageError:
+        return None
+
+
+def plans(changes: Sequence[Change]) -> list[tuple[Change, ...]]:
+    """Every combination of changes of different settings, the cheapest first, none of them empty."""
+    settings = list(dict.fromkeys(change.setting for change in changes))
+    choices = [[None, *(change for change in changes if change.setting == setting)] for setting in settings]
+    found = [tuple(change for change in chosen if change is not None) for chosen in product(*choices)]
+    return sorted(filter(None, found), key=lambda plan: (sum(change.price for change in plan), len(plan)))
+
+
+_OPTIONS = {
+    "mode": "--mode", "precision": "--precision", "compile": "--compile", "attention": "--attention",
+    "kernels": "--kernels", "optimizer": "--optimizer", "state_dtype": "--state-dtype", "update": "--update",
+    "cuda_graph": "--cuda-graph", "device": "--device", "seed": "--seed",
+}  # fmt: skip
+
+
+def command_line(workload: MemoryWorkload, command: str = "memprof") -> str:
+    """The command that runs a workload."""
+    training, size = workload.training, workload.training.size
+    words = ["cs336sys", command]
+    for field in fields(UserCode):
+        value = getattr(training.user, field.name)
+        if value is not None and field.name != "code_digest":
+            words += [f"--{field.name}", value]
+    # A size with other widths has no name of its own.
+    named = SIZES.get(size.name, SIZES["tiny"])
+    words += ["--size", named.name]
+    for field in fields(size):
+        value = getattr(size, field.name)
+        if field.name not in ("name", "precision") and value != getattr(named, field.name):
+            words += [f"--{field.name.replace('_', '-')}", str(value)]
+    defaults = {field.name: field.default for field in fields(Workload)}
+    defaults["precision"] = named.precision
+    for name, option in _OPTIONS.items():
+        if getattr(training, name) != defaults[name]:
+            words += [option, str(getattr(training, name))]
+    if workload.checkpointing != "none":
+        words += ["--checkpoint", workload.checkpointing]
+    if workload.micro_batches > 1:
+        words += ["--micro-batches", str(workload.micro_batches)]
+    return shlex.join(words)

@@ -1,0 +1,128 @@
+"""Plans of ``memprof --plan`` are run: they stay under the limit, and without their last change they do not."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336sys.accounting.memory import GIB
+from cs336sys.experiments.memory.measurement import measure_memory
+from cs336sys.experiments.memory.plan import plan_memory
+from cs336sys.experiments.memory.prediction import predicted_timeline, timeline_peaks
+from cs336sys.sizes import choose_size
+from cs336sys.workload import MemoryWorkload, UserCode, Workload
+from cs336sys.workload.memory_changes import changed, command_line, plans, possible_changes
+
+MODELS = Path(__file__).parents[2] / "user_models.py"
+SIZE = choose_size("tiny", vocab_size=500, batch_size=8, context=64, num_layers=3)
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs the package transformers"
+)
+
+
+def user(model, **others):
+    given = {name: f"{MODELS}:{value}" for name, value in others.items()}
+    return UserCode(model=f"{MODELS}:{model}", **given)
+
+
+# Name, workload, and the part of its memory that it may use.
+CASES = [
+    pytest.param({}, 0.5, id="ours"),
+    pytest.param({"user": user("Classifier", batch="images", loss="classes")}, 0.7, id="convolutions"),
+    pytest.param({"attention": "sdpa", "precision": "bf16"}, 0.4, id="ours-bf16", marks=pytest.mark.nightly),
+    pytest.param({"user": user("llama")}, 0.5, id="llama", marks=[needs_transformers, pytest.mark.nightly]),
+    pytest.param({"user": user("gpt2")}, 0.5, id="gpt2", marks=[needs_transformers, pytest.mark.nightly]),
+    pytest.param({"user": user("Encoder")}, 0.4, id="encoder", marks=pytest.mark.nightly),
+]
+
+
+def quiet(stage):
+    pass
+
+
+def workload(**settings):
+    return MemoryWorkload(Workload(SIZE, device="cpu", warmup=1, steps=1, **settings), trace=False)
+
+
+def planned(one, limit):
+    outcome = plan_memory(one.configuration() | {"limit_bytes": limit}, quiet)
+    assert outcome.status == "ok"
+    return outcome.derived
+
+
+def measured(one):
+    outcome = measure_memory(one.configuration(), quiet)
+    assert outcome.status == "ok", outcome
+    return outcome.derived["peak_gib"] * GIB
+
+
+@pytest.mark.parametrize(("settings", "part"), CASES)
+def test_plan_fits_when_it_is_run_and_not_without_its_last_change(settings, part):
+    one = workload(**settings)
+    whole = planned(one, 1e15)
+    assert whole["plan"] == []
+    limit = part * whole["base_bytes"]
+    found = planned(one, limit)
+    names = [(step["setting"], step["value"]) for step in found["plan"]]
+    assert "ranks" not in dict(names)
+    by_name = {(change.setting, change.value): change for change in possible_changes(one)}
+    plan = [by_name[name] for name in names]
+    peak = measured(changed(one, plan))
+    assert peak <= limit
+    assert found["plan"][-1]["peak_bytes"] == pytest.approx(peak, rel=0.02)
+    assert measured(changed(one, plan[:-1])) > limit
+
+
+@pytest.mark.parametrize("passes", [2, 4])
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+def test_formula_of_several_passes_is_that_of_a_trace(passes, checkpointing):
+    size = choose_size("tiny", d_model=256, d_ff=1024, num_layers=4, vocab_size=1000, batch_size=8, context=256)
+    one = MemoryWorkload(Workload(size, attention="sdpa"), checkpointing, micro_batches=passes)
+    traced = max(peak.allocated for peak in timeline_peaks(predicted_timeline(one).timeline))
+    assert one.peak.total == pytest.approx(traced, rel=0.02)
+    assert one.peak.total > 0.999 * traced
+
+
+def test_several_passes_train_as_one_does():
+    from cs336sys.experiments.memory.step import MemoryStep
+
+    weights = []
+    for passes in (1, 4):
+        torch.manual_seed(0)
+        step = MemoryStep(replace(workload(), micro_batches=passes), torch.device("cpu"))
+        step()
+        step()
+        weights.append([parameter.detach().clone() for parameter in step.model.parameters()])
+    for whole, parts in zip(*weights, strict=True):
+        torch.testing.assert_close(parts, whole, rtol=1e-3, atol=2e-5)
+
+
+def test_nothing_fits_is_told_with_the_least():
+    on_paper = replace(workload(), training=replace(workload().training, device="auto"))
+    found = planned(on_paper, 1e5)
+    assert (found["plan"], found.get("command")) == (None, None)
+    assert 1e5 < found["least_bytes"] < found["base_bytes"]
+
+
+def test_plans_are_ordered_by_price_and_have_one_change_for_each_setting():
+    changes = possible_changes(replace(workload(), training=replace(workload().training, device="auto")))
+    found = plans(changes)
+    prices = [sum(change.price for change in plan) for plan in found]
+    assert prices == sorted(prices)
+    assert all(len({change.setting for change in plan}) == len(plan) for plan in found)
+    assert {change.setting for change in changes} == {
+        "micro_batches", "attention", "kernels", "checkpointing", "precision", "state_dtype", "ranks",
+    }  # fmt: skip
+
+
+def test_command_line_says_what_differs_from_defaults():
+    one = replace(workload(attention="sdpa"), checkpointing="block", micro_batches=4)
+    assert command_line(one) == (
+        "cs336sys memprof --size tiny --num-layers 3 --vocab-size 500 --context 64 --batch-size 8 --attention sdpa "
+        "--device cpu --checkpoint block --micro-batches 4"
+    )
+    theirs = command_line(workload(user=user("llama")))
+    assert theirs.startswith(f"cs336sys memprof --model {MODELS}:llama --size tiny")
