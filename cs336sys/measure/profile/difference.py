@@ -8,12 +8,14 @@ from cs336sys.measure.profile.analysis import Analysis, KernelGroup
 from cs336sys.measure.profile.breakdown import IDLE_PARTS, WAITING_PART
 from cs336sys.measure.profile.taxonomy import short_name
 from cs336sys.results.model import Samples
-from cs336sys.results.statistics import difference, fewest_samples
+from cs336sys.results.statistics import compare_sides, difference, fewest_samples
 
 Verdict = Literal["slower", "faster", "new", "gone", "~", "undecided"]
 
 # A change of less of a step is nobody's concern.
-_LEAST_SHARE = 2e-4
+_LEAST_SHARE = 1e-5
+# A capture has hundreds of kernels: at 95 % one in twenty of them would be marked.
+_CONFIDENCE_PERCENT = 99.0
 # A kernel of fewer of the other side's steps is not always there.
 _PRESENT_SHARE = 0.5
 
@@ -224,8 +226,9 @@ def _far_apart(before: Sequence[float], after: Sequence[float], least_ms: float)
 def _judged(before: Sequence[float], after: Sequence[float], least_ms: float) -> tuple[Verdict, float, float]:
     """Whether the values of steps differ, and the interval of their difference."""
     found = difference(Samples("ms", "capture", tuple(after)), Samples("ms", "capture", tuple(before)))
-    if found.is_undecided:
+    judged = compare_sides([[before]], [[after]], confidence_percent=_CONFIDENCE_PERCENT)
+    if judged.p_value is None:
         return _far_apart(before, after, least_ms) or ("undecided", found.low, found.high)
-    if found.is_noise or abs(found.estimate) < least_ms:
+    if not judged.is_significant or abs(found.estimate) < least_ms:
         return "~", found.low, found.high
-    return ("slower" if found.low > 0 else "faster"), found.low, found.high
+    return ("slower" if found.estimate > 0 else "faster"), found.low, found.high

@@ -25,7 +25,7 @@ def difference_sentences(found: CaptureDifference) -> list[str]:
             "Most: " + ", ".join(f"{_name(one)} ({one.verdict}, {_signed(one)})" for one in told[:_NAMED]) + "."
         )
     elif all(change.verdict == "undecided" for change in found.changes):
-        sentences.append("The captures hold too few steps to tell a change from noise: record at least 4 in each.")
+        sentences.append("The captures hold too few steps to tell a change from noise: record at least 5 in each.")
     else:
         sentences.append("No kernel and no cause of idling changed by more than noise.")
     return sentences
@@ -82,7 +82,9 @@ def difference_tables(found: CaptureDifference, title: str, shown: Shown) -> lis
         Column("operator", "operator"),
         Column("shapes", "shapes of inputs"),
     )
-    notes = ["~: within the noise of the steps, by the 95 % interval of the rank test; undecided: too few steps to say"]
+    notes = [
+        "~: within the noise of the steps, by the rank test at 99 %; undecided: too few steps to say; ends at 95 %"
+    ]
     if len(chosen) < len(found.changes):
         notes.append(f"{len(chosen)} of {len(found.changes)} shown: --top shows more")
     return [
