@@ -67,15 +67,17 @@ def memory(answer: Answer) -> None:
     # Asked are the moments of the first step, which earlier versions did not record.
     found.sort(key=lambda group: (-_recorded_of_first_step(group), not _is_as_asked(group)))
     groups = _by_precision(found[:1]) or found[:1]
-    say_setup(answer, found[0])
     rows: list[dict] = []
     for group in groups:
         cells, where = _by_strategy(group), f" in {_precision(group)}" * (len(groups) > 1)
-        for name, cell in cells.items():
-            held = _held(cell)
-            _say_held(answer, name, held, where)
+        moments = {name: held for name, cell in cells.items() if (held := _held(cell))}
+        for name, held in moments.items():
+            answer.say(f"held with {name}", where=where, moments=held)
             rows += [{"precision": _precision(group), "strategy": name, **moment} for moment in held]
         _say_saved(answer, cells, where)
+        for name, held in moments.items():
+            _say_parts(answer, name, held)
+    say_setup(answer, found[0])
     headers = {name: name for name in ("precision", "strategy", "moment")}
     headers |= {f"{part}_gib": words for part, words in COMPONENTS.items()} | {"total_gib": "total"}
     answer.add_table("memory", "memory of the rank that holds most", headers, rows)
@@ -115,15 +117,12 @@ def _held(cell: Cell) -> list[dict[str, Any]]:
     ]
 
 
-def _say_held(answer: Answer, strategy: str, held: Sequence[dict], where: str) -> None:
-    if not held:
-        return
-    answer.say(f"held with {strategy}", where=where, moments=held)
-    for at in reversed(held):
-        if at["optimizer_state_gib"]:
-            parts = [{"part": words, "gib": at[f"{part}_gib"]} for part, words in COMPONENTS.items()]
-            answer.say("of these", at, parts=[part for part in parts if part["gib"]])
-            return
+def _say_parts(answer: Answer, strategy: str, held: Sequence[dict]) -> None:
+    """Break down the last moment that has optimizer state."""
+    at = next((at for at in reversed(held) if at["optimizer_state_gib"]), None)
+    if at is not None:
+        parts = [{"part": words, "gib": at[f"{part}_gib"]} for part, words in COMPONENTS.items()]
+        answer.say("of these", at, strategy=strategy, parts=[part for part in parts if part["gib"]])
 
 
 def _say_saved(answer: Answer, cells: dict[str, Cell], where: str) -> None:
@@ -160,7 +159,6 @@ def speeds(answer: Answer) -> None:
     if not found:
         return
     groups = _by_precision(sorted(found, key=lambda group: not _is_as_asked(group)))
-    say_setup(answer, *groups)
     for group in groups:
         cells = _by_strategy(group)
         before = cells["none"].samples
@@ -176,6 +174,7 @@ def speeds(answer: Answer) -> None:
                 facts = {"precision": _precision(group), "strategy": name, "faster": faster(*steps.values())}
                 answer.say("step", facts, **steps, medians={"parts": parts} if parts else None)
         answer.show([group], "shard", *_STEP_COLUMNS, medians=True)
+    say_setup(answer, *groups)
     lack_xl(answer, found[0])
     for precision in ("fp32", "bf16"):
         if precision not in map(_precision, groups):
@@ -244,7 +243,6 @@ def fsdp_gathers(answer: Answer) -> None:
         there |= prefetched
     if not groups:
         return
-    say_setup(answer, groups[0])
     for group in groups:
         for cell in sorted(group.cells, key=lambda cell: cell.configuration["prefetch"]):
             _say_late(answer, cell)
@@ -253,11 +251,13 @@ def fsdp_gathers(answer: Answer) -> None:
         steps = [(cell.configuration["prefetch"], cell.samples["step"].measured) for cell in group.cells]
         unsettled = [{"prefetch": ahead, "steps": run} for ahead, run in steps if max(run) > _UNSETTLED * min(run)]
         if unsettled:
-            answer.say("not settled", cells=sorted(unsettled, key=lambda one: one["prefetch"]))
+            forwards = [cell.samples["forward"].median for cell in group.cells]
+            answer.say("not settled", cells=sorted(unsettled, key=lambda one: one["prefetch"]), forwards=forwards)
     for group in groups:
         for row in sorted(rows_of(group, "shard"), key=lambda row: row["prefetch"]):
             if isinstance(row.get("exposed_ms"), Interval):
                 answer.say("cost of communication", row)
+    say_setup(answer, groups[0])
     answer.draw(groups, "timelines")
     lack_xl(answer, groups[0])
     for count in (0, 1, 2):
