@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 # Of a GPU's memory, what tensors may take: the rest is the context's and what the allocator cannot use.
 _FILLED = 0.95
 
+# What a rank on a CPU is assumed to send: Gloo's all-reduce of large messages between two processes of one machine
+# (docs/results/allreduce-gloo-h200).
+_GLOO_BYTES_PER_S = 1e9
+
 # Rounds of measuring, at most: the fewest that can decide are four.
 _ROUNDS = 12
 
@@ -286,7 +290,7 @@ def _rates(gpu: str | None, path: Path | None, device: str, plain: Workload, *, 
 
 def _cpu_rates(plain: Workload) -> "Rates":
     from cs336sys.accounting.step_time.prediction import StepConfiguration, quantities
-    from cs336sys.accounting.step_time.rates import UNMEASURED, Rates
+    from cs336sys.accounting.step_time.rates import UNMEASURED, Exposure, Rates
     from cs336sys.measure.cells import Worker
     from cs336sys.measure.system import cpu_model
 
@@ -296,7 +300,8 @@ def _cpu_rates(plain: Workload) -> "Rates":
         raise CapabilityError(f"the rates of this CPU cannot be measured: {outcome.reason}")
     everything = dict.fromkeys(quantities(StepConfiguration(plain)), (0.0, math.inf))
     name = cpu_model() or "this CPU"
-    return Rates(name, outcome.derived["seconds"], 0.0, 0.0, ranges=everything, kinds=UNMEASURED)
+    exposures = {strategy: Exposure(_GLOO_BYTES_PER_S, 1.0) for strategy, _ in STRATEGIES}
+    return Rates(name, outcome.derived["seconds"], 0.0, 0.0, exposures, everything, UNMEASURED)
 
 
 def _nothing_fits(found: "Choice") -> str:

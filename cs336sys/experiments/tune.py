@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from cs336sys.accounting.step_time.prediction import StepConfiguration
-from cs336sys.accounting.step_time.work import TERMS, attention_square
+from cs336sys.accounting.step_time.work import TERMS, attention_square, product_work
 from cs336sys.experiments.bench import build_step, training_outcome
 from cs336sys.experiments.checks.step import check_training
 from cs336sys.experiments.memory.step import MemoryStep
@@ -95,7 +95,7 @@ def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
     flash = _seconds(lambda: flash_attention(q, k, v, is_causal=True)) / (2 * square)
     sdpa = _seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)) / (2 * square)
     per_byte = moved / (12 * tokens * size.d_ff)
-    per_flop = product / (2 * tokens * size.d_model * size.d_ff)
+    per_flop = product / product_work(tokens, size.d_ff, size.d_model)
     seconds = dict.fromkeys(TERMS, 0.0)
     seconds |= dict.fromkeys(("half_products", "full_products", "full_scores"), per_flop)
     seconds |= dict.fromkeys(("eager_bytes", "fused_bytes", "score_bytes", "state_bytes"), per_byte)
