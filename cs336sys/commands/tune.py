@@ -395,7 +395,7 @@ def _measure(
     output: OutputOptions,
 ) -> None:
     """Measure candidates in turn until one is the fastest by ``compare``'s statistic, or time is over."""
-    from cs336sys.report.tune import by_configuration, compared_to_best, fastest, tune_tables
+    from cs336sys.report.tune import by_configuration, compared_to_best, fastest, is_decided, tune_tables
 
     ranks = chosen[0].configuration.world_size
     if ranks > 1 and any(one.configuration.accumulation > 1 for one in chosen):
@@ -421,7 +421,7 @@ def _measure(
             return False
         key = configuration_key(configuration, ignore=("round",))
         compared = compared_to_best(groups, best)
-        still_open = {other for other, comparison in compared.items() if comparison.verdict not in ("slower", "faster")}
+        still_open = {other for other, comparison in compared.items() if not is_decided(comparison)}
         return bool(still_open) and key in {best, *still_open}
 
     # Every second round goes backwards, so that none is always measured after the same one.

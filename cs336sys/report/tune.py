@@ -197,12 +197,26 @@ def fastest(groups: dict[str, list[Cell]]) -> str | None:
 
 
 def compared_to_best(groups: dict[str, list[Cell]], best: str) -> dict[str, Comparison]:
-    """Compare every other measured configuration with the best, as ``compare`` does."""
-    return {
-        key: compare_samples(token_ms(groups[best]), token_ms(cells))
-        for key, cells in groups.items()
-        if key != best and all(cell.status == "ok" for cell in cells)
-    }
+    """Compare every other measured configuration with the best, as ``compare`` does, in the rounds that both have."""
+    compared = {}
+    for key, cells in groups.items():
+        if key != best and all(cell.status == "ok" for cell in cells):
+            common = min(len(cells), len(groups[best]))
+            compared[key] = compare_samples(token_ms(groups[best][:common]), token_ms(cells[:common]))
+    return compared
+
+
+# Samples that follow one another resemble each other: two processes that measured one step on an H200 (medium, batch 8,
+# in a graph) were 1.8 % apart, and five samples of each called that a difference. One round decides five times as much.
+_BEYOND_ROUNDS = 1.1
+
+
+def is_decided(comparison: Comparison) -> bool:
+    """Return whether a configuration is slower for certain, or faster: by rounds, or by more than these differ."""
+    difference = comparison.difference
+    if difference is None or difference.ratio_low is None or comparison.verdict not in ("slower", "faster"):
+        return False
+    return difference.level == "rounds" or difference.ratio_low > _BEYOND_ROUNDS
 
 
 _MEASURED = (
@@ -251,7 +265,7 @@ def _measured_row(key: str, cells: list[Cell], best: str | None, compared: dict[
     row |= {"step_ms": median, "tokens_per_s": 1e3 * _tokens(first) / median, "peak_gib": max(peaks, default=None)}
     row |= {"off_percent": None if predicted is None else 100 * (predicted / median - 1)}
     if key in compared:
-        verdict = compared[key].verdict
+        verdict = compared[key].verdict if is_decided(compared[key]) else "~"
         row |= {
             "slower_percent": compared[key].slower_percent,
             "verdict": "not told apart" if verdict == "~" else verdict,
@@ -271,6 +285,6 @@ def _winner(groups: dict[str, list[Cell]], best: str, compared: dict[str, Compar
         other = configuration_words(configuration_of(groups[key][0]))
         low, high = 100 * (difference.ratio_low - 1), 100 * (difference.ratio_high - 1)
         intervals.append(f"{other} is {low:+.1f} to {high:+.1f} % slower")
-    undecided = sum(comparison.verdict in ("~", "undecided") for comparison in compared.values())
+    undecided = sum(not is_decided(comparison) for comparison in compared.values())
     apart = "told apart from all others" if not undecided else f"not told apart from {undecided} of the others"
     return f"Winner: {words}, {apart}" + (f" ({'; '.join(intervals)}; 95 %)." if intervals else ".")

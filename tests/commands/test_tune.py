@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 from cs336sys.accounting.step_time import space
 from cs336sys.accounting.step_time.choice import choose
 from cs336sys.accounting.step_time.counted_model import CountedModel
+from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.accounting.step_time.rates import h200_rates
 from cs336sys.cli import app
 from cs336sys.experiments.operation_counting import count_model
-from cs336sys.results.model import read_results
+from cs336sys.report.tune import by_configuration, compared_to_best, fastest, is_decided
+from cs336sys.results.model import Cell, Samples, read_results
 from cs336sys.sizes import SIZES
 from cs336sys.workload import UserCode, Workload
 
@@ -152,6 +154,44 @@ def test_measuring_checks_saves_and_compares_the_best_and_the_plain_one(measured
     saved = read_results(path).cells
     assert {cell.command for cell in saved} == {"tune"}
     assert len(saved) == sum(row["rounds"] for row in rows)
+
+
+def rounds_of(configuration, medians):
+    steps = [Samples("ms", "cpu clock", tuple(median + 0.01 * n for n in range(5))) for median in medians]
+    return [
+        Cell("tune", configuration.configuration() | {"round": number}, "ok", {"step": step})
+        for number, step in enumerate(steps, 1)
+    ]
+
+
+def compared(first, second):
+    training = Workload(SIZES["tiny"])
+    groups = by_configuration(
+        [
+            *rounds_of(StepConfiguration(training), first),
+            *rounds_of(StepConfiguration(training, "block"), second),
+        ]
+    )
+    best = fastest(groups)
+    (comparison,) = compared_to_best(groups, best).values()
+    return groups[best][0].configuration["checkpointing"], is_decided(comparison)
+
+
+def test_one_round_decides_only_what_rounds_cannot_explain():
+    """Five steps in a row resemble each other more than those of another round do."""
+    assert compared([100], [104]) == ("none", False)
+    assert compared([100], [150]) == ("none", True)
+    assert compared([150], [100]) == ("block", True)
+
+
+def test_four_rounds_decide_small_differences_and_three_do_not():
+    assert compared([100, 101, 100, 101], [103, 104, 103, 104]) == ("none", True)
+    assert compared([100, 101, 100], [103, 104, 103]) == ("none", False)
+    assert compared([100, 103, 100, 103], [101, 102, 101, 104])[1] is False
+
+
+def test_what_was_dropped_early_is_compared_in_the_rounds_that_both_have():
+    assert compared([100, 101, 100, 101], [150]) == ("none", True)
 
 
 def test_interrupted_measuring_is_resumed_and_shown_again(measured):
