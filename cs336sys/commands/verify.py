@@ -16,13 +16,7 @@ from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Run
 from cs336sys.workload.user_code import digest, is_user_code, source_file
-from cs336sys.workload.verification import CASES, GRADIENTS, WRAPS, VerifiedWorkload
-
-# Small enough that all cases take seconds on a CPU; the sizes of --size are for those who ask for one.
-_SMALL = {"context": 16, "vocab_size": 64, "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-
-# Sequences of each rank, which has two micro-batches.
-_SEQUENCES = 4
+from cs336sys.workload.verification import CASES, GRADIENTS, SEQUENCES, SMALL, WRAPS, VerifiedWorkload
 
 
 def _read_wrap(text: str) -> str:
@@ -126,9 +120,9 @@ def verified_workloads(
         given = asdict(model)
         if not model.size:
             given["size"] = ["tiny"]
-            for setting, value in _SMALL.items():
+            for setting, value in SMALL.items():
                 given[setting] = given[setting] or ([value] if setting == "context" else value)
-        given["batch_size"] = given["batch_size"] or [_SEQUENCES * ranks]
+        given["batch_size"] = given["batch_size"] or [SEQUENCES * ranks]
         (training,) = options.expand_workloads(
             replace(model, **given),
             "train",

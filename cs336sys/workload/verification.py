@@ -31,6 +31,11 @@ CASES = {
     "run": "twenty steps",
 }
 
+# The model that is trained unless one is asked for, small enough that all cases take seconds on a CPU, and how many
+# sequences each rank has.
+SMALL = {"context": 16, "vocab_size": 64, "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+SEQUENCES = 4
+
 # Ready wraps by name, with how their ranks share the work.
 WRAPS = {
     "ddp": "data",

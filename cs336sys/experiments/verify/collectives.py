@@ -14,6 +14,8 @@ from cs336sys.measure.allocations.recorder import DispatchMode
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+
 # How long the late rank sleeps, and before how many collectives of a phase.
 LATE_S = 0.1
 _MOST_DELAYS = 8
@@ -55,6 +57,7 @@ class CollectiveWatcher(DispatchMode):
     Attributes:
         launches: in order.
         step, phase: what the program is at; set by it.
+        dtypes: of matrix products, and of floating point numbers that were sent.
         waiting: gradients that the present backward pass has yet to complete, by the address of their memory.
     """
 
@@ -63,6 +66,7 @@ class CollectiveWatcher(DispatchMode):
         self.launches: list[Launch] = []
         self.step, self.phase = 0, "wrap"
         self.waiting: dict[str, Tensor] = {}
+        self.dtypes: set[torch.dtype] = set()
         self._folder = None if folder is None else str(folder)
         self._is_late = is_late
         self._delays: dict[tuple[int, str], int] = {}
@@ -77,7 +81,10 @@ class CollectiveWatcher(DispatchMode):
             return NotImplemented
         if operator.namespace in _NAMESPACES and "wait_tensor" not in str(operator):
             self._see(operator, args)
-        return operator(*args, **(kwargs or {}))
+        result = operator(*args, **(kwargs or {}))
+        if operator._schema.name in _PRODUCTS and isinstance(result, Tensor):
+            self.dtypes.add(result.dtype)
+        return result
 
     def _see(self, operator: Any, args: tuple) -> None:
         moment = self.step, self.phase
@@ -88,6 +95,7 @@ class CollectiveWatcher(DispatchMode):
         name = operator.name().partition("::")[2].partition(".")[0]
         if name == "barrier" or not tensors:
             return
+        self.dtypes |= {one.dtype for one in tensors if one.is_floating_point()}
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         elements = max(sum(one.numel() for one in tree_leaves(arg) if isinstance(one, Tensor)) for arg in args)
         self.launches.append(Launch(name, elements, dtype, *moment, self._line(), self._incomplete(tensors)))

@@ -17,6 +17,8 @@ from cs336sys.workload.verification import VerifiedWorkload
 # orders the farthest is taken, and others may be some times farther.
 _REPEATED = 16.0
 
+_REPEATED_IN_HALF = 4.0
+
 # Below this many units in the last place no order is told from another.
 _UNITS = 32.0
 
@@ -246,11 +248,12 @@ class Comparison:
 
     def _rounding(self, value: Tensor, others: Sequence[Tensor], scale: float = 0.0) -> float:
         """The norm of a difference that rounding explains: measured, and some units in the last place."""
-        epsilon = torch.finfo(self.reference.dtype).eps
+        dtype = self.reference.half or self.reference.dtype
+        # One process in half precision is itself as far off as ranks may be, not a few times less.
+        repeated, units = (_REPEATED, _UNITS) if self.reference.half is None else (_REPEATED_IN_HALF, 1.0)
+        epsilon = torch.finfo(dtype).eps
         measured = max((norm_of(other - value) for other in others), default=0.0)
-        return _REPEATED * measured + _UNITS * epsilon * max(
-            norm_of(value), scale / math.sqrt(max(len(self.shapes), 1))
-        )
+        return repeated * measured + units * epsilon * max(norm_of(value), scale / math.sqrt(max(len(self.shapes), 1)))
 
     def _compare(
         self,

@@ -61,6 +61,7 @@ CAUSES = {
     "uneven": "ranks with different numbers of sequences count alike",
     "accumulation": "micro-batches are combined wrongly",
     "stale gradient": "the gradient of an earlier step is used, or was not set to zero",
+    "mixed up": "a parameter has the gradient of another",
     "left out": "a parameter gets no gradient, or is not in the optimizer",
     "tied": "only a weight that several layers share is wrong",
     "unused": "only right while every rank uses every parameter",
@@ -314,6 +315,11 @@ def _of_gradient(case: _Case, first: Finding) -> Diagnosis:
     told = _of_parts(case, step, findings, sent)
     if told is not None:
         return told
+    for name, gradient in case.reference.record.gradients[step].items():
+        assert first.expected is not None
+        is_alike = name != first.name and gradient.shape == first.expected.shape
+        if is_alike and _proportion(first.found, gradient) is not None:
+            return case.conclude("mixed up", f"{first.name} has the gradient of {name}", launches=sent[-1:])
     ratio = _ratio(first)
     if ratio is not None:
         return _of_ratio(case, ratio, sent)
@@ -447,7 +453,8 @@ def _of_mixtures(case: _Case, name: str, mixtures: Mapping[int, _Mixture], sent:
     by_rank = {one: [own.get((one, number), 0.0) for number in range(micro)] for one in range(data)}
     used = [one for one, coefficients in by_rank.items() if any(abs(value) > _EQUAL for value in coefficients)]
     if micro > 1 and len({round(value, 3) for value in values}) > 1 and len(used) == data:
-        told = ", ".join(f"{sum(by_rank[one][number] for one in range(data)) / data:.3g}" for number in range(micro))
+        means = [sum(by_rank[one][number] for one in range(data)) / data for number in range(micro)]
+        told = ", ".join(f"{round(mean, 6):.3g}" for mean in means)
         meaning = (
             f"of the micro-batches of a step, each counts {told} times: gradients that were averaged are again, or "
             "only the last are"
@@ -459,10 +466,10 @@ def _of_mixtures(case: _Case, name: str, mixtures: Mapping[int, _Mixture], sent:
             which = used[0]
             told = "the last rank" if which == data - 1 else "the first rank" if which == 0 else f"rank {which}"
             return case.conclude("one rank's", f"every rank has the gradient of {told} alone", launches=sent[-1:])
-        return _not_synchronized(case, name, values, sent)
+        return _not_synchronized(case, name, sent)
     if len(used) == 1:
         if used[0] == _data_of(case, rank):
-            return _not_synchronized(case, name, values, sent)
+            return _not_synchronized(case, name, sent)
         return case.conclude("one rank's", f"rank {rank} has the gradient of rank {used[0]} alone", launches=sent[-1:])
     if len(used) < data:
         missing = ", ".join(str(one) for one in range(data) if one not in used)
@@ -485,21 +492,18 @@ def _data_of(case: _Case, rank: int) -> int:
     return int((ranks == rank).nonzero()[0][list(sizes).index("data")])
 
 
-def _not_synchronized(case: _Case, name: str, values: Sequence[float], sent: Sequence[Launch]) -> Diagnosis:
-    size = case.reference.record.weights[0][name].numel()
-    fitting = [one for one in sent if one.elements >= size and "gather" not in one.name]
-    if fitting and not case.program.no_sync:
-        largest = max(one.elements for one in fitting)
-        if largest >= size:
-            meaning = (
-                f"each rank keeps its own gradient of {name}, though one of as many elements is sent: its result is "
-                "not waited for, or not copied back, or it is that of another parameter"
-            )
-            return case.conclude("not waited for", meaning, launches=fitting[-1:])
-    total = sum(value.numel() for value in case.reference.record.weights[0].values())
-    elements = sum(one.elements for one in sent)
-    seen = f"{elements:,} of {total:,} elements are sent" if sent else "no collective follows the backward pass"
-    return case.conclude("not synchronized", f"each rank keeps its own gradient of {name}: {seen}", launches=())
+def _not_synchronized(case: _Case, name: str, sent: Sequence[Launch]) -> Diagnosis:
+    total = sum(value.numel() for value in case.reference.record.gradients[0].values()) * case.program.micro
+    fitting = [one for one in sent if "gather" not in one.name]
+    elements = sum(one.elements for one in fitting)
+    if fitting and elements >= total / case.program.micro and not case.program.no_sync:
+        meaning = (
+            f"each rank keeps its own gradient of {name}, though as many elements are sent as there are: the result is "
+            "not waited for, or not copied back, or it is that of another parameter"
+        )
+        return case.conclude("not waited for", meaning, launches=fitting[-1:])
+    seen = f"{elements:,} of {total:,} elements are sent" if fitting else "no collective follows the backward pass"
+    return case.conclude("not synchronized", f"each rank keeps its own gradient of {name}: {seen}")
 
 
 def _of_norm(case: _Case, first: Finding) -> Diagnosis:

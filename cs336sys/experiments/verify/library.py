@@ -9,7 +9,7 @@ from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.ranks import launch
 from cs336sys.sizes import choose_size
 from cs336sys.workload import UserCode, Workload
-from cs336sys.workload.verification import CASES, WRAPS, VerifiedWorkload
+from cs336sys.workload.verification import CASES, SEQUENCES, SMALL, WRAPS, VerifiedWorkload
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,57 @@ def verify(
     unknown = [name for name in cases or () if name not in CASES]
     if unknown:
         raise UsageError(f"unknown case '{unknown[0]}': {choose_from(unknown[0], CASES)}")
-    small = {"context": 16, "vocab_size": 64, "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    size = choose_size("tiny", batch_size=4 * world_size, **small)
-    user = UserCode(model=model, loss=loss, batch=batch, blocks=blocks)
-    training = Workload(size, device=device, seed=seed, user=user)
-    shared = mesh or WRAPS.get(wrap, "data")
     found = {}
     try:
         for name in CASES if cases is None else cases:
-            workload = VerifiedWorkload(training, wrap, world_size, name, shared, "auto", finish, gradients, timeout_s)
+            workload = small_workload(
+                wrap,
+                name,
+                model=model,
+                loss=loss,
+                batch=batch,
+                blocks=blocks,
+                world_size=world_size,
+                mesh=mesh,
+                gradients=gradients,
+                finish=finish,
+                device=device,
+                seed=seed,
+                timeout_s=timeout_s,
+            )
             found[name] = _case(name, measure_case(workload.configuration(), lambda stage: None))
     finally:
         launch.end_kept()
     return Verification(found)
+
+
+def small_workload(
+    wrap: str,
+    case: str,
+    *,
+    model: str | None = None,
+    loss: str | None = None,
+    batch: str | None = None,
+    blocks: str | None = None,
+    world_size: int = 2,
+    mesh: str | None = None,
+    gradients: str = "mean",
+    finish: str | None = None,
+    device: str = "auto",
+    seed: int = 0,
+    timeout_s: float = 20.0,
+) -> VerifiedWorkload:
+    """Build the workload of a case as :func:`verify` runs it.
+
+    Raises:
+        UsageError: settings do not go together.
+    """
+    size = choose_size("tiny", batch_size=SEQUENCES * world_size, **SMALL)
+    training = Workload(
+        size, device=device, seed=seed, user=UserCode(model=model, loss=loss, batch=batch, blocks=blocks)
+    )
+    shared = mesh or WRAPS.get(wrap, "data")
+    return VerifiedWorkload(training, wrap, world_size, case, shared, "auto", finish, gradients, timeout_s)
 
 
 def _case(name: str, outcome: Outcome) -> VerifiedCase:

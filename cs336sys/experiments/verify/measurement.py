@@ -17,6 +17,7 @@ from cs336sys.experiments.verify.rank import Found, Settings, is_sound, train_on
 from cs336sys.experiments.verify.reference import (
     Reference,
     clipped_norm,
+    in_half_precision,
     learning_rate_of,
     reference_dtype,
     reference_of,
@@ -206,6 +207,11 @@ class _Case:
                 f"{self.workload.wrap}: slices of {', '.join(compared.unknown[:3])} do not make a whole, so they are "
                 "not compared"
             )
+        if reference.half is not None:
+            name = str(reference.half).removeprefix("torch.")
+            notes.append(
+                f"{self.workload.wrap}: ranks compute or send in {name}, so they may be as far off as one process in it"
+            )
         derived = {
             "verdict": "ok",
             "relative_difference": compared.largest,
@@ -243,6 +249,15 @@ class _Case:
         if known is None or self.workload.case == "late":
             again = self.run(program, watch=True) if program.resume != "ranks" else []
         watched = [] if isinstance(again, Lost) else again
+        less_precise = [dtype for one in watched for dtype in one.dtypes]
+        if less_precise and reference.half is None:
+            half = max(less_precise, key=lambda dtype: torch.finfo(dtype).eps)
+            reference = in_half_precision(
+                reference, self.workload, program, self.device, found[0].optimizer, self.max_norm, half
+            )
+            compared = Comparison(self.workload, program, reference, found).compare()
+            if not compared.findings:
+                return self._right(reference, compared)
         diagnosis = diagnose(self.workload, program, reference, compared, found, watched, self._line(), known)
         if self.workload.case == "step":
             _of_plain_step[self.workload] = diagnosis

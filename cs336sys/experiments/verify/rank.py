@@ -58,6 +58,7 @@ class Found:
         owned: parameters that the optimizer updates on this rank.
         unmatched: parameters of the wrapped module that have no name in the plain one.
         launches: its collectives, where they were watched.
+        dtypes: less precise ones than asked for, in which it computed or sent, where that was watched.
         is_sliced: whether it holds slices of weights.
         masks: of the first dropout layer, whether each element was dropped; None without one.
         failure: what was raised, in one sentence; empty where nothing was.
@@ -71,6 +72,7 @@ class Found:
     owned: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
     launches: list[Launch] = field(default_factory=list)
+    dtypes: tuple[torch.dtype, ...] = ()
     is_sliced: bool = False
     masks: Tensor | None = None
     failure: str = ""
@@ -143,6 +145,8 @@ def train_on_rank(workload: VerifiedWorkload, program: Program, settings: Settin
         found.failure = _sentence(workload, error)
     found.at = f"step {run.watcher.step + 1}, {run.watcher.phase}"
     found.launches = run.watcher.launches
+    precise = torch.finfo(settings.dtype).eps
+    found.dtypes = tuple(sorted({one for one in run.watcher.dtypes if torch.finfo(one).eps > precise}, key=str))
     return found
 
 
@@ -165,6 +169,16 @@ def _sentence(workload: VerifiedWorkload, error: Exception) -> str:
                 where = f"{Path(frame.filename).name}, line {frame.lineno}: "
                 break
     return f"{where}{type(error).__name__}: {lines[0]}"
+
+
+def _innermost(optimizer: Any) -> Any:
+    """The optimizer that updates this rank's parameters, where others wrap it."""
+    while not type(optimizer).__module__.startswith("cs336sys.parallel"):
+        inner = {id(one): one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)}
+        if len(inner) != 1 or id(optimizer) in inner:
+            break
+        (optimizer,) = inner.values()
+    return optimizer
 
 
 class _Run:
@@ -221,14 +235,7 @@ class _Run:
         self.found.is_sliced = any(
             hasattr(one, "to_local") or one.shape != self.shapes[name] for name, one in self.named.items()
         )
-        self.inner: Any = self.optimizer
-        while not isinstance(self.inner, torch.optim.Optimizer) or hasattr(self.inner, "optim"):
-            inner = getattr(self.inner, "optim", None) or getattr(self.inner, "optimizer", None)
-            if inner is None:
-                break
-            self.inner = inner
-        while type(self.inner).__module__.startswith("accelerate"):
-            self.inner = self.inner.optimizer
+        self.inner: Any = _innermost(self.optimizer)
         groups = self.inner.param_groups
         self.found.owned = tuple(
             self.names[id(one)] for group in groups for one in group["params"] if id(one) in self.names
@@ -243,7 +250,7 @@ class _Run:
         elif not issubclass(kind, torch.optim.Optimizer):
             return None
         settings = {}
-        for group in self.optimizer.param_groups:
+        for group in self.inner.param_groups:
             own = {key: value for key, value in group.items() if isinstance(value, int | float | bool | tuple | None)}
             for dropped in ("initial_lr", "foreach", "fused", "capturable", "differentiable", "flat"):
                 own.pop(dropped, None)

@@ -91,6 +91,7 @@ class Reference:
         is_whole: whether ``record`` is of the whole batch at once.
         dtype: of the computation.
         learning_rate: of the optimizer that this program builds.
+        half: the less precise dtype that ranks compute or send in, where they do.
     """
 
     record: Record
@@ -98,6 +99,7 @@ class Reference:
     is_whole: bool
     dtype: torch.dtype
     learning_rate: float
+    half: torch.dtype | None = None
 
 
 def moments(program: Program) -> tuple[int, ...]:
@@ -153,15 +155,18 @@ def train_alone(
     max_norm: float | None = None,
     *,
     outputs: bool = False,
+    autocast: torch.dtype | None = None,
 ) -> Record:
     """Train in this process, the shares of each batch one after another.
 
     Args:
         optimizer: how to build it, or the learning rate of the default one.
         max_norm: of gradients, where the program clips.
+        autocast: computes matrix products in this dtype.
     """
     record = Record()
-    with user_models.nothing_dropped():
+    casts = torch.autocast(device.type, autocast, enabled=autocast is not None)
+    with user_models.nothing_dropped(), casts:
         subject = build_subject(workload, program, device, dtype)
         model = subject.model
         named = dict(model.named_parameters())
@@ -267,6 +272,26 @@ def clipped_norm(workload: VerifiedWorkload, program: Program, device: torch.dev
 
 
 _references: dict[Any, Reference] = {}
+
+
+def in_half_precision(
+    reference: Reference,
+    workload: VerifiedWorkload,
+    program: Program,
+    device: torch.device,
+    optimizer: OptimizerSpec | None,
+    max_norm: float | None,
+    half: torch.dtype,
+) -> Reference:
+    """The same reference, with one process whose weights and products are ``half`` as another order of summation."""
+    alone = program.trained_alone
+    how = reference.learning_rate if optimizer is None else optimizer
+    shares = shares_of(workload, alone, 1)
+    # autocast leaves float64 alone.
+    other = train_alone(workload, alone, device, torch.float32, shares, how, max_norm, autocast=half)
+    return Reference(
+        reference.record, [*reference.others, other], reference.is_whole, reference.dtype, reference.learning_rate, half
+    )
 
 
 def reference_of(

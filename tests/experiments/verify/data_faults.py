@@ -1,0 +1,656 @@
+"""Wraps of ranks that share the batch: right ones, and the same with one mistake each.
+
+Each is called as ``--wrap data_faults.py:NAME`` calls it, with the model and the process group or the mesh.
+"""
+
+import contextlib
+import copy
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Averaged(nn.Module):
+    """A right wrap: averages gradients after the backward pass, in their order."""
+
+    def __init__(self, model, group):
+        super().__init__()
+        self.module, self.group, self.ranks = model, group, dist.get_world_size(group)
+        self.start()
+
+    def start(self):
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            dist.broadcast(tensor.data, 0, group=self.group)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def trained(self):
+        return [one for one in self.module.parameters() if one.requires_grad]
+
+    def finish_gradient_synchronization(self):
+        for parameter in self.trained():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self.send(parameter)
+
+    def send(self, parameter):
+        dist.all_reduce(parameter.grad, group=self.group)
+        parameter.grad /= self.ranks
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        yield
+
+
+def right(model, group):
+    return Averaged(model, group)
+
+
+def summed(model, group):
+    class Wrong(Averaged):
+        def send(self, parameter):
+            dist.all_reduce(parameter.grad, group=self.group)
+
+    return Wrong(model, group)
+
+
+def averaged_twice(model, group):
+    class Wrong(Averaged):
+        def send(self, parameter):
+            super().send(parameter)
+            parameter.grad /= self.ranks
+
+    return Wrong(model, group)
+
+
+def divided_alone(model, group):
+    """Each rank divides, and none adds."""
+
+    class Wrong(Averaged):
+        def send(self, parameter):
+            parameter.grad /= self.ranks
+
+    return Wrong(model, group)
+
+
+def nothing_sent(model, group):
+    return model
+
+
+def norms_left_out(model, group):
+    class Wrong(Averaged):
+        def trained(self):
+            return [one for one in super().trained() if one.dim() > 1]
+
+    return Wrong(model, group)
+
+
+def last_left_out(model, group):
+    class Wrong(Averaged):
+        def trained(self):
+            return super().trained()[:-1]
+
+    return Wrong(model, group)
+
+
+def first_ranks_gradient(model, group):
+    class Wrong(Averaged):
+        def send(self, parameter):
+            dist.broadcast(parameter.grad, 0, group=self.group)
+
+    return Wrong(model, group)
+
+
+def last_ranks_gradient(model, group):
+    class Wrong(Averaged):
+        def send(self, parameter):
+            dist.broadcast(parameter.grad, self.ranks - 1, group=self.group)
+
+    return Wrong(model, group)
+
+
+def not_waited(model, group):
+    """The mean is computed while the sum is still on its way."""
+
+    class Wrong(Averaged):
+        def send(self, parameter):
+            sent = parameter.grad.clone()
+            self.works = (*getattr(self, "works", ()), (dist.all_reduce(sent, group=self.group, async_op=True), sent))
+            parameter.grad /= self.ranks
+
+    return Wrong(model, group)
+
+
+def not_copied_back(model, group):
+    class Wrong(Averaged):
+        def finish_gradient_synchronization(self):
+            flat = torch.cat([one.grad.flatten() for one in self.trained() if one.grad is not None])
+            dist.all_reduce(flat, group=self.group)
+            flat /= self.ranks
+
+    return Wrong(model, group)
+
+
+def one_step_late(model, group):
+    """The mean of the step before is used."""
+
+    class Wrong(Averaged):
+        def finish_gradient_synchronization(self):
+            super().finish_gradient_synchronization()
+            now = [one.grad.clone() for one in self.trained()]
+            before = getattr(self, "before", None)
+            self.before = now
+            if before is not None:
+                for parameter, gradient in zip(self.trained(), before, strict=True):
+                    parameter.grad.copy_(gradient)
+
+    return Wrong(model, group)
+
+
+def bucket_one_short(model, group):
+    """A bucket is sent when all its gradients but one are ready."""
+
+    class Wrong(Averaged):
+        def __init__(self, model, group):
+            super().__init__(model, group)
+            self.ready = []
+            for parameter in self.trained():
+                parameter.register_post_accumulate_grad_hook(self.done)
+
+        def done(self, parameter):
+            self.ready.append(parameter)
+            if len(self.ready) == len(self.trained()) - 1:
+                for one in self.ready:
+                    self.send(one)
+            if len(self.ready) == len(self.trained()):
+                self.ready.clear()
+
+        def finish_gradient_synchronization(self):
+            pass
+
+    return Wrong(model, group)
+
+
+def sent_before_complete(model, group):
+    """A module's hook runs when its inputs have gradients; its parameters have none yet, or those of before."""
+
+    class Wrong(Averaged):
+        def __init__(self, model, group):
+            super().__init__(model, group)
+            for parameter in self.trained():
+                parameter.grad = torch.zeros_like(parameter)
+            for module in model.modules():
+                own = list(module.parameters(recurse=False))
+                if own:
+                    module.register_full_backward_pre_hook(self.before(own))
+
+        def before(self, own):
+            def hook(*_):
+                for one in own:
+                    if one.grad is None:
+                        one.grad = torch.zeros_like(one)
+                    self.send(one)
+
+            return hook
+
+        def finish_gradient_synchronization(self):
+            pass
+
+    return Wrong(model, group)
+
+
+def swapped_in_bucket(model, group):
+    """Gradients of one shape are copied back in another order."""
+
+    class Wrong(Averaged):
+        def finish_gradient_synchronization(self):
+            super().finish_gradient_synchronization()
+            named = dict(self.module.named_parameters())
+            query, key = (named[f"layers.0.attn.{name}_proj.weight"].grad for name in "qk")
+            query[:], key[:] = key.clone(), query.clone()
+
+    return Wrong(model, group)
+
+
+def tied_sent_twice(model, group):
+    """Each module's weight is added up, and each parameter divided."""
+
+    class Wrong(Averaged):
+        def finish_gradient_synchronization(self):
+            for module in self.module.modules():
+                for one in module.parameters(recurse=False):
+                    if one.requires_grad:
+                        dist.all_reduce(one.grad, group=self.group)
+            for one in self.trained():
+                one.grad /= self.ranks
+
+    return Wrong(model, group)
+
+
+def added_at_each_micro_batch(model, group):
+    """Sums in hooks, and divides at the end: what was summed before is summed again."""
+
+    class Wrong(Averaged):
+        def __init__(self, model, group):
+            super().__init__(model, group)
+            for parameter in self.trained():
+                parameter.register_post_accumulate_grad_hook(lambda one: dist.all_reduce(one.grad, group=group))
+
+        def send(self, parameter):
+            parameter.grad /= self.ranks
+
+    return Wrong(model, group)
+
+
+def no_sync_forgets(model, group):
+    class Wrong(Averaged):
+        @contextlib.contextmanager
+        def no_sync(self):
+            yield
+            self.module.zero_grad()
+
+    return Wrong(model, group)
+
+
+class Hooked(Averaged):
+    """A right wrap: averages in hooks, unless under no_sync."""
+
+    def __init__(self, model, group):
+        super().__init__(model, group)
+        self.sends = True
+        for parameter in self.trained():
+            parameter.register_post_accumulate_grad_hook(lambda one: self.send(one) if self.sends else None)
+
+    def finish_gradient_synchronization(self):
+        pass
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.sends = False
+        yield
+        self.sends = True
+
+
+def no_sync_for_ever(model, group):
+    class Wrong(Hooked):
+        @contextlib.contextmanager
+        def no_sync(self):
+            self.sends = False
+            yield
+
+    return Wrong(model, group)
+
+
+def no_sync_sends(model, group):
+    """Each micro-batch's mean is divided by their number, in hooks that see what was accumulated."""
+
+    class Wrong(Hooked):
+        def send(self, parameter):
+            super().send(parameter)
+            parameter.grad /= 2 if self.ranks == 2 else 1
+
+    return Wrong(model, group)
+
+
+def never_in_evaluation(model, group):
+    """Sending is switched off by eval(), and not on again by train()."""
+
+    class Wrong(Hooked):
+        def train(self, mode=True):
+            if not mode:
+                self.sends = False
+            return super().train(mode)
+
+    return Wrong(model, group)
+
+
+class Trainer:
+    """A right trainer: runs whole steps, each sequence counting alike."""
+
+    def __init__(self, model, group):
+        self.module, self.group, self.ranks = model, group, dist.get_world_size(group)
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, 0, group=group)
+        self.optimizer = self.build()
+
+    def build(self):
+        return torch.optim.AdamW(self.module.parameters(), lr=1e-2)
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        inputs, targets = batch
+        logits = self.module(inputs)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        (loss * self.share(inputs)).backward()
+        self.average()
+        self.optimizer.step()
+        return loss.item()
+
+    def share(self, inputs):
+        count = torch.tensor(float(len(inputs)))
+        dist.all_reduce(count, group=self.group)
+        return len(inputs) * self.ranks / count.item()
+
+    def average(self):
+        for one in self.module.parameters():
+            if one.grad is None and one.requires_grad:
+                one.grad = torch.zeros_like(one)
+            if one.requires_grad:
+                dist.all_reduce(one.grad, group=self.group)
+                one.grad /= self.ranks
+
+    def state_dict(self):
+        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def right_trainer(model, group):
+    return Trainer(model, group)
+
+
+def uneven_averaged_evenly(model, group):
+    class Wrong(Trainer):
+        def share(self, inputs):
+            return 1.0
+
+    return Wrong(model, group)
+
+
+def gradients_kept(model, group):
+    """Nothing sets gradients to zero."""
+
+    class Wrong(Trainer):
+        def build(self):
+            optimizer = super().build()
+            optimizer.zero_grad = lambda *_: None
+            return optimizer
+
+    return Wrong(model, group)
+
+
+def weights_averaged(model, group):
+    """Weights are averaged after steps with gradients of each rank."""
+
+    class Wrong(Trainer):
+        def average(self):
+            pass
+
+        def step(self, batch):
+            loss = super().step(batch)
+            for one in self.module.parameters():
+                dist.all_reduce(one.data, group=self.group)
+                one.data /= self.ranks
+            return loss
+
+    return Wrong(model, group)
+
+
+def without_optimizer_state(model, group):
+    class Wrong(Trainer):
+        def state_dict(self):
+            return {"model": self.module.state_dict()}
+
+        def load_state_dict(self, state):
+            self.module.load_state_dict(state["model"])
+
+    return Wrong(model, group)
+
+
+def loaded_by_first_rank(model, group):
+    class Wrong(Trainer):
+        def load_state_dict(self, state):
+            if dist.get_rank(self.group) == 0:
+                super().load_state_dict(state)
+
+    return Wrong(model, group)
+
+
+def step_count_lost(model, group):
+    class Wrong(Trainer):
+        def load_state_dict(self, state):
+            super().load_state_dict(state)
+            for one in self.optimizer.state.values():
+                one["step"] = torch.zeros_like(one["step"])
+
+    return Wrong(model, group)
+
+
+def saved_before_the_step(model, group):
+    class Wrong(Trainer):
+        def step(self, batch):
+            self.saved = copy.deepcopy(super().state_dict())
+            return super().step(batch)
+
+        def state_dict(self):
+            return self.saved
+
+    return Wrong(model, group)
+
+
+def unused_counted(model, group):
+    """Divides by the ranks that have a gradient."""
+
+    class Wrong(Averaged):
+        def finish_gradient_synchronization(self):
+            for one in self.trained():
+                has = torch.tensor(float(one.grad is not None))
+                if one.grad is None:
+                    one.grad = torch.zeros_like(one)
+                dist.all_reduce(one.grad, group=self.group)
+                dist.all_reduce(has, group=self.group)
+                one.grad /= has.item()
+
+    return Wrong(model, group)
+
+
+def unused_not_sent(model, group):
+    """A rank without a gradient sends nothing, and the others wait, or add what comes next."""
+
+    class Wrong(Averaged):
+        def finish_gradient_synchronization(self):
+            for one in self.trained():
+                if one.grad is not None:
+                    self.send(one)
+
+    return Wrong(model, group)
+
+
+def unfreezes(model, group):
+    for one in model.parameters():
+        one.requires_grad_(True)
+    return Averaged(model, group)
+
+
+def not_broadcast(model, group):
+    class Wrong(Averaged):
+        def start(self):
+            pass
+
+    return Wrong(model, group)
+
+
+def buffers_not_broadcast(model, group):
+    class Wrong(Averaged):
+        def start(self):
+            for one in self.module.parameters():
+                dist.broadcast(one.data, 0, group=self.group)
+
+    return Wrong(model, group)
+
+
+def clipped_before_the_mean(model, group):
+    """Each rank clips by the norm of half of the gradients."""
+
+    class Wrong(Averaged):
+        def clip_grad_norm_(self, max_norm):
+            own = self.trained()[dist.get_rank(self.group) :: self.ranks]
+            norm = torch.nn.utils.get_total_norm([one.grad for one in own])
+            torch.nn.utils.clip_grads_with_norm_(self.trained(), max_norm, norm)
+            return norm
+
+    return Wrong(model, group)
+
+
+def clipped_by_squares(model, group):
+    """Replicas are added up as if they were slices."""
+
+    class Wrong(Averaged):
+        def clip_grad_norm_(self, max_norm):
+            square = torch.nn.utils.get_total_norm([one.grad for one in self.trained()]) ** 2
+            dist.all_reduce(square, group=self.group)
+            torch.nn.utils.clip_grads_with_norm_(self.trained(), max_norm, square.sqrt())
+            return square.sqrt()
+
+    return Wrong(model, group)
+
+
+def overflow_seen_by_one(model, group):
+    class Blind(torch.amp.GradScaler):
+        def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            if dist.get_rank(group) > 0:
+                for one in found.values():
+                    one.zero_()
+            return found
+
+    wrapped = Averaged(model, group)
+    wrapped.scaler_class = Blind
+    return wrapped
+
+
+def same_masks(model, group):
+    torch.manual_seed(0)
+    return Averaged(model, group)
+
+
+def sent_in_bf16(model, group):
+    class Wrong(Averaged):
+        def send(self, parameter):
+            sent = parameter.grad.bfloat16()
+            dist.all_reduce(sent, group=self.group)
+            parameter.grad.copy_(sent / self.ranks)
+
+    return Wrong(model, group)
+
+
+def half_of_the_ranks(model, group):
+    """Averages among neighbours alone."""
+    ranks = dist.get_world_size(group)
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
+    return Averaged(model, pairs[dist.get_rank(group) // 2])
+
+
+def counted_calls(model, group):
+    """Divides a block's gradients by how often its forward pass ran, which checkpoints do twice."""
+
+    class Wrong(Averaged):
+        def __init__(self, model, group):
+            super().__init__(model, group)
+            self.calls = {}
+            for block in model.layers:
+                forward = block.forward
+                block.forward = self.counting(block, forward)
+
+        def counting(self, block, forward):
+            inner = block.attn.forward
+
+            def attend(*args, **kwargs):
+                self.calls[block] = self.calls.get(block, 0) + 1
+                return inner(*args, **kwargs)
+
+            block.attn.forward = attend
+            return forward
+
+        def finish_gradient_synchronization(self):
+            super().finish_gradient_synchronization()
+            for block, calls in self.calls.items():
+                for one in block.parameters():
+                    one.grad /= calls
+            self.calls.clear()
+
+    return Wrong(model, group)
+
+
+def waits_by_sleeping(model, group):
+    class Wrong(Averaged):
+        def finish_gradient_synchronization(self):
+            sent = []
+            for one in self.trained():
+                copy = one.grad.clone()
+                sent.append((one, copy, dist.all_reduce(copy, group=self.group, async_op=True)))
+            time.sleep(0.02)
+            for one, copy, _ in sent:
+                one.grad.copy_(copy / self.ranks)
+            for *_, work in sent:
+                work.wait()
+
+    return Wrong(model, group)
+
+
+def optimizer_of_half(model, group):
+    wrapped = Averaged(model, group)
+    return wrapped, torch.optim.AdamW(list(model.parameters())[:-1], lr=1e-2)
+
+
+def fewer_collectives_on_one(model, group):
+    """One rank leaves its last gradient out, and hangs the others."""
+
+    class Wrong(Averaged):
+        def trained(self):
+            found = super().trained()
+            return found[:-1] if dist.get_rank(self.group) == 0 else found
+
+    return Wrong(model, group)
+
+
+def other_order_on_one(model, group):
+    """Gradients are sent in the order in which they became ready, which differs between ranks."""
+
+    class Wrong(Averaged):
+        def trained(self):
+            found = super().trained()
+            return list(reversed(found)) if dist.get_rank(self.group) == 0 else found
+
+    return Wrong(model, group)
+
+
+def rank_dies(model, group):
+    import os
+
+    class Wrong(Averaged):
+        def finish_gradient_synchronization(self):
+            super().finish_gradient_synchronization()
+            if dist.get_rank(self.group) == self.ranks - 1:
+                os._exit(7)
+
+    return Wrong(model, group)
+
+
+def raises(model, group):
+    return Averaged(model, group).no_such_method()
+
+
+# Models that some cases need.
+
+
+def buffered(size):
+    from cs336sys.experiments.models import build_model
+    from cs336sys.workload import Workload
+
+    model = build_model(Workload(size, seed=torch.initial_seed()), torch.device("cpu"))
+    model.register_buffer("scale", torch.rand(3))
+    return model
+
+
+def dropping(size):
+    return nn.Sequential(
+        nn.Embedding(size.vocab_size, size.d_model),
+        nn.Dropout(0.3),
+        nn.Linear(size.d_model, size.vocab_size),
+    )

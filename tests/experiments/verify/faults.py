@@ -1,0 +1,161 @@
+"""A catalogue of mistakes in parallel training, each planted in a wrap that is right without it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+DATA, SHARDED, LAYERS = (f"{FOLDER}/{name}_faults.py" for name in ("data", "sharded", "layer"))
+
+# Where such mistakes were found: issues of public repositories, or the class of mistakes that their reviews name.
+MEAN = "a missing or double mean: the ratio is the number of ranks, or its inverse"
+LEFT_OUT = "a parameter left out of a bucket, a unit or an optimizer"
+COMPOSED = "NVIDIA/Megatron-LM#7452: silently wrong gradients in compositions of parallelism"
+CONTEXT = "NVIDIA/Megatron-LM#1464: dQ, dK, dV wrong under context parallelism"
+RESUMED = "pytorch/torchtitan#1136: training differs after resuming"
+EARLY = "a bucket sent before its last gradient"
+STALE = "a stale gather"
+REPLICATED = "a replicated part that is not averaged"
+TIED = "a tied weight counted twice"
+UNEVEN = "an uneven batch averaged evenly"
+LOCAL_NORM = "clipping by a local norm"
+SEEDS = "dropout seeds of ranks"
+BUFFER = "a buffer that is not broadcast"
+RACE = "pytorch's FSDP2 tests: delays of 100 ms at four places"
+MISMATCH = "gradients ready in another order, or unused, on one rank"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A wrap with a mistake.
+
+    Attributes:
+        wrap: ``FILE.py:NAME``.
+        cases: in which it shows, next to the plain step.
+        causes: what a right diagnosis says.
+        source: where it was found.
+        is_quick: whether the default suite has it.
+    """
+
+    wrap: str
+    cases: tuple[str, ...]
+    causes: tuple[str, ...]
+    source: str
+    mesh: str = "data"
+    world_size: int = 2
+    model: str | None = None
+    is_quick: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.wrap.rpartition(":")[2]
+
+
+def _data(name, causes, source, cases=(), **settings):
+    return Fault(f"{DATA}:{name}", tuple(cases), tuple(causes.split(",")), source, **settings)
+
+
+def _sharded(name, causes, source, cases=(), **settings):
+    return Fault(f"{SHARDED}:{name}", tuple(cases), tuple(causes.split(",")), source, **settings)
+
+
+def _layers(name, causes, source, mesh, cases=(), **settings):
+    return Fault(f"{LAYERS}:{name}", tuple(cases), tuple(causes.split(",")), source, mesh, **settings)
+
+
+FAULTS = (
+    _data("summed", "not averaged", MEAN, is_quick=True),
+    _data("averaged_twice", "averaged twice", MEAN),
+    _data("divided_alone", "not synchronized", MEAN),
+    _data("nothing_sent", "not synchronized", REPLICATED),
+    _data("norms_left_out", "not synchronized", LEFT_OUT),
+    _data("last_left_out", "not synchronized", LEFT_OUT),
+    _data("first_ranks_gradient", "one rank's", REPLICATED),
+    _data("last_ranks_gradient", "one rank's", REPLICATED, is_quick=True),
+    _data("not_waited", "not waited for,race", RACE),
+    _data("not_copied_back", "not waited for", RACE),
+    _data("one_step_late", "stale gradient", STALE, is_quick=True),
+    _data("bucket_one_short", "not synchronized,too early", EARLY),
+    _data("sent_before_complete", "not synchronized,not waited for,too early", EARLY),
+    _data("swapped_in_bucket", "mixed up", COMPOSED),
+    _data("tied_sent_twice", "tied", TIED, ["tied"]),
+    _data("added_at_each_micro_batch", "accumulation", MEAN, ["accumulation"]),
+    _data("no_sync_forgets", "accumulation", COMPOSED, ["no-sync"]),
+    _data("no_sync_for_ever", "accumulation,not synchronized", COMPOSED, ["no-sync"]),
+    _data("no_sync_sends", "averaged twice,scaled,accumulation", MEAN, ["no-sync"]),
+    _data("never_in_evaluation", "evaluation", COMPOSED, ["evaluation"]),
+    _data("uneven_averaged_evenly", "uneven", UNEVEN, ["uneven"], is_quick=True),
+    _data("gradients_kept", "stale gradient", STALE),
+    _data("weights_averaged", "not synchronized", REPLICATED),
+    _data("without_optimizer_state", "resume", RESUMED, ["save"], is_quick=True),
+    _data("loaded_by_first_rank", "resume", RESUMED, ["save"]),
+    _data("step_count_lost", "resume", RESUMED, ["save"]),
+    _data("saved_before_the_step", "resume", RESUMED, ["save"]),
+    _data("unused_counted", "unused", MISMATCH, ["unused"]),
+    _data("unused_not_sent", "hang,died,unused", MISMATCH, ["unused"]),
+    _data("unfreezes", "frozen", COMPOSED, ["frozen"]),
+    _data("not_broadcast", "not broadcast", BUFFER, ["start"], is_quick=True),
+    _data("buffers_not_broadcast", "not broadcast", BUFFER, ["start"], model=f"{DATA}:buffered"),
+    _data("clipped_before_the_mean", "clipping", LOCAL_NORM, ["clipping"], is_quick=True),
+    _data("clipped_by_squares", "clipping", LOCAL_NORM, ["clipping"]),
+    _data("overflow_seen_by_one", "scaling", MISMATCH, ["scaling"]),
+    _data("same_masks", "dropout", SEEDS, ["dropout"], model=f"{DATA}:dropping"),
+    _data("half_of_the_ranks", "rank left out", REPLICATED, world_size=4),
+    _data("counted_calls", "checkpoint", COMPOSED, ["checkpoint"]),
+    _data("waits_by_sleeping", "race,not waited for", RACE, ["late"]),
+    _data("optimizer_of_half", "left out", LEFT_OUT),
+    _data("fewer_collectives_on_one", "hang,died,not synchronized", MISMATCH),
+    _data("other_order_on_one", "hang,died,mixed up", MISMATCH),
+    _data("rank_dies", "died", MISMATCH),
+    _data("raises", "raises", MISMATCH),
+    _sharded("fsdp_summed", "not averaged", MEAN),
+    _sharded("fsdp_divided_twice", "averaged twice", MEAN),
+    _sharded("fsdp_never_sent", "left out", COMPOSED),
+    _sharded("fsdp_head_ignored", "not synchronized", LEFT_OUT),
+    _sharded("fsdp_blocks_alone", "not synchronized", LEFT_OUT, is_quick=True),
+    _sharded("fsdp_clips_slices", "clipping", LOCAL_NORM, ["clipping"]),
+    _sharded("fsdp_loads_first_slices", "resume,wrong slices", RESUMED, ["save"]),
+    _sharded("fsdp_optimizer_of_before", "left out", LEFT_OUT),
+    _sharded("zero_not_sent", "not sent", STALE, is_quick=True),
+    _sharded("zero_sent_by_next", "not sent,left out", STALE),
+    _sharded("zero_last_has_no_owner", "left out", LEFT_OUT),
+    _sharded("zero_clips_own", "clipping", LOCAL_NORM, ["clipping"]),
+    _sharded("zero_sent_before_the_step", "not sent", STALE),
+    _sharded("zero_resumes_from_first", "resume", RESUMED, ["save"]),
+    _sharded("flat_other_slice", "optimizer,mixed up", "another rank's slice on load or update"),
+    _sharded("flat_off_by_one", "optimizer,mixed up", "another rank's slice on load or update"),
+    _sharded("flat_weights_late", "stale weights", STALE),
+    _layers("tensor_not_added", "partial sum", COMPOSED, "tensor", is_quick=True),
+    _layers("tensor_gradient_not_added", "partial sum", COMPOSED, "tensor", is_quick=True),
+    _layers("tensor_gradient_added_twice", "scaled", COMPOSED, "tensor"),
+    _layers("tensor_averaged", "partial sum,scaled,forward", COMPOSED, "tensor"),
+    _layers("tensor_rows_of_next", "wrong slices", "another rank's slice on load or update", "tensor"),
+    _layers("tensor_first_slices", "wrong slices", "another rank's slice on load or update", "tensor"),
+    _layers("tensor_residual_in_sum", "forward", COMPOSED, "tensor"),
+    _layers("tensor_norms_not_added", "partial sum", COMPOSED, "tensor"),
+    _layers("context_keys_not_gathered", "forward", CONTEXT, "context"),
+    _layers("context_order_reversed", "forward", CONTEXT, "context"),
+    _layers("context_gradient_not_given", "partial sum", CONTEXT, "context", is_quick=True),
+    _layers("context_not_averaged", "partial sum,not synchronized", CONTEXT, "context"),
+    _layers("context_summed", "not averaged", CONTEXT, "context"),
+    _layers("context_own_slice_of_next", "forward", CONTEXT, "context"),
+    _layers("pipeline_without_gradient", "left out,partial sum", COMPOSED, "pipeline"),
+    _layers("pipeline_gradient_halved", "averaged twice,scaled", COMPOSED, "pipeline"),
+    _layers("pipeline_block_left_out", "forward,left out", COMPOSED, "pipeline"),
+    _layers("pipeline_activations_of_before", "forward,stale weights", STALE, "pipeline"),
+    _layers("pipeline_tied_apart", "tied,partial sum", TIED, "pipeline", ["tied"], is_quick=True),
+    _layers("pipeline_gradient_never_sent", "hang", MISMATCH, "pipeline"),
+)
+
+RIGHT = (
+    (f"{DATA}:right", "data"),
+    (f"{DATA}:right_trainer", "data"),
+    (f"{SHARDED}:right_fsdp", "data"),
+    (f"{SHARDED}:right_zero", "data"),
+    (f"{SHARDED}:right_flat", "data"),
+    (f"{LAYERS}:right_tensor", "tensor"),
+    (f"{LAYERS}:right_context", "context"),
+    (f"{LAYERS}:right_pipeline", "pipeline"),
+)
+
+# Right ones in half precision.
+HALF = (f"{DATA}:sent_in_bf16", f"{SHARDED}:fsdp_computes_in_bf16", f"{SHARDED}:fsdp_reduces_in_bf16")

@@ -1,0 +1,40 @@
+"""Slices that ranks hold are put together, or said not to fit."""
+
+import torch
+
+from cs336sys.experiments.verify.held import assemble, model_name
+
+SHAPE = torch.Size([5, 3])
+WHOLE = torch.arange(15.0).view(SHAPE)
+GROUPS = [[0, 1]]
+
+
+def together(*parts):
+    return assemble([{"w": part} for part in parts], {"w": SHAPE}, GROUPS)
+
+
+def test_rows_columns_and_flat_pieces_make_a_whole():
+    flat = torch.cat([WHOLE.flatten(), torch.zeros(1)])
+    for parts in (WHOLE.split([3, 2]), WHOLE.split([2, 1], dim=1), flat.split(8), (WHOLE, WHOLE)):
+        whole, unknown = together(*parts)
+        assert not unknown
+        assert all(torch.equal(one["w"], WHOLE) for one in whole)
+
+
+def test_slices_that_do_not_add_up_are_unknown():
+    whole, unknown = together(WHOLE[:3], WHOLE[:3])
+    assert unknown == {"w"}
+    assert whole == [{}, {}]
+
+
+def test_a_rank_without_the_parameter_has_none():
+    whole, unknown = assemble([{"w": WHOLE}, {}], {"w": SHAPE}, GROUPS)
+    assert not unknown
+    assert [set(one) for one in whole] == [{"w"}, set()]
+
+
+def test_names_of_wrapped_modules_are_found_in_the_plain_one():
+    known = ["layers.0.weight", "head.weight"]
+    assert model_name("module.layers.0.weight", known) == "layers.0.weight"
+    assert model_name("layers.0._checkpoint_wrapped_module._orig_mod.weight", known) == "layers.0.weight"
+    assert model_name("adapter.weight", known) is None
