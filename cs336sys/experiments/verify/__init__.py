@@ -4,10 +4,11 @@
 - ``reference.py``: what does one process train, and how far does rounding alone take it?
 - ``wraps.py``: how is a user's wrap called, and what does it give back?
 - ``rank.py``: what does a rank do in a case, and what does it hold at each moment?
+- ``saving.py``: how is it saved, and loaded into new objects?
 - ``collectives.py``: which collectives did a rank launch, from which line, and how is a rank made late?
 - ``held.py``: which tensor of the model are the slices that ranks hold?
 - ``comparison.py``: what is off, first and by how much?
-- ``diagnosis.py``: what does that mean?
+- ``diagnosis.py``: what does that mean? By the causes of ``evidence.py``; of gradients, ``gradient_diagnosis.py``.
 - ``measurement.py``: one cell of ``verify``, from its settings to its outcome.
 - ``library.py``: the same for a test in somebody's repository.
 """

@@ -14,7 +14,11 @@ from cs336sys.measure.allocations.recorder import DispatchMode
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 
+_NO_LAUNCH = ("wait_tensor", "_wrap_tensor_autograd")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
+
+# The phase in which a rank's tensors are looked at, whose collectives are none of the wrap's.
+OBSERVED = "observed"
 
 # How long the late rank sleeps, and before how many collectives of a phase.
 LATE_S = 0.1
@@ -79,10 +83,11 @@ class CollectiveWatcher(DispatchMode):
         if any(issubclass(kind, Tensor) and hasattr(kind, "to_local") for kind in types):
             # DTensors launch theirs below.
             return NotImplemented
-        if operator.namespace in _NAMESPACES and "wait_tensor" not in str(operator):
+        name = str(operator)
+        if self.phase != OBSERVED and operator.namespace in _NAMESPACES and not any(one in name for one in _NO_LAUNCH):
             self._see(operator, args)
         result = operator(*args, **(kwargs or {}))
-        if operator._schema.name in _PRODUCTS and isinstance(result, Tensor):
+        if self.phase != "wrap" and operator._schema.name in _PRODUCTS and isinstance(result, Tensor):
             self.dtypes.add(result.dtype)
         return result
 
@@ -95,7 +100,7 @@ class CollectiveWatcher(DispatchMode):
         name = operator.name().partition("::")[2].partition(".")[0]
         if name == "barrier" or not tensors:
             return
-        self.dtypes |= {one.dtype for one in tensors if one.is_floating_point()}
+        self.dtypes |= set() if self.phase == "wrap" else {one.dtype for one in tensors if one.is_floating_point()}
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         elements = max(sum(one.numel() for one in tree_leaves(arg) if isinstance(one, Tensor)) for arg in args)
         self.launches.append(Launch(name, elements, dtype, *moment, self._line(), self._incomplete(tensors)))

@@ -12,7 +12,8 @@ import torch
 from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
 from cs336sys.experiments.verify.cases import PROGRAMS, SAVED_AFTER, Program
 from cs336sys.experiments.verify.comparison import Compared, Comparison
-from cs336sys.experiments.verify.diagnosis import Diagnosis, diagnose, diagnose_loss
+from cs336sys.experiments.verify.diagnosis import diagnose, diagnose_loss
+from cs336sys.experiments.verify.evidence import Diagnosis
 from cs336sys.experiments.verify.rank import Found, Settings, is_sound, train_on_rank
 from cs336sys.experiments.verify.reference import (
     Reference,
@@ -32,6 +33,9 @@ from cs336sys.workload.verification import VerifiedWorkload
 
 # Plain steps after which no other case of the same wrap can say more, with why.
 _hopeless: dict[VerifiedWorkload, str] = {}
+
+# Plain steps of wraps that raise errors in float64, and none in float32.
+_in_single: set[VerifiedWorkload] = set()
 
 # What was wrong with the plain step: other cases that are wrong alike are not run again.
 _of_plain_step: dict[VerifiedWorkload, Diagnosis] = {}
@@ -87,7 +91,8 @@ class _Case:
         if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             # Threads for products this small only wait for one another.
             torch.set_num_threads(1)
-        self.dtype = reference_dtype(workload, self.device)
+        self.plain = replace(workload, case="step")
+        self.dtype = torch.float32 if self.plain in _in_single else reference_dtype(workload, self.device)
         self.learning_rate = learning_rate_of(workload, self.device, self.dtype)
         clips = self.program.clip
         self.max_norm = clipped_norm(workload, self.program, self.device, self.dtype) if clips else None
@@ -99,7 +104,16 @@ class _Case:
             if outcome.status != "ok":
                 return outcome
             return self._outcome_of(replace(self.program, late=self.workload.world_size - 1))
-        return self._outcome_of(self.program)
+        outcome = self._outcome_of(self.program)
+        if outcome.derived.get("cause") == "raises" and self.dtype == torch.float64:
+            # The wrap may be what computes in no float64.
+            _in_single.add(self.plain)
+            single = _Case(self.workload, self.folder, self.progress)
+            again = single._outcome_of(self.program)
+            if again.derived.get("cause") != "raises":
+                return again
+            _in_single.discard(self.plain)
+        return outcome
 
     def _outcome_of(self, program: Program) -> Outcome:
         self.progress(f"{self.workload.case}: ranks")

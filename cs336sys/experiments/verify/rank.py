@@ -29,7 +29,7 @@ from cs336sys.experiments.verify.cases import (
     shares_of,
     turned_off,
 )
-from cs336sys.experiments.verify.collectives import CollectiveWatcher, Launch
+from cs336sys.experiments.verify.collectives import OBSERVED, CollectiveWatcher, Launch
 from cs336sys.experiments.verify.held import model_name
 from cs336sys.experiments.verify.reference import (
     OptimizerSpec,
@@ -40,12 +40,24 @@ from cs336sys.experiments.verify.reference import (
     moments,
     states_of,
 )
-from cs336sys.experiments.verify.wraps import Wrapped, wrap
+from cs336sys.experiments.verify.saving import (
+    Trained,
+    load_checkpoint,
+    load_from_folder,
+    load_own_state,
+    own_state,
+    save_checkpoint,
+    save_to_folder,
+)
+from cs336sys.experiments.verify.wraps import Wrapped, innermost, wrap
 from cs336sys.workload.user_code import is_user_code, source_file
 from cs336sys.workload.verification import VerifiedWorkload
 
 # Ranks that start with different weights, and models that are loaded into, are built from seeds so far apart.
 _OTHER_SEED = 1000
+
+# Settings of optimizers that change no number, or that the class itself does not take.
+_OF_NO_CONSEQUENCE = ("initial_lr", "foreach", "fused", "capturable", "differentiable", "flat")
 
 
 @dataclass
@@ -62,7 +74,7 @@ class Found:
         is_sliced: whether it holds slices of weights.
         masks: of the first dropout layer, whether each element was dropped; None without one.
         failure: what was raised, in one sentence; empty where nothing was.
-        is_refusal: whether that was said by a wrap or a model that can go on; ``is_timeout``: other ranks did not come.
+        is_timeout: whether other ranks did not come.
         applies: False where the case does not apply, and ``failure`` says why.
         at: step and phase of a failure.
     """
@@ -88,15 +100,14 @@ class Settings:
     Attributes:
         max_norm: of gradients, where the program clips.
         watch: record collectives and the outputs of modules.
-        folder: where to save, and ``loads`` whether to load from it instead.
-        saved_ranks: how many ranks have saved there.
+        folder: where to save, or where ``saved_ranks`` others have saved what this ``loads``.
     """
 
     dtype: torch.dtype
     learning_rate: float
     max_norm: float | None = None
     watch: bool = False
-    folder: str | None = None
+    folder: str = ""
     loads: bool = False
     saved_ranks: int = 0
 
@@ -171,16 +182,6 @@ def _sentence(workload: VerifiedWorkload, error: Exception) -> str:
     return f"{where}{type(error).__name__}: {lines[0]}"
 
 
-def _innermost(optimizer: Any) -> Any:
-    """The optimizer that updates this rank's parameters, where others wrap it."""
-    while not type(optimizer).__module__.startswith("cs336sys.parallel"):
-        inner = {id(one): one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)}
-        if len(inner) != 1 or id(optimizer) in inner:
-            break
-        (optimizer,) = inner.values()
-    return optimizer
-
-
 class _Run:
     """A program on this rank, its present model and optimizer."""
 
@@ -209,7 +210,7 @@ class _Run:
         self.shapes = {name: parameter.shape for name, parameter in known.items()}
         buffers = [name for name, _ in model.named_buffers()]
         identities = {id(parameter): name for name, parameter in known.items()}
-        # As programs do that want other masks on ranks that have other sequences.
+        # Other masks on ranks that have other sequences.
         torch.manual_seed(workload.training.seed + _OTHER_SEED * self.data)
         random.seed(workload.training.seed)
         self.outputs = captured_outputs(model, self.found.record.outputs) if settings.watch else None
@@ -235,11 +236,10 @@ class _Run:
         self.found.is_sliced = any(
             hasattr(one, "to_local") or one.shape != self.shapes[name] for name, one in self.named.items()
         )
-        self.inner: Any = _innermost(self.optimizer)
-        groups = self.inner.param_groups
-        self.found.owned = tuple(
-            self.names[id(one)] for group in groups for one in group["params"] if id(one) in self.names
-        )
+        self.inner: Any = innermost(self.optimizer)
+        groups = getattr(self.inner, "param_groups", [{"params": self.named.values()}])
+        updated = [id(one) for group in groups for one in group["params"]]
+        self.found.owned = tuple(self.names[one] for one in updated if one in self.names)
         if self.wrapped.optimizer is not None:
             self.found.optimizer = self._spec()
 
@@ -252,8 +252,7 @@ class _Run:
         settings = {}
         for group in self.inner.param_groups:
             own = {key: value for key, value in group.items() if isinstance(value, int | float | bool | tuple | None)}
-            for dropped in ("initial_lr", "foreach", "fused", "capturable", "differentiable", "flat"):
-                own.pop(dropped, None)
+            own = {key: value for key, value in own.items() if key not in _OF_NO_CONSEQUENCE}
             for parameter in group["params"]:
                 if id(parameter) in self.names:
                     settings[self.names[id(parameter)]] = own
@@ -264,7 +263,7 @@ class _Run:
         if self.settings.loads:
             # What was trained before is another program's.
             self.prepare(_OTHER_SEED)
-            self._load_from_folder()
+            load_from_folder(self.trained, self.settings.folder, self.settings.saved_ranks)
             first = SAVED_AFTER
         else:
             self.prepare(_OTHER_SEED * self.rank if program.start else 0)
@@ -289,14 +288,14 @@ class _Run:
             if program.resume is not None and not self.settings.loads and step + 1 == SAVED_AFTER:
                 self.watcher.phase = "save"
                 if program.resume == "ranks":
-                    self._save_to_folder()
+                    save_to_folder(self.trained, self.settings.folder)
                     return
                 self._save_and_load()
         if not program.start:
             record.buffers = {name: clone(buffer) for name, buffer in self.buffers.items()}
 
     def shares(self, micro: int) -> list[Share]:
-        return [share for share in shares_of(self.workload, self.program, micro) if share.data == self.data]
+        return [one for one in shares_of(self.workload, self.program, micro) if one.data == self.data]
 
     def own(self, share: Share, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         """This rank's part of a share: of its sequences, or of each of them."""
@@ -398,9 +397,11 @@ class _Run:
 
     def _held(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         whole: dict[str, Any] = dict(tensors)
+        phase, self.watcher.phase = self.watcher.phase, OBSERVED
         for name, one in whole.items():
             if hasattr(one, "full_tensor"):
                 whole[name] = one.detach().full_tensor()
+        self.watcher.phase = phase
         return {name: clone(one.to_dense() if one.is_sparse else one) for name, one in whole.items()}
 
     def states(self) -> dict[str, dict[str, Tensor]]:
@@ -426,88 +427,18 @@ class _Run:
             raise CapabilityError("the model has no torch.nn.Dropout that drops anything")
         self.found.masks = clone(masks[0])
 
-    # Saving and loading.
-
-    def _own_state(self) -> Any:
-        owner = self.wrapped.owner
-        if not isinstance(owner, nn.Module) and hasattr(owner, "state_dict"):
-            state = owner.state_dict()
-        else:
-            state = {"model": self.wrapped.module.state_dict(), "optimizer": self._optimizer_state()}
-        return tree_map_only(Tensor, lambda one: one.detach().clone(), state)
-
-    def _optimizer_state(self) -> Any:
-        if not hasattr(self.optimizer, "consolidate_state_dict"):
-            return self.optimizer.state_dict()
-        state = None
-        for rank in range(dist.get_world_size()):
-            # Another rank's is forgotten by the next.
-            self.optimizer.consolidate_state_dict(to=rank)
-            if rank == self.rank:
-                state = self.optimizer.state_dict()
-        return state
-
-    def _load_own_state(self, state: Any) -> None:
-        owner = self.wrapped.owner
-        if not isinstance(owner, nn.Module) and hasattr(owner, "load_state_dict"):
-            owner.load_state_dict(state)
-            return
-        self.wrapped.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-    def _is_distributed(self) -> bool:
-        return any(hasattr(one, "to_local") for one in self.named.values())
-
-    def _checkpoint_state(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        if not isinstance(self.inner, torch.optim.Optimizer) or (self.found.is_sliced and not self._is_distributed()):
-            raise CapabilityError("torch.distributed.checkpoint cannot know its slices, which are no DTensors")
-        model, optimizer = get_state_dict(self.wrapped.module, self.inner)
-        return {"model": model, "optimizer": optimizer}
-
-    def _save_checkpoint(self, folder: str) -> None:
-        import torch.distributed.checkpoint as checkpoint
-
-        checkpoint.save(self._checkpoint_state(), checkpoint_id=folder)
-
-    def _load_checkpoint(self, folder: str) -> None:
-        import torch.distributed.checkpoint as checkpoint
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
-        state = self._checkpoint_state()
-        checkpoint.load(state, checkpoint_id=folder)
-        set_state_dict(
-            self.wrapped.module,
-            self.inner,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+    @property
+    def trained(self) -> Trained:
+        is_distributed = any(hasattr(one, "to_local") for one in self.named.values())
+        return Trained(self.wrapped, self.optimizer, self.inner, self.found.is_sliced, is_distributed)
 
     def _save_and_load(self) -> None:
+        folder = self.settings.folder
         if self.program.resume == "dcp":
-            assert self.settings.folder is not None
-            self._save_checkpoint(self.settings.folder)
+            save_checkpoint(self.trained, folder)
             self.prepare(_OTHER_SEED)
-            self._load_checkpoint(self.settings.folder)
+            load_checkpoint(self.trained, folder)
         else:
-            state = self._own_state()
+            state = own_state(self.trained)
             self.prepare(_OTHER_SEED)
-            self._load_own_state(state)
-
-    def _save_to_folder(self) -> None:
-        assert self.settings.folder is not None
-        folder = Path(self.settings.folder)
-        if self._is_distributed():
-            self._save_checkpoint(str(folder / "dcp"))
-        else:
-            torch.save(self._own_state(), folder / f"rank{self.rank}.pt")
-
-    def _load_from_folder(self) -> None:
-        assert self.settings.folder is not None
-        folder = Path(self.settings.folder)
-        if (folder / "dcp").exists():
-            self._load_checkpoint(str(folder / "dcp"))
-        else:
-            state = torch.load(folder / f"rank{self.rank % self.settings.saved_ranks}.pt", weights_only=False)
-            self._load_own_state(state)
+            load_own_state(self.trained, state)

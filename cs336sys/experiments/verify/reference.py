@@ -165,7 +165,7 @@ def train_alone(
         autocast: computes matrix products in this dtype.
     """
     record = Record()
-    casts = torch.autocast(device.type, autocast, enabled=autocast is not None)
+    casts = torch.autocast(device.type, autocast) if autocast is not None else contextlib.nullcontext()
     with user_models.nothing_dropped(), casts:
         subject = build_subject(workload, program, device, dtype)
         model = subject.model
@@ -288,7 +288,8 @@ def in_half_precision(
     how = reference.learning_rate if optimizer is None else optimizer
     shares = shares_of(workload, alone, 1)
     # autocast leaves float64 alone.
-    other = train_alone(workload, alone, device, torch.float32, shares, how, max_norm, autocast=half)
+    autocast = None if half == torch.float32 else half
+    other = train_alone(workload, alone, device, torch.float32, shares, how, max_norm, autocast=autocast)
     return Reference(
         reference.record, [*reference.others, other], reference.is_whole, reference.dtype, reference.learning_rate, half
     )

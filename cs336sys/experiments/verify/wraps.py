@@ -141,8 +141,8 @@ def _parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> Wrapp
             f"{name} returned {a_value(returned)}: it should return the module to call, (module, optimizer), or an "
             "object with module, optimizer and step(batch)"
         )
-    if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise UserCodeError(f"{name} returned {a_value(optimizer)} for an optimizer: it has no param_groups")
+    if optimizer is not None and not hasattr(optimizer, "zero_grad"):
+        raise UserCodeError(f"{name} returned {a_value(optimizer)} for an optimizer: it has no zero_grad()")
     finish = None
     for one in (owner, module, optimizer):
         finish = finish or getattr(one, workload.finish or FINISH, None)
@@ -154,6 +154,16 @@ def _parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> Wrapp
     return Wrapped(
         owner, module, optimizer, finish, step, loss=loss if callable(loss) else None, scaler_class=scaler_class
     )
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer that updates this rank's parameters, where others wrap it."""
+    while not type(optimizer).__module__.startswith("cs336sys.parallel"):
+        inner = {id(one): one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)}
+        if len(inner) != 1 or id(optimizer) in inner:
+            break
+        (optimizer,) = inner.values()
+    return optimizer
 
 
 Ready = Callable[[VerifiedWorkload, nn.Module, DeviceMesh, float], Wrapped]

@@ -158,4 +158,4 @@ RIGHT = (
 )
 
 # Right ones in half precision.
-HALF = (f"{DATA}:sent_in_bf16", f"{SHARDED}:fsdp_computes_in_bf16", f"{SHARDED}:fsdp_reduces_in_bf16")
+HALF = (f"{DATA}:sent_in_bf16", f"{SHARDED}:fsdp_reduces_in_bf16")

@@ -50,10 +50,6 @@ def fsdp_blocks_alone(model, mesh):
     return model
 
 
-def fsdp_computes_in_bf16(model, mesh):
-    return _shard(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64))
-
-
 def fsdp_reduces_in_bf16(model, mesh):
     return _shard(model, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
 

@@ -14,8 +14,8 @@ import faults
 
 pytestmark = pytest.mark.usefixtures("one_thread_a_rank", "time_limit")
 
-# Cases that start other ranks, or the compiler, find nothing in these wraps that others do not.
-QUICK_CASES = ("step", "accumulation", "clipping", "scaling", "uneven", "unused", "tied", "evaluation", "save")
+# Others find nothing in these wraps that these do not.
+QUICK_CASES = ("step", "clipping", "uneven", "tied", "save")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,233 @@
+"""What a wrong gradient is made of: the gradients that each rank's micro-batches have by themselves."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cs336sys.experiments.verify.cases import shares_of
+from cs336sys.experiments.verify.collectives import Launch
+from cs336sys.experiments.verify.comparison import Finding, norm_of
+from cs336sys.experiments.verify.evidence import (
+    EQUAL,
+    EXPLAINED,
+    OF_GRADIENTS,
+    Diagnosis,
+    Evidence,
+    is_near,
+    proportion,
+    ratio_of,
+)
+from cs336sys.experiments.verify.reference import parts_of_gradients
+
+
+def of_gradient(case: Evidence, first: Finding) -> Diagnosis:
+    """Explain the first gradient that is off."""
+    step = first.step - 1
+    early = [one for one in case.launches(("backward",)) if one.incomplete]
+    if early:
+        meaning = f"the gradient of {early[0].incomplete[0]} was sent before the backward pass had completed it"
+        return case.conclude("too early", meaning, launches=early[:1])
+    sent = case.launches(OF_GRADIENTS, step)
+    if first.found is None:
+        every = all(first.name not in record.gradients[step] for record in case.compared.records if record.gradients)
+        who = "on every rank" if every else f"on rank {first.rank}"
+        return case.conclude(
+            "left out", f"{first.name} has no gradient {who}: the wrap leaves it out", launches=sent[-1:]
+        )
+    findings = [one for one in case.compared.findings if one.what == "gradient" and one.step == first.step]
+    told = _of_parts(case, step, findings, sent)
+    if told is not None:
+        return told
+    for name, gradient in case.reference.record.gradients[step].items():
+        assert first.expected is not None
+        is_alike = name != first.name and gradient.shape == first.expected.shape
+        if is_alike and proportion(first.found, gradient) is not None:
+            return case.conclude("mixed up", f"{first.name} has the gradient of {name}", launches=sent[-1:])
+    ratio = ratio_of(first)
+    if ratio is not None:
+        return _of_ratio(case, ratio, sent)
+    if (told := _added_up(case, first, sent)) is not None:
+        return told
+    names = list(dict.fromkeys(one.name for one in findings))
+    correct = [name for name in case.reference.record.gradients[step] if name not in names]
+    near = f"; those of {', '.join(correct[-2:])} are right" if correct else ""
+    meaning = f"{len(names)} gradients are off, the last one in the model that of {names[-1]}{near}"
+    return case.conclude("partial sum" if _shares_layers(case) else "forward", meaning, launches=sent[-1:])
+
+
+def _shares_layers(case: Evidence) -> bool:
+    return any(case.workload.dimensions.get(name, 1) > 1 for name in ("tensor", "pipeline", "context"))
+
+
+def _of_ratio(case: Evidence, ratio: float, sent: Sequence[Launch]) -> Diagnosis:
+    ranks, all_ranks = case.ranks, case.workload.world_size
+    if is_near(ratio, ranks) and ranks > 1:
+        return case.conclude(
+            "not averaged",
+            f"gradients are {ratio:.3g} times too large, the number of ranks: they are summed",
+            ratio,
+            sent[-1:],
+        )
+    if is_near(ratio, 1 / ranks) and ranks > 1:
+        meaning = f"gradients are 1/{ranks} of what they should be: they are averaged twice"
+        return case.conclude("averaged twice", meaning, ratio, sent[-1:])
+    if is_near(ratio, all_ranks) or is_near(ratio, 1 / all_ranks):
+        how = "added up once too often" if ratio > 1 else "divided by, or spread over, ranks that all have them"
+        return case.conclude("scaled", f"gradients are {ratio:.3g} times what they should be: {how}", ratio, sent[-1:])
+    return case.conclude("scaled", f"gradients are {ratio:.4g} times what they should be", ratio, sent[-1:])
+
+
+def _added_up(case: Evidence, first: Finding, sent: Sequence[Launch]) -> Diagnosis | None:
+    """Ranks that share layers and each have a part of a gradient's sum."""
+    step = first.step - 1
+    own = [record.gradients[step].get(first.name) for record in case.compared.records]
+    assert first.expected is not None
+    if any(one is None or one.shape != first.expected.shape for one in own):
+        return None
+    total = sum(one for one in own if one is not None)
+    assert isinstance(total, Tensor)
+    ratio = proportion(total, first.expected)
+    if ratio is None:
+        return None
+    over = "" if is_near(ratio, 1) else f" ({ratio:.3g} times it)"
+    meaning = f"each rank has a part of the gradient of {first.name}, and they add up to it{over}: sum it over ranks"
+    return case.conclude("partial sum", meaning, launches=sent[-1:])
+
+
+@dataclass(frozen=True)
+class _Mixture:
+    """A gradient as a combination of what it could be made of.
+
+    Attributes:
+        own: coefficients of micro-batches, by data rank and micro-batch, over those that are right.
+        before: of the gradient of the step before.
+    """
+
+    own: Mapping[tuple[int, int], float]
+    before: float
+
+
+def _of_parts(case: Evidence, step: int, findings: Sequence[Finding], sent: Sequence[Launch]) -> Diagnosis | None:
+    """Explain gradients as combinations of those that each rank's micro-batches have by themselves."""
+    if case.workload.dimensions.get("data", 1) == 1 or case.program.clip:
+        return None
+    device = torch.device("cpu")
+    dtype = case.reference.dtype
+    at = case.reference.record
+    if step and step not in at.weights and step + 1 not in at.weights:
+        return None
+    if step and step not in at.weights:
+        return None
+    parts = parts_of_gradients(case.workload, replace(case.program, late=None), device, dtype, step, at)
+    mixtures: dict[int, _Mixture] = {}
+    name = findings[0].name
+    for finding in findings:
+        if finding.name == name and finding.found is not None:
+            mixture = _mixture(case, parts, finding, step)
+            if mixture is None:
+                return None
+            mixtures[finding.rank] = mixture
+    if not mixtures:
+        return None
+    return _of_mixtures(case, name, mixtures, sent)
+
+
+def _mixture(
+    case: Evidence, parts: Mapping[tuple[int, int], Mapping[str, Tensor]], finding: Finding, step: int
+) -> _Mixture | None:
+    assert finding.found is not None
+    shares = {
+        (share.data, share.micro): share.weight for share in shares_of(case.workload, case.program, case.program.micro)
+    }
+    keys = [key for key in parts if finding.name in parts[key]]
+    columns = [parts[key][finding.name].flatten().double() * shares[key] for key in keys]
+    if step > 0 and finding.name in case.reference.record.gradients[step - 1]:
+        columns.append(case.reference.record.gradients[step - 1][finding.name].flatten().double())
+    if not columns or len(columns[0]) < len(columns) or not torch.isfinite(finding.found).all():
+        return None
+    matrix, wanted = torch.stack(columns, 1), finding.found.flatten().double()
+    solution = torch.linalg.lstsq(matrix, wanted[:, None]).solution[:, 0]
+    if norm_of(matrix @ solution - wanted) > EXPLAINED * max(norm_of(wanted), 1e-300):
+        return None
+    coefficients = solution.tolist()
+    before = coefficients[len(keys)] if len(coefficients) > len(keys) else 0.0
+    return _Mixture({key: coefficients[number] for number, key in enumerate(keys)}, before)
+
+
+def _of_mixtures(
+    case: Evidence, name: str, mixtures: Mapping[int, _Mixture], sent: Sequence[Launch]
+) -> Diagnosis | None:
+    workload, program = case.workload, case.program
+    data, micro = workload.data_ranks, program.micro
+    rank, mixture = next(iter(mixtures.items()))
+    own = dict(mixture.own)
+    values = list(own.values())
+    if not values:
+        return None
+    if abs(mixture.before) > EQUAL:
+        what = (
+            "is that of the step before"
+            if all(abs(one) < EQUAL for one in values)
+            else "has that of the step before in it"
+        )
+        return case.conclude(
+            "stale gradient", f"the gradient of {name} {what}: it was not set to zero, or is sent late"
+        )
+    if all(is_near(one, values[0]) for one in values):
+        return None if is_near(values[0], 1) else _of_ratio(case, values[0], sent)
+    by_rank = {one: [own.get((one, number), 0.0) for number in range(micro)] for one in range(data)}
+    used = [one for one, coefficients in by_rank.items() if any(abs(value) > EQUAL for value in coefficients)]
+    if micro > 1 and len({round(value, 3) for value in values}) > 1 and len(used) == data:
+        means = [sum(by_rank[one][number] for one in range(data)) / data for number in range(micro)]
+        told = ", ".join(f"{round(mean, 6):.3g}" for mean in means)
+        meaning = (
+            f"of the micro-batches of a step, each counts {told} times: gradients that were averaged are again, or "
+            "only the last are"
+        )
+        return case.conclude("accumulation", meaning, launches=sent[-1:])
+    if len(used) == 1 and len(mixtures) > 1:
+        alone = {one: _only(mixture.own) for one, mixture in mixtures.items()}
+        if len(set(alone.values())) == 1:
+            which = used[0]
+            told = "the last rank" if which == data - 1 else "the first rank" if which == 0 else f"rank {which}"
+            return case.conclude("one rank's", f"every rank has the gradient of {told} alone", launches=sent[-1:])
+        return _not_synchronized(case, name, sent)
+    if len(used) == 1:
+        if used[0] == _data_of(case, rank):
+            return _not_synchronized(case, name, sent)
+        return case.conclude("one rank's", f"rank {rank} has the gradient of rank {used[0]} alone", launches=sent[-1:])
+    if len(used) < data:
+        missing = ", ".join(str(one) for one in range(data) if one not in used)
+        return case.conclude("rank left out", f"the gradient of rank {missing} is not in the mean", launches=sent[-1:])
+    if program.uneven:
+        return case.conclude(
+            "uneven", "ranks are averaged evenly that have different numbers of sequences", launches=sent[-1:]
+        )
+    told = ", ".join(f"{sum(coefficients):.3g}" for coefficients in by_rank.values())
+    return case.conclude("scaled", f"the ranks' gradients count {told} times what they should", launches=sent[-1:])
+
+
+def _only(own: Mapping[tuple[int, int], float]) -> int:
+    return max(own, key=lambda key: abs(own[key]))[0]
+
+
+def _data_of(case: Evidence, rank: int) -> int:
+    sizes = case.workload.dimensions
+    ranks = torch.arange(case.workload.world_size).view(*sizes.values())
+    return int((ranks == rank).nonzero()[0][list(sizes).index("data")])
+
+
+def _not_synchronized(case: Evidence, name: str, sent: Sequence[Launch]) -> Diagnosis:
+    total = sum(value.numel() for value in case.reference.record.gradients[0].values()) * case.program.micro
+    fitting = [one for one in sent if "gather" not in one.name]
+    elements = sum(one.elements for one in fitting)
+    if fitting and elements >= total / case.program.micro and not case.program.no_sync:
+        meaning = (
+            f"each rank keeps its own gradient of {name}, though as many elements are sent as there are: the result is "
+            "not waited for, or not copied back, or it is that of another parameter"
+        )
+        return case.conclude("not waited for", meaning, launches=fitting[-1:])
+    seen = f"{elements:,} of {total:,} elements are sent" if fitting else "no collective follows the backward pass"
+    return case.conclude("not synchronized", f"each rank keeps its own gradient of {name}: {seen}")

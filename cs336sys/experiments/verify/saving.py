@@ -1,0 +1,113 @@
+"""Saves what a rank trains and loads it into new objects: own state dicts, and torch.distributed.checkpoint."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from cs336sys.errors import CapabilityError
+from cs336sys.experiments.verify.wraps import Wrapped
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is saved, or loaded into.
+
+    Attributes:
+        inner: the optimizer that updates this rank's parameters, which ``optimizer`` may wrap.
+        is_sliced: whether this rank has slices of weights; ``is_distributed``: as DTensors.
+    """
+
+    wrapped: Wrapped
+    optimizer: Any
+    inner: Any
+    is_sliced: bool
+    is_distributed: bool
+
+
+def own_state(trained: Trained) -> Any:
+    """A copy of the state dicts of module and optimizer, or of the object that has them."""
+    owner = trained.wrapped.owner
+    if not isinstance(owner, nn.Module) and hasattr(owner, "state_dict"):
+        state = owner.state_dict()
+    else:
+        state = {"model": trained.wrapped.module.state_dict(), "optimizer": _optimizer_state(trained.optimizer)}
+    return tree_map_only(Tensor, lambda one: one.detach().clone(), state)
+
+
+def _optimizer_state(optimizer: Any) -> Any:
+    if not hasattr(optimizer, "consolidate_state_dict"):
+        return optimizer.state_dict()
+    state = None
+    for rank in range(dist.get_world_size()):
+        # Another rank's is forgotten by the next.
+        optimizer.consolidate_state_dict(to=rank)
+        if rank == dist.get_rank():
+            state = optimizer.state_dict()
+    return state
+
+
+def load_own_state(trained: Trained, state: Any) -> None:
+    """Load a :func:`own_state`."""
+    owner = trained.wrapped.owner
+    if not isinstance(owner, nn.Module) and hasattr(owner, "load_state_dict"):
+        owner.load_state_dict(state)
+        return
+    trained.wrapped.module.load_state_dict(state["model"])
+    trained.optimizer.load_state_dict(state["optimizer"])
+
+
+def _checkpoint_state(trained: Trained) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    if not isinstance(trained.inner, torch.optim.Optimizer) or (trained.is_sliced and not trained.is_distributed):
+        raise CapabilityError("torch.distributed.checkpoint cannot know its slices, which are no DTensors")
+    model, optimizer = get_state_dict(trained.wrapped.module, trained.inner)
+    return {"model": model, "optimizer": optimizer}
+
+
+def save_checkpoint(trained: Trained, folder: str) -> None:
+    """Save by torch.distributed.checkpoint. All ranks call it together.
+
+    Raises:
+        CapabilityError: it holds slices that are no DTensors.
+    """
+    import torch.distributed.checkpoint as checkpoint
+
+    checkpoint.save(_checkpoint_state(trained), checkpoint_id=folder)
+
+
+def load_checkpoint(trained: Trained, folder: str) -> None:
+    """Load what :func:`save_checkpoint` has saved, by as many ranks or others."""
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    state = _checkpoint_state(trained)
+    checkpoint.load(state, checkpoint_id=folder)
+    set_state_dict(
+        trained.wrapped.module,
+        trained.inner,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+
+
+def save_to_folder(trained: Trained, folder: str) -> None:
+    """Save for another number of ranks: DTensors as a checkpoint, all else as each rank's own state."""
+    if trained.is_distributed:
+        save_checkpoint(trained, f"{folder}/dcp")
+    else:
+        torch.save(own_state(trained), f"{folder}/rank{dist.get_rank()}.pt")
+
+
+def load_from_folder(trained: Trained, folder: str, ranks: int) -> None:
+    """Load what ``ranks`` others have saved there."""
+    if Path(folder, "dcp").exists():
+        load_checkpoint(trained, f"{folder}/dcp")
+    else:
+        state = torch.load(f"{folder}/rank{dist.get_rank() % ranks}.pt", weights_only=False)
+        load_own_state(trained, state)
