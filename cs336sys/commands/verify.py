@@ -125,7 +125,7 @@ def verified_workloads(
         given["batch_size"] = given["batch_size"] or [SEQUENCES * ranks]
         (training,) = options.expand_workloads(
             replace(model, **given),
-            "train",
+            ["train"],
             options.PrecisionOptions(["fp32"]),
             options.ImplementationOptions(),
             options.StepsOptions([0], 1),

@@ -71,7 +71,7 @@ class Found:
         unmatched: parameters of the wrapped module that have no name in the plain one.
         launches: its collectives, where they were watched.
         dtypes: less precise ones than asked for, in which it computed or sent, where that was watched.
-        is_sliced: whether it holds slices of weights.
+        is_sliced: whether it holds slices of weights; ``runs_steps``: whether the wrap runs whole steps.
         masks: of the first dropout layer, whether each element was dropped; None without one.
         failure: what was raised, in one sentence; empty where nothing was.
         is_timeout: whether other ranks did not come.
@@ -86,6 +86,7 @@ class Found:
     launches: list[Launch] = field(default_factory=list)
     dtypes: tuple[torch.dtype, ...] = ()
     is_sliced: bool = False
+    runs_steps: bool = False
     masks: Tensor | None = None
     failure: str = ""
     is_timeout: bool = False
@@ -215,6 +216,7 @@ class _Run:
         random.seed(workload.training.seed)
         self.outputs = captured_outputs(model, self.found.record.outputs) if settings.watch else None
         self.wrapped: Wrapped = wrap(workload, model, self.mesh, settings.learning_rate)
+        self.found.runs_steps = self.wrapped.step is not None
         module = self.wrapped.module
         with user_models.telling_errors_of(workload.wrap) if is_user_code(workload.wrap) else contextlib.nullcontext():
             self.optimizer: Any = self.wrapped.optimizer or default_optimizer(

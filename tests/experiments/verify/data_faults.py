@@ -542,8 +542,13 @@ def sent_in_bf16(model, group):
 def half_of_the_ranks(model, group):
     """Averages among neighbours alone."""
     ranks = dist.get_world_size(group)
+
+    class Wrong(Averaged):
+        def start(self):
+            pass
+
     pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
-    return Averaged(model, pairs[dist.get_rank(group) // 2])
+    return Wrong(model, pairs[dist.get_rank(group) // 2])
 
 
 def counted_calls(model, group):
