@@ -304,9 +304,21 @@ def _accelerate(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, 
         from accelerate import Accelerator  # type: ignore[import-not-found]  # optional
     except ImportError as error:
         raise CapabilityError("--wrap accelerate needs accelerate: pip install accelerate") from error
-    ranks = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": dist.get_rank()}
-    os.environ.update({name: str(value) for name, value in ranks.items() if name not in os.environ})
-    accelerator = Accelerator(cpu=next(model.parameters()).device.type == "cpu")
+    # It looks at what torchrun sets, though the ranks have met already.
+    met = {
+        "RANK": dist.get_rank(),
+        "WORLD_SIZE": dist.get_world_size(),
+        "LOCAL_RANK": dist.get_rank(),
+        "MASTER_PORT": 0,
+    }
+    added = {name: str(value) for name, value in met.items()} | {"MASTER_ADDR": "localhost"}
+    added = {name: value for name, value in added.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        accelerator = Accelerator(cpu=next(model.parameters()).device.type == "cpu")
+    finally:
+        for name in added:
+            del os.environ[name]
     module, optimizer = accelerator.prepare(model, default_optimizer(model.parameters(), learning_rate))
     return Wrapped(module, module, optimizer, backward=accelerator.backward)
 
