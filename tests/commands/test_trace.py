@@ -126,3 +126,13 @@ def test_a_bad_file_is_one_sentence(tmp_path, content, sentence):
     assert (result.exit_code, result.stdout) == (2, "")
     assert sentence in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", ["x", -1, 1e300, None, []])
+def test_numbers_that_are_none_are_not_recorded(tmp_path, value):
+    trace = ChromeTrace(tmp_path / "trace.json")
+    trace.range("step", 0, 1000)
+    trace.kernel("gemm", 10, 20, 500)
+    trace.events[-1]["args"] |= {"correlation": value, "bytes": value, "External id": value}
+    found = tables(invoke(trace.write(), "--format", "json"))
+    assert found["kinds"]["rows"][0]["count"] == 1

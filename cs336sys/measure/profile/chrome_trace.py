@@ -42,6 +42,8 @@ _EVENT_CHARACTERS = 1 << 24
 _NAME_CHARACTERS = 8000
 # What follows the events is a few lines.
 _TAIL_CHARACTERS = 1 << 22
+# Sums of times are 64 bits wide.
+_LATEST_NS = 1 << 61
 # Shapes beyond these are not told apart.
 _MOST_SHAPES = 200_000
 # What strangers write in the place of numbers and texts.
@@ -127,7 +129,16 @@ def _load(tables: sqlite3.Connection, path: Path) -> Capture:
 
 
 def _integer(value: Any) -> int | None:
-    return value if isinstance(value, int) and 0 <= value < 1 << 40 else None
+    """The value; None where a stranger wrote something else than a whole number that is not negative.
+
+    Raises:
+        ValueError: it is larger than tables hold.
+    """
+    if not isinstance(value, int) or value < 0:
+        return None
+    if value >= 1 << 62:
+        raise ValueError("a whole number has more than 62 bits")
+    return value
 
 
 class _Loader:
@@ -158,8 +169,11 @@ class _Loader:
                 self.foreign = category
             return
         start = round(float(event["ts"]) * 1e3)
+        length = round(float(event.get("dur", 0)) * 1e3)
+        if abs(start) > _LATEST_NS or not 0 <= length <= _LATEST_NS:
+            raise ValueError(f"an event begins at {event['ts']} us and takes {event.get('dur')}")
         # Some threads are numbers that SQLite's integers do not hold.
-        add(self, event, start, start + round(float(event.get("dur", 0)) * 1e3), str(event.get("tid")))
+        add(self, event, start, start + length, str(event.get("tid")))
         self.waiting += 1
         if self.waiting == _ROWS_AT_ONCE:
             self._flush()
@@ -215,10 +229,15 @@ class _Loader:
     def _add_work(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
         arguments = event.get("args", {})
         number = self.numbered = self.numbered + 1
-        operation = arguments.get("External id", arguments.get("external id"))
-        of_launch = (_PROCESS, arguments.get("correlation"), self._name(event), int(arguments.get("device", 0)))
+        operation = _integer(arguments.get("External id", arguments.get("external id")))
+        of_launch = (
+            _PROCESS,
+            _integer(arguments.get("correlation")),
+            self._name(event),
+            int(arguments.get("device", 0)),
+        )
         stream = str(arguments.get("stream", thread))
-        self.rows["work"].append((number, start, stop, *of_launch, stream, arguments.get("bytes"), operation))
+        self.rows["work"].append((number, start, stop, *of_launch, stream, _integer(arguments.get("bytes")), operation))
         if COLLECTIVE_ARGUMENT in arguments:
             self._add_collective(arguments, number, None)
 
@@ -236,8 +255,9 @@ class _Loader:
             shape = self.shape_ids.get(text)
             if shape is None and len(self.shape_ids) < _MOST_SHAPES:
                 shape = self.shape_ids[text] = len(self.shape_ids)
-        number = arguments.get("External id", arguments.get("external id"))
-        row = (number, start, stop, thread, self._name(event), shape, arguments.get("Sequence number"))
+        number = _integer(arguments.get("External id", arguments.get("external id")))
+        sequence = _integer(arguments.get("Sequence number"))
+        row = (number, start, stop, thread, self._name(event), shape, sequence)
         self.rows["operation"].append(row)
         if COLLECTIVE_ARGUMENT in arguments:
             self._add_collective(arguments, None, number)
@@ -254,7 +274,7 @@ class _Loader:
         process, name = self._process(event), str(event.get("name", ""))
         if is_waiting_call(name):
             self.rows["waits"].append((process, start, stop, thread, printable(name)))
-        correlation = event.get("args", {}).get("correlation")
+        correlation = _integer(event.get("args", {}).get("correlation"))
         if correlation is not None:
             self.launching.add(process)
             self.rows["launch"].append((process, correlation, start, stop, thread))
