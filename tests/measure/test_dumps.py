@@ -10,8 +10,8 @@ from memory_causes import CAUSES, diagnoses, run
 
 from cs336sys.errors import UsageError
 from cs336sys.measure.allocations.diagnosis import changes, diagnose, totals
-from cs336sys.measure.allocations.dump import Block, parse_dump, read_dump
-from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES
+from cs336sys.measure.allocations.dump import Block, Frame, parse_dump, read_dump
+from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES, FORWARD, NOTHING, code_of, role
 from cs336sys.report.memory.verdict import verdicts
 
 
@@ -131,6 +131,19 @@ def test_segments_of_the_past_are_rebuilt():
         (record,) = parse_dump(allocator.snapshot())
         assert sum(segment.size for segment in record.segments) == 0
         assert sum(segment.size for segment in record.segments_at(before.entries[-1])) == reserved
+
+
+def test_frames_of_a_recorder_do_not_tell():
+    """Snapshots of memprof on a GPU: its dispatch mode runs on autograd's threads, too."""
+    recorder = [
+        Frame("/x/torch/_ops.py", 865, "__call__"),
+        Frame("/y/cs336sys/measure/allocations/recorder.py", 198, "__torch_dispatch__"),
+        Frame("/x/torch/_dynamo/eval_frame.py", 1, "_fn"),
+        Frame("/x/torch/_compile.py", 1, "inner"),
+    ]
+    assert role(recorder) == NOTHING
+    line = Frame("/y/model.py", 34, "forward")
+    assert (role([*recorder, line]), code_of([*recorder, line])) == (FORWARD, "y/model.py:34 forward")
 
 
 def test_differences_add_up():

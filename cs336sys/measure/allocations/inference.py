@@ -32,6 +32,8 @@ INITIAL, FORWARD, BACKWARD, RECOMPUTATION, OPTIMIZER, USER, NOTHING = (
 )  # fmt: skip
 
 _LIBRARIES = ("/torch/", "/site-packages/", "/dist-packages/", "/lib/python", "<")
+# Frames between an operator and who called it: what records, and how torch calls that.
+_PASSING = ("/cs336sys/measure/", "/torch/_ops.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
 _INITIAL_NAMES = {
     "_apply", "convert", "to_empty", "reset_parameters", "_load_from_state_dict", "load_state_dict",
     "from_pretrained", "_initialize_weights",
@@ -49,7 +51,7 @@ def role(stack: Sequence[Frame]) -> str:
         name, filename = frame.name, frame.filename
         if name in _BACKWARD_NAMES or "autograd::Engine::" in name:
             return RECOMPUTATION if inner == FORWARD else BACKWARD
-        if not filename.endswith(".py"):
+        if not is_telling(frame):
             continue
         python = True
         if inner:
@@ -66,12 +68,17 @@ def role(stack: Sequence[Frame]) -> str:
 
 def code_of(stack: Sequence[Frame]) -> str:
     """Name the innermost line of the user's own code, else of any: ``src/train.py:88 train_step``."""
-    python = [frame for frame in stack if frame.filename.endswith(".py")]
+    python = [frame for frame in stack if is_telling(frame)]
     own = (frame for frame in python if is_own(frame))
     frame = next(own, python[0] if python else stack[0] if stack else None)
     if frame is None:
         return ""
     return f"{'/'.join(frame.filename.replace(chr(92), '/').split('/')[-2:])}:{frame.line} {frame.name}"
+
+
+def is_telling(frame: Frame) -> bool:
+    """Return whether a line of Python is more than a way from an operator to who called it."""
+    return frame.filename.endswith(".py") and not any(part in frame.filename for part in _PASSING)
 
 
 def is_own(frame: Frame) -> bool:
@@ -81,7 +88,7 @@ def is_own(frame: Frame) -> bool:
 
 def operation_of(stack: Sequence[Frame]) -> str:
     """Name the innermost Python function, which is torch's where a line of the user's called one."""
-    return next((frame.name for frame in stack if frame.filename.endswith(".py")), "")
+    return next((frame.name for frame in stack if is_telling(frame)), "")
 
 
 class Inference:
@@ -102,7 +109,7 @@ class Inference:
         self.roles = [role(stack) for stack in record.stacks]
         has_stacks = sum(block.stack > 0 for block in record.blocks if block.start) > 0
         if has_stacks and FORWARD in self.roles:
-            self.roles[0] = BACKWARD
+            self.roles = [BACKWARD if one == NOTHING else one for one in self.roles]
         made = sorted((block.start, self.roles[block.stack]) for block in record.blocks if block.start)
         self._made = [start for start, _ in made]
         self._roles_made = [made_in for _, made_in in made]
@@ -205,8 +212,13 @@ class Inference:
         for index, block in enumerate(blocks):
             if block.start == 0 and self.categories[index] == "unknown" and block.end > self._record.length:
                 by_size[block.requested].append(index)
+        # A temporary can be as large as a gradient: most sizes say how many blocks there are for each parameter.
+        times = Counter(len(by_size[size]) // count for size, count in gradients.items() if size in by_size)
+        each = max((number for number in times if number), key=lambda number: times[number], default=1)
         for size, count in gradients.items():
             same = by_size.get(size, [])
+            if same and len(same) % each == 0:
+                count = len(same) // each
             for index in same[:count]:
                 self.categories[index] = "parameters"
             whole = len(same) // count * count

@@ -33,12 +33,10 @@ frees.</p>
 
 # A block of its own: names such as top are taken at a page's top level.
 _DATA = """
-<script>
 {{
 const data = {data};
 {script}
 }}
-</script>
 """
 
 _SCRIPT = """
@@ -124,7 +122,7 @@ def timeline_page(timelines: Sequence[tuple[str, Mapping[str, Any]]], title: str
         part, script = _timeline(number, name, derived)
         parts.append(part)
         scripts.append(script)
-    return html_page(title, [*parts, *map(html_table, tables), *scripts], _STYLE)
+    return html_page(title, [*parts, *map(html_table, tables)], _STYLE, "".join(scripts))
 
 
 def _timeline(number: int, name: str, derived: Mapping[str, Any]) -> tuple[str, str]:

@@ -111,7 +111,7 @@ def _verdict(one: Diagnosis, found: Sequence[Cause]) -> str:
     held.sort(reverse=True)
     parts = ", ".join(f"{category} {size_words(size)}" for size, category in held[:_LISTED])
     if one.failure is not None:
-        where = f" at {one.failed_at}" if one.failed_at else ""
+        where = f" at {one.failed_at}" if one.failed_at else " in the backward pass" if one.has_stacks else ""
         what = f"An allocation of {size_words(one.failure.size)}{where} failed with {size_words(one.held)} held"
     else:
         what = f"Nothing failed: the record holds {size_words(one.held)} at its peak"
