@@ -47,8 +47,9 @@ class Candidate:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Sort by: tokens/s, of equal ones by the GPU's work, and then by memory."""
-        return (-self.tokens_per_s, self.time.gpu_s / self.configuration.tokens, self.memory)
+        """Sort by: tokens/s, of equal ones by the GPU's work, the launches that a host may be slow at, and memory."""
+        launches_s = sum(self.time.launches_s.values())
+        return (-self.tokens_per_s, self.time.gpu_s / self.configuration.tokens, launches_s, self.memory)
 
 
 def evaluate(

@@ -13,7 +13,6 @@ from cs336sys.experiments.user_models.attention import (
     nothing_dropped,
     replace_attention,
     torch_attention,
-    watched_attention,
     without_dropout,
 )
 from cs336sys.experiments.user_models.blocks import find_blocks, hidden_parameters, hidden_warnings
@@ -62,7 +61,6 @@ __all__ = [
     "tiny_sizes",
     "token_logits",
     "torch_attention",
-    "watched_attention",
     "why_built_whole",
     "without_dropout",
 ]
