@@ -422,7 +422,7 @@ def test_bucket_sizes_that_the_noise_alone_tells_apart_are_called_alike():
     assert "Buckets of 1 MB and 10 MB are the same 387 calls" in expected
     # Predicted 4.226 and 2.744 ms for 100 and 1000 MB, and measured 7.624 and 9.330.
     assert "4.226 ms (100 MB; 7.624 ms are exposed) and 2.744 ms (1000 MB; 9.330 ms are exposed)" in expected
-    assert "The order of the sizes is another than it predicts" in expected
+    assert "The order of the sizes is another than the equation predicts" in expected
     assert "The backward pass takes 240.5 ms where communication comes after it, 251.9 ms (1.05x)" in expected
 
     def noisy(cell):

@@ -183,11 +183,11 @@ def buckets(answer: Answer) -> None:
     rows = [row for row in rows_of(group, "ddp") if row["strategy"] == "bucketed"]
     answer.say("buckets", rows=rows)
     best = min(rows, key=lambda row: row["step_ms"].median)
+    _say_expected(answer, group, rows, best)
     answer.say("fastest", best)
     for row in rows_of(group, "ddp"):
         if row["strategy"] in ("naive", "flat", "overlap"):
             _compare(answer, "that", best, row["strategy"], row)
-    _say_expected(answer, group, rows, best)
     link = link_of(bucket_sweeps(group.measured)[0][0])
     if link.has_bandwidth:
         answer.say("link", latency=1e6 * link.latency_s, rate=link.bytes_per_s / 1e9)
@@ -204,20 +204,21 @@ def _say_expected(answer: Answer, group: Found, rows: Sequence[Row], best: Row) 
     found = ratio(slowest["step_ms"], best["step_ms"])
     name = "alike" if found.is_noise else "apart"
     answer.say("expected", found=answer.fill(name, ratio=found, best=best, slowest=slowest))
-    same = [row for row in rows if row["calls"] == rows[0]["calls"]]
-    if len(same) > 1:
-        answer.say("same buckets", sizes=same, calls=rows[0]["calls"])
-    every: list[Row] = [row for one in group.table("buckets") for row in one.rows]
-    table = [dict(row) for row in every if row["predicted_ms"] is not None]
-    if len(table) > 1:
-        answer.say("predicted", rows=[row | {"exposed": row["exposed_ms"].estimate} for row in table])
-        order = [[row["bucket_mb"] for row in sorted(table, key=key)] for key in (_predicted_ms, _exposed_ms)]
-        answer.say("aligned" if order[0] == order[1] else "not aligned")
+    slower = None
     naive, overlapped = (next(iter(group.of(strategy=name)), None) for name in ("naive", "overlap"))
     if naive is not None and overlapped is not None:
         alone, beside = (cell.samples["backward"].median for cell in (naive, overlapped))
-        longer = {"alone": alone, "beside": beside, "ratio": beside / alone}
-        answer.say("computing slows down", longer, rows=[{**row, "backward": _backward_ms(group, row)} for row in rows])
+        backward = [{**row, "backward": _backward_ms(group, row)} for row in rows]
+        slower = {"alone": alone, "beside": beside, "ratio": beside / alone, "rows": backward}
+    every: list[Row] = [row for one in group.table("buckets") for row in one.rows]
+    table = [dict(row) for row in every if row["predicted_ms"] is not None]
+    if len(table) > 1:
+        order = [[row["bucket_mb"] for row in sorted(table, key=key)] for key in (_predicted_ms, _exposed_ms)]
+        answer.say("aligned" if order[0] == order[1] else "not aligned", slower=slower)
+        answer.say("predicted", rows=[row | {"exposed": row["exposed_ms"].estimate} for row in table])
+    same = [row for row in rows if row["calls"] == rows[0]["calls"]]
+    if len(same) > 1:
+        answer.say("same buckets", sizes=same, calls=rows[0]["calls"])
 
 
 def _predicted_ms(row: Row) -> float:
