@@ -2,9 +2,13 @@
 
 import json
 import math
-from collections.abc import Sequence
+import sqlite3
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cs336sys.accounting.hardware import peak_tflops
 
@@ -120,3 +124,44 @@ def roofline(work: OperatorWork, seconds: float, gpu_name: str) -> Roofline:
     computing_s, moving_s = work.flops / tflops / 1e12, work.bytes / gbps / 1e9
     bound = "FLOPs" if computing_s >= moving_s else "bytes"
     return Roofline(100 * max(computing_s, moving_s) / seconds, bound, source)
+
+
+# Which operator launched which work.
+
+
+class CalledOperators:
+    """The operators that launched some work.
+
+    Args:
+        operation: the number of each work's operator.
+        threads: names of threads; those of operators are added.
+
+    Attributes:
+        place: of each work's operator in the other arrays; -1 for none.
+        name, start, thread, shape: of operators; there is one more, of nothing, at the end.
+    """
+
+    def __init__(self, tables: sqlite3.Connection, operation: NDArray[np.int64], threads: list[str]):
+        numbers = {text: number for number, text in enumerate(threads)}
+        wanted = set(np.unique(operation).tolist())
+        found: dict[int, tuple[int, int, int, int]] = {}
+        for number, name, start, thread, shape in tables.execute(
+            "SELECT number, name, start, thread, coalesce(shape, -1) FROM operation WHERE number IS NOT NULL"
+        ):
+            if number in wanted:
+                found.setdefault(number, (name, start, numbers.setdefault(str(thread), len(numbers)), shape))
+        threads[:] = numbers
+        keys = np.array(sorted(found), np.int64)
+        rows = np.array([*(found[key] for key in keys.tolist()), (-1, -1, -1, -1)], np.int64)
+        self.name, self.start, self.thread, self.shape = rows.T
+        self.place = np.full(len(operation), -1)
+        if len(keys):
+            place = np.minimum(np.searchsorted(keys, operation), len(keys) - 1)
+            self.place = np.where(keys[place] == operation, place, -1)
+
+    def named(self, names: Mapping[int, str], known: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
+        """The operator's name of each work, as a number into ``known`` with the names of operators added."""
+        ids = {text: number for number, text in enumerate(known)}
+        texts = [names.get(id_, f"unnamed {id_}") for id_ in self.name.tolist()[:-1]]
+        numbers = np.array([*(ids.setdefault(text, len(ids)) for text in texts), -1], np.int64)
+        return numbers[self.place], list(ids)

@@ -12,6 +12,7 @@ from cs336sys.errors import UsageError, choose_from
 from cs336sys.measure.profile.capture import Capture
 from cs336sys.measure.profile.collectives import collective_kind
 from cs336sys.measure.profile.intervals import Nested
+from cs336sys.measure.profile.operators import CalledOperators
 from cs336sys.measure.profile.taxonomy import COMMUNICATION, category_of
 from cs336sys.measure.range_names import STEP, STEP_PHASES, WARM_UP
 
@@ -141,7 +142,7 @@ def _timeline(
     number, start, stop, name, launched, size, operation, stream, thread, streams, threads = _columns(rows)
     known = [names.get(id_, f"unnamed {id_}") for id_ in np.unique(name).tolist()]
     name = np.unique(name, return_inverse=True)[1]
-    called = _Operators(tables, operation, threads)
+    called = CalledOperators(tables, operation, threads)
     operator, texts = called.named(names, known)
     # Where its launch was not recorded, it was launched in its operator.
     is_lost = (launched < 0) & (called.place >= 0)
@@ -205,44 +206,6 @@ def _columns(rows: sqlite3.Cursor) -> tuple:
         blocks.append(np.column_stack((numbers, of_stream, of_thread)))
     columns = np.concatenate(blocks).T.copy()
     return (*columns, list(streams), list(threads))
-
-
-class _Operators:
-    """The operators that launched some work.
-
-    Args:
-        operation: the number of each work's operator.
-        threads: names of threads; those of operators are added.
-
-    Attributes:
-        place: of each work's operator in the other arrays; -1 for none.
-        name, start, thread, shape: of operators; there is one more, of nothing, at the end.
-    """
-
-    def __init__(self, tables: sqlite3.Connection, operation: Indices, threads: list[str]):
-        numbers = {text: number for number, text in enumerate(threads)}
-        wanted = set(np.unique(operation).tolist())
-        found: dict[int, tuple[int, int, int, int]] = {}
-        for number, name, start, thread, shape in tables.execute(
-            "SELECT number, name, start, thread, coalesce(shape, -1) FROM operation WHERE number IS NOT NULL"
-        ):
-            if number in wanted:
-                found.setdefault(number, (name, start, numbers.setdefault(str(thread), len(numbers)), shape))
-        threads[:] = numbers
-        keys = np.array(sorted(found), np.int64)
-        rows = np.array([*(found[key] for key in keys.tolist()), (-1, -1, -1, -1)], np.int64)
-        self.name, self.start, self.thread, self.shape = rows.T
-        self.place = np.full(len(operation), -1)
-        if len(keys):
-            place = np.minimum(np.searchsorted(keys, operation), len(keys) - 1)
-            self.place = np.where(keys[place] == operation, place, -1)
-
-    def named(self, names: Mapping[int, str], known: Sequence[str]) -> tuple[Indices, list[str]]:
-        """The operator's name of each work, as a number into ``known`` with the names of operators added."""
-        ids = {text: number for number, text in enumerate(known)}
-        texts = [names.get(id_, f"unnamed {id_}") for id_ in self.name.tolist()[:-1]]
-        numbers = np.array([*(ids.setdefault(text, len(ids)) for text in texts), -1], np.int64)
-        return numbers[self.place], list(ids)
 
 
 def _modules(
