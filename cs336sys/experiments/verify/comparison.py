@@ -74,7 +74,7 @@ class Compared:
 
     Attributes:
         records: of each rank, with whole tensors.
-        largest: of all that was compared, the largest relative difference, and of what.
+        largest: of all that is right, the largest relative difference, and of what.
         unknown: parameters of which the ranks' slices do not make a whole.
     """
 
@@ -274,7 +274,7 @@ class Comparison:
         if math.isnan(relative):
             relative = math.inf
         is_off = not off <= rounding
-        if relative > self.largest and (is_off or size):
+        if relative > self.largest and size and not is_off:
             self.largest, self.largest_of = relative, f"{what} {name}".strip()
         if is_off:
             self._find(Finding(what, step, name, rank, relative, allowed, None if is_missing else found, expected))

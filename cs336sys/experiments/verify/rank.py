@@ -42,6 +42,7 @@ from cs336sys.experiments.verify.reference import (
 )
 from cs336sys.experiments.verify.saving import (
     Trained,
+    folder_of_first,
     load_checkpoint,
     load_from_folder,
     load_own_state,
@@ -435,8 +436,8 @@ class _Run:
         return Trained(self.wrapped, self.optimizer, self.inner, self.found.is_sliced, is_distributed)
 
     def _save_and_load(self) -> None:
-        folder = self.settings.folder
         if self.program.resume == "dcp":
+            folder = folder_of_first(self.settings.folder)
             save_checkpoint(self.trained, folder)
             self.prepare(_OTHER_SEED)
             load_checkpoint(self.trained, folder)

@@ -70,6 +70,13 @@ def _checkpoint_state(trained: Trained) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
+def folder_of_first(folder: str) -> str:
+    """The first rank's folder, on every rank: those that torchrun started each have made one."""
+    folders = [folder]
+    dist.broadcast_object_list(folders)
+    return folders[0]
+
+
 def save_checkpoint(trained: Trained, folder: str) -> None:
     """Save by torch.distributed.checkpoint. All ranks call it together.
 
