@@ -227,11 +227,7 @@ def operator_table(analyses: Sequence[Analysis], shown: Shown) -> Table:
         Column("operator", "operator"),
         Column("shapes", "shapes of inputs"),
     )
-    notes = (
-        ["bytes: each input and output once; FLOPs: of products, convolutions and attention, by their shapes"]
-        if rows
-        else []
-    )
+    notes = ["bytes: each input and output once; FLOPs: of products and attention, by their shapes"] if rows else []
     notes += [f"roofline: {source}" for source in sources]
     return Table("operators", "trace: operators by shape", columns, rows, notes=notes)
 
