@@ -1,5 +1,6 @@
 """``cs336sys memprof``: where the memory of a training step goes."""
 
+import gc
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -204,9 +205,14 @@ def _diagnoses(paths: list[Path]) -> list["Diagnosis"]:
         files += found
     names = [path.name for path in files]
     found_in = []
-    for path in files:
-        name = path.name if names.count(path.name) == 1 else str(path)
-        found_in += [diagnose(name, record) for record in read_dump(path)]
+    # Millions of values that stay: the collector would look at them again and again.
+    gc.disable()
+    try:
+        for path in files:
+            name = path.name if names.count(path.name) == 1 else str(path)
+            found_in += [diagnose(name, record) for record in read_dump(path)]
+    finally:
+        gc.enable()
     if not found_in:
         raise UsageError(f"{', '.join(map(str, files))}: no device holds anything, and none did")
     return found_in

@@ -70,7 +70,7 @@ def read_plain_pickle(path: Path, *, memory_bytes: int = MEMORY_BYTES) -> Any:
         raise
     except MemoryError:
         raise UsageError(_too_large(path)) from None
-    except (pickle.UnpicklingError, EOFError, IndexError, KeyError, TypeError, ValueError, OverflowError):
+    except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError, OverflowError):
         raise UsageError(f"{path} is damaged, or no pickle: it cannot be read to its end") from None
     finally:
         if collects:

@@ -83,7 +83,17 @@ def test_no_other_opcode_does_harm(tmp_path, name):
 
 def test_empty_cut_and_foreign_files_are_one_sentence(tmp_path):
     whole = pickle.dumps(PLAIN, 4)
-    for data in (b"", whole[:-1], whole[: len(whole) // 2], whole[:1], b"%PDF-1.4", b"\x89PNG", b"{}"):
+    for data in (
+        b"",
+        whole[:-1],
+        whole[: len(whole) // 2],
+        whole[:1],
+        b"%PDF-1.4",
+        b"\x89PNG",
+        b"{}",
+        b"\x80\x04}(Ke.",
+        b"\x80\x04]Nu.",
+    ):
         with pytest.raises(UsageError, match="is damaged, or no pickle"):
             read(tmp_path, data)
     with pytest.raises(UsageError, match="is a zip archive"):

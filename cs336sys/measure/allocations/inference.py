@@ -21,6 +21,7 @@ ones in multiples of them are optimizer state. Snapshots of ``memprof`` on a CPU
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 
 from cs336sys.measure.allocations.dump import DEFAULT_POOL, Block, DeviceRecord, Frame
 from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
@@ -76,6 +77,7 @@ def code_of(stack: Sequence[Frame]) -> str:
     return f"{'/'.join(frame.filename.replace(chr(92), '/').split('/')[-2:])}:{frame.line} {frame.name}"
 
 
+@lru_cache(maxsize=100_000)
 def is_telling(frame: Frame) -> bool:
     """Return whether a line of Python is more than a way from an operator to who called it."""
     return frame.filename.endswith(".py") and not any(part in frame.filename for part in _PASSING)
