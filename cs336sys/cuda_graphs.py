@@ -74,7 +74,7 @@ def require_graphs(device: torch.device) -> None:
         CapabilityError: it is a CPU.
     """
     if device.type != "cuda":
-        raise CapabilityError(f"CUDA graphs hold work of a GPU, and device '{device.type}' is none: launch the step")
+        raise CapabilityError(f"CUDA graphs need a GPU, and device '{device.type}' is not one: launch the step")
 
 
 class CudaRecorder:
@@ -180,7 +180,7 @@ class GraphedStep:
         if not phases or not inputs:
             raise UsageError("a graphed step needs at least one phase and one input tensor")
         if warmup < 1:
-            raise UsageError(f"warmup {warmup}: what a step does once must not be captured; choose at least 1")
+            raise UsageError(f"warmup {warmup}: one-time work must not be captured; choose at least 1")
         self.inputs = tuple(inputs)
         self.recorder = CudaRecorder(self.inputs[0].device) if recorder is None else recorder
         self.result: Tensor | None = None

@@ -238,9 +238,9 @@ def test_running_out_of_memory_stays_what_it_is():
 
 def test_misuse_is_refused():
     training = Training()
-    with pytest.raises(CapabilityError, match=r"^CUDA graphs hold work of a GPU, and device 'cpu' is none"):
+    with pytest.raises(CapabilityError, match=r"^CUDA graphs need a GPU, and device 'cpu' is not one"):
         GraphedStep(training.phases, (training.x, training.y))
-    with pytest.raises(UsageError, match="warmup 0: what a step does once must not be captured"):
+    with pytest.raises(UsageError, match="warmup 0: one-time work must not be captured"):
         graphed(training, warmup=0)
     with pytest.raises(UsageError, match="needs at least one phase and one input"):
         GraphedStep({}, (training.x,), recorder=OperatorRecorder())

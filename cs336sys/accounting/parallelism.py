@@ -325,7 +325,13 @@ def _communication(strategy: str, layer: Layer, axes: Mapping[str, Any], which: 
         along_fsdp,
         along_tp,
         row(2, "communication time, axes overlapped", maximum(*both), "s", name, reason=longer),
-        row(0, "communication time, axes sharing the network", sum(both), "s", reason="As in (d): both, in turn."),
+        row(
+            0,
+            "communication time, axes sharing the network",
+            sum(both),
+            "s",
+            reason="As in (d): both, one after the other.",
+        ),
     ]
 
 
@@ -350,11 +356,11 @@ def _limits(strategy: str, layer: Layer) -> list[Derived]:
     reasons = {
         ("dp", "backward"): "Communication hardly grows with N_DP, but a device computes 1 / N_DP of the batch: "
         "K <= T is (N_DP - 1) / N_DP <= B W / (N_DP C).",
-        ("fsdp", "forward"): "Half of the backward pass's communication beside half of its FLOPs.",
+        ("fsdp", "forward"): "Half of the backward pass's communication and half of its FLOPs.",
         ("fsdp", "backward"): "All-gather and reduce-scatter are as long as data parallelism's all-reduce.",
         ("tp", "forward"): "K <= T is 4 (N_TP - 1) / N_TP x B D / W <= 6 B D D_FF / (N_TP C), for two-byte elements: "
         "B and D cancel.",
-        ("tp", "backward"): "Twice the FLOPs beside an all-reduce of the same size.",
+        ("tp", "backward"): "Twice the FLOPs and an all-reduce of the same size.",
     }
     quantity = "most devices before communication takes longer than computing"
     name = {"dp": "N_DP", "fsdp": "N_FSDP", "tp": "N_TP"}[strategy]

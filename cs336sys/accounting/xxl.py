@@ -103,7 +103,8 @@ def _sharding(s: Expression, a: Expression, device_bytes: float, copies_bytes: f
     what = "smallest N_FSDP with less than that"
     if exact.value == math.inf:
         never = (
-            f"Never: half of what is saved for backward is not sharded, {number_of(a) / 2e9:.1f} GB, which is more "
+            f"Never: half of the activations saved for backward is not sharded, {number_of(a) / 2e9:.1f} GB, which "
+            f"is more "
             f"than the {device_bytes / 1e9:g} GB of a device."
         )
         if copies_bytes:
@@ -212,7 +213,7 @@ def _tricks(mesh: TpuMesh, f: Expression, alpha: Expression, b: Expression, y_ma
             f"overall batch with a pipeline of {_STAGES} stages",
             mesh.x * mesh.y * b / symbol("Z", _STAGES),
             "On as many devices FSDP has X / Z of them, and B / X >= alpha / M_X asks for less. m micro-batches leave "
-            "(Z - 1) / (m + Z - 1) of the time idle, and what is gathered must be kept for all of them.",
+            "(Z - 1) / (m + Z - 1) of the time idle, and gathered weights must be kept for all of them.",
             "GPipe, arXiv:1811.06965",
         ),
     ]

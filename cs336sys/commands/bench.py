@@ -23,10 +23,12 @@ def bench(
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=10),
-    rounds: Annotated[int, typer.Option(help="Times through all of it.", min=1, rich_help_panel=MEASURING)] = 1,
+    rounds: Annotated[
+        int, typer.Option(help="Repeat the whole sweep this often.", min=1, rich_help_panel=MEASURING)
+    ] = 1,
     interleave: Annotated[
         str | None,
-        choice(_COMPARED, "Steps of its values in turn: attention.", show_default=False, rich_help_panel=MEASURING),
+        choice(_COMPARED, "Alternate steps of its values: attention.", show_default=False, rich_help_panel=MEASURING),
     ] = None,
     percentiles: Annotated[
         list[float],
@@ -57,7 +59,10 @@ def bench(
     else:
         measure = "cs336sys.experiments.bench:measure_interleaved"
         configurations = _interleaved(workloads, interleave)
-        plan_notes = (f"Parameters and optimizer state of every {interleave} are held at once: add the others'.",)
+        plan_notes = (
+            f"Parameters and optimizer states of all values of {interleave} are in memory together: add the other "
+            f"rows'.",
+        )
     if dry_run:
         show_plan(
             lambda capacity: bench_plan(workloads, notes=plan_notes, capacity=capacity),
@@ -87,11 +92,16 @@ def _interleaved(workloads: Sequence[Workload], option: str) -> list[dict[str, A
     """
     setting = option.replace("-", "_")
     if len({workload.warmup for workload in workloads}) > 1:
-        raise UsageError("--interleave: give --warmup one value; a study of it needs a process for every cell")
+        raise UsageError("--interleave takes one value of --warmup: a warm-up study needs a process for every cell")
     if workloads[0].warmup < 1:
-        raise UsageError("--interleave: --warmup 0 would put steps that do things once among those in turn; give 1")
+        raise UsageError(
+            "--interleave needs at least one warm-up step, so that one-time work is not timed: use --warmup 1"
+        )
     if workloads[0].synchronize != "step":
-        raise UsageError(f"--interleave: --synchronize {workloads[0].synchronize} mixes the steps in turn; give 'step'")
+        raise UsageError(
+            f"--interleave: --synchronize {workloads[0].synchronize} lets alternating steps overlap: use "
+            f"--synchronize step"
+        )
     together: dict[str, list[dict[str, Any]]] = {}
     for configuration in (workload.configuration() for workload in workloads):
         together.setdefault(configuration_key(configuration, ignore=(setting,)), []).append(configuration)

@@ -31,7 +31,7 @@ def compare(
         ),
     ] = None,
     allow_undecided: Annotated[
-        bool, typer.Option("--allow-undecided", help="With --fail-above: do not fail for what is missing or undecided.")
+        bool, typer.Option("--allow-undecided", help="With --fail-above: missing or undecided rows do not fail.")
     ] = False,
     output: OutputOptions = OutputOptions(),
 ) -> None:

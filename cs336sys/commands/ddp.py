@@ -60,7 +60,7 @@ def ddp(
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=10),
     rounds: Annotated[
-        int, typer.Option(help="Times through all of it, to and fro.", min=1, rich_help_panel=MEASURING)
+        int, typer.Option(help="Repeat all cells, every second time backwards.", min=1, rich_help_panel=MEASURING)
     ] = 1,
     run: options.RunOptions = options.RunOptions(),
     timeout: TimeoutOption = 120.0,

@@ -52,7 +52,7 @@ def doctor(
         of_models["--optimizer"] = None if optimizer == "course" else optimizer
         for option, value in of_models.items():
             if value is not None:
-                raise UsageError(f"{option} {value}: is of --model; add that, or leave it out")
+                raise UsageError(f"{option} {value} only applies to --model: add --model, or leave it out")
         from cs336sys.measure.diagnosis import diagnose
 
         checks, subject = diagnose(), "here"

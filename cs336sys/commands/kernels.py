@@ -59,7 +59,7 @@ def kernels(
         (f"--vocab-size {','.join(map(str, vocab_size or ()))}", bool(vocab_size), CLASSIFIER),
     ):
         if is_chosen and name not in op:
-            raise UsageError(f"{option}: is of {name}; add that to --op, or leave it out")
+            raise UsageError(f"{option} only affects {name}: add {name} to --op, or leave it out")
     configurations = [
         KernelWorkload(
             name,

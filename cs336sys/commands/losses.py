@@ -41,7 +41,7 @@ def losses(
         if not path.exists():
             raise UsageError(f"--text {path}: there is no such file or folder")
         if "," in str(path):
-            raise UsageError(f"--text {path}: a comma stands between files in what is saved; rename it")
+            raise UsageError(f"--text {path}: the results file separates files by commas; rename this one")
     workloads = options.expand_workloads(
         model, ["train"], precision, implementation, options.StepsOptions(warmup=[0], steps=steps), run
     )

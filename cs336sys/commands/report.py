@@ -44,7 +44,7 @@ def report(
             "--from", help="Results, folders of them, patterns; the course's tests as .xml.", show_default=False
         ),
     ] = [],
-    run: Annotated[bool, typer.Option("--run", help="First measure what the problems ask, on this machine.")] = False,
+    run: Annotated[bool, typer.Option("--run", help="First run the problems' measurements on this machine.")] = False,
     folder: Annotated[
         Path | None, typer.Option(help="Where --run saves. Default: report-YEAR.", show_default=False)
     ] = None,
@@ -189,7 +189,7 @@ def run_commands(plan: Sequence[Command], target: Target, folder: Path) -> list[
         try:
             code = _run(command, folder)
         except KeyboardInterrupt:
-            say(f"report: interrupted in {number} of {len(plan)}; --run goes on from what is in {folder}")
+            say(f"report: interrupted in {number} of {len(plan)}; --run continues from {folder}")
             raise
         if code not in (0, CapabilityError.exit_code):
             say(f"report: that ended with exit code {code}")

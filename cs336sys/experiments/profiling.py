@@ -87,7 +87,7 @@ def run_for_nsys(configuration: dict[str, Any], progress: Progress) -> Outcome:
     workload = Workload.from_configuration(configuration)
     device = choose_device(workload.device)
     if device.type != "cuda":
-        raise CapabilityError("nsys traces work on a GPU, and there is none here: without nsys, --device cpu runs")
+        raise CapabilityError("nsys traces GPU work, and this machine has no GPU: run without nsys, with --device cpu")
     with telling_user_errors(workload):
         _run_annotated(workload, device, NvtxMarks(), torch.cuda.profiler.profile(), progress)
     return Outcome("ok")
@@ -117,7 +117,7 @@ def _choose_nsys(profiler: str, device: torch.device) -> tuple[Profiler | None, 
     if profiler == "torch" or (profiler == "auto" and device.type == "cpu"):
         return None, None
     if device.type == "cpu":
-        raise CapabilityError("profiler 'nsys' traces work on a GPU, and there is none here: choose torch")
+        raise CapabilityError("profiler 'nsys' traces GPU work, and this machine has no GPU: choose torch")
     nsys = find_nsys()
     why_not = nsight_systems.unusable(nsys)
     if why_not is not None and profiler == "nsys":

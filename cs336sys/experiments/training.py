@@ -337,7 +337,7 @@ def loss_warnings(loss: Tensor | float | None, workload: Workload) -> list[str]:
     if math.isfinite(number):
         return []
     name = workload.user.model or "the model"
-    return [f"warning: {name}: the loss is {number}: what is measured trains nothing"]
+    return [f"warning: {name}: the loss is {number}: the measured steps train nothing"]
 
 
 def with_notes(derived: Mapping[str, Any], notes: Sequence[str]) -> dict[str, Any]:

@@ -380,7 +380,7 @@ def _check_positions(positions: torch.Tensor | None, shape: tuple[int, ...], dev
     if positions.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"positions must be of dtype torch.int32 or torch.int64, not {positions.dtype}")
     if positions.device != device:
-        raise ValueError(f"positions must be on the device of what is rotated, {device}, not on {positions.device}")
+        raise ValueError(f"positions must be on the rotated tensor's device, {device}, not on {positions.device}")
     fits = 1 <= positions.dim() <= len(shape) and all(
         size in (1, expected) for size, expected in zip(reversed(positions.shape), reversed(shape), strict=False)
     )

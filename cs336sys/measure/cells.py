@@ -83,7 +83,7 @@ class _Child:
         try:
             return pickle.loads(message)
         except Exception as error:
-            return Outcome("error", reason=f"what the measuring process sent cannot be read: {_first_sentences(error)}")
+            return Outcome("error", reason=f"cannot read the measuring process's answer: {_first_sentences(error)}")
 
     def send(self, configuration: dict[str, Any]) -> None:
         # That it has died is noticed when its answer is read.

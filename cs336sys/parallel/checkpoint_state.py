@@ -36,8 +36,8 @@ def named_groups(
         for parameter in group["params"]:
             if parameter not in names:
                 raise UsageError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the module has not (any "
-                    "more): build it over parameters() of the wrapped module as it is"
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the module lacks (by "
+                    f"now): build it over parameters() of the wrapped module"
                 )
     for parameter, values in optimizer.state.items():
         if parameter not in names:

@@ -83,7 +83,7 @@ def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if any(is_slice(parameter) or hands_gradient_on(parameter) for parameter in parameters):
             raise UsageError(
-                "torch.nn.utils.clip_grad_norm_ would clip by the norm of what this rank has of the gradients: call "
+                "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's share of the gradients: call "
                 "clip_grad_norm_() of the FSDP or TensorParallel module, or of the sharded optimizer, on every rank"
             )
         return clip(parameters, *args, **settings)

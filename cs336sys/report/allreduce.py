@@ -238,7 +238,7 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table | Non
         Column("latency_us", "latency", "us"),
         Column("bandwidth_gbps", "bandwidth", "gbps"),
         Column("bus_bandwidth_gbps", "bus bandwidth", "gbps"),
-        Column("half_bandwidth_bytes", "half of it at", "decimal_bytes"),
+        Column("half_bandwidth_bytes", "half bandwidth at", "decimal_bytes"),
         Column("average_busbw_gbps", "average busbw", "gbps"),
         Column("deviation_percent", "largest deviation", "percent"),
     )

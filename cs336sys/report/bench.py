@@ -99,16 +99,16 @@ def _fall(clocks: Sequence[float]) -> tuple[float, float] | None:
 LAUNCH_BOUND_IDLE_PERCENT = 20.0
 
 _CHECKED = (
-    "off launched: after 5 steps on 5 batches, how far the parameter that is farthest off is from where launched steps "
-    "of PyTorch's operations take it, in percent of how far they move it; 0 is bit by bit the same. The check has "
-    "compiled what is compiled: first step ready is without it"
+    "off eager: largest deviation of any parameter from an eager PyTorch run after 5 steps, in percent of that "
+    "parameter's total change; 0 means bitwise identical. The check compiles the model, so first step ready excludes "
+    "compiling"
 )
 _REPLAYED = (
-    "replays off, launched again off: replayed steps, and launched ones once more, beside launched ones of the same "
-    "kernels; the latter where the former are not bit by bit the same"
+    "replays off: replayed steps compared with launched steps of the same kernels. launched again off: launched steps "
+    "repeated, where replays are not bitwise identical"
 )
 _CHECK_COLUMNS = (
-    Column("relative_difference_percent", "off launched", "percent"),
+    Column("relative_difference_percent", "off eager", "percent"),
     Column("replayed_difference_percent", "replays off", "percent"),
     Column("repeated_difference_percent", "launched again off", "percent"),
 )
@@ -191,7 +191,7 @@ def bench_plan(
             row |= fill_row(PEAK_COLUMNS, peak) | _fitting(peak.total_gib, capacity)
         rows.append(row)
     columns = (*SIZE_COLUMNS, *plan_settings(workloads, SETTING_COLUMNS), *PEAK_COLUMNS, *_FITTING_COLUMNS)
-    words = "Predicted for eager mode: what is alive at the moment when most is."
+    words = "Predicted for eager mode: the most memory in use at one moment."
     if capacity is None:
         fit = "Whether it fits is not known: no memory of such a device was found."
     else:
@@ -258,7 +258,8 @@ def _times(
     for setting, values in sorted(_interleaved(cells)):
         notes = (
             *notes,
-            f"interleaved: a step of each {SETTING_COLUMNS[setting].header} of {values} in turn, all held in memory",
+            f"interleaved: a step of each {SETTING_COLUMNS[setting].header} of {values} alternately, all held in "
+            f"memory",
         )
     return Table("bench", heading, tuple(columns), rows, notes, _STEADIER)
 
@@ -332,12 +333,12 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | Non
         Column("over", "over"),
         *(Column(f"{name}_speedup", name, "ratio") for name in series),
     )
-    method = "median ratio of steps taken in turn" if _interleaved(cells) else "ratio of medians within this run"
+    method = "median ratio of alternating steps" if _interleaved(cells) else "ratio of medians within this run"
     return Table("speedup", f"speed-up: {method}", columns, rows, steadier=_STEADIER)
 
 
 def _interleaved(cells: Sequence[Cell]) -> set[tuple[str, str]]:
-    """Settings whose values were measured in turn, each with its values."""
+    """Settings whose values were measured alternately, each with its values."""
     configurations = [cell.configuration for cell in cells if "interleave" in cell.configuration]
     return {(configuration["interleave"], configuration["interleaved"]) for configuration in configurations}
 

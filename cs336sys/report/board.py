@@ -25,7 +25,7 @@ _BOARD_COLUMNS = (
     Column("median_ms", "median", "ms"),
     Column("tokens_per_s", "tokens/s", "tokens_per_s"),
     Column("mfu_percent", "MFU", "percent"),
-    Column("hfu_percent", "with what is computed again", "percent"),
+    Column("hfu_percent", "with recomputation", "percent"),
     Column("peaks", "peak of each GPU, GiB"),
     Column("predicted_gib", "predicted peak", "gib"),
     Column("ready_s", "ready", "s"),

@@ -29,7 +29,7 @@ _NOTED_STALLS = 0.02
 _COVERED = {
     "samples": "one run a side: what differs from run to run is not covered; take --rounds, or several files a side",
     "rounds": "rounds of one run a side: what differs between processes is not covered; take several files a side",
-    "runs": "the noise is what the runs of a side differ by; how many a difference needs is in docs/compare.md",
+    "runs": "the noise is the spread between runs of one side; docs/compare.md says how many runs a difference needs",
 }
 
 

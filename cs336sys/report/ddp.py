@@ -231,13 +231,13 @@ def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column,
         *identity,
         *(Column(f"{phase}_ms", phase, "ms") for phase in _PHASES),
         *wall_columns(row["step_ms"] for row in measured),
-        Column("overlap_percent", "communication beside computing", "percent"),
+        Column("overlap_percent", "communication overlapped", "percent"),
     )
     notes = (
         "synchronize: from the end of the backward pass until gradients are averaged; "
         f"{torchs} it in the backward pass",
-        "communication beside computing: the part of the time in which communication ran that computing ran, too, in "
-        "one profiled step of rank 0",
+        "communication overlapped: share of the communication's time during which kernels computed, in one profiled "
+        "step of rank 0",
     )
     return Table("phases", "phases of the step", columns, measured, notes, STEADIER)
 
@@ -390,7 +390,7 @@ def _heading(cell: Cell, settings: dict[str, Any]) -> str:
     exposed = exposure(cell).get("exposed_ms")
     return (
         f"{' '.join(words)}: communication {timeline['communication_ms']:.1f} ms, of which "
-        f"{timeline['overlap_ms']:.1f} ms beside computing; exposed {format_value(exposed, 'ms')} ms "
+        f"{timeline['overlap_ms']:.1f} ms overlapped with computing; exposed {format_value(exposed, 'ms')} ms "
         f"of a {cell.samples['step'].median:.1f} ms step"
     )
 

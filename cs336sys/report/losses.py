@@ -43,9 +43,11 @@ def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     ]
     notes = ["off: the difference from the first row's loss of the same step, on the same batch"]
     if len(firsts) > 1:
-        notes.append("first row: of those of the same text, context, batch size and seed; others have other batches")
+        notes.append("first row: the first with the same text, context, batch size and seed; others have other batches")
     if differs_in_steps:
-        notes.append(f"rows of more steps have a later mean of {averaged}; off is of the steps that both rows have")
+        notes.append(
+            f"the mean of {averaged} comes later in rows of more steps; off compares the steps that both rows have"
+        )
     notes += reasons(cells)
     return [Table("losses", title("losses", cells, run, _SETTINGS, shown), columns, rows, notes=notes)]
 

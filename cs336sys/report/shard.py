@@ -177,7 +177,7 @@ _STEP_COLUMNS = (
     Column("speedup", "over none", "ratio"),
     Column("unsynchronized_ms", "without communication", "ms"),
     Column("exposed_ms", "exposed", "ms"),
-    Column("bare_ms", "nothing computed beside", "ms"),
+    Column("bare_ms", "communication not overlapped", "ms"),
     Column("communication_ms", "communication alone", "ms"),
     Column("calls", "calls", "count"),
     Column("sent_bytes", "sent", "decimal_bytes"),
@@ -219,7 +219,7 @@ def _step_notes(cells: Sequence[Cell]) -> list[str]:
     return [
         "exposed: median step less the median of the same step without communication, which updates all parameters on "
         "every rank: where ranks share the optimizer's work it can be negative",
-        "nothing computed beside: time of one profiled step of rank 0 in which communication alone ran",
+        "communication not overlapped: time of one profiled step of rank 0 in which only communication ran",
     ]
 
 

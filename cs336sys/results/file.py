@@ -165,7 +165,7 @@ class ResultsFile:
         if is_replaced or len(self._unwritten) > waiting:
             done = "replaced" if is_replaced else "rewritten"
             self.notices.append(
-                f"{self.path} was {done} while cells were appended to it: what it lacks of them is appended again"
+                f"{self.path} was {done} while cells were appended to it: the missing ones are appended again"
             )
 
     def _keys(self) -> set[str]:

@@ -292,7 +292,7 @@ def read_results(path: Path) -> Results:
         if number > FILE_LINES or values > FILE_VALUES or containers > FILE_CONTAINERS:
             raise UsageError(
                 f"{path} holds more than {FILE_LINES:,} lines, {FILE_VALUES:,} values or {FILE_CONTAINERS:,} lists and "
-                "objects, which is the most that is read: give parts of it"
+                "objects, the most that cs336sys reads: split it"
             )
         if len(line) > LINE_BYTES or here > LINE_CONTAINERS:
             passed_over.append(f"line {number} is larger than any record of results")
@@ -344,11 +344,11 @@ def _contents(path: Path, passed_over: list[str]) -> Iterator[bytes]:
         for member in members_of(compressed, FILE_BYTES):
             if member.fault and not member.is_cut:
                 # A byte has changed, and what it changed may look like a number.
-                passed_over.append(f"what is compressed from byte {member.start} on is damaged ({member.fault})")
+                passed_over.append(f"the compressed data from byte {member.start} on is damaged ({member.fault})")
                 continue
             yield member.content
             if member.is_cut and not member.content:
-                passed_over.append(f"what is compressed from byte {member.start} on is cut off")
+                passed_over.append(f"the compressed data from byte {member.start} on is truncated")
     except TooLargeError as error:
         raise UsageError(
             f"{path} holds more than {FILE_BYTES // MIB} MiB when decompressed, which is the most that is read"

@@ -59,7 +59,7 @@ def read_plain_pickle(path: Path, *, memory_bytes: int = MEMORY_BYTES) -> Any:
     if data[:2] == b"PK":
         raise UsageError(f"{path} is a zip archive, such as torch.save writes, and no pickle of _dump_snapshot")
     if data[:1] != b"\x80":
-        raise UsageError(f"{path} is damaged, or no pickle: it does not begin as those of protocols 2 to 5 do")
+        raise UsageError(f"{path} is damaged, or not a pickle of protocol 2 to 5")
     # Millions of containers that are all alive: the collector would look at them again and again.
     collects = gc.isenabled()
     gc.disable()

@@ -209,8 +209,8 @@ class ParallelWorkload(Configured):
             )
         if kept_blocks(self.checkpointing) is not None:
             raise UsageError(
-                f"--checkpoint {self.checkpointing} knows attention that is one operator, and not that of --strategy "
-                f"{self.strategy}: choose none or block"
+                f"--checkpoint {self.checkpointing} does not support the attention of --strategy {self.strategy}: "
+                f"choose none or block"
             )
         if ALL_TO_ALL in self.strategy:
             require_heads(training.size.num_heads, self.group_ranks)
@@ -219,9 +219,7 @@ class ParallelWorkload(Configured):
     def _check_kept(self) -> None:
         training, blocks = self.training, kept_blocks(self.checkpointing)
         if not training.is_ours:
-            raise UsageError(
-                f"--checkpoint {self.checkpointing} knows the parts of this project's model alone: choose block"
-            )
+            raise UsageError(f"--checkpoint {self.checkpointing} supports only this project's model: choose block")
         if training.attention == "reference":
             raise UsageError(
                 f"--checkpoint {self.checkpointing} keeps attention's output and logsumexp: --attention reference has "
@@ -284,7 +282,9 @@ class ParallelWorkload(Configured):
             raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
         backend = {"cpu": "gloo", "cuda": "nccl"}[device] if self.backend == "auto" else self.backend
         if self.high_priority and backend != "nccl":
-            raise UsageError(f"--high-priority: is of NCCL's kernels, and ranks communicate by {backend}; leave it out")
+            raise UsageError(
+                f"--high-priority affects only NCCL's kernels, and ranks communicate by {backend}: leave it out"
+            )
         return backend
 
     @property

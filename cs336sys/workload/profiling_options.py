@@ -78,7 +78,7 @@ class MemoryWorkload(Configured):
     def _check_sublayers(self) -> None:
         training, option = self.training, f"--checkpoint {self.checkpointing}"
         if not training.is_ours:
-            raise UsageError(f"{option} knows the layers of this project's blocks alone: choose none or block")
+            raise UsageError(f"{option} supports only this project's blocks: choose none or block")
         if training.compile != "off":
             raise UsageError(f"{option} looks into blocks: --compile {training.compile} leaves none to see; choose off")
         if training.kernels != "reference":

@@ -31,8 +31,8 @@ def read_text(paths: str) -> bytes:
                     content += stream.read(_MOST_BYTES + 1 - len(content))
                 if len(content) > _MOST_BYTES:
                     raise UsageError(
-                        f"--text {paths}: holds more than {_MOST_BYTES / 1e9:g} GB, which is read into memory at once; "
-                        "give less of it"
+                        f"--text {paths}: holds more than {_MOST_BYTES / 1e9:g} GB, the most that is read into "
+                        f"memory; give less text"
                     )
         except OSError as error:
             raise UsageError(f"--text {path}: cannot be read ({error.strerror})") from error

@@ -299,7 +299,7 @@ def test_a_simulation_of_one_kind_of_mesh(tmp_path):
     assert "bf16, ddp's gradients in fp32, state in fp32" in found[0]["title"]
     refused = account("scaling", "--mesh", "ddp", "--plot", str(tmp_path / "scaling.png"))
     assert refused.exit_code == 2
-    assert "give --mesh any, too" in refused.stderr
+    assert "add --mesh any" in refused.stderr
 
 
 RESULTS = Path(__file__).parents[2] / "docs/results"

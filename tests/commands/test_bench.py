@@ -191,7 +191,7 @@ def test_interleaved_cells_are_compared_turn_by_turn_with_their_own_partners(tmp
     order = [("reference", "bf16"), ("reference", "fp32"), ("sdpa", "bf16"), ("sdpa", "fp32")]
     assert [(cell.configuration["attention"], cell.configuration["precision"]) for cell in cells] == order
     assert [(row["attention"], row["precision"]) for row in found["bench"]["rows"]] == order
-    note = "interleaved: a step of each precision of bf16,fp32 in turn, all held in memory"
+    note = "interleaved: a step of each precision of bf16,fp32 alternately, all held in memory"
     assert note in found["bench"]["notes"]
     speedups = found["speedup"]["rows"]
     assert [(row["attention"], row["precision"], row["over"]) for row in speedups] == [
@@ -249,8 +249,7 @@ def test_graphs_on_a_cpu_are_a_row_that_says_why_and_the_sweep_goes_on():
         ("off", "ok"),
     ]
     assert (
-        "unsupported: CUDA graphs hold work of a GPU, and device 'cpu' is none: launch the step"
-        in found["bench"]["notes"]
+        "unsupported: CUDA graphs need a GPU, and device 'cpu' is not one: launch the step" in found["bench"]["notes"]
     )
     assert "speedup" not in found
 
@@ -304,7 +303,10 @@ def test_dry_run_says_what_is_held_besides_when_steps_are_taken_in_turn():
     in_turn = tables(invoke(*IN_TURN, "--dry-run", "--format", "json"))["plan"]
     assert in_turn["rows"] == alone["rows"]
     (note,) = set(in_turn["notes"]) - set(alone["notes"])
-    assert note == "Parameters and optimizer state of every attention are held at once: add the others'."
+    assert (
+        note
+        == "Parameters and optimizer states of all values of attention are in memory together: add the other rows'."
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

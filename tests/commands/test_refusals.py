@@ -127,9 +127,15 @@ REFUSED = [
     (f"bench {SMALL} --interleave size", "--interleave 'size': choose from precision, compile, attention, optimizer"),
     (f"bench {SMALL} --interleave attention", "--interleave attention: give --attention two values or more"),
     (f"bench {SMALL} --interleave cuda-graph", "--interleave cuda-graph: give --cuda-graph two values or more"),
-    (f"{IN_TURN} --warmup 0", "--interleave: --warmup 0 would put steps that do things once"),
-    (f"{IN_TURN} --warmup 1,2", "--interleave: give --warmup one value"),
-    (f"{IN_TURN} --synchronize none", "--interleave: --synchronize none mixes the steps"),
+    (
+        f"{IN_TURN} --warmup 0",
+        "--interleave needs at least one warm-up step, so that one-time work is not timed: use --warmup 1",
+    ),
+    (f"{IN_TURN} --warmup 1,2", "--interleave takes one value of --warmup"),
+    (
+        f"{IN_TURN} --synchronize none",
+        "--interleave: --synchronize none lets alternating steps overlap: use --synchronize step",
+    ),
     (f"bench {SMALL} --model gone.py:build", "--model 'gone.py:build': there is no file gone.py"),
     (f"bench {SMALL} --optimizer gone.py:adam", "--optimizer 'gone.py:adam': 'gone.py:adam': there is no file"),
     (f"bench {SMALL} --batch {MODELS}:images", "is about a model of yours; give --model, too"),
@@ -166,8 +172,11 @@ REFUSED = [
     ("kernels --device cpu,cuda", "--device 'cpu,cuda': choose from auto, cuda, cpu"),
     ("kernels --op rope --implementation liger", "--implementation liger: --op rope has none of them"),
     ("kernels --op rope --width 16 --head-dim 6", "--head-dim 6: must be even and divide the width, 16"),
-    ("kernels --op rms-norm --head-dim 8", "--head-dim 8: is of rope; add that to --op, or leave it out"),
-    ("kernels --op rope --vocab-size 50", "--vocab-size 50: is of linear-cross-entropy; add that to --op"),
+    ("kernels --op rms-norm --head-dim 8", "--head-dim 8 only affects rope: add rope to --op, or leave it out"),
+    (
+        "kernels --op rope --vocab-size 50",
+        "--vocab-size 50 only affects linear-cross-entropy: add linear-cross-entropy to --op",
+    ),
     # allreduce
     ("allreduce --message 5XB", "--message '5XB': write a size as 8B, 10KB, 1MB (1e6 bytes) or 1MiB (2^20 bytes)"),
     ("allreduce --message 1KB:8B", "--message '1KB:8B': a range begins with its smallest size"),
@@ -212,8 +221,8 @@ REFUSED = [
     (f"losses --text {__file__} --model {MODELS}:ours --batch {MODELS}:images", "losses takes its batches from --text"),
     ("precision --precision fp32", "--precision 'fp32': choose from fp16, bf16"),
     ("precision --save x.json.gz", "--save x.json.gz: holds JSON lines"),
-    ("doctor --loss mine.py:loss", "--loss mine.py:loss: is of --model; add that, or leave it out"),
-    ("doctor --optimizer fused", "--optimizer fused: is of --model; add that, or leave it out"),
+    ("doctor --loss mine.py:loss", "--loss mine.py:loss only applies to --model: add --model, or leave it out"),
+    ("doctor --optimizer fused", "--optimizer fused only applies to --model: add --model, or leave it out"),
     # account
     ("account memory --strategy zero", "--strategy 'zero': choose from none, optimizer, optimizer-flat, fsdp"),
     ("account memory --mode backward", "--mode 'backward': choose from forward, forward-backward, train"),
@@ -248,8 +257,11 @@ REFUSED = [
     ("account scaling --bandwidth -1", "--bandwidth -1: must be positive"),
     ("account scaling --node-bandwidth 0", "--node-bandwidth 0: must be positive"),
     ("account scaling --devices 8,1000000000000", "--devices 1000000000000: must be at most 1000000"),
-    ("account scaling --scaling weak --batch-size 64", "--batch-size 64: is of strong scaling; add that to"),
-    ("account scaling --scaling strong --device-batch-size 2", "--device-batch-size 2: is of weak scaling"),
+    (
+        "account scaling --scaling weak --batch-size 64",
+        "--batch-size 64: only affects strong scaling; add strong to --scaling",
+    ),
+    ("account scaling --scaling strong --device-batch-size 2", "--device-batch-size 2: only affects weak scaling"),
     ("account xxl --device-gb -95", "--device-gb '-95': must be between 1e-09"),
     ("account xxl --devices 65", "--x 16 and --y 4 multiply to 64, not to --devices 65"),
     # show, compare, report, slurm

@@ -54,7 +54,7 @@ def test_doctor_says_that_nothing_is_compiled(tmp_path):
         "    return Plain(nn.Embedding(size.vocab_size, 32), lstm, nn.Linear(32, size.vocab_size))\n"
     )
     _, rows = doctor("--model", f"{model}:build")
-    assert rows["compiles"]["found"] == "nothing of it: torch.compile leaves all as it is"
+    assert rows["compiles"]["found"] == "nothing: torch.compile leaves the model as it is"
 
 
 def test_doctor_names_a_line_that_waits():
@@ -103,7 +103,7 @@ def test_a_loss_that_is_no_number_is_a_warning_and_a_note(command):
     given = [*TINY, *ranks.get(command, []), "--model", f"{FILE}:InAList", "--loss", f"{FILE}:of_nothing"]
     result = invoke(command, *given, "--format", "json")
     assert result.exit_code == 0, result.output
-    loss = f"warning: {FILE}:InAList: the loss is nan: what is measured trains nothing"
+    loss = f"warning: {FILE}:InAList: the loss is nan: the measured steps train nothing"
     hidden = f"warning: {FILE}:InAList: 4 tensors that require gradients (blocks.0.weight, "
     assert loss in result.stderr
     assert hidden in result.stderr

@@ -299,7 +299,7 @@ def test_graphs_on_a_cpu_are_unsupported_before_anything_is_trained():
     stages = []
     outcome = guarded(measure_training, workload().configuration(), stages.append)
     assert (outcome.status, stages) == ("unsupported", [])
-    assert outcome.reason == "CUDA graphs hold work of a GPU, and device 'cpu' is none: launch the step"
+    assert outcome.reason == "CUDA graphs need a GPU, and device 'cpu' is not one: launch the step"
     assert outcome.leaves_worker_sound
 
 

@@ -210,7 +210,7 @@ def test_the_profiled_process_writes_its_outcome(tmp_path):
     profiling._main(configuration, str(tmp_path / "outcome.json"))
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert outcome["status"] == "unsupported"
-    assert outcome["reason"].startswith("nsys traces work on a GPU, and there is none here")
+    assert outcome["reason"].startswith("nsys traces GPU work, and this machine has no GPU")
 
 
 @pytest.mark.gpu

@@ -183,7 +183,7 @@ def line_with(text):
         ("no_parameters", {}, "returned an Identity without parameters to train"),
         ("raises", {}, f"user_models.py, line {line_with('no such size')}: KeyError: 'no such size'"),
         ("OfTheLastToken", {}, "returned logits of shape (2, 1, 50), and (2, 16, 50) (batch, context, vocabulary)"),
-        ("InPlace", {}, "the backward pass needs what was changed in place; doctor --model names the line"),
+        ("InPlace", {}, "the backward pass needs a tensor that was changed in place; doctor --model names the line"),
         ("Encoder", {"loss": f"{FILE}:of_each"}, "of_each returned a tensor of shape (32,): a loss is one number"),
         ("Encoder", {"loss": f"{FILE}:without_gradients"}, "the loss depends on no parameter"),
         ("Classifier", {**IMAGES, "batch": f"{FILE}:half_a_batch"}, "(1, 3, 16, 16): the batch should come first, 2"),

@@ -209,7 +209,7 @@ def test_offsets_beyond_2_31_elements():
         (lambda x: rope(x, theta=0.0), ValueError, "theta 0.0: must be a positive number"),
         (lambda x: rope(x, torch.arange(4)), ValueError, r"shape \(4,\) do not broadcast to \(2, 3\)"),
         (lambda x: rope(x, torch.arange(3.0)), TypeError, "torch.int32 or torch.int64, not torch.float32"),
-        (lambda x: rope(x, torch.arange(3, device="meta")), ValueError, "on the device of what is rotated, cpu, not"),
+        (lambda x: rope(x, torch.arange(3, device="meta")), ValueError, "on the rotated tensor's device, cpu, not"),
         (lambda x: rope(x.double()), TypeError, "x of dtype torch.float64 is not supported: rope takes torch.float32"),
         (lambda x: rope_qkv(x, 2), ValueError, r"\(2 \+ 2 \* 2\) D\) needs an even D, got \(2, 3, 6\)"),
         (lambda x: rope_qkv(x, 2, 0), ValueError, "num_key_value_heads 0: must be at least 1"),

@@ -151,7 +151,7 @@ def test_result_that_cannot_be_read_is_an_error():
     theirs.send_bytes(b"cno_such_module\nvalue\n.")
     outcome = _Child(None, ours).receive(10)
     assert outcome.status == "error"
-    assert outcome.reason == "what the measuring process sent cannot be read: No module named 'no_such_module'"
+    assert outcome.reason == "cannot read the measuring process's answer: No module named 'no_such_module'"
 
 
 def test_worker_that_does_not_start_in_time_times_out_and_one_that_dies_is_an_error():

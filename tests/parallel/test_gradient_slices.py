@@ -7,7 +7,7 @@ import pytest
 def test_clipping_by_the_norm_of_a_slice_is_refused_and_by_that_of_whole_gradients_is_not(ranks):
     alone = (
         "UsageError",
-        "torch.nn.utils.clip_grad_norm_ would clip by the norm of what this rank has of the gradients: call "
+        "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's share of the gradients: call "
         "clip_grad_norm_() of the FSDP or TensorParallel module, or of the sharded optimizer, on every rank",
     )
     expected = {
@@ -26,12 +26,12 @@ def test_clipping_by_the_norm_of_a_slice_is_refused_and_by_that_of_whole_gradien
         ),
         "adamw, fsdp": (
             "ValueError",
-            "AdamW: max_grad_norm 0.01 would clip by the norm of what this rank has of the gradients: leave it out, "
+            "AdamW: max_grad_norm 0.01 would clip by the norm of this rank's share of the gradients: leave it out, "
             "and call clip_grad_norm_() of the module that shares them before step()",
         ),
         "adamw, sharded": (
             "UsageError",
-            "max_grad_norm 0.01 would clip by the norm of what this rank updates: leave it out, and call "
+            "max_grad_norm 0.01 would clip by the norm of this rank's share: leave it out, and call "
             "clip_grad_norm_() of the sharded optimizer before step()",
         ),
     }

@@ -177,9 +177,9 @@ def test_timelines_show_every_measured_cell(tmp_path):
     plot_buckets(CELLS, tmp_path / "b.svg")
     # matplotlib writes text as outlines, with the text itself in a comment.
     text = (tmp_path / "t.svg").read_text()
-    assert text.count("of which 10.0 ms beside computing") == 5
-    assert "flat xl bf16: communication 20.0 ms, of which 10.0 ms beside computing; exposed &lt; " in text
-    assert "naive xl fp32: communication 20.0 ms, of which 10.0 ms beside computing; exposed 160.0 ms" in text
+    assert text.count("of which 10.0 ms overlapped with computing") == 5
+    assert "flat xl bf16: communication 20.0 ms, of which 10.0 ms overlapped with computing; exposed &lt; " in text
+    assert "naive xl fp32: communication 20.0 ms, of which 10.0 ms overlapped with computing; exposed 160.0 ms" in text
     assert "bucketed 100 MB xl bf16: communication 20.0 ms" in text
     assert "model: s / (n w) + n o" in (tmp_path / "b.svg").read_text()
 

@@ -78,11 +78,11 @@ def test_a_damaged_record_costs_only_itself_and_the_file_is_not_appended_to(path
         results = read_results(path)
         assert results.cells == (CELLS[0], CELLS[2])
         (said,) = results.passed_over
-        assert said.startswith(f"what is compressed from byte {start} on is damaged (")
+        assert said.startswith(f"the compressed data from byte {start} on is damaged (")
         assert fault in said
     path.write_bytes(gzip.compress(gzip.decompress(content))[:-5] + bytes(5))
     with pytest.raises(
-        UsageError, match=r"holds no results: .*; what is compressed from byte 0 on is damaged \(incorrect"
+        UsageError, match=r"holds no results: .*; the compressed data from byte 0 on is damaged \(incorrect"
     ):
         read_results(path)
     with pytest.raises(UsageError, match=r"it holds something else; give another file$"):

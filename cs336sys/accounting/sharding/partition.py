@@ -153,7 +153,7 @@ def cut_dimension(name: str) -> int | None:
     inner = ".".join(parts[2:]) if parts[0] == "layers" and len(parts) > 2 else name
     if inner not in CUT_DIMENSIONS:
         raise UsageError(
-            f"parameter {name}: tensor parallelism knows how to cut those of cs336_basics alone, "
+            f"parameter {name}: tensor parallelism can only cut parameters of cs336_basics, "
             f"layers.N.*, token_embeddings.weight, ln_final.weight and lm_head.weight"
         )
     return CUT_DIMENSIONS[inner]

@@ -54,7 +54,7 @@ def collectives(
 def buckets(
     size: Annotated[str, choice(SIZES, f"Whose gradients: {', '.join(SIZES)}.")] = "xl",
     gradients: Annotated[
-        str | None, typer.Option(help="All gradients, s, in the place of the size's: 8GB.", show_default=False)
+        str | None, typer.Option(help="All gradients, s, instead of the size's: 8GB.", show_default=False)
     ] = None,
     gradient_dtype: Annotated[str, choice(PRECISIONS, "What gradients are sent in.")] = "fp32",
     bucket_mb: Annotated[list[str], typer.Option(help="Bucket sizes, 1e6 bytes.")] = ["1,10,100,1000"],

@@ -78,7 +78,7 @@ def scaling(
     scalings = _scalings(ctx, scaling, {"strong": batch_size, "weak": device_batch_size})
     meshes = split_list(mesh, "--mesh", one_of(_MESHES))
     if plot is not None and "any" not in meshes:
-        raise UsageError(f"--plot {plot} draws the fastest mesh and others beside it: give --mesh any, too")
+        raise UsageError(f"--plot {plot} compares the fastest mesh with others: add --mesh any")
     output.check()
     check_plot(plot)
     cells = read_measured(measured)
@@ -99,5 +99,5 @@ def _scalings(ctx: typer.Context, scaling: list[str], batches: dict[str, int]) -
     for name, option in {"strong": "batch_size", "weak": "device_batch_size"}.items():
         if name not in scalings and is_given(ctx, option):
             given = f"--{option.replace('_', '-')} {batches[name]}"
-            raise UsageError(f"{given}: is of {name} scaling; add that to --scaling, or leave it out")
+            raise UsageError(f"{given}: only affects {name} scaling; add {name} to --scaling, or leave it out")
     return scalings

@@ -98,7 +98,7 @@ def _refuse_one_file_for_two(values: Mapping[str, Any]) -> None:
         paths = value if isinstance(value, list) else [value]
         for path in paths if name not in _WRITTEN else []:
             if isinstance(path, Path) and os.path.realpath(path) in written:
-                raise UsageError(f"{written[os.path.realpath(path)]}: would be written over what is read; give another")
+                raise UsageError(f"{written[os.path.realpath(path)]}: would overwrite an input file; give another name")
 
 
 def choice(names: Collection[str], help: str | None = None, **settings: Any) -> Any:

@@ -136,7 +136,10 @@ def _notes(otherwise: int, differing: Mapping[str, tuple[Any, Any]], apart: int,
             )
     if apart:
         cells = "1 cell" if apart == 1 else f"{apart} cells"
-        notes.append(f"--resume measures {cells} again, whose partners of --interleave are missing or of another run")
+        notes.append(
+            f"--resume measures {cells} again, because the cells that --interleave pairs them with are missing or "
+            f"from another run"
+        )
     return notes
 
 

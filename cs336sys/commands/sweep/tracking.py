@@ -153,7 +153,7 @@ class Tracking:
                     tracker.track(tracked)
                 except Exception as error:
                     fault = OutputError(f"--track {name}: {_one_line(error)}")
-                    say(f"warning: {fault}; what is measured from now on is not tracked there")
+                    say(f"warning: {fault}; later measurements are not tracked there")
                     self.faults.append(fault)
                     del self._trackers[name]
                     _close(tracker)

@@ -88,7 +88,7 @@ def _trains(workload: Workload) -> list[Check]:
                 "gradients",
                 f"none for {', '.join(without[:3])}" + (" ..." if without[3:] else ""),
                 "warn",
-                "leave out what the loss does not depend on: torch's DDP stops at it",
+                "remove parameters that the loss does not depend on: torch's DDP fails on them",
             )
         )
     return checks
@@ -168,10 +168,10 @@ def _compiles(workload: Workload) -> list[Check]:
     if explained.graph_break_count == 0:
         return [Check("compiles", "the whole model, in one graph")]
     if explained.graph_count == 0:
-        return [Check("compiles", "nothing of it: torch.compile leaves all as it is", "warn", "choose --compile off")]
+        return [Check("compiles", "nothing: torch.compile leaves the model as it is", "warn", "choose --compile off")]
     reason = explained.break_reasons[0].reason.strip().splitlines()[0] if explained.break_reasons else ""
     found = f"in {explained.graph_count} graphs, the first break: {reason:.120}"
-    return [Check("compiles", found, "warn", "--compile block compiles what is between breaks")]
+    return [Check("compiles", found, "warn", "--compile block compiles the parts between graph breaks")]
 
 
 def _waits(workload: Workload) -> list[Check]:

@@ -128,7 +128,7 @@ def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: 
     """
     training, world_size = workload.training, workload.world_size
     if device.type != "cuda":
-        raise CapabilityError("strategy 'torch-context': torch's context_parallel knows SDPA's CUDA kernels alone")
+        raise CapabilityError("strategy 'torch-context': torch's context_parallel supports only SDPA's CUDA kernels")
     if training.attention != "sdpa":
         raise CapabilityError(
             f"strategy 'torch-context' takes the place of torch's attention, and --attention {training.attention} is "

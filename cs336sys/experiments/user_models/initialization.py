@@ -61,7 +61,7 @@ def _by_layers(reference: str, size: ModelSize) -> tuple[Initialize | None, str]
         if any(isinstance(value, Tensor) and value.is_meta for value in tree_leaves(own)):
             return None, f"{name or 'it'} has tensors that are neither parameters nor buffers"
     for hidden in hidden_parameters(model):
-        return None, f"{hidden} is none of its parameters()"
+        return None, f"{hidden} is not among its parameters()"
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return None, f"{name} has hooks, which new memory would lose"

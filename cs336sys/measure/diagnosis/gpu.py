@@ -105,7 +105,9 @@ def check_processes() -> Check:
     if not processes:
         return Check("GPU processes", "none")
     found = "; ".join(f"process {pid} holds {memory}" for pid, memory in processes)
-    fix = "Timings beside another program are worthless: stop it, or take another GPU, `export CUDA_VISIBLE_DEVICES=1`."
+    fix = (
+        "Timings next to another program are worthless: stop it, or take another GPU, `export CUDA_VISIBLE_DEVICES=1`."
+    )
     return Check("GPU processes", found, "warn", fix)
 
 

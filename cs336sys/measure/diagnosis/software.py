@@ -227,7 +227,7 @@ def check_disk(folder: str) -> Check:
     free_gib = shutil.disk_usage(folder).free / 2**30
     found = f"{free_gib:.1f} GiB free"
     if free_gib < ENOUGH_DISK_GIB:
-        fix = "Free some; this shows what is large: `du -xh --max-depth 2 . | sort -h | tail`."
+        fix = "Free some; this lists the largest folders: `du -xh --max-depth 2 . | sort -h | tail`."
         if folder != ".":
             fix = "Free some, or use another folder: `export TMPDIR=/path/with/space`."
         return Check(name, found, "warn", fix)

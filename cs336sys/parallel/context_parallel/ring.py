@@ -115,7 +115,7 @@ class RingAttention:
             if tensor.shape[-2] != self.context.length:
                 raise UsageError(
                     f"ring attention of {tensor.shape[-2]} tokens: rank {self.context.rank} holds "
-                    f"{self.context.length} of {self.context.split.length}; take those of context.positions()"
+                    f"{self.context.length} of {self.context.split.length}; take the tokens of context.positions()"
                 )
         device_type = query.device.type
         if torch.is_autocast_enabled(device_type):

@@ -335,7 +335,7 @@ def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> 
         if key.startswith("data/") or (key.startswith("model/") and isinstance(entry, TensorStorageMetadata))
     }
     if different := differences(there, here):
-        raise UsageError(f"checkpoint {path} is of another model: {different}")
+        raise UsageError(f"checkpoint {path} belongs to another model: {different}")
 
 
 def _shape(value: Any) -> Any:

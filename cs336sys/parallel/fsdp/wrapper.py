@@ -336,7 +336,7 @@ class FSDP(StateDictOfWrapped):
 
     def _begin_forward(self) -> None:
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != self._rank_and_world_size:
-            raise UsageError("this FSDP module was built in another process group: its slices are of no use outside")
+            raise UsageError("this FSDP module was built in another process group: its slices are useless in this one")
         self._held.require_unchanged()
         for unit in self.units:
             for parameter in unit.parameters:
@@ -345,8 +345,8 @@ class FSDP(StateDictOfWrapped):
             own = set(map(id, self._known_modules))
             if any(owner in own for owner, _ in parametrize._cache):
                 raise UsageError(
-                    "parametrize.cached() has kept a weight of another forward pass, and what it was computed from is "
-                    "freed: enter cached() anew for each forward pass"
+                    "parametrize.cached() has kept a weight of another forward pass, whose source is freed: enter "
+                    "cached() anew for each forward pass"
                 )
 
     def _shard(self) -> None:

@@ -76,12 +76,13 @@ def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> 
         )
     there, here = ([len(group["params"]) for group in side] for side in (state_dict["param_groups"], groups))
     if there != here:
-        raise UsageError(f"the state is of another model: groups of {there} parameters there, {here} here")
+        raise UsageError(f"the state belongs to another model: groups of {there} parameters there, {here} here")
     for index, saved in enumerate(state_dict.get("parameters", [])):
         name, shape = given_names(groups)[index], tuple(parameters_of(groups)[index].shape)
         if tuple(saved["shape"]) != shape or (None not in (name, saved["name"]) and saved["name"] != name):
             raise UsageError(
-                f"the state is of another model: parameter {index} is {saved['name'] or ''}{saved['shape']} there, "
+                f"the state belongs to another model: parameter {index} is {saved['name'] or ''}{saved['shape']} "
+                f"there, "
                 f"{name or ''}{shape} here"
             )
 
@@ -136,7 +137,7 @@ def _check_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, *, sli
             fits = value.dim() != len(shape) or all(a in (b, 1) for a, b in zip(value.shape, shape, strict=True))
         if not fits:
             raise UsageError(
-                f"the state is of another model: {key} of {name} is {tuple(value.shape)} there, "
+                f"the state belongs to another model: {key} of {name} is {tuple(value.shape)} there, "
                 f"the parameter is {tuple(shape)} here"
             )
 

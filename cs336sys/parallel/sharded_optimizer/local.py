@@ -208,7 +208,7 @@ class CheckedOptions:
         max_norm = {**self._options, **of_group}.get("max_grad_norm")
         if max_norm is not None:
             raise UsageError(
-                f"max_grad_norm {max_norm} would clip by the norm of what this rank updates: leave it out, and call "
+                f"max_grad_norm {max_norm} would clip by the norm of this rank's share: leave it out, and call "
                 "clip_grad_norm_() of the sharded optimizer before step()"
             )
         if self._flat:

@@ -496,7 +496,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _require_slices(self, method: str) -> SlicePartition:
         if self._slices is None:
-            raise UsageError(f"{method}() needs flat=True: without, call that of the data parallel wrapper")
+            raise UsageError(f"{method}() needs flat=True; otherwise call {method}() of the data parallel wrapper")
         return self._slices
 
     def _link(self) -> None:

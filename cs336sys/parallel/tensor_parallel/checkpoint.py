@@ -106,11 +106,13 @@ def load_checkpoint(
         here |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
         if there != here:
             different = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
-            raise UsageError(f"checkpoint {path} is of another model: {', '.join(different[:3])} differ")
+            raise UsageError(f"checkpoint {path} belongs to another model: {', '.join(different[:3])} differ")
         extra_states = _with_extra_state(shared.module)
         if extra_states.keys() != saved["extra_states"].keys():
             different = sorted(extra_states.keys() ^ saved["extra_states"].keys())
-            raise UsageError(f"checkpoint {path} is of another model: extra state of {', '.join(different)} differs")
+            raise UsageError(
+                f"checkpoint {path} belongs to another model: extra state of {', '.join(different)} differs"
+            )
         if optimizer is not None:
             groups = _named_groups(optimizer, held)
             if [group["params"] for group in saved["groups"]] != [group["params"] for group in groups]:

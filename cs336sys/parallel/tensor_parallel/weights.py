@@ -56,9 +56,7 @@ def _require(module: nn.Module, name: str, where: str) -> None:
     try:
         layer = module.get_submodule(name)
     except AttributeError as error:
-        raise UsageError(
-            f"{where} ({type(module).__name__}) has no module {name}, as those of cs336_basics do"
-        ) from error
+        raise UsageError(f"{where} ({type(module).__name__}) has no module {name}, which cs336_basics has") from error
     if name != "layers" and not isinstance(getattr(layer, "weight", None), Tensor):
         raise UsageError(f"{where}.{name} ({type(layer).__name__}) has no weight")
 
@@ -188,6 +186,6 @@ def load_whole(
     """Fill parts from whole tensors."""
     there = {name: tuple(tensor.shape) for name, tensor in whole.items()}
     if different := differences(there, {name: tuple(shape) for name, shape in shapes.items()}):
-        raise UsageError(f"the state dict is of another model: {different}")
+        raise UsageError(f"the state dict belongs to another model: {different}")
     for name, parameter in parameters.items():
         parameter.copy_(part_of(whole[name], name, rank, world_size))

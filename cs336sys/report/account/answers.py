@@ -151,7 +151,7 @@ def parallel_tables(strategies: Sequence[str], layer: Layer, devices: int, mesh:
         summary.append(_summary_row(strategy, layer, chosen))
     if len(summary) > 1:
         note = "fsdp-tp: its axes share the network. dp communicates in the backward pass alone."
-        tables.append(Table("strategies", "The strategies beside each other", _SUMMARY_COLUMNS, summary, (note,)))
+        tables.append(Table("strategies", "The strategies compared", _SUMMARY_COLUMNS, summary, (note,)))
     return tables
 
 

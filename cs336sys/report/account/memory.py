@@ -146,7 +146,7 @@ _KEEP_COLUMNS = (
     Column("state_dtype", "state", value=lambda step: step.state_dtype),
     Column("blocks", "blocks that keep gate and up", value=lambda step: step.blocks),
     Column("peak_gib", "peak of a rank", "gib", lambda step: kept_peak(step).total_gib),
-    Column("kept_gib", "of which blocks keep", "gib", lambda step: step.kept_bytes / GIB),
+    Column("kept_gib", "kept by blocks", "gib", lambda step: step.kept_bytes / GIB),
     Column("state_gib", "and state", "gib", lambda step: _state_gib(kept_peak(step))),
     Column("moment", "moment of the peak", value=lambda step: kept_peak(step).moment),
     Column("tflop_again", "TFLOP again", value=lambda step: round(flops_again(step) / 1e12, 1)),

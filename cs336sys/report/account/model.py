@@ -150,7 +150,7 @@ def checkpointing_tables(
     )
     title = f"{_shape(size)}, {precision}, {attention} attention"
     notes = (
-        "Eager mode: what is alive at the moment when most is, parameters, gradients and AdamW's moments among it "
+        "Eager mode: the most memory in use at one moment, including parameters, gradients and AdamW's moments "
         f"({mode}).",
     )
     return [

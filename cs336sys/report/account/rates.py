@@ -263,7 +263,9 @@ def read_measured(paths: Sequence[Path]) -> list[Cell]:
     machines = [run.machine for file in files for run in file.runs.values()]
     kinds = sorted({str(machine.get("gpu") or machine.get("cpu")) for machine in machines})
     if len(kinds) > 1:
-        raise UsageError(f"--measured: these files are of several machines, {', '.join(kinds)}: give those of one")
+        raise UsageError(
+            f"--measured: these files are from several machines, {', '.join(kinds)}: give files of one machine"
+        )
     return [cell for file in files for cell in file.cells if cell.status == "ok"]
 
 
@@ -297,7 +299,7 @@ _STEP_COLUMNS = (
 
 
 def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: MeasuredRate) -> Table:
-    """Each step of ``ddp`` and ``shard`` beside two predictions: communication beside computing, and after it."""
+    """Compare each step of ``ddp`` and ``shard`` with two predictions: full overlap, and none."""
     rows = [row for cell in cells if cell.command in ("ddp", "shard") if (row := _row(cell, flops, bandwidth))]
     columns = (
         *_STEP_COLUMNS,
@@ -306,7 +308,7 @@ def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: 
         Column("sent_bytes", "sent", "decimal_bytes"),
         Column("communication_ms", "communication at W", "ms"),
         Column("overlapped_ms", "step, overlapped", "ms"),
-        Column("in_turn_ms", "step, in turn", "ms"),
+        Column("in_turn_ms", "step, not overlapped", "ms"),
         Column("step_ms", "step, measured", "ms"),
         Column("off_percent", "off the nearer", "percent"),
         Column("verdict", "what the model misses"),
@@ -314,11 +316,11 @@ def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: 
     notes = (
         f"C is {flops.value / 1e12:.4g} TFLOP/s ({flops.source}); W is {bandwidth.value / 1e9:.4g} GB/s "
         f"({bandwidth.source}).",
-        "computing, measured: the same step without communication; both predictions start from it, so that they judge "
-        "communication alone. overlapped: the longer of both; in turn: their sum.",
+        "computing, measured: the same step without communication, from which both predictions start. overlapped: the "
+        "longer of computing and communication; not overlapped: their sum.",
         f"A step between both predictions, or within {100 * _TOLERANCE:g} % of them, is explained by them.",
     )
-    return Table("measured", "Steps of several ranks beside the model", columns, rows, notes)
+    return Table("measured", "Steps of several ranks compared with the model", columns, rows, notes)
 
 
 def _row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate) -> dict[str, Value] | None:

@@ -62,7 +62,7 @@ def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes:
     billions = count_parameters(size) / 1e9
     title = f"Simulated training of {size.name} ({billions:.2f} B parameters), context {size.context}"
     assumptions = (
-        "Assumed: fsdp and ddp communicate beside the computing of their pass, tp beside nothing; tp divides "
+        "Assumed: fsdp and ddp overlap with the computing of their pass, tp with nothing; tp divides "
         "computing, activations and state without a rest.",
         "passes: parts of a rank's batch, one after the other.",
     )

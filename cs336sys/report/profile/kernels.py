@@ -131,9 +131,9 @@ def kernel_table(
         Column("category", "category"),
         Column("kernel", "kernel"),
     )
-    note = ("share is of the time of all kernels of the phase",)
+    note = ("share: of the time of all kernels of the phase",)
     if without_matmul:
-        heading = f"nsys: the {top} kernels of each phase that take most time, beside matrix products"
+        heading = f"nsys: the {top} kernels of each phase that take most time, without matrix products"
         return Table("other kernels", heading, columns, rows, notes=note)
     return Table("kernels", f"nsys: the {top} kernels of each phase that take most time", columns, rows, notes=note)
 

@@ -162,8 +162,9 @@ def _notes(measured: Sequence[Measured]) -> list[str]:
         )
     else:
         notes.append(
-            "no GPU: operations of the CPU stand in the place of kernels, each with the time that it ran without those "
-            "that it calls; idle is the time between them, Python's own"
+            "no GPU: CPU operations replace kernels, each with its own time, without the operations that it calls; "
+            "idle is "
+            "the time between them, in Python"
         )
     for m in measured:
         kernels = {row.name: row.kernels for row in m.profile.phases}

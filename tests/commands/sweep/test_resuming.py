@@ -133,7 +133,10 @@ def test_cells_measured_in_turn_are_known_together_or_not_at_all(take_any):
     assert known([run("then")], cells, PAIRS, take_any=take_any) == (["then"] * 4, [])
     assert known([run("then")], cells[:3], PAIRS, take_any=take_any) == (
         ["then", "then", None, None],
-        ["--resume measures 1 cell again, whose partners of --interleave are missing or of another run"],
+        [
+            "--resume measures 1 cell again, because the cells that --interleave pairs them with are missing or from "
+            "another run"
+        ],
     )
 
 

@@ -209,7 +209,7 @@ def test_a_sweep_tracks_what_it_measures_and_goes_on_without_a_tracker_that_fail
     assert recorders["mlflow"].closed
     assert recorders["wandb"].closed
     sentence = "--track mlflow: the server is gone"
-    assert f"warning: {sentence}; what is measured from now on is not tracked there\n" in capsys.readouterr().err
+    assert f"warning: {sentence}; later measurements are not tracked there\n" in capsys.readouterr().err
     with pytest.raises(typer.Exit) as ended:
         sweep.report(lambda cells, run: [], OutputOptions())
     assert ended.value.exit_code == 1

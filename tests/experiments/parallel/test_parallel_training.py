@@ -147,7 +147,7 @@ def test_gloo_in_a_graph_is_unsupported():
     outcome = guarded(measure_parallel_training, workload("naive", cuda_graph="on").configuration(), lambda stage: None)
     assert (outcome.status, outcome.reason) == (
         "unsupported",
-        "CUDA graphs hold work of a GPU, and device 'cpu' is none: launch the step",
+        "CUDA graphs need a GPU, and device 'cpu' is not one: launch the step",
     )
 
 
@@ -324,7 +324,7 @@ def test_no_cell_writes_over_the_trace_of_another(tmp_path):
 
 def test_a_priority_that_gloo_does_not_have_is_refused(monkeypatch):
     """It had no effect, and stood in the table's title."""
-    sentence = "--high-priority: is of NCCL's kernels, and ranks communicate by gloo"
+    sentence = "--high-priority affects only NCCL's kernels, and ranks communicate by gloo"
     with pytest.raises(UsageError, match=sentence):
         ParallelWorkload(Workload(SIZE, device="cpu"), "naive", high_priority=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

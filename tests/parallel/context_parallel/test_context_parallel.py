@@ -60,7 +60,7 @@ def test_what_cannot_be_is_refused_on_every_rank(ranks):
         assert [kind for kind, _ in of_rank] == ["UsageError"] * 7
         tokens, heads, order, zigzag, number, differing, twice = (message for _, message in of_rank)
         assert "ring attention of 3 tokens: rank " in tokens
-        assert tokens.endswith("holds 8 of 16; take those of context.positions()")
+        assert tokens.endswith("holds 8 of 16; take the tokens of context.positions()")
         assert heads == "all-to-all attention: 2 ranks do not divide 3 heads; choose 1 or 3 ranks, or ring attention"
         assert order.startswith("ring attention needs a zigzag split")
         assert zigzag.endswith("choose is_zigzag=False")

@@ -14,7 +14,7 @@ BEGINNINGS = {
     "kept": "a weight of embedding was kept from a forward pass and is used after it",
     "other weights": "embedding.weight was replaced",
     "penalty outside": "",
-    "norm alone": "torch.nn.utils.clip_grad_norm_ would clip by the norm of what this rank has of the gradients",
+    "norm alone": "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's share of the gradients",
     "step between": "head.",
     "unit alone": "blocks.0.up.weight is no longer the parameter that was wrapped (assigned, or given to functional",
     "hook before": "head.weight has a hook, which would not be called",

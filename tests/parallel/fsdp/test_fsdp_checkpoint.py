@@ -90,7 +90,7 @@ def test_failure_while_saving_is_an_error_on_every_rank_and_what_was_there_is_wh
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("shape", "is of another model: weight is (5, 3) there and (6, 3) here; bias is (5,) there and (6,) here"),
+        ("shape", "belongs to another model: weight is (5, 3) there and (6, 3) here; bias is (5,) there and (6,) here"),
         ("names", "0.weight is missing there and (5, 3) here; 0.bias is missing there and (5,) here; weight is (5"),
         ("optimizer", "has no optimizer: load it without one"),
         ("foreign", "has no optimizer: load it without one"),
@@ -154,7 +154,7 @@ def test_what_is_not_plain_data_is_refused_when_saving(ranks, tmp_path):
         ("extra", "extra is more than plain data, and loading it could run code: do not trust it"),
         ("optimizer_groups", "optimizer_groups is more than plain data"),
         ("optimizer/step/weight", "optimizer/step/weight is more than plain data"),
-        ("model/weight", "is of another model: weight is missing there"),
+        ("model/weight", "belongs to another model: weight is missing there"),
         ("everything pickled", "has no extra: choose one that save_checkpoint wrote"),
     ],
 )
@@ -184,7 +184,7 @@ def test_changed_module_is_saved_under_its_present_names_or_refused(ranks, tmp_p
             for what in ("weight", "bias"):
                 assert sources[f"layers.{now}.{what}"] == [f"layers.{before}.{what}"] * 2
         for what, part in {
-            "removed": "that the module has not (any more): build it over parameters()",
+            "removed": "that the module lacks (by now): build it over parameters()",
             "state of nothing": "the optimizer keeps state of 'steps', which is no parameter of the module",
             "made by a hook": "layers.0.weight of the state dict is no parameter or buffer of Linear, but made by a ",
             "added": "adapter.weight is not what was wrapped: save and load between two steps, and call refresh() on",

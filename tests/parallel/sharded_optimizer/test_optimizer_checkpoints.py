@@ -93,12 +93,14 @@ def test_state_that_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(
         shape, groups, name, size, empty, share, options, half = (message for _, message in errors)
         assert {kind for kind, _ in errors} == {"UsageError"}
         assert shape == (
-            "the state is of another model: exp_avg of first.weight is (7, 48) there, the parameter is (48, 7) here"
+            "the state belongs to another model: exp_avg of first.weight is (7, 48) there, the parameter is (48, 7) "
+            "here"
         )
-        assert groups == "the state is of another model: groups of [2] parameters there, [9] here"
-        assert name == "the state is of another model: parameter 0 is embedding(2,) there, scale(2,) here"
+        assert groups == "the state belongs to another model: groups of [2] parameters there, [9] here"
+        assert name == "the state belongs to another model: parameter 0 is embedding(2,) there, scale(2,) here"
         assert (
-            size == "the state is of another model: parameter 1 is first.weight(5, 5) there, first.weight(48, 7) here"
+            size
+            == "the state belongs to another model: parameter 1 is first.weight(5, 5) there, first.weight(48, 7) here"
         )
         assert empty == "no state of an optimizer: found model, not state and param_groups"
         assert share.startswith("the state is the share of rank ") or "share of rank 1 of 2" in share

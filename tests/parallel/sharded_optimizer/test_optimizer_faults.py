@@ -91,7 +91,9 @@ def test_misuse_is_refused(ranks, mode):
             assert messages.pop("under way") == "gradients are under way: call step() or zero_grad() first"
             assert messages.pop("wrapped").startswith("used has its gradient averaged already, by a data parallel")
         else:
-            assert messages.pop("no_sync").startswith("no_sync() needs flat=True: without, call that of the data paral")
+            assert messages.pop("no_sync").startswith(
+                "no_sync() needs flat=True; otherwise call no_sync() of the data paral"
+            )
             assert messages.pop("finish").startswith("finish_gradient_synchronization() needs flat=True")
         assert not messages
 

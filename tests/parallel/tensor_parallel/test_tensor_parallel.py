@@ -90,16 +90,17 @@ def test_refusals_name_the_rule_and_the_choices(ranks):
     assert told == {
         "heads": "layers.0.attn: 1 attention head cannot be shared by 2 tensor parallel ranks: choose 1 rank",
         "tokens": "2 tensor parallel ranks cannot share 1 tokens: choose at most 1",
-        "a bias": "parameter layers.1.ffn.w2.bias: tensor parallelism knows how to cut those of cs336_basics alone, "
+        "a bias": "parameter layers.1.ffn.w2.bias: tensor parallelism can only cut parameters of cs336_basics, "
         "layers.N.*, token_embeddings.weight, ln_final.weight and lm_head.weight",
         "no heads": "layers.0.attn (CausalMultiHeadSelfAttention) has no num_heads, by which it splits projections "
         "into heads: name that attribute so",
-        "another model": "parameter 0.weight: tensor parallelism knows how to cut those of cs336_basics alone, "
+        "another model": "parameter 0.weight: tensor parallelism can only cut parameters of cs336_basics, "
         "layers.N.*, token_embeddings.weight, ln_final.weight and lm_head.weight",
-        "no feed-forward network": "layers.0 (TransformerBlock) has no module ffn.w1, as those of cs336_basics do",
+        "no feed-forward network": "layers.0 (TransformerBlock) has no module ffn.w1, which cs336_basics has",
         "sequence": "a sequence of 7 tokens cannot be shared by 2 ranks: choose a multiple of 2, or "
         "sequence_parallel=False",
-        "state dict": "the state dict is of another model: layers.0.ffn.w1.weight is (24, 16) there and (23, 16) here; "
+        "state dict": "the state dict belongs to another model: layers.0.ffn.w1.weight is (24, 16) there and (23, "
+        "16) here; "
         "layers.0.ffn.w2.weight is (16, 24) there and (16, 23) here; layers.0.ffn.w3.weight is (24, 16) there and "
         "(23, 16) here, and 3 more",
     }
@@ -126,7 +127,7 @@ def test_changed_modules_are_right_or_refused(ranks):
             for parameter, gradient in gradients.items():
                 off = (gradient - expected[parameter]).norm() / expected[parameter].norm()
                 assert off <= 1e-5, (change, parameter)
-        clipped = "torch.nn.utils.clip_grad_norm_ would clip by the norm of what this rank has of the gradients"
+        clipped = "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's share of the gradients"
         assert told.pop("copied").startswith(clipped)
         assert told.pop("assigned, clipped").startswith(clipped)
         assert told == {
