@@ -91,8 +91,8 @@ def test_empty_cut_and_foreign_files_are_one_sentence(tmp_path):
         b"%PDF-1.4",
         b"\x89PNG",
         b"{}",
-        b"\x80\x04}(Ke.",
-        b"\x80\x04]Nu.",
+        b"\x80\x04}(K\x01e.",
+        b"\x80\x04](NNu.",
     ):
         with pytest.raises(UsageError, match="is damaged, or no pickle"):
             read(tmp_path, data)
