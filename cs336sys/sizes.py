@@ -84,7 +84,7 @@ def choose_size(
     context: int | None = None,
     batch_size: int | None = None,
 ) -> ModelSize:
-    """The named size with the given fields put in the place of its own.
+    """The named size with the given fields replaced.
 
     A size whose shape was changed is called after its fields, so that no result is filed under a name it does not fit.
 

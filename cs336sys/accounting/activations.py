@@ -193,11 +193,11 @@ def attention_memory(
 
     - ``eager`` is plain PyTorch, ``kernels.attention.reference.plain_attention``. It holds ``5 n + s`` and, if causal,
       the mask. Its backward pass is widest in the softmax: probabilities, their gradient, on a GPU the product of the
-      two as a tensor of its own, and the scores' gradient, beside the gradients of output and value: ``2 n + 3 s``
+      two as a tensor of its own, and the scores' gradient, next to the gradients of output and value: ``2 n + 3 s``
       more. Doubling the context quadruples ``s``.
     - ``flash`` is FlashAttention (https://arxiv.org/abs/2307.08691, algorithms 1 and 2): ``4 n`` and the logsumexp are
       held, and the backward pass adds the four gradients and one fp32 a query (the row sums of dO * O): all linear in
-      the context. Kernels that accumulate a gradient in fp32 need room for it beside that.
+      the context. Kernels that accumulate a gradient in fp32 need room for it besides that.
 
     Args:
         batch: sequences times heads.

@@ -249,7 +249,7 @@ def exposed_communication(medians_ms: Mapping[str, float], running_ms: float | N
 
 
 def ring_answers(size_bytes: int, devices: int, bytes_per_s: float) -> list[Derived]:
-    """Return how long the ring collectives take, and the alternate all-reduce beside the usual one."""
+    """Return how long the ring collectives take, and the alternate all-reduce next to the usual one."""
     setting = symbol("S", size_bytes), symbol("N", devices), symbol("W", bytes_per_s)
     row = partial(Derived, source="2026 handout, 8.1")
     gather_s = ring_all_gather_s(*setting)

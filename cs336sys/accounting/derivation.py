@@ -1,4 +1,4 @@
-"""Values that know how they were computed: the same arithmetic gives the number and the formula beside it.
+"""Values that know how they were computed: the same arithmetic gives the number and the formula next to it.
 
 A formula is an ordinary Python function of numbers, ``def ring_all_gather_s(size, devices, bytes_per_s)``. Called with
 numbers it returns a number; called with symbols it returns an :class:`Expression`, which has that number as its value

@@ -15,7 +15,7 @@ from cs336sys.accounting.memory import PeakMemory, SavedBlocks
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
-# Where updates run beside the backward pass, so many blocks wait for theirs at a time, and hold their gradients.
+# Where updates run alongside the backward pass, so many blocks wait for theirs at a time, and hold their gradients.
 BLOCKS_BESIDE = 2
 
 
@@ -202,7 +202,7 @@ def _backward_moments(
     """Return what a backward pass holds where it is widest, by moment: gradients of parameters, and activations.
 
     - Loss: all saved activations, and what the loss holds, gradients among it.
-    - Gates of a block: beside what is saved, the gradient of the stream; with copies also its cast, the gradients of
+    - Gates of a block: besides what is saved, the gradient of the stream; with copies also its cast, the gradients of
       product, gate and up, and the product again; else w2's gradient in place of the product and of w2's cast.
     - Projections of a block, with copies: gate and up are gone, their gradients, those of all three weights and of
       the norm's output exist.

@@ -138,7 +138,7 @@ class Cluster:
         node_bytes_per_s: that a device sends to other nodes.
         call_s: what a collective takes besides its bytes.
         memory_bytes: of a device.
-        ranks_bytes_per_s: numbers of ranks of one node and what each of them sends a second, in the place of
+        ranks_bytes_per_s: numbers of ranks of one node and what each of them sends a second, instead of
             ``bytes_per_s`` for rings of so many.
         slowdown: what communication and computing cost each other.
 

@@ -44,7 +44,7 @@ def training_state(size: ModelSize, precision: str, *, autocast: bool = True) ->
 
     Autocast leaves parameters, and so their gradients and moments, in fp32 whatever the precision: 16 bytes a
     parameter. Without it, parameters and gradients are held in ``precision`` themselves, and a half precision needs
-    fp32 master parameters beside the fp32 moments: 2 + 2 + 8 + 4 bytes (ZeRO, https://arxiv.org/abs/1910.02054, 3.1).
+    fp32 master parameters next to the fp32 moments: 2 + 2 + 8 + 4 bytes (ZeRO, https://arxiv.org/abs/1910.02054, 3.1).
     """
     count = count_parameters(size)
     width = 4 if autocast else ELEMENT_BYTES[precision]
@@ -217,7 +217,7 @@ def _forward_moments(size: ModelSize, precision: str, attention: str, autocast: 
       scores, the exponentials, the fp32 probabilities and their cast.
     - Feed-forward: the block's input, the residual stream and the norm's output (``3 r T d``), and three of ``e T f``:
       ``w1(x)``, sigmoid and SiLU, or SiLU, ``w3(x)`` and product. Under autocast ``w3(x)`` needs casts of input and
-      weight beside SiLU and result, which is more where a batch has few tokens.
+      weight next to SiLU and result, which is more where a batch has few tokens.
     - LM head: its input and the residual stream, the logits, and under autocast the casts of input and weight.
     - Loss: the logits, one fp32 temporary of their shape, and two numbers a token.
     """

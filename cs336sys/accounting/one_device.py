@@ -125,7 +125,7 @@ def block_answers(size: ModelSize, precision: str, attention: str) -> list[Deriv
 
 
 def flops_answers(size: ModelSize) -> list[Derived]:
-    """Matrix products of a forward pass by component, and softmax beside them, as the model's own attention computes.
+    """Matrix products of a forward pass by component, and softmax next to them, as the model's own attention computes.
 
     Counted as in ``accounting.flops``, but with the whole square of attention, which the model computes and masks.
     """

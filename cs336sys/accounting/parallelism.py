@@ -123,7 +123,7 @@ def tp_reach(layer: Layer, which: str) -> Number:
     """``t``: tp is communication-bound from ``1 + t`` devices on, ``t = (3 / e) D_FF W / C``, backward twice that.
 
     For ``e = 2`` bytes an element, ``4 (N - 1) / N B D / W <= 6 B D D_FF / (N C)`` is ``N - 1 <= 1.5 D_FF W / C``. The
-    backward pass computes twice as much beside the same all-reduce.
+    backward pass computes twice as much alongside the same all-reduce.
     """
     products = 3 if which == "forward" else 6
     return _over(products, layer.element_bytes) * layer.d_ff * layer.bytes_per_s / layer.flops_per_s

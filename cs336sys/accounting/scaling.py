@@ -7,10 +7,10 @@ is as fast as its slowest link: that inside a node if the whole ring lies in one
 What is counted, for ``c`` seconds that one device computes on a sequence:
 
 - computing: ``c`` times the sequences of a group of tp ranks, over tp; a third of it is the forward pass.
-- fsdp: weights gathered in both passes and gradients scattered, beside the computing of their pass; what is longer than
-  that is exposed, and of each pass the first or last unit's, which has nothing beside it.
-- ddp: gradients all-reduced, beside the backward pass, after fsdp's share of it.
-- tp: sums over ranks in every block, beside nothing.
+- fsdp: weights gathered in both passes and gradients scattered, alongside the computing of their pass. Exposed are the
+  time beyond that computing and the first or last unit of each pass, which has nothing alongside it.
+- ddp: gradients all-reduced, alongside the backward pass, after fsdp's share of it.
+- tp: sums over ranks in every block, alongside nothing.
 - optimizer: one device's time over fsdp x tp.
 
 While a device computes and communicates at the same time, both may be slower than alone
@@ -19,7 +19,7 @@ While a device computes and communicates at the same time, both may be slower th
 A group's batch that does not fit passes in parts (gradient accumulation): each gathers and scatters anew, and ddp waits
 for the last.
 
-Source: 2026 handout, sections 8.2 to 8.5, with the whole model and two levels of bandwidth in the place of one layer.
+Source: 2026 handout, sections 8.2 to 8.5, with the whole model and two levels of bandwidth instead of one layer.
 """
 
 from collections.abc import Iterator
@@ -239,7 +239,7 @@ class Simulation:
 
 @cache
 def _fsdp_times(size: ModelSize, precision: str, mesh: MeshShape, cluster: Cluster) -> tuple[float, float, float]:
-    """Seconds of one pass's all-gathers, of the reduce-scatters, and of what has no computing beside it."""
+    """Seconds of one pass's all-gathers, of the reduce-scatters, and of what has no computing alongside it."""
     if mesh.fsdp == 1:
         return 0.0, 0.0, 0.0
     communication = step_communication(size, ELEMENT_BYTES[precision], mesh.fsdp)

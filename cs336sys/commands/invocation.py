@@ -38,7 +38,7 @@ def _shows_default(option: Any) -> bool:
 
 
 def in_fewer_rows(options: Sequence[Any]) -> list[Any]:
-    """The options as help shows them: companions in one row, no ``--no-`` beside a flag that is off, no ``--help``."""
+    """The options as help shows them: companions in one row, no ``--no-`` next to a flag that is off, no ``--help``."""
     by_name = {option.opts[0]: option for option in options if option.param_type_name == "option"}
     within = {
         companion: name

@@ -102,7 +102,7 @@ def training_outcome(
     """Report a measured step: its samples, and the columns derived from them.
 
     Args:
-        surroundings: what was observed beside the steps, of the GPU's clocks and of the process's memory.
+        surroundings: what was observed besides the steps, of the GPU's clocks and of the process's memory.
     """
     step, counted = built.step, built.counted
     workload, wall = step.workload, samples["wall"]

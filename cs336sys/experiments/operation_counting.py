@@ -77,7 +77,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Moves what torch's fused kernels of a GPU move, in the place of the operations of which it consists elsewhere."""
+    """Moves what torch's fused kernels of a GPU move, instead of the operations of which it consists elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor | None) -> Tensor:

@@ -75,7 +75,7 @@ def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure a CPU's rates on the shapes of a workload: runs in the worker process.
 
     Derived columns: ``seconds``, by the terms of :mod:`cs336sys.accounting.step_time.work`. On a CPU operations run
-    where they are launched: what one costs beside its work is in ``kernels``.
+    where they are launched: what one costs besides its work is in ``kernels``.
     """
     workload = Workload.from_configuration(configuration)
     size, device = workload.size, torch.device("cpu")

@@ -25,7 +25,7 @@ from cs336sys.kernels.operators import needs_operators
 # Multiply-adds from which a product is worth it: 0.2 ms of an H200, when a call from here takes 0.02 ms of the CPU.
 LEAST_WORK = 2**36
 
-# What the heuristic assumes of addresses, and what it may use beside them (as much as PyTorch gives it on Hopper).
+# What the heuristic assumes of addresses, and what it may use besides them (as much as PyTorch gives it on Hopper).
 _ALIGNMENT_BYTES = 256
 _WORKSPACE_BYTES = 32 << 20
 

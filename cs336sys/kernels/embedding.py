@@ -127,7 +127,7 @@ class EmbeddingRows(torch.autograd.Function):
 
 
 def embedding_rows(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """``weight[ids]``, whose gradient is two launches beside zeros where torch's is six.
+    """``weight[ids]``, whose gradient is two launches besides zeros where torch's is six.
 
     On a GPU; elsewhere, and where a compiler sees it, it is torch's. Equal from run to run to the last bit.
     Differentiable once.

@@ -143,7 +143,7 @@ ROW_ALIGNMENT = 64
 # cuBLAS is slow at products of which a side is no multiple of this, even if all rows are aligned: 8192 x 2560 x 50,257
 # took 19.4 (logits), 16.1 (gradient of hidden) and 4.6 ms (of the weight), and 3.0, 2.9 and 2.8 in two parts.
 PRODUCT_ALIGNMENT = 8
-# Sums over chunks are kept in float32 beside a bfloat16 gradient if that leaves room for this many tokens.
+# Sums over chunks are kept in float32 next to a bfloat16 gradient if that leaves room for this many tokens.
 MIN_CHUNK_TOKENS = 1024
 
 # Logits of a tile, 16 in each thread: 0.95 ms for 4096 x 151,936 on an H200, 0.93 of the copy rate if both reads count
@@ -489,7 +489,7 @@ def linear_cross_entropy(
     gradient costs none. Under autocast products are in its dtype, and a float32 weight gets a float32 gradient.
 
     Products are summed in float32. The weight's gradient is summed over chunks in float32, too, except for a bfloat16
-    weight of which the float32 sums would not fit beside a chunk in ``CHUNK_BYTES``: its sums are rounded to bfloat16
+    weight of which the float32 sums would not fit next to a chunk in ``CHUNK_BYTES``: its sums are rounded to bfloat16
     after each chunk. Results are equal from run to run. Differentiable once, in ``hidden`` and ``weight``.
 
     Args:

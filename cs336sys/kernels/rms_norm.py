@@ -522,12 +522,12 @@ def rms_norm(
         weight: (d,), of any of these dtypes.
         eps: added to the mean square.
         residual: (..., d), of any of these dtypes.
-        returns_x: without a residual, return x beside y. Whatever uses this x instead of the one that was given has its
+        returns_x: without a residual, also return x. Whatever uses this x instead of the one that was given has its
             gradient added in the pass that computes the norm's; autograd would take a pass of its own.
 
     Returns:
-        y (..., d), contiguous, of the dtype of ``x``; with a residual of the dtype to which the two promote, and beside
-        it x + residual.
+        y (..., d), contiguous, of the dtype of ``x``; with a residual of the dtype to which the two promote, followed
+        by x + residual.
 
     Raises:
         ValueError: the shapes do not fit together, the tensors are on different devices, or both a residual and x were

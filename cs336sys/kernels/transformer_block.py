@@ -62,7 +62,7 @@ class TransformerBlock(torch.autograd.Function):
         normalized, _, inverse1 = ops.rms_norm_forward(rows, norm1, None, settings.epsilons[0], x.dtype)
         heads = []
         for weight, is_rotated in ((q, True), (k, True), (v, False)):
-            # One after the other, so that one projection at a time exists beside its rotation. Heads stay side by side:
+            # One after the other, so that one projection at a time exists with its rotation. Heads stay side by side:
             # attention was no faster with each head by itself, 52 ms for 32 of 32,768 x 128 on an H200 either way.
             head = _heads(product(normalized, weight.mT), x, settings.num_heads)
             if is_rotated and settings.theta is not None:
@@ -157,7 +157,7 @@ def _rows(heads: Tensor) -> Tensor:
 def transformer_block(x: Tensor, weights: tuple[Tensor, ...], settings: BlockSettings) -> Tensor:
     """A pre-norm block: ``t = x + attention(norm(x))``, then ``t + down(silu(gate) * up)`` of ``norm(t)``.
 
-    What exists for the backward pass, of T tokens and beside the weights: x, t, query, key, value and attention's
+    What exists for the backward pass, of T tokens and besides the weights: x, t, query, key, value and attention's
     output, each (T, d), attention's logsumexp, a float32 number a token for either norm, and if they are kept gate and
     up, each (T, d_ff). The norms' outputs and the gate's product are computed again. Results are the same to the last
     bit whatever is kept. Differentiable once.

@@ -139,7 +139,7 @@ class StateDictOfWrapped(nn.Module):
 def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
     """Let state dicts of ``module`` and its parts say whose slices they hold, and refuse those of another rank.
 
-    They also refuse ``assign=True``, which would put other parameters in the place of slices.
+    They also refuse ``assign=True``, which would replace slices by other parameters.
 
     The mark is in the state dict's metadata, which ``torch.save`` keeps. A dictionary made of a state dict has none,
     and is taken if shapes fit.

@@ -1,7 +1,7 @@
 """Means of two GPUs' tensors, sent by copy engines: nothing that is computed meanwhile loses a multiprocessor.
 
 NCCL's kernels occupy 24 of an H200's 132 multiprocessors, whose products are then cut into waves for fewer. A backward
-pass of xl beside all-reduces in bf16 takes 24.96 ms, beside copy engines 21.92, beside neither 17.17.
+pass of xl alongside all-reduces in bf16 takes 24.96 ms, alongside copy engines 21.92, alongside neither 17.17.
 
 Each GPU has a few boxes in memory that the other can write (torch's symmetric memory). A bucket's tensors are copied
 into the other GPU's box; a barrier tells that both have arrived; a kernel replaces each tensor by its mean with what
@@ -59,7 +59,7 @@ class CopyEngines:
     Args:
         group: two ranks of one host, each with a GPU that reaches the other's memory; None is all ranks.
         box_bytes: the most that :func:`places_in_box` needs for what is averaged at once. ``4 * box_bytes`` are taken
-            from the driver, beside torch's allocator.
+            from the driver, outside of torch's allocator.
 
     Attributes:
         switched_on: whether :class:`CopiedMean` uses them.

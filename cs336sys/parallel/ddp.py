@@ -122,7 +122,7 @@ class _Replicated(StateDictOfWrapped):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module.
 
-        Without gradients, others may be in the place of parameters, as ``torch.func.functional_call`` puts them there.
+        Without gradients, other tensors may replace parameters, as ``torch.func.functional_call`` puts them there.
 
         Raises:
             UsageError: the module has other parameters than those that were wrapped, or one was unfrozen: call
@@ -223,7 +223,7 @@ class _Replicated(StateDictOfWrapped):
     def _watch_gradients(self) -> None:
         named = list(self.module.named_parameters(remove_duplicate=False))
         self._held = HeldParameters(self, _PREFIX)
-        # By what refresh() tells new ones: modules may put another tensor in the place of a buffer in every pass.
+        # By what refresh() tells new ones: modules may put another tensor in a buffer's place in every pass.
         self._taken_up = {id(parameter): parameter for _, parameter in named}
         self._buffer_names = {name for name, _ in self.module.named_buffers()}
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
@@ -294,7 +294,7 @@ class BucketedDDP(_Replicated):
                 None puts all gradients (of one dtype and device) into one bucket; ``"block"`` makes buckets of whole
                 blocks (numbered parts, or else children of the module), each of at least 25 MB. Compiled blocks have
                 all their gradients at once, and fewer launches take less of the CPU's time.
-            copy_engines: let copy engines send buckets between two GPUs of a host, in the place of NCCL's kernels: see
+            copy_engines: let copy engines send buckets between two GPUs of a host, instead of NCCL's kernels: see
                 :mod:`cs336sys.parallel.copy_engines`.
 
         Raises:

@@ -19,7 +19,7 @@ _KEPT_CHARACTERS = 40
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Give the file to write to, beside ``path``, which takes its place when the context ends without an error.
+    """Give the file to write to, next to ``path``, which takes its place when the context ends without an error.
 
     Its name ends as that of ``path``, by which some writers choose a format. Its permissions are those of ``path``, or
     of any new file. Where ``path`` is a symbolic link, the file that it leads to is replaced.
@@ -29,7 +29,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     group, or that may not be written; one in a folder that takes no new files.
 
     Raises:
-        OSError: the file cannot be made or cannot take its place. Nothing is left beside ``path`` then, nor after an
+        OSError: the file cannot be made or cannot take its place. Nothing is left next to ``path`` then, nor after an
             error in the context.
     """
     target = Path(os.path.realpath(path))

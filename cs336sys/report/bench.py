@@ -360,7 +360,7 @@ _LABEL_ROOM = 0.22
 
 
 def plot_bench(cells: Sequence[Cell], path: Path) -> None:
-    """Axes for each model: a bar of phases for each way of training it, and beside it the step's speed-up."""
+    """Axes for each model: a bar of phases for each way of training it, and next to it the step's speed-up."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

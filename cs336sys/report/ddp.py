@@ -90,7 +90,7 @@ def _running_ms(derived: Mapping[str, Any]) -> float | None:
 
 
 def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
-    """Steps and what they communicate, their phases, and a sweep of bucket sizes beside the model of its overhead."""
+    """Steps and what they communicate, their phases, and a sweep of bucket sizes next to the model of its overhead."""
     settings = PARALLEL_SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN}
     shown = shown_settings(cells, settings, _ALWAYS_SHOWN)
     own = (*shown.values(), Column("strategy", "mode"), Column("bucket_mb", "bucket, MB"))
@@ -331,7 +331,7 @@ def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     return Table("plan", "ddp: cells and the memory of their state (nothing was run)", columns, rows, notes)
 
 
-# Pictures of ``ddp``: when a rank computed and communicated, and bucket sizes beside the model of their overhead.
+# Pictures of ``ddp``: when a rank computed and communicated, and bucket sizes next to the model of their overhead.
 
 
 _LANES = {"compute": (1, "C0"), "communicate": (0, "C1")}
@@ -419,7 +419,7 @@ def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-bucket
             point = (size / 1e6, value)
             drawing.annotate(label, point, textcoords="offset points", xytext=(0, 6), ha="center", fontsize=7)
         drawing.set_xscale("log")
-        # Half of the label of the largest bucket stands beside the curve's end, and a label is as high as this.
+        # Half of the label of the largest bucket stands next to the curve's end, and a label is as high as this.
         drawing.margins(x=0.08, y=0.08)
         drawing.set_ylim(bottom=min(0.0, *exposed))
         drawing.set_xlabel("mean bucket, MB")

@@ -57,7 +57,7 @@ UNITS = {
     "value": Unit(digits=6),
 }
 
-# In which units a value is shown that has a column for its unit beside it: (divisor, label) in rising order.
+# In which units a value is shown that has a column for its unit next to it: (divisor, label) in rising order.
 _SHOWN_UNITS = {
     "bytes": tuple((2 ** (10 * power), label) for power, label in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))),
     "decimal_bytes": tuple((10 ** (3 * power), label) for power, label in enumerate(("B", "KB", "MB", "GB", "TB"))),
@@ -144,7 +144,7 @@ def format_number(value: float | None, unit: str | None = None) -> str:
 def format_mean_std(mean: float, std: float | None, unit: str) -> str:
     """``12.34 ± 0.05``: both in the same unit with the same number of decimals.
 
-    A std that is large beside its mean is shown with two digits, and the mean then with as few as three; one that would
+    A std that is large compared with its mean has two digits, and the mean then as few as three; one that would
     be rounded to 0 gets one decimal more where that shows it.
     """
     if std is None or not math.isfinite(mean):

@@ -59,7 +59,7 @@ def html_page(title: str, parts: Sequence[str], style: str = "", script: str = "
 
     Args:
         parts: HTML, one part below the other.
-        style: CSS that these need beside the page's own.
+        style: CSS that these need next to the page's own.
         script: JavaScript that they need. Browsers run no other, whatever the parts hold.
     """
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

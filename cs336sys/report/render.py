@@ -37,7 +37,7 @@ def render(tables: Sequence[Table], format: str) -> str:
       value in any row are left out, titles and notes are shown, and nothing is cut to a width.
     - ``json``: ``{"schema_version": 1, "tables": [{"name", "title", "rows", "notes"}]}``. A column that holds samples,
       ``forward_ms``, becomes ``forward_ms_mean``, ``forward_ms_std`` and ``forward_ms_median`` in every row; a plain
-      number among them stands under ``_mean``. A column of intervals keeps its estimate under its own name, beside
+      number among them stands under ``_mean``. A column of intervals keeps its estimate under its own name, next to
       ``_low`` and ``_high``. NaN and infinity are null, which is all that JSON has for them.
     - ``csv``: likewise with mean and std, without notes. The first column names the table, and a second has the titles
       where those of one name differ; tables are separated by an empty line, each under its own header.

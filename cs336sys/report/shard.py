@@ -309,12 +309,12 @@ def _column_name(moment: str) -> str:
     return moment.replace(" ", "_")
 
 
-# The picture of ``shard``: what a rank's memory holds at six moments, with what was predicted beside.
+# The picture of ``shard``: what a rank's memory holds at six moments, and what was predicted.
 
 
 _COLORS = {"parameters": "#4c72b0", "gradients": "#c44e52", "optimizer_state": "#8172b3", "rest": "#55a868"}
 
-# More beside each other cannot be read on a page.
+# More next to each other cannot be read on a page.
 _AXES_IN_A_ROW = 6
 
 # Of the distance between moments: a measured and a predicted bar, and where they stand.
@@ -323,7 +323,7 @@ _OFFSETS = {"measured": -_WIDTH / 2, "predicted": _WIDTH / 2}
 
 
 def plot_memory(cells: Sequence[Cell], path: Path) -> None:
-    """Axes for each measured cell: a bar of components for each moment, and the predicted one beside it in outline."""
+    """Axes for each measured cell: a bar of components for each moment, and the predicted one as an outline."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

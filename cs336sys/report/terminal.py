@@ -20,7 +20,7 @@ def print_tables(tables: Sequence[Table], console: "rich.console.Console") -> No
 
     One too wide gets its headers stacked and its text columns wrapped; then what all rows have in common goes into the
     title; then it is turned, so that rows become columns; then it is split into tables of some of the columns each,
-    with those that tell rows apart in all of them. Where not even one column fits beside these, each row is a record.
+    with those that tell rows apart in all of them. Where not even one column fits next to these, each row is a record.
     """
     from rich.text import Text
 

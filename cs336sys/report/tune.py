@@ -235,7 +235,7 @@ _MEASURED = (
 
 
 def tune_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
-    """Return what was measured, the fastest first, with what was predicted beside it."""
+    """Return what was measured, the fastest first, with what was predicted alongside it."""
     groups = by_configuration(cells)
     best = fastest(groups)
     compared = {} if best is None else compared_to_best(groups, best)

@@ -1,4 +1,4 @@
-"""Appending to a results file: on a full disk, after a killed run, beside another process, under an editor."""
+"""Appending to a results file: on a full disk, after a killed run, next to another process, under an editor."""
 
 import contextlib
 import os

@@ -127,7 +127,7 @@ def course_package() -> CoursePackage:
 def set_aside_others() -> None:
     """Take folders off ``sys.path`` whose package this program cannot train, until ours comes first.
 
-    For a model of the user's, which may lie beside a package of the user's, as of ``python -m`` in its folder. What
+    For a model of the user's, which may lie next to a package of the user's, as of ``python -m`` in its folder. What
     is loaded for it finds that package again.
     """
     while (folder := first_folder()) is not None:

@@ -105,7 +105,7 @@ def parse_kernels(text: str) -> str:
 
 @dataclass(frozen=True)
 class UserCode(Configured):
-    """Functions of the user in the place of ours, as :mod:`cs336sys.workload.user_code` names them; None is ours.
+    """Functions of the user instead of ours, as :mod:`cs336sys.workload.user_code` names them; None is ours.
 
     Attributes:
         model: a size -> a module.

@@ -72,7 +72,7 @@ def digest(references: list[str]) -> str:
 
 
 def _sources(file: Path) -> set[Path]:
-    """A file and those beside or below it that it imports, and they in turn; of an installed package itself alone."""
+    """A file and those next to or below it that it imports, and they in turn; of an installed package itself alone."""
     if "site-packages" in file.parts:
         return {file}
     found, waiting = {file}, [file]

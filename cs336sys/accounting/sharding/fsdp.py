@@ -22,8 +22,8 @@ from cs336sys.sizes import ModelSize
 # A search for what fits asks for the same few models again and again, at each moment of each step.
 _remembering = functools.lru_cache(maxsize=1024)
 
-# Bytes of a parameter, of its gradient, of both moments, and of what is kept beside the parameter of the weight's lower
-# bits, by the name of workload.STATE_DTYPES. In bf16 and split slices are in bf16 themselves.
+# Bytes of a parameter, of its gradient, of both moments, and of the weight's lower bits kept next to the parameter,
+# by the name of workload.STATE_DTYPES. In bf16 and split slices are in bf16 themselves.
 STATE_BYTES = {"fp32": (4, 4, 8, 0), "bf16": (2, 2, 4, 0), "split": (2, 2, 8, 2)}
 
 
@@ -82,7 +82,7 @@ def most_gathered(unit_bytes: Sequence[int], prefetch: int, keep_gathered: int =
 
     Args:
         unit_bytes: of each unit, in the order of use.
-        keep_gathered: how many units beside the last stay gathered until the backward pass has come through them.
+        keep_gathered: how many units besides the last stay gathered until the backward pass has come through them.
     """
     # At the last unit all of those that stay are there, and what it fetches ahead is among them.
     at_last = max(1 + prefetch, 1 + keep_gathered if keep_gathered else 0)

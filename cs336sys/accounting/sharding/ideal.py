@@ -32,7 +32,7 @@ def ideal_state(strategy: str, parameters: Any, ranks: Any, element_bytes: int =
     Args:
         parameters: of the model, P.
         ranks: N.
-        element_bytes: of parameters and gradients. Less than 4 needs fp32 master parameters beside them; with fsdp the
+        element_bytes: of parameters and gradients. Less than 4 needs fp32 master parameters next to them; with fsdp the
             master parameters are the slices themselves, and gradients are fp32 as they are.
 
     Raises:

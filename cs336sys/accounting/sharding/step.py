@@ -42,7 +42,7 @@ def sharded_optimizer_state(
     """Bytes that each rank holds between backward pass and step if every parameter's state lies on one rank.
 
     Parameters and gradients are whole on every rank; moments are of the dtype that is stepped. torch's AdamW keeps a
-    counter of 4 bytes for each parameter that a rank updates beside them, which is not counted.
+    counter of 4 bytes for each parameter that a rank updates besides them, which is not counted.
 
     Args:
         sizes: elements of each parameter.
@@ -126,7 +126,7 @@ class ShardedStep:
         size: its batch is that of all ranks together, of which each has an equal part, or a slice of every sequence.
         precision: what is computed in.
         prefetch: for ``fsdp``, units gathered ahead of use.
-        keep_gathered: for ``fsdp``, units beside the last that stay gathered between forward and backward pass.
+        keep_gathered: for ``fsdp``, units besides the last that stay gathered between forward and backward pass.
         bucket_mb: for ``optimizer-flat``, the most gradients in one reduce-scatter, in megabytes (1e6 bytes).
         mode: ``forward``, ``forward-backward`` or ``train``.
         parameter_bytes: of an element of parameters and gradients. With 2 the model is not under autocast, and AdamW
@@ -208,7 +208,7 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     """Predict what ``shard`` measures, on the fullest rank, at each of :data:`MOMENTS`.
 
     Every rank has the batch of all of them, whose other parts :func:`rank_peak` does not count, or the tokens of its
-    slices and where they stand. ``torch-fsdp`` and ``torch-context`` have no peak: how many buffers torch keeps beside
+    slices and where they stand. ``torch-fsdp`` and ``torch-context`` have no peak: how many buffers torch keeps next to
     is its own affair; nor has all-to-all attention that keeps the scores of its heads.
     """
     state = fullest_state(step)
@@ -305,7 +305,7 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
         held = moment.activations + buffers
         moments.append(PeakMemory(moment.moment, parameters, gradients, optimizer_state, held))
     if step.strategy == "torch-zero":
-        # DDP orders its buckets by the first backward pass: the second step begins with the old ones beside the new.
+        # DDP orders its buckets by the first backward pass: the second step begins with the old ones next to the new.
         held = _always_held(step.share) + state.gradients
         moments.append(PeakMemory("new buckets", parameters, state.gradients, optimizer_state, held))
     return moments

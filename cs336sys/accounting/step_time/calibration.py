@@ -214,7 +214,7 @@ def _sum(phases: Iterable[Mapping[str, float]]) -> Amounts:
 
 
 def phase_observations(steps: Iterable[MeasuredStep]) -> list[Observation]:
-    """Return phases of steps of one GPU; the whole step where updates run beside the backward pass."""
+    """Return phases of steps of one GPU; the whole step where updates run alongside the backward pass."""
     found = []
     for step in steps:
         training = step.configuration.training

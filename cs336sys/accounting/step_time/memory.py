@@ -1,7 +1,7 @@
 """Predict the memory of a step as the CUDA allocator counts it, for every configuration whose time is predicted.
 
 Eager steps, fused ones and shared states have formulas of their own (:mod:`cs336sys.accounting.memory`, ``.fused``,
-``.sharding``). Here compiled steps are added, and what the allocator and cuBLAS take beside the tensors.
+``.sharding``). Here compiled steps are added, and what the allocator and cuBLAS take besides the tensors.
 """
 
 import math
@@ -57,7 +57,7 @@ class StepMemory:
 
     Attributes:
         peak: the widest moment, by component.
-        overhead: what the allocator's blocks and cuBLAS take beside.
+        overhead: what the allocator's blocks and cuBLAS take besides.
     """
 
     peak: PeakMemory
@@ -137,7 +137,7 @@ def _shared(moments: list[PeakMemory], configuration: StepConfiguration, whole: 
                 for moment in moments
             ]
         if training.kernels == "fused" and training.optimizer == "adamw" and configuration.gradient_dtype == "fp32":
-            # Buckets in fp32, in the place of gradients that fused kernels leave in half precision.
+            # Buckets in fp32, instead of gradients that fused kernels leave in half precision.
             moments = [replace(moment, gradients=2 * moment.gradients) for moment in moments]
         return moments
     step = ShardedStep(strategy, whole, ranks, training.precision, training.attention)
@@ -160,7 +160,7 @@ def compiled_block_bytes(training: Workload, *, gathers_weights: bool = False) -
 
     As a fused block without copies of weights: inputs of both norms in fp32 and their outputs, q, k, v, attention's
     output, gate, up and their product, casts of the weights (:attr:`.FusedStep.block`). Reference attention saves two
-    tensors of scores in the place of its output.
+    tensors of scores instead of its output.
 
     Args:
         gathers_weights: weights are gathered in half precision by fsdp, so that there are no casts to save, and the

@@ -159,7 +159,7 @@ def predict_step(
 
     Args:
         launch_s: of the CPU for a launch; None: of the usual host.
-        counted: the user's model in the place of ours.
+        counted: the user's model instead of ours.
     """
     training, times = configuration.training, configuration.accumulation
     share = 1 / configuration.world_size if configuration.shares_updates else 1.0

@@ -52,7 +52,7 @@ _SCORE_BYTES = {True: (48, 60), False: (40, 52)}
 _COMPILED_SCORE_BYTES = {True: (8, 12), False: (16, 24)}
 # Kernels of a block, forward and backward: eager with reference attention, eager with another, as profiles count them.
 _EAGER_KERNELS = {True: ((72, 122), (60, 108)), False: ((56, 103), (46, 90))}
-# What calling a block takes beside its launches, in launches, forward and backward: guards of a compiled block, Python
+# What calling a block takes besides its launches, in launches, forward and backward: guards of a compiled block, Python
 # of fused operators. From launched steps of one host each: docs/results/bench-attention, bench-flash-sdpa, ddp-agents.
 COMPILED_ENTRIES = 20.0
 _FUSED_ENTRIES = (40.0, 35.0)
@@ -166,7 +166,7 @@ def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_shar
 
 
 def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, float]]:
-    """Return the work of one block, forward and backward, and what the CPU launches for it beside kernels."""
+    """Return the work of one block, forward and backward, and what the CPU launches for it besides kernels."""
     size, half, reference = workload.size, workload.precision != "fp32", workload.attention == "reference"
     tokens, d, f = size.batch_size * size.context, size.d_model, size.d_ff
     stream, inner, scores = tokens * d, tokens * f, size.batch_size * size.num_heads * size.context**2

@@ -104,7 +104,7 @@ _SOURCES = ("DEFAULT", "DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")
 
 
 def goes_before(context: typer.Context, option: str, other: str) -> bool:
-    """Return whether an option is given where it goes before another, or beside that: the line, variables, the file."""
+    """Return whether an option is given where it precedes another, or next to it: the line, variables, the file."""
     given, beside = (context.get_parameter_source(name) for name in (option, other))
     ranks = [0 if source is None else _SOURCES.index(source.name) for source in (given, beside)]
     return ranks[0] > 0 and ranks[0] >= ranks[1]

@@ -16,7 +16,7 @@ from typer.models import OptionInfo
 
 from cs336sys.errors import UsageError, choose_from
 
-# Panels of the help, beside that of the command's own options.
+# Panels of the help, besides that of the command's own options.
 MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output"
 
 BaselineOption = Annotated[

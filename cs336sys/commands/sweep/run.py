@@ -203,7 +203,7 @@ class Sweep:
     def exit(self, faults: Sequence[OutputError | UsageError] = ()) -> None:
         """End the command as the documented exit codes say, once the cells are printed.
 
-        Cells that ran out of memory, timed out or are not supported are results beside others; a sweep in which a cell
+        Cells that ran out of memory, timed out or are not supported are results next to others; a sweep in which a cell
         was wrong or broke, or nothing could be measured, failed.
         """
         for fault in faults:
@@ -242,7 +242,7 @@ def run_sweep(
         across_ranks: ``measure`` runs its cells on ranks, see :mod:`cs336sys.commands.sweep.ranks`; where torchrun or
             Slurm started these, ``fresh_worker`` has no effect.
         is_wanted: asked before each configuration, with the cells so far; where it says no, that one is left out.
-        predictions: derived columns by :func:`configuration_key`, kept beside those that were measured.
+        predictions: derived columns by :func:`configuration_key`, kept next to those that were measured.
 
     Raises:
         UsageError: ``asked.save`` cannot be written or, on ``--resume``, read.

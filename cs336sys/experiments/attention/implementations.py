@@ -19,7 +19,7 @@ from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.kernels.attention.reference import plain_attention
 from cs336sys.workload import AttentionWorkload
 
-# Attention of packages that a user may have installed beside torch: FlashAttention 4 in the CuTe DSL.
+# Attention of packages that a user may have installed next to torch: FlashAttention 4 in the CuTe DSL.
 
 
 FLASH_ATTENTION_4 = "flash_attn.cute.interface"

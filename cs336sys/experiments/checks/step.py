@@ -33,7 +33,7 @@ _MOST_REPEATS = 3
 # three times as far off as the first launched steps that differed.
 _ROUNDED = 0.01
 
-# How much of a GPU's free memory training may be predicted to take beside weights that wait there.
+# How much of a GPU's free memory training may be predicted to take besides weights that wait there.
 _FILLED = 0.8
 
 # Blocks that are checked for what looks into steps: with two, a norm also computes the addition that ends a block.
@@ -164,7 +164,7 @@ def _checked(workload: Workload, device: torch.device, progress: Progress) -> tu
 def _check_kernels(
     launched: Workload, optimizer_of: Workload, device: torch.device, progress: Progress
 ) -> tuple[Difference, dict[str, Tensor]]:
-    """Our kernels beside PyTorch's operations, and the weights that ours have trained."""
+    """Our kernels compared with PyTorch's operations, and the weights that ours have trained."""
     plain = plainly_trained(launched)
     if replace(plain, attention=launched.attention, compile=launched.compile) == launched:
         launched, plain = _of_one_block(launched), _of_one_block(plain)
@@ -185,7 +185,7 @@ def _counts_otherwise(workload: Workload, launched: Workload) -> bool:
 
 
 def _check_counting(launched: Workload, workload: Workload, device: torch.device, progress: Progress) -> Difference:
-    """An optimizer as graphs have it beside the same as launched steps have it; both launched."""
+    """An optimizer as graphs have it compared with the same in launched steps; both launched."""
     if launched.is_ours:
         launched = _of_one_block(launched)
     progress("checking: the optimizer")
@@ -202,8 +202,8 @@ def _check_replays(
     device: torch.device,
     progress: Progress,
 ) -> tuple[Difference, Difference | None]:
-    """Replayed steps beside launched ones, which have trained the weights ``expected`` if these are known already; and
-    where they are not the same bit by bit, launched ones beside the same again.
+    """Replayed steps compared with launched ones, which have trained the weights ``expected`` if these are known;
+    where they are not the same bit by bit, launched ones with themselves.
     """
 
     def train(how: Workload) -> dict[str, Tensor]:

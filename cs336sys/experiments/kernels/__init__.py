@@ -1,1 +1,1 @@
-"""Checks and times the fused kernels beside other implementations: what there is, and how it is measured."""
+"""Checks and times the fused kernels compared with other implementations: what there is, and how it is measured."""

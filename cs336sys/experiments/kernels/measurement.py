@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # second moment is off by 1.3e-5 because it rounds 1 - beta2.
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-3, "bf16": 1.6e-2}
 
-# What the copy rate is measured with: large beside a GPU's cache; on a CPU as large as what the interpreter can chew.
+# Measures the copy rate: large compared with a GPU's cache; on a CPU as large as the interpreter can chew.
 COPIED_BYTES = {"cuda": 2**30, "cpu": 2**24}
 
 

@@ -1,4 +1,4 @@
-"""The strategies of ``shard`` that give each rank a slice of every sequence: ours, and torch's own beside them."""
+"""The strategies of ``shard`` that give each rank a slice of every sequence: ours, and torch's own next to them."""
 
 import contextlib
 import datetime

@@ -1,4 +1,4 @@
-"""Measures one cell of ``ddp`` or ``shard``: checked first, then timed beside the same step without communication."""
+"""Measures one cell of ``ddp`` or ``shard``: checked first, then timed with and without communication."""
 
 import hashlib
 import math

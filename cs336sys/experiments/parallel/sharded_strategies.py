@@ -1,4 +1,4 @@
-"""The strategies of ``shard``: who holds which part of the training state, and torch's own beside ours.
+"""The strategies of ``shard``: who holds which part of the training state, and torch's own next to ours.
 
 Registered in :data:`PREPARE_SHARDED`, as those of :mod:`~cs336sys.experiments.parallel.strategies`. A strategy imports
 what it alone needs: ``FSDP`` brings torch's compiler, ``fully_shard`` DTensor and SymPy, a second and more each, which
@@ -134,7 +134,7 @@ def fully_sharded(
 
 
 def return_dtype_of_sharded(model: nn.Module, blocks: Collection[nn.Module], dtype: torch.dtype) -> None:
-    """Let layers whose weights stay in fp32, which ranks hold whole, return ``dtype``, as matrices beside them expect.
+    """Let layers whose weights stay in fp32, which ranks hold whole, return ``dtype``, as matrices next to them expect.
 
     torch's own layers are made to do so by FSDP; those of ``cs336_basics`` return what they are given.
     """

@@ -34,7 +34,7 @@ class ParallelStep(TrainStep):
     pass and optimizer step, and ``optimizer``. Under Nsight Systems they and every launch of a collective by a bucket
     are NVTX ranges.
 
-    A strategy that sends updated parameters does so at the beginning of the next forward pass: they arrive beside it.
+    Updated parameters are sent at the beginning of the next forward pass, during which they arrive.
 
     In CUDA graphs a phase waits for what it has launched: a strategy that communicates during the backward pass
     synchronizes in that phase, and one that updates parameters meanwhile does that in it, too. Weights that are

@@ -143,7 +143,7 @@ class OptimizerChoice:
 
     Attributes:
         training: the workload that chooses it.
-        changed: settings in the place of those of the workload's choice.
+        changed: settings instead of those of the workload's choice.
     """
 
     training: Workload

@@ -1,4 +1,4 @@
-"""The strategies of ``shard`` whose ranks share layers: ours, alone and on a mesh, and torch's own beside them."""
+"""The strategies of ``shard`` whose ranks share layers: ours, alone and on a mesh, and torch's own next to them."""
 
 import contextlib
 import functools

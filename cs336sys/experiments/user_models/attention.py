@@ -1,4 +1,4 @@
-"""Another attention in the place of ``torch.nn.functional.scaled_dot_product_attention``, and dropout taken out."""
+"""Another attention instead of ``torch.nn.functional.scaled_dot_product_attention``, and dropout taken out."""
 
 import contextlib
 import math

@@ -37,7 +37,7 @@ _theirs: dict[str, ModuleType] = {}
 
 @contextlib.contextmanager
 def their_course_package() -> Iterator[None]:
-    """Within this, ``import cs336_basics`` finds the one beside the user's file, or the first on ``sys.path``.
+    """Within this, ``import cs336_basics`` finds the one next to the user's file, or the first on ``sys.path``.
 
     Outside it finds ours again.
 
@@ -184,7 +184,7 @@ def copied_code() -> Iterator[None]:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """As Python runs a program: what lies beside it can be imported, before packages that are installed.
+    """As Python runs a program: what lies next to it can be imported, before packages that are installed.
 
     Once it is imported its folder comes last, so that a file there stands in for nothing that this program, or a rank
     that it starts with the same path, imports later. It never comes before Python's own modules.
@@ -346,7 +346,7 @@ def _telling(references: list[str], failed: str) -> Iterator[None]:
 
 
 def line_of(error: BaseException, files: list[Path]) -> str:
-    """``mine.py, line 12``, where an error came from: the innermost line in these files or beside them, or nothing."""
+    """``mine.py, line 12``, where an error came from: the innermost line in these files or next to them, or nothing."""
     folders = tuple(str(file.resolve().parent) + os.sep for file in files)
     if isinstance(error, SyntaxError) and error.filename is not None and error.filename.startswith(folders):
         return f"{Path(error.filename).name}, line {error.lineno}"

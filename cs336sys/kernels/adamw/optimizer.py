@@ -207,7 +207,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def float32_weight(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The weight as steps update it: a parameter of 16 bits with what the state keeps beside it, else itself."""
+        """The weight as steps update it: a parameter of 16 bits with what the state keeps next to it, else itself."""
         state = self.state.get(parameter, {})
         if "low_bits" in state:
             high = parameter.detach().view(torch.int16).int() << 16

@@ -1,7 +1,7 @@
 """Makes a file by a command, once for however many processes ask: ``python native_build.py FILE COMMAND [ARGUMENTS]``.
 
-Started beside a process that goes on without the file, and may end before it is there. It imports nothing but Python's
-own library. The command is given ``-o`` and a path beside FILE; what it says goes to FILE.log.
+Started next to a process that goes on without the file, and may end before it is there. It imports nothing but Python's
+own library. The command is given ``-o`` and a path next to FILE; what it says goes to FILE.log.
 """
 
 import fcntl

@@ -77,7 +77,7 @@ class Library:
         self._is_off = False
 
     def start(self) -> None:
-        """Has the C++ compiled in a process beside this one, unless it is or cannot be; says so once a machine.
+        """Has the C++ compiled in a process next to this one, unless it is or cannot be; says so once a machine.
 
         Compiling takes 17 to 47 seconds on the slow CPUs of the H200 machines, once: Triton's cache keeps the result.
         The other process goes on when this one ends, so that the next finds the library; of several that compile at

@@ -21,7 +21,7 @@ def plain_attention(
     """Softmax attention in four steps, matmul, mask, softmax, matmul: the baseline of the benchmarks.
 
     Equations 4 to 6 of the handout, O = softmax(Q K^T / sqrt(D)) V, in the inputs' dtype. For backward, autograd keeps
-    the probabilities (..., S_q, S_k), and if causal a boolean mask (S_q, S_k), beside tensors linear in S.
+    the probabilities (..., S_q, S_k), and if causal a boolean mask (S_q, S_k), next to tensors linear in S.
 
     Args:
         query: (..., H, S_q, D), of any floating dtype, or without heads (..., S_q, D).

@@ -256,7 +256,7 @@ class ScalarsReadAsZero(TorchDispatchMode):
     """Lets code go on that reads a number from a fake tensor, as initialisation by rejection does.
 
     Args:
-        decisions: truth values to read in the place of False, by line.
+        decisions: truth values to read instead of False, by line.
 
     Attributes:
         guessed: lines that have read anything else, with how often.

@@ -231,7 +231,7 @@ class AllocationGroup:
     """Allocations of one size that the same code made in the same phase, for one block after another.
 
     Attributes:
-        module: with ``*`` in the place of the block's number where there are several.
+        module: with ``*`` instead of the block's number where there are several.
         peak_count: how many of them are alive when the step holds the most memory.
     """
 

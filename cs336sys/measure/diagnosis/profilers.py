@@ -102,7 +102,7 @@ def _absence(name: str, patterns: Sequence[str]) -> str:
 
 
 def makes_reports(nsys: Path) -> bool:
-    """Return whether nsys can write a report: its importer, in a folder beside its own, needs elfutils' libdw."""
+    """Return whether nsys can write a report: its importer, in a folder next to its own, needs elfutils' libdw."""
     installation = nsys.resolve().parent.parent
     return library_loads("libdw.so.1") or any(installation.glob("*/libdw.so.1"))
 

@@ -181,7 +181,7 @@ def _supported_python() -> SpecifierSet:
 # Checks of memory, disk and operating system.
 
 
-# A process with torch and one small layer takes 0.4 GiB (torch 2.13, CPU); a command has two, and compilers beside.
+# A process with torch and one small layer takes 0.4 GiB (torch 2.13, CPU); a command has two, plus compilers.
 ENOUGH_RAM_GIB = 4.0
 # One Nsight Systems trace with default options took 2 GB (H200, three matrix products); compiler caches come on top.
 ENOUGH_DISK_GIB = 5.0

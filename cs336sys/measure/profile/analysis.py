@@ -72,7 +72,7 @@ class Analysis:
     Attributes:
         label: what tells it from other GPUs and ranks; empty for the only one.
         steps_are: how steps were found.
-        has_steps: False where the capture as a whole stands in the place of steps.
+        has_steps: False where the capture as a whole replaces steps.
         step_ms: length of each step; ``parts`` make it up.
         totals: of the whole capture, in and outside of steps: ``events``, ``kernel_ms`` (durations added up),
             ``busy_ms`` (at least one ran), ``communication_ms`` (at least one collective ran), ``span_ms``.

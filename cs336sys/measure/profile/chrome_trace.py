@@ -46,7 +46,7 @@ _TAIL_CHARACTERS = 1 << 22
 _LATEST_NS = 1 << 61
 # Shapes beyond these are not told apart.
 _MOST_SHAPES = 200_000
-# What strangers write in the place of numbers and texts.
+# What strangers write instead of numbers and texts.
 _OF_VALUES = (ValueError, KeyError, TypeError, AttributeError)
 _STEP = "ProfilerStep#"
 

@@ -97,7 +97,7 @@ def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
     """Compare two captures step by step.
 
     Kernels of the same module, operator, shape and name are the same; then those of the same module, operator and shape
-    are, one in the place of the other; then those of the same name. Captures of different profilers have names alone.
+    are, one instead of the other; then those of the same name. Captures of different profilers have names alone.
     What is left is new or gone. A change is told from noise by the rank test of
     :mod:`cs336sys.results.statistics` over the steps.
     """

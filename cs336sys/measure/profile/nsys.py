@@ -106,7 +106,7 @@ _RANGES = "NVTX_EVENTS"
 _STRINGS = "StringIds"
 _GPUS = "TARGET_INFO_GPU"
 
-# CUpti_ActivityMemcpyKind; StringIds has no negative ids, so these can stand beside it.
+# CUpti_ActivityMemcpyKind; StringIds has no negative ids, so these can stand next to it.
 _COPY_NAMES = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD", 9: "HtoH"}
 _COPY_NAMES[10] = "PtoP"
 _FILL_ID = -1_000

@@ -109,7 +109,7 @@ def _flops_and_output(name: str, sizes: Sequence[Any]) -> tuple[int, int]:
             # (batch, sequence, heads, width)
             queries, heads, keys = heads, queries, key[1]
         forward = 2 * batch * heads * queries * keys * (width + value[3])
-        # Five products in the place of two; half of it where a mask is causal, which shapes do not say.
+        # Five products instead of two; half of it where a mask is causal, which shapes do not say.
         return (forward * 5 // 2 if is_backward else forward), batch * heads * queries * value[3]
     raise KeyError(name)
 

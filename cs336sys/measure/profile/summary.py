@@ -151,7 +151,7 @@ class Profile:
 
     Attributes:
         profiler: what made the capture.
-        is_gpu: False where CPU operations stand in the place of kernels.
+        is_gpu: False where CPU operations replace kernels.
         phases: in the order in which they first begin; they do not overlap.
         step: the ranges called ``step``, which the phases are parts of; None where there are none.
         parts: those of the attention on the forward pass, by launching thread, within the steps.

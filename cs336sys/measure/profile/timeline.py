@@ -39,7 +39,7 @@ class Steps:
     Attributes:
         bounds: (steps, 2) begin and end of each on the GPU, in ns. A step ends when all that it launched has run.
         words: how they were found, to follow "steps: ".
-        are_found: False where the capture as a whole stands in the place of steps.
+        are_found: False where the capture as a whole replaces steps.
     """
 
     bounds: Times

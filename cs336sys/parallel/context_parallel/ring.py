@@ -79,7 +79,7 @@ _BLOCKS, _GRADIENTS = "keys and values", "the gradients of keys and values"
 class RingAttention:
     """Causal attention of a rank's queries to the keys of all ranks.
 
-    Differentiable once. A backward pass holds gradients of two blocks beside its own, in float32. All ranks must call
+    Differentiable once. A backward pass holds gradients of two blocks next to its own, in float32. All ranks must call
     it, and differentiate it, in the same order; under activation checkpoints it communicates again.
 
     Args:
@@ -200,7 +200,7 @@ class _RingAttention(torch.autograd.Function):
         if ring.world_size == 1:
             return *attention.backward(query, key, value, grad_out, logsumexp, delta, True), None
         arriving = ring.pass_on(torch.stack((key, value)), 0, _BLOCKS)
-        # Of its own block, all queries and the keys of the first chunk now, and the rest beside the last hop.
+        # Of its own block, all queries and the keys of the first chunk now, and the rest alongside the last hop.
         first, second = ring.own_chunks
         computed = attention.backward(query, key[..., first, :], value[..., first, :], grad_out, logsumexp, delta, True)
         grad_query = computed[0].to(wide)

@@ -87,7 +87,7 @@ class UnitRunner(SynchronizationSwitch):
 
     Args:
         prefetch: how many units to gather ahead of use.
-        keep_gathered: how many units beside the last are not freed between a forward pass with gradients and their
+        keep_gathered: how many units besides the last are not freed between a forward pass with gradients and their
             part of the backward pass.
         group: the ranks that hold slices.
 

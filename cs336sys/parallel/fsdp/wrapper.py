@@ -106,7 +106,7 @@ class FSDP(StateDictOfWrapped):
                 floating-point inputs of units are cast to it; None leaves both in their own. Slices, their gradients
                 and replicated parameters always keep their own dtype.
             prefetch: how many units to gather ahead of use.
-            keep_gathered: how many units beside the last stay gathered from the forward pass until the backward pass
+            keep_gathered: how many units besides the last stay gathered from the forward pass until the backward pass
                 has come through them, the last in the order of ``module.modules()``: each saves an all-gather and
                 costs its memory. As many as there are is ``reshard_after_forward=False`` of torch's ``fully_shard``.
             gradient_dtype: dtype in which gradients are sent; None sends them in the dtype they were computed in.

@@ -1,7 +1,7 @@
 """Tensor parallel training: the matrices of every layer are shared by all ranks.
 
 - ``group.py``: what ranks send each other inside of a model.
-- ``layers.py``: what each layer does beside what it did alone, and the loss of logits of which each rank has a part.
+- ``layers.py``: what each layer does besides what it did alone, and the loss of logits of which each rank has a part.
 - ``weights.py``: how weights are cut, and put together again.
 - ``wrapper.py``: the class.
 """

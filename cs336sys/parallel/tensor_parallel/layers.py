@@ -1,4 +1,4 @@
-"""The layers of a model that tensor parallel ranks share: what each does beside what it did alone.
+"""The layers of a model that tensor parallel ranks share: what each does besides what it did alone.
 
 A layer becomes an instance of a class made from its own, whose ``forward`` sends and receives around that of the
 original. One such class serves all layers of a kind: code that ``torch.compile`` has compiled for one block serves all.

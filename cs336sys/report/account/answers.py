@@ -133,7 +133,7 @@ def parallel_tables(strategies: Sequence[str], layer: Layer, devices: int, mesh:
 
     Args:
         devices: of dp, fsdp and tp, and of the fastest mesh.
-        mesh: of fsdp-tp in the place of the fastest one.
+        mesh: of fsdp-tp instead of the fastest one.
     """
     tables, summary = [], []
     for strategy in strategies:

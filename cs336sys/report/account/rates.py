@@ -243,7 +243,7 @@ def _seconds_per_flop(cell: Cell) -> float:
     return passes_ms / model_flops(Workload.from_configuration(cell.configuration).size)
 
 
-# Training steps in saved results, beside what the rates of their machine say.
+# Training steps in saved results, next to what the rates of their machine say.
 
 
 # A measured step may differ by so much from a predicted one before the table says that the model is wrong.
@@ -272,10 +272,10 @@ def read_measured(paths: Sequence[Path]) -> list[Cell]:
 def compare_with_measured(
     cells: Sequence[Cell], flops: float | None, bandwidth: float | None
 ) -> tuple[tuple[float, float], list[Table]]:
-    """The rates C and W, in FLOP/s of bf16 steps and bytes/s, and the tables of measured steps beside them.
+    """The rates C and W, in FLOP/s of bf16 steps and bytes/s, and the tables of measured steps next to them.
 
     Args:
-        flops, bandwidth: in the place of what was measured.
+        flops, bandwidth: instead of what was measured.
 
     Raises:
         UsageError: there is neither a rate nor a measurement of it.

@@ -70,7 +70,7 @@ class Target:
     """The machine that a write-up is measured on.
 
     Attributes:
-        size: in the place of all sizes of the handout; contexts and grids are then small, too.
+        size: instead of all sizes of the handout; contexts and grids are then small, too.
         device: ``auto``, ``cuda`` or ``cpu``.
         gpus: how many there are; without any, ranks share the CPU.
         tflops: what it computes in fp32.

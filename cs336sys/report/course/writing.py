@@ -279,7 +279,7 @@ def _body(document: Document, markup: Markup, draw: DrawnPicture) -> Iterator[st
 
 
 def write_document(document: Document, format: str, output: Path | None) -> list[str]:
-    """Write the document to the file, or to stdout; pictures of other formats than html stand in files beside it.
+    """Write the document to the file, or to stdout; pictures of other formats than html stand in files next to it.
 
     Returns:
         What was left out, in sentences.

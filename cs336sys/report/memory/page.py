@@ -157,7 +157,7 @@ def axis_ticks(most: float) -> list[dict[str, float | str]]:
     return [{"bytes": step * i * most / highest, "label": f"{step * i:.4g} {unit}"} for i in range(count + 1)]
 
 
-# The files that ``memprof --snapshot DIR`` leaves beside each cell's memory snapshot.
+# The files that ``memprof --snapshot DIR`` leaves next to each cell's memory snapshot.
 
 
 def check_directory(directory: Path | None) -> None:

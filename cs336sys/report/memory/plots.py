@@ -32,7 +32,7 @@ _CHARACTERS_PER_INCH = 14.0
 # What fits above the plot at the title's 10 points without reaching the legend: 12.6 characters are an inch of 8.2.
 _TITLE_CHARACTERS = 95
 
-# Part of the plot's width beside either axis in which a number that is centred on its point would be cut.
+# Part of the plot's width next to either axis in which a number that is centred on its point would be cut.
 _NEAR_AXIS = 0.08
 
 

@@ -30,7 +30,7 @@ from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.sizes import ModelSize
 from cs336sys.workload import MemoryWorkload, Workload
 
-# Tables that compare strategies of activation checkpointing: measured beside predicted, and predicted alone.
+# Tables that compare strategies of activation checkpointing: measured next to predicted, and predicted alone.
 
 
 _PREDICTED = (

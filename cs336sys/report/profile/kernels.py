@@ -240,7 +240,7 @@ _LEAST_LABELLED_PERCENT = 14.0
 def plot_shares(measured: Sequence[Measured], labels: Sequence[Column], path: Path) -> None:
     """A row of axes for each size, a column for each phase; a bar for each profile, of what share each kind takes.
 
-    The time of all kernels of the phase stands beside its bar.
+    The time of all kernels of the phase stands next to its bar.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

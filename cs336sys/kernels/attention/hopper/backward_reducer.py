@@ -2,7 +2,7 @@
 
 As in ``backward`` a program takes 128 keys, 64 for each of two warpgroups, and streams tiles of 64 queries.
 Up to head dimension 64 there are registers for more: K and V are left operands that stay in registers, S^T of the next
-tile is computed beside dK of this one, and a third warpgroup, the reducer, makes dQ:
+tile is computed alongside dK of this one, and a third warpgroup, the reducer, makes dQ:
 
     consumer    dP^T = V dO^T    P^T = exp2(S^T - L)    dV += P^T dO    dS^T = P^T (dP^T - D) to shared memory
                 dK += dS^T Q    S^T = K Q^T of the next tile

@@ -261,7 +261,7 @@ def _attend(
         largest_of_warps = largest_sums.index(2 * CONSUMER + use % 2)
         largest_of_warps.store(gl.max(sums.to(gl.int32, bitcast=True).reshape([WARPS, CONSUMER_ROWS]), 1))
         # Must stand here, in front of the wait for P V: without a loop between them the assembler pulls that wait up to
-        # the one for S, and no softmax runs beside a product.
+        # the one for S, and no softmax runs alongside a product.
         mbarrier.wait(key_ready.index((use + 1) % STAGES), ((use + 1) // STAGES) & 1, pred=i + 1 < end)
         out_sum = warpgroup_mma_wait(0, [out_sum])
         _release(value_slot, VALUE_FREE, CONSUMERS)

@@ -47,9 +47,9 @@ BACKWARD_QUERY_ROWS = 64
 # that they wait for. If other kernels kept more than the rest to themselves, it would never begin.
 BEGUN_TOGETHER = 0.75
 
-# What a piece of an item takes beside its tiles of queries, in tiles: its keys and values, and dK and dV to be summed.
+# What a piece of an item takes besides its tiles of queries, in tiles: its keys and values, and dK and dV to be summed.
 PIECE_COST = 5
-# What an item that stays whole takes beside them: the same but for float32 sums, which are written and read.
+# What an item that stays whole takes besides them: the same but for float32 sums, which are written and read.
 WHOLE_COST = 2
 
 # How many columns of dK and dV a program sums over the pieces, and how many pieces at a time; of grouped queries there

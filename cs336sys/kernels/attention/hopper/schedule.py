@@ -55,7 +55,7 @@ def cut_the_rest(num_items: int, num_programs: int, num_tiles: int, piece_cost: 
     """(items that stay whole, pieces of each other item), for items of ``num_tiles`` tiles each.
 
     If the last of them fill but a part of the GPU, which runs ``num_programs`` at a time, they are cut into pieces of
-    about equal length, by which it is done sooner; ``piece_cost``: what a piece takes beside its tiles, in tiles.
+    about equal length, by which it is done sooner; ``piece_cost``: what a piece takes besides its tiles, in tiles.
     """
     rest = num_items % num_programs
     ends = {1: num_tiles if rest else 0}
@@ -79,7 +79,7 @@ def cut_all(
     """As ``cut_the_rest``, for items of different lengths: item (tile, sequence) makes num_visits[tile] visits.
 
     ``share_out`` tells what ends first: none cut, all cut, or only those behind the last whole round. ``costs``: what a
-    whole item and what a piece takes beside its visits, in visits. ``least_pieces``: how many it must be.
+    whole item and what a piece takes besides its visits, in visits. ``least_pieces``: how many it must be.
     """
     least_pieces = min(least_pieces, NUMBERS_OF_PIECES[-1])
     whole_rounds = len(items) - len(items) % num_programs

@@ -29,7 +29,7 @@ class HopperForwardSettings:
 
     @property
     def consumer_registers(self) -> int:
-        """A thread's registers: what remains of the multiprocessor's 64 K beside the producer's 24, a multiple of 8."""
+        """A thread's registers: the rest of the multiprocessor's 64 K after the producer's 24, a multiple of 8."""
         return {2: 240, 3: 160}[self.consumers]
 
 
@@ -97,11 +97,11 @@ def hopper_backward_settings(problem: Problem) -> HopperBackwardSettings:
         # 1x16x16384x32: 1.927, 1.970.
         return HopperBackwardSettings(num_stages=2, kernel="reducer")
     if problem.head_dim == 256:
-        # 1x16x16384x256: 13.28 (Triton 20.10); S^T of the next tile beside dK 15.01, dQ in two halves around dK 13.38.
+        # 1x16x16384x256: 13.28 (Triton 20.10); next S^T alongside dK 15.01, dQ in two halves around dK 13.38.
         # A third stage does not fit into shared memory.
         return HopperBackwardSettings(num_stages=2, kernel="wide")
     # 1x16x16384x128: 4.44; the producer behind the consumers, with one warp, 4.60, and L read only when S^T is issued,
-    # beside dK, 5.55; dQ by TMA reduction 4.86, and without S^T ahead 4.93; before all of that 5.48.
+    # alongside dK, 5.55; dQ by TMA reduction 4.86, and without S^T ahead 4.93; before all of that 5.48.
     return HopperBackwardSettings(num_stages=2, kernel="exchange")
 
 

@@ -140,7 +140,7 @@ def _forward_tile(problem: Problem) -> TileSettings:
         # 1x16x16384x64: 1.287, 128x64 with 8 warps 1.342. 8x16x2048x64: 0.1965, 0.2060. 1x1x65536x64: 1.237, 1.432.
         return TileSettings(64, 128, num_warps=4, num_stages=2, use_tma=True)
     if problem.window is not None:
-        # Three loops in the place of two spill registers under the limit below.
+        # Three loops instead of two spill registers under the limit below.
         return TileSettings(64, 64, num_warps=4, num_stages=3, use_tma=True)
     # 128 registers let two programs share a multiprocessor. 1x16x16384x128: 2.042, without the limit 2.41, 128x128
     # 2.262. 8x16x2048x128: 0.3304, 64x64 0.3471.

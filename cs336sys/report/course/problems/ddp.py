@@ -127,7 +127,7 @@ def overlapped(answer: Answer) -> None:
     hidden = mine.get("hidden_percent")
     if isinstance(hidden, Interval):
         answer.say("hides between" if hidden.is_range else "hides", mine)
-    # Why communication beside computing does not save all of its time.
+    # Why communication alongside computing does not save all of its time.
     after, beside = rows["naive"].get("timeline"), mine.get("timeline")
     if after and beside:
         longer = beside["communication_ms"] / after["communication_ms"] > 1 + ALIKE

@@ -12,7 +12,7 @@ from cs336sys.report.profile.tables import LAUNCH_BOUND_IDLE_PERCENT
 # Kernels of less than this share of a pass are not worth a word.
 TRIVIAL_PERCENT = 2.0
 
-# Of the kernels beside products, those that a sentence names; the table has more.
+# Of the kernels other than products, those that a sentence names; the table has more.
 _NAMED_KERNELS = 3
 
 
@@ -45,7 +45,7 @@ def _of_longest_contexts(rows: Sequence[dict]) -> list[dict]:
 
 
 def _shares(row: dict) -> dict[str, float]:
-    """Shares of the kinds of kernels beside matrix products, the largest first."""
+    """Shares of the kinds of kernels other than matrix products, the largest first."""
     shares = {
         key.removesuffix("_percent").replace("attention_softmax", "softmax"): value
         for key, value in row.items()
@@ -170,7 +170,7 @@ def other_kernels(answer: Answer) -> None:
         answer.tables[number] = replace(table, columns=[one for one in table.columns if one.key != "phase"])
 
 
-# (d) and (e): products in inference and in a whole step, and beside the softmax.
+# (d) and (e): products in inference and in a whole step, and next to the softmax.
 
 
 def whole_step(answer: Answer) -> None:

@@ -49,7 +49,7 @@ def _precision(group: Found) -> str:
 
 
 def _by_precision(found: Sequence[Found]) -> list[Found]:
-    """For each precision the first invocation that measured it with plain data parallel training beside."""
+    """For each precision the first invocation that measured it together with plain data parallel training."""
     groups: dict[str, Found] = {}
     for group in found:
         for precision in dict.fromkeys(cell.configuration["precision"] for cell in group.cells):
