@@ -23,9 +23,7 @@ def bench(
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=10),
-    rounds: Annotated[
-        int, typer.Option(help="Repeat the whole sweep this often.", min=1, rich_help_panel=MEASURING)
-    ] = 1,
+    rounds: Annotated[int, typer.Option(help="Repeat the sweep so often.", min=1, rich_help_panel=MEASURING)] = 1,
     interleave: Annotated[
         str | None,
         choice(_COMPARED, "Alternate steps of its values: attention.", show_default=False, rich_help_panel=MEASURING),

@@ -125,7 +125,8 @@ def test_a_real_gpu_tells_what_nvidia_smi_tells_and_computes_while_it_is_read():
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     factor = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     with reading_gpu(device) as readings:
-        for _ in range(300):
+        # For a second or two: the driver adds to its energy counter every 20 to 100 ms.
+        for _ in range(10_000):
             factor @ factor
         torch.cuda.synchronize()
         (told,) = (gpu for gpu in read_gpus() if gpu.uuid == uuid)
@@ -135,7 +136,7 @@ def test_a_real_gpu_tells_what_nvidia_smi_tells_and_computes_while_it_is_read():
     assert max(columns["sm_clock_mhz"]) >= 0.5 * told.max_sm_clock_mhz
     assert 0 < max(columns["power_w"]) <= 1.2 * told.power_limit_w
     drawn_j = columns["energy_j"][-1] - columns["energy_j"][0]
-    assert 0 < drawn_j <= 1.2 * told.power_limit_w * (columns["time_s"][-1] - columns["time_s"][0])
+    assert 0 < drawn_j <= 1.2 * told.power_limit_w * (columns["time_s"][-1] - columns["time_s"][0] + 0.1)
 
 
 @pytest.mark.gpu

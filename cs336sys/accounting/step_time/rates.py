@@ -113,7 +113,7 @@ class Rates:
 
     def to_json(self) -> str:
         """Write the rates as JSON, numbers with four digits."""
-        return json.dumps(_rounded(asdict(self)), indent=1) + "\n"
+        return json.dumps(_rounded(asdict(self)), indent=1, allow_nan=False) + "\n"
 
     @property
     def error_note(self) -> str:

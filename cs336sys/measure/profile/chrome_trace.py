@@ -13,6 +13,7 @@ from cs336sys.errors import UsageError
 from cs336sys.measure.profile.capture import Capture, empty_tables, is_waiting_call
 from cs336sys.measure.profile.collectives import COLLECTIVE_ARGUMENT, collective_bytes, collective_kind
 from cs336sys.results.foreign import printable
+from cs336sys.results.model import json_text
 
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 # Triton launches through the driver.
@@ -251,7 +252,7 @@ class _Loader:
         shape = None
         if (sizes := arguments.get("Input Dims", arguments.get("Input dims"))) is not None:
             types = arguments.get("Input type", arguments.get("Input Type", []))
-            text = json.dumps([sizes, types])
+            text = json_text([sizes, types])
             shape = self.shape_ids.get(text)
             if shape is None and len(self.shape_ids) < _MOST_SHAPES:
                 shape = self.shape_ids[text] = len(self.shape_ids)
