@@ -94,7 +94,7 @@ def test_empty_cut_and_foreign_files_are_one_sentence(tmp_path):
         b"\x80\x04}(K\x01e.",
         b"\x80\x04](NNu.",
     ):
-        with pytest.raises(UsageError, match="is damaged, or not a pickle of protocol"):
+        with pytest.raises(UsageError, match=r"is damaged, or (no pickle|not a pickle of protocol 2 to 5)"):
             read(tmp_path, data)
     with pytest.raises(UsageError, match="is a zip archive"):
         read(tmp_path, b"PK\x03\x04")
