@@ -90,7 +90,7 @@ def fit_alpha_beta(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Al
     """
     points = list(zip(sizes_bytes, times_s, strict=True))
     if len({size for size, _ in points}) < 2:
-        raise UsageError("a latency and a bandwidth cannot be told apart with fewer than two message sizes")
+        raise UsageError("fitting a latency and a bandwidth needs at least two message sizes")
     if not all(size > 0 and time_s > 0 for size, time_s in points):
         raise UsageError("message sizes and times must be positive")
     lines = [(time_s, 0.0) for _, time_s in points] + [(0.0, time_s / size) for size, time_s in points]

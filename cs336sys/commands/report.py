@@ -259,7 +259,7 @@ def source_files(names: Sequence[str]) -> dict[Path, bool]:
         else:
             found = sorted(path for path in map(Path, glob.glob(name)) if any(map(path.match, _RESULTS)))
         if not found:
-            raise UsageError(f"--from {name}: no results file is there; give what --save has written")
+            raise UsageError(f"--from {name}: found no results file; give a file written by --save")
         files |= {one: is_named or files.get(one, False) for one in found}
     return files
 
@@ -287,7 +287,7 @@ def read_sources(files: Iterable[Path]) -> tuple[list[Results], dict[str, str], 
         contradicted = [name for name in outcomes if tests.get(name, outcomes[name]) != outcomes[name]]
         if contradicted:
             listed = ", ".join(contradicted)
-            say(f"warning: {path}: says otherwise of {listed} than a file before it; the later one counts")
+            say(f"warning: {path}: contradicts an earlier file about {listed}; the later one counts")
         tests |= outcomes
     if unread and not results and not tests:
         raise UsageError(

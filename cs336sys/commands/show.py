@@ -77,7 +77,7 @@ def show(
     if faults and not cells:
         raise faults[0]
     if not cells:
-        raise UsageError(f"--status {','.join(status)}: no cell has it")
+        raise UsageError(f"--status {','.join(status)}: no cell has this status")
     names = [invocation.command for invocation, _ in cells]
     tables = [
         marked(invocation, some) if names.count(invocation.command) > 1 else some

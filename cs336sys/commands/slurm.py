@@ -122,7 +122,7 @@ def _read(ctx: typer.Context, arguments: list[str]) -> tuple[Any, Any]:
     )
     name, *options = arguments
     if name not in saving:
-        raise UsageError(f"'{name}' is no command that measures and saves: {choose_from(name, saving)}")
+        raise UsageError(f"'{name}' is not a command that measures and saves: {choose_from(name, saving)}")
     command = ctx.parent.command.get_command(ctx.parent, name)
     return command, command.make_context(name, options, parent=ctx.parent)
 

@@ -192,7 +192,7 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
     for name, workload in workloads.items():
         if name in outcomes:
             continue
-        stage = f"{name}, {len(warm)} beside it" if warm else name
+        stage = f"{name}, {len(warm)} more in memory" if warm else name
         telling = functools.partial(_tell, progress, stage)
         gc.collect()
         others_gib = held_memory_gib(device) - held_at_first

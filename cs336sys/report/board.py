@@ -66,7 +66,7 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     notes += [
         f"gradients of {cell.derived['checked_layers']} blocks with the whole vocabulary and context are within "
         f"{cell.derived['relative_difference_percent']:.2g} % of fp32 arithmetic in one process "
-        f"({cell.derived['checked_parameter']}), the loss is {cell.derived['checked_loss']:.5f} beside "
+        f"({cell.derived['checked_parameter']}), the loss is {cell.derived['checked_loss']:.5f} compared with "
         f"{cell.derived['expected_loss']:.5f}; mean loss of the first step {cell.derived['first_loss']:.4f}, of the "
         f"last {cell.derived['last_loss']:.4f}"
         for cell in measured

@@ -53,7 +53,7 @@ def choice_tables(
     if not is_ours:
         notes.append(
             "Counted in a step of your model on tensors without values: compiled blocks are assumed to move as little "
-            "as ours, memory is that of the eager step, and the error above is that of our model."
+            "as ours, the memory is the eager step's, and the error above is our model's."
         )
     title = f": {best[0].configuration.training.size.name}, {short_name(rates.gpu)}" if best else ""
     numbered = [{"number": number} | _row(one, rates) for number, one in enumerate(best, 1)]

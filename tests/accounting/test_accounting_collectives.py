@@ -104,7 +104,7 @@ def test_times_that_do_not_grow_have_no_bandwidth_limit():
     [
         (lambda: bus_factor("all_reduce", 0), "0 ranks: must be at least 1"),
         (lambda: bus_factor("gather", 2), f"unknown collective 'gather': choose from {', '.join(COLLECTIVES)}"),
-        (lambda: fit_alpha_beta([1e6, 1e6], [1.0, 1.1]), "fewer than two message sizes"),
+        (lambda: fit_alpha_beta([1e6, 1e6], [1.0, 1.1]), "at least two message sizes"),
         (lambda: fit_alpha_beta([1e6, 1e7], [1.0, 0.0]), "must be positive"),
     ],
 )

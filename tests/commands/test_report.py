@@ -60,7 +60,7 @@ def test_outcomes_that_contradict_each_other_are_named_and_a_file_without_any_is
         (tmp_path / f"{name}.xml").write_text(f"<testsuites>{case}</testsuites>")
     sources = ["--from", tmp_path / "first.xml", "--from", tmp_path / "second.xml"]
     result = report("--year", "2026", *sources, "--only", "optimizer_state_sharding")
-    assert "second.xml: says otherwise of test_sharded_optimizer than a file before it" in result.stderr
+    assert "second.xml: contradicts an earlier file about test_sharded_optimizer" in result.stderr
     assert "report: 1 problem, 1 of 1 parts answered" in result.stderr
     other = tmp_path / "pom.xml"
     other.write_text("<project/>")

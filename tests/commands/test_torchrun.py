@@ -59,5 +59,5 @@ def test_ranks_go_on_after_a_cell_that_they_refuse_in_agreement(job):
     assert [(row["strategy"], row["status"]) for row in table["rows"]] == [("torch", "unsupported"), ("flat", "ok")]
     assert table["rows"][0]["step_ms_mean"] is None
     assert table["rows"][1]["communicated_bytes"] == 2 * 652_928 + 21
-    assert any("sends gradients in bf16 through NCCL alone" in note for note in table["notes"])
+    assert any("sends gradients in bf16 only through NCCL" in note for note in table["notes"])
     assert len(read_results(file).cells) == 2

@@ -161,7 +161,7 @@ def test_an_optimizer_of_the_users_keeps_its_groups():
     # Whose eps are two, of other meanings: it stays as it is.
     adafactor = build_optimizer(replace(one, optimizer="torch.optim:Adafactor"), TrainStep(one, CPU).model, eps=1.0)
     assert adafactor.param_groups[0]["eps"] == (None, 0.001)
-    with pytest.raises(CapabilityError, match="gives matrices and vectors settings of their own"):
+    with pytest.raises(CapabilityError, match="gives matrices and vectors different settings"):
         user_models.optimizer_class(one.optimizer)
     assert user_models.optimizer_class(f"{FILE}:sgd")[1]["momentum"] == 0.9
 

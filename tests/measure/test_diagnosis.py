@@ -521,7 +521,7 @@ def test_the_probe_of_attention_calls_answers(monkeypatch):
     pretend_gpus(monkeypatch, 1)
     monkeypatch.setenv("CXX", "c++-of-the-test")
     assert software.check_attention_calls() == Check(
-        "attention calls", "in C++, which c++-of-the-test compiles at the first call, beside it"
+        "attention calls", "in C++, which c++-of-the-test compiles in the background at the first call"
     )
 
 

@@ -270,13 +270,13 @@ def calibrate(results: Results, files: Sequence[str] = ()) -> Calibration:
     steps = measured_steps(results)
     gpus = {str(results.runs[step.cell.run_id].machine["gpu"]) for step in steps}
     if len(gpus) != 1:
-        raise UsageError(f"rates are of one GPU, and these cells are of {', '.join(sorted(gpus)) or 'none'}")
+        raise UsageError(f"rates describe one GPU model, and these cells come from {', '.join(sorted(gpus)) or 'none'}")
     alone = [step for step in steps if step.configuration.strategy is None]
     profiles = profile_observations(results.cells)
     graphs = [step for step in alone if step.configuration.training.cuda_graph == "on"]
     certain = profiles + attention_observations(results.cells) + phase_observations(graphs)
     if not certain:
-        raise UsageError("rates need profiles of nsys, or steps of bench in CUDA graphs: there are none")
+        raise UsageError("found no nsys profiles and no bench steps in CUDA graphs, from which rates are derived")
     first = Rates(gpus.pop(), fit(certain), 0.0, 0.0, ranges=defaultdict(lambda: (0, 0)))
     hosts = sorted(statistics.median(cost for _, cost in host) for host in _launch_costs(alone, first).values())
     launch_s, usual_s = (hosts[0], statistics.median(hosts)) if hosts else (0.0, 0.0)

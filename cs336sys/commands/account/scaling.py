@@ -99,5 +99,5 @@ def _scalings(ctx: typer.Context, scaling: list[str], batches: dict[str, int]) -
     for name, option in {"strong": "batch_size", "weak": "device_batch_size"}.items():
         if name not in scalings and is_given(ctx, option):
             given = f"--{option.replace('_', '-')} {batches[name]}"
-            raise UsageError(f"{given}: only affects {name} scaling; add {name} to --scaling, or leave it out")
+            raise UsageError(f"{given} only affects {name} scaling: add {name} to --scaling, or leave it out")
     return scalings

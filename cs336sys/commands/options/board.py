@@ -149,8 +149,8 @@ def chosen_by_memory(
     """
     if not workload.writes_out_blocks:
         raise UsageError(
-            "--checkpoint auto knows what is needed by --strategy fsdp with --kernels fused and --compile off alone: "
-            "choose these, or keep=N"
+            "--checkpoint auto only supports --strategy fsdp with --kernels fused and --compile off: choose these, "
+            "or keep=N"
         )
     step = choose_kept_blocks(workload.kept_step, limit_bytes, keeps_gathered=keeps_gathered)
     if tells:

@@ -95,7 +95,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise UsageError(f"cannot read {path}: it is no TOML: {error}") from error
+        raise UsageError(f"cannot read {path}: it is not TOML: {error}") from error
 
 
 def _place(ctx: Any) -> str:

@@ -76,7 +76,7 @@ def _trains(workload: Workload) -> list[Check]:
         checks.append(Check("trains", found))
     else:
         fix = "doctor trains 3 steps on one batch from random weights: divide by no zero, mask no whole row"
-        checks.append(Check("trains", f"{found}: a loss that is no number trains nothing", "warn", fix))
+        checks.append(Check("trains", f"{found}: a NaN or infinite loss trains nothing", "warn", fix))
     hidden = user_models.hidden_warnings(str(workload.user.model), user_models.hidden_parameters(step.model))
     checks += [
         Check("parameters", warning.partition(": ")[2], "warn", "each command trains its parameters() alone")

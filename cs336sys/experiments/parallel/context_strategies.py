@@ -131,13 +131,13 @@ def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: 
         raise CapabilityError("strategy 'torch-context': torch's context_parallel supports only SDPA's CUDA kernels")
     if training.attention != "sdpa":
         raise CapabilityError(
-            f"strategy 'torch-context' takes the place of torch's attention, and --attention {training.attention} is "
-            "another; choose sdpa"
+            f"strategy 'torch-context' replaces torch's attention, and --attention {training.attention} is not "
+            f"torch's; choose sdpa"
         )
     if training.compile != "off" or training.cuda_graph == "on":
         raise CapabilityError(
-            "strategy 'torch-context' exchanges SDPA while a step runs, which what is compiled or captured would not "
-            "see: choose --compile off and --cuda-graph off"
+            "strategy 'torch-context' replaces SDPA while a step runs, which compiled or captured code would not "
+            "notice: choose --compile off and --cuda-graph off"
         )
     if training.size.context % (2 * world_size):
         raise CapabilityError(

@@ -383,8 +383,8 @@ def telling_errors_of_rank(workload: ParallelWorkload) -> Iterator[None]:
     except UserCodeError as error:
         if "Expected to have finished reduction" in str(error):
             raise CapabilityError(
-                f"strategy '{workload.strategy}': torch's DDP waits for the gradients of all parameters, of which a "
-                "step of this model used some alone; choose another strategy"
+                f"strategy '{workload.strategy}': torch's DDP waits for the gradients of all parameters, and a step "
+                f"of this model used only some; choose another strategy"
             ) from error
         if workload.strategy in FULLY_SHARDED and "Connection reset by peer" in str(error):
             raise CapabilityError(

@@ -202,8 +202,8 @@ def _torch_fsdp_of_users(
     normalizes = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
     if normalizes and device.type == "cpu" and training.precision in AUTOCAST_DTYPES:
         raise CapabilityError(
-            f"strategy 'torch-fsdp' with {training.precision}: torch's fully_shard gives batch norm weights in half "
-            "precision beside statistics in fp32, which no kernel of the CPU takes; choose fp32, or fsdp"
+            f"strategy 'torch-fsdp' with {training.precision}: torch's fully_shard combines batch norm weights in "
+            f"half precision with statistics in fp32, which no CPU kernel supports; choose fp32, or fsdp"
         )
     for block in blocks_of(training, model).values():
         if training.compile == "block":

@@ -250,7 +250,7 @@ def _torch_ddp(workload: ParallelWorkload, device: torch.device, optimizer: Opti
         CapabilityError: gradients are to be sent in bf16, and not by NCCL.
     """
     if workload.gradient_dtype == "bf16" and dist.get_backend() != "nccl":
-        raise CapabilityError("strategy 'torch': torch's DDP sends gradients in bf16 through NCCL alone; choose fp32")
+        raise CapabilityError("strategy 'torch': torch's DDP sends gradients in bf16 only through NCCL; choose fp32")
     plain = build_plain_model(workload, device)
     model = nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
     hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}

@@ -115,7 +115,7 @@ def _torch_tensor(strategy: str) -> Prepare:
         size = training.size
         if size.vocab_size % ranks or size.d_ff % ranks:
             raise CapabilityError(
-                f"strategy '{strategy}': loss_parallel wants equal parts of the vocabulary, {size.vocab_size}, and "
+                f"strategy '{strategy}': loss_parallel needs equal parts of the vocabulary, {size.vocab_size}, and "
                 f"d_ff is {size.d_ff}; choose multiples of {ranks}"
             )
         if training.optimizer not in ("course", "fused") or training.precision == "fp16":

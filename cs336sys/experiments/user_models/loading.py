@@ -340,8 +340,10 @@ def _telling(references: list[str], failed: str) -> Iterator[None]:
         told = f"{line or failed}: {type(error).__name__}: {_first_line(error)}"
         if "modified by an inplace operation" in told:
             # In the backward pass no line of the user's runs.
-            told = f"{line or failed}: the backward pass needs a tensor that was changed in place; doctor --model "
-            "names the line"
+            told = (
+                f"{line or failed}: the backward pass needs a tensor that was changed in place; doctor --model names "
+                "the line"
+            )
         raise UserCodeError(told) from error
 
 

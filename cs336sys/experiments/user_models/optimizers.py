@@ -52,7 +52,7 @@ def optimizer_class(reference: str) -> tuple[type[torch.optim.Optimizer], dict[s
         group.pop("params", None)
     if any(group != settings[0] for group in settings):
         raise CapabilityError(
-            f"{reference} gives matrices and vectors settings of their own, which a sharded optimizer is not told: "
-            "give all parameters the same, or choose strategy fsdp"
+            f"{reference} gives matrices and vectors different settings, which a sharded optimizer does not receive: "
+            f"give all parameters the same settings, or choose strategy fsdp"
         )
     return type(made), settings[0]

@@ -61,7 +61,10 @@ def why_off() -> str | None:
     """
     if not KNOWN_TRITON:
         known = ", ".join(KNOWN_LAUNCHERS)
-        return f"triton {triton.__version__} may launch kernels in another way than {known}, which the C++ knows"
+        return (
+            f"triton {triton.__version__} may launch kernels in another way than {known}, the versions that the C++ "
+            "supports"
+        )
     if compiler() is None:
         return "there is no C++ compiler: install g++ or set CXX"
     return None
@@ -109,8 +112,8 @@ class Library:
         self._builder = os.getpid()
         if is_first:
             print(
-                f"cs336sys: first attention on this machine: its kernels are compiled now, and beside them, once, the "
-                f"C++ that shortens later calls ({compiler()}, up to a minute)",
+                f"cs336sys: first attention on this machine: compiling its kernels, and once the C++ that shortens "
+                f"later calls ({compiler()}, up to a minute)",
                 file=sys.stderr,
             )
 

@@ -18,7 +18,7 @@ def found_and_fix() -> tuple[str, str | None]:
         return f"through Python: {reason}", fix
     path = native_call.library_path()
     if not path.exists():
-        return f"in C++, which {native_call.compiler()} compiles at the first call, beside it", None
+        return f"in C++, which {native_call.compiler()} compiles in the background at the first call", None
     try:
         native_call.import_from(str(path))
     except ImportError as error:

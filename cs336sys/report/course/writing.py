@@ -296,7 +296,7 @@ def write_document(document: Document, format: str, output: Path | None) -> list
         except (ImportError, CapabilityError) as error:
             notes[f"pictures are left out: {error}"] = None
         except FAULTS as error:
-            notes[f"a picture is left out, what is saved of it cannot be drawn: {error}"] = None
+            notes[f"left out a picture, because its saved data cannot be drawn: {error}"] = None
         return None
 
     def beside(picture: Picture) -> str | None:

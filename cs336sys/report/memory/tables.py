@@ -214,8 +214,8 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
     notes = [*method_notes(cells), *package_notes(cells, run), *_warnings(cells)]
     if any(row["status"] == "ok" and row["warmup"] == 0 and row["mode"] == "train" for row in rows):
         notes.append(
-            "warm-up 0: measured is the first step, during which the optimizer makes its state; what is predicted and "
-            "traced is a later one, which begins with it"
+            "warm-up 0 measures the first step, in which the optimizer creates its state; the prediction and the "
+            "trace describe a later step"
         )
     if any(row.get("reserved_gib", 0) is None and row["precision"] != "fp32" for row in rows):
         notes.append(
@@ -265,7 +265,7 @@ def phases_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
             row["reserved_gib"] = None if phase["reserved"] is None else phase["reserved"] / GIB
             row["traced_gib"] = traced[phase["phase"]] / GIB if traced else None
             rows.append(row)
-    note = "Each category where the phase holds the most. Activations: what is left for the backward pass."
+    note = "Each category where the phase holds the most. Activations: tensors kept for the backward pass."
     return Table("phases", "where memory goes: the widest moment of each phase", columns, rows, notes=(note,))
 
 
@@ -414,7 +414,7 @@ def _plan(cells: Sequence[Cell]) -> Table:
         rows.append(row)
     traced = " and traced on fake tensors, both" if any(cell.derived for cell in cells) else ","
     notes = [
-        f"Predicted by formulas{traced} for eager mode: what is alive when most is.",
+        f"Predicted by formulas{traced} for eager mode: the most memory in use at one moment.",
         *found_in_models(cells),
         *reasons(cells),
         *planned_package_notes([workload.training for workload in workloads]),

@@ -64,7 +64,7 @@ def causes(one: Diagnosis, longer: Longer | None = None) -> list[Cause]:
                 "leak",
                 leak.held,
                 f"memory {grows}, {size_words(leak.held)} after {leak.steps} steps",
-                "something keeps what that line makes, such as a list; keep a number, or .detach().cpu() of it",
+                "something, such as a list, keeps the tensors that this line makes; keep a number, or .detach().cpu()",
             )
         found.append(cause)
     if longer is not None and longer.name == one.name:

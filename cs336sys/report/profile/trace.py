@@ -78,9 +78,7 @@ def part_table(analyses: Sequence[Analysis]) -> Table:
     if any(one.is_gpu and one.share(LAUNCHING) >= _MUCH_LAUNCHING for one in analyses):
         notes.append("a profiler slows the CPU down and not the GPU: without it launching takes less of a step")
     if not all(one.is_gpu for one in analyses):
-        notes.append(
-            "no GPU: operators of the CPU stand in the place of kernels; launching is Python's time between them"
-        )
+        notes.append("no GPU: CPU operators replace kernels; launching is Python's time between them")
     return Table("parts", "trace: where the step goes", columns, rows, notes=notes)
 
 

@@ -69,7 +69,7 @@ def all_tables(sides: dict[str, Side], shown: Shown) -> list[Table]:
     if any(len(side.analyses) > 1 for side in sides.values()):
         tables[0] = _with_notes(tables[0], ["of several ranks, the first of each side is compared"])
     if found.of_kernels:
-        tables[0] = _with_notes(tables[0], ["the captures are of two profilers: only kernels are compared, by name"])
+        tables[0] = _with_notes(tables[0], ["the captures come from two profilers: only kernels are compared, by name"])
     return tables
 
 

@@ -98,7 +98,7 @@ def test_a_precision_that_is_asked_for_goes_before_another_way_to_say_it_in_the_
         ("[bench]\nsteps = [1, 2]", "s.toml: bench.steps = [1, 2]: must be a text or a number, or a list of them"),
         ("[bench]\nsteps = 'x'", "--steps 'x': not a number"),
         ("[bench]\nsize = 'huge'", "--size 'huge': choose from tiny, "),
-        ("[bench", "cannot read s.toml: it is no TOML: "),
+        ("[bench", "cannot read s.toml: it is not TOML: "),
     ],
 )
 def test_what_a_file_cannot_say_is_one_sentence_with_the_nearest_name(text, sentence, folder):

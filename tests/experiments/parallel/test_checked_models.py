@@ -116,7 +116,7 @@ def test_a_traceback_of_a_rank_shows_the_users_line(monkeypatch):
 
 def test_parameters_that_torchs_ddp_waits_for_in_vain_are_one_sentence(ranks):
     ranks()
-    with pytest.raises(CapabilityError, match="of which a step of this model used some alone; choose another strategy"):
+    with pytest.raises(CapabilityError, match="and a step of this model used only some; choose another strategy"):
         outcome_of(cell("Skipping", "torch"))
     assert outcome_of(cell("Skipping", "overlap")).status == "ok"
 
@@ -130,5 +130,5 @@ def test_layers_that_one_rank_alone_skips_are_one_sentence_under_fsdp(ranks):
 def test_batch_norm_in_half_precision_under_torchs_fully_shard_is_one_sentence():
     user = UserCode(f"{FILE}:Classifier", batch=f"{FILE}:images", loss=f"{FILE}:classes")
     training = Workload(SIZE, device="cpu", precision="bf16", user=user)
-    with pytest.raises(CapabilityError, match="gives batch norm weights in half precision beside statistics in fp32"):
+    with pytest.raises(CapabilityError, match="combines batch norm weights in half precision with statistics in fp32"):
         _torch_fsdp_of_users(ParallelWorkload(training, "torch-fsdp"), torch.device("cpu"), None, None)

@@ -100,7 +100,7 @@ def test_torchs_own_is_refused_where_it_has_no_kernels():
         return str(refusal.value)
 
     assert reason().endswith("supports only SDPA's CUDA kernels")
-    assert reason("cuda").endswith("--attention reference is another; choose sdpa")
+    assert reason("cuda").endswith("--attention reference is not torch's; choose sdpa")
     assert reason("cuda", attention="sdpa").endswith("equal chunks: context 37 is no multiple of that")
     assert reason("cuda", attention="sdpa", compile="block").endswith("choose --compile off and --cuda-graph off")
 

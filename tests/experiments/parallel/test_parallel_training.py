@@ -210,7 +210,7 @@ def test_communication_at_once_is_done_when_it_is_launched(ranks):
 
 def test_torch_sends_no_bf16_on_a_cpu(ranks):
     with pytest.raises(
-        CapabilityError, match="strategy 'torch': torch's DDP sends gradients in bf16 through NCCL alone"
+        CapabilityError, match="strategy 'torch': torch's DDP sends gradients in bf16 only through NCCL"
     ):
         ranks().run(verify_on_rank, workload("torch", gradient_dtype="bf16"))
 

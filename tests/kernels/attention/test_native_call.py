@@ -643,7 +643,7 @@ def test_calls_go_on_while_it_is_compiled(library, monkeypatch, tmp_path, capsys
     library.wait()
     other.wait()
     assert native_call.library_path().read_text() == "library\n"
-    assert capsys.readouterr().err.count("cs336sys: first attention on this machine: its kernels are compiled now") == 1
+    assert capsys.readouterr().err.count("cs336sys: first attention on this machine: compiling its kernels") == 1
     assert not list(tmp_path.glob("cache/*.part"))
     imported = []
     monkeypatch.setattr(native_call, "import_from", lambda path: imported.append(path) or failing_import())
@@ -714,7 +714,7 @@ def test_the_probe_names_what_is_off_and_its_fix(monkeypatch, tmp_path):
     monkeypatch.setattr(native_call, "compiler", lambda: "g++")
     broken = tmp_path / "native_call.so"
     monkeypatch.setattr(native_call, "library_path", lambda: broken)
-    assert native_probe.found_and_fix() == ("in C++, which g++ compiles at the first call, beside it", None)
+    assert native_probe.found_and_fix() == ("in C++, which g++ compiles in the background at the first call", None)
     broken.write_bytes(b"no library")
     found, fix = native_probe.found_and_fix()
     assert found.startswith("through Python: ")
@@ -727,8 +727,8 @@ def test_the_probe_names_a_triton_whose_launcher_is_unknown(monkeypatch):
     monkeypatch.setattr(native_call, "KNOWN_TRITON", False)
     found, fix = native_probe.found_and_fix()
     assert found == (
-        f"through Python: triton {triton.__version__} may launch kernels in another way than 3.6, 3.7, 3.8, 3.9, which "
-        "the C++ knows"
+        f"through Python: triton {triton.__version__} may launch kernels in another way than 3.6, 3.7, 3.8, 3.9, the "
+        "versions that the C++ supports"
     )
     assert fix == '`python -m pip install "triton==3.9.*"`, if this torch allows it.'
 
