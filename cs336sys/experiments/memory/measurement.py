@@ -25,8 +25,10 @@ from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import free_gpu_memory
 from cs336sys.workload import MemoryWorkload
 
-_WITHOUT_ONEDNN = "recorded without oneDNN, which reorders copies of operands as no GPU does: a real step on this "
-"CPU takes more memory"
+_WITHOUT_ONEDNN = (
+    "recorded without oneDNN, which reorders copies of operands as no GPU does: a real step on this "
+    "CPU takes more memory"
+)
 
 
 def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome:
