@@ -124,7 +124,7 @@ def _refuse(ctx: typer.Context, names: Sequence[str], why: str) -> None:
 
 
 def _read_report(source: Path, range_names: Sequence[str]) -> tuple[list["Analysis"], "Profile"]:
-    """What ``trace`` says of each GPU of a report, and its phases."""
+    """Return the tables of ``trace`` for each GPU of a report, and its phases."""
     from cs336sys.measure.profile.analysis import analyze
     from cs336sys.measure.profile.reading import open_capture
     from cs336sys.measure.profile.summary import summarize

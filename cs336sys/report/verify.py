@@ -83,5 +83,5 @@ def _verdict(cell: Cell) -> str:
 
 
 def _why(cell: Cell) -> str | None:
-    """What the row itself says: of what is wrong the other table says more."""
+    """Return the row's own reason; the other table says more about a fault."""
     return None if cell.status == "wrong" and "meaning" in cell.derived else cell.reason

@@ -74,7 +74,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference:
-    """How B differs from A.
+    """Difference of B from A.
 
     Attributes:
         level: what was counted as one independent sample; of a run or a round its median.
@@ -251,7 +251,7 @@ def _signed_rank(
 
 @dataclass(frozen=True)
 class _Null:
-    """How a statistic is distributed that counts distances below 0, where there is no shift.
+    """Null distribution of a statistic that counts distances below 0.
 
     Attributes:
         most: the largest that it can be.
@@ -290,7 +290,7 @@ def _limits(ordered: Sequence[float], null: _Null, significance: float) -> tuple
 
 @cache
 def _rank_sum_null(fewer: int, more: int) -> _Null:
-    """Of so many samples, ``fewer`` of one side and ``more`` of the other."""
+    """Return the null distribution for ``fewer`` samples of one side and ``more`` of the other."""
     most = fewer * more
     variance = most * (fewer + more + 1) / 12
     if fewer > _EXACT or most > _EXACT**3:
@@ -307,7 +307,7 @@ def _rank_sum_null(fewer: int, more: int) -> _Null:
 
 @cache
 def _signed_rank_null(count: int) -> _Null:
-    """Of so many pairs."""
+    """Return the null distribution for so many pairs."""
     most = count * (count + 1) // 2
     variance = most * (2 * count + 1) / 12
     if count > 2 * _EXACT:

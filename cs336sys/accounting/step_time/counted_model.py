@@ -22,7 +22,7 @@ _COMPILED_BYTES, _COMPILED_KERNELS = 0.18, 0.24
 
 @dataclass(frozen=True)
 class CountedPass:
-    """What a pass does with batches of 1 and of 2 sequences, from which other batches follow.
+    """Work of a pass with batches of 1 and of 2 sequences, from which other batches follow.
 
     Attributes:
         products: rows, columns, inner dimension and how many, of each batch.

@@ -29,7 +29,7 @@ _ALIASES = {"none": "bucketed"}
 
 @dataclass(frozen=True)
 class StepConfiguration(Configured):
-    """How one rank's step runs.
+    """Settings of one rank's step.
 
     Attributes:
         training: its batch is the micro-batch of one rank.

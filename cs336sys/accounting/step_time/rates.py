@@ -57,7 +57,7 @@ class GroupError:
 
 @dataclass(frozen=True)
 class Exposure:
-    """What communication of a strategy costs a step.
+    """Cost of a strategy's communication in a step.
 
     Attributes:
         bytes_per_s: sent bytes of a rank over the time that communication takes alone.

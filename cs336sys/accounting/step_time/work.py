@@ -63,7 +63,7 @@ _COURSE_KERNELS = 7
 
 
 class Amounts(dict[str, float]):
-    """How much there is of each term; what is not there is 0."""
+    """Amount of each term; 0 where a term does not occur."""
 
     def __missing__(self, term: str) -> float:
         return 0.0

@@ -25,7 +25,7 @@ LOSS_SCALE = 1024.0
 
 @dataclass(frozen=True)
 class Program:
-    """What happens in a case.
+    """Actions of a case.
 
     Attributes:
         steps: each on a batch of its own.
@@ -61,7 +61,7 @@ class Program:
 
     @property
     def trained_alone(self) -> "Program":
-        """What one process does: the same training without what must not change it."""
+        """Return the program of one process: the same training without changes that must not matter."""
         return replace(
             self, micro=1, no_sync=False, checkpoint=False, compile=False, late=None, start=False, resume=None
         )

@@ -1,4 +1,4 @@
-"""What ranks hold beside what one process holds, moment by moment: the first thing that is off, and by how much."""
+"""Compare ranks with one process, moment by moment: find the first tensor that is off, and by how much."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a difference means: which mistake makes exactly these numbers of the right ones."""
+"""Diagnose a difference: find the mistake that turns the right numbers into exactly these."""
 
 import math
 from collections.abc import Sequence
@@ -260,7 +260,7 @@ def _of_weight(case: Evidence, first: Finding) -> Diagnosis:
 
 
 def _sent_unsynchronized(case: Evidence) -> Diagnosis | None:
-    """Where no gradients could be seen, and no collective sends any."""
+    """Diagnose a run without visible gradients in which no collective sends any."""
     if any(one.record.gradients and one.record.gradients[0] for one in case.found) or not case.watched:
         return None
     sent = case.launches(OF_GRADIENTS)

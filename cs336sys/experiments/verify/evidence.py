@@ -23,7 +23,7 @@ OF_GRADIENTS = ("backward", "finish", "optimizer")
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is wrong.
+    """Diagnosis of a fault.
 
     Attributes:
         cause: one word or two for programs, one of :data:`CAUSES`.
@@ -128,7 +128,7 @@ def ratio_of(finding: Finding) -> float | None:
 
 
 def proportion(found: Tensor, expected: Tensor) -> float | None:
-    """What ``expected`` is multiplied by; None if they are not in proportion."""
+    """Return the factor from ``expected``; None if they are not in proportion."""
     size = norm_of(expected)
     if not size or found.shape != expected.shape or not torch.isfinite(found).all():
         return None

@@ -1,4 +1,4 @@
-"""What a wrong gradient is made of: the gradients that each rank's micro-batches have by themselves."""
+"""Explain a wrong gradient as a combination of the gradients of each rank's micro-batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What a rank does in a case, and what it holds at each moment of it."""
+"""Run a case on a rank, and record its tensors at each moment."""
 
 import contextlib
 import random
@@ -63,7 +63,7 @@ _OF_NO_CONSEQUENCE = ("initial_lr", "foreach", "fused", "capturable", "different
 
 @dataclass
 class Found:
-    """What a rank found in a case.
+    """Findings of a rank in a case.
 
     Attributes:
         record: what it held; as far as it came, where it failed.
@@ -97,7 +97,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Settings:
-    """What ranks are told beside the workload.
+    """Settings of the ranks besides the workload.
 
     Attributes:
         max_norm: of gradients, where the program clips.

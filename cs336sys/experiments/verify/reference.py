@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """How to build an optimizer again: its class, and its settings for each parameter by name."""
+    """Recipe of an optimizer: its class, and its settings for each parameter by name."""
 
     optimizer_class: type[torch.optim.Optimizer]
     settings: Mapping[str, Mapping[str, Any]]
@@ -60,7 +60,7 @@ def default_optimizer(parameters: Any, learning_rate: float) -> torch.optim.Opti
 
 @dataclass
 class Record:
-    """What one process, or one rank, held at each moment of a program; tensors on the CPU, by names of the model.
+    """State of one process, or one rank, at each moment of a program; tensors on the CPU, by names of the model.
 
     Attributes:
         losses: of each step, and ``evaluations`` after steps.

@@ -15,7 +15,7 @@ from cs336sys.experiments.verify.wraps import Wrapped
 
 @dataclass(frozen=True)
 class Trained:
-    """What is saved, or loaded into.
+    """Objects that are saved, or loaded into.
 
     Attributes:
         inner: the optimizer that updates this rank's parameters, which ``optimizer`` may wrap.

@@ -13,7 +13,7 @@ FLOAT32_PRECISIONS = ("tf32x3", "ieee", "tf32")
 
 
 class AttentionOptions(NamedTuple):
-    """What decides, besides the tensors, how the kernels compute attention, as ``flash_attention`` explains.
+    """Options of the kernels besides the tensors, as ``flash_attention`` explains.
 
     Operators and autograd's functions take the options one by one, in this order. A call hands them on as a plain
     tuple, :data:`Options`, and names them only where a plan is made: a plain tuple is made six times as fast.

@@ -1,4 +1,4 @@
-"""What fills a device at the moment of failure, or else at the peak, and which known mistakes are among the causes."""
+"""Find what fills a device at the moment of failure, or else at the peak, and known mistakes among the causes."""
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -417,7 +417,7 @@ class Change:
 
 
 def changes(before: Diagnosis, after: Diagnosis) -> list[Change]:
-    """What differs by category and line, the largest difference first; the differences add up to that of all held."""
+    """Return the differences by category and line, the largest first; the differences add up to that of all held."""
     held: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for place, one in enumerate((before, after)):
         for kind in one.kinds:

@@ -85,7 +85,7 @@ class Segment(NamedTuple):
 
 @dataclass
 class DeviceRecord:
-    """What one device's allocator did and has.
+    """History and state of one device's allocator.
 
     Attributes:
         stacks: of all blocks; the first is empty.

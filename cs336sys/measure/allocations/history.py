@@ -234,7 +234,7 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
 
 
 def unfolded_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
-    """What a convolution without groups and dilation unfolds its input into (im2col), 0 for any other operation.
+    """Return the bytes of a convolution's unfolded input (im2col, no groups or dilation), 0 for other operations.
 
     Source: aten/src/ATen/native/ConvolutionMM2d.cpp.
     """

@@ -1,4 +1,4 @@
-"""What a stranger's memory is for, inferred from stacks and lifetimes.
+"""Infer the purpose of a stranger's memory from stacks and lifetimes.
 
 Every stack has a role, by its innermost telling frame; the roles of allocations in turn say when forward passes,
 backward passes and optimizer steps were. CUDA's autograd threads have no Python stack, so where others have one an
@@ -131,7 +131,7 @@ class Inference:
 
     @property
     def parameter_count(self) -> int:
-        """How many tensors the parameters are, or else the gradients of one backward pass."""
+        """Return the number of parameter tensors, or else of gradients of one backward pass."""
         blocks = list(zip(self._record.blocks, self.categories, strict=True))
         known = sum(category == "parameters" for _, category in blocks)
         return known or _one_backward([block for block, category in blocks if category == "gradients"]).total()
@@ -200,12 +200,12 @@ class Inference:
         return "activations" if goes_on < block.end else "temporary" if block.end <= length else "unknown"
 
     def _end_of_backward(self, start: int) -> int:
-        """Where the last allocation of the backward pass around it is."""
+        """Return the index of the last allocation of the backward pass around it."""
         following = self._run_end(start)
         return self._backward[bisect_left(self._backward, following) - 1]
 
     def _name_what_was_there(self) -> None:
-        """Of memory older than the record, find parameters and optimizer state by the sizes of gradients."""
+        """Find parameters and optimizer state in memory older than the record, by the sizes of gradients."""
         blocks = self._record.blocks
         gradients = _one_backward(
             [block for block, category in zip(blocks, self.categories, strict=True) if category == "gradients"]
@@ -233,7 +233,7 @@ class Inference:
 
 
 def _one_backward(gradients: Sequence[Block]) -> Counter[int]:
-    """How many gradients of each size exist at once."""
+    """Return the number of gradients of each size that exist at once."""
     changes = [(block.start, 1, block.requested) for block in gradients]
     changes += [(block.end, -1, block.requested) for block in gradients]
     now: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""What a capture says of one GPU, as plain data: the time of its steps by part, kernel, operator and module."""
+"""Analyse a capture of one GPU, as plain data: the time of its steps by part, kernel, operator and module."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -67,7 +67,7 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a capture says of one GPU.
+    """Analysis of one GPU of a capture.
 
     Attributes:
         label: what tells it from other GPUs and ranks; empty for the only one.

@@ -1,4 +1,4 @@
-"""Where the time of each step goes: every instant to one kernel, or to one cause of idling."""
+"""Break down the time of each step: every instant belongs to one kernel, or to one cause of idling."""
 
 from dataclasses import dataclass
 

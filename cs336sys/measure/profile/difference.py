@@ -1,4 +1,4 @@
-"""What changed between two captures: kernels aligned, each change in ms of a step, and whether it is noise."""
+"""Compare two captures: align kernels, and give each change in ms of a step, and whether it is noise."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ class Change:
 
 @dataclass(frozen=True)
 class CaptureDifference:
-    """What changed from one capture to another.
+    """Changes from one capture to another.
 
     Attributes:
         before_ms, after_ms: the mean step, or where two profilers made the captures, the time of it that is kernels'.
@@ -224,7 +224,7 @@ def _far_apart(before: Sequence[float], after: Sequence[float], least_ms: float)
 
 
 def _judged(before: Sequence[float], after: Sequence[float], least_ms: float) -> tuple[Verdict, float, float]:
-    """Whether the values of steps differ, and the interval of their difference."""
+    """Return whether the values of steps differ, and the interval of their difference."""
     found = difference(Samples("ms", "capture", tuple(after)), Samples("ms", "capture", tuple(before)))
     judged = compare_sides([[before]], [[after]], confidence_percent=_CONFIDENCE_PERCENT)
     if judged.p_value is None:

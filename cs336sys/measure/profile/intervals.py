@@ -18,7 +18,7 @@ def own_shares(start: Times, stop: Times) -> tuple[Times, Times]:
 
 
 class Cover:
-    """How much of any interval some others cover together.
+    """Cover of any interval by some others together.
 
     Args:
         start, stop: of these, ordered by start.

@@ -1,4 +1,4 @@
-"""What an operator has to compute and to move, by the shapes of its inputs, and how fast a GPU could do it."""
+"""Count an operator's FLOPs and bytes by the shapes of its inputs, and the time a GPU needs for them."""
 
 import json
 import math
@@ -45,7 +45,7 @@ class OperatorWork:
 
 @dataclass(frozen=True)
 class Roofline:
-    """How near an operator comes to what the GPU could do.
+    """Speed of an operator compared with the GPU's limits.
 
     Attributes:
         percent: of the shortest possible time over the measured one; None where the GPU's peaks are not known.

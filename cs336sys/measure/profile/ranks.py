@@ -42,7 +42,7 @@ class Clocks:
 
 @dataclass(frozen=True)
 class RanksFound:
-    """How ranks were matched: how many collectives, by which clocks (see :class:`Clocks`), and what was left out."""
+    """Matching of ranks: how many collectives, by which clocks (see :class:`Clocks`), and what was left out."""
 
     matched: int
     error_us: float
@@ -60,7 +60,7 @@ class RanksFound:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What several ranks say together.
+    """Joint analysis of several ranks.
 
     Attributes:
         matched: how many collectives were found on more than one rank.

@@ -73,7 +73,7 @@ _RANK = re.compile(r"rank[-_ .]?(\d+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Read:
-    """What some captures say.
+    """Analyses of some captures.
 
     Attributes:
         analyses: of each GPU; of several ranks in their order.
@@ -148,7 +148,7 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
 def _labels(
     found: Sequence[tuple[Path, Capture, Timeline, int]],
 ) -> tuple[list[str], tuple[str, ...], list[int]]:
-    """What tells GPUs and ranks apart, notes about it, and their order."""
+    """Return labels of GPUs and ranks, notes about them, and their order."""
     files = list(dict.fromkeys(path for path, *_ in found))
     if len(files) == 1:
         count = len(found)

@@ -1,4 +1,4 @@
-"""Which rank holds the others up, by how much, and what it does longer than they. Plain data."""
+"""Find the rank that holds the others up, by how much, and what it does longer than they. Plain data."""
 
 import math
 import statistics

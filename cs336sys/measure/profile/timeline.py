@@ -1,4 +1,4 @@
-"""What one GPU did, as arrays: work in the order of time, with its launch, operator and module, and the steps."""
+"""Timeline of one GPU, as arrays: work in the order of time, with its launch, operator and module, and the steps."""
 
 import re
 import sqlite3
@@ -266,7 +266,7 @@ def _modules(
 def _forward_times(
     tables: sqlite3.Connection, launched: Times, thread: Indices, thread_of: Mapping[str, int]
 ) -> tuple[Times, Indices]:
-    """When and in which thread the forward operator ran that a kernel of the backward pass belongs to; -1 for none."""
+    """Return time and thread of the forward operator of each kernel of the backward pass; -1 for none."""
     at, of = np.full(len(launched), -1), np.full(len(launched), -1)
     rows = tables.execute(
         """SELECT start, stop, thread, sequence, text LIKE '%Backward%' FROM operation JOIN name ON name.id = name
@@ -371,7 +371,7 @@ def _by_ranges(capture: Capture, timeline: Timeline, name: str, words: str) -> S
     sorted_launches = launched[order]
 
     def reached(time: int) -> int:
-        """When all that was launched before this time had run."""
+        """Return the time at which all work launched before this time had run."""
         count = int(np.searchsorted(sorted_launches, time))
         return int(ends[count - 1]) if count else time
 

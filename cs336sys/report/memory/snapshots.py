@@ -114,7 +114,7 @@ def _how_known(one: Diagnosis) -> str:
 
 
 def _ranks(diagnoses: Sequence[Diagnosis]) -> Table | None:
-    """What each of several snapshots holds more than the median of all."""
+    """Return what each of several snapshots holds more than the median of all."""
     if len(diagnoses) < 2:
         return None
     columns = (_SNAPSHOT, Column("held_bytes", "held over the median", "bytes"), *_CATEGORIES)
@@ -172,7 +172,7 @@ def _lines(diagnoses: Sequence[Diagnosis], top: int) -> Table:
 
 
 def _provable(diagnoses: Sequence[Diagnosis]) -> Table:
-    """What lifetimes alone prove about changes; how much each would save in a run only --plan can say."""
+    """Return what lifetimes alone prove about changes; how much each would save in a run only --plan can say."""
     columns = (
         _SNAPSHOT,
         Column("change", "change"),
@@ -199,7 +199,7 @@ def _provable(diagnoses: Sequence[Diagnosis]) -> Table:
 
 
 def difference_tables(before: Sequence[Diagnosis], after: Sequence[Diagnosis], top: int) -> list[Table]:
-    """What is new, gone, larger or smaller from one snapshot to another, each at its moment."""
+    """Build tables of memory that is new, gone, larger or smaller from one snapshot to another, each at its moment."""
     pairs = [(old, new) for new in after for old in before if old.device == new.device]
     rows: list[dict[str, Any]] = []
     sentences = []
@@ -245,7 +245,7 @@ def _change_row(name: str, what: str, category: str, code: str, before: int, aft
 
 
 def timeline_data(one: Diagnosis) -> dict[str, Any]:
-    """What the picture of a snapshot shows: bytes by category after each event, and where steps begin."""
+    """Return the data of a snapshot's picture: bytes by category after each event, and where steps begin."""
     categories = one.inference.categories
     allocations = [
         Allocation(block.address, block.size, block.start, block.end, "", category)

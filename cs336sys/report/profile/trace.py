@@ -31,7 +31,7 @@ _MUCH_LAUNCHING = 0.03
 
 @dataclass(frozen=True)
 class Shown:
-    """How the tables of a capture are shown.
+    """Display options of a capture's tables.
 
     Attributes:
         top: rows of kernels, operators and modules.
@@ -63,7 +63,7 @@ def step_samples(values: Sequence[float]) -> Samples | float:
 
 
 def part_table(analyses: Sequence[Analysis]) -> Table:
-    """Where the step goes: its parts, which add up to it."""
+    """Build the table of a step's parts, which add up to the step."""
     rows = [
         {"gpu": one.label or None, "part": part, "ms": step_samples(values), "share_percent": 100 * one.share(part)}
         for one in analyses
@@ -231,7 +231,7 @@ def operator_table(analyses: Sequence[Analysis], shown: Shown) -> Table:
 
 
 def _calls(kernels: Sequence[KernelGroup]) -> float:
-    """How often an operator was called in a step, which may launch several kernels: the most frequent of these."""
+    """Return how often a step calls an operator, which may launch several kernels: the most frequent of these."""
     counts: dict[str, int] = {}
     for kernel in kernels:
         counts[kernel.name] = counts.get(kernel.name, 0) + sum(kernel.count)

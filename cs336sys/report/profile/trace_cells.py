@@ -52,7 +52,7 @@ def saved_sides(cells: Sequence[Cell]) -> dict[str, Side]:
 
 
 def difference_of(sides: dict[str, Side]) -> CaptureDifference | None:
-    """What changed between two sides, in the first rank of each; None where there is one."""
+    """Return the changes between two sides, in the first rank of each; None where there is one side."""
     if len(sides) < 2:
         return None
     return compare_captures(sides[BEFORE].analyses[0], sides[AFTER].analyses[0])

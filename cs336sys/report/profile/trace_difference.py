@@ -12,7 +12,7 @@ _NAMED = 3
 
 
 def difference_sentences(found: CaptureDifference) -> list[str]:
-    """What changed, in two or three sentences."""
+    """Say in two or three sentences what changed."""
     what = "The kernels of a step take" if found.of_kernels else "A step takes"
     way = "longer" if found.delta_ms >= 0 else "less"
     told = [change for change in found.changes if change.is_told]
@@ -94,7 +94,7 @@ def difference_tables(found: CaptureDifference, title: str, shown: Shown) -> lis
 
 
 def waterfall(found: CaptureDifference) -> list[tuple[str, float]]:
-    """What leads from one step to the other: the largest changes that are told, sums of the others, noise."""
+    """Return the changes from one step to the other: the largest by name, sums of the others, noise."""
     told = [change for change in found.changes if change.is_told]
     rows = [(f"{_name(one)} ({one.verdict})", one.delta_ms) for one in told[:8]]
     if len(told) > 8:

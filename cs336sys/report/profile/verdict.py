@@ -151,7 +151,7 @@ _ABOUT = {
 
 
 def _computing(analysis: Analysis) -> str:
-    """What to try where nothing waits: the largest kind of kernel."""
+    """Suggest what to try where nothing waits: the largest kind of kernel."""
     totals: Counter[str] = Counter()
     for kernel in analysis.kernels:
         totals[kernel.kind] += sum(kernel.ms)  # type: ignore[assignment]  # milliseconds
