@@ -107,7 +107,7 @@ def _moments(configuration: StepConfiguration) -> list[PeakMemory]:
     else:
         held_by = strategy_of_state(strategy)
         step = ShardedStep(held_by, whole, ranks, training.precision, training.attention, checkpointing)
-        return _with_batch(rank_moments(step), training.size, ranks)
+        return _with_batch(_averaged(rank_moments(step), configuration), training.size, ranks)
     if strategy is None or ranks == 1:
         return moments
     return _with_batch(_shared(moments, configuration, whole), training.size, ranks)
@@ -116,6 +116,37 @@ def _moments(configuration: StepConfiguration) -> list[PeakMemory]:
 def strategy_of_state(strategy: str) -> str:
     """Name the strategy of ``shard`` by which ranks hold state as with this one: in buckets all have everything."""
     return strategy if strategy in ("optimizer", "optimizer-flat", "fsdp") else "none"
+
+
+def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> list[PeakMemory]:
+    """Add what averaging whole gradients over ranks holds besides them (:mod:`cs336sys.parallel.buckets`).
+
+    - In place (``naive``, ``overlap``, ``bucketed``, with or without a CUDA graph): nothing, if sent in their own
+      dtype. Gradients of bf16 that fused kernels leave, but sent in another: twice their bytes.
+    - ``flat``: one tensor of all gradients, ``4 N``, from the first gradient on, when everything is still saved.
+    - Sent in half precision: a copy of each bucket, ``2 N``, from its launch until all are waited for.
+    """
+    training, strategy, sent_in = configuration.training, configuration.strategy, configuration.gradient_dtype
+    if strategy_of_state(strategy or "none") != "none":
+        return moments
+    leaves_half = training.kernels == "fused" and training.optimizer == "adamw" and training.precision == "bf16"
+    if leaves_half and sent_in != "bf16":
+        moments = [replace(moment, gradients=2 * moment.gradients) for moment in moments]
+    whole = max(moment.gradients for moment in moments)
+    if strategy == "flat":
+        moments = [replace(moment, gradients=whole) for moment in moments]
+    if sent_in == "fp32" or (leaves_half and sent_in == "bf16"):
+        return moments
+    # Of activations, only the batch and the rotary table exist when all gradients are sent.
+    left = 16 * training.tokens + 4 * training.size.context * training.size.head_dim
+    sent = replace(moments[-1], moment="gradients sent", gradients=whole, activations=left + whole // 2)
+    if strategy in ("overlap", "bucketed"):
+        # The optimizer comes when all have been waited for.
+        moments = [
+            replace(one, activations=one.activations + one.gradients // 2 * (one.moment != "optimizer"))
+            for one in moments
+        ]
+    return [*moments, sent]
 
 
 def _with_batch(moments: list[PeakMemory], size: ModelSize, ranks: int) -> list[PeakMemory]:
@@ -129,17 +160,7 @@ def _shared(moments: list[PeakMemory], configuration: StepConfiguration, whole: 
     training, ranks = configuration.training, configuration.world_size
     strategy = strategy_of_state(configuration.strategy or "none")
     if strategy == "none":
-        if configuration.strategy == "flat":
-            # All gradients once more, in one tensor.
-            whole_gradients = 4 * count_parameters(training.size)
-            moments = [
-                replace(moment, activations=moment.activations + whole_gradients * (moment.moment == "optimizer"))
-                for moment in moments
-            ]
-        if training.kernels == "fused" and training.optimizer == "adamw" and configuration.gradient_dtype == "fp32":
-            # Buckets in fp32, instead of gradients that fused kernels leave in half precision.
-            moments = [replace(moment, gradients=2 * moment.gradients) for moment in moments]
-        return moments
+        return _averaged(moments, configuration)
     step = ShardedStep(strategy, whole, ranks, training.precision, training.attention)
     state, count = fullest_state(step), count_parameters(training.size)
     shared = []
