@@ -24,9 +24,26 @@ class _OwnCoursePackage:
 sys.meta_path.append(_OwnCoursePackage)
 
 
+# Public names, and the modules that they are imported from when asked for. ``kernels`` is the package of kernels; the
+# function of the command is ``cs336sys.api.kernels``. The types are in ``__init__.pyi``.
+_LAZY = {
+    **dict.fromkeys(
+        (
+            *("bench", "memprof", "flash", "allreduce", "ddp", "shard", "tune", "trace", "account", "read", "compare"),
+            *("Results", "Tables", "Interrupted"),
+        ),
+        "cs336sys.api",
+    ),
+    "verify": "cs336sys.experiments.verify.library",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is asked for: ``cs336sys.verify``."""
-    if name == "verify":
-        # By name: the package itself is plain data, which knows no experiments.
-        return importlib.import_module("cs336sys.experiments.verify.library").verify
+    if name in _LAZY:
+        # By name: the package itself is plain data, which knows neither commands nor experiments.
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'cs336sys' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -18,12 +18,12 @@ LAYERS = (
     {"report"},
     {"commands"},
     {"cli"},
-    {"__main__"},
+    {"__main__", "api"},
 )
 
 # Libraries that only the named modules (or rooms) may import.
 RESERVED = {
-    "typer": ("commands", "cli"),
+    "typer": ("commands", "cli", "api"),
     "rich.table": ("report.terminal",),
     "tabulate": ("report.render",),
     "matplotlib": ("report",),

@@ -52,25 +52,30 @@ def exit_code_of(run: Callable[[], Any]) -> int:
             return READER_LEFT
         raise
     except Exception as error:
-        # What typer finds wrong is raised as click's errors, which are its own copies of click's or click itself.
-        if not hasattr(error, "format_message"):
+        sentence = sentence_of(error)
+        if sentence is None:
             raise
-        message = error.format_message().strip()
         if type(error).__name__ == "NoArgsIsHelpError":
             # Its message is the help, unless rich has printed that already.
+            message = error.format_message().strip()  # type: ignore[attr-defined]
             typer.echo(message or None, err=True, nl=bool(message))
         else:
-            say(f"error: {_in_our_words(error) or message[:1].lower() + message[1:].rstrip('.')}")
+            say(f"error: {sentence}")
         return getattr(error, "exit_code", 1)
     # Without typer's own endings it returns the code of a typer.Exit.
     return code if isinstance(code, int) else 0
 
 
-def _in_our_words(error: Any) -> str | None:
-    """Rephrase typer's message on an unknown option, with the nearest name; None for other errors."""
-    if type(error).__name__ != "NoSuchOption":
+def sentence_of(error: Exception) -> str | None:
+    """Return the sentence for an error that typer raises, for an unknown option with the nearest; None for others."""
+    # They are click's errors, which are typer's own copies of click's or click itself.
+    if not hasattr(error, "format_message"):
         return None
-    return f"no such option: {error.option_name}{did_you_mean(error.option_name, error.possibilities or [])}"
+    if type(error).__name__ == "NoSuchOption":
+        name = error.option_name  # type: ignore[attr-defined]
+        return f"no such option: {name}{did_you_mean(name, error.possibilities or [])}"  # type: ignore[attr-defined]
+    message = error.format_message().strip()
+    return f"{message[:1].lower()}{message[1:].rstrip('.')}"
 
 
 def interruption_code(interrupt: KeyboardInterrupt) -> int:

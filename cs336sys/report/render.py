@@ -1,12 +1,14 @@
 """Tables as text for people (terminal, Markdown, LaTeX, Typst) and for programs (csv, json), from the same rows."""
 
+import contextlib
 import csv
 import io
 import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 
 from cs336sys.errors import OutputError, UsageError, choose_from
@@ -51,6 +53,20 @@ def render(tables: Sequence[Table], format: str) -> str:
     return _RENDERERS[format](tables)
 
 
+_collected: ContextVar[list[Table] | None] = ContextVar("collected", default=None)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[Table]]:
+    """Collect the tables that :func:`emit` would print, for callers that want data; files are still written."""
+    tables: list[Table] = []
+    token = _collected.set(tables)
+    try:
+        yield tables
+    finally:
+        _collected.reset(token)
+
+
 def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | None = None, wide: bool = False) -> None:
     """Write the tables to the file ``output``, or else (None, ``-``) to stdout.
 
@@ -61,14 +77,19 @@ def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | N
         UsageError: the format is unknown.
         OutputError: ``output`` cannot be written, and stdout got the tables instead; or that cannot be written.
     """
+    collected = _collected.get()
+    if collected is not None:
+        collected.extend(tables)
     if output is None or output == STDOUT:
-        _print(tables, format, wide)
+        if collected is None:
+            _print(tables, format, wide)
         return
     text = render(tables, format or FORMAT_OF_ENDING.get(output.suffix.lower(), "markdown"))
     try:
         write_file(output, text.encode(), "--output")
     except OutputError:
-        _print(tables, format, wide)
+        if collected is None:
+            _print(tables, format, wide)
         raise
 
 
