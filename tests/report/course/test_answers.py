@@ -1,6 +1,7 @@
 """The sentences of the write-ups: they answer what is asked, and follow the numbers."""
 
 import importlib
+import re
 from dataclasses import replace
 
 import pytest
@@ -68,6 +69,41 @@ def test_one_warm_up_step_is_said_to_be_enough_only_where_one_was_measured():
     sentences = words(answers(2025, without, "benchmarking_script", "c"))
     assert "The first step pays for what happens once" in sentences
     assert "One warm-up step" not in sentences
+
+
+def test_warm_up_is_said_of_every_size():
+    """The study of `small` stood for all."""
+    (block,) = answers(2025, saved("warmup-h200"), "benchmarking_script", "c")
+    ((line,),) = [re.findall(r"step of the other sizes takes (.*?) as long as the median", words([block]))]
+    assert re.findall(r"\((\S+?)\)", line) == ["medium", "large", "xl", "2.7b"]
+    # The file has 2.7b after up to two steps.
+    rows = {(row["size"], row["warmup"]): row for table in block.tables for row in table.rows}
+    assert len(rows) == 19
+    cold = rows["xl", 0]["step_ms"]
+    assert f"{cold.measured[0] / cold.median:.3g}x (xl)" in line
+
+
+def test_slow_first_step_of_any_size_needs_more_warm_up():
+    def stalled(cell):
+        step = cell.samples["step"]
+        longer = replace(step, measured=(2 * step.measured[0], *step.measured[1:]))
+        return replace(cell, samples=cell.samples | {"step": longer})
+
+    def is_large_after_one(cell):
+        return (cell.configuration["size"], cell.configuration["warmup"]) == ("large", 1)
+
+    files = changed(saved("warmup-h200"), is_large_after_one, stalled)
+    text = words(answers(2025, files, "benchmarking_script", "c"))
+    assert "After 1 warm-up step some of that is still to be done" in text
+
+
+def test_inference_is_a_run_of_its_own_where_it_was_profiled():
+    """The forward pass of a training step stood for inference."""
+    files = saved("nsys-small-h200")
+    (block,) = answers(2026, files, "nsys_profile", "d")
+    assert "from 49.3 % in inference (a run of its own) to" in words([block])
+    trained = [replace(f, cells=tuple(c for c in f.cells if c.configuration["mode"] == "train")) for f in files]
+    assert "in inference (the step's forward pass) to" in words(answers(2026, trained, "nsys_profile", "d"))
 
 
 def test_what_the_handout_asks_comes_from_no_command_of_another_size():
@@ -206,22 +242,22 @@ def test_directly_after_the_optimizer_step_gradients_are_alive():
     files = saved("shard-2.7b-fp32-h200")
     name = "optimizer_state_sharding_accounting"
     (block,) = answers(2026, files, name, "a")
+    assert "50.83 GiB directly after it, 38.14 GiB after the second step, its gradients dropped" in words([block])
+    assert "second one" not in words([block])
+    assert block.missing == []
+    state = next(one for one in state_answers(SIZES["2.7b"], 2, "none") if "after the first step" in one.quantity)
+    assert abs(50.83 - state.value / 2**30) < 0.07, "the batch and rotary tables aside"
+
+    def without(cell):
+        """Drop what earlier versions did not record."""
+        kept = [held for held in cell.derived["memory"] if held["moment"] != "after the first optimizer step"]
+        return replace(cell, derived=cell.derived | {"memory": kept})
+
+    (block,) = answers(2026, changed(files, lambda cell: cell.status == "ok", without), name, "a")
     assert "50.83 GiB with gradients and optimizer state, directly before the second one, 38.14 GiB after the" in words(
         [block]
     )
-    state = next(one for one in state_answers(SIZES["2.7b"], 2, "none") if "after the first step" in one.quantity)
-    assert abs(50.83 - state.value / 2**30) < 0.07, "the batch and rotary tables aside"
     assert "gradients alive" in block.missing[0]
-
-    def recorded(cell):
-        memory = cell.derived["memory"]
-        after = memory[2] | {"moment": "after the first optimizer step", "rest": 2**30}
-        return replace(cell, derived=cell.derived | {"memory": [*memory[:2], after, *memory[2:]]})
-
-    (block,) = answers(2026, changed(files, lambda cell: cell.status == "ok", recorded), name, "a")
-    assert "51.77 GiB directly after it, 38.14 GiB after the second step, its gradients dropped" in words([block])
-    assert "second one" not in words([block])
-    assert block.missing == []
 
 
 def test_what_is_saved_of_the_peak_is_the_difference_of_the_peaks_next_to_it():

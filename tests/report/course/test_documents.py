@@ -237,7 +237,9 @@ def test_a_note_of_the_tables_of_several_runs_is_said_once_below_them():
 def test_what_has_no_data_names_the_command_that_gives_it():
     ((_, sections),) = document(2025, [], "nsys_profile").problems
     assert all(not section.blocks for section in sections)
-    assert sections[0].absent == ["cs336sys nsys --size small,medium,large,xl,2.7b --context 128,256,512,1024"]
+    assert sections[0].absent == [
+        "cs336sys nsys --size small,medium,large,xl,2.7b --context 128,256,512,1024 --mode train,forward"
+    ]
 
 
 def test_cells_that_lack_what_an_answer_needs_are_named_and_lose_nothing_else():

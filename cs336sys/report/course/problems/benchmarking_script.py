@@ -88,18 +88,20 @@ def warmup(answer: Answer) -> None:
     group = next(_by_warmup(answer.evidence), None)
     if group is None:
         return
-    *others, warm = sorted(group.measured, key=lambda cell: cell.configuration["warmup"])
+    sizes = _by_size(group.measured)
+    *others, warm = sizes[next(iter(sizes))]
     base = warm.samples["step"]
     most = warm.configuration["warmup"]
-    slow = set()
+    slow = {cell.configuration["warmup"] for cell in group.measured if _first(cell) > _SLOW_FIRST}
     for cell in (*others, warm):
         step, count = cell.samples["step"], cell.configuration["warmup"]
-        first = step.measured[0] / step.median
-        if first > _SLOW_FIRST:
-            slow.add(count)
+        first = _first(cell)
         if cell is not warm:
             facts = {"count": count, "steps": len(step.measured), "step": step, "base": base, "most": most}
             answer.say("warm-up", facts, grown=step.mean / base.mean, first=first, first_step=step.measured[0])
+    cold = [{"size": size, "first": _first(cells[0])} for size, cells in sizes.items()][1:]
+    if cold:
+        answer.say("other sizes", sizes=cold)
     if 0 in slow:
         answer.say("pays once")
         later = sorted(count for count in slow if 0 < count < most)
@@ -111,22 +113,32 @@ def warmup(answer: Answer) -> None:
     answer.show([group], "bench", *columns)
 
 
+def _first(cell: Cell) -> float:
+    """Return the first measured step as a multiple of the median."""
+    step = cell.samples["step"]
+    return step.measured[0] / step.median
+
+
+def _by_size(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """The cells of each size that was measured without warm-up and with it, the fewest warm-up steps first."""
+    sizes: dict[str, dict[int, Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: (_parameters(cell), cell.configuration["warmup"])):
+        sizes.setdefault(cell.configuration["size"], {})[cell.configuration["warmup"]] = cell
+    return {size: list(found.values()) for size, found in sizes.items() if len(found) > 1 and 0 in found}
+
+
 def _by_warmup(evidence: Evidence):
     """The cells of each invocation with several warm-ups; what only differs in these is one thing to ``find``."""
     for invocation, cells in evidence.shown:
-        found = Evidence(shown=[(invocation, cells)])
+        alone = Evidence(shown=[(invocation, cells)])
         counts = {cell.configuration.get("warmup") for cell in cells}
         chosen = measured_of(
-            [group for count in counts for group in found.find("bench", warmup=(count,), **PLAIN_OF_ANY_MODE)]
+            [group for count in counts for group in alone.find("bench", warmup=(count,), **PLAIN_OF_ANY_MODE)]
         )
-        rows = {
-            cell.configuration["warmup"]: cell
-            for cell in chosen
-            if cell.configuration["size"] == chosen[0].configuration["size"]
-        }
-        if len(rows) > 1 and 0 in rows:
-            yield Found(invocation, list(rows.values()))
+        sizes = _by_size(chosen)
+        if sizes:
+            yield Found(invocation, [cell for found in sizes.values() for cell in found])
 
 
 def warmup_commands(target: Target) -> list[Command]:
-    return [Sweep("bench", target.sizes(("small",)), options={"warmup": _WARMUPS}).on(target)]
+    return [Sweep("bench", target.sizes(target.handout.sizes), options={"warmup": _WARMUPS}).on(target)]

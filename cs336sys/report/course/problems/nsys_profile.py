@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cs336sys.report.course.answer import Answer, of_medians
-from cs336sys.report.course.evidence import PLAIN, Found, cells_of, measured_of
+from cs336sys.report.course.evidence import PLAIN, PLAIN_OF_ANY_MODE, Found, cells_of, measured_of
 from cs336sys.report.course.problem import Command, Sweep, Target
 from cs336sys.report.course.prose import ALIKE, trend
 from cs336sys.report.profile.tables import LAUNCH_BOUND_IDLE_PERCENT
@@ -16,12 +16,12 @@ TRIVIAL_PERCENT = 2.0
 _NAMED_KERNELS = 3
 
 
-def _profiles(answer: Answer) -> list[Found]:
+def _profiles(answer: Answer, mode: str = "train") -> list[Found]:
     """Plain steps in fp32 of the handout's sizes and contexts, by ``nsys``; none where no profile worked."""
     handout = answer.handout
-    contexts = handout.profile_contexts if handout.year == 2025 else (256, 512, 1024, 2048, 4096)
+    contexts = handout.profile_contexts if handout.year == 2025 else (256, 512, 1024, 2048, 4096, 8192)
     wanted = {"size": handout.profile_sizes, "context": contexts, "precision": ("fp32",)}
-    found = answer.find("nsys", wanted, **PLAIN)
+    found = answer.find("nsys", wanted, **PLAIN_OF_ANY_MODE, mode=(mode,))
     return found if measured_of(found) else []
 
 
@@ -174,8 +174,11 @@ def other_kernels(answer: Answer) -> None:
 
 
 def whole_step(answer: Answer) -> None:
-    found = _profiles(answer)
+    found, alone = _profiles(answer), _profiles(answer, "forward")
     forward, steps = ({_shape(row): row for row in _rows(found, "shares", phase)} for phase in ("forward", "step"))
+    # Inference as a run of its own stands before the forward pass of a training step.
+    inferred = {_shape(row): row for row in _rows(alone, "shares", "forward") if _shape(row) in steps}
+    forward |= inferred
     pairs = {shape: (forward[shape], row) for shape, row in steps.items() if shape in forward}
     if not pairs:
         return
@@ -191,12 +194,18 @@ def whole_step(answer: Answer) -> None:
         ]
         optimizer = row.get("optimizer_percent")
         answer.say(
-            "share of products", row, verb=verb, before=before, after=after,
+            "share of products", row, verb=verb, before=before, after=after, is_alone=_shape(row) in inferred,
             optimizer={"share": optimizer} if optimizer else None, others={"kinds": others} if others else None,
         )  # fmt: skip
     falling = sum(step.get("matmul_percent", 0) < before.get("matmul_percent", 0) for before, step in pairs.values())
     answer.say("smaller in the step", count=falling, of=len(pairs))
-    _show_rows(answer, found, "shares", lambda row: row["phase"] in ("forward", "step"))
+    _show_rows(answer, alone, "shares", lambda row: row["phase"] == "forward" and _shape(row) in inferred)
+    _show_rows(
+        answer,
+        found,
+        "shares",
+        lambda row: row["phase"] == "step" or (row["phase"] == "forward" and _shape(row) not in inferred),
+    )
 
 
 def softmax(answer: Answer) -> None:
@@ -223,4 +232,5 @@ def profile_commands(target: Target) -> list[Command]:
     handout = target.handout
     contexts = target.contexts(handout.profile_contexts)[-2 if target.is_small else 0 :]
     # The profile itself and the steps without a profiler; nsys writes and exports its report.
-    return [Sweep("nsys", target.sizes(handout.profile_sizes), contexts, steps=25).on(target)]
+    options = {"mode": ("train", "forward")}
+    return [Sweep("nsys", target.sizes(handout.profile_sizes), contexts, options, steps=25).on(target)]
