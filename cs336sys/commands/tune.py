@@ -18,7 +18,7 @@ from cs336sys.commands.faults import say
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.board import is_given, read_memory_limit
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, OUTPUT, WHAT_RUNS, choice, one_of, split_list
+from cs336sys.commands.options.reading import MEASURING, OUTPUT, WHAT_RUNS, among, choice, one_of, split_list
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.results.model import Cell, configuration_key
@@ -49,7 +49,12 @@ def tune(
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     checkpoint: Annotated[
         list[str],
-        typer.Option(help="Only these: none, block, every=K, keep=N.", show_default=False, rich_help_panel=WHAT_RUNS),
+        typer.Option(
+            help="Only these: none, block, every=K, keep=N.",
+            show_default=False,
+            rich_help_panel=WHAT_RUNS,
+            autocompletion=among(("none", "block", "every=", "keep=")),
+        ),
     ] = [],
     micro_batch: Annotated[
         list[int],

@@ -6,10 +6,12 @@ from typing import Annotated
 
 import typer
 
+from cs336sys.accounting.step_time.prediction import PREDICTED_STRATEGIES
 from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions
+from cs336sys.commands.options.reading import among
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
 
@@ -27,7 +29,13 @@ def step(
     model: options.SizeOptions = options.SizeOptions(["2.7b"]),
     precision: options.PrecisionOptions = options.PrecisionOptions(["bf16"]),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
-    checkpoint: Annotated[str, typer.Option(help="none, block, every=K, nested, keep=N (fused kernels).")] = "none",
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            help="none, block, every=K, nested, keep=N (fused kernels).",
+            autocompletion=among(("none", "block", "every=", "nested", "keep=")),
+        ),
+    ] = "none",
     accumulation: Annotated[int, typer.Option(help="Micro-batches of a step.", min=1)] = 1,
     world_size: Annotated[int, typer.Option(help="Ranks, each with a batch of its own.", min=1)] = 1,
     strategy: Annotated[
@@ -35,6 +43,7 @@ def step(
         typer.Option(
             help="bucketed, optimizer, optimizer-flat, fsdp, ... Default: bucketed with several ranks.",
             show_default=False,
+            autocompletion=among(PREDICTED_STRATEGIES),
         ),
     ] = None,
     gradient_dtype: Annotated[str, choice(PRECISIONS, "What buckets are sent in.")] = "fp32",
@@ -49,7 +58,7 @@ def step(
 
     cs336sys account step --size xl --compile off,block --attention flash --optimizer fused --cuda-graph off,on
     """
-    from cs336sys.accounting.step_time.prediction import PREDICTED_STRATEGIES, StepConfiguration
+    from cs336sys.accounting.step_time.prediction import StepConfiguration
     from cs336sys.accounting.step_time.rates import rates_of, read_rates
     from cs336sys.accounting.step_time.space import refusal
     from cs336sys.commands.options.reading import check_choice
