@@ -1,5 +1,6 @@
 """``cs336sys show``: the tables and pictures of saved results again, on any machine."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
     from cs336sys.report.table import Table
 
 
+def _print_schema(asked: bool) -> None:
+    if asked:
+        from cs336sys.results.schema import results_schema
+
+        typer.echo(json.dumps(results_schema(), indent=2))
+        raise typer.Exit
+
+
 def show(
     ctx: typer.Context,
     files: Annotated[list[Path], typer.Argument(metavar="FILE.jsonl", help="What --save has written.")],
@@ -34,6 +43,12 @@ def show(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write all tables and pictures to this page, and print nothing.")
     ] = None,
+    schema: Annotated[
+        bool,
+        typer.Option(
+            "--schema", callback=_print_schema, is_eager=True, help="Print the JSON Schema of a line of these files."
+        ),
+    ] = False,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Print the tables of saved results again, as the commands printed that measured them, without torch or a GPU.

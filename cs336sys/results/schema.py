@@ -1,0 +1,62 @@
+"""The JSON Schema of results files, made from the dataclasses that are written to them."""
+
+import types
+import typing
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from cs336sys.results.model import SCHEMA_VERSION, Cell, Run, Samples
+
+_NAMES = {str: "string", type(None): "null"}
+
+# JSON has no numbers for these.
+_NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+
+
+def results_schema() -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of one line of a results file: a run or a cell."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"A line of a results file of cs336sys, version {SCHEMA_VERSION}",
+        "oneOf": [{"$ref": "#/$defs/run"}, {"$ref": "#/$defs/cell"}],
+        "$defs": {"run": _record(Run), "cell": _record(Cell), "samples": _of_dataclass(Samples)},
+    }
+
+
+def _record(kind: type) -> dict[str, Any]:
+    described = _of_dataclass(kind)
+    marks = {"schema_version": {"const": SCHEMA_VERSION}, "kind": {"const": kind.__name__.lower()}}
+    return described | {
+        "properties": marks | described["properties"],
+        "required": [*marks, *described["required"]],
+    }
+
+
+def _of_dataclass(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {
+        "type": "object",
+        "properties": {one.name: _of_type(hints[one.name]) for one in fields(kind)},
+        # read_results wants these whatever their default; a cell that is ok may lack its reason.
+        "required": [one.name for one in fields(kind) if one.name != "reason"],
+        "additionalProperties": False,
+    }
+
+
+def _of_type(kind: Any) -> dict[str, Any]:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return {}
+    if kind is float:
+        return _NUMBER
+    if kind is Samples:
+        return {"$ref": "#/$defs/samples"}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin is tuple:
+        return {"type": "array", "items": _of_type(arguments[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _of_type(arguments[1])}
+    if origin in (types.UnionType, typing.Union):
+        return {"anyOf": [_of_type(one) for one in arguments]}
+    return {"type": _NAMES[kind]}

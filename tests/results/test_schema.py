@@ -1,0 +1,112 @@
+"""The JSON Schema that ``show --schema`` prints, against the files that are kept and against damaged lines."""
+
+import gzip
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+from cs336sys.results.model import read_results
+
+KEPT = sorted((Path(__file__).parents[2] / "docs" / "results").glob("*.jsonl.gz"))
+
+
+@pytest.fixture(scope="module")
+def schema():
+    printed = CliRunner().invoke(app, ["show", "--schema"])
+    assert printed.exit_code == 0
+    return json.loads(printed.stdout)
+
+
+def is_valid(value, schema, root):
+    """Judge by the few keywords that our schema has; another keyword is a KeyError."""
+    kinds = {"object": dict, "array": list, "string": str, "null": type(None), "number": (int, float)}
+
+    def one(keyword, rule):
+        if keyword == "$ref":
+            return is_valid(value, root["$defs"][rule.removeprefix("#/$defs/")], root)
+        if keyword == "type":
+            return isinstance(value, kinds[rule]) and not isinstance(value, bool)
+        return {
+            "const": lambda: value == rule,
+            "enum": lambda: value in rule,
+            "anyOf": lambda: any(is_valid(value, some, root) for some in rule),
+            "oneOf": lambda: sum(is_valid(value, some, root) for some in rule) == 1,
+            "items": lambda: all(is_valid(item, rule, root) for item in value),
+            "required": lambda: set(rule) <= value.keys(),
+            "properties": lambda: all(is_valid(value[name], rule[name], root) for name in rule if name in value),
+            "additionalProperties": lambda: all(
+                rule is not False and is_valid(value[name], rule, root)
+                for name in value
+                if name not in schema.get("properties", {})
+            ),
+        }[keyword]()
+
+    return all(one(*item) for item in schema.items() if item[0] not in ("$schema", "$defs", "title"))
+
+
+def lines_of(path):
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+def test_every_kept_file_is_valid(schema):
+    assert len(KEPT) > 50
+    wrong = [path.name for path in KEPT for line in lines_of(path) if not is_valid(line, schema, schema)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"status": "fine"},
+        {"samples": {"step_ms": {"unit": "ms", "method": "cpu clock", "measured": ["fast"], "warmup": []}}},
+        {"schema_version": 2},
+        {"kind": "row"},
+        {"configuration": None},
+        {"unknown": 1},
+    ],
+)
+def test_schema_refuses_what_reading_passes_over(schema, damage, tmp_path):
+    run, cell = ({"schema_version": 1, "kind": "run"} | RUN), ({"schema_version": 1, "kind": "cell"} | CELL)
+    path = tmp_path / "r.jsonl"
+    path.write_text("\n".join(map(json.dumps, (run, cell))))
+    assert is_valid(cell, schema, schema)
+    assert len(read_results(path).cells) == 1
+    assert not is_valid(cell | damage, schema, schema)
+    if "schema_version" not in damage:
+        path.write_text("\n".join(map(json.dumps, (run, cell | damage))))
+        assert read_results(path).cells == ()
+
+
+def test_unknown_setting_is_valid_and_kept(schema, tmp_path):
+    cell = {"schema_version": 1, "kind": "cell"} | CELL | {"configuration": {"later_setting": [1]}}
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(cell))
+    assert is_valid(cell, schema, schema)
+    assert read_results(path).cells[0].configuration == {"later_setting": [1]}
+
+
+RUN = {"run_id": "a", "time": "now", "arguments": ["bench"], "machine": {}, "environment": {}}
+CELL = {
+    "command": "bench",
+    "configuration": {"size": "tiny"},
+    "status": "ok",
+    "samples": {"step_ms": {"unit": "ms", "method": "cpu clock", "measured": [1.5], "warmup": []}},
+    "derived": {"tokens_per_s": "NaN"},
+    "reason": None,
+    "run_id": "a",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(importlib.util.find_spec("jsonschema") is None, reason="needs jsonschema")
+def test_jsonschema_agrees(schema):
+    from jsonschema import Draft202012Validator
+
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema)
+    for path in KEPT:
+        assert all(validator.is_valid(line) for line in lines_of(path)), path
