@@ -152,7 +152,7 @@ class AdamW(torch.optim.Optimizer):
         if self.max_grad_norm is not None and hasattr(parameter, "is_slice_of_this_rank"):
             raise ValueError(
                 f"AdamW: max_grad_norm {self.max_grad_norm} would clip by the norm of this rank's share of the "
-                f"gradients: leave it out, and call clip_grad_norm_() of the module that shares them before step()"
+                "gradients: leave it out, and call clip_grad_norm_() of the module that shares them before step()"
             )
         device = self.param_groups[0]["params"][0].device
         if parameter.device != device:
@@ -186,7 +186,7 @@ class AdamW(torch.optim.Optimizer):
         if parameter.dtype != torch.float32 or copy.dtype not in (torch.float16, torch.bfloat16):
             raise TypeError(
                 "AdamW: copies need torch.float32 parameters and are torch.float16 or torch.bfloat16, got "
-                "{parameter.dtype} and {copy.dtype}"
+                f"{parameter.dtype} and {copy.dtype}"
             )
         if (copy.shape, copy.stride(), copy.device) != (parameter.shape, parameter.stride(), parameter.device):
             raise ValueError(
