@@ -24,6 +24,8 @@ def _read_for_site(app, name, source):
     if name == "index":
         readme = (Path(app.srcdir).parent / "README.md").read_text()
         source[0] = re.sub(r"(?<=\]\()(?!docs/|https?:)", "../", readme) + source[0]
+        # A folder's page has its name.
+        source[0] = re.sub(r"(?<=\]\()docs/(results|decisions)(?=\))", r"\1.md", source[0])
         source[0] = re.sub(r'(?<=\]\()docs/|(?<=src=")docs/', "", source[0])
     out = re.escape("../" * (name.count("/") + 1))
     source[0] = re.sub(rf"\[([^\]]+)\]\({out}[^)\s]*\)", r"\1", source[0])
