@@ -23,7 +23,7 @@ def _print_schema(asked: bool) -> None:
     if asked:
         from cs336sys.results.schema import results_schema
 
-        typer.echo(json.dumps(results_schema(), indent=2))
+        typer.echo(json.dumps(results_schema(), indent=2, allow_nan=False))
         raise typer.Exit
 
 
