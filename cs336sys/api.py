@@ -27,7 +27,7 @@ from cs336sys.report.render import collecting, render
 from cs336sys.report.table import Table
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Run, read_results
-from cs336sys.workload.user_code import is_user_code
+from cs336sys.user_code import is_user_code
 
 Value = str | int | float | Path | Callable[..., Any]
 Setting = Value | Sequence[Value] | None

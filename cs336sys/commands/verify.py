@@ -15,7 +15,7 @@ from cs336sys.commands.sweep.ranks import BackendOption, WorldSizeOption, choose
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Run
-from cs336sys.workload.user_code import digest, is_user_code, source_file
+from cs336sys.user_code import digest, is_user_code, source_file
 from cs336sys.workload.verification import CASES, GRADIENTS, SEQUENCES, SMALL, WRAPS, VerifiedWorkload
 
 

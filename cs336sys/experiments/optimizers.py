@@ -10,8 +10,8 @@ from torch import nn
 
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
+from cs336sys.user_code import is_user_code
 from cs336sys.workload import Workload
-from cs336sys.workload.user_code import is_user_code
 
 # Class and settings by the name of workload.OPTIMIZERS, but for our kernels', which need Triton.
 OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from cs336sys.errors import CapabilityError, OutputError, ReaderLeft, UsageError
 from cs336sys.processes.atomic_write import written_whole
-from cs336sys.results.model import holds_results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,6 +36,8 @@ def check_writable(path: Path, option: str) -> None:
         UsageError: it cannot, or it holds what ``--save`` has written, which would be lost; the sentence names the
             option that asked for it.
     """
+    from cs336sys.results.model import holds_results
+
     if path.is_file() and holds_results(path):
         raise UsageError(f"{option} {path}: holds saved results, which would be lost; give another file")
     try:

@@ -15,7 +15,7 @@ from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.results.model import Samples
 from cs336sys.sizes import PRECISIONS, ModelSize
-from cs336sys.workload.user_code import is_user_code
+from cs336sys.user_code import is_user_code
 
 # What every workload is: plain data that a results file holds, and gets back.
 
@@ -105,7 +105,7 @@ def parse_kernels(text: str) -> str:
 
 @dataclass(frozen=True)
 class UserCode(Configured):
-    """Functions of the user instead of ours, as :mod:`cs336sys.workload.user_code` names them; None is ours.
+    """Functions of the user instead of ours, as :mod:`cs336sys.user_code` names them; None is ours.
 
     Attributes:
         model: a size -> a module.

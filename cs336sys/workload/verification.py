@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 
 from cs336sys.errors import UsageError, choose_from
+from cs336sys.user_code import is_user_code
 from cs336sys.workload.parallel import BACKENDS
 from cs336sys.workload.training import Configured, Workload, check_choices
-from cs336sys.workload.user_code import is_user_code
 
 # The cases in the order of the table: name, and what happens in it.
 CASES = {

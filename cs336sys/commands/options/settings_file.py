@@ -17,7 +17,7 @@ from typing import Any
 from cs336sys.commands.faults import say
 from cs336sys.errors import DEBUG_VARIABLE, UsageError, choose_from
 from cs336sys.processes import started_outside
-from cs336sys.workload.user_code import is_user_code
+from cs336sys.user_code import is_user_code
 
 # Options that stand in for each other: one that is given leaves what the file says of the others without effect.
 _ALTERNATIVES = (("precision", "bf16", "fp16"),)

@@ -17,6 +17,7 @@ from cs336sys.accounting.parameters import count_parameters
 from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, choice, one_of
 from cs336sys.errors import DEBUG_VARIABLE, UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size
+from cs336sys.user_code import digest, is_user_code, source_file
 from cs336sys.workload import (
     ATTENTION,
     COMPILE_MODES,
@@ -33,7 +34,6 @@ from cs336sys.workload import (
     parse_kernels,
 )
 from cs336sys.workload.course_package import course_package, set_aside_others
-from cs336sys.workload.user_code import digest, is_user_code, source_file
 
 _OWN = "Default: by size."
 

@@ -15,8 +15,8 @@ from cs336sys.experiments.flop_counting import count_step
 from cs336sys.experiments.models import blocks_of, initializer_of
 from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.diagnosis.software import Check
+from cs336sys.user_code import source_file
 from cs336sys.workload import Workload
-from cs336sys.workload.user_code import source_file
 
 _PAGE = "compare it with the examples of docs/your_model.md"
 

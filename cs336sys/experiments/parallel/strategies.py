@@ -28,8 +28,8 @@ from cs336sys.experiments.training import AUTOCAST_DTYPES
 from cs336sys.parallel.copy_engines import CopyEngines
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.sizes import ModelSize
+from cs336sys.user_code import is_user_code
 from cs336sys.workload import ParallelWorkload, Workload
-from cs336sys.workload.user_code import is_user_code
 
 if TYPE_CHECKING:
     from cs336sys.parallel.fsdp.gather_order import GatherWatch

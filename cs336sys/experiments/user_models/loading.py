@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError, a_value
 from cs336sys.measure.cells import is_out_of_memory
 from cs336sys.sizes import ModelSize
+from cs336sys.user_code import is_file, is_user_code, source_file, split_reference
 from cs336sys.workload import Workload
 from cs336sys.workload.course_package import PACKAGE, first_folder
-from cs336sys.workload.user_code import is_file, is_user_code, source_file, split_reference
 
 # Lets the user's code import a ``cs336_basics`` of its own, where this process has another already.
 

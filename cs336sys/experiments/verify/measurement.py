@@ -28,7 +28,7 @@ from cs336sys.measure.device import choose_device
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
 from cs336sys.processes import started_outside
-from cs336sys.workload.user_code import is_user_code
+from cs336sys.user_code import is_user_code
 from cs336sys.workload.verification import VerifiedWorkload
 
 # Plain steps after which no other case of the same wrap can say more, with why.

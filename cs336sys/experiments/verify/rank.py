@@ -51,7 +51,7 @@ from cs336sys.experiments.verify.saving import (
     save_to_folder,
 )
 from cs336sys.experiments.verify.wraps import Wrapped, innermost, wrap
-from cs336sys.workload.user_code import is_user_code, source_file
+from cs336sys.user_code import is_user_code, source_file
 from cs336sys.workload.verification import VerifiedWorkload
 
 # Ranks that start with different weights, and models that are loaded into, are built from seeds so far apart.

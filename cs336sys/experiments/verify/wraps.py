@@ -18,7 +18,7 @@ from cs336sys.experiments import user_models
 from cs336sys.experiments.models import blocks_of
 from cs336sys.experiments.verify.reference import default_optimizer
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
-from cs336sys.workload.user_code import is_user_code
+from cs336sys.user_code import is_user_code
 from cs336sys.workload.verification import VerifiedWorkload
 
 FINISH = "finish_gradient_synchronization"
