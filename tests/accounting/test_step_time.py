@@ -85,6 +85,20 @@ def test_predicted_best_is_as_good_as_the_measured_best_in_nine_groups_of_ten(ca
     assert good >= 0.9 * compared
 
 
+def test_most_uneven_host_is_named_with_two_steps_of_equal_launches(calibrated, saved):
+    """The same 2,454 launches (740 forward, 1,326 backward, half of 777 updating) at two contexts, in one run."""
+    seconds = {}
+    for cell in saved["bench-flash-sdpa-small-xl-h200"].cells:
+        settings = cell.configuration
+        if (settings["size"], settings["compile"], settings["attention"]) == ("small", "off", "flash"):
+            seconds[settings["context"]] = cell.samples["step"].median / 1e3
+    short, long = (f"{1e6 * seconds[context] / 2454.5:.1f}" for context in (512, 2048))
+    words = "compile off flash course kernels reference"
+    assert (
+        calibrated.uneven_host == f"{short} us each in small s512 bf16 {words} and {long} in small s2048 bf16 {words}"
+    )
+
+
 def test_rates_are_physical(calibrated):
     """Slower than the datasheet of an H200, and not by more than three times where a term is one kernel's."""
     rate = {term: 1 / second for term, second in calibrated.rates.seconds.items()}

@@ -32,6 +32,8 @@ from cs336sys.workload.training import Workload
 _SURELY_GPU = 1.3
 # It tells the cost of a launch if the GPU needs less than this part of it.
 _SURELY_HOST = 0.6
+# It waits for launches, and shows how uneven its host is, if the GPU needs less than this part.
+_WAITS = 0.7
 
 # Attention alone is observed where it has as many rows (heads times tokens), and head dimensions, as a model's.
 _FEW_ROWS, _HEAD_DIMS = 65536, (64, 80, 128)
@@ -253,12 +255,14 @@ class Calibration:
         best_of: how many groups of steps of one run, which differ in configuration alone, there are, and in how many
             the step that was predicted to be the fastest takes at most 3 % more than the fastest one.
         missed: sentences on the others.
+        uneven_host: the most unequal times that one host took for equal launches, in words.
     """
 
     rates: Rates
     predictions: list[Prediction]
     best_of: tuple[int, int]
     missed: list[str]
+    uneven_host: str | None = None
 
 
 def calibrate(results: Results, files: Sequence[str] = ()) -> Calibration:
@@ -278,8 +282,9 @@ def calibrate(results: Results, files: Sequence[str] = ()) -> Calibration:
     if not certain:
         raise UsageError("found no nsys profiles and no bench steps in CUDA graphs, from which rates are derived")
     first = Rates(gpus.pop(), fit(certain), 0.0, 0.0, ranges=defaultdict(lambda: (0, 0)))
-    hosts = sorted(statistics.median(cost for _, cost in host) for host in _launch_costs(alone, first).values())
-    launch_s, usual_s = (hosts[0], statistics.median(hosts)) if hosts else (0.0, 0.0)
+    hosts = _launch_costs(alone, first)
+    costs = sorted(statistics.median(cost for _, cost in host) for host in hosts.values())
+    launch_s, usual_s = (costs[0], statistics.median(costs)) if costs else (0.0, 0.0)
     bound = [step for step in alone if _is_gpu_bound(step, first, usual_s)]
     observations = certain + phase_observations(bound)
     rates = replace(first, seconds=fit(observations), launch_s=launch_s, usual_launch_s=usual_s)
@@ -297,7 +302,9 @@ def calibrate(results: Results, files: Sequence[str] = ()) -> Calibration:
     )
     predictions = _leave_one_out(steps, observations, rates)
     best_of, missed = compare_choices(predictions)
-    return Calibration(replace(rates, errors=group_errors(predictions)), predictions, best_of, missed)
+    errors = group_errors(predictions)
+    uneven = _most_uneven(_launch_costs(alone, rates, _WAITS).values())
+    return Calibration(replace(rates, errors=errors), predictions, best_of, missed, uneven)
 
 
 def _profiled(cells: Iterable[Cell]) -> list[Cell]:
@@ -311,16 +318,33 @@ def _profiled(cells: Iterable[Cell]) -> list[Cell]:
     ]
 
 
-def _launch_costs(steps: Iterable[MeasuredStep], rates: Rates) -> dict[str, list[tuple[str, float]]]:
-    """Return the seconds of a launch that steps of each host tell, a host being one run's, with their keys."""
+def _launch_costs(
+    steps: Iterable[MeasuredStep], rates: Rates, gpu_part: float = _SURELY_HOST
+) -> dict[str, list[tuple[MeasuredStep, float]]]:
+    """Return the steps of each host that wait for launches, a host being one run's, and the seconds of a launch."""
     hosts = defaultdict(list)
     for step in steps:
         if step.configuration.training.cuda_graph == "on" or step.configuration.strategy is not None:
             continue
         gpu_s = predict_step(step.configuration, rates, launch_s=0.0).gpu_s
-        if gpu_s < _SURELY_HOST * step.seconds:
-            hosts[step.cell.run_id].append((step.key, step.seconds / _launches(step.configuration)))
+        if gpu_s < gpu_part * step.seconds:
+            hosts[step.cell.run_id].append((step, step.seconds / _launches(step.configuration)))
     return hosts
+
+
+def _most_uneven(hosts: Iterable[Iterable[tuple[MeasuredStep, float]]]) -> str | None:
+    """Name the two steps of one host with equal launches that took the most unequal times for them."""
+    pairs = []
+    for host in hosts:
+        alike = defaultdict(list)
+        for step, cost in host:
+            kind = (_launches(step.configuration), step.configuration.training.attention)
+            alike[kind].append((cost, step.label))
+        pairs += [(min(found), max(found)) for found in alike.values()]
+    if not pairs:
+        return None
+    (least, fast), (most, slow) = max(pairs, key=lambda pair: pair[1][0] / pair[0][0])
+    return f"{1e6 * least:.1f} us each in {fast} and {1e6 * most:.1f} in {slow}"
 
 
 def _is_gpu_bound(step: MeasuredStep, rates: Rates, launch_s: float) -> bool:
@@ -378,7 +402,7 @@ def _leave_one_out(
             exposures = rates.exposures if step.configuration.strategy is None else _exposures(steps, rates, step.key)
             fitted[step.key] = replace(rates, seconds=seconds, exposures=exposures)
         # The host's cost of a launch, from what else was measured there.
-        costs = [cost for key, cost in hosts.get(step.cell.run_id, ()) if key != step.key]
+        costs = [cost for other, cost in hosts.get(step.cell.run_id, ()) if other.key != step.key]
         launch_s = statistics.median(costs) if costs else rates.usual_launch_s
         predicted = predict_step(step.configuration, fitted[step.key], launch_s=launch_s)
         if any(reason.startswith("communication") for reason in predicted.unknown):

@@ -210,6 +210,11 @@ def rates_tables(calibration: Calibration) -> list[Table]:
         f"fastest takes at most 3 % more than the fastest measured in {good}.",
         *(f"Missed: {sentence}." for sentence in calibration.missed),
     ]
+    if calibration.uneven_host is not None:
+        notes.append(
+            f"Steps that wait for launches are as uneven as their host: of one run, equal launches took "
+            f"{calibration.uneven_host}. No rate predicts both; a CUDA graph, --launch-us or --measure does."
+        )
     return [
         Table("rates", f"Rates of {short_name(rates.gpu)}, from saved cells", _RATE_COLUMNS, rate_rows),
         Table("errors", "Errors of predicted steps, leave-one-out", _ERROR_COLUMNS, error_rows, notes),
