@@ -129,6 +129,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     **{unit: _quantity(unit) for unit in ("ms", "us", "bytes", "decimal_bytes", "gbps")},
     **{"gib": gib, "times": times, "percent": percent, "change": change, "as_long": as_long, "speed": speed},
     **{"cost": cost, "derived": derived_value, "s": lambda count: "" if count == 1 else "s"},
+    "signed ms": lambda value: f"{'+' if value > 0 else ''}{format_quantity(value, 'ms')}",
 }
 # Formats of a list.
 LIST_FORMATS: dict[str, Callable[[Any], str]] = {

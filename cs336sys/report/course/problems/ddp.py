@@ -124,15 +124,17 @@ def overlapped(answer: Answer) -> None:
     for name in ("naive", "flat"):
         if name in rows:
             _compare(answer, "overlapping", mine, name, rows[name])
-    hidden = mine.get("hidden_percent")
-    if isinstance(hidden, Interval):
-        answer.say("hides between" if hidden.is_range else "hides", mine)
+    after, beside = (row.get("exposed_ms") for row in (rows["naive"], mine))
+    if isinstance(after, Interval) and isinstance(beside, Interval):
+        facts = {"after": after, "beside": beside, "saved": after.estimate - beside.estimate}
+        decided = not after.is_noise and facts["saved"] > 0
+        answer.say("hides" if decided else "costs", facts, share=100 * facts["saved"] / (after.estimate or 1.0))
     # Why communication alongside computing does not save all of its time.
-    after, beside = rows["naive"].get("timeline"), mine.get("timeline")
-    if after and beside:
-        longer = beside["communication_ms"] / after["communication_ms"] > 1 + ALIKE
-        share = 100 * beside["overlap_ms"] / beside["communication_ms"]
-        answer.say("beside computing", beside, share=share, alone=after["communication_ms"], longer=longer)
+    alone, overlapping = rows["naive"].get("timeline"), mine.get("timeline")
+    if alone and overlapping:
+        longer = overlapping["communication_ms"] / alone["communication_ms"] > 1 + ALIKE
+        share = 100 * overlapping["overlap_ms"] / overlapping["communication_ms"]
+        answer.say("beside computing", overlapping, share=share, alone=alone["communication_ms"], longer=longer)
 
 
 def traces(answer: Answer) -> None:
@@ -204,17 +206,11 @@ def _say_expected(answer: Answer, group: Found, rows: Sequence[Row], best: Row) 
     found = ratio(slowest["step_ms"], best["step_ms"])
     name = "alike" if found.is_noise else "apart"
     answer.say("expected", found=answer.fill(name, ratio=found, best=best, slowest=slowest))
-    slower = None
-    naive, overlapped = (next(iter(group.of(strategy=name)), None) for name in ("naive", "overlap"))
-    if naive is not None and overlapped is not None:
-        alone, beside = (cell.samples["backward"].median for cell in (naive, overlapped))
-        backward = [{**row, "backward": _backward_ms(group, row)} for row in rows]
-        slower = {"alone": alone, "beside": beside, "ratio": beside / alone, "rows": backward}
     every: list[Row] = [row for one in group.table("buckets") for row in one.rows]
     table = [dict(row) for row in every if row["predicted_ms"] is not None]
     if len(table) > 1:
         order = [[row["bucket_mb"] for row in sorted(table, key=key)] for key in (_predicted_ms, _exposed_ms)]
-        answer.say("aligned" if order[0] == order[1] else "not aligned", slower=slower)
+        answer.say("aligned" if order[0] == order[1] else "not aligned", parts=_parts(group, rows, order))
         answer.say("predicted", rows=[row | {"exposed": row["exposed_ms"].estimate} for row in table])
     same = [row for row in rows if row["calls"] == rows[0]["calls"]]
     if len(same) > 1:
@@ -229,9 +225,29 @@ def _exposed_ms(row: Row) -> float:
     return row["exposed_ms"].estimate
 
 
-def _backward_ms(group: Found, row: Row) -> float:
-    (cell,) = group.of(strategy="bucketed", bucket_mb=row["bucket_mb"])
-    return cell.samples["backward"].median
+def _parts(group: Found, rows: Sequence[Row], order: Sequence[Sequence[float]]) -> Row | None:
+    """Split what each size adds to a step: in the backward pass, and after it; None without a pass to compare with.
+
+    Args:
+        order: sizes as predicted and as measured, best first.
+    """
+    naive = next(iter(group.of(strategy="naive")), None)
+    if naive is None:
+        return None
+    alone = naive.samples["backward"].median
+    parts = {}
+    for row in rows:
+        (cell,) = group.of(strategy="bucketed", bucket_mb=row["bucket_mb"])
+        backward, tail = (cell.samples[phase].median for phase in ("backward", "synchronize"))
+        parts[row["bucket_mb"]] = {"bucket_mb": row["bucket_mb"], "slower": backward - alone, "tail": tail}
+    predicted, best = (parts[sizes[0]] for sizes in order)
+    other = predicted is not best and {
+        "predicted": predicted["bucket_mb"],
+        "best": best["bucket_mb"],
+        "slower": predicted["slower"] - best["slower"],
+        "tail": predicted["tail"] - best["tail"],
+    }
+    return {"alone": alone, "rows": list(parts.values()), "other": other}
 
 
 def bucket_equation(answer: Answer) -> None:

@@ -272,8 +272,7 @@ def _say_late(answer: Answer, cell: Cell) -> None:
     late = [value for value in forward if value > 0]
     facts = {"prefetch": cell.configuration["prefetch"], "in_time": len(forward) - len(late), "of": len(forward)}
     if late:
-        share = 100 * sum(late) / cell.samples["forward"].median
-        answer.say("some late", facts, late=late, together=sum(late), share=share)
+        answer.say("some late", facts, late=late, together=sum(late))
     else:
         answer.say("all in time", facts, early=[-value for value in forward])
 
