@@ -28,8 +28,8 @@ OWN_ATTENTION = cs336_basics.model.scaled_dot_product_attention
 TEST_LIMIT_S = 180
 NIGHTLY_LIMIT_S = 4 * 3600
 
-# Run first: each compiles for a minute or two in one process, for which the other worker would wait in the end.
-LONGEST = {"test_attention_compile_gate.py", "test_attention_other_gpus.py"}
+# Run first: it compiles for a minute or two in one process, for which the other worker would wait in the end.
+LONGEST = "test_attention_compile_gate.py"
 
 if not torch.cuda.is_available():
     # Read when a kernel is decorated, so it must be set before the first import of a kernel module.
@@ -91,7 +91,7 @@ def tier(request):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=lambda item: item.path.name != LONGEST)
     count = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("gpu") and count < 1:

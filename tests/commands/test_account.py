@@ -103,7 +103,7 @@ def test_torch_is_never_imported():
         "from typer.testing import CliRunner\n"
         "from cs336sys.cli import app\n"
         f"for name in {SUB_COMMANDS}:\n"
-        "    words = ['account', name] + (['docs/results'] if name == 'rates' else [])\n"
+        "    words = ['account', name] + (['docs/results/bench-step-h200.jsonl.gz'] if name == 'rates' else [])\n"
         "    result = CliRunner().invoke(app, words)\n"
         "    assert result.exit_code == 0, result.output\n"
         "print([name for name in ('torch', 'triton', 'matplotlib', 'scipy', 'numpy') if name in sys.modules])"

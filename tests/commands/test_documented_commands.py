@@ -62,6 +62,10 @@ def without(arguments, *options):
     ]
 
 
+# Of results files that a command shows.
+_MOST_BYTES = 50_000
+
+
 class MeasuringError(Exception):
     """All that was asked for has been understood; from here on it would be measured."""
 
@@ -93,6 +97,9 @@ def understood(folder, every_command, monkeypatch):
         module = importlib.import_module(f"cs336sys.commands.{name}")
         if hasattr(module, "run_sweep"):
             monkeypatch.setattr(module, "run_sweep", stop)
+    # Seconds of arithmetic; what they print is checked in test_tune and test_account.
+    monkeypatch.setattr("cs336sys.accounting.step_time.choice.choose", stop)
+    monkeypatch.setattr("cs336sys.accounting.step_time.calibration.calibrate", stop)
     known = {tuple(context.command_path.split()[1:]): (context, command) for context, command in every_command}
 
     def understand(arguments):
@@ -104,7 +111,9 @@ def understood(folder, every_command, monkeypatch):
             words = without(words, "--plot")
         below = command.make_context(command.name, words, parent=context.parent)
         is_measured = hasattr(importlib.import_module(f"cs336sys.commands.{name[0]}"), "run_sweep")
-        shows_a_table = name[0] == "show" and not {"--html", "--plot"} & set(words) and Path(words[0]).exists()
+        # All files are shown in test_show: here those that take milliseconds.
+        sizes = [Path(word).stat().st_size for word in words if word.endswith(".jsonl.gz") and Path(word).exists()]
+        shows_a_table = name[0] == "show" and not {"--html", "--plot"} & set(words) and 0 < sum(sizes) < _MOST_BYTES
         if name[0] == "account" or shows_a_table or (is_measured and "--from" not in words):
             with contextlib.suppress(MeasuringError, CapabilityError), below:
                 command.invoke(below)

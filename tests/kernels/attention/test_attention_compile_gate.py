@@ -55,7 +55,7 @@ def kernels(compiled, *configurations):
             yield f"{configuration}: {name}: {kernel}", kernel
 
 
-LARGE = ("head dim 64", "head dim 128")
+LARGE = {"head dim 64", "head dim 128"}
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_registers_that_are_touched_early_are_found():
 
 
 def test_large_shapes_load_by_tma(compiled):
-    for name, kernel in kernels(compiled, *LARGE, "one long head"):
+    for name, kernel in kernels(compiled, *compiled.keys() & {*LARGE, "one long head"}):
         assert kernel["tma_load"] > 0, name
 
 
@@ -137,15 +137,15 @@ def test_programs_share_a_multiprocessor(compiled):
     # With triton 3.6 dQ takes 131 registers a thread, 3 more than two programs have.
     at_least["head dim 128"] = {"forward": 2, "grad_query": 1 if triton.__version__.startswith("3.6.") else 2}
     at_least["float32, one head"] = {"backward": 2}
-    for configuration, counts in at_least.items():
-        for name, count in counts.items():
+    for configuration in compiled.keys() & at_least.keys():
+        for name, count in at_least[configuration].items():
             kernel = compiled[configuration][name]
             assert programs_per_multiprocessor(kernel) >= count, f"{configuration}: {name}: {kernel}"
 
 
 def test_fused_form_reduces_by_tma(compiled):
     assert compiled["head dim 16"]["backward"]["tma_reduce"] > 0
-    for name, kernel in kernels(compiled, *LARGE):
+    for name, kernel in kernels(compiled, *compiled.keys() & LARGE):
         assert kernel["tma_reduce"] == 0, name
 
 
