@@ -45,9 +45,9 @@ def spread(values: Sequence[float], word: Callable[[float], str] = times) -> str
 
 
 def change(ratio: float) -> str:
-    """``grows 2.1x``, ``falls to 0.4x``, ``stays the same`` within :data:`ALIKE`."""
+    """``grows 2.1x``, ``falls to 0.4x``, ``stays within 5 %``, :data:`ALIKE`."""
     if abs(ratio - 1) <= ALIKE:
-        return "stays the same"
+        return f"stays within {ALIKE:.0%}".replace("%", " %")
     return f"grows {times(ratio)}" if ratio > 1 else f"falls to {times(ratio)}"
 
 
@@ -57,9 +57,9 @@ def as_long(ratio: float) -> str:
 
 
 def speed(ratio: float, alike: float = ALIKE) -> str:
-    """A ratio of times, theirs over ours: ``2.1x as fast``, ``as fast`` within ``alike``, ``1.3x slower``."""
+    """A ratio of times, theirs over ours: ``2.1x as fast``, ``as fast within 5 %``, ``1.3x slower``."""
     if abs(ratio - 1) <= alike:
-        return "as fast"
+        return f"as fast within {100 * alike:g} %"
     return f"{times(ratio)} as fast" if ratio > 1 else f"{times(1 / ratio)} slower"
 
 

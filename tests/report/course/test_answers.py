@@ -280,7 +280,9 @@ def test_a_stall_does_not_decide_what_communication_costs():
 def test_precision_is_not_judged_by_contexts_that_were_not_asked_for():
     """ "No significant difference" rested on contexts up to 512, where 2048 is asked."""
     text = words(answers(2026, saved("memprof-h200", "memprof-2048-h200"), "memory_profiling", "c"))
-    assert "up to context 512 no significant difference" in text
+    assert "up to context 2048 a difference of at most 2 % (1x, 0.999x, 0.998x and 0.994x)" in text
+    # 65.40 and 62.41 GiB are no noise: peaks are those of the allocator.
+    assert "more in some and less in others (0.997x, 1.02x and 0.954x)" in text
     assert "predicts 243.8 GiB for a training step in fp32 and 191.0 GiB in bf16 (0.783x): there mixed" in text
     assert "predicts" not in words(answers(2025, saved("memprof-h200"), "memory_profiling", "c"))
     (block,) = answers(2025, saved("memprof-h200"), "memory_profiling", "b")
@@ -459,7 +461,11 @@ def test_bucket_sizes_that_the_noise_alone_tells_apart_are_called_alike():
     # Predicted 4.226 and 2.744 ms for 100 and 1000 MB, and measured 7.624 and 9.330.
     assert "4.226 ms (100 MB; 7.624 ms are exposed) and 2.744 ms (1000 MB; 9.330 ms are exposed)" in expected
     assert "The order of the sizes is another than the equation predicts" in expected
-    assert "The backward pass takes 240.5 ms where communication comes after it, 251.9 ms (1.05x)" in expected
+    # The tail, not slower computing, puts 1000 MB behind.
+    assert "7.023 ms and 1.073 ms with 100 MB and 5.732 ms and 3.976 ms with 1000 MB" in expected
+    assert (
+        "1000 MB, predicted to be best, differ from 100 MB by -1.291 ms in the backward pass and +2.903 ms" in expected
+    )
 
     def noisy(cell):
         step = cell.samples["step"]
@@ -577,8 +583,9 @@ def test_one_message_alone_is_said_once():
 def test_gathers_by_blocks_ahead_stand_in_order_and_none_in_time_is_not_called_some():
     text = words(answers(2026, saved("shard-2.7b-h200", "shard-2.7b-prefetch-h200"), "fsdp_accounting", "b"))
     assert "Gathering 0 blocks ahead, 0 of 34 all-gathers" in text
-    assert "64.9 % of the forward pass: none finishes in time. Gathering 1 block ahead, 10 of 34" in text
-    assert "21.2 % of the forward pass: it does not always finish in time." in text
+    # No share of a forward pass: the gathers were watched in other steps than those that were timed.
+    assert "60.78 ms together: none finishes in time. Gathering 1 block ahead, 10 of 34" in text
+    assert "21.41 ms together: it does not always finish in time." in text
     assert [text.index(f"With prefetch {count} ") for count in (0, 1, 2)] == sorted(
         text.index(f"With prefetch {count} ") for count in (0, 1, 2)
     )

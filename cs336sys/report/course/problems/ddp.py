@@ -126,9 +126,9 @@ def overlapped(answer: Answer) -> None:
             _compare(answer, "overlapping", mine, name, rows[name])
     after, beside = (row.get("exposed_ms") for row in (rows["naive"], mine))
     if isinstance(after, Interval) and isinstance(beside, Interval):
-        facts = {"after": after, "beside": beside, "saved": after.estimate - beside.estimate}
-        decided = not after.is_noise and facts["saved"] > 0
-        answer.say("hides" if decided else "costs", facts, share=100 * facts["saved"] / (after.estimate or 1.0))
+        saved = after.estimate - beside.estimate
+        name = "hides" if saved > 0 and not after.is_noise else "costs"
+        answer.say(name, after=after, beside=beside, saved=saved, share=100 * saved / (after.estimate or 1.0))
     # Why communication alongside computing does not save all of its time.
     alone, overlapping = rows["naive"].get("timeline"), mine.get("timeline")
     if alone and overlapping:

@@ -89,18 +89,18 @@ def _say_ranks(answer: Answer, groups: dict) -> None:
 
 
 def _say_backends(answer: Answer, groups: dict) -> None:
-    ratios = []
+    pairs = []
     for key, cells in groups.items():
         if key.backend == "nccl":
-            gloo = {_size(cell): cell for cell in groups.get(key._replace(backend="gloo"), ())}
-            ratios += [_us(gloo[_size(cell)]) / _us(cell) for cell in cells if _size(cell) in gloo]
-    if ratios:
-        answer.say("backends", ratios=ratios, several=len(ratios) > 1, most=max(ratios))
-    latency = {backend: [one for key, cells in groups.items() if key.backend == backend and (one := _us(cells[0]))]
-               for backend in ("gloo", "nccl")}  # fmt: skip
-    if all(latency.values()):
-        smallest = min(_size(cells[0]) for cells in groups.values())
-        answer.say("small messages", size=smallest, **{name: min(times) for name, times in latency.items()})
+            others = {_size(cell): _us(cell) for cell in groups.get(key._replace(backend="gloo"), ())}
+            sizes = [(_size(cell), _us(cell)) for cell in cells]
+            pairs += [(key.world_size, size, us, others[size]) for size, us in sizes if size in others]
+    if pairs:
+        answer.say("backends", ratios=[gloo / nccl for *_, nccl, gloo in pairs])
+        # Of as many ranks of each: a call over more of them takes longer.
+        ranks, size, nccl, gloo = min(pairs)
+        if nccl < gloo:
+            answer.say("small messages", ranks=ranks, size=size, nccl=nccl, gloo=gloo)
 
 
 def all_reduce_commands(target: Target) -> list[Command]:

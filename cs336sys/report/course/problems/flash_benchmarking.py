@@ -82,7 +82,8 @@ def _say_speedups(answer: Answer, rows: Sequence[dict]) -> None:
             # The extremes are of shapes with samples enough to say how sure they are.
             sure = [row for row in shapes if math.isfinite(row["high"])] or shapes
             worst, best = (choose(sure, key=itemgetter("speedup")) for choose in (min, max))
-            few = {"few": len(shapes) - len(sure)} if len(sure) < len(shapes) else None
+            unsure = [row["speedup"] for row in shapes if row not in sure]
+            few = {"few": len(unsure), "medians": unsure} if unsure else None
             facts = {"dtype": dtype, "part": part.replace("_", "-"), "of": len(shapes), "few": few}
             answer.say("faster", facts, count=sum(row["low"] > 1 for row in shapes), worst=worst, best=best)
     for dtype in dtypes:

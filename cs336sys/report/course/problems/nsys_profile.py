@@ -82,6 +82,7 @@ def forward_time(answer: Answer) -> None:
     _say_disagreement(answer, rows)
     _say_bench(answer, rows)
     answer.say_failures(cells_of(found), "profile")
+    answer.say("idle")
     answer.say("report file")
     if answer.handout.year == 2026:
         _say_longest_fitting(answer, found)
