@@ -24,7 +24,7 @@ from cs336sys.accounting.step_time.rates import Exposure, GroupError, Rates
 from cs336sys.accounting.step_time.work import TERMS, Amounts, attention_square, optimizer_work, step_work
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Results, configuration_key
-from cs336sys.workload.parallel import ParallelWorkload
+from cs336sys.workload.parallel import ParallelWorkload, bucket_name
 from cs336sys.workload.profiling_options import ProfileWorkload
 from cs336sys.workload.training import Workload
 
@@ -85,7 +85,9 @@ class MeasuredStep:
         words = [training.size.name, f"s{training.size.context}", training.precision, f"compile {training.compile}"]
         words += [training.attention, training.optimizer, f"kernels {training.kernels}"]
         words += ["graph"] if training.cuda_graph == "on" else []
-        return " ".join([*words, self.configuration.strategy or ""]).strip()
+        words += [self.configuration.strategy] if self.configuration.strategy else []
+        bucket = self.cell.configuration.get("bucket_mb")
+        return " ".join(words if bucket is None else [*words, bucket_name(bucket)])
 
 
 def measured_steps(results: Results) -> list[MeasuredStep]:
