@@ -3,7 +3,9 @@
 import contextlib
 import glob
 import importlib
+import itertools
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -62,8 +64,18 @@ def without(arguments, *options):
     ]
 
 
-# Of results files that a command shows.
+# Of results files that a command shows where it asks for nothing of them, or that a pattern stands for.
 _MOST_BYTES = 50_000
+
+# Their values are known once the files are read.
+ASKS = {"--command", "--status", "--table", "--columns", "--sort"}
+
+
+def smallest_of(pattern: str) -> list[str]:
+    """The smallest files of a pattern, together of at most :data:`_MOST_BYTES`."""
+    paths = sorted(glob.glob(pattern), key=os.path.getsize)
+    sizes = itertools.accumulate(map(os.path.getsize, paths))
+    return [path for path, size in zip(paths, sizes, strict=True) if size <= _MOST_BYTES]
 
 
 class MeasuringError(Exception):
@@ -97,23 +109,26 @@ def understood(folder, every_command, monkeypatch):
         module = importlib.import_module(f"cs336sys.commands.{name}")
         if hasattr(module, "run_sweep"):
             monkeypatch.setattr(module, "run_sweep", stop)
-    # Seconds of arithmetic; what they print is checked in test_tune and test_account.
-    monkeypatch.setattr("cs336sys.accounting.step_time.choice.choose", stop)
+    # Seconds of arithmetic; what it prints is checked in test_account.
     monkeypatch.setattr("cs336sys.accounting.step_time.calibration.calibrate", stop)
     known = {tuple(context.command_path.split()[1:]): (context, command) for context, command in every_command}
 
     def understand(arguments):
         name = tuple(arguments[: 2 if arguments[0] == "account" else 1])
         context, command = known[name]
-        words = [one for word in arguments[len(name) :] for one in (sorted(glob.glob(word)) if "*" in word else [word])]
+        words = [one for word in arguments[len(name) :] for one in (smallest_of(word) if "*" in word else [word])]
         if name[0] == "account":
             # Drawing takes seconds; what is drawn is checked in test_account.
             words = without(words, "--plot")
+        if name[0] == "tune":
+            # Few of the configurations, which are predicted in a second.
+            words += ["--compile", "block", "--checkpoint", "none"]
         below = command.make_context(command.name, words, parent=context.parent)
         is_measured = hasattr(importlib.import_module(f"cs336sys.commands.{name[0]}"), "run_sweep")
-        # All files are shown in test_show: here those that take milliseconds.
-        sizes = [Path(word).stat().st_size for word in words if word.endswith(".jsonl.gz") and Path(word).exists()]
-        shows_a_table = name[0] == "show" and not {"--html", "--plot"} & set(words) and 0 < sum(sizes) < _MOST_BYTES
+        # All files are shown in test_show: here those that take milliseconds, and those of which something is asked.
+        size = sum(Path(word).stat().st_size for word in words if word.endswith(".jsonl.gz") and Path(word).exists())
+        is_shown = 0 < size < _MOST_BYTES or (size and ASKS & set(words))
+        shows_a_table = name[0] == "show" and not {"--html", "--plot"} & set(words) and is_shown
         if name[0] == "account" or shows_a_table or (is_measured and "--from" not in words):
             with contextlib.suppress(MeasuringError, CapabilityError), below:
                 command.invoke(below)
