@@ -1,10 +1,12 @@
 """``cs336sys doctor``: what this machine has and lacks."""
 
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cs336sys.commands.faults import say
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import choice
 from cs336sys.commands.options.training import (
@@ -24,6 +26,9 @@ from cs336sys.commands.options.training import (
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import OPTIMIZERS
 
+if TYPE_CHECKING:
+    from cs336sys.report.table import Table
+
 
 def doctor(
     model: ModelOption = None,
@@ -32,6 +37,13 @@ def doctor(
     optimizer: Annotated[str, choice(OPTIMIZERS, "As of bench.", parser=read_optimizer)] = "course",
     blocks: BlocksOption = None,
     debug: DebugOption = False,
+    ceilings: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure products, copies, launches and links of this GPU, and write them to this file.",
+            show_default=False,
+        ),
+    ] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Check GPU, driver, versions, links, clocks, profilers and disk, and say how to fix what is wrong.
@@ -43,10 +55,17 @@ def doctor(
     cs336sys doctor --format json
 
     cs336sys doctor --model mine.py:build
+
+    cs336sys doctor --ceilings ceilings.json
     """
     from cs336sys.report.table import Column, Table
 
     output.check()
+    if ceilings is not None:
+        if model is not None:
+            raise UsageError("--ceilings are those of a GPU, not of a model: leave out --model, or --ceilings")
+        output.emit([_measured_ceilings(ceilings)])
+        return
     if model is None:
         of_models = {"--loss": loss, "--batch": batch, "--blocks": blocks}
         of_models["--optimizer"] = None if optimizer == "course" else optimizer
@@ -81,3 +100,17 @@ def doctor(
     output.emit([table])
     if "missing" in verdicts:
         raise typer.Exit(CapabilityError.exit_code)
+
+
+def _measured_ceilings(path: Path) -> "Table":
+    """Measure the ceilings of the current GPU, write them, and return their table."""
+    import torch
+
+    from cs336sys.measure.ceilings import measure_ceilings
+    from cs336sys.report.ceilings import ceilings_table
+
+    if not torch.cuda.is_available():
+        raise CapabilityError(f"--ceilings {path}: torch sees no CUDA GPU here; see why by doctor without --ceilings")
+    found = measure_ceilings(torch.device("cuda", torch.cuda.current_device()), lambda text: say(f"measuring {text}"))
+    found.write(path)
+    return ceilings_table(found)

@@ -11,7 +11,7 @@ import typer
 from cs336sys import __version__
 from cs336sys.commands.faults import say
 from cs336sys.commands.options.output import OutputOptions, SaveOption
-from cs336sys.errors import OutputError
+from cs336sys.errors import OutputError, UsageError
 from cs336sys.results.model import Cell, Run
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ def trace(
     roofline: Annotated[
         bool, typer.Option("--roofline", help="Compare operators with the GPU's peak FLOPs and bandwidth.")
     ] = False,
+    ceilings: Annotated[
+        Path | None,
+        typer.Option(help="--roofline with what doctor --ceilings measured on that GPU.", show_default=False),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write timeline and tables to this page, and print the verdict.")
     ] = None,
@@ -47,6 +51,7 @@ def trace(
 
     cs336sys trace before.nsys-rep --against after.nsys-rep
     """
+    from cs336sys.accounting.ceilings import read_ceilings
     from cs336sys.measure.profile.reading import read_captures
     from cs336sys.report.outputs import write_file
     from cs336sys.report.page import check_page
@@ -58,6 +63,8 @@ def trace(
 
     output.check()
     check_page(html)
+    measured = None if ceilings is None else read_ceilings(ceilings)
+    roofline = roofline or measured is not None
     if save is not None:
         check_appendable(save)
     reads = {BEFORE: read_captures(files, step)}
@@ -66,10 +73,21 @@ def trace(
     for read in reads.values():
         for note in read.notes:
             say(f"note: {note}")
+        for one in read.analyses:
+            if measured is not None and one.gpu_name != measured.gpu:
+                raise UsageError(
+                    f"--ceilings {ceilings}: are those of {measured.gpu}, and {one.file} is of "
+                    f"{one.gpu_name or 'a GPU it does not name'}: measure on that GPU by doctor --ceilings, or "
+                    "choose --roofline, by its datasheet"
+                )
     run_id = str(uuid.uuid4())
-    cells = [cell for side, read in reads.items() for cell in cells_of(side, read, roofline=roofline, run_id=run_id)]
+    cells = [
+        cell
+        for side, read in reads.items()
+        for cell in cells_of(side, read, roofline=roofline, ceilings=measured, run_id=run_id)
+    ]
     sides = saved_sides(cells)
-    tables = all_tables(sides, Shown(top, full_names, roofline))
+    tables = all_tables(sides, Shown(top, full_names, roofline, measured))
     if save is not None:
         _save(save, run_id, reads[BEFORE], cells)
     if html is None or output.output is not None or output.format is not None or output.table:

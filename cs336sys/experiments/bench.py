@@ -57,7 +57,11 @@ def _measure(workload: Workload, progress: Progress) -> Outcome:
     if device.type == "cuda":
         progress("profiling one step")
         busy_ms = gpu_busy_ms(built.step)
+    measured_ms = samples["wall"].measured
+    drawn_j = readings.drawn_j(sum(measured_ms) / 1e3)
     surroundings: dict[str, Any] = {"gpu_readings": readings.columns()}
+    if drawn_j is not None:
+        surroundings["step_energy_j"] = drawn_j / len(measured_ms)
     if resident_before_gib is not None:
         surroundings |= {"resident_before_gib": resident_before_gib, "peak_resident_gib": peak_resident_gib()}
     return training_outcome(built, samples, checked, peak_gib, busy_ms, surroundings)

@@ -21,6 +21,9 @@ _INTERVAL_S = 0.05
 # A long cell keeps every second, fourth, ... of its readings, so that its record stays smaller than its samples.
 _MOST_READINGS = 400
 
+# The driver adds to its counter every 20 to 100 ms, so over a second it is off by a tenth at most.
+_LEAST_COUNTED_S = 1.0
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -112,6 +115,18 @@ class GpuReadings:
             if len(self._readings) >= _MOST_READINGS:
                 del self._readings[::2]
                 self._interval_s *= 2
+
+    def drawn_j(self, last_s: float) -> float | None:
+        """Return the joules that the whole board drew in the last ``last_s`` seconds before the context ended.
+
+        None where its counter cannot be read, or was read for less than a second of that time.
+        """
+        counted = [(time_s, reading.energy_j) for time_s, reading in self._readings if reading.energy_j is not None]
+        counted = [(time_s, energy_j) for time_s, energy_j in counted if time_s >= counted[-1][0] - last_s]
+        if not counted or counted[-1][0] - counted[0][0] < _LEAST_COUNTED_S:
+            return None
+        (first_s, first_j), (end_s, end_j) = counted[0], counted[-1]
+        return (end_j - first_j) / (end_s - first_s) * last_s
 
     def columns(self) -> dict[str, list[Any]] | None:
         """The readings as lists, for a results file; ``time_s`` since the start. None without any."""

@@ -1,5 +1,6 @@
 """The tables of ``bench``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
 
+import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -54,9 +55,11 @@ def joined_readings(cells: Sequence[Cell]) -> dict[str, list[Any]] | None:
     return {name: [value for one in known for value in one[name]] for name in known[0]} if known else None
 
 
-def clock_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
+def clock_notes(cells: Sequence[Cell], run: Run | None = None) -> tuple[str, ...]:
     """A sentence where clocks fell during a cell, or something held them down."""
+    highest = None if run is None else run.environment.get("gpu0_max_sm_clock_mhz")
     seen: dict[str, list[float]] = {}
+    clocks: dict[str, list[float]] = {}
     lowest: list[tuple[float, float]] = []
     hottest: list[float] = []
     for cell in cells:
@@ -64,15 +67,20 @@ def clock_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
         limits = [set(text.split(", ")) & SLOWDOWNS for text in readings.get("clock_limits", [])]
         for limit in set().union(*limits):
             seen.setdefault(limit, []).append(sum(limit in one for one in limits) / len(limits))
+            capped = [clock for clock, one in zip(readings["sm_clock_mhz"], limits, strict=True) if limit in one]
+            clocks.setdefault(limit, []).append(statistics.median([clock for clock in capped if clock] or [math.inf]))
         fall = _fall(_clocks(readings))
         if fall is not None:
             lowest.append(fall)
         if fall is not None or any(limits):
             hottest += [degrees for degrees in readings["temperature_c"] if degrees is not None]
-    words = [
-        f"{limit} in {len(parts)} of {len(cells)} cells (up to {100 * max(parts):.0f} % of the readings)"
-        for limit, parts in sorted(seen.items())
-    ]
+    words = []
+    for limit, parts in sorted(seen.items()):
+        lost = 1 - min(clocks[limit]) / highest if highest else 0.0
+        cost = f", the SM clock {100 * lost:.0f} % below its limit" if lost > 0 else ""
+        words.append(
+            f"{limit} in {len(parts)} of {len(cells)} cells (up to {100 * max(parts):.0f} % of the readings{cost})"
+        )
     if lowest:
         before, after = min(lowest, key=lambda fall: fall[1] / fall[0])
         words.append(f"the SM clock fell in {len(lowest)} of {len(cells)} cells, from {before:.0f} to {after:.0f} MHz")
@@ -137,9 +145,11 @@ def _derived_of_rounds(
     mfu_percent = first["mfu_percent"]
     peak_tflops = None if mfu_percent is None else 100 * first["tflops"] / mfu_percent
     busy_ms = known_values(rounds, "gpu_busy_ms")
+    energies_j = known_values(rounds, "step_energy_j")
     surroundings = {
         "peak_resident_gib": largest_known(rounds, "peak_resident_gib"),
         "gpu_readings": joined_readings(rounds),
+        "step_energy_j": statistics.mean(energies_j) if energies_j else None,
     }
     return (
         first
@@ -240,6 +250,8 @@ def _times(
         *rate_columns(cells),
         Column("tflops", "TFLOP/s", "tflops"),
         Column("mfu_percent", "MFU", "percent"),
+        Column("step_energy_j", "energy", "joules"),
+        Column("tokens_per_j", "tokens/J"),
         Column("peak_gib", "peak", "gib"),
         Column("peak_resident_gib", "peak resident", "gib"),
         CLOCK_COLUMN,
@@ -248,7 +260,7 @@ def _times(
     columns += [column for column in _CHECK_COLUMNS if any(column.key in cell.derived for cell in cells)]
     columns.append(Column("status", "status"))
     rows = [_row(cell, percentiles) for cell in cells]
-    notes = (*method_notes(cells), *notes_of_run(cells, run), *_resident_notes(cells), *clock_notes(cells))
+    notes = (*method_notes(cells), *notes_of_run(cells, run), *_resident_notes(cells), *clock_notes(cells, run))
     if any("relative_difference_percent" in cell.derived for cell in cells):
         notes = (*notes, _CHECKED)
     if any("replayed_difference_percent" in cell.derived for cell in cells):
@@ -273,6 +285,9 @@ def _row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
     row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
     row |= {f"step_ms_p{percent:g}": step.percentile(percent) for percent in percentiles}
     row |= cell.derived | {"first_measured_ms": step.measured[0], "sm_clock_mhz": median_clock(cell)}
+    energy_j = cell.derived.get("step_energy_j")
+    if energy_j is not None and workload.user.batch is None:
+        row["tokens_per_j"] = workload.tokens / energy_j
     busy_ms = cell.derived["gpu_busy_ms"]
     if busy_ms is not None:
         idle_percent = 100 * (1 - busy_ms / step.median)

@@ -41,6 +41,7 @@ UNITS = {
     # For people, of numbers that are GiB: see shown_unit.
     "gib as mib": Unit("MiB", factor=2**10),
     "gbps": Unit("GB/s"),
+    "joules": Unit("J"),
     "mhz": Unit("MHz", most_decimals=0),
     "tflops": Unit("TFLOP/s"),
     "tokens_per_s": Unit("tokens/s", most_decimals=1),

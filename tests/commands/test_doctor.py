@@ -59,3 +59,13 @@ def test_something_missing_exits_with_3_and_still_shows_all(monkeypatch):
         '│ Triton        │ missing   │ not installed    │ `python -m pip install "triton>=3.6"`. │\n'
         "╰───────────────┴───────────┴──────────────────┴────────────────────────────────────────╯\n"
     )
+
+
+def test_ceilings_are_those_of_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = doctor("--ceilings", str(tmp_path / "c.json"))
+    assert result.exit_code == 3
+    assert "torch sees no CUDA GPU here" in result.output
+    result = doctor("--ceilings", str(tmp_path / "c.json"), "--model", "mine.py:build")
+    assert result.exit_code == 2
+    assert "leave out --model, or --ceilings" in result.output

@@ -11,6 +11,7 @@ from profile_files import ChromeTrace, NsysReport, train_step
 from rank_captures import write_ranks
 from typer.testing import CliRunner
 
+from cs336sys.accounting.ceilings import Ceilings
 from cs336sys.cli import app
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -136,3 +137,26 @@ def test_numbers_that_are_none_are_not_recorded(tmp_path, value):
     trace.events[-1]["args"] |= {"correlation": value, "bytes": value, "External id": value}
     found = tables(invoke(trace.write(), "--format", "json"))
     assert found["kinds"]["rows"][0]["count"] == 1
+
+
+def test_measured_ceilings_are_those_of_the_capture_s_gpu(tmp_path):
+    recorder = ChromeTrace(tmp_path / "trace.json")
+    for start in range(0, 10_000, 2000):
+        train_step(recorder, start)
+    path = recorder.write()
+    events = json.loads(path.read_text())
+    events["deviceProperties"] = [{"id": 0, "name": "NVIDIA H200"}]
+    path.write_text(json.dumps(events))
+    ceilings = tmp_path / "c.json"
+    for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        Ceilings(gpu, {"fp32": 50.0, "bf16": 766.0}, 4260.0, 4.5).write(ceilings)
+        saved = tmp_path / f"{gpu[-4:].strip()}.jsonl"
+        result = invoke(path, "--ceilings", ceilings, "--save", saved, "--format", "json")
+        if gpu != "NVIDIA H200":
+            assert result.exit_code == 2
+            assert "are those of NVIDIA H100 80GB HBM3" in result.output
+            continue
+        again = CliRunner().invoke(app, ["show", str(saved), "--format", "json"])
+        assert json.loads(again.stdout)["tables"] == json.loads(result.stdout)["tables"]
+        derived = json.loads(saved.read_text().splitlines()[1])["derived"]
+        assert derived["ceilings"]["tflops"]["bf16"] == 766.0

@@ -1,7 +1,7 @@
 """What is said below a table about the GPU's clock."""
 
 from cs336sys.report.bench import clock_notes, joined_readings, median_clock
-from cs336sys.results.model import Cell
+from cs336sys.results.model import Cell, Run
 
 
 def cell(clocks, limits=None, degrees=60):
@@ -41,6 +41,13 @@ def test_what_held_a_clock_down_is_told_even_where_it_did_not_fall():
     capped = cell([1700] * 4, ["power cap", "power cap, sync boost", "", "power cap"])
     (note,) = clock_notes([capped, STEADY])
     assert note.startswith("clocks: power cap in 1 of 2 cells (up to 75 % of the readings), at up to 60 °C; ")
+
+
+def test_the_clock_that_a_limit_costs_is_told_where_the_limit_of_the_clock_is_known():
+    run = Run("a", "", (), {}, {"gpu0_max_sm_clock_mhz": 1980.0})
+    capped = cell([1980, 1485, 1500, 1470], ["", "power cap", "power cap", "power cap"])
+    (note,) = clock_notes([capped, STEADY], run)
+    assert "(up to 75 % of the readings, the SM clock 25 % below its limit)" in note
 
 
 def test_rounds_are_read_one_after_another():

@@ -13,6 +13,7 @@ SECTIONS = {
     "report/allreduce.py": ("allreduce",),
     "report/attention.py": ("flash and attn",),
     "report/bench.py": ("bench",),
+    "report/ceilings.py": ("doctor and report --dry-run",),
     "report/board.py": ("shard --board", "shard"),
     "report/comparison.py": ("compare",),
     "report/ddp.py": ("ddp",),

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.accounting.hardware import peak_tflops
+from cs336sys.accounting.ceilings import Ceilings
+from cs336sys.accounting.hardware import memory_bytes_per_s, peak_tflops
 
 _BYTES = {
     **dict.fromkeys(("double", "long", "long int", "int64"), 8),
@@ -19,19 +20,6 @@ _BYTES = {
     **dict.fromkeys(("bool", "unsigned char", "signed char", "c10::Float8_e4m3fn", "c10::Float8_e5m2"), 1),
 }
 _PRECISION = {"float": "fp32", "c10::Half": "fp16", "c10::BFloat16": "bf16"}
-
-# Of the datasheets, GB/s.
-_MEMORY_GBPS = (
-    ("H200", 4800.0),
-    ("H100 80GB HBM3", 3350.0),
-    ("H100 PCIe", 2000.0),
-    ("H100 NVL", 3900.0),
-    ("A100-SXM4-80GB", 2039.0),
-    ("A100-SXM4-40GB", 1555.0),
-    ("B200", 8000.0),
-    ("RTX 4090", 1008.0),
-    ("RTX 5090", 1792.0),
-)
 
 
 @dataclass(frozen=True)
@@ -114,14 +102,23 @@ def _flops_and_output(name: str, sizes: Sequence[Any]) -> tuple[int, int]:
     raise KeyError(name)
 
 
-def roofline(work: OperatorWork, seconds: float, gpu_name: str) -> Roofline:
-    """Compare a call with the longer of the times that its FLOPs and its bytes take at the peaks of the datasheet."""
-    source = f"peaks of the datasheet of {gpu_name}, which no program reaches"
-    tflops = peak_tflops(gpu_name, work.precision) if work.precision else None
-    gbps = next((rate for name, rate in _MEMORY_GBPS if name in gpu_name), None)
-    if tflops is None or gbps is None:
+def roofline(work: OperatorWork, seconds: float, gpu_name: str, ceilings: Ceilings | None = None) -> Roofline:
+    """Compare a call with the longer of the times that its FLOPs and its bytes take at the peaks.
+
+    Args:
+        ceilings: measured on this GPU; None: the peaks of its datasheet.
+    """
+    if ceilings is not None:
+        source = f"ceilings measured on {ceilings.gpu} by `cs336sys doctor --ceilings`"
+        tflops = ceilings.tflops.get(work.precision) if work.precision else None
+        bytes_per_s: float | None = 1e9 * ceilings.copy_gbps
+    else:
+        source = f"peaks of the datasheet of {gpu_name}, which no program reaches"
+        tflops = peak_tflops(gpu_name, work.precision) if work.precision else None
+        bytes_per_s = memory_bytes_per_s(gpu_name)
+    if tflops is None or bytes_per_s is None:
         return Roofline(None, None, f"the peaks of {gpu_name or 'this GPU'} are not known")
-    computing_s, moving_s = work.flops / tflops / 1e12, work.bytes / gbps / 1e9
+    computing_s, moving_s = work.flops / tflops / 1e12, work.bytes / bytes_per_s
     bound = "FLOPs" if computing_s >= moving_s else "bytes"
     return Roofline(100 * max(computing_s, moving_s) / seconds, bound, source)
 

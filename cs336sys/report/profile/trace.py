@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cs336sys.accounting.ceilings import Ceilings
 from cs336sys.measure.profile.analysis import Analysis, KernelGroup
 from cs336sys.measure.profile.breakdown import (
     COMMUNICATION_PART,
@@ -37,11 +38,13 @@ class Shown:
         top: rows of kernels, operators and modules.
         full_names: kernels by their whole names.
         roofline: compare FLOPs and bytes of operators with the GPU's peaks.
+        ceilings: these peaks, where they were measured.
     """
 
     top: int = 10
     full_names: bool = False
     roofline: bool = False
+    ceilings: Ceilings | None = None
 
 
 _GPU = Column("gpu", "GPU")
@@ -211,7 +214,7 @@ def operator_table(analyses: Sequence[Analysis], shown: Shown) -> Table:
                 seconds = row[3] / 1e3 / launches
                 values |= {"tflops": work.flops / seconds / 1e12, "gbps": work.bytes / seconds / 1e9}
                 if shown.roofline:
-                    line = roofline(work, seconds, one.gpu_name)
+                    line = roofline(work, seconds, one.gpu_name, shown.ceilings)
                     values |= {"peak_percent": line.percent, "bound": line.bound}
                     sources[line.source] = None
             rows.append(values)

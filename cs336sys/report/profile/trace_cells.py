@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cs336sys.accounting.ceilings import Ceilings
 from cs336sys.measure.profile.analysis import Analysis
 from cs336sys.measure.profile.difference import CaptureDifference, compare_captures
 from cs336sys.measure.profile.ranks import RanksFound
@@ -23,7 +24,9 @@ class Side:
     ranks: RanksFound | None = None
 
 
-def cells_of(side: str, read: Read, *, roofline: bool, run_id: str = "") -> list[Cell]:
+def cells_of(
+    side: str, read: Read, *, roofline: bool, ceilings: Ceilings | None = None, run_id: str = ""
+) -> list[Cell]:
     """One cell for each GPU or rank; its samples are its steps."""
     found = read.ranks.found.to_json() if read.ranks else None
     return [
@@ -32,7 +35,11 @@ def cells_of(side: str, read: Read, *, roofline: bool, run_id: str = "") -> list
             {"file": one.file, "gpu": one.label, "side": side, "roofline": roofline},
             "ok",
             samples={"step": Samples("ms", "capture", one.step_ms)},
-            derived={"trace": one.to_json(), "ranks": found},
+            derived={
+                "trace": one.to_json(),
+                "ranks": found,
+                "ceilings": None if ceilings is None else ceilings.to_json(),
+            },
             run_id=run_id,
         )
         for one in read.analyses
@@ -79,4 +86,7 @@ def _with_notes(table: Table, notes: Sequence[str]) -> Table:
 
 def saved_trace_tables(cells: Sequence[Cell], top: int, full_names: bool) -> list[Table]:
     """The tables of saved cells."""
-    return all_tables(saved_sides(cells), Shown(top, full_names, any(cell.configuration["roofline"] for cell in cells)))
+    measured = next((found for cell in cells if (found := cell.derived.get("ceilings"))), None)
+    ceilings = None if measured is None else Ceilings.from_json(measured)
+    roofline = any(cell.configuration["roofline"] for cell in cells)
+    return all_tables(saved_sides(cells), Shown(top, full_names, roofline, ceilings))

@@ -1,0 +1,75 @@
+"""Measure what a GPU reaches at most: matrix products, copies, launches and links."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cs336sys.accounting.ceilings import Ceilings
+from cs336sys.measure.timing import time_calls, time_queued_calls
+
+_PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Of square products. The faster one counts: 8192 in half precision on an H200, whose 4096 are too short for its cap.
+_SIDES = (4096, 8192)
+# Many times an L2 cache.
+_COPY_BYTES = 2**31
+_WARMUP_MS, _REPETITION_MS = 100.0, 400.0
+_LAUNCHES = 200
+
+
+def measure_ceilings(device: torch.device, progress: Callable[[str], None] = lambda text: None) -> Ceilings:
+    """Measure a GPU for about ten seconds, each rate the median of repetitions.
+
+    Products are of random numbers: zeros draw less power, and so run at a higher clock.
+
+    Args:
+        progress: told what is measured next.
+    """
+    tflops = {}
+    for precision in _PRECISIONS:
+        progress(f"matrix products in {precision}")
+        tflops[precision] = max(_product_tflops(device, precision, side) for side in _SIDES)
+    progress("copies, launches and links")
+    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    links = [_copied_gbps(device, torch.device("cuda", index), _COPY_BYTES // 4) for index in others]
+    return Ceilings(
+        torch.cuda.get_device_name(device),
+        tflops,
+        copy_gbps=2 * _copied_gbps(device, device, _COPY_BYTES),
+        launch_us=_launch_us(device),
+        link_gbps=min(links, default=None),
+    )
+
+
+def _product_tflops(device: torch.device, precision: str, side: int) -> float:
+    left, right = (torch.randn(side, side, device=device).to(_PRECISIONS[precision]) for _ in range(2))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        took_ms = _median_ms(lambda: left @ right, device)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return 2 * side**3 / took_ms / 1e9
+
+
+def _copied_gbps(source: torch.device, target: torch.device, size: int) -> float:
+    values = torch.zeros(size, dtype=torch.uint8, device=source)
+    copies = torch.empty_like(values, device=target)
+    return size / _median_ms(lambda: copies.copy_(values), source) / 1e6
+
+
+def _median_ms(call: Callable[[], Any], device: torch.device) -> float:
+    return time_queued_calls(call, device, _WARMUP_MS, _REPETITION_MS).median
+
+
+def _launch_us(device: torch.device) -> float:
+    """CPU time of an in-place addition to one number; the GPU runs them faster than the CPU launches them."""
+    value = torch.zeros(1, device=device)
+
+    def launch() -> None:
+        for _ in itertools.repeat(None, _LAUNCHES):
+            value.add_(1.0)
+
+    return 1e3 * time_calls(launch, torch.device("cpu"), _WARMUP_MS, _REPETITION_MS).median / _LAUNCHES
