@@ -242,7 +242,8 @@ class GraphedStep:
         with self.recorder.aside():
             for number in range(warmup):
                 settings = [_settings(optimizer) for optimizer in optimizers]
-                with around(number):
+                captured = _seeming_captured() if number == warmup - 1 else contextlib.nullcontext()
+                with around(number), captured:
                     for run in phases.values():
                         run()
         for optimizer, before in zip(optimizers, settings, strict=True):
@@ -282,6 +283,22 @@ class GraphedStep:
             if isinstance(error, CapabilityError) or _is_out_of_memory(error):
                 raise
             raise CaptureError(f"phase '{name}' cannot be captured in a CUDA graph: {_reason(error)}") from error
+
+
+@contextlib.contextmanager
+def _seeming_captured() -> Iterator[None]:
+    """Tell Python code that asks that a graph is being captured, so that what it does then is compiled before.
+
+    In a capture, transformers gives its blocks a mask instead of none, for which compiled blocks are compiled anew, and
+    that waits for the GPU. Code of ours asks :func:`torch.cuda.graphs.is_current_stream_capturing`, which tells the
+    truth.
+    """
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
 
 
 def _reason(error: BaseException) -> str:

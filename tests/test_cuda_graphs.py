@@ -262,3 +262,39 @@ def test_replays_take_no_memory_and_the_pool_is_counted():
     gc.collect()
     torch.cuda.empty_cache()
     assert all(tuple(segment["segment_pool_id"]) != pool for segment in torch.cuda.memory_snapshot())
+
+
+def test_code_that_asks_sees_a_capture_in_the_last_warm_up_step(monkeypatch):
+    """As transformers does, whose compiled blocks would be compiled anew within the capture."""
+    answer, asked = lambda: False, []
+    # A torch without CUDA has no answer.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", answer)
+
+    def forward():
+        asked.append(torch.cuda.is_current_stream_capturing())
+
+    def fail():
+        raise ZeroDivisionError
+
+    GraphedStep({"forward": forward}, (torch.zeros(1),), recorder=OperatorRecorder(), warmup=3)
+    assert asked[:3] == [False, False, True]
+    assert torch.cuda.is_current_stream_capturing is answer
+    with pytest.raises(ZeroDivisionError):
+        GraphedStep({"forward": fail}, (torch.zeros(1),), recorder=OperatorRecorder(), warmup=1)
+    assert torch.cuda.is_current_stream_capturing is answer
+
+
+@pytest.mark.gpu
+def test_block_that_is_compiled_anew_where_a_graph_is_captured():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Linear(64, 64)
+            self.block.compile()
+
+        def forward(self, x):
+            return self.block(x if not torch.cuda.is_current_stream_capturing() else x.view(-1, 2, 64)).flatten()
+
+    model, x = Masked().cuda(), torch.randn(8, 64, device="cuda")
+    step = GraphedStep({"forward": lambda: model(x)}, (x,))
+    assert torch.equal(step(torch.ones_like(x)), model(torch.ones_like(x)))

@@ -40,6 +40,8 @@ _GLOO_BYTES_PER_S = 1e9
 
 # Rounds of measuring, at most: the fewest that can decide are four.
 _ROUNDS = 12
+# The next best of so many stand in for candidates that do not run.
+_MOST_RESERVES = 10
 
 
 def tune(
@@ -139,7 +141,9 @@ def tune(
         output.emit(predicted)
         return
     chosen = _with_yours(found.fitting[:measure], space, known, limit, launch_s, counted)
-    _measure(chosen, budget, predicted, sweeping, output)
+    known_already = [one.configuration for one in chosen]
+    reserves = [one for one in found.fitting[measure:] if one.configuration not in known_already][:_MOST_RESERVES]
+    _measure(chosen, reserves, measure, budget, predicted, sweeping, output)
 
 
 def _plain_workload(
@@ -394,37 +398,48 @@ def _measured_configuration(configuration: "StepConfiguration") -> dict[str, Any
 
 def _measure(
     chosen: Sequence["Candidate"],
+    reserves: Sequence["Candidate"],
+    wanted: int,
     budget: float,
     predicted: Sequence["Table"],
     sweeping: SweepOptions,
     output: OutputOptions,
 ) -> None:
-    """Measure candidates in turn until one is the fastest by ``compare``'s statistic, or time is over."""
-    from cs336sys.report.tune import by_configuration, compared_to_best, fastest, is_decided, tune_tables
+    """Measure candidates in turn until one is the fastest by ``compare``'s statistic, or time is over.
+
+    Args:
+        chosen: the ``wanted`` best, and maybe the plain configuration.
+        reserves: the next best, measured in place of candidates that do not run or compute something else.
+    """
+    from cs336sys.report.tune import by_configuration, compared_to_best, fastest, is_decided, running, tune_tables
 
     ranks = chosen[0].configuration.world_size
     if ranks > 1 and any(one.configuration.accumulation > 1 for one in chosen):
         raise UsageError("--measure: several ranks measure one micro-batch a step; leave out --tokens-per-step")
-    configurations = [_measured_configuration(one.configuration) for one in chosen]
+    candidates = [*chosen, *reserves]
+    configurations = [_measured_configuration(one.configuration) for one in candidates]
+    keys = [configuration_key(configuration) for configuration in configurations]
+    best_keys = {*keys[:wanted], *keys[len(chosen) :]}
     predictions: dict[str, Mapping[str, Any]] = {
-        configuration_key(configuration): {
+        key: {
             "predicted_ms": None if one.time.unknown else 1e3 * one.time.step_s,
             "predicted_gib": one.memory / GIB,
         }
-        for configuration, one in zip(configurations, chosen, strict=True)
+        for key, one in zip(keys, candidates, strict=True)
     }
     started = time.monotonic()
 
     def is_wanted(configuration: Mapping[str, Any], cells: Sequence[Cell]) -> bool:
+        key = configuration_key(configuration, ignore=("round",))
         if configuration["round"] == 1:
-            return True
+            is_chosen = key in keys[: len(chosen)]
+            return is_chosen or len(best_keys & running(by_configuration(cells)).keys()) < wanted
         if time.monotonic() - started > budget:
             return False
         groups = by_configuration([cell for cell in cells if cell.configuration["round"] < configuration["round"]])
         best = fastest(groups)
         if best is None:
             return False
-        key = configuration_key(configuration, ignore=("round",))
         compared = compared_to_best(groups, best)
         still_open = {other for other, comparison in compared.items() if not is_decided(comparison)}
         return bool(still_open) and key in {best, *still_open}

@@ -142,7 +142,7 @@ def _chosen(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
         return None
     shape = ProductShape(read_a, read_b, a.dtype, add is not None, a.device.index)
     if shape not in _runs:
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.graphs.is_current_stream_capturing():
             return None
         _runs[shape] = _fastest(shape, a, b, add)
     return _runs[shape]

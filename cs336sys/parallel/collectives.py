@@ -63,7 +63,7 @@ def group_device() -> torch.device:
 
 def is_capturing() -> bool:
     """Return whether the current stream is captured in a CUDA graph, of which the CPU cannot read anything."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_available() and torch.cuda.graphs.is_current_stream_capturing()
 
 
 class _Launched:
@@ -330,7 +330,7 @@ class AnyRank:
     def __init__(self, facts: Sequence[bool], device: torch.device, group: dist.ProcessGroup | None = None):
         self._facts = list(facts)
         self._work = None
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and torch.cuda.graphs.is_current_stream_capturing():
             if not all(self._facts):
                 raise CapabilityError(
                     "a parameter without a gradient on this rank: whether others have one is asked in every step, and "

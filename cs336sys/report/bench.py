@@ -251,7 +251,7 @@ def _times(
         Column("tflops", "TFLOP/s", "tflops"),
         Column("mfu_percent", "MFU", "percent"),
         Column("step_energy_j", "energy", "joules"),
-        Column("tokens_per_j", "tokens/J"),
+        Column("tokens_per_j", "tokens/J", "tokens_per_j"),
         Column("peak_gib", "peak", "gib"),
         Column("peak_resident_gib", "peak resident", "gib"),
         CLOCK_COLUMN,

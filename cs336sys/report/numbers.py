@@ -42,6 +42,7 @@ UNITS = {
     "gib as mib": Unit("MiB", factor=2**10),
     "gbps": Unit("GB/s"),
     "joules": Unit("J"),
+    "tokens_per_j": Unit("tokens/J", most_decimals=1),
     "mhz": Unit("MHz", most_decimals=0),
     "tflops": Unit("TFLOP/s"),
     "tokens_per_s": Unit("tokens/s", most_decimals=1),

@@ -186,9 +186,14 @@ def token_ms(cells: Sequence[Cell]) -> Measured:
     return Measured((tuple(rounds),))
 
 
+def running(groups: dict[str, list[Cell]]) -> dict[str, list[Cell]]:
+    """Return the configurations all of whose rounds ran and computed what they should."""
+    return {key: cells for key, cells in groups.items() if all(cell.status == "ok" for cell in cells)}
+
+
 def fastest(groups: dict[str, list[Cell]]) -> str | None:
     """Return the key of the configuration with the least median time of a token; None if none was measured."""
-    measured = {key: cells for key, cells in groups.items() if all(cell.status == "ok" for cell in cells)}
+    measured = running(groups)
     return min(
         measured,
         key=lambda key: statistics.median(value for one in token_ms(measured[key]).rounds for value in one.measured),

@@ -23,9 +23,10 @@ from cs336sys.measure.memory import free_gpu_memory
 from cs336sys.workload import Workload
 
 # Replayed steps may be this many times as far from launched ones as those are from the same steps launched again; and
-# how often they are launched to find that distance.
+# how often they are launched to find that distance. Of 20 right replays (small, bf16, SDPA, H200), 8 were 0.5 to 0.7 %
+# off, and one such was called wrong after three repetitions, all within 0.09 %.
 _REPEATED = 3.0
-_MOST_REPEATS = 3
+_MOST_REPEATS = 16
 
 # Of the tolerance, what replays may be off wherever launched steps differ by a single bit. Where few sums are in no
 # fixed order, one run differs from another by now nothing, now much: with 30 elements of the embedding's gradient one

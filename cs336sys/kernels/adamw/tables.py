@@ -77,7 +77,7 @@ class ChunkRange(NamedTuple):
 
 def is_capturing(device: torch.device) -> bool:
     """Return whether what is launched now becomes part of a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.graphs.is_current_stream_capturing()
 
 
 # Device memory and what is to be copied there when a capture has ended; None outside of `tables_after_capture`.

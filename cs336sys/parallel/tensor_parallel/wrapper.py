@@ -108,7 +108,7 @@ class _PartialGradient:
         before, self._before, self.is_summed = self._before, None, False
         if before is not None and parameter.grad is not None:
             parameter.grad.sub_(before, alpha=self._others)
-        if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+        if parameter.is_cuda and torch.cuda.graphs.is_current_stream_capturing():
             self.is_captured = True
 
 
