@@ -48,7 +48,7 @@ class Ceilings:
     def write(self, path: Path) -> None:
         """Write them to a file, for ``trace --ceilings``."""
         with written_whole(path) as new:
-            new.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+            new.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
 
 def read_ceilings(path: Path) -> Ceilings:

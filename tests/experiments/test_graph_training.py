@@ -108,9 +108,10 @@ def test_what_rounding_would_explain_is_wrong_where_launched_steps_repeat(monkey
         # A sum in no fixed order, whose order seldom changes: by now a bit, now another.
         (1e-5, [0.0, 1e-6], 3),
         (1e-3, [0.0, 1e-6, 5e-4], 4),
-        (1e-2, [0.0, 1e-6, 5e-4, 1e-3], 5),
+        (1e-3, [0.0, *[1e-6] * 14, 5e-4], 17),
+        (1e-2, [0.0, *[1e-6] * 15, 1e-3], 18),
     ],
-    ids=["a bit", "the farthest counts", "wrong"],
+    ids=["a bit", "the farthest counts", "it seldom differs", "wrong"],
 )
 def test_replays_are_right_where_launched_steps_differ_as_much(monkeypatch, replayed, launched, runs):
     train, trained = step.train_for_check, []
