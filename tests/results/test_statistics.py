@@ -187,6 +187,13 @@ def test_p_of_pairs_is_that_of_scipys_signed_rank_test(count):
         assert found.is_noise == (not significant or not agrees)
 
 
+def test_interval_of_six_pairs_reaches_from_the_least_to_the_largest():
+    """The means of all pairs, each with itself (Hodges and Lehmann 1963): 1 of 21 is cut on either side of six."""
+    ratios = [1.02, 1.03, 1.05, 1.08, 1.11, 1.2]
+    found = ratio_of_pairs(ms(*ratios), ms(*[1.0] * 6))
+    assert (found.low, found.high) == (pytest.approx(1.02), pytest.approx(1.2))
+
+
 def test_without_noise_any_difference_is_significant_and_a_rounding_is_none():
     same = compare_sides(series(*[0.1] * 7), series(*[0.1] * 11))
     assert (same.p_value, same.ratio_low, same.ratio_high) == (1.0, 1, 1)

@@ -62,6 +62,20 @@ def test_deterministic_is_what_auto_would_be_and_says_so_to_the_kernels(monkeypa
     assert called == [{"is_causal": True, "deterministic": True}, {"is_causal": True, "implementation": "auto"}]
 
 
+def test_compiled_is_the_plain_attention_compiled_for_its_shape(monkeypatch):
+    """Whether its results are right is tested at night: that takes a minute of compiling."""
+    compiled = []
+
+    def note(function, **options):
+        compiled.append((function, options))
+        return lambda *_, **mask: ("of the compiled one", mask)
+
+    monkeypatch.setattr(torch, "compile", note)
+    with implementation(workload("compiled"), CPU) as attention:
+        assert attention() == ("of the compiled one", {"is_causal": True})
+    assert compiled == [(implementations.plain_attention, {"dynamic": False})]
+
+
 def largest_error(shape):
     with implementation(shape, CPU) as attention:
         errors = attention_errors(attention, shape, CPU)
