@@ -60,6 +60,16 @@ def source_file(reference: str) -> Path:
     raise UsageError(f"'{reference}': there is no module {where}")
 
 
+def read_reference(text: str) -> str:
+    """Return an option's value, which names a function in a file or module that is there.
+
+    Raises:
+        UsageError: it names none.
+    """
+    source_file(text)
+    return text
+
+
 def digest(references: list[str]) -> str:
     """The files that these name, and what they import from their own folders, as 12 hexadecimal digits.
 

@@ -14,6 +14,7 @@ from cs336sys.commands.options.training import DeviceOption, DryRunOption, SeedO
 from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
+from cs336sys.user_code import digest, read_reference
 from cs336sys.workload import IMPLEMENTATIONS, AttentionWorkload
 
 # The shapes that the handouts ask for: every cell of flash_benchmarking, and the 2025 leaderboard's one.
@@ -34,6 +35,14 @@ def flash(
     implementation: Annotated[
         list[str], choice(IMPLEMENTATIONS, f"Any of {', '.join(IMPLEMENTATIONS)}.", show_default="all")
     ] = list(IMPLEMENTATIONS),
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Yours, too: FILE.py:NAME, called (query, key, value, is_causal=...).",
+            show_default=False,
+            parser=read_reference,
+        ),
+    ] = None,
     batch_size: Annotated[list[int], typer.Option(help="Batch sizes.", min=1)] = [1],
     num_heads: Annotated[list[int], typer.Option(help="Numbers of heads.", min=1)] = [16],
     kv_heads: Annotated[
@@ -72,6 +81,8 @@ def flash(
 
     cs336sys flash --context 512 --implementation triton,sdpa-cudnn --baseline sdpa-cudnn --rounds 5
 
+    cs336sys flash --kernel mine.py:attention --implementation auto,sdpa-flash --baseline sdpa-flash
+
     cs336sys flash --num-heads 32 --kv-heads 8 --window 512,1024 --implementation auto,flex,fa4 --baseline flex
     """
     from cs336sys.report.attention import attention_plan, flash_tables, plot_flash, pool_flash_rounds
@@ -83,7 +94,9 @@ def flash(
                 name = "--causal and --full" if option == "causal" else f"--{option.replace('_', '-')}"
                 raise UsageError(f"--grid {grid}: has shapes of its own; leave it out, or {name}")
         shapes, causal = GRIDS[grid].values(), True
-    over = check_baseline(baseline, implementation, "eager")
+    names = [*implementation, *(kernel or ())]
+    codes = {reference: {"code": digest([reference])} for reference in kernel or ()}
+    over = check_baseline(baseline, names, "eager")
     output.check(plot=plot)
     # A round goes through all implementations of a shape, so that what is compared is measured side by side.
     numbers: list[dict[str, int]] = [{"round": number} for number in range(1, rounds + 1)] if rounds > 1 else [{}]
@@ -92,17 +105,18 @@ def flash(
             name, size, heads, length, width, precision, causal, device, seed, warmup_ms, repetition_ms, shared, seen
         ).configuration()
         | number
+        | codes.get(name, {})
         for size, heads, length, width, precision in product(*shapes)
         for shared, seen in product(kv_heads or (None,), window or (None,))
         for number in numbers
-        for name in implementation
+        for name in names
     ]
     if dry_run:
         show_plan(
             lambda capacity: attention_plan("flash", configurations, capacity), sweeping, output, device, plot=plot
         )
         return
-    measure = "cs336sys.experiments.attention.measurement:measure_flash"
+    measure = "cs336sys.experiments.attention." + ("own_kernel:measure" if kernel else "measurement:measure_flash")
     run_sweep("flash", measure, configurations, sweeping).report(
         lambda cells, run: flash_tables(cells, run, over), output, (plot, plot_flash), pooled=pool_flash_rounds
     )

@@ -48,7 +48,7 @@ def _derived_of_rounds(
 ) -> dict[str, Any]:
     names = dict.fromkeys(name for cell in rounds for name in cell.derived if not name.endswith("_tflops"))
     derived = {name: largest_known(rounds, name) for name in names}
-    return derived | AttentionWorkload(**configuration).tflops(samples) if samples else derived
+    return derived | AttentionWorkload.from_configuration(configuration).tflops(samples) if samples else derived
 
 
 def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[Table]:
@@ -84,12 +84,13 @@ def _flash_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
     if cell.status != "ok":
         return row
     row |= {name: value for name, value in cell.derived.items() if not name.endswith("_error")}
-    for part in _PARTS:
-        row[f"{part}_ms"] = cell.samples[part].median
-        if baseline is not None:
-            row[f"{part}_speedup"] = ratio(baseline.samples[part], cell.samples[part])
-    for percent in (20, 80):
-        row[f"end_to_end_p{percent}_ms"] = cell.samples["end_to_end"].percentile(percent)
+    for part, samples in cell.samples.items():
+        row[f"{part}_ms"] = samples.median
+        if baseline is not None and part in baseline.samples:
+            row[f"{part}_speedup"] = ratio(baseline.samples[part], samples)
+    if "end_to_end" in cell.samples:
+        for percent in (20, 80):
+            row[f"end_to_end_p{percent}_ms"] = cell.samples["end_to_end"].percentile(percent)
     return row
 
 
@@ -208,7 +209,7 @@ def _growth(cells: Sequence[Cell]) -> Table | None:
 
 
 def _shape(cell: Cell) -> str:
-    return configuration_key(cell.configuration, ignore=("implementation", "rounds"))
+    return configuration_key(cell.configuration, ignore=("implementation", "code", "rounds"))
 
 
 # The pictures of ``flash`` and of ``attn`` (matplotlib, written to a file).
@@ -247,7 +248,8 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
                 points = sorted(
                     (cell.configuration["context"], cell.derived[name])
                     for cell in measured
-                    if _group(cell) == group and cell.configuration["implementation"] == implementation
+                    if name in cell.derived
+                    and (_group(cell), cell.configuration["implementation"]) == (group, implementation)
                 )
                 if points:
                     # Our own kernels stand out; the others differ by colour and marker.

@@ -82,7 +82,8 @@ class AttentionWorkload(Configured):
     """One call of one attention implementation on random queries, keys and values (batch, heads, context, head_dim).
 
     Attributes:
-        implementation: one of :data:`IMPLEMENTATIONS`; ``auto`` is what ``flash_attention`` chooses, ``triton`` and
+        implementation: one of :data:`IMPLEMENTATIONS`, or ``FILE.py:NAME`` of the user's;
+            ``auto`` is what ``flash_attention`` chooses, ``triton`` and
             ``hopper`` are our kernels, ``deterministic`` is ``auto`` with gradients that repeat to the last bit,
             ``tiled`` FlashAttention-2 in PyTorch, ``eager`` plain PyTorch with the scores in memory and ``compiled``
             the same under torch.compile; ``fa4`` is the package flash-attn-4;
@@ -125,7 +126,7 @@ class AttentionWorkload(Configured):
         forward = attention_flops(*shape, causal=self.causal, window=self.window, backward=False)
         both = attention_flops(*shape, causal=self.causal, window=self.window, backward=True)
         flops = {"forward": forward, "backward": both - forward, "end_to_end": both}
-        return {f"{part}_tflops": count / samples[part].median / 1e9 for part, count in flops.items()}
+        return {f"{part}_tflops": flops[part] / times.median / 1e9 for part, times in samples.items()}
 
 
 # The ops of ``kernels``, and which implementations there are of each.

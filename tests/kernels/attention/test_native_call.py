@@ -649,7 +649,12 @@ def test_calls_go_on_while_it_is_compiled(library, monkeypatch, tmp_path, capsys
     monkeypatch.setattr(native_call, "import_from", lambda path: imported.append(path) or failing_import())
     assert load(library) is None
     assert imported == [str(native_call.library_path())]
-    assert len(recwarn) == 1
+    assert len(of_ours(recwarn)) == 1
+
+
+def of_ours(warned):
+    """Those about the attention kernels: a garbage collection may end in others at any moment."""
+    return [warning for warning in warned if "calls of the attention kernels" in str(warning.message)]
 
 
 def failing_import():
@@ -683,7 +688,7 @@ def test_a_failing_compiler_is_named_once(library, monkeypatch, recwarn):
     library.wait()
     assert load(library) is None
     assert load(library) is None
-    (warning,) = recwarn
+    (warning,) = of_ours(recwarn)
     assert str(warning.message).endswith(
         "take the longer way through Python: the C++ compiler failed: native_call.cpp:1: error: unknown"
     )
@@ -693,14 +698,14 @@ def test_without_a_compiler_calls_go_through_python_after_a_warning(library, mon
     monkeypatch.setattr(native_call, "compiler", lambda: None)
     assert load(library) is None
     assert load(library) is None
-    (warning,) = recwarn
+    (warning,) = of_ours(recwarn)
     assert str(warning.message).endswith("through Python: there is no C++ compiler: install g++ or set CXX")
 
 
 def test_other_versions_of_triton_are_left_alone(library, monkeypatch, recwarn):
     monkeypatch.setattr(native_call, "KNOWN_TRITON", False)
     assert load(library) is None
-    assert not recwarn
+    assert not of_ours(recwarn)
 
 
 def test_the_probe_names_what_is_off_and_its_fix(monkeypatch, tmp_path):

@@ -1,0 +1,217 @@
+"""Attention of the user's, beside ours: ``flash --kernel FILE.py:NAME``."""
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs336sys.accounting.flops import attention_flops
+from cs336sys.accounting.hardware import memory_bytes_per_s, peak_tflops
+from cs336sys.errors import UserCodeError
+from cs336sys.experiments.attention.inputs import Attention, Inputs, random_inputs
+from cs336sys.experiments.attention.measurement import TOLERANCES, exact_results, measure_flash
+from cs336sys.experiments.own_kernel import KernelTimer, WrongKernelError, check_untouched
+from cs336sys.experiments.user_models.loading import load, telling_errors_of
+from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.device import choose_device
+from cs336sys.measure.relative_error import error_columns, relative_errors, why_wrong
+from cs336sys.results.model import Samples
+from cs336sys.user_code import is_user_code
+from cs336sys.workload import AttentionWorkload
+
+# A length that no tile divides, and one shorter than any tile.
+_ODD_CONTEXTS = (131, 1)
+_ODD_MOST_HEADS = 4
+
+
+class AttentionProblem:
+    """Query, key, value and the output's gradient, of which one head of one sequence is new before each call.
+
+    Args:
+        workload: its shape; its seed is not used, for a seed that is known can be prepared for.
+    """
+
+    def __init__(self, workload: AttentionWorkload, device: torch.device):
+        self._workload = workload
+        self._master = random_inputs(replace(workload, seed=secrets.randbits(62)), device)
+        self._expected = exact_results(self._master, workload)
+        given = [tensor.detach().clone() for tensor in (*self._master.differentiable, self._master.grad_out)]
+        self.given = tuple(given)
+        self._group = workload.heads // workload.key_heads
+        self._one = replace(workload, batch_size=1, heads=self._group, kv_heads=1)
+
+    @property
+    def inputs(self) -> Inputs:
+        """The inputs as leaves of a new graph, in the memory of ``given``."""
+        query, key, value, grad_out = (tensor.detach() for tensor in self.given)
+        return Inputs(query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad_out)
+
+    def renew(self) -> Callable[[], None]:
+        batch, head = secrets.randbelow(self._workload.batch_size), secrets.randbelow(self._workload.key_heads)
+        queries = batch, slice(head * self._group, (head + 1) * self._group)
+        keys = batch, slice(head, head + 1)
+        new = random_inputs(replace(self._one, seed=secrets.randbits(62)), self.given[0].device)
+        results = exact_results(new, self._one)
+        with torch.no_grad():
+            tensors = (*self._master.differentiable, self._master.grad_out)
+            new_tensors = (*new.differentiable, new.grad_out)
+            for tensor, one, where in zip(tensors, new_tensors, (queries, keys, keys, queries), strict=True):
+                tensor[where] = one[0]
+            for name, where in (("out", queries), ("dq", queries), ("dk", keys), ("dv", keys)):
+                self._expected[name][where] = results[name][0]
+
+        def put() -> None:
+            with torch.no_grad():
+                for given, tensor in zip(self.given, tensors, strict=True):
+                    given.copy_(tensor)
+
+        return put
+
+    def is_as_given(self) -> bool:
+        tensors = (*self._master.differentiable, self._master.grad_out)
+        return all(torch.equal(given, tensor) for given, tensor in zip(self.given, tensors, strict=True))
+
+    def expected(self) -> Mapping[str, Tensor]:
+        return self._expected
+
+
+def measure(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Measure a cell of ``flash --kernel``, of the user's attention or of another: runs in the worker process.
+
+    Samples are those of :func:`.measurement.measure_flash`; ``forward`` alone where the output has no gradient. Each
+    call that is timed has new inputs, and is checked (:mod:`cs336sys.experiments.own_kernel`).
+    """
+    workload = AttentionWorkload.from_configuration(configuration)
+    if not is_user_code(workload.implementation):
+        return measure_flash(configuration, progress)
+    device = choose_device(workload.device)
+    reference = workload.implementation
+    try:
+        attention = _called(reference, workload)
+        check_untouched()
+        with telling_errors_of(reference):
+            progress("checking odd lengths and strides")
+            refused = _check_odd_shapes(attention, workload, device)
+            timer = KernelTimer(AttentionProblem(workload, device), device, TOLERANCES[workload.dtype])
+            samples = _time(attention, timer, workload, device, progress)
+    except WrongKernelError as error:
+        return Outcome("wrong", reason=str(error))
+    derived = error_columns(timer.errors) | workload.tflops(samples)
+    if refused:
+        derived["notes"] = [f"{reference} does not take {refused}"]
+    return Outcome("ok", samples, derived)
+
+
+def _called(reference: str, workload: AttentionWorkload) -> Attention:
+    """The user's function, called as torch's ``scaled_dot_product_attention`` is."""
+    function = load(reference)
+    options: dict[str, Any] = {"is_causal": workload.causal}
+    if workload.window is not None:
+        options["window"] = workload.window
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out = function(query, key, value, **options)
+        if not isinstance(out, Tensor):
+            raise UserCodeError(f"{reference} returned a {type(out).__name__}: it should return the output, a tensor")
+        return out
+
+    return attention
+
+
+def _check_odd_shapes(attention: Attention, workload: AttentionWorkload, device: torch.device) -> str | None:
+    """Check lengths that no tile divides, and inputs whose heads lie behind their tokens in memory.
+
+    Returns:
+        What it refuses by raising an error; None: nothing.
+
+    Raises:
+        WrongKernelError: it takes one of them and computes something else.
+    """
+    heads = workload.heads if workload.heads <= _ODD_MOST_HEADS else workload.heads // workload.key_heads
+    kv_heads = None if workload.kv_heads is None else max(1, heads * workload.key_heads // workload.heads)
+    refused = []
+    for context in _ODD_CONTEXTS:
+        for is_strided in (False, True):
+            odd = replace(workload, batch_size=2, heads=heads, kv_heads=kv_heads, context=context, window=None)
+            if workload.window is not None:
+                odd = replace(odd, window=min(workload.window, context))
+            odd = replace(odd, seed=secrets.randbits(62), implementation="fa4" if is_strided else "")
+            words = f"a context of {context}" + (" with strided inputs" if is_strided else "")
+            inputs = random_inputs(odd, device)
+            # Before the kernel can change them.
+            expected = {"out": exact_results(inputs, odd)["out"]}
+            try:
+                out = attention(*inputs.differentiable)
+            except UserCodeError:
+                raise
+            except Exception:
+                refused.append(words)
+                continue
+            check_untouched()
+            reason = why_wrong(relative_errors({"out": out.detach()}, expected), TOLERANCES[workload.dtype])
+            if reason is not None:
+                raise WrongKernelError(f"of {words}: {reason}")
+    return ", ".join(refused) or None
+
+
+def _time(
+    attention: Attention, timer: KernelTimer, workload: AttentionWorkload, device: torch.device, progress: Progress
+) -> dict[str, Samples]:
+    problem = timer.problem
+    assert isinstance(problem, AttentionProblem)
+
+    def forward() -> Callable[[], Mapping[str, Tensor]]:
+        inputs = problem.inputs
+        return lambda: {"out": attention(*inputs.differentiable)}
+
+    def backward() -> Callable[[], Mapping[str, Tensor]]:
+        inputs = problem.inputs
+        out = attention(*inputs.differentiable)
+        return lambda: _gradients(out, inputs)
+
+    def end_to_end() -> Callable[[], Mapping[str, Tensor]]:
+        inputs = problem.inputs
+
+        def call() -> Mapping[str, Tensor]:
+            out = attention(*inputs.differentiable)
+            return {"out": out, **_gradients(out, inputs)}
+
+        return call
+
+    has_gradient = attention(*problem.inputs.differentiable).requires_grad
+    parts = {"forward": forward, "backward": backward, "end_to_end": end_to_end}
+    samples = {}
+    for name, prepare in parts.items() if has_gradient else [("forward", forward)]:
+        progress(f"timing {name}")
+        least_ms = _least_ms(workload, device, name)
+        samples[name] = timer.time(prepare, workload.warmup_ms, workload.repetition_ms, least_ms)
+    return samples
+
+
+def _gradients(out: Tensor, inputs: Inputs) -> dict[str, Tensor]:
+    gradients = torch.autograd.grad(out, inputs.differentiable, inputs.grad_out)
+    return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+
+def _least_ms(workload: AttentionWorkload, device: torch.device, part: str) -> float:
+    """The least that FLOPs and bytes take at the peaks of the datasheet; 0 where they are not known."""
+    if device.type != "cuda":
+        return 0.0
+    gpu = torch.cuda.get_device_name(device)
+    tflops, bytes_per_s = peak_tflops(gpu, workload.dtype, tf32=True), memory_bytes_per_s(gpu)
+    if tflops is None or bytes_per_s is None:
+        return 0.0
+    shape = (workload.batch_size, workload.heads, workload.context, workload.context, workload.head_dim)
+    forward, both = (
+        attention_flops(*shape, causal=workload.causal, window=workload.window, backward=backward)
+        for backward in (False, True)
+    )
+    flops = {"forward": forward, "backward": both - forward, "end_to_end": both}[part]
+    heads = workload.heads + workload.key_heads
+    moved = (
+        2 * heads * workload.batch_size * workload.context * workload.head_dim * (2 if workload.dtype != "fp32" else 4)
+    )
+    return 1e3 * max(flops / tflops / 1e12, moved / bytes_per_s)

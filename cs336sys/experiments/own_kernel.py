@@ -1,0 +1,216 @@
+"""Check and time a kernel of the user's so that no shortcut passes: every call that is timed has inputs of its own.
+
+Kernels that are written to be fast, by people or by machines, find ways to be fast without computing: they keep an
+output and give it out again, compute when somebody looks, leave work on another stream, or stop the clock (KernelBench,
+Ouyang et al. 2025, and the reports on its exploits). Here a part of the inputs is new before each call, memory that a
+call may be given is full of NaN, and what it returns is copied in the order of the caller's stream and compared with
+float64 before the next one. This is proof against shortcuts, not against code that looks into this process's memory.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cs336sys.errors import UserCodeError
+from cs336sys.measure import relative_error
+from cs336sys.measure.cells import Progress
+from cs336sys.results.model import Samples
+
+# What is written to empty an L2 cache, and how long a GPU waits so that what is launched too early finds old inputs.
+_L2_FLUSH_BYTES, _WAIT_CYCLES = 256_000_000, 2_000_000
+_FEWEST_CALLS, _MOST_CALLS, _WARM_UP_CALLS = 5, 200, 3
+
+# What timing and checking call, by name: no file of the user's may put something else in its place.
+_WATCHED: Sequence[tuple[Any, tuple[str, ...]]] = (
+    (time, ("perf_counter", "perf_counter_ns", "time", "monotonic", "sleep")),
+    (torch, ("empty", "empty_like", "full_like", "randn", "zeros", "equal", "allclose", "isclose", "where", "sub")),
+    (torch.cuda, ("Event", "Stream", "synchronize", "current_stream", "_sleep")),
+    (torch.cuda.Event, ("record", "elapsed_time", "synchronize", "wait", "query")),
+    (torch.linalg, ("vector_norm",)),
+    (torch.autograd, ("grad",)),
+    (
+        torch.Tensor,
+        (
+            "clone",
+            "copy_",
+            "detach",
+            "double",
+            "item",
+            "max",
+            "mean",
+            "square",
+            "sqrt",
+            "sub",
+            "mul",
+            "abs",
+            "__sub__",
+            "__mul__",
+            "__getitem__",
+            "__setitem__",
+            "untyped_storage",
+            "data_ptr",
+            "backward",
+        ),
+    ),
+    (relative_error, ("relative_error", "relative_errors", "why_wrong", "judged")),
+)
+
+# Bound before the user's file is imported.
+_clock, _synchronize = time.perf_counter, torch.cuda.synchronize
+_event, _record, _elapsed_ms = torch.cuda.Event, torch.cuda.Event.record, torch.cuda.Event.elapsed_time
+_why_wrong, _relative_errors = relative_error.why_wrong, relative_error.relative_errors
+_BEFORE = {(owner, name): getattr(owner, name, None) for owner, names in _WATCHED for name in names}
+
+
+class WrongKernelError(UserCodeError):
+    """The kernel computes something else, or is timed doing something else, in a sentence."""
+
+
+class Problem(Protocol):
+    """Inputs that change in part, and what a kernel should make of them."""
+
+    @property
+    def given(self) -> Sequence[Tensor]:
+        """What the kernel is given: the same memory in every call."""
+
+    def renew(self) -> Callable[[], None]:
+        """Choose new values for a part, and return what puts them into ``given``, all of it as it should be."""
+
+    def is_as_given(self) -> bool:
+        """Return whether ``given`` is as :meth:`renew` left it."""
+
+    def expected(self) -> Mapping[str, Tensor]:
+        """Return every result for the present ``given``, in float64."""
+
+
+def check_untouched() -> None:
+    """Refuse what stands in place of something that timing or checking calls.
+
+    Raises:
+        WrongKernelError: it names it.
+    """
+    for (owner, name), value in _BEFORE.items():
+        if getattr(owner, name, None) is not value:
+            where = getattr(owner, "__name__", str(owner))
+            raise WrongKernelError(f"it replaces {where}.{name}, by which it is timed or checked")
+
+
+class KernelTimer:
+    """Times calls of a kernel, each with new inputs, and checks each.
+
+    Args:
+        problem: what it is given.
+        tolerance: of :func:`.relative_error.why_wrong`.
+
+    Attributes:
+        errors: of every result, the largest of all calls.
+    """
+
+    def __init__(self, problem: Problem, device: torch.device, tolerance: float):
+        self.problem, self._device, self._tolerance = problem, device, tolerance
+        self._on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if self._on_gpu else None
+        self._flushed = torch.empty(_L2_FLUSH_BYTES if self._on_gpu else 0, dtype=torch.uint8, device=device)
+        self._earlier: list[Tensor] = []
+        self._calls = 0
+        self.errors: dict[str, relative_error.RelativeError] = {}
+
+    def time(
+        self,
+        prepare: Callable[[], Callable[[], Mapping[str, Tensor]]],
+        warmup_ms: float,
+        repetition_ms: float,
+        least_ms: float = 0.0,
+        progress: Progress = lambda stage: None,
+    ) -> Samples:
+        """Time calls for as long as asked for, five at least.
+
+        Args:
+            prepare: does what is not timed, and returns the call: its results by name, as ``expected`` has them.
+            least_ms: no GPU of this kind does it in less.
+
+        Raises:
+            WrongKernelError: a call was wrong, or too fast to be true.
+        """
+        for count in itertools.count(1):
+            if (self._call(prepare) * count > warmup_ms and count >= _WARM_UP_CALLS) or count >= _MOST_CALLS:
+                break
+        times_ms: list[float] = []
+        while len(times_ms) < _FEWEST_CALLS or (sum(times_ms) < repetition_ms and len(times_ms) < _MOST_CALLS):
+            times_ms.append(self._call(prepare))
+            progress(f"call {len(times_ms)}")
+        median_ms = sorted(times_ms)[len(times_ms) // 2]
+        if median_ms < least_ms:
+            raise WrongKernelError(
+                f"it takes {median_ms:.4g} ms, and its FLOPs and bytes take {least_ms:.4g} ms at this GPU's peaks"
+            )
+        return Samples("ms", "cuda events, checked" if self._on_gpu else "cpu clock, checked", tuple(times_ms))
+
+    def _call(self, prepare: Callable[[], Callable[[], Mapping[str, Tensor]]]) -> float:
+        self._calls += 1
+        put = self.problem.renew()
+        expected = self.problem.expected()
+        if self._on_gpu:
+            _synchronize(self._device)
+            torch.cuda._sleep(_WAIT_CYCLES)
+        put()
+        call = prepare()
+        # Memory that an allocator gives out next: what is not written shows.
+        poison = [torch.full_like(tensor, math.nan, dtype=torch.float32) for tensor in expected.values()]
+        poison += [torch.full_like(tensor, math.nan, dtype=self.problem.given[0].dtype) for tensor in expected.values()]
+        del poison
+        took_ms, results = self._timed(call)
+        self._check(results, expected)
+        return took_ms
+
+    def _timed(self, call: Callable[[], Mapping[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+        """Time one call, and copy its results in the order of the caller's stream, where nothing is waited for."""
+        if not self._on_gpu:
+            started = _clock()
+            results = call()
+            took_ms = 1e3 * (_clock() - started)
+            return took_ms, self._copied(results)
+        start, end = (_event(enable_timing=True) for _ in range(2))
+        self._flushed.zero_()
+        _record(start, self._stream)
+        results = call()
+        _record(end, self._stream)
+        copies = self._copied(results)
+        if torch.cuda.current_stream(self._device) != self._stream:
+            raise WrongKernelError("it leaves another stream current than the one it was called on")
+        _synchronize(self._device)
+        return _elapsed_ms(start, end), copies
+
+    def _copied(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        for name, result in results.items():
+            if type(result) is not Tensor:
+                raise WrongKernelError(f"its {name} is a {type(result).__name__}, and should be a plain tensor")
+            memory = result.untyped_storage().data_ptr()
+            if any(memory == tensor.untyped_storage().data_ptr() for tensor in self.problem.given):
+                raise WrongKernelError(f"its {name} lies in the memory of its inputs")
+            if any(memory == tensor.untyped_storage().data_ptr() for tensor in self._earlier):
+                raise WrongKernelError(f"its {name} lies in memory that an earlier call returned and that is in use")
+        # Held, so that no allocator gives their memory out again.
+        self._earlier = [*self._earlier[-8:], *results.values()]
+        return {name: result.detach().clone() for name, result in results.items()}
+
+    def _check(self, results: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+        check_untouched()
+        if not self.problem.is_as_given():
+            raise WrongKernelError(f"it writes to its inputs, in call {self._calls}")
+        for name, result in results.items():
+            if result.shape != expected[name].shape or result.device.type != self._device.type:
+                wanted, got = tuple(expected[name].shape), tuple(result.shape)
+                raise WrongKernelError(f"its {name} has shape {got} on {result.device}, and should have {wanted}")
+        errors = _relative_errors(results, {name: expected[name] for name in results})
+        reason = _why_wrong(errors, self._tolerance)
+        if reason is not None:
+            raise WrongKernelError(f"{reason}, in call {self._calls}, whose inputs are new in part")
+        for name, error in errors.items():
+            before = self.errors.get(name, error)
+            self.errors[name] = relative_error.RelativeError(max(before.whole, error.whole), max(before.row, error.row))

@@ -1,0 +1,138 @@
+"""Attention of the user's beside ours: honest kernels are timed, and no shortcut passes."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cs336sys.cli import app
+from cs336sys.experiments.attention import own_kernel
+from cs336sys.measure import relative_error
+from cs336sys.results.model import read_results
+from cs336sys.workload import AttentionWorkload
+
+KERNELS = Path(__file__).with_name("cheating_kernels.py")
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    """What kernels replace is put back."""
+    owners = {"perf_counter": time, "synchronize": torch.cuda, "why_wrong": relative_error, "equal": torch}
+    for name, owner in owners.items():
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+
+
+def measure(name, device="cpu", context=64, **more):
+    shape = {"batch_size": 2, "heads": 2, "head_dim": 16, "dtype": "fp32", "warmup_ms": 0.5, "repetition_ms": 1.0}
+    workload = AttentionWorkload(f"{KERNELS}:{name}", context=context, device=device, **shape | more)
+    return own_kernel.measure(workload.configuration(), lambda stage: None)
+
+
+@pytest.mark.parametrize("more", [{}, {"causal": False}, {"heads": 4, "kv_heads": 2}, {"dtype": "bf16"}])
+def test_an_honest_kernel_is_timed_in_every_part(more):
+    outcome = measure("honest", **more)
+    assert outcome.status == "ok", outcome.reason
+    assert set(outcome.samples) == {"forward", "backward", "end_to_end"}
+    assert all(len(samples.measured) >= 5 for samples in outcome.samples.values())
+    assert {"out_error", "dq_error", "dk_error", "dv_error"} <= set(outcome.derived)
+    assert "notes" not in outcome.derived
+
+
+def test_a_kernel_without_a_gradient_has_a_forward_pass_alone():
+    outcome = measure("honest_without_gradient")
+    assert (outcome.status, set(outcome.samples)) == ("ok", {"forward"})
+
+
+def test_lengths_that_a_kernel_refuses_are_told_and_no_fault():
+    outcome = measure("refuses_odd_lengths")
+    assert outcome.status == "ok"
+    assert outcome.derived["notes"][0].endswith(
+        "does not take a context of 131, a context of 131 with strided inputs, a context of 1, a context of 1 with "
+        "strided inputs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("replays_by_address", "relative error"),
+        ("replays_by_a_sample", "relative error"),
+        ("stops_after_warm_up", "relative error"),
+        ("writes_nothing", "relative error"),
+        ("knows_the_seed", "relative error"),
+        ("computes_when_looked_at", "is a Lazy, and should be a plain tensor"),
+        ("finishes_later", "relative error"),
+        ("writes_its_inputs", "it writes to its inputs"),
+        ("returns_its_inputs_memory", "lies in the memory of its inputs"),
+        ("returns_one_memory", "lies in memory that an earlier call returned"),
+        ("computes_half", "relative error"),
+        ("computes_a_window", "relative error"),
+        ("computes_in_half_precision", "relative error"),
+        ("skips_the_backward_pass", "relative error"),
+        ("returns_a_broadcast", "relative error|has shape"),
+        ("stops_the_clock", "it replaces time.perf_counter"),
+        ("synchronizes_nothing", "it replaces torch.cuda.synchronize"),
+        ("calls_everything_right", "it replaces cs336sys.measure.relative_error.why_wrong"),
+        ("calls_everything_equal", "it replaces torch.equal"),
+    ],
+)
+def test_no_shortcut_passes(name, reason):
+    outcome = measure(name)
+    assert outcome.status == "wrong"
+    assert not outcome.samples
+    assert re.search(reason, outcome.reason), outcome.reason
+
+
+def test_what_is_faster_than_the_gpu_can_be_is_wrong(monkeypatch):
+    monkeypatch.setattr(own_kernel, "_least_ms", lambda workload, device, part: 1e6)
+    assert "its FLOPs and bytes take 1e+06 ms at this GPU's peaks" in measure("honest").reason
+
+
+def test_the_least_time_is_that_of_flops_or_bytes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    long = AttentionWorkload("x", 1, 16, 16384, 128, "bf16", causal=False)
+    least = own_kernel._least_ms(long, torch.device("cuda"), "forward")
+    assert least == pytest.approx(4 * 16 * 16384**2 * 128 / 989.4e12 * 1e3)
+    one = AttentionWorkload("x", 1, 16, 1, 128, "bf16", causal=False)
+    assert own_kernel._least_ms(one, torch.device("cuda"), "forward") == pytest.approx(4 * 16 * 128 * 2 / 4.8e12 * 1e3)
+
+
+def test_command_shows_it_beside_ours(tmp_path):
+    words = "flash --implementation eager --context 48 --num-heads 2 --head-dim 8 --dtype fp32 --device cpu"
+    words += " --warmup-ms 1 --repetition-ms 2 --rounds 2 --format json"
+    saved = tmp_path / "r.jsonl"
+    kernels = ",".join(f"{KERNELS}:{name}" for name in ("honest_without_gradient", "computes_half"))
+    result = CliRunner().invoke(app, [*words.split(), "--kernel", kernels, "--save", str(saved)])
+    assert result.exit_code == 1, result.output
+    rows = {row["implementation"].split(":")[-1]: row for row in json.loads(result.stdout)["tables"][0]["rows"]}
+    assert [rows[name]["status"] for name in ("eager", "honest_without_gradient", "computes_half")] == [
+        "ok",
+        "ok",
+        "wrong",
+    ]
+    assert rows["honest_without_gradient"]["forward_speedup"] is not None
+    assert rows["honest_without_gradient"].get("backward_ms") is None
+    codes = {cell.configuration.get("code") for cell in read_results(saved).cells}
+    assert len(codes) == 2
+    again = CliRunner().invoke(app, ["show", str(saved), "--format", "json"])
+    assert again.exit_code == 0, again.output
+
+
+@pytest.mark.parametrize("value", ["mine.py:attention", "attention", "cs336sys.nowhere:f"])
+def test_a_kernel_that_is_not_there_is_refused(value):
+    result = CliRunner().invoke(app, ["flash", "--kernel", value])
+    assert result.exit_code == 2
+    assert result.output.startswith("error: ")
+
+
+@pytest.mark.gpu
+def test_honest_and_early_kernels_on_a_gpu():
+    for dtype in ("fp32", "bf16"):
+        outcome = measure("honest", device="cuda", context=2048, heads=16, head_dim=64, dtype=dtype, repetition_ms=20.0)
+        assert outcome.status == "ok", outcome.reason
+    early = measure("leaves_work_on_another_stream", device="cuda", context=2048, heads=16, head_dim=64, dtype="bf16")
+    assert early.status == "wrong"
