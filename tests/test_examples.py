@@ -24,6 +24,13 @@ def test_training_example_runs_on_two_processes(example, last):
     assert done.stdout.splitlines()[-1].startswith(last)
 
 
+def test_own_attention_stands_beside_ours():
+    done = run(EXAMPLES / "own_kernel.py")
+    assert done.returncode == 0, done.stderr
+    (row,) = [line for line in done.stdout.splitlines() if "own_kernel.py:attention" in line]
+    assert "ok" in row
+
+
 @pytest.mark.nightly
 def test_gate_compares_a_checkout_with_itself():
     done = run(

@@ -12,6 +12,7 @@ from cs336sys.commands.options.training import DeviceOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
+from cs336sys.user_code import digest, read_reference
 from cs336sys.workload import CLASSIFIER, KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload
 
 # What is measured unless it is said: a layer of an 8B model at 32k, and what Triton's interpreter computes in seconds.
@@ -23,6 +24,14 @@ def kernels(
     implementation: Annotated[
         list[str], choice(KERNEL_IMPLEMENTATIONS, f"Any of {', '.join(KERNEL_IMPLEMENTATIONS)}.", show_default="all")
     ] = list(KERNEL_IMPLEMENTATIONS),
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Yours, too, of one --op: FILE.py:NAME, called as that op is.",
+            show_default=False,
+            parser=read_reference,
+        ),
+    ] = None,
     tokens: Annotated[
         list[int] | None, typer.Option(help="Numbers of rows.", show_default="32768, on a CPU 32", min=1)
     ] = None,
@@ -47,11 +56,17 @@ def kernels(
     """Check fused kernels against float64, then time forward and backward passes and set them against a copy.
 
     cs336sys kernels --op rms-norm,swiglu --tokens 32768 --width 4096 --plot kernels.png
+
+    cs336sys kernels --op rms-norm --kernel mine.py:rms_norm --baseline mine.py:rms_norm
     """
     from cs336sys.measure.device import choose_device
     from cs336sys.report.kernels import kernel_tables, plot_kernels
 
-    over = check_baseline(baseline, implementation, "eager")
+    if kernel and (len(op) > 1 or op == ["adamw"]):
+        raise UsageError(f"--kernel {kernel[0]}: stands beside one op, a function; name it by --op, and not adamw")
+    codes = {reference: {"code": digest([reference])} for reference in kernel or ()}
+    names = [*implementation, *codes]
+    over = check_baseline(baseline, names, "eager")
     output.check(plot=plot)
     default_tokens, default_width, default_vocab_size = DEFAULT_SHAPES[choose_device(device).type]
     for option, is_chosen, name in (
@@ -74,14 +89,15 @@ def kernels(
             warmup_ms,
             repetition_ms,
         ).configuration()
+        | codes.get(competitor, {})
         for name, count, length, precision in product(op, tokens or [default_tokens], width or [default_width], dtype)
         for vocabulary in (vocab_size or [default_vocab_size] if name == CLASSIFIER else [None])
-        for competitor in implementation
-        if competitor in KERNELS[name]
+        for competitor in names
+        if competitor in (*KERNELS[name], *codes)
     ]
     if not configurations:
         raise UsageError(f"--implementation {','.join(implementation)}: --op {','.join(op)} has none of them")
-    measure = "cs336sys.experiments.kernels.measurement:measure_kernel"
+    measure = "cs336sys.experiments.kernels." + ("own_kernel:measure" if kernel else "measurement:measure_kernel")
     run_sweep("kernels", measure, configurations, sweeping).report(
         lambda cells, run: kernel_tables(cells, run, over), output, (plot, plot_kernels)
     )

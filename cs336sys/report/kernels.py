@@ -79,7 +79,7 @@ def _row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
 
 
 def _shape(cell: Cell) -> str:
-    return configuration_key(cell.configuration, ignore=("implementation",))
+    return configuration_key(cell.configuration, ignore=("implementation", "code"))
 
 
 def plot_kernels(cells: Sequence[Cell], path: Path) -> None:

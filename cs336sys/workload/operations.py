@@ -7,6 +7,7 @@ from cs336sys.accounting.flops import attention_flops
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Samples
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS
+from cs336sys.user_code import is_user_code
 from cs336sys.workload.training import DEVICES, Configured, check_choices
 
 # Bytes an element, by the name of the dtype.
@@ -149,8 +150,8 @@ class KernelWorkload(Configured):
 
     Attributes:
         op: one of :data:`KERNELS`.
-        implementation: ``ours``, ``eager`` PyTorch, the same ``compiled``, torch's ``fused`` optimizer, logits
-            ``chunked`` and recomputed, or that of a package.
+        implementation: ``FILE.py:NAME`` of the user's, ``ours``, ``eager`` PyTorch, the same ``compiled``, torch's
+            ``fused`` optimizer, logits ``chunked`` and recomputed, or that of a package.
         head_dim: of the heads into which ``rope`` splits the width; None for the others.
         vocab_size: of ``linear-cross-entropy``; None for the others.
         warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
@@ -170,7 +171,8 @@ class KernelWorkload(Configured):
 
     def __post_init__(self) -> None:
         check_choices(self, {"op": KERNELS, "dtype": PRECISIONS, "device": DEVICES})
-        check_choices(self, {"implementation": KERNELS[self.op]})
+        if not is_user_code(self.implementation):
+            check_choices(self, {"implementation": KERNELS[self.op]})
         for name, value, op in (("head dim", self.head_dim, "rope"), ("vocab size", self.vocab_size, CLASSIFIER)):
             if (value is not None) != (self.op == op):
                 raise UsageError(f"{name} {value}: op '{op}' needs one, and others have none")

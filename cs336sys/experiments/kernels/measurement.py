@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import held_memory_gib, peak_memory_gib, reset_peak_memory
 from cs336sys.measure.relative_error import RelativeError, judged, relative_errors
 from cs336sys.measure.timing import time_queued_calls
+from cs336sys.results.model import Samples
 from cs336sys.workload import KernelWorkload
 
 if TYPE_CHECKING:
@@ -43,6 +44,16 @@ def copy_gbps(device: torch.device) -> float:
     return 2 * source.nbytes / samples.median / 1e6
 
 
+def operation_on(device: torch.device, op: str) -> "Operation":
+    """Return an op, whose kernels are loaded for this device."""
+    if device.type == "cpu":
+        # Kernels look for it when they are loaded, and a process measures on one device.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    from cs336sys.experiments.kernels.operations import OPERATIONS
+
+    return OPERATIONS[op]
+
+
 def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Check, then time one implementation of one op: a cell of ``kernels``, run in the worker process.
 
@@ -53,12 +64,7 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
     """
     workload = KernelWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
-    if device.type == "cpu":
-        # Kernels look for it when they are loaded, and a process measures on one device.
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    from cs336sys.experiments.kernels.operations import OPERATIONS
-
-    operation = OPERATIONS[workload.op]
+    operation = operation_on(device, workload.op)
     # A compiled backward pass is repeated on one graph: it must not write its results into saved tensors.
     with torch._functorch.config.patch(donated_buffer=False):
         function = operation.implementations[workload.implementation](workload)
@@ -74,6 +80,14 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
             part: time_queued_calls(call, device, workload.warmup_ms, workload.repetition_ms)
             for part, call in calls.items()
         }
+    return Outcome("ok", samples, derived | rates(operation, workload, samples, device))
+
+
+def rates(
+    operation: "Operation", workload: KernelWorkload, samples: Mapping[str, Samples], device: torch.device
+) -> dict[str, Any]:
+    """Return TFLOP/s and GB/s of each part, and what share of a copy's rate these are."""
+    derived: dict[str, Any] = {}
     for part, flops in operation.flops(workload).items():
         derived[f"{part}_tflops"] = flops / samples[part].median / 1e9
     moved_bytes = operation.moved_bytes(workload)
@@ -81,7 +95,7 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
     for part, count in moved_bytes.items():
         gbps = count / samples[part].median / 1e6
         derived |= {f"{part}_gbps": gbps, f"{part}_copy_percent": 100 * gbps / copy_gbps(device)}
-    return Outcome("ok", samples, derived)
+    return derived
 
 
 def _memory_of(call: Callable[[], object], device: torch.device) -> float | None:

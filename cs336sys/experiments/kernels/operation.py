@@ -69,26 +69,26 @@ class DifferentiatedFunction:
     products: Callable[[KernelWorkload], int] | None = field(default=None)
 
     def results(self, function: Function, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
-        return self._results(function, self._inputs(workload, device), workload)
+        return self._results(function, self.random_inputs(workload, device), workload)
 
     def expected(self, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
         exact = {
             name: tensor.detach().double().requires_grad_() if tensor.is_floating_point() else tensor
-            for name, tensor in self._inputs(workload, device).items()
+            for name, tensor in self.random_inputs(workload, device).items()
         }
         return self._results(self.reference(workload), exact, workload)
 
     def calls(
         self, function: Function, workload: KernelWorkload, device: torch.device
     ) -> dict[str, Callable[[], object]]:
-        inputs = self._inputs(workload, device)
+        inputs = self.random_inputs(workload, device)
         leaves = _differentiated(inputs)
-        outputs = _as_tuple(function(**inputs))
-        gradients = _gradients(outputs, workload)
+        outputs = as_tuple(function(**inputs))
+        gradients = self.gradients(outputs, workload)
         return {
             "forward": lambda: function(**inputs),
             "backward": lambda: torch.autograd.grad(outputs, leaves, gradients, retain_graph=True),
-            "end_to_end": lambda: torch.autograd.grad(_as_tuple(function(**inputs)), leaves, gradients),
+            "end_to_end": lambda: torch.autograd.grad(as_tuple(function(**inputs)), leaves, gradients),
         }
 
     def moved_bytes(self, workload: KernelWorkload) -> dict[str, int]:
@@ -101,29 +101,30 @@ class DifferentiatedFunction:
         # Of both passes alone: an implementation may do in one what others do in the other.
         return {} if self.products is None else {"end_to_end": self.products(workload)}
 
-    def _inputs(self, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
+    def random_inputs(self, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
+        """Return its arguments by name, those of floating point as leaves of a new graph."""
         inputs = self.inputs(workload, *random_tensors(workload, device))
         return {
             name: tensor.requires_grad_() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()
         }
 
+    def gradients(self, outputs: tuple[Tensor, ...], workload: KernelWorkload) -> list[Tensor]:
+        """Return the outputs' gradients, the same for every implementation: 1 of a loss, where training begins."""
+        random, _ = random_tensors(workload, outputs[0].device, stream=1)
+        return [torch.ones_like(out) if out.dim() == 0 else random(out.shape).to(out.dtype) for out in outputs]
+
     def _results(self, function: Function, inputs: dict[str, Tensor], workload: KernelWorkload) -> dict[str, Tensor]:
-        outputs = _as_tuple(function(**inputs))
-        grads = torch.autograd.grad(outputs, _differentiated(inputs), _gradients(outputs, workload))
+        outputs = as_tuple(function(**inputs))
+        grads = torch.autograd.grad(outputs, _differentiated(inputs), self.gradients(outputs, workload))
         names = [f"d{name}" for name, tensor in inputs.items() if tensor.requires_grad]
         tensors = (*(output.detach() for output in outputs), *grads)
         return dict(zip(["out", "sum"][: len(outputs)] + names, tensors, strict=True))
 
 
-def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the outputs of a function that has one or several."""
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 def _differentiated(inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in inputs.values() if tensor.requires_grad)
-
-
-def _gradients(outputs: tuple[Tensor, ...], workload: KernelWorkload) -> list[Tensor]:
-    """Return the outputs' gradients, the same for every implementation: 1 of a loss, where training begins."""
-    random, _ = random_tensors(workload, outputs[0].device, stream=1)
-    return [torch.ones_like(out) if out.dim() == 0 else random(out.shape).to(out.dtype) for out in outputs]
