@@ -12,7 +12,15 @@ from cs336sys.report.account.answers import answers_table
 from cs336sys.report.outputs import legend_columns, write_figure
 from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
 from cs336sys.report.table import Column, Table
-from cs336sys.report.titles import SETTING_COLUMNS, interpreted_notes, reasons, shown_settings, steps_words, title
+from cs336sys.report.titles import (
+    SETTING_COLUMNS,
+    found_in_user_code,
+    interpreted_notes,
+    reasons,
+    shown_settings,
+    steps_words,
+    title,
+)
 from cs336sys.results.model import Cell, Run, Samples, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.workload import PLAIN_ATTENTION, AttentionWorkload
@@ -46,8 +54,9 @@ def pool_flash_rounds(cells: Sequence[Cell]) -> list[Cell]:
 def _derived_of_rounds(
     rounds: Sequence[Cell], configuration: Mapping[str, Any], samples: Mapping[str, Samples]
 ) -> dict[str, Any]:
-    names = dict.fromkeys(name for cell in rounds for name in cell.derived if not name.endswith("_tflops"))
-    derived = {name: largest_known(rounds, name) for name in names}
+    known = dict.fromkeys(name for cell in rounds for name in cell.derived if not name.endswith("_tflops"))
+    derived: dict[str, Any] = {name: largest_known(rounds, name) for name in known if name != "notes"}
+    derived["notes"] = list(found_in_user_code(rounds))
     return derived | AttentionWorkload.from_configuration(configuration).tflops(samples) if samples else derived
 
 
@@ -71,7 +80,7 @@ def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[
         Column("status", "status"),
     ]
     note = "medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"
-    notes = [note, *interpreted_notes(cells, run), *reasons(cells, "implementation")]
+    notes = [note, *interpreted_notes(cells, run), *found_in_user_code(cells), *reasons(cells, "implementation")]
     if not baselines and any(cell.status == "ok" for cell in cells):
         notes.append(f"no speed-ups: {baseline} has no time to compare with; see --baseline")
     heading = title("flash", cells, run, _SHAPE_COLUMNS, varying)

@@ -6,7 +6,14 @@ from typing import Any
 
 from cs336sys.report.outputs import write_figure
 from cs336sys.report.table import Column, Table
-from cs336sys.report.titles import SETTING_COLUMNS, interpreted_notes, reasons, shown_settings, title
+from cs336sys.report.titles import (
+    SETTING_COLUMNS,
+    found_in_user_code,
+    interpreted_notes,
+    reasons,
+    shown_settings,
+    title,
+)
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
 
@@ -55,8 +62,16 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
     heading = title("kernels", cells, run, settings, varying)
     if not baselines and any(cell.status == "ok" for cell in cells):
         notes.append(f"no speed-ups: {baseline} has no time to compare with; see --baseline")
+    all_notes = (*notes, *found_in_user_code(cells), *reasons(cells, "implementation"))
     return [
-        Table("kernels", heading, columns, rows, (*notes, *reasons(cells, "implementation")), "more --repetition-ms")
+        Table(
+            "kernels",
+            heading,
+            columns,
+            rows,
+            all_notes,
+            "more --repetition-ms",
+        )
     ]
 
 

@@ -178,7 +178,7 @@ def method_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
     """Say how the steps were counted and timed, and the :func:`reasons`."""
     methods = {cell.samples["step"].method for cell in cells if "step" in cell.samples}
     method = (f"{steps_words(cells)}, by {' and '.join(sorted(methods))}",) if methods else ()
-    return (*method, *found_in_models(cells), *reasons(cells))
+    return (*method, *found_in_user_code(cells), *reasons(cells))
 
 
 # The settings under which kernels written in Triton run.
@@ -228,8 +228,8 @@ def steps_words(cells: Sequence[Cell]) -> str:
     return f"mean ± standard deviation of {steps}"
 
 
-def found_in_models(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """List what was found in users' models, each sentence once."""
+def found_in_user_code(cells: Sequence[Cell]) -> tuple[str, ...]:
+    """List what was found in users' models and kernels, each sentence once."""
     return tuple(dict.fromkeys(note for cell in cells for note in cell.derived.get("notes", ())))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from cs336sys.report.table import Column, Table, with_rows
-from cs336sys.report.titles import SETTING_COLUMNS, found_in_models, shown_settings, title
+from cs336sys.report.titles import SETTING_COLUMNS, found_in_user_code, shown_settings, title
 from cs336sys.results.model import Cell, Run
 from cs336sys.workload.verification import CASES
 
@@ -60,7 +60,7 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     dtypes = {cell.derived["reference_dtype"] for cell in cells if "reference_dtype" in cell.derived}
     notes = [
         f"compared with one process in {', '.join(sorted(dtypes))}: losses, gradients, norms, weights, optimizer state",
-        *found_in_models(cells),
+        *found_in_user_code(cells),
     ]
     named = dict.fromkeys(cell.configuration["case"] for cell in cells if cell.status == "wrong")
     meanings = [f"{case}: {CASES[case]}" for case in named if case in CASES]

@@ -13,9 +13,9 @@ from cs336sys.accounting.hardware import memory_bytes_per_s, peak_tflops
 from cs336sys.errors import UserCodeError
 from cs336sys.experiments.attention.inputs import Attention, Inputs, random_inputs
 from cs336sys.experiments.attention.measurement import TOLERANCES, exact_results, measure_flash
-from cs336sys.experiments.own_kernel import KernelTimer, WrongKernelError, check_untouched
-from cs336sys.experiments.user_models.loading import load, telling_errors_of
+from cs336sys.experiments.user_models import load, telling_errors_of
 from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.checked_timing import KernelTimer, WrongKernelError, check_untouched
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.relative_error import error_columns, relative_errors, why_wrong
 from cs336sys.results.model import Samples
@@ -82,7 +82,7 @@ def measure(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure a cell of ``flash --kernel``, of the user's attention or of another: runs in the worker process.
 
     Samples are those of :func:`.measurement.measure_flash`; ``forward`` alone where the output has no gradient. Each
-    call that is timed has new inputs, and is checked (:mod:`cs336sys.experiments.own_kernel`).
+    call that is timed has new inputs, and is checked (:mod:`cs336sys.measure.checked_timing`).
     """
     workload = AttentionWorkload.from_configuration(configuration)
     if not is_user_code(workload.implementation):

@@ -12,9 +12,9 @@ from cs336sys.accounting.hardware import memory_bytes_per_s, peak_tflops
 from cs336sys.errors import UserCodeError
 from cs336sys.experiments.kernels.measurement import TOLERANCES, kernel_errors, measure_kernel, operation_on, rates
 from cs336sys.experiments.kernels.operation import DifferentiatedFunction, Function, as_tuple
-from cs336sys.experiments.own_kernel import KernelTimer, WrongKernelError, check_untouched
-from cs336sys.experiments.user_models.loading import load, telling_errors_of
+from cs336sys.experiments.user_models import load, telling_errors_of
 from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.checked_timing import KernelTimer, WrongKernelError, check_untouched
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.relative_error import error_columns, why_wrong
 from cs336sys.results.model import Samples
@@ -77,7 +77,7 @@ def measure(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure a cell of ``kernels --kernel``, of the user's function or of another: runs in the worker process.
 
     Samples and derived columns are those of :func:`.measurement.measure_kernel`. Each call that is timed has new
-    inputs, and is checked (:mod:`cs336sys.experiments.own_kernel`).
+    inputs, and is checked (:mod:`cs336sys.measure.checked_timing`).
     """
     workload = KernelWorkload.from_configuration(configuration)
     if not is_user_code(workload.implementation):

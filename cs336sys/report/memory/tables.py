@@ -16,7 +16,7 @@ from cs336sys.report.table import Column, Table, fill_row, with_rows
 from cs336sys.report.titles import (
     SETTING_COLUMNS,
     SIZE_COLUMNS,
-    found_in_models,
+    found_in_user_code,
     graph_columns,
     method_notes,
     package_notes,
@@ -415,7 +415,7 @@ def _plan(cells: Sequence[Cell]) -> Table:
     traced = " and traced on fake tensors, both" if any(cell.derived for cell in cells) else ","
     notes = [
         f"Predicted by formulas{traced} for eager mode: the most memory in use at one moment.",
-        *found_in_models(cells),
+        *found_in_user_code(cells),
         *reasons(cells),
         *planned_package_notes([workload.training for workload in workloads]),
     ]

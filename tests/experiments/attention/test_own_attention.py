@@ -122,6 +122,15 @@ def test_command_shows_it_beside_ours(tmp_path):
     assert again.exit_code == 0, again.output
 
 
+def test_rounds_keep_what_a_kernel_refuses():
+    words = "flash --implementation eager --context 48 --num-heads 2 --head-dim 8 --dtype fp32 --device cpu --rounds 2"
+    words += f" --warmup-ms 1 --repetition-ms 2 --format json --kernel {KERNELS}:refuses_odd_lengths"
+    result = CliRunner().invoke(app, words.split())
+    assert result.exit_code == 0, result.output
+    (notes,) = [table["notes"] for table in json.loads(result.stdout)["tables"]]
+    assert sum("does not take a context of 131" in note for note in notes) == 1
+
+
 @pytest.mark.parametrize("value", ["mine.py:attention", "attention", "cs336sys.nowhere:f"])
 def test_a_kernel_that_is_not_there_is_refused(value):
     result = CliRunner().invoke(app, ["flash", "--kernel", value])

@@ -61,7 +61,7 @@ def test_weights_in_bf16_are_judged_by_their_rounding(ranks):
         ("Recurrent", "sum", None),
     ],
 )
-def test_faults_are_found_in_models_with_such_gradients(ranks, model, how, parameter):
+def test_faults_are_found_in_user_code_with_such_gradients(ranks, model, how, parameter):
     """A gradient of 1e-11 moves no weight; it is found before the optimizer."""
     differences = ranks().run(training_ranks.verify_broken, cell(model, "overlap"), how)
     worst = max(differences, key=lambda difference: difference.relative)
