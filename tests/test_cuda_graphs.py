@@ -81,7 +81,7 @@ def test_replays_train_as_launches_do_bit_by_bit(device, optimizer, settings):
     assert list(step.phases) == ["forward", "backward", "optimizer"]
 
 
-def test_what_an_optimizer_asks_for_is_around_the_capture_alone():
+def test_context_of_an_optimizer_is_around_the_capture_alone():
     class Optimizer(AdamW):
         seen: ClassVar[list] = []
 
@@ -214,7 +214,7 @@ def test_an_optimizer_without_a_count_needs_no_promise():
         ("Something else went wrong.\nmore", "Something else went wrong$"),
     ],
 )
-def test_what_torch_says_is_said_in_words(said, means):
+def test_errors_of_torch_are_explained(said, means):
     def fails():
         raise RuntimeError(said)
 

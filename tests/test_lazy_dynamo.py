@@ -9,9 +9,7 @@ from cs336sys.lazy_dynamo import importing_no_compiler
 
 
 @pytest.mark.parametrize("is_called_before", [False, True])
-def test_what_was_left_out_before_the_compiler_was_imported_is_left_out_of_what_it_compiles(
-    monkeypatch, is_called_before
-):
+def test_hook_disabled_before_the_compiler_s_import_stays_out_of_what_it_compiles(monkeypatch, is_called_before):
     calls = []
     module = importlib.import_module("torch._dynamo")
 

@@ -81,7 +81,7 @@ def test_a_cell_of_ours_is_configured_as_before_there_were_others():
         ({"optimizer": "none"}, "unknown optimizer 'none'"),
     ],
 )
-def test_what_a_model_of_the_users_cannot_be_trained_with_is_refused(settings, sentence):
+def test_option_that_a_user_s_model_cannot_train_with_is_refused(settings, sentence):
     with pytest.raises(UsageError, match=sentence):
         Workload(SIZE, user=UserCode("mine.py:build"), **settings)
 

@@ -67,7 +67,7 @@ def test_fast_links_leave_computing_and_the_optimizer():
         assert step.step_s == pytest.approx(64 * 10e-3 / 16 + 8e-3 / (mesh.fsdp * mesh.tp), rel=1e-6)
 
 
-def test_what_does_not_fit_passes_in_parts():
+def test_batch_that_does_not_fit_is_passed_in_parts():
     size = replace(SIZE, batch_size=512)
     mesh = MeshShape(1, 8, 1)
     whole = simulate(size, BF16, mesh, CLUSTER, DEVICE)
@@ -118,7 +118,7 @@ def test_meshes_divide_batch_and_heads_inside_nodes():
         (OverlapSlowdown(0.5, 0.5), 0.0, 6.0, 6.0),
     ],
 )
-def test_what_goes_on_at_once_is_slower(beside, computing_s, communication_s, seconds):
+def test_concurrent_work_is_slower(beside, computing_s, communication_s, seconds):
     assert beside.seconds(computing_s, communication_s) == pytest.approx(seconds)
 
 

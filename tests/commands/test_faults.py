@@ -41,7 +41,7 @@ def test_standard_output_that_cannot_be_written_is_one_sentence(redirected, argu
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", sentence)
 
 
-def test_what_a_command_starts_has_standard_streams_where_its_own_are_closed():
+def test_child_processes_have_standard_streams_where_the_command_s_are_closed():
     """Else the first file that a worker opens would take their place, and get what is written to them."""
     child = "import sys; sys.stderr.write(str(None in (sys.stdin, sys.stdout, sys.stderr)))"
     script = (

@@ -58,7 +58,7 @@ def test_models_train_without_triton(run_without):
     assert (ended.returncode, [row["status"] for row in rows(ended)]) == (0, ["ok", "ok"])
 
 
-def test_what_needs_triton_is_unsupported_without_it(run_without):
+def test_kernels_are_unsupported_without_triton(run_without):
     ended = run_without("triton", "kernels", "--op", "rms-norm", "--implementation", "ours")
     assert (ended.returncode, [row["status"] for row in rows(ended)]) == (3, ["unsupported"])
     assert ended.stderr.endswith("error: needs the package triton, which is not installed\n")

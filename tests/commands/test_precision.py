@@ -79,7 +79,7 @@ def test_both_precisions_and_losses_by_default():
     assert rows == [(name, loss, "fp32") for name in ("fp16", "bf16") for loss in ("cross-entropy", "mse")]
 
 
-def test_what_a_device_cannot_run_is_a_row_with_the_reason(monkeypatch):
+def test_device_that_cannot_run_a_cell_gives_a_row_with_the_reason(monkeypatch):
     linear = torch.nn.functional.linear
 
     def without_half(*arguments):

@@ -337,7 +337,7 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_does_not_fit_is_said_before_it_is_tried(monkeypatch):
+def test_cell_that_does_not_fit_is_named_before_it_runs(monkeypatch):
     monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: Capacity("a CPU", 23.5))
     for command in ("bench", "nsys", "memprof"):
         monkeypatch.setattr(f"cs336sys.commands.{command}.run_sweep", Mock(side_effect=UsageError("measured")))

@@ -149,7 +149,7 @@ def test_runs_of_one_command_are_kept_apart_by_their_titles(without_torch):
     assert all(title.endswith("+00:00)") for title in memprof)
 
 
-def test_what_the_command_was_asked_is_asked_again(monkeypatch):
+def test_options_of_the_measuring_command_hold_for_its_saved_cells(monkeypatch):
     monkeypatch.setenv("CS336SYS_FLASH_BASELINE", "eager")
     (board,) = tables(show(BOARD, "--format", "json"))
     cudnn = next(row for row in board["rows"] if row["implementation"] == "sdpa-cudnn")
@@ -367,7 +367,7 @@ def test_cells_of_an_unknown_command_do_not_hide_the_others(tmp_path):
     assert result.stderr.startswith("error: cells of 'pretrain' cannot be shown by this cs336sys: choose from bench")
 
 
-def test_what_ascii_lacks_becomes_a_question_mark(tmp_path):
+def test_characters_beyond_ascii_become_question_marks(tmp_path):
     """LANG=C and PYTHONIOENCODING: report --format markdown ended in a UnicodeEncodeError."""
     for arguments in (
         ["show", str(BENCH)],

@@ -49,7 +49,7 @@ def test_verdict_names_the_straggler_and_what_to_try(runs):
     assert {"verdict": "No rank of 4 holds the others up by more than the noise of the steps."} in equal
 
 
-def test_what_changed_adds_up(runs):
+def test_changes_add_up_to_the_difference(runs):
     found = tables(invoke(runs / "before", "--against", runs / "after", "--format", "json", "--top", "50"))
     rows = found["changes"]["rows"]
     first, *_, last = found["waterfall"]["rows"]

@@ -67,7 +67,7 @@ def test_more_memory_is_never_slower(chosen):
     assert now < rank
 
 
-def test_what_is_given_stays():
+def test_given_options_stay():
     found = tables(
         *[
             "--size",
@@ -116,7 +116,7 @@ def test_each_combination_is_evaluated_or_left_out_for_a_reason():
         ("--size small --update backward --optimizer adamw", "--update: tune updates in a step of its own"),
     ],
 )
-def test_what_means_nothing_is_refused(words, sentence):
+def test_meaningless_options_are_refused(words, sentence):
     result = tune(*words.split())
     assert result.exit_code == 2, result.output
     assert sentence in result.output
@@ -206,7 +206,7 @@ def test_four_rounds_decide_small_differences_and_three_do_not():
     assert compared([100, 103, 100, 103], [101, 102, 101, 104])[1] is False
 
 
-def test_what_was_dropped_early_is_compared_in_the_rounds_that_both_have():
+def test_configuration_dropped_early_is_compared_in_shared_rounds():
     assert compared([100, 101, 100, 101], [150]) == ("none", True)
 
 

@@ -260,7 +260,7 @@ def test_every_state_is_compared_with_a_plain_model(state_dtype):
 
 
 @pytest.mark.parametrize("command", ["nsys", "memprof"])
-def test_what_looks_into_steps_checks_kernels_first(command, monkeypatch):
+def test_commands_that_look_into_steps_check_kernels_first(command, monkeypatch):
     """Neither compared anything: it would have profiled wrong attention, and shown it."""
     cell = workload(kernels="reference", precision="fp32", optimizer="course", attention="flash")
     cell = replace(cell, size=replace(SMALLEST, num_layers=3), steps=1)

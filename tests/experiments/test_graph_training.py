@@ -76,7 +76,7 @@ def test_replays_of_our_kernels_are_held_against_launches_of_the_same():
 
 @pytest.mark.usefixtures("graphs_on_a_cpu")
 @pytest.mark.parametrize("repeats", [True, False])
-def test_what_rounding_would_explain_is_wrong_where_launched_steps_repeat(monkeypatch, repeats):
+def test_small_difference_is_wrong_where_launched_steps_repeat(monkeypatch, repeats):
     """Replays leave a weight a thousandth off, which is within the tolerance of bf16."""
     train, runs = step.train_for_check, []
 

@@ -30,7 +30,7 @@ FORMULAS = (
         ("import cs336_basics.none_such\n", "model.py, line 1: ModuleNotFoundError: No module named"),
     ],
 )
-def test_what_cannot_be_imported_is_one_sentence(text, sentence, tmp_path, monkeypatch):
+def test_failing_import_is_one_sentence(text, sentence, tmp_path, monkeypatch):
     package = tmp_path / "cs336_basics"
     package.mkdir()
     (package / "__init__.py").write_text("")

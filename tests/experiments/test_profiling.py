@@ -86,7 +86,7 @@ def test_a_cell_under_nsys_is_read_from_its_report(nsys, choose, tmp_path):
     assert Workload.from_configuration(json.loads(configuration)) == TINY
 
 
-def test_what_the_profiled_process_says_is_the_outcome(nsys, choose):
+def test_message_of_the_profiled_process_is_the_outcome(nsys, choose):
     choose(nsys(outcome='{"status": "oom", "reason": "out of memory at warm-up: no room"}', leaves_report=False))
     outcome = profiling.measure_profile(ProfileWorkload(TINY, "auto").configuration(), silent)
     assert (outcome.status, outcome.reason) == ("oom", "out of memory at warm-up: no room")

@@ -78,7 +78,7 @@ def test_a_model_without_tokens_is_measured():
 
 @pytest.mark.parametrize("mode", ["train", "forward"])
 @pytest.mark.parametrize("attention", ["reference", "flash"])
-def test_what_is_counted_of_our_model_is_what_the_formulas_say(attention, mode):
+def test_counts_of_our_model_are_those_of_the_formulas(attention, mode):
     of_formula = Workload(SIZE, mode=mode)
     one = workload("ours", attention=attention, mode=mode)
     counted = counted_columns(TrainStep(one, CPU), lambda stage: None)
@@ -190,7 +190,7 @@ def line_with(text):
         ("Classifier", {}, "user_models.py, line "),
     ],
 )
-def test_what_is_wrong_with_it_is_one_sentence(model, settings, sentence, capfd):
+def test_each_fault_is_one_sentence(model, settings, sentence, capfd):
     outcome = outcome_of(workload(model, **settings))
     assert outcome.status == "error"
     assert sentence in outcome.reason
@@ -247,7 +247,7 @@ def test_a_course_package_of_the_users_is_found_beside_its_file(tmp_path):
     assert user_models.load(f"{FILE}:BasicsTransformerLM") is cs336_basics.model.BasicsTransformerLM
 
 
-def test_what_lies_beside_a_file_stands_in_for_packages_while_it_is_imported_alone(tmp_path):
+def test_modules_beside_a_file_stand_in_for_packages_only_during_its_import(tmp_path):
     (tmp_path / "mine.py").write_text("import random, numpy, tabulate\n\ndef build(size): ...\n")
     for name in ("random", "tabulate"):
         (tmp_path / f"{name}.py").write_text("")

@@ -454,7 +454,7 @@ def test_updates_in_the_backward_pass_keep_nothing_alive(device):
     assert [reference() for reference in freed] == [None, None]
 
 
-def test_what_cannot_be_updated_in_the_backward_pass(device):
+def test_parameters_that_cannot_be_updated_in_the_backward_pass_are_refused(device):
     parameters = parameters_of(make_tensors([(2,), (3,)], device=device))
     optimizer = AdamW(parameters)
     for groups in ([parameters, parameters[:1]], [[torch.nn.Parameter(torch.ones(2, device=device))]]):

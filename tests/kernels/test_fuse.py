@@ -200,7 +200,7 @@ def renamed(module, name):
     ],
     ids=["class", "attribute", "eps", "theta", "twice"],
 )
-def test_what_it_does_not_know_is_refused(model, change, sentence):
+def test_model_that_fuse_does_not_know_is_refused(model, change, sentence):
     change(model)
     changed = [module for module in model.modules() if "forward" in module.__dict__]
     with pytest.raises(UsageError, match=sentence):

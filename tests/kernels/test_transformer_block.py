@@ -73,7 +73,7 @@ def test_whatever_is_kept_results_are_the_same(model):
         assert all(torch.equal(gradient, first[1][name]) for name, gradient in gradients.items())
 
 
-def test_what_is_kept_is_gone_after_the_backward_pass_though_the_loss_is_not(model):
+def test_saved_tensors_are_freed_in_the_backward_pass_while_the_loss_lives(model):
     fuse(model)
     choose_kept(model, 2)
     y = torch.randn(2, 5, 24, device=next(model.parameters()).device, requires_grad=True)

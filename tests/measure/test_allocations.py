@@ -107,7 +107,7 @@ def test_activations_without_a_backward_pass_are_temporary():
     assert timeline.bytes_by_category()["activations"] == [0] * 4
 
 
-def test_what_a_recomputation_leaves_is_an_activation():
+def test_recomputation_leaves_activations():
     events = [
         Event(1, 8),
         Event(2, 5),

@@ -210,7 +210,7 @@ def test_a_worker_nobody_listens_to_ends_in_silence(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_what_a_cell_prints_goes_to_stderr(worker, capfd):
+def test_output_of_a_cell_goes_to_stderr(worker, capfd):
     run(worker, "print")
     captured = capfd.readouterr()
     assert captured.out == ""

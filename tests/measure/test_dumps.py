@@ -166,7 +166,7 @@ def test_differences_add_up():
         ({"segments": [], "device_traces": [[{"action": "alloc", "size": -4, "addr": 1}]]}, "entry 0 of device 0"),
     ],
 )
-def test_what_is_no_snapshot_is_one_sentence(snapshot, fact, tmp_path):
+def test_file_without_a_snapshot_is_one_sentence(snapshot, fact, tmp_path):
     path = tmp_path / "s.pickle"
     path.write_bytes(pickle.dumps(snapshot, 4))
     with pytest.raises(UsageError, match=f"is no snapshot of torch.cuda.memory._dump_snapshot: {fact}"):

@@ -50,7 +50,7 @@ def test_reading_has_the_units_of_its_names(driver):
     assert {clock, temperature} <= set(driver.asked)
 
 
-def test_what_the_driver_refuses_is_none(driver):
+def test_reading_that_the_driver_refuses_is_none(driver):
     driver.refused |= {"nvmlDeviceGetClockInfo", "nvmlDeviceGetCurrentClocksThrottleReasons"}
     assert nvml_reader("GPU-1")() == Reading(None, 61, 412.345, 7000.25, ())
 

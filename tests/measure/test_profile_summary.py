@@ -345,7 +345,7 @@ def test_the_report_is_not_written_to(report):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_what_was_run_stands_in_the_report(report):
+def test_commands_that_ran_stand_in_the_report(report):
     train_step(report)
     configuration = {"size": "tiny", "context": 16, "tf32": False, "seed": None}
     report.range(run_name(configuration), 0, 1000)

@@ -49,7 +49,7 @@ def test_elements_of_one_dimension_are_rows():
     assert relative_error(found, expected) == (0.01, 1)
 
 
-def test_what_is_zero_but_for_rounding_is_held_against_the_inputs():
+def test_zeros_but_for_rounding_are_compared_with_the_inputs():
     expected = 1e-17 * results()
     assert relative_error(expected + 1e-8, expected).whole == pytest.approx(1e-8)
     assert relative_error(torch.full_like(expected, 0.5), expected).whole == pytest.approx(0.5)

@@ -43,7 +43,7 @@ def test_gpus_are_read_from_new_and_old_drivers(tmp_path, monkeypatch, old):
     assert second.clock_limits == ("power cap", "software thermal slowdown")
 
 
-def test_what_a_gpu_does_not_tell_is_none(tmp_path, monkeypatch):
+def test_reading_that_a_gpu_does_not_give_is_none(tmp_path, monkeypatch):
     refusals = ", ".join(["[N/A]", "[Not Supported]", "[Unknown Error]", *["[N/A]"] * 6])
     lost = "Unable to determine the device handle for GPU1: 0000:3B:00.0: Unknown Error"
     put_nvidia_smi(tmp_path, f"0, GPU-1, NVIDIA Thor, {refusals}", lost)

@@ -159,7 +159,7 @@ def test_other_values_may_be_given_without_gradients():
     assert snapshot._is_unchanged()
 
 
-def test_what_changes_no_parameter_is_accepted():
+def test_forward_pass_that_changes_no_parameter_is_accepted():
     module = network(0)
     snapshot = held(module)
     module.last.weight.requires_grad_(False)

@@ -110,7 +110,7 @@ class _Nothing:
         pass
 
 
-def test_what_fails_to_start_fails_for_its_caller():
+def test_failing_start_fails_for_its_caller():
     with pytest.raises(AttributeError, match="no attribute 'start'"):
         start_for_good(None)
 

@@ -28,7 +28,7 @@ OWNERS = {
 
 
 @pytest.mark.parametrize(("owner", "by"), [("any", signal.SIGTERM), ("any", signal.SIGKILL), ("nsys", signal.SIGKILL)])
-def test_what_a_program_started_dies_with_the_owner(tmp_path, owner, by):
+def test_processes_of_a_program_die_with_the_owner(tmp_path, owner, by):
     with subprocess.Popen([sys.executable, "-c", OWNERS[owner], *PYTHON, STUBBORN, str(tmp_path)]) as process:
         ids = wait_for_ids(tmp_path, ROLES)
         assert all(map(is_running, ids))
@@ -37,7 +37,7 @@ def test_what_a_program_started_dies_with_the_owner(tmp_path, owner, by):
     wait_until(lambda: not any(map(is_running, ids)), 60)
 
 
-def test_what_a_program_started_dies_when_it_is_killed(tmp_path):
+def test_processes_of_a_program_die_when_it_is_killed(tmp_path):
     guarded = Guarded([*PYTHON, STUBBORN, str(tmp_path)])
     ids = wait_for_ids(tmp_path, ROLES)
     guarded.kill()
@@ -45,7 +45,7 @@ def test_what_a_program_started_dies_when_it_is_killed(tmp_path):
     assert guarded.process.returncode == -signal.SIGKILL
 
 
-def test_what_a_program_started_dies_when_it_dies(tmp_path):
+def test_processes_of_a_program_die_when_it_dies(tmp_path):
     guarded = Guarded([*PYTHON, STUBBORN, str(tmp_path)])
     ids = wait_for_ids(tmp_path, ROLES)
     os.kill(ids[0], signal.SIGSEGV)
@@ -55,7 +55,7 @@ def test_what_a_program_started_dies_when_it_dies(tmp_path):
     guarded.kill()
 
 
-def test_what_a_program_leaves_behind_dies_when_it_ends(tmp_path):
+def test_processes_left_behind_die_when_the_program_ends(tmp_path):
     done = run_guarded_program([*PYTHON, STUBBORN, str(tmp_path), "end"])
     assert (done.returncode, done.stdout) == (0, "")
     assert not any(map(is_running, wait_for_ids(tmp_path, ("end", "target", "daemon"))))

@@ -15,7 +15,7 @@ def board(cells):
     return next(table for table in board_tables(cells, None) if table.name == "board")
 
 
-def test_what_tells_rows_apart_has_a_column():
+def test_settings_that_differ_between_rows_have_a_column():
     """And a peak is predicted for blocks alone that choose themselves what to keep."""
     first = read_results(SAVED).cells[0]
     others = [{"prefetch": 0}, {"kernels": "reference", "compile": "block"}, {"strategy": "torch-fsdp"}]

@@ -37,7 +37,7 @@ def test_a_clock_that_fell_is_told_with_how_far_and_how_hot():
     )
 
 
-def test_what_held_a_clock_down_is_told_even_where_it_did_not_fall():
+def test_limit_of_a_clock_is_named_even_where_it_did_not_fall():
     capped = cell([1700] * 4, ["power cap", "power cap, sync boost", "", "power cap"])
     (note,) = clock_notes([capped, STEADY])
     assert note.startswith("clocks: power cap in 1 of 2 cells (up to 75 % of the readings), at up to 60 °C; ")

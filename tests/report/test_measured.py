@@ -98,7 +98,7 @@ def test_each_number_of_ranks_has_its_own_bandwidth():
     assert measured_ranks([bench_cell(), ddp_cell(50.0)]) == {}
 
 
-def test_what_computing_and_communication_cost_each_other():
+def test_computing_and_communication_slow_each_other_down():
     """Kernels ran for 48 ms in place of 40, 8 of them lost in 20 ms beside communication, which took 25 and not 20."""
     timeline = {"compute_ms": 48.0, "communication_ms": 25.0, "overlap_ms": 20.0}
     cell = ddp_cell(55.0, 40.0, 20.0)
@@ -116,7 +116,7 @@ def test_what_computing_and_communication_cost_each_other():
     assert source.startswith("assumed")
 
 
-def test_what_sends_buckets_is_named():
+def test_copy_engines_are_named_beside_the_mode():
     workload = ParallelWorkload(TRAINING, "bucketed", 2, bucket_mb="block", transport="copy-engines")
     cell = replace(ddp_cell(45.0), configuration=workload.configuration())
     _, (table,) = compare_with_measured([*RATES, cell, ddp_cell(45.0)], None, None)

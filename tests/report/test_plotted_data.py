@@ -142,7 +142,7 @@ def test_bars_of_nsys_are_the_shares_of_the_table(figures):
     assert used == colors, "every colour has its name"
 
 
-def test_of_cells_without_a_profile_an_empty_picture_is_drawn(figures):
+def test_cells_without_a_profile_draw_an_empty_picture(figures):
     plot_profiles([replace(cell, status="oom", samples={}, derived={}) for cell in saved("nsys-torch")], Path("n.png"))
     attention.plot_attn([replace(cell, status="timeout", samples={}) for cell in saved("attn")], Path("a.png"))
     assert len(figures) == 2

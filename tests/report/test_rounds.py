@@ -68,7 +68,7 @@ def test_samples_are_joined_and_what_follows_from_them_is_made_anew():
     }
 
 
-def test_what_was_observed_beside_the_steps_is_of_all_rounds():
+def test_readings_are_those_of_all_rounds():
     readings = [{"time_s": [0.1, 0.2], "sm_clock_mhz": clocks} for clocks in ([1980, 1900], [1500, 1400])]
     rounds = [
         replace(one, derived=one.derived | {"peak_resident_gib": gib, "gpu_readings": read})
@@ -82,7 +82,7 @@ def test_what_was_observed_beside_the_steps_is_of_all_rounds():
     }
 
 
-def test_what_is_not_known_stays_unknown():
+def test_unknown_values_stay_unknown():
     """On a CPU there is no peak memory and no busy time, and of an unknown GPU no MFU."""
     unknown = {"peak_gib": None, "gpu_busy_ms": None, "mfu_percent": None}
     (pooled,) = pool_bench_rounds([cell(1, (10.0,), **unknown), cell(2, (30.0,), **unknown)])

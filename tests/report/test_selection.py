@@ -95,7 +95,7 @@ def test_tables_are_chosen_by_name():
         (lambda: sort_rows([RATIOS], "-x"), "--sort 'x': choose from size, ratio"),
     ],
 )
-def test_what_no_table_has_is_refused(select, sentence):
+def test_column_of_no_table_is_refused(select, sentence):
     with pytest.raises(UsageError) as refused:
         select()
     assert str(refused.value) == sentence

@@ -451,7 +451,7 @@ def test_check_output_finds_what_cannot_be_written_and_changes_nothing(tmp_path)
         check_output(existing, "pdf")
 
 
-def test_what_cannot_be_written_to_the_output_is_printed(tmp_path, capsys):
+def test_table_is_printed_where_the_output_cannot_be_written(tmp_path, capsys):
     with pytest.raises(OutputError, match=r"^cannot write --output .*: Is a directory$"):
         emit([SWEEP], output=tmp_path)
     assert capsys.readouterr().out == render([SWEEP], "markdown")

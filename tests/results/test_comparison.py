@@ -66,7 +66,7 @@ def test_verdict_ratio_and_interval_are_of_one_statistic():
     assert compare_samples(series(*AROUND_100), series(*AROUND_100[::-1])).verdict == "~"
 
 
-def test_of_rates_more_is_faster():
+def test_higher_rate_is_faster():
     a, b = series(*AROUND_100, unit="gbps"), series(*AROUND_120, unit="gbps")
     assert compare_samples(a, b).verdict == "faster"
     slower = compare_samples(b, a)
@@ -84,7 +84,7 @@ def test_confidence_sets_the_significance():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_decides_nothing(value):
+def test_values_that_are_not_finite_decide_nothing(value):
     comparison = compare_samples(series(*AROUND_100), series(*AROUND_120, value, value))
     assert (comparison.verdict, comparison.reason) == ("undecided", "samples are not finite: 2 of B")
     assert (comparison.difference, comparison.slower_percent, comparison.slower_percent_at_most) == (

@@ -90,7 +90,7 @@ def test_a_damaged_record_costs_only_itself_and_the_file_is_not_appended_to(path
 
 
 @pytest.mark.parametrize("content", [b'{"schema_version": 1, "kind": "run"}\n', b"\x89PNG\r\n"])
-def test_what_is_not_compressed_is_one_sentence(path, content):
+def test_uncompressed_file_is_one_sentence(path, content):
     path.write_bytes(content)
     with pytest.raises(UsageError, match=r"r\.jsonl\.gz: its name says that it is compressed, and it is not$"):
         read_results(path)

@@ -20,7 +20,7 @@ def ms(*values):
     return Samples("ms", "cpu clock", values)
 
 
-def test_what_noise_made_is_marked():
+def test_differences_within_the_noise_are_marked():
     assert format_value(Interval(1.02, 0.9, 1.1, neutral=1.0), "ratio") == "~1.020x"
     assert format_value(Interval(1.2, 1.1, 1.3, neutral=1.0), "ratio") == "1.200x"
     assert format_value(Interval(-11.8, -30.0, 20.0, neutral=0.0), "ms") == "~-11.80"

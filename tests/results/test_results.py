@@ -49,7 +49,7 @@ def write(path, *records):
 
 
 @pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
-def test_what_was_written_is_read_back(tmp_path, name):
+def test_written_data_is_read_back(tmp_path, name):
     path = tmp_path / "new folder" / name
     write(path, RUN, CELL, FAILED)
     results = read_results(path)
@@ -432,7 +432,7 @@ def test_configuration_key_does_not_depend_on_order():
 @pytest.mark.parametrize(
     "changed", [{"timeout_s": 9.0}, {"trace": "folder"}, {"snapshot": "folder"}, {"keep": "folder"}]
 )
-def test_what_no_measurement_depends_on_is_no_part_of_a_configurations_key(changed):
+def test_key_of_a_configuration_leaves_out_settings_without_effect(changed):
     settings = {"a": 1, "timeout_s": 120.0, "trace": None, "snapshot": None, "keep": None}
     assert configuration_key(settings | changed) == configuration_key(settings)
     assert configuration_key(settings | changed | {"trace": True}) != configuration_key(settings | {"trace": False})

@@ -152,7 +152,7 @@ def test_drift_counts_and_noise_from_sample_to_sample_does_not():
     assert (rising.independent[0] < 4, rising.p_value) == (True, None)
 
 
-def test_of_runs_and_rounds_the_medians_are_the_samples():
+def test_medians_of_runs_and_rounds_are_the_samples():
     a = (((1.0, 3.0), (5.0, 3.0)), ((4.0,),), ((6.0, 8.0),), ((5.0,),))
     b = (((10.0, 12.0),), ((14.0, 18.0),), ((9.0,),), ((99.0,),))
     found = compare_sides(a, b)
@@ -203,7 +203,7 @@ def test_without_noise_any_difference_is_significant_and_a_rounding_is_none():
     assert (more.is_significant, more.ratio_low) == (True, pytest.approx(1.001))
 
 
-def test_what_is_not_positive_has_no_ratio():
+def test_values_that_are_not_positive_have_no_ratio():
     found = compare_sides(series(0, 0, -1, 0, 0, 0), series(1, 2, 1, 2, 1, 2))
     assert (found.ratio, found.ratio_low, found.is_significant) == (None, None, True)
 

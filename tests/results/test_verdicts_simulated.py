@@ -116,7 +116,7 @@ def test_few_samples(steps, draw, count):
     assert steps < 5 or power >= 0.75
 
 
-def test_what_is_called_faster_has_the_lower_median(draw, count):
+def test_faster_side_has_the_lower_median(draw, count):
     """B's faster mode is the rarer one: ranks say faster, its median is larger, and it is called neither."""
     a = bimodal(draw, (count, 50), fast=10, slow=20, share_slow=0.45)
     b = bimodal(draw, (count, 50), fast=9, slow=12, share_slow=0.55)
@@ -174,7 +174,7 @@ def test_one_run_a_side_says_nothing_of_the_next(draw, count):
 
 
 @pytest.mark.parametrize("spread", [0.005, 0.01, 0.02])
-def test_how_many_runs_a_difference_needs(spread, draw, count):
+def test_fewest_runs_that_show_a_difference(spread, draw, count):
     """The fewest runs a side of 10 steps each that find a difference four times out of five."""
     needed = {}
     for difference in (0.05, 0.02, 0.01):

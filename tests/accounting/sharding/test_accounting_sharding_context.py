@@ -59,7 +59,7 @@ def test_an_all_to_all_of_two_by_hand():
     assert all_to_all_bytes(split, 0, 10, 20, 2) == 4 * 15 + 3 * 5 + 4 * 5 + 3 * 15
 
 
-def test_what_a_step_of_equal_slices_sends():
+def test_step_of_equal_slices_sends_as_much_as_predicted():
     size = choose_size("small", context=1024, batch_size=3)
     tokens, parameters = 3 * 512, 128_625_408
     gradients = 4 * parameters

@@ -204,7 +204,7 @@ def test_every_option_that_names_a_file_to_write_is_known(every_command):
         (["losses", "--text", "book.txt", "--output", "./book.txt"], "book.txt"),
     ],
 )
-def test_what_is_read_or_was_measured_is_not_written_over(arguments, name, tmp_path, monkeypatch):
+def test_inputs_and_results_are_not_overwritten(arguments, name, tmp_path, monkeypatch):
     """``show r.jsonl --output r.jsonl`` left a table in the place of measurements, and ``losses`` of its text."""
     monkeypatch.chdir(tmp_path)
     record = json.dumps({"schema_version": 1, "kind": "run"}).encode() + b"\n"

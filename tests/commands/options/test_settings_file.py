@@ -101,7 +101,7 @@ def test_a_precision_that_is_asked_for_goes_before_another_way_to_say_it_in_the_
         ("[bench", "cannot read s.toml: it is not TOML: "),
     ],
 )
-def test_what_a_file_cannot_say_is_one_sentence_with_the_nearest_name(text, sentence, folder):
+def test_wrong_setting_in_a_file_is_one_sentence_with_the_nearest_name(text, sentence, folder):
     (folder / "s.toml").write_text(text)
     result = CliRunner().invoke(app, ["bench", "--dry-run", "--config", "s.toml"], prog_name="cs336sys")
     assert (result.exit_code, result.stdout) == (2, "")

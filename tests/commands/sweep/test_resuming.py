@@ -48,7 +48,7 @@ def known(runs, cells, configurations=({"size": "small"},), *, take_any=False):
         ),
     ],
 )
-def test_what_was_measured_otherwise_is_measured_again_and_resume_any_takes_it(then, named):
+def test_cell_of_other_conditions_is_measured_again_unless_resume_any(then, named):
     cells = [cell("then", size="small")]
     assert known([then], cells) == (
         [None],
@@ -60,7 +60,7 @@ def test_what_was_measured_otherwise_is_measured_again_and_resume_any_takes_it(t
     )
 
 
-def test_what_was_measured_alike_is_known():
+def test_cell_measured_alike_is_known():
     then = run("then", seed=1, gpu0_temperature_c=40.0, git_commit="another, of documents")
     assert known([then], [cell("then", size="small")]) == (["then"], [])
     assert known([then], [cell("then", size="small")], take_any=True) == (["then"], [])

@@ -180,7 +180,7 @@ def test_no_picture_is_drawn_of_cells_that_were_not_measured(capsys):
     assert err == "no cell was measured: no picture is drawn\n"
 
 
-def test_what_cannot_be_saved_or_drawn_is_printed_first(capsys):
+def test_tables_are_printed_before_a_file_that_cannot_be_written(capsys):
     """In this order: the table, then a sentence for each of them; pictures after the first that fails are drawn."""
     drawn = []
 
@@ -420,7 +420,7 @@ def on_a_terminal(script):
     return re.split(r"[\r\n]+", re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", ends))
 
 
-def test_what_workers_write_stands_above_the_bar():
+def test_output_of_workers_stands_above_the_bar():
     lines = on_a_terminal(
         "import os, subprocess\n"
         "from cs336sys.commands.sweep.progress import showing_progress\n"

@@ -261,7 +261,7 @@ def test_nan_is_wrong(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 @pytest.mark.parametrize("name", ["sdpa-cudnn", "flex", "triton"])
-def test_what_a_cpu_lacks_is_a_capability_error(name, monkeypatch):
+def test_feature_that_a_cpu_lacks_is_a_capability_error(name, monkeypatch):
     monkeypatch.setattr("cs336sys.kernels.attention.choice.INTERPRETED", False)
     with pytest.raises(CapabilityError):
         measure_flash(workload(name).configuration(), lambda stage: None)

@@ -344,7 +344,7 @@ def test_models_that_convert_copy_and_decide_are_traced(model):
     assert any("without oneDNN" in note for note in outcome.derived["notes"]) == torch.backends.mkldnn.is_available()
 
 
-def test_what_cannot_be_predicted_is_one_sentence_and_the_rest_is_measured():
+def test_failing_prediction_is_one_sentence_and_the_rest_is_measured():
     one = users("Counting").configuration()
     refused = guarded(predict_memory, one, lambda stage: None)
     assert refused.status == "unsupported"

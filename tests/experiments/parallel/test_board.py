@@ -55,7 +55,7 @@ def test_the_loss_of_every_step_is_kept(ranks, tmp_path):
     assert trace.stat().st_size > 1000
 
 
-def test_what_is_computed_again_counts_beside_the_model():
+def test_recomputed_flops_count_beside_the_model_s():
     size = choose_size("8b")
     cells = [
         workload(f"keep={blocks}", size=size, precision="bf16", optimizer="adamw", state_dtype="bf16")

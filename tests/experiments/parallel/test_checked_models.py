@@ -95,7 +95,7 @@ def test_random_layers_are_compared_with_the_same_random_numbers(ranks, strategy
     assert outcome.derived["relative_difference_percent"] < 100 * TOLERANCES["fp32"]
 
 
-def test_what_cannot_be_compared_is_said(ranks):
+def test_results_that_cannot_be_compared_are_named(ranks):
     ranks()
     outcome = outcome_of(cell("Unlike", "naive"))
     assert outcome.status == "ok"

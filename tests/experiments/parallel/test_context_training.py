@@ -68,7 +68,7 @@ def test_the_check_finds_a_ring_that_is_wrong_in_one_thing(ranks, fault):
     assert largest(ranks().run(context_training_ranks.verify_with, fault, cell)) > 2 * TOLERANCES["bf16"]
 
 
-def test_what_ranks_hold_and_send_is_what_was_predicted(ranks):
+def test_ranks_hold_and_send_as_predicted(ranks):
     cells = [workload(RING, size=WIDE, attention="flash"), workload(ALL_TO_ALL, size=WIDE, attention="sdpa")]
     of_ranks = ranks().run(sharding_ranks.observe_all, cells)
     for cell, found in zip(cells, zip(*of_ranks, strict=True), strict=True):

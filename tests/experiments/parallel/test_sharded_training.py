@@ -77,7 +77,7 @@ def test_fp16_scales_the_loss_and_ranks_with_slices_of_gradients_agree_on_overfl
         assert largest(differences) < TOLERANCES["fp16"] / 10
 
 
-def test_what_ranks_hold_and_send_is_what_was_predicted(ranks):
+def test_ranks_hold_and_send_as_predicted(ranks):
     cells = [workload(strategy, size=WIDE) for strategy in SHARDING_STRATEGIES]
     of_cells = zip(*ranks().run(sharding_ranks.observe_all, cells), strict=True)
     # On the rank with the most optimizer state.

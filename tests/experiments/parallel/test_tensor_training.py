@@ -151,7 +151,7 @@ def test_refusals(settings, message):
     assert message in str(refused.value)
 
 
-def test_what_is_sent_by_hand():
+def test_sent_bytes_by_hand():
     """Two ranks, one block of d 4, one sequence of 8 tokens, in bf16 under autocast."""
     size = choose_size("tiny", context=8, batch_size=1, d_model=4, num_heads=2, num_layers=1, d_ff=8, vocab_size=6)
     sums, embedded, loss = (4 + 1) * 8 * 4 * 2, 8 * 4 * 4, 12 * 8

@@ -314,7 +314,7 @@ def test_deterministic_gradients_repeat_to_the_last_bit(device):
     ],
     ids=["no divisor", "more keys", "no window", "full", "no number"],
 )
-def test_what_is_no_group_or_window_is_refused(implementation, heads, key_heads, options, error, text, device):
+def test_impossible_group_or_window_is_refused(implementation, heads, key_heads, options, error, text, device):
     inputs = grouped_inputs(heads, key_heads, 8, 8, device)
     with pytest.raises(error, match=text) as raised:
         flash_attention(*inputs, **{"is_causal": True} | options, implementation=implementation)

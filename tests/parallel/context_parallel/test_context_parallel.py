@@ -55,7 +55,7 @@ def test_training_has_loss_and_every_gradient_of_one_process(ranks, world_size):
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
 
 
-def test_what_cannot_be_is_refused_on_every_rank(ranks):
+def test_impossible_setting_is_refused_on_every_rank(ranks):
     for of_rank in ranks(2).run(context_ranks.refusals):
         assert [kind for kind, _ in of_rank] == ["UsageError"] * 7
         tokens, heads, order, zigzag, number, differing, twice = (message for _, message in of_rank)

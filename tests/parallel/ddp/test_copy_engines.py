@@ -123,7 +123,7 @@ def test_each_rank_averages_what_the_other_sent(two_ranks, monkeypatch):
         assert len(engines._copying.awaited) == 14
 
 
-def test_who_cannot_use_them_is_refused(monkeypatch):
+def test_groups_and_dtypes_that_copy_engines_cannot_serve_are_refused(monkeypatch):
     monkeypatch.setattr(copy_engines, "process_group", lambda group: group)
     monkeypatch.setattr(copy_engines.dist, "get_backend", lambda group: "nccl")
     gpu = torch.device("cuda", 0)

@@ -133,7 +133,7 @@ def test_plain_data_beside_the_model_comes_back_as_it_was(ranks, tmp_path):
             assert rate == 0.25
 
 
-def test_what_is_not_plain_data_is_refused_when_saving(ranks, tmp_path):
+def test_objects_are_refused_when_saving(ranks, tmp_path):
     for errors, found in ranks(2).run(checkpoint_ranks.refuse_to_save, tmp_path / "folder" / "saved"):
         for beginning, (kind, message) in errors.items():
             assert kind == "UsageError"

@@ -19,7 +19,7 @@ def test_training_goes_on_after_a_step_that_failed_on_all_ranks(ranks):
         assert gathered == {}
 
 
-def test_what_cannot_work_is_refused_by_name(ranks):
+def test_impossible_combination_is_refused_by_name(ranks):
     for errors in ranks(2).run(fsdp_faults_ranks.refusals):
         assert {kind for kind, _ in errors.values()} == {"UsageError"}
         messages = {what: message for what, (_, message) in errors.items()}

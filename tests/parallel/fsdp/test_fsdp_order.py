@@ -42,7 +42,7 @@ def test_nothing_is_gathered_ahead_of_use_if_so_asked(ranks):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_what_stays_gathered_is_not_gathered_again(ranks, prefetch):
+def test_kept_weights_are_not_gathered_again(ranks, prefetch):
     embedding, first, second, head = UNITS
     for forward, backward, _, evaluation in ranks(2).run(fsdp_order_ranks.launches, None, prefetch, 1):
         assert forward == [("all-gather", unit) for unit in UNITS]

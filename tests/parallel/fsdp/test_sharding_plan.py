@@ -49,7 +49,7 @@ def test_module_alone_is_a_unit():
 
 
 @pytest.mark.parametrize("parameter", [torch.zeros(()), torch.zeros(0, 3)])
-def test_what_has_no_rows_is_replicated(parameter):
+def test_parameter_without_rows_is_replicated(parameter):
     module = nn.Linear(3, 4)
     module.scale = nn.Parameter(parameter)
     assert planned(module) == ({"": ["weight", "bias"]}, ["scale"])

@@ -61,7 +61,7 @@ def test_gradients_in_the_dtype_they_are_sent_in_are_averaged_where_they_are(ran
         assert found["one memory"] == (wrapper in ("flat", "bucketed"))
 
 
-def test_what_cannot_be_averaged_is_refused_in_one_sentence_on_every_rank(ranks):
+def test_gradient_that_cannot_be_averaged_is_refused_on_every_rank(ranks):
     for said in ranks(2).run(shared_memory_ranks.refusals):
         assert said["nested"] == "0 (BucketedDDP) is wrapped already: wrap the plain module"
         assert said["an old wrapper alive"].startswith("weight has its gradient averaged already")

@@ -106,7 +106,7 @@ def test_inference_is_a_run_of_its_own_where_it_was_profiled():
     assert "in inference (the step's forward pass) to" in words(answers(2026, trained, "nsys_profile", "d"))
 
 
-def test_what_the_handout_asks_comes_from_no_command_of_another_size():
+def test_answers_come_from_no_command_of_another_size():
     """``report --size tiny`` said that times of ``small`` come from ``bench --size tiny``."""
     target = Target(HANDOUTS[2025], "tiny", "cpu")
     document = build_document(PROBLEMS[2025][:1], evidence_of(saved("bench-fp16-h200"), {})[0], target)
@@ -206,7 +206,7 @@ def test_a_half_precision_is_compared_with_the_fp32_of_its_own_run():
     assert "The forward pass in bf16 against fp32: small 19.09 ms to 12.85 ms (1.49x as fast)" in text
 
 
-def test_what_ranks_hold_in_their_first_step_is_preferred_to_what_a_run_of_more_strategies_recorded_later():
+def test_memory_of_the_first_step_is_preferred_to_that_of_later_runs():
     def as_earlier(cell):
         later = [held for held in cell.derived.get("memory", ()) if "first" not in held["moment"]]
         settings = cell.configuration | {"attention": "sdpa"}
@@ -260,7 +260,7 @@ def test_directly_after_the_optimizer_step_gradients_are_alive():
     assert "gradients alive" in block.missing[0]
 
 
-def test_what_is_saved_of_the_peak_is_the_difference_of_the_peaks_next_to_it():
+def test_saving_is_the_difference_of_the_peaks_beside_it():
     """31.75 and 24.31 GiB "saved 7.756": the allocator's counter, not the allocations that were listed."""
     text = words(answers(2025, saved("shard-xl-h200"), "optimizer_state_sharding_accounting", "a"))
     assert "and 31.75 GiB at the peak of the second step" in text
@@ -529,7 +529,7 @@ def test_smaller_pieces_that_were_measured_in_one_precision_are_not_missed_in_an
     assert "59.48 GiB (sublayer), 59.48 GiB (block) and 65.37 GiB (every=2)" in both
 
 
-def test_what_fsdp_saves_stands_beside_what_is_expected():
+def test_memory_that_fsdp_saves_stands_beside_the_prediction():
     files = saved("shard-2.7b-h200")
     text = words(answers(2026, files, "fsdp_accounting", "a"))
     # 50.93 less 26.33 GiB, of 16 bytes for each of 3.41 B parameters, halved: 25.38 GiB.
@@ -545,7 +545,7 @@ def test_what_fsdp_saves_stands_beside_what_is_expected():
     assert "what is missing" not in after
 
 
-def test_what_is_expected_of_fsdp_is_that_of_the_size_that_was_measured():
+def test_prediction_for_fsdp_is_of_the_measured_size():
     halved = changed(
         saved("shard-2.7b-h200"),
         lambda cell: cell.configuration["strategy"] == "fsdp",

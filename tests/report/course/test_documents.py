@@ -95,7 +95,7 @@ def test_every_problem_of_the_handout_is_there_in_its_order(year):
 
 
 @pytest.mark.parametrize("year", [2025, 2026])
-def test_what_is_missing_comes_from_the_commands_that_are_named(year, everything, monkeypatch):
+def test_named_commands_give_the_missing_data(year, everything, monkeypatch):
     """ "gloo with 4 ranks ... comes from `--world-size 2`": what a command would measure is what is missing."""
     runs = {run.run_id: run for file in everything for run in file.runs.values()}
     blocks = [(problem.name, block) for problem, block in _blocks(document(year, everything)) if block.missing]
@@ -234,7 +234,7 @@ def test_a_note_of_the_tables_of_several_runs_is_said_once_below_them():
     assert [len(notes) for notes in noted] == [0, 0, 1]
 
 
-def test_what_has_no_data_names_the_command_that_gives_it():
+def test_problem_without_data_names_its_command():
     ((_, sections),) = document(2025, [], "nsys_profile").problems
     assert all(not section.blocks for section in sections)
     assert sections[0].absent == [
