@@ -9,12 +9,12 @@ import typer
 
 from cs336sys.commands.options.board import goes_before
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import BaselineOption, check_baseline, choice
+from cs336sys.commands.options.reading import BaselineOption, KernelOption, check_baseline, choice
 from cs336sys.commands.options.training import DeviceOption, DryRunOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
-from cs336sys.user_code import digest, read_reference
+from cs336sys.user_code import digest
 from cs336sys.workload import IMPLEMENTATIONS, AttentionWorkload
 
 # The shapes that the handouts ask for: every cell of flash_benchmarking, and the 2025 leaderboard's one.
@@ -35,14 +35,7 @@ def flash(
     implementation: Annotated[
         list[str], choice(IMPLEMENTATIONS, f"Any of {', '.join(IMPLEMENTATIONS)}.", show_default="all")
     ] = list(IMPLEMENTATIONS),
-    kernel: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Yours, too: FILE.py:NAME, called (query, key, value, is_causal=...).",
-            show_default=False,
-            parser=read_reference,
-        ),
-    ] = None,
+    kernel: KernelOption = None,
     batch_size: Annotated[list[int], typer.Option(help="Batch sizes.", min=1)] = [1],
     num_heads: Annotated[list[int], typer.Option(help="Numbers of heads.", min=1)] = [16],
     kv_heads: Annotated[

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import BaselineOption, check_baseline, choice
+from cs336sys.commands.options.reading import BaselineOption, KernelOption, check_baseline, choice
 from cs336sys.commands.options.training import DeviceOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
-from cs336sys.user_code import digest, read_reference
+from cs336sys.user_code import digest
 from cs336sys.workload import CLASSIFIER, KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload
 
 # What is measured unless it is said: a layer of an 8B model at 32k, and what Triton's interpreter computes in seconds.
@@ -24,14 +24,7 @@ def kernels(
     implementation: Annotated[
         list[str], choice(KERNEL_IMPLEMENTATIONS, f"Any of {', '.join(KERNEL_IMPLEMENTATIONS)}.", show_default="all")
     ] = list(KERNEL_IMPLEMENTATIONS),
-    kernel: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Yours, too, of one --op: FILE.py:NAME, called as that op is.",
-            show_default=False,
-            parser=read_reference,
-        ),
-    ] = None,
+    kernel: KernelOption = None,
     tokens: Annotated[
         list[int] | None, typer.Option(help="Numbers of rows.", show_default="32768, on a CPU 32", min=1)
     ] = None,

@@ -15,12 +15,18 @@ import typer
 from typer.models import OptionInfo
 
 from cs336sys.errors import UsageError, choose_from
+from cs336sys.user_code import read_reference
 
 # Panels of the help, besides that of the command's own options.
 MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output"
 
 BaselineOption = Annotated[
     str | None, typer.Option(help="Which of them speed-ups are over. Default: eager.", show_default=False)
+]
+
+KernelOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Yours, too: FILE.py:NAME (docs/own_kernel.md).", show_default=False, parser=read_reference),
 ]
 
 # Beyond these no option means anything: no machine holds as many tokens, or does as many FLOP/s.
