@@ -1,5 +1,6 @@
 """The examples of docs/examples, run as their first lines say."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,9 +12,10 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
 
 
-def run(*command):
+def run(*command, **settings):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=environment)
+    words = [sys.executable, *map(str, command)]
+    return subprocess.run(words, capture_output=True, text=True, env=environment, **settings)
 
 
 @pytest.mark.parametrize(("example", "last"), [("train_ddp", "step 20: loss 0."), ("train_fsdp", "saved and loaded")])
@@ -39,3 +41,13 @@ def test_gate_compares_a_checkout_with_itself():
     # A shared machine may be slower in one half: either verdict, but a verdict.
     assert done.returncode in (0, 1), done.stderr
     assert "forward" in done.stdout
+
+
+@pytest.mark.nightly
+def test_notebook_runs_from_top_to_bottom(tmp_path):
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    (tmp_path / "notebook.py").write_text("\n".join(code))
+    done = run(tmp_path / "notebook.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "after.png").is_file()

@@ -24,9 +24,8 @@ from cs336sys.report.outputs import (
 from cs336sys.report.table import Grid, Table, grid_of, one_line
 from cs336sys.results.foreign import printable
 from cs336sys.results.model import Samples
+from cs336sys.results.schema import TABLES_SCHEMA_VERSION
 from cs336sys.results.statistics import Interval
-
-TABLES_SCHEMA_VERSION = 1
 
 # What --output calls standard output, as everywhere.
 STDOUT = Path("-")

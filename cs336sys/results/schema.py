@@ -1,4 +1,4 @@
-"""The JSON Schema of results files, made from the dataclasses that are written to them."""
+"""The JSON Schema of results files, made from the dataclasses that are written to them, and of ``--format json``."""
 
 import types
 import typing
@@ -7,19 +7,61 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from cs336sys.results.model import SCHEMA_VERSION, Cell, Run, Samples
 
+# Of the documents that ``--format json`` prints.
+TABLES_SCHEMA_VERSION = 1
+
 _NAMES = {str: "string", type(None): "null"}
 
 # JSON has no numbers for these.
 _NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 
 
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+_TEXT = {"type": "string"}
+_TABLES = _object(
+    {
+        "schema_version": {"const": TABLES_SCHEMA_VERSION},
+        "tables": {
+            "type": "array",
+            "items": _object(
+                {
+                    "name": _TEXT,
+                    "title": _TEXT,
+                    "rows": {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "additionalProperties": {
+                                "anyOf": [{"type": one} for one in ("string", "number", "boolean", "null")]
+                            },
+                        },
+                    },
+                    "notes": {"type": "array", "items": _TEXT},
+                }
+            ),
+        },
+    }
+)
+
+
 def results_schema() -> dict[str, Any]:
-    """Return the JSON Schema (2020-12) of one line of a results file: a run or a cell."""
+    """Return the JSON Schema (2020-12) of one line of a results file: a run or a cell.
+
+    Its definition ``tables`` is of what ``--format json`` prints.
+    """
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"A line of a results file of cs336sys, version {SCHEMA_VERSION}",
         "oneOf": [{"$ref": "#/$defs/run"}, {"$ref": "#/$defs/cell"}],
-        "$defs": {"run": _record(Run), "cell": _record(Cell), "samples": _of_dataclass(Samples)},
+        "$defs": {"run": _record(Run), "cell": _record(Cell), "samples": _of_dataclass(Samples), "tables": _TABLES},
     }
 
 

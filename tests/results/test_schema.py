@@ -23,13 +23,13 @@ def schema():
 
 def is_valid(value, schema, root):
     """Judge by the few keywords that our schema has; another keyword is a KeyError."""
-    kinds = {"object": dict, "array": list, "string": str, "null": type(None), "number": (int, float)}
+    kinds = {"object": dict, "array": list, "string": str, "null": type(None), "number": (int, float), "boolean": bool}
 
     def one(keyword, rule):
         if keyword == "$ref":
             return is_valid(value, root["$defs"][rule.removeprefix("#/$defs/")], root)
         if keyword == "type":
-            return isinstance(value, kinds[rule]) and not isinstance(value, bool)
+            return isinstance(value, kinds[rule]) and (rule == "boolean") == isinstance(value, bool)
         return {
             "const": lambda: value == rule,
             "enum": lambda: value in rule,
@@ -110,3 +110,13 @@ def test_jsonschema_agrees(schema):
     validator = Draft202012Validator(schema)
     for path in KEPT:
         assert all(validator.is_valid(line) for line in lines_of(path)), path
+
+
+@pytest.mark.parametrize("name", ["bench-h200", "ddp-graph-h200", "nsys-h200", "flash-h200"])
+def test_tables_of_format_json_are_valid(schema, name):
+    path = next(path for path in KEPT if path.name == f"{name}.jsonl.gz")
+    printed = CliRunner().invoke(app, ["show", str(path), "--format", "json"])
+    document = json.loads(printed.stdout)
+    assert is_valid(document, schema["$defs"]["tables"], schema)
+    document["tables"][0]["rows"][0]["size"] = ["no", "scalar"]
+    assert not is_valid(document, schema["$defs"]["tables"], schema)
