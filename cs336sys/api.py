@@ -19,7 +19,7 @@ from typing import Any
 import typer
 
 from cs336sys.cli import app
-from cs336sys.commands.faults import sentence_of
+from cs336sys.commands.faults import say, sentence_of
 from cs336sys.errors import INTERRUPTED, TERMINATED, OutputError, UsageError, a_value
 from cs336sys.processes import started_outside
 from cs336sys.report.page import html_table
@@ -27,10 +27,13 @@ from cs336sys.report.render import collecting, render
 from cs336sys.report.table import Table
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Run, read_results
-from cs336sys.user_code import is_user_code
+from cs336sys.user_code import TO_FILE, is_user_code, name_object
 
 Value = str | int | float | Path | Callable[..., Any]
 Setting = Value | Sequence[Value] | None
+
+# What measures in one process can do so in this one.
+_MEASURED_HERE = ("bench", "memprof", "flash", "kernels")
 
 # Workers inherit it, and know so that the file which they load is the script that waits for them.
 _MEASURING = "_CS336SYS_MEASURING"
@@ -326,7 +329,7 @@ def _arguments(settings: dict[str, Setting], *command: str) -> list[str]:
         values = _several(value)
         if known is not None and not known.multiple and len(values) != 1:
             raise UsageError(f"{name}={value!r}: takes one value")
-        arguments += [f"{option}={_text(name, one)}" for one in values]
+        arguments += [f"{option}={_text(name, one, command[0])}" for one in values]
     return arguments
 
 
@@ -341,7 +344,7 @@ def _options(command: Sequence[str]) -> dict[str, Any]:
     return {name: option for option in group.params if option.param_type_name == "option" for name in option.opts}
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: Any, command: str) -> str:
     if isinstance(value, str | int | float | Path) and not isinstance(value, bool):
         return str(value)
     module = sys.modules.get(str(getattr(value, "__module__", None)))
@@ -350,10 +353,11 @@ def _text(name: str, value: Any) -> str:
         assert module is not None
         return f"{module.__name__ if '.' in module.__name__ else file}:{own_name}"
     if callable(value):
-        raise UsageError(
-            f"{name}: {a_value(value)} that worker processes cannot find by name; write a function that builds it at "
-            f"module level of a file and give 'FILE.py:NAME', or the function"
-        )
+        found = f"{name}: {a_value(value)} that worker processes cannot find by name"
+        if command not in _MEASURED_HERE:
+            raise UsageError(f"{found}; {TO_FILE}")
+        say(f"note: {found}: it is measured in this process, and nothing ends a cell that takes too long")
+        return name_object(value)
     raise UsageError(f"{name}={value!r}: must be a text, a number, a path, a function of a file, or a list of them")
 
 

@@ -1,22 +1,46 @@
 """Functions of the user that stand in for a part of ours, named on the command line. Plain data, no torch.
 
-``FILE.py:NAME`` names one in a file, ``package.module:NAME`` one in a module that can be imported.
+``FILE.py:NAME`` names one in a file, ``package.module:NAME`` one in a module that can be imported, and ``here:NAME`` an
+object that this process alone has: one of a notebook, or a closure.
 """
 
 import ast
 import hashlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from cs336sys.errors import UsageError
 
+HERE = "here"
+
+# Those that have a name for as long as this process lives.
+_objects: dict[str, Callable[..., Any]] = {}
+
+TO_FILE = "write a function that builds it at module level of a file and give 'FILE.py:NAME', or the function"
 _FORMS = "write FILE.py:NAME or package.module:NAME"
 
 
 def is_user_code(value: str | None) -> bool:
     """Return whether an option's value names a function of the user, and is none of our names."""
     return value is not None and ":" in value
+
+
+def name_object(value: Callable[..., Any]) -> str:
+    """Return the name, ``here:NAME``, of an object of this process: the same each time."""
+    for reference, known in _objects.items():
+        if known is value:
+            return reference
+    own = getattr(value, "__name__", type(value).__name__)
+    reference = f"{HERE}:{own if own.isidentifier() else 'object'}_{len(_objects) + 1}"
+    _objects[reference] = value
+    return reference
+
+
+def named_object(reference: str) -> Callable[..., Any] | None:
+    """Return the object of this process that :func:`name_object` has named so; None for what is in a file."""
+    return _objects.get(reference)
 
 
 def split_reference(reference: str) -> tuple[str, str]:
@@ -42,6 +66,10 @@ def source_file(reference: str) -> Path:
         UsageError: there is none.
     """
     where, _ = split_reference(reference)
+    if (found := _objects.get(reference)) is not None:
+        # As Python names it in a traceback; a notebook's cell has no such file.
+        code = getattr(found, "__code__", None)
+        return Path(reference if code is None else code.co_filename)
     if is_file(where):
         if not Path(where).is_file():
             raise UsageError(f"'{reference}': there is no file {where}")
@@ -76,6 +104,9 @@ def digest(references: list[str]) -> str:
     What they import from elsewhere does not count: packages that are installed, folders put on ``sys.path``.
     """
     total = hashlib.sha256()
+    for reference in sorted(set(references) & _objects.keys()):
+        total.update(f"{reference} {_objects[reference]!r}\0".encode())
+    references = [reference for reference in references if reference not in _objects]
     for file in sorted({found for reference in references for found in _sources(source_file(reference).resolve())}):
         total.update(f"{file.name}\0".encode() + file.read_bytes() + b"\0")
     return total.hexdigest()[:12]

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 import cs336sys.api
-from cs336sys import Interrupted, Results, account, bench, compare, read, tune
+from cs336sys import Interrupted, Results, account, bench, compare, ddp, flash, read, tune
 from cs336sys.cli import app
 from cs336sys.errors import INTERRUPTED, UsageError
+from cs336sys.sizes import choose_size
 
 ROOT = Path(__file__).parent.parent
 
@@ -145,8 +147,9 @@ def test_account_and_plans_are_the_commands_tables():
         (lambda: bench("tiny", dry_run="yes"), "must be True or False"),
         (lambda: bench("tiny", cuda_graph=True), "--cuda-graph takes a value"),
         (lambda: bench("tiny", save="a.jsonl", resume=True), "resume with cs336sys bench"),
-        (lambda: bench(lambda: None), "give 'FILE.py:NAME'"),
-        (lambda: bench(torch.nn.Linear(1, 1)), "a Linear that worker processes cannot find by name"),
+        (lambda: ddp(lambda: None), "give 'FILE.py:NAME'"),
+        (lambda: ddp(torch.nn.Linear(1, 1)), "a Linear that worker processes cannot find by name"),
+        (lambda: bench(torch.nn.Linear(1, 1), cell_timeout=5.0), "--cell-timeout 5: needs processes of its own"),
         (lambda: account("memry"), "did you mean memory"),
         (lambda: tune("tiny", save="a.jsonl"), "add --measure"),
     ],
@@ -185,6 +188,61 @@ def test_example_of_the_page_runs(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("### bench")
     assert (tmp_path / "bench.jsonl").exists()
+
+
+def layers(count, size):
+    blocks = [torch.nn.Linear(size.d_model, size.d_model) for _ in range(count)]
+    return torch.nn.Sequential(
+        torch.nn.Embedding(size.vocab_size, size.d_model), *blocks, torch.nn.Linear(size.d_model, size.vocab_size)
+    )
+
+
+SHORT = {"context": 16, "batch_size": 2, "warmup": 1, "steps": 2, "device": "cpu"}
+
+
+def test_objects_without_a_name_are_measured_in_this_process(capsys):
+    count, built_in = 2, []
+
+    def build(size):
+        built_in.append(os.getpid())
+        return layers(count, size)
+
+    results = bench(build, **SHORT)
+    assert [cell.status for cell in results.cells] == ["ok"]
+    assert set(built_in) == {os.getpid()}
+    assert results.runs[0].machine["torch"] == torch.__version__
+    assert "it is measured in this process" in capsys.readouterr().err
+    # The same object is the same configuration.
+    again = bench(build, **SHORT)
+    assert [cell.configuration for cell in again.cells] == [cell.configuration for cell in results.cells]
+    assert bench(lambda size: layers(1, size), **SHORT).cells[0].configuration != results.cells[0].configuration
+
+
+def test_a_copy_of_a_built_module_is_trained():
+    module = layers(1, choose_size("tiny"))
+    before = [parameter.clone() for parameter in module.parameters()]
+    assert bench(module, **SHORT, precision=["fp32", "bf16"]).ok
+    assert all(torch.equal(now, was) for now, was in zip(module.parameters(), before, strict=True))
+
+
+def test_failure_in_this_process_is_a_cell():
+    def fail(size):
+        raise ZeroDivisionError("mine")
+
+    (cell,) = bench(fail, **SHORT).cells
+    assert cell.status == "error"
+    assert re.fullmatch(r"test_api.py, line \d+: ZeroDivisionError: mine", cell.reason), cell.reason
+
+
+def test_own_kernel_may_be_a_closure():
+    scale = 1.0
+
+    def attention(query, key, value, is_causal):
+        return scale * torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+
+    settings = {"context": 32, "num_heads": 2, "head_dim": 8, "dtype": "fp32", "device": "cpu", "repetition_ms": 2}
+    cells = flash(kernel=attention, implementation="eager", **settings).cells
+    assert [cell.status for cell in cells] == ["ok", "ok"]
 
 
 @pytest.mark.nightly

@@ -197,6 +197,31 @@ class Worker:
         self._is_busy = False
 
 
+class WorkerHere:
+    """Stands in for :class:`Worker` where cells need objects that this process alone has: it measures them itself.
+
+    What goes wrong in a cell comes back as an outcome, too, but nothing ends a cell that takes too long, and one that
+    kills its process kills this one.
+    """
+
+    def __init__(self, measure: str, arguments: tuple[str, ...] = ()):
+        self._measure_cell = imported(measure)
+        self.run: Run | None = imported("cs336sys.measure.environment:new_run")(arguments)
+
+    def start(self, *, timeout_s: float | None = None) -> Outcome | None:
+        """Start nothing: this process runs."""
+        return None
+
+    def measure(self, configuration: dict[str, Any], *, timeout_s: float | None, progress: Progress) -> Outcome:
+        """Measure one cell, as :meth:`Worker.measure`."""
+        outcome = guarded(self._measure_cell, configuration, progress)
+        release_memory()
+        return outcome
+
+    def close(self) -> None:
+        """End nothing."""
+
+
 class _ParentGone(BaseException):
     """Nobody waits for this cell any more; not an Exception, which would be the cell's own."""
 

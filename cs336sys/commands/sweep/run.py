@@ -30,6 +30,7 @@ from cs336sys.results.model import (
     read_results,
     same_code,
 )
+from cs336sys.user_code import TO_FILE, named_object
 from cs336sys.workload import MemoryWorkload, ParallelWorkload, Workload
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ def run_sweep(
         UsageError: ``asked.save`` cannot be written or, on ``--resume``, read.
         CapabilityError: the measuring process, or a tracker, does not start.
     """
-    from cs336sys.measure.cells import Worker
+    from cs336sys.measure.cells import Worker, WorkerHere
 
     save, resumes, cell_timeout = asked.save, asked.resumes, asked.cell_timeout
     trackers = asked.track
@@ -262,7 +263,11 @@ def run_sweep(
     tracking = start_tracking(command, distinguishing_settings(configurations), trackers)
     file = ResultsFile(save) if save else None
     results = read_results(save) if resumes and save and save.stat().st_size else None
-    worker = ranks or Worker(measure, tuple(sys.argv[1:]))
+    is_here = any(named_object(str(value)) for one in configurations for value in one.values())
+    if is_here and (across_ranks or asked.cell_timeout is not None):
+        option = "ranks" if across_ranks else f"--cell-timeout {asked.cell_timeout:g}"
+        raise UsageError(f"{option}: needs processes of its own, which cannot find the object by name; {TO_FILE}")
+    worker = ranks or (WorkerHere if is_here else Worker)(measure, tuple(sys.argv[1:]))
     cells: list[Cell] = []
     run = None
     interruption: int | None = None

@@ -1,6 +1,7 @@
 """The user's functions: imported, called, and what they raise told in a sentence that names their line."""
 
 import contextlib
+import copy
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError, a_value
 from cs336sys.measure.cells import is_out_of_memory
 from cs336sys.sizes import ModelSize
-from cs336sys.user_code import is_file, is_user_code, source_file, split_reference
+from cs336sys.user_code import is_file, is_user_code, named_object, source_file, split_reference
 from cs336sys.workload import Workload
 from cs336sys.workload.course_package import PACKAGE, first_folder
 
@@ -134,6 +135,8 @@ def load(reference: str) -> Callable[..., Any]:
         UsageError: there is no such file or module.
         UserCodeError: it raises when it is imported, has no such name, or that is nothing to call.
     """
+    if (found := named_object(reference)) is not None:
+        return found
     if reference in _loaded:
         return _loaded[reference]
     file = source_file(reference)
@@ -222,7 +225,8 @@ def build(reference: str, size: ModelSize) -> nn.Module:
     """
     function = load(reference)
     with _telling([reference], f"{reference} failed"), their_course_package():
-        model = function(size)
+        # A module that the caller has built is trained as it is, and stays so.
+        model = copy.deepcopy(function) if isinstance(function, nn.Module) else function(size)
     if not isinstance(model, nn.Module):
         raise UserCodeError(f"{reference} returned {a_value(model)}: it should return a torch.nn.Module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
