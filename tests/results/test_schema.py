@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from cs336sys.cli import app
 from cs336sys.results.model import read_results
 
-KEPT = sorted((Path(__file__).parents[2] / "docs" / "results").glob("*.jsonl.gz"))
+KEPT = sorted((Path(__file__).parents[2] / "docs" / "results").rglob("*.jsonl.gz"))
 
 
 @pytest.fixture(scope="module")
