@@ -242,13 +242,21 @@ class GraphedStep:
         with self.recorder.aside():
             for number in range(warmup):
                 settings = [_settings(optimizer) for optimizer in optimizers]
-                captured = _seeming_captured() if number == warmup - 1 else contextlib.nullcontext()
+                captured: AbstractContextManager[Any] = contextlib.nullcontext()
+                if 0 < number == warmup - 1:
+                    # Before, because torch's optimizers refuse to count on the CPU in other words.
+                    self._require_state_on_device(optimizers)
+                    captured = _seeming_captured()
                 with around(number), captured:
                     for run in phases.values():
                         run()
+        self._require_state_on_device(optimizers)
         for optimizer, before in zip(optimizers, settings, strict=True):
-            _require_state_on_device(optimizer, self.inputs[0].device)
             _require_constant(optimizer, before)
+
+    def _require_state_on_device(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            _require_state_on_device(optimizer, self.inputs[0].device)
 
     def _capture(
         self, phases: Mapping[str, Callable[[], Any]], around: Callable[[str], AbstractContextManager[Any]]
