@@ -239,24 +239,21 @@ class GraphedStep:
         around: Callable[[int], AbstractContextManager[Any]],
     ) -> None:
         settings: list[Any] = []
+        device = self.inputs[0].device
         with self.recorder.aside():
             for number in range(warmup):
                 settings = [_settings(optimizer) for optimizer in optimizers]
                 captured: AbstractContextManager[Any] = contextlib.nullcontext()
                 if 0 < number == warmup - 1:
                     # Before, because torch's optimizers refuse to count on the CPU in other words.
-                    self._require_state_on_device(optimizers)
+                    _require_state_on_device(optimizers, device)
                     captured = _seeming_captured()
                 with around(number), captured:
                     for run in phases.values():
                         run()
-        self._require_state_on_device(optimizers)
+        _require_state_on_device(optimizers, device)
         for optimizer, before in zip(optimizers, settings, strict=True):
             _require_constant(optimizer, before)
-
-    def _require_state_on_device(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        for optimizer in optimizers:
-            _require_state_on_device(optimizer, self.inputs[0].device)
 
     def _capture(
         self, phases: Mapping[str, Callable[[], Any]], around: Callable[[str], AbstractContextManager[Any]]
@@ -351,9 +348,9 @@ def _require_constant(optimizer: torch.optim.Optimizer, before: list[dict[str, A
                 )
 
 
-def _require_state_on_device(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    for state in optimizer.state.values():
-        for name, value in state.items():
+def _require_state_on_device(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+    for optimizer in optimizers:
+        for name, value in (item for state in optimizer.state.values() for item in state.items()):
             counts = isinstance(value, int | float) and not isinstance(value, bool)
             if counts or (isinstance(value, Tensor) and value.device.type != device.type):
                 raise CapabilityError(

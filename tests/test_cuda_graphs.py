@@ -274,14 +274,31 @@ def test_code_that_asks_sees_a_capture_in_the_last_warm_up_step(monkeypatch):
         asked.append(torch.cuda.is_current_stream_capturing())
 
     def fail():
-        raise ZeroDivisionError
+        if torch.cuda.is_current_stream_capturing():
+            raise ZeroDivisionError
 
     GraphedStep({"forward": forward}, (torch.zeros(1),), recorder=OperatorRecorder(), warmup=3)
     assert asked[:3] == [False, False, True]
     assert torch.cuda.is_current_stream_capturing is answer
     with pytest.raises(ZeroDivisionError):
-        GraphedStep({"forward": fail}, (torch.zeros(1),), recorder=OperatorRecorder(), warmup=1)
+        GraphedStep({"forward": fail}, (torch.zeros(1),), recorder=OperatorRecorder(), warmup=2)
     assert torch.cuda.is_current_stream_capturing is answer
+
+
+def test_optimizer_that_refuses_a_capture_itself_is_refused_in_our_words(monkeypatch):
+    """As torch's do that count on the CPU, once a step tells them of a capture."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    class Refusing(torch.optim.AdamW):
+        def step(self, closure=None):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("capturable is False")
+            for state in self.state.values():
+                state["count"] = 1
+            return super().step(closure)
+
+    with pytest.raises(CapabilityError, match=r"^Refusing keeps its state 'count' on the CPU"):
+        graphed(Training(optimizer=lambda parameters, **_: Refusing(parameters)))
 
 
 @pytest.mark.gpu
