@@ -119,6 +119,8 @@ def tune(
     if sweeping.save is not None and not measure:
         raise UsageError(f"--save {sweeping.save}: nothing is measured; add --measure")
     on_cpu = _is_on_cpu(run.device, gpu, measure)
+    if on_cpu:
+        plain = replace(plain, device="cpu")
     limit = _limit(memory, gpu, run.device)
     fixed = _fixed(ctx, implementation, checkpoint, micro_batch, strategy, gradient_dtype, world_size, on_cpu=on_cpu)
     if model.batch_size and not micro_batch:
@@ -441,7 +443,7 @@ def _measure(
         if best is None:
             return False
         compared = compared_to_best(groups, best)
-        still_open = {other for other, comparison in compared.items() if not is_decided(comparison)}
+        still_open = {other for other, one in compared.items() if not is_decided(one, configuration["device"])}
         return bool(still_open) and key in {best, *still_open}
 
     # Every second round goes backwards, so that none is always measured after the same one.

@@ -1,8 +1,10 @@
 """Measures one configuration of ``tune``, checked first; and the rates of a CPU, of which there are no saved cells."""
 
 import functools
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from cs336sys.accounting.step_time.work import TERMS, attention_square, product_
 from cs336sys.experiments.bench import build_step, training_outcome
 from cs336sys.experiments.checks.step import check_training
 from cs336sys.experiments.memory.step import MemoryStep
+from cs336sys.experiments.optimizers import build_optimizer_of
 from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.kernels.attention import flash_attention
@@ -67,7 +70,7 @@ def _run_passes(step: TrainStep, count: int) -> None:
         step.phases["backward"]()
 
 
-# Repetitions of an operation, of which the fastest counts.
+# Repetitions of an operation, whose median counts.
 _REPETITIONS = 7
 
 
@@ -78,32 +81,49 @@ def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
     where they are launched: what one costs besides its work is in ``kernels``.
     """
     workload = Workload.from_configuration(configuration)
-    size, device = workload.size, torch.device("cpu")
+    size = workload.size
     tokens = size.batch_size * size.context
     dtype = DTYPES[workload.precision]
-    progress("measuring products, copies and attention")
+    progress("measuring products, copies, attention and optimizers")
     product = _seconds(
         torch.mm, torch.randn(tokens, size.d_model, dtype=dtype), torch.randn(size.d_model, size.d_ff, dtype=dtype)
     )
-    wide = torch.randn(tokens, size.d_ff)
-    moved = _seconds(torch.mul, wide, wide)
+    # Most bytes of a small model are those of logits, whose memory is often returned and mapped again.
+    wide = torch.randn(tokens, size.vocab_size)
+    per_byte = _seconds(torch.mul, wide, wide) / (12 * wide.numel())
+    per_flop = product / product_work(tokens, size.d_ff, size.d_model, "cpu")
     small = torch.randn(8, requires_grad=True)
     operation = _seconds(lambda: [small * small for _ in range(100)]) / 100
-    heads = size.batch_size, size.num_heads, size.context, size.head_dim
-    q, k, v = (torch.randn(heads, device=device) for _ in range(3))
-    square = attention_square(size.batch_size * size.num_heads, size.context, size.head_dim)
-    flash = _seconds(lambda: flash_attention(q, k, v, is_causal=True)) / (2 * square)
-    sdpa = _seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)) / (2 * square)
-    per_byte = moved / (12 * tokens * size.d_ff)
-    per_flop = product / product_work(tokens, size.d_ff, size.d_model)
     seconds = dict.fromkeys(TERMS, 0.0)
     seconds |= dict.fromkeys(("half_products", "full_products", "full_scores"), per_flop)
-    seconds |= dict.fromkeys(("eager_bytes", "fused_bytes", "score_bytes", "state_bytes"), per_byte)
-    seconds |= dict.fromkeys(("flash_forward", "flash_backward"), flash)
-    seconds |= dict.fromkeys(("sdpa_forward", "sdpa_backward"), sdpa)
-    # The course's AdamW moves about 80 bytes a parameter.
-    seconds |= {"course_parameters": 80 * per_byte, "kernels": operation}
+    seconds |= dict.fromkeys(("eager_bytes", "fused_bytes", "score_bytes"), per_byte)
+    heads = size.batch_size, size.num_heads, size.context, size.head_dim
+    square = attention_square(size.batch_size * size.num_heads, size.context, size.head_dim, "cpu")
+    for name, attention in (("flash", flash_attention), ("sdpa", F.scaled_dot_product_attention)):
+        forward, backward = _attention_seconds(attention, heads)
+        seconds |= {f"{name}_forward": forward / (2 * square), f"{name}_backward": backward / (5 * square)}
+    # Over a tensor as large as the embedding.
+    parameters = size.vocab_size * size.d_model
+    seconds["course_parameters"] = _update_seconds(replace(workload, optimizer="course"), parameters) / parameters
+    seconds["state_bytes"] = _update_seconds(replace(workload, optimizer="fused"), parameters) / (28 * parameters)
+    seconds["kernels"] = operation
     return Outcome("ok", derived={"seconds": seconds})
+
+
+def _attention_seconds(attention: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> tuple[float, float]:
+    """Return the time of a forward and of a backward pass of causal attention."""
+    inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    run = functools.partial(attention, *inputs, is_causal=True)
+    output = run()
+    gradient = torch.ones_like(output)
+    return _seconds(run), _seconds(lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True))
+
+
+def _update_seconds(workload: Workload, parameters: int) -> float:
+    """Return the time in which the workload's optimizer updates so many parameters."""
+    parameter = torch.nn.Parameter(torch.randn(parameters))
+    parameter.grad = torch.ones_like(parameter)
+    return _seconds(build_optimizer_of(workload, [parameter]).step)
 
 
 def _seconds(run: Callable[..., Any], *arguments: Any) -> float:
@@ -113,5 +133,4 @@ def _seconds(run: Callable[..., Any], *arguments: Any) -> float:
         started = time.perf_counter()
         run(*arguments)
         times.append(time.perf_counter() - started)
-    # The least disturbed one.
-    return min(times)
+    return statistics.median(times)

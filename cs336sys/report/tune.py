@@ -213,15 +213,18 @@ def compared_to_best(groups: dict[str, list[Cell]], best: str) -> dict[str, Comp
 
 # Samples that follow one another resemble each other: two processes that measured one step on an H200 (medium, batch 8,
 # in a graph) were 1.8 % apart, and five samples of each called that a difference. One round decides five times as much.
-_BEYOND_ROUNDS = 1.1
+# On a CPU of two shared cores neighbouring rounds of one step were up to 30 % apart.
+_BEYOND_ROUNDS, _BEYOND_ROUNDS_CPU = 1.1, 1.5
 
 
-def is_decided(comparison: Comparison) -> bool:
+def is_decided(comparison: Comparison, device: str) -> bool:
     """Return whether a configuration is slower for certain, or faster: by rounds, or by more than these differ."""
     difference = comparison.difference
     if difference is None or difference.ratio_low is None or comparison.verdict not in ("slower", "faster"):
         return False
-    return difference.level == "rounds" or difference.ratio_low > _BEYOND_ROUNDS
+    return difference.level == "rounds" or difference.ratio_low > (
+        _BEYOND_ROUNDS_CPU if device == "cpu" else _BEYOND_ROUNDS
+    )
 
 
 _MEASURED = (
@@ -270,7 +273,7 @@ def _measured_row(key: str, cells: list[Cell], best: str | None, compared: dict[
     row |= {"step_ms": median, "tokens_per_s": 1e3 * _tokens(first) / median, "peak_gib": max(peaks, default=None)}
     row |= {"off_percent": None if predicted is None else 100 * (predicted / median - 1)}
     if key in compared:
-        verdict = compared[key].verdict if is_decided(compared[key]) else "~"
+        verdict = compared[key].verdict if is_decided(compared[key], first.configuration["device"]) else "~"
         row |= {
             "slower_percent": compared[key].slower_percent,
             "verdict": "not told apart" if verdict == "~" else verdict,
@@ -290,6 +293,7 @@ def _winner(groups: dict[str, list[Cell]], best: str, compared: dict[str, Compar
         other = configuration_words(configuration_of(groups[key][0]))
         low, high = 100 * (difference.ratio_low - 1), 100 * (difference.ratio_high - 1)
         intervals.append(f"{other} is {low:+.1f} to {high:+.1f} % slower")
-    undecided = sum(not is_decided(comparison) for comparison in compared.values())
+    device = groups[best][0].configuration["device"]
+    undecided = sum(not is_decided(comparison, device) for comparison in compared.values())
     apart = "told apart from all others" if not undecided else f"not told apart from {undecided} of the others"
     return f"Winner: {words}, {apart}" + (f" ({'; '.join(intervals)}; 95 %)." if intervals else ".")

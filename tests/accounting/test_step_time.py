@@ -138,6 +138,19 @@ def test_product_of_whole_waves_wastes_nothing():
     assert work.product_work(rows + 1, columns, inner) > 1.1 * work.product_work(rows, columns, inner)
 
 
+def test_steps_of_a_cpu_waste_no_multiprocessors():
+    """So twice the batch is twice the work of products and of attention."""
+    size = replace(SIZES["tiny"], context=128)
+    one, two = (
+        work.step_work(Workload(replace(size, batch_size=batch), attention="flash", device="cpu")).forward
+        for batch in (1, 2)
+    )
+    for name in ("full_products", "flash_forward"):
+        assert two[name] == pytest.approx(2 * one[name]), name
+    # Two products of half the square; two layers of four heads.
+    assert one["flash_forward"] == 2 * 2 * 4 * 128 * 128 * 32
+
+
 def configuration(**settings):
     settings = {"precision": "bf16", "attention": "flash", "optimizer": "fused", "compile": "block"} | settings
     return StepConfiguration(Workload(SIZES["xl"], **settings))

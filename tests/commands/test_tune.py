@@ -180,8 +180,8 @@ def rounds_of(configuration, medians):
     ]
 
 
-def compared(first, second):
-    training = Workload(SIZES["tiny"])
+def compared(first, second, device="cuda"):
+    training = Workload(SIZES["tiny"], device=device)
     groups = by_configuration(
         [
             *rounds_of(StepConfiguration(training), first),
@@ -190,7 +190,7 @@ def compared(first, second):
     )
     best = fastest(groups)
     (comparison,) = compared_to_best(groups, best).values()
-    return groups[best][0].configuration["checkpointing"], is_decided(comparison)
+    return groups[best][0].configuration["checkpointing"], is_decided(comparison, device)
 
 
 def test_one_round_decides_only_what_rounds_cannot_explain():
@@ -198,6 +198,8 @@ def test_one_round_decides_only_what_rounds_cannot_explain():
     assert compared([100], [104]) == ("none", False)
     assert compared([100], [150]) == ("none", True)
     assert compared([150], [100]) == ("block", True)
+    assert compared([100], [140], "cpu") == ("none", False), "a shared CPU's rounds differ as much"
+    assert compared([100], [160], "cpu") == ("none", True)
 
 
 def test_four_rounds_decide_small_differences_and_three_do_not():

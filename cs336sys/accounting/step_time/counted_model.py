@@ -34,13 +34,13 @@ class CountedPass:
     bytes: tuple[float, float]
     kernels: int
 
-    def products_of(self, batch: int) -> float:
-        """Return FLOPs with what idle multiprocessors waste."""
-        one, two = self.products
-        return sum(
-            product_work(*(max(1, a + (b - a) * (batch - 1)) for a, b in zip(first, second, strict=True)))
-            for first, second in zip(one, two, strict=True)
-        )
+    def products_of(self, batch: int, device: str) -> float:
+        """Return FLOPs, with what idle multiprocessors of a GPU waste."""
+        total = 0.0
+        for first, second in zip(*self.products, strict=True):
+            rows, columns, inner = (max(1, a + (b - a) * (batch - 1)) for a, b in zip(first, second, strict=True))
+            total += product_work(rows, columns, inner, device)
+        return total
 
     def bytes_of(self, batch: int) -> float:
         """Return bytes of a batch."""
@@ -86,7 +86,7 @@ class CountedModel:
         compiled = workload.compile != "off"
         work = StepWork()
         for amounts, counted in ((work.forward, self.forward), (work.backward, self.backward)):
-            amounts["half_products" if half else "full_products"] += counted.products_of(batch)
+            amounts["half_products" if half else "full_products"] += counted.products_of(batch, workload.device)
             moved = counted.bytes_of(batch) * (_HALF_BYTES if half else 1.0)
             kernels = counted.kernels * (_HALF_KERNELS if half else 1.0)
             if compiled:
@@ -96,7 +96,7 @@ class CountedModel:
             amounts.add({"fused_bytes" if compiled else "eager_bytes": moved, "kernels": kernels})
         name = "flash" if workload.attention == "flash" else "sdpa"
         for heads, queries, dimension in self.attention:
-            square = attention_square(batch * heads, queries, dimension)
+            square = attention_square(batch * heads, queries, dimension, workload.device)
             work.forward.add({f"{name}_forward": 2 * square, "kernels": 1})
             work.backward.add({f"{name}_backward": 5 * square, "kernels": 3})
         if checkpointing != "none":

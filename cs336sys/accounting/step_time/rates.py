@@ -119,7 +119,8 @@ class Rates:
     def error_note(self) -> str:
         """Say how far predictions are off: the sentence under every table."""
         if not self.errors:
-            return f"Rates of {self.gpu} were measured alone (products, copies, attention); their error is not known."
+            alone = "products, copies, attention, optimizers"
+            return f"Rates of {self.gpu} were measured alone ({alone}); their error is not known."
         parts = [
             f"{error.group}: {error.cells} steps, mean {error.mean_percent:.1f} %, worst {error.worst_percent:+.1f} %"
             for error in self.errors

@@ -94,12 +94,14 @@ class StepWork:
         return {name: work for name in ("forward", "backward", "optimizer") if (work := getattr(self, name))}
 
 
-def product_work(rows: int, columns: int, inner: int) -> float:
+def product_work(rows: int, columns: int, inner: int, device: str = "cuda") -> float:
     """FLOPs of a product ``(rows, inner) @ (inner, columns)``, and a part of what idle multiprocessors could have done.
 
     Whole tiles are computed by all multiprocessors in waves; the kernel whose tiles waste least is chosen. cuBLAS
-    splits the inner dimension where that helps, so :data:`_WASTE` of the idle time remains.
+    splits the inner dimension where that helps, so :data:`_WASTE` of the idle time remains. A CPU idles nowhere.
     """
+    if device == "cpu":
+        return 2.0 * rows * columns * inner
     least = math.inf
     for tile_rows, tile_columns, penalty in _TILES:
         waves = math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns) / _MULTIPROCESSORS
@@ -108,17 +110,17 @@ def product_work(rows: int, columns: int, inner: int) -> float:
     return _WASTE * least + (1 - _WASTE) * 2 * rows * columns * inner
 
 
-def attention_square(heads: int, context: int, head_dim: int) -> int:
-    """Multiply-adds of one product of causal attention, as if each query had :data:`_ATTENTION_START` more keys."""
-    return heads * context * (context + _ATTENTION_START) * head_dim
+def attention_square(heads: int, context: int, head_dim: int, device: str = "cuda") -> int:
+    """Multiply-adds of one product of causal attention; on a GPU each query has :data:`_ATTENTION_START` more keys."""
+    return heads * context * (context + (0 if device == "cpu" else _ATTENTION_START)) * head_dim
 
 
-def _products(shapes: Iterable[tuple[int, int, int, int]]) -> tuple[float, float]:
+def _products(shapes: Iterable[tuple[int, int, int, int]], device: str) -> tuple[float, float]:
     """FLOPs of products of tokens with weights, (rows, columns, inner, how many), forward and backward."""
     forward = backward = 0.0
     for rows, columns, inner, count in shapes:
-        forward += count * product_work(rows, columns, inner)
-        backward += count * (product_work(rows, inner, columns) + product_work(columns, inner, rows))
+        forward += count * product_work(rows, columns, inner, device)
+        backward += count * (product_work(rows, inner, columns, device) + product_work(columns, inner, rows, device))
     return forward, backward
 
 
@@ -136,7 +138,7 @@ def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_shar
     block_forward, block_backward, block_launches = _block_work(workload)
     work.forward.add(block_forward, layers)
     work.backward.add(block_backward, layers)
-    head_forward, head_backward = _products([(tokens, size.vocab_size, size.d_model, 1)])
+    head_forward, head_backward = _products([(tokens, size.vocab_size, size.d_model, 1)], workload.device)
     kind = "half_products" if half else "full_products"
     e = 2 if half else 4
     logits = tokens * size.vocab_size
@@ -174,14 +176,15 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
     forward = Amounts()
     backward = Amounts()
     kind = "half_products" if half else "full_products"
-    forward[kind], backward[kind] = _products([(tokens, d, d, 4), (tokens, f, d, 2), (tokens, d, f, 1)])
+    products = [(tokens, d, d, 4), (tokens, f, d, 2), (tokens, d, f, 1)]
+    forward[kind], backward[kind] = _products(products, workload.device)
     if reference:
         kind = "half_products" if half else "full_scores"
         forward[kind] += 4 * scores * size.head_dim
         backward[kind] += 8 * scores * size.head_dim
     else:
         # Half of the square, two products forward and five backward (FlashAttention-2, 4.1).
-        square = attention_square(size.batch_size * size.num_heads, size.context, size.head_dim)
+        square = attention_square(size.batch_size * size.num_heads, size.context, size.head_dim, workload.device)
         forward[f"{workload.attention}_forward"] += 2 * square
         backward[f"{workload.attention}_backward"] += 5 * square
     entries = (0.0, 0.0)
@@ -230,22 +233,22 @@ def _recomputed(workload: Workload, checkpointing: str, block: Amounts) -> Amoun
     product = "half_products" if half else "full_products"
     kept = kept_blocks(checkpointing)
     if kept is not None:
-        gate_and_up, _ = _products([(tokens, size.d_ff, size.d_model, 2)])
+        gate_and_up, _ = _products([(tokens, size.d_ff, size.d_model, 2)], workload.device)
         blocks = size.num_layers - kept
         inner = tokens * size.d_ff
         return Amounts({product: blocks * gate_and_up, "fused_bytes": blocks * 6 * inner, "kernels": blocks * 5})
     if checkpointing in SUBLAYERS:
         # A block's products are 4 d d of attention and 3 d f; the last of each layer is not computed again.
         parts = SUBLAYERS[checkpointing]
-        attention, _ = _products([(tokens, size.d_model, size.d_model, 3)])
-        feed_forward, _ = _products([(tokens, size.d_ff, size.d_model, 2)])
+        attention, _ = _products([(tokens, size.d_model, size.d_model, 3)], workload.device)
+        feed_forward, _ = _products([(tokens, size.d_ff, size.d_model, 2)], workload.device)
         share = 0.65 * ("attn" in parts) + 0.35 * ("ffn" in parts)
         again = Amounts({name: size.num_layers * share * amount for name, amount in block.items() if name != product})
         again[product] = size.num_layers * (attention * ("attn" in parts) + feed_forward * ("ffn" in parts))
         return again
     blocks, ends = recomputed_blocks(size.num_layers, checkpointing)
     again = Amounts({name: blocks * amount for name, amount in block.items()})
-    last, _ = _products([(tokens, size.d_model, size.d_ff, 1)])
+    last, _ = _products([(tokens, size.d_model, size.d_ff, 1)], workload.device)
     again[product] -= ends * last
     return again
 
