@@ -111,7 +111,7 @@ WHOLE = json.dumps({"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "t
     [
         (b"", "is no report"),
         (WHOLE[:-30].encode(), "is cut off: its list of events has no end"),
-        (gzip.compress(WHOLE.encode())[:-40], "cannot be read as a trace of torch.profiler"),
+        (gzip.compress(WHOLE.encode(), mtime=0)[:-40], "cannot be read as a trace of torch.profiler"),
         (b'{"traceEvents": []}', "holds neither GPU kernels nor operations of the CPU"),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": "now"}]}', "cannot be read as a trace"),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1e999}]}', "cannot be read as a trace"),
