@@ -15,7 +15,7 @@ from cs336sys.experiments import user_models
 from cs336sys.experiments.checks.step import Checked, check_training
 from cs336sys.experiments.flop_counting import counted_columns
 from cs336sys.experiments.models import use_attention
-from cs336sys.experiments.training import TrainStep, loss_warnings, set_matmul_precision, time_steps, with_notes
+from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps, training_warnings, with_notes
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
@@ -126,7 +126,7 @@ def training_outcome(
         derived["graph_pool_gib"] = step.graphs.pool_bytes / GIB
     if checked is not None:
         derived |= checked.columns()
-    return Outcome("ok", dict(samples), with_notes(derived, loss_warnings(step.loss, workload)))
+    return Outcome("ok", dict(samples), with_notes(derived, training_warnings(step.loss, workload)))
 
 
 # Measures cells of ``bench`` that differ in one setting together: a step of each in turn, in one process.

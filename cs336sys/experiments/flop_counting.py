@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cs336sys.experiments import user_models
-from cs336sys.experiments.models import ATTENTION_FUNCTIONS, attention_replaced
+from cs336sys.experiments.models import ATTENTION_FUNCTIONS, attention_kept, attention_replaced
 from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.cells import Progress
 from cs336sys.workload import Workload
@@ -26,7 +26,8 @@ def count_step(workload: Workload) -> user_models.StepCount:
 def _counted(workload: Workload) -> user_models.StepCount:
     without_scaling = torch.amp.GradScaler("cpu", enabled=False)
     make_step = functools.partial(TrainStep, workload, torch.device("meta"), scaler=without_scaling)
-    return user_models.count_step(make_step, backward=workload.mode != "forward")
+    with attention_kept():
+        return user_models.count_step(make_step, backward=workload.mode != "forward")
 
 
 def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:

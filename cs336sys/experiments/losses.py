@@ -11,7 +11,7 @@ from torch import Tensor
 from cs336sys.errors import UsageError
 from cs336sys.experiments.models import build_model
 from cs336sys.experiments.optimizers import build_optimizer
-from cs336sys.experiments.training import TrainStep, loss_warnings, set_matmul_precision, with_notes
+from cs336sys.experiments.training import TrainStep, set_matmul_precision, training_warnings, with_notes
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.results.model import Samples
@@ -65,7 +65,7 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
         {"loss": Samples("nats", "of every step", values)},
         with_notes(
             {"parameters": sum(parameter.numel() for parameter in model.parameters())},
-            [] if finite else loss_warnings(next(value for value in values if not math.isfinite(value)), training),
+            [] if finite else training_warnings(next(value for value in values if not math.isfinite(value)), training),
         ),
         None if finite else "a loss is no number",
     )

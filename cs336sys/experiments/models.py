@@ -104,12 +104,20 @@ def _require_replaceable_attention() -> None:
 @contextlib.contextmanager
 def attention_replaced(attention: Callable[..., Tensor]) -> Iterator[None]:
     """Within this context, all models of the process compute attention by this function, of the model's signature."""
-    before = cs336_basics.model.scaled_dot_product_attention
-    cs336_basics.model.scaled_dot_product_attention = attention
+    with attention_kept():
+        cs336_basics.model.scaled_dot_product_attention = attention
+        yield
+
+
+@contextlib.contextmanager
+def attention_kept() -> Iterator[None]:
+    """After this context, all models of the process compute attention as before it, whatever was built in it."""
+    course, torchs = cs336_basics.model.scaled_dot_product_attention, F.scaled_dot_product_attention
     try:
         yield
     finally:
-        cs336_basics.model.scaled_dot_product_attention = before
+        cs336_basics.model.scaled_dot_product_attention = course
+        F.scaled_dot_product_attention = torchs
 
 
 def causal_attention(name: str) -> CausalAttention | None:

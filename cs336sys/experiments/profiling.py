@@ -19,7 +19,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.checks.step import check_few_blocks
 from cs336sys.experiments.flop_counting import counted_columns
 from cs336sys.experiments.models import blocks_of
-from cs336sys.experiments.training import TrainStep, loss_warnings, set_matmul_precision, time_steps, with_notes
+from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps, training_warnings, with_notes
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.cells import Outcome, Progress, guarded, release_memory
 from cs336sys.measure.device import choose_device
@@ -138,7 +138,7 @@ def _time_without_profiler(
     counted = counted_columns(step, progress)
     step.capture(with_loss=True)
     samples = time_steps(step, step.phases_with_loss, progress)
-    counted = with_notes(counted, loss_warnings(step.loss, workload))
+    counted = with_notes(counted, training_warnings(step.loss, workload))
     durations = []
     marks = NvtxMarks() if device.type == "cuda" else RecordFunctionMarks()
     with _annotated(step, marks) as run_step:

@@ -331,13 +331,24 @@ def time_steps(
     )
 
 
-def loss_warnings(loss: Tensor | float | None, workload: Workload) -> list[str]:
-    """A note that begins with ``warning:``, which commands print at once, where a loss is no number or infinite."""
-    number = 0.0 if loss is None else float(loss.detach() if isinstance(loss, Tensor) else loss)
-    if math.isfinite(number):
-        return []
+def training_warnings(loss: Tensor | float | None, workload: Workload) -> list[str]:
+    """Notes that begin with ``warning:``, which commands print at once, on steps that were run.
+
+    A loss is no number or infinite; or attention that is ours by the workload was torch's. A model may call
+    it otherwise once it is compiled or captured: transformers then adds a mask (masking_utils.py, torch < 2.14).
+    """
     name = workload.user.model or "the model"
-    return [f"warning: {name}: the loss is {number}: the measured steps train nothing"]
+    number = 0.0 if loss is None else float(loss.detach() if isinstance(loss, Tensor) else loss)
+    warnings = []
+    if not math.isfinite(number):
+        warnings.append(f"warning: {name}: the loss is {number}: the measured steps train nothing")
+    if workload.attention == "flash" and (workload.compile != "off" or workload.cuda_graph == "on"):
+        changed = "compiled" if workload.compile != "off" else "captured"
+        warnings += [
+            f"warning: {name}: {changed}, it calls torch's attention, {reason}: not all of it is flash"
+            for reason in sorted(user_models.left_to_torch)
+        ]
+    return warnings
 
 
 def with_notes(derived: Mapping[str, Any], notes: Sequence[str]) -> dict[str, Any]:

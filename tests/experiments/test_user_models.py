@@ -1,3 +1,4 @@
+import functools
 import importlib.util
 import sys
 import sysconfig
@@ -9,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from cs336sys.errors import CapabilityError, UserCodeError
-from cs336sys.experiments import user_models
+from cs336sys.experiments import flop_counting, user_models
 from cs336sys.experiments.bench import measure_training
 from cs336sys.experiments.checks import step
 from cs336sys.experiments.flop_counting import count_step, counted_columns
 from cs336sys.experiments.models import blocks_of
 from cs336sys.experiments.optimizers import build_optimizer
-from cs336sys.experiments.training import TrainStep
+from cs336sys.experiments.training import TrainStep, training_warnings
 from cs336sys.experiments.user_models.loading import user_folders
 from cs336sys.measure.cells import guarded
 from cs336sys.sizes import choose_size
@@ -128,6 +129,42 @@ def test_grouped_heads_are_read_in_place(monkeypatch):
     found = user_models.attention.our_attention(query, key, value, enable_gqa=True)
     torch.testing.assert_close(found, user_models.torch_attention(query, key, value, enable_gqa=True))
     assert heads == [2]
+
+
+def test_steps_of_flash_are_timed_with_flash(monkeypatch):
+    """Counting the FLOPs once left torch's attention in its place, and the first cell of a model timed that."""
+    calls, calls_at = [], {}
+    flash_attention = user_models.attention.flash_attention
+
+    def noted(*inputs, **settings):
+        calls.append(inputs)
+        return flash_attention(*inputs, **settings)
+
+    monkeypatch.setattr(user_models.attention, "flash_attention", noted)
+    flop_counting._counted.cache_clear()
+    one = workload("Attentive", attention="flash", steps=2)
+    outcome = measure_training(one.configuration(), lambda stage: calls_at.setdefault(stage, len(calls)))
+    assert outcome.status == "ok", outcome.reason
+    assert calls_at["step 2/2"] - calls_at["step 1/2"] == 1
+
+
+def test_attention_that_compiled_code_leaves_to_torch_is_a_warning():
+    """transformers gives its blocks a mask once it is compiled."""
+    mask = torch.ones(8, 8, dtype=torch.bool).tril()
+    user_models.left_to_torch.clear()
+
+    @functools.partial(torch.compile, backend="eager", fullgraph=True)
+    def attention(query):
+        masked = mask if torch.compiler.is_compiling() else None
+        return user_models.attention.our_attention(query, query, query, masked, is_causal=masked is None)
+
+    query = torch.randn(1, 2, 8, 16)
+    expected = user_models.torch_attention(query, query, query, is_causal=True)
+    torch.testing.assert_close(attention(query), expected)
+    (warning,) = training_warnings(1.0, workload("ours", attention="flash", compile="model"))
+    assert "compiled, it calls torch's attention, with a mask" in warning
+    assert training_warnings(1.0, workload("ours", attention="sdpa", compile="model")) == []
+    user_models.left_to_torch.clear()
 
 
 def test_a_models_own_cell_leaves_torchs_attention_alone():

@@ -126,6 +126,7 @@ def check_training(
         return _checked(workload, device, progress)
     with user_models.nothing_dropped():
         checked = _checked(workload, device, progress)
+    user_models.left_to_torch.clear()
     if workload.compile != "off":
         # It was compiled without dropout.
         torch.compiler.reset()

@@ -14,7 +14,7 @@ from cs336sys.experiments.checks.step import check_few_blocks
 from cs336sys.experiments.flop_counting import counted_columns
 from cs336sys.experiments.memory.prediction import PhasePeak, predicted_timeline, summary, timeline_peaks
 from cs336sys.experiments.memory.step import MemoryStep
-from cs336sys.experiments.training import loss_warnings, set_matmul_precision, time_steps, with_notes
+from cs336sys.experiments.training import set_matmul_precision, time_steps, training_warnings, with_notes
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
 from cs336sys.measure.allocations.recorder import StepRecorder
@@ -87,7 +87,7 @@ def _measure(workload: MemoryWorkload, progress: Progress) -> Outcome:
     if training.mode != "forward":
         progress("looking into a block")
         derived["saved_tensors"] = [asdict(tensor) for tensor in step.block_saved_tensors()]
-    return Outcome("ok", samples, with_notes(derived, loss_warnings(last_loss, training)))
+    return Outcome("ok", samples, with_notes(derived, training_warnings(last_loss, training)))
 
 
 def _traced(workload: MemoryWorkload) -> tuple[dict[str, Any], list[str]]:

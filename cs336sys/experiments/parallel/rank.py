@@ -31,7 +31,7 @@ from cs336sys.experiments.parallel.communication import (
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.parallel.timeline import StepTimeline, finish_communication, profile_step, write_trace
 from cs336sys.experiments.parallel.verification import verify
-from cs336sys.experiments.training import loss_warnings, time_steps
+from cs336sys.experiments.training import time_steps, training_warnings
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
 from cs336sys.measure.allocations.timeline import AllocationTimeline, Region, build_timeline, peak_position
@@ -273,7 +273,7 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
     # Ranks that do not synchronize must compute at the same time, too.
     dist.barrier()
     samples = time_steps(step, step.phases)
-    warnings = loss_warnings(step.loss, training)
+    warnings = training_warnings(step.loss, training)
     peak_gib = peak_memory_gib(device)
     if workload.strategy.endswith("unsynchronized"):
         # Its time is all that others are compared with, and a step may take seconds.

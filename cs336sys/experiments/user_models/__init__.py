@@ -10,6 +10,7 @@
 
 from cs336sys.experiments.user_models.attention import (
     as_written,
+    left_to_torch,
     nothing_dropped,
     replace_attention,
     torch_attention,
@@ -48,6 +49,7 @@ __all__ = [
     "hidden_parameters",
     "hidden_warnings",
     "layer_initializer",
+    "left_to_torch",
     "load",
     "make_batch",
     "make_optimizer",

@@ -62,11 +62,25 @@ class AttentionCall(NamedTuple):
         return self.key.repeat_interleave(groups, -3), self.value.repeat_interleave(groups, -3)
 
 
+# Why calls went to torch's attention, of all models of this process since the last check.
+left_to_torch: set[str] = set()
+
+
+def _note_left(reason: str) -> None:
+    left_to_torch.add(reason)
+
+
+# The compiler calls it while it traces. ``torch.compiler.assume_constant_result`` says this, but imports the compiler.
+_note_left._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def our_attention(*arguments: Any, **named: Any) -> Tensor:
     """This project's attention in the signature of torch's; what it cannot do, torch's does."""
     call = AttentionCall(*arguments, **named)
     query, key, value = call.query, call.key, call.value
-    if why_not_ours(query, key, value, call.attn_mask, call.dropout_p, call.enable_gqa) is not None:
+    reason = why_not_ours(query, key, value, call.attn_mask, call.dropout_p, call.enable_gqa)
+    if reason is not None:
+        _note_left(reason)
         return call.by(torch_attention)
     if call.scale is not None:
         # Ours divides the scores by sqrt(D).
