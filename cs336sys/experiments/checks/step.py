@@ -114,6 +114,7 @@ def check_training(
     Raises:
         CapabilityError: the step cannot be captured, or the kernels cannot run.
     """
+    user_models.left_to_torch.clear()
     if plainly_trained(workload) == workload:
         return None, None
     if workload.is_ours and workload.mode == "forward":
