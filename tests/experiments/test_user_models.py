@@ -298,7 +298,11 @@ def test_modules_beside_a_file_stand_in_for_packages_only_during_its_import(tmp_
         )
         assert build.__globals__["tabulate"].__file__ == str(tmp_path / "tabulate.py")
     finally:
-        sys.modules.update({name: module for name, module in installed.items() if module is not None})
+        for name, module in installed.items():
+            # None if nothing had imported it: then the next one must find the installed one.
+            del sys.modules[name]
+            if module is not None:
+                sys.modules[name] = module
         sys.path[:] = before
         user_folders.remove(str(tmp_path))
 
