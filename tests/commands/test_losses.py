@@ -28,7 +28,7 @@ def test_curves_of_two_ways(tmp_path):
         "--steps",
         "30",
         "--learning-rate",
-        "0.03",
+        "0.01",
         "--precision",
         "fp32,bf16",
         "--format",
