@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.errors import UsageError
-from cs336sys.results.foreign import MIB, read_chunks
+from cs336sys.results.foreign import MIB, printable, read_chunks
 
 # A snapshot of 400,000 events with 30 frames each has 75 MiB and takes 350 MiB of memory.
 FILE_BYTES = 512 * MIB
@@ -162,7 +162,7 @@ def _refusal(data: bytearray, at: int, path: Path) -> str:
 
 
 def _text(part: bytes | bytearray) -> str:
-    return part.decode("utf-8", "replace")[:100]
+    return " ".join(printable(part.decode("utf-8", "replace")[:100]).splitlines())
 
 
 def _too_large(path: Path) -> str:

@@ -69,6 +69,12 @@ def test_every_opcode_that_loads_or_calls_is_refused(tmp_path, name):
             read(tmp_path, before + CODE[name] + b".")
 
 
+def test_name_that_commands_a_terminal_is_spelled_out(tmp_path):
+    with pytest.raises(UsageError) as refused:
+        read(tmp_path, b"\x80\x04\x8c\x05o\x1b[2J\x94\x8c\x03a\nb\x94\x93.")
+    assert r"asks for o\x1b[2J.a b, which could run code" in str(refused.value)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_no_other_opcode_does_harm(tmp_path, name):
     code = next(code for code in pickletools.opcodes if code.name == name)
