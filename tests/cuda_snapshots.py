@@ -2,14 +2,14 @@
 
 The forms follow torch/csrc/cuda/Module.cpp (``THCPModule_memorySnapshot``) and memory_snapshot.cpp:
 
-- snapshot: ``segments``, ``device_traces``; from 2.2 on ``allocator_settings``; from 2.6 on ``external_annotations``.
+- snapshot: ``segments``, ``device_traces``; from 2.3 on ``allocator_settings``; from 2.5 on ``external_annotations``.
 - segment: ``device``, ``address``, ``total_size``, ``allocated_size``, ``active_size``, ``requested_size``, ``stream``,
   ``segment_type`` (``small``, ``large``), ``segment_pool_id`` (a pair, 0, 0 outside of graphs), ``is_expandable``,
   ``frames``, ``blocks``.
 - block: ``size``, ``requested_size``, ``state`` (``active_allocated``, ``active_pending_free``, ``inactive``),
   ``frames``; ``address`` from 2.2 on.
 - entry of a trace: ``action``, ``addr`` (of an oom ``device_free``), ``size`` (as asked for; of an oom rounded),
-  ``stream``, ``frames`` where a stack was recorded; ``time_us`` from 2.2 on, ``compile_context`` from 2.6 on,
+  ``stream``, ``frames`` where a stack was recorded; ``time_us`` from 2.2 on, ``compile_context`` from 2.5 on,
   ``user_metadata`` from 2.10 on, ``pool_id`` from 2.13 on.
 - frame: ``name``, ``filename``, ``line``; shared by all stacks that have it. Autograd's threads have no Python stack.
 """
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 MIB = 2**20
-VERSIONS = ("2.1", "2.2", "2.6", "2.10", "2.13")
+VERSIONS = ("2.1", "2.2", "2.3", "2.5", "2.10", "2.13")
 
 
 class Allocator:
@@ -156,14 +156,14 @@ class Allocator:
                 | {"stream": stream, "segment_type": "small" if small else "large", "segment_pool_id": pool}
                 | {"is_expandable": expandable, "frames": [], "blocks": blocks}
             )
-        missing = {"time_us": (2, 2), "compile_context": (2, 6), "user_metadata": (2, 10), "pool_id": (2, 13)}
+        missing = {"time_us": (2, 2), "compile_context": (2, 5), "user_metadata": (2, 10), "pool_id": (2, 13)}
         trace = [
             {key: value for key, value in entry.items() if after >= missing.get(key, (0,)) and value is not None}
             for entry in self.trace[-entries if entries else 0 :]
         ]
         traces = [[] for _ in range(self.device)] + [trace]
-        more = {"allocator_settings": {"expandable_segments": self.expandable}} if after >= (2, 2) else {}
-        more |= {"external_annotations": []} if after >= (2, 6) else {}
+        more = {"allocator_settings": {"expandable_segments": self.expandable}} if after >= (2, 3) else {}
+        more |= {"external_annotations": []} if after >= (2, 5) else {}
         return {"segments": segments, "device_traces": traces} | more
 
 

@@ -251,7 +251,10 @@ def test_own_snapshots_have_the_categories_that_were_recorded(sweep):
         widest = max(cell.derived["phases"], key=lambda phase: phase["allocated"])
         peaks[cell.derived["snapshot"].rpartition("/")[2]] = widest
     assert len(read["memory"]["rows"]) == len(peaks) == 3
+    # A line of a forward pass, too, of which a gradient is computed, is of the phase in which it was made.
+    assert "causes" not in read
     for row in read["memory"]["rows"]:
+        assert (row["steps"] or 0) <= 1
         widest = peaks[row["snapshot"]]
         assert row["held_bytes"] == pytest.approx(widest["allocated"], rel=0.01)
         for category in MEMORY_CATEGORIES:

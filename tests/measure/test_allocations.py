@@ -343,6 +343,7 @@ def test_snapshot_opens_in_torchs_own_tools(tmp_path):
     actions = [entry["action"] for entry in trace]
     assert (actions.count("alloc"), actions.count("free_requested"), actions.count("free_completed")) == (5, 4, 4)
     assert trace[0]["frames"][1] == {"filename": "cs336_basics/model.py", "line": 178, "name": "forward"}
+    assert trace[0]["frames"][2] == {"filename": "forward", "line": 0, "name": ""}
     assert "layers.0.attn bmm" in trace[0]["frames"][0]["name"]
     assert "13 entries" in _memory_viz.trace(snapshot)
     assert f"total_allocated: {_memory_viz.Bytes(400)}" in _memory_viz.segsum(snapshot)

@@ -15,7 +15,7 @@ allocation without is the backward pass's.
 | unknown | none of these |
 
 Memory older than the record has no stack. Blocks as large as the gradients, one for each, are parameters; further
-ones in multiples of them are optimizer state. Snapshots of ``memprof`` on a CPU name their categories.
+ones in multiples of them are optimizer state. Snapshots of ``memprof`` on a CPU name their categories and phases.
 """
 
 from bisect import bisect_left, bisect_right
@@ -31,6 +31,9 @@ FOREIGN_CATEGORIES = (*MEMORY_CATEGORIES[:-1], "graph pools", "other", "unknown"
 INITIAL, FORWARD, BACKWARD, RECOMPUTATION, OPTIMIZER, USER, NOTHING = (
     "initial", "forward", "backward", "recomputation", "optimizer", "user", "none",
 )  # fmt: skip
+
+# What memprof's outermost frames name, on a CPU.
+_PHASES = {"forward": FORWARD, "loss": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER, "before the step": INITIAL}
 
 _LIBRARIES = ("/torch/", "/site-packages/", "/dist-packages/", "/lib/python", "<")
 # Frames between an operator and who called it: what records, and how torch calls that.
@@ -105,13 +108,17 @@ class Inference:
 
     def __init__(self, record: DeviceRecord):
         self._record = record
-        self.is_recorded = any(len(stack) == 2 and stack[0].line == 0 for stack in record.stacks[1:2]) and all(
-            stack[0].filename in MEMORY_CATEGORIES for stack in record.stacks[1:]
+        self.is_recorded = len(record.stacks) > 1 and all(
+            stack[0].line == stack[-1].line == 0 and stack[0].filename in MEMORY_CATEGORIES
+            for stack in record.stacks[1:]
         )
-        self.roles = [role(stack) for stack in record.stacks]
         has_stacks = sum(block.stack > 0 for block in record.blocks if block.start) > 0
-        if has_stacks and FORWARD in self.roles:
-            self.roles = [BACKWARD if one == NOTHING else one for one in self.roles]
+        if self.is_recorded:
+            self.roles = [_PHASES.get(stack[-1].filename, NOTHING) if stack else NOTHING for stack in record.stacks]
+        else:
+            self.roles = [role(stack) for stack in record.stacks]
+            if has_stacks and FORWARD in self.roles:
+                self.roles = [BACKWARD if one == NOTHING else one for one in self.roles]
         made = sorted((block.start, self.roles[block.stack]) for block in record.blocks if block.start)
         self._made = [start for start, _ in made]
         self._roles_made = [made_in for _, made_in in made]
@@ -139,7 +146,7 @@ class Inference:
     def name_of(self, block: Block) -> tuple[str, str]:
         """Code and operation of a block that ``memprof`` recorded on a CPU."""
         stack = self._record.stacks[block.stack]
-        return (code_of(stack[1:]), stack[0].name) if stack else ("", "")
+        return (code_of(stack[1:-1]) or stack[-1].filename, stack[0].name) if stack else ("", "")
 
     def _runs(self) -> list[int]:
         """For each allocation, the position of the first one after it that is of another part of training."""

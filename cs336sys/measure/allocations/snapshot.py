@@ -69,9 +69,8 @@ def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
 def _frames(allocation: Allocation) -> list[dict[str, Any]]:
     origin = allocation.origin
     what = " ".join(filter(None, [origin.module or allocation.parameter, origin.operation, allocation.category]))
+    frames = [{"filename": allocation.category, "line": 0, "name": what}]
     code = re.fullmatch(r"(.*):(\d+) (.*)", origin.code)
-    filename, line, function = code.groups() if code else (allocation.phase or "before the step", 0, "")
-    return [
-        {"filename": allocation.category, "line": 0, "name": what},
-        {"filename": filename, "line": int(line), "name": function},
-    ]
+    if code:
+        frames.append({"filename": code[1], "line": int(code[2]), "name": code[3]})
+    return [*frames, {"filename": allocation.phase or "before the step", "line": 0, "name": ""}]
