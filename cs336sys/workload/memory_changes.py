@@ -89,7 +89,7 @@ def possible_changes(workload: MemoryWorkload) -> list[Change]:
                 "other rounding of the moments", 150,
             )
         )  # fmt: skip
-    if training.is_ours and training.mode == "train" and training.memory_is_known:
+    if training.mode == "train" and (training.memory_is_known if training.is_ours else has_moments):
         found += _ranks(workload)
     return found
 
@@ -137,10 +137,14 @@ def _checkpoints(training: Workload) -> Iterator[Change]:
 
 def _ranks(workload: MemoryWorkload) -> Iterator[Change]:
     training = workload.training
-    for ranks, strategy in product(_RANKS, ("optimizer", "fsdp")):
+    # What a unit of another model holds is not traced.
+    for ranks, strategy in product(_RANKS, ("optimizer", "fsdp") if training.is_ours else ("optimizer",)):
         if training.size.batch_size % ranks or not _can_shard(training):
             continue
-        sent = predicted_sent_bytes(_sharded(workload, strategy, ranks))
+        cost = f"{ranks} GPUs"
+        if training.is_ours:
+            sent = predicted_sent_bytes(_sharded(workload, strategy, ranks))
+            cost += f", {sent / 2**30:.3g} GiB sent by each"
         code = (
             "optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW)"
             if strategy == "optimizer"
@@ -148,8 +152,13 @@ def _ranks(workload: MemoryWorkload) -> Iterator[Change]:
         )
         yield Change(
             "ranks", f"{strategy} x {ranks}", f"shard --world-size {ranks} --strategy {strategy}", code,
-            f"{ranks} GPUs, {sent / 2**30:.3g} GiB sent by each", 1000 * ranks + (strategy == "fsdp"),
+            cost, 1000 * ranks + (strategy == "fsdp"),
         )  # fmt: skip
+
+
+def number_of_ranks(ranks: Change) -> int:
+    """Return how many GPUs a change to ``ranks`` takes."""
+    return int(str(ranks.value).partition(" x ")[2])
 
 
 def _can_shard(training: Workload) -> bool:
@@ -168,9 +177,9 @@ def sharded_bytes(workload: MemoryWorkload, ranks: Change) -> int | None:
     training = workload.training
     if workload.micro_batches > 1 or not _can_shard(training):
         return None
-    strategy, _, count = str(ranks.value).partition(" x ")
+    strategy = str(ranks.value).partition(" x ")[0]
     try:
-        return rank_peak(_sharded(workload, strategy, int(count))).total
+        return rank_peak(_sharded(workload, strategy, number_of_ranks(ranks))).total
     except UsageError:
         return None
 

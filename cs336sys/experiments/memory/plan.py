@@ -1,9 +1,10 @@
 """Find the cheapest changes with which a step fits into so much memory, by formulas or by traces of fake tensors."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+from cs336sys.accounting.sharding.step import sharded_optimizer_state
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.memory.prediction import predicted_timeline, timeline_peaks
 from cs336sys.measure.cells import Outcome, Progress
@@ -12,6 +13,7 @@ from cs336sys.workload.memory_changes import (
     Change,
     changed,
     command_line,
+    number_of_ranks,
     plans,
     possible_changes,
     sharded_bytes,
@@ -37,7 +39,7 @@ class _Planner:
         # On a CPU, what torch computes there differs from the formulas, which are a GPU's.
         training = workload.training
         self._by_formula = training.memory_is_known and training.device != "cpu"
-        self._known: dict[MemoryWorkload, int | None] = {}
+        self._known: dict[tuple[MemoryWorkload, Change | None], int | None] = {}
         self._traces = 0
         self._failed = ""
 
@@ -76,8 +78,6 @@ class _Planner:
 
     def _cheapest(self, changes: Sequence[Change]) -> tuple[Change, ...] | None:
         for plan in plans(changes):
-            if self._traces >= MOST_TRACES:
-                return None
             self._progress(f"trying {' '.join(change.option for change in plan)}")
             size = self._bytes(plan)
             if size is not None and size <= self._limit:
@@ -94,19 +94,41 @@ class _Planner:
         workload = changed(self._workload, [change for change in plan if change is not ranks])
         if workload is None:
             return None
-        if ranks is not None:
+        if ranks is not None and workload.training.is_ours:
             return sharded_bytes(workload, ranks)
-        if workload not in self._known:
-            self._known[workload] = self._predicted(workload)
-        return self._known[workload]
+        key = workload, ranks
+        if key not in self._known:
+            if self._traces >= MOST_TRACES:
+                return None
+            self._known[key] = self._predicted(workload, ranks)
+        return self._known[key]
 
-    def _predicted(self, workload: MemoryWorkload) -> int | None:
+    def _predicted(self, workload: MemoryWorkload, ranks: Change | None) -> int | None:
         if self._by_formula:
             return workload.peak.total if workload.training.memory_is_known else None
         self._traces += 1
         try:
+            if ranks is not None:
+                return bytes_with_shared_state(workload, number_of_ranks(ranks))
             traced = predicted_timeline(workload)
         except (CapabilityError, UsageError) as error:
             self._failed = str(error)
             return None
         return max(peak.allocated for peak in timeline_peaks(traced.timeline))
+
+
+def bytes_with_shared_state(workload: MemoryWorkload, ranks: int) -> int | None:
+    """Trace one of several ranks with ``--strategy optimizer``: its part of the batch, and its share of the state.
+
+    Returns:
+        the peak of the rank that updates most, or None with several micro-batches, which that does not take.
+    """
+    training = workload.training
+    if workload.micro_batches > 1:
+        return None
+    share = replace(training.size, batch_size=training.size.batch_size // ranks)
+    timeline = predicted_timeline(replace(workload, training=replace(training, size=share))).timeline
+    whole = timeline.bytes_by_category()["optimizer state"]
+    sizes = [one.size // 4 for one in timeline.allocations if one.category == "parameters"]
+    kept = max(state.optimizer_state for state in sharded_optimizer_state(sizes, ranks)) / (8 * sum(sizes))
+    return max(int(total - (1 - kept) * state) for total, state in zip(timeline.totals(), whole, strict=True))

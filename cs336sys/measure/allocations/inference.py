@@ -33,7 +33,13 @@ INITIAL, FORWARD, BACKWARD, RECOMPUTATION, OPTIMIZER, USER, NOTHING = (
 )  # fmt: skip
 
 # What memprof's outermost frames name, on a CPU.
-_PHASES = {"forward": FORWARD, "loss": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER, "before the step": INITIAL}
+_PHASES = {
+    "forward": FORWARD,
+    "loss": FORWARD,
+    "backward": BACKWARD,
+    "optimizer": OPTIMIZER,
+    "before the step": INITIAL,
+}
 
 _LIBRARIES = ("/torch/", "/site-packages/", "/dist-packages/", "/lib/python", "<")
 # Frames between an operator and who called it: what records, and how torch calls that.

@@ -52,7 +52,7 @@ def _notes(cells: Sequence[Cell]) -> list[str]:
         f"Predicted by {by}: tensors alone. On a GPU leave some 2 GiB for the CUDA context, workspaces and rounding.",
         "The cheapest plan: the same numbers before recomputation, that before other rounding, more GPUs last.",
         f"{_OFFLOAD}.",
-        *["Not predicted for a model of yours: more GPUs (shard --model)." for _ in theirs[:1]],
+        *["Not predicted for a model of yours: fsdp (shard --model measures it)." for _ in theirs[:1]],
     ]
 
 

@@ -9,11 +9,11 @@ import torch
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.experiments.memory.measurement import measure_memory
-from cs336sys.experiments.memory.plan import plan_memory
+from cs336sys.experiments.memory.plan import bytes_with_shared_state, plan_memory
 from cs336sys.experiments.memory.prediction import predicted_timeline, timeline_peaks
 from cs336sys.sizes import choose_size
 from cs336sys.workload import MemoryWorkload, UserCode, Workload
-from cs336sys.workload.memory_changes import changed, command_line, plans, possible_changes
+from cs336sys.workload.memory_changes import changed, command_line, plans, possible_changes, sharded_bytes
 
 MODELS = Path(__file__).parents[2] / "user_models.py"
 SIZE = choose_size("tiny", vocab_size=500, batch_size=8, context=64, num_layers=3)
@@ -98,6 +98,27 @@ def test_several_passes_train_as_one_does():
         weights.append([parameter.detach().clone() for parameter in step.model.parameters()])
     for whole, parts in zip(*weights, strict=True):
         torch.testing.assert_close(parts, whole, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+def test_traced_rank_that_shares_its_state_is_that_of_the_formula(ranks, checkpointing):
+    size = choose_size("tiny", d_model=256, d_ff=1024, num_layers=4, vocab_size=1000, batch_size=8, context=256)
+    one = MemoryWorkload(Workload(size, attention="sdpa"), checkpointing)
+    formula = next(change for change in possible_changes(one) if change.value == f"optimizer x {ranks}")
+    assert bytes_with_shared_state(one, ranks) == pytest.approx(sharded_bytes(one, formula), rel=0.02)
+
+
+def test_plan_of_another_model_takes_more_gpus_last():
+    """With so few sequences, in bf16 and checkpointed, only passes and GPUs are left to change."""
+    training = Workload(replace(SIZE, batch_size=2), device="cpu", precision="bf16", user=user("Encoder"))
+    one = MemoryWorkload(training, "block", trace=False)
+    passes, ranks = planned(one, 1e15)["changes"]
+    assert (passes["option"], ranks["option"]) == ("--micro-batches 2", "shard --world-size 2 --strategy optimizer")
+    assert ranks["peak_bytes"] < passes["peak_bytes"]
+    found = planned(one, ranks["peak_bytes"])
+    assert [step["value"] for step in found["plan"]] == ["optimizer x 2"]
+    assert found["command"].startswith("cs336sys shard --world-size 2 --strategy optimizer --model ")
 
 
 def test_nothing_fits_is_told_with_the_least():
