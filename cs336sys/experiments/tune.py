@@ -70,8 +70,8 @@ def _run_passes(step: TrainStep, count: int) -> None:
         step.phases["backward"]()
 
 
-# Repetitions of an operation, whose median counts.
-_REPETITIONS = 7
+# Repetitions of an operation, whose median counts, and seconds after which there are enough.
+_REPETITIONS, _ENOUGH_S = 7, 1.0
 
 
 def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -128,8 +128,8 @@ def _update_seconds(workload: Workload, parameters: int) -> float:
 
 def _seconds(run: Callable[..., Any], *arguments: Any) -> float:
     run(*arguments)
-    times = []
-    for _ in range(_REPETITIONS):
+    times: list[float] = []
+    while len(times) < _REPETITIONS and sum(times) < _ENOUGH_S:
         started = time.perf_counter()
         run(*arguments)
         times.append(time.perf_counter() - started)

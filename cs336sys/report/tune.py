@@ -213,8 +213,9 @@ def compared_to_best(groups: dict[str, list[Cell]], best: str) -> dict[str, Comp
 
 # Samples that follow one another resemble each other: two processes that measured one step on an H200 (medium, batch 8,
 # in a graph) were 1.8 % apart, and five samples of each called that a difference. One round decides five times as much.
+_BEYOND_ROUNDS = 1.1
 # On a CPU of two shared cores neighbouring rounds of one step were up to 30 % apart.
-_BEYOND_ROUNDS, _BEYOND_ROUNDS_CPU = 1.1, 1.5
+_BEYOND_ROUNDS_CPU = 1.5
 
 
 def is_decided(comparison: Comparison, device: str) -> bool:
@@ -222,9 +223,8 @@ def is_decided(comparison: Comparison, device: str) -> bool:
     difference = comparison.difference
     if difference is None or difference.ratio_low is None or comparison.verdict not in ("slower", "faster"):
         return False
-    return difference.level == "rounds" or difference.ratio_low > (
-        _BEYOND_ROUNDS_CPU if device == "cpu" else _BEYOND_ROUNDS
-    )
+    beyond_rounds = _BEYOND_ROUNDS_CPU if device == "cpu" else _BEYOND_ROUNDS
+    return difference.level == "rounds" or difference.ratio_low > beyond_rounds
 
 
 _MEASURED = (

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 from cuda_snapshots import write
@@ -76,6 +77,14 @@ def test_page_and_pictures(folder, tmp_path):
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in page
     assert 'getElementById("timeline" + data.number)' in script
+
+
+def test_plan_of_another_model_says_what_is_not_predicted():
+    model = f"{Path(__file__).parents[1] / 'user_models.py'}:Encoder"
+    words = ["--model", model, "--size", "tiny", "--context", "32", "--batch-size", "2", "--plan", "--memory"]
+    answer = tables(*words, "10GiB")["answer"]
+    assert answer["rows"][0]["answer"].startswith("It fits as it is")
+    assert any("model of yours: fsdp" in note for note in answer["notes"])
 
 
 def test_hostile_file_runs_nothing(tmp_path):

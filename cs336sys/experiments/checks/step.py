@@ -114,7 +114,6 @@ def check_training(
     Raises:
         CapabilityError: the step cannot be captured, or the kernels cannot run.
     """
-    user_models.left_to_torch.clear()
     if plainly_trained(workload) == workload:
         return None, None
     if workload.is_ours and workload.mode == "forward":
@@ -127,7 +126,6 @@ def check_training(
         return _checked(workload, device, progress)
     with user_models.nothing_dropped():
         checked = _checked(workload, device, progress)
-    user_models.left_to_torch.clear()
     if workload.compile != "off":
         # It was compiled without dropout.
         torch.compiler.reset()

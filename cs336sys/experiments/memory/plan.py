@@ -96,6 +96,9 @@ class _Planner:
             return None
         if ranks is not None and workload.training.is_ours:
             return sharded_bytes(workload, ranks)
+        if ranks is not None and workload.micro_batches > 1:
+            # A shared step takes one micro-batch.
+            return None
         key = workload, ranks
         if key not in self._known:
             if self._traces >= MOST_TRACES:
@@ -117,15 +120,13 @@ class _Planner:
         return max(peak.allocated for peak in timeline_peaks(traced.timeline))
 
 
-def bytes_with_shared_state(workload: MemoryWorkload, ranks: int) -> int | None:
+def bytes_with_shared_state(workload: MemoryWorkload, ranks: int) -> int:
     """Trace one of several ranks with ``--strategy optimizer``: its part of the batch, and its share of the state.
 
     Returns:
-        the peak of the rank that updates most, or None with several micro-batches, which that does not take.
+        the peak of the rank that updates most.
     """
     training = workload.training
-    if workload.micro_batches > 1:
-        return None
     share = replace(training.size, batch_size=training.size.batch_size // ranks)
     timeline = predicted_timeline(replace(workload, training=replace(training, size=share))).timeline
     whole = timeline.bytes_by_category()["optimizer state"]

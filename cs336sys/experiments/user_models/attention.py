@@ -62,7 +62,7 @@ class AttentionCall(NamedTuple):
         return self.key.repeat_interleave(groups, -3), self.value.repeat_interleave(groups, -3)
 
 
-# Why calls went to torch's attention, of all models of this process since the last check.
+# Why calls went to torch's attention, of all models of this process since its cell began.
 left_to_torch: set[str] = set()
 
 
@@ -70,7 +70,8 @@ def _note_left(reason: str) -> None:
     left_to_torch.add(reason)
 
 
-# The compiler calls it while it traces. ``torch.compiler.assume_constant_result`` says this, but imports the compiler.
+# The compiler calls it while it traces, and does not compile twice for what it changes.
+# ``torch.compiler.assume_constant_result`` says this, too, but imports the compiler.
 _note_left._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError, a_value
+from cs336sys.experiments.user_models.attention import left_to_torch
 from cs336sys.measure.cells import is_out_of_memory
 from cs336sys.sizes import ModelSize
 from cs336sys.user_code import is_file, is_user_code, named_object, source_file, split_reference
@@ -321,6 +322,8 @@ def telling_user_errors(workload: Workload) -> Iterator[None]:
     if not references:
         yield
         return
+    # A cell begins: what an earlier one left to torch is no concern of its.
+    left_to_torch.clear()
     with _telling(references, f"{references[0]} failed"):
         yield
 

@@ -46,14 +46,15 @@ def _answer(derived: dict[str, Any]) -> str:
 
 
 def _notes(cells: Sequence[Cell]) -> list[str]:
-    theirs = [cell for cell in cells if "model" in cell.configuration]
     by = "formulas" if all(cell.derived["by_formula"] for cell in cells) else "traces of fake tensors"
-    return [
+    notes = [
         f"Predicted by {by}: tensors alone. On a GPU leave some 2 GiB for the CUDA context, workspaces and rounding.",
         "The cheapest plan: the same numbers before recomputation, that before other rounding, more GPUs last.",
         f"{_OFFLOAD}.",
-        *["Not predicted for a model of yours: fsdp (shard --model measures it)." for _ in theirs[:1]],
     ]
+    if any("model" in cell.configuration for cell in cells):
+        notes.append("Not predicted for a model of yours: fsdp (shard --model measures it).")
+    return notes
 
 
 def _steps(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
