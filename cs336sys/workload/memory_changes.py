@@ -89,7 +89,8 @@ def possible_changes(workload: MemoryWorkload) -> list[Change]:
                 "other rounding of the moments", 150,
             )
         )  # fmt: skip
-    if training.mode == "train" and (training.memory_is_known if training.is_ours else has_moments):
+    # Gloo's ranks hold copies of the gradients that they send, which a GPU's do not.
+    if on_gpu and training.mode == "train" and (training.memory_is_known if training.is_ours else has_moments):
         found += _ranks(workload)
     return found
 

@@ -110,15 +110,17 @@ def test_traced_rank_that_shares_its_state_is_that_of_the_formula(ranks, checkpo
 
 
 def test_plan_of_another_model_takes_more_gpus_last():
-    """With so few sequences, in bf16 and checkpointed, only passes and GPUs are left to change."""
-    training = Workload(replace(SIZE, batch_size=2), device="cpu", precision="bf16", user=user("Encoder"))
+    """With so few sequences, in bf16 and checkpointed, little else is left to change."""
+    training = Workload(replace(SIZE, batch_size=2), precision="bf16", user=user("Encoder"))
     one = MemoryWorkload(training, "block", trace=False)
-    passes, ranks = planned(one, 1e15)["changes"]
-    assert (passes["option"], ranks["option"]) == ("--micro-batches 2", "shard --world-size 2 --strategy optimizer")
-    assert ranks["peak_bytes"] < passes["peak_bytes"]
+    passes, moments, ranks = planned(one, 1e15)["changes"]
+    assert [change["setting"] for change in (passes, moments, ranks)] == ["micro_batches", "state_dtype", "ranks"]
+    assert ranks["peak_bytes"] < moments["peak_bytes"] < passes["peak_bytes"]
     found = planned(one, ranks["peak_bytes"])
     assert [step["value"] for step in found["plan"]] == ["optimizer x 2"]
     assert found["command"].startswith("cs336sys shard --world-size 2 --strategy optimizer --model ")
+    on_cpu = replace(one, training=replace(training, device="cpu"))
+    assert {change.setting for change in possible_changes(on_cpu)} == {"micro_batches"}
 
 
 def test_nothing_fits_is_told_with_the_least():
