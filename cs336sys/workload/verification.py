@@ -51,6 +51,7 @@ WRAPS = {
     "fsdp": "data",
     "tensor": "tensor",
     "accelerate": "data",
+    "deepspeed": "data",
 }
 
 # What the ranks along a dimension of the mesh share: sequences of the batch, tokens of each sequence, or the model.

@@ -1,10 +1,14 @@
 """``verify`` as a user runs it, on the CPU: a wrap that sums gradients where it should average them."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
+import cs336sys
 from cs336sys.cli import app
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
@@ -50,6 +54,29 @@ def test_summed_gradients_are_named_with_their_line(summed):
     assert step["collective"].startswith("allreduce of 2,048 float64")
     assert step["allowed_difference"] < 1e-12
     assert "not averaged" in (folder / "r.html").read_text()
+
+
+def test_a_test_of_somebody_reads_the_verdict_and_the_report(summed):
+    _, folder, _ = summed
+    settings = {"cases": ["step"], "device": "cpu"}
+    result = cs336sys.verify(f"{folder}/mine.py:parallelize", **settings)
+    assert not result.ok
+    assert "not averaged" in result.report and "mine.py, line 7" in result.report
+    right = cs336sys.verify(f"{folder}/mine.py:parallelize", gradients="sum", **settings)
+    assert right.ok, right.report
+
+
+@pytest.mark.nightly
+def test_ranks_of_torchrun_verify_a_wrap_and_end_with_its_verdict(summed):
+    _, _, arguments = summed
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "cs336sys", "verify", *arguments, "--format", "json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert ended.returncode == 1, ended.stderr
+    verify, diagnosis = json.loads(ended.stdout)["tables"]
+    assert [row["verdict"] for row in verify["rows"]] == ["wrong", "wrong"]
+    assert diagnosis["rows"][0]["cause"] == "not averaged"
 
 
 def test_saved_cells_are_shown_as_they_were_printed(summed):

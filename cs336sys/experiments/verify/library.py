@@ -49,10 +49,11 @@ class Verification:
     @property
     def report(self) -> str:
         """A line for each case."""
-        return "\n".join(
-            " ".join(filter(None, (f"{case.name}: {case.verdict}", case.cause and f"({case.cause})", case.reason)))
-            for case in self.cases.values()
-        )
+        lines = []
+        for case in self.cases.values():
+            found = ", ".join(filter(None, (case.cause, case.line)))
+            lines.append(" ".join(filter(None, (f"{case.name}: {case.verdict}", found and f"({found})", case.reason))))
+        return "\n".join(lines)
 
 
 def verify(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
+from cs336sys.experiments import user_models
 from cs336sys.experiments.verify.cases import PROGRAMS, SAVED_AFTER, Program
 from cs336sys.experiments.verify.comparison import Compared, Comparison
 from cs336sys.experiments.verify.diagnosis import diagnose, diagnose_loss
@@ -110,6 +111,10 @@ class _Case:
             # Threads for products this small only wait for one another.
             torch.set_num_threads(1)
         self.plain = replace(workload, case="step")
+        if is_user_code(workload.wrap):
+            # What ranks send back may be of classes of the wrap's file.
+            with contextlib.suppress(UserCodeError):
+                user_models.load(workload.wrap)
         self.dtype = torch.float32 if self.plain in _in_single else reference_dtype(workload, self.device)
         self.learning_rate = learning_rate_of(workload, self.device, self.dtype)
         clips = self.program.clip
@@ -283,7 +288,7 @@ class _Case:
         if known is None or self.workload.case == "late":
             again = self.run(program, watch=True) if program.resume != "ranks" else []
         watched = [] if isinstance(again, Lost) else again
-        less_precise = [dtype for one in watched for dtype in one.dtypes]
+        less_precise = [dtype for one in (*found, *watched) for dtype in one.dtypes]
         if less_precise and reference.half is None:
             half = max(less_precise, key=lambda dtype: torch.finfo(dtype).eps)
             reference = in_half_precision(

@@ -71,7 +71,8 @@ class Found:
         owned: parameters that the optimizer updates on this rank.
         unmatched: parameters of the wrapped module that have no name in the plain one.
         launches: its collectives, where they were watched.
-        dtypes: less precise ones than asked for, in which it computed or sent, where that was watched.
+        dtypes: less precise ones than asked for, in which its optimizer holds weights or, where that was watched, it
+            computed or sent.
         is_sliced: whether it holds slices of weights; ``runs_steps``: whether the wrap runs whole steps.
         masks: of the first dropout layer, whether each element was dropped; None without one.
         failure: what was raised, in one sentence; empty where nothing was.
@@ -159,7 +160,8 @@ def train_on_rank(workload: VerifiedWorkload, program: Program, settings: Settin
     found.at = f"step {run.watcher.step + 1}, {run.watcher.phase}"
     found.launches = run.watcher.launches
     precise = torch.finfo(settings.dtype).eps
-    found.dtypes = tuple(sorted({one for one in run.watcher.dtypes if torch.finfo(one).eps > precise}, key=str))
+    seen = run.watcher.dtypes | run.held
+    found.dtypes = tuple(sorted({one for one in seen if torch.finfo(one).eps > precise}, key=str))
     return found
 
 
@@ -197,6 +199,8 @@ class _Run:
         self.data, self.context = place.get("data", 0), place.get("context", 0)
         folder = source_file(workload.wrap).resolve().parent if is_user_code(workload.wrap) else None
         self.watcher = CollectiveWatcher(folder, is_late=program.late == self.rank)
+        # Dtypes of what the optimizer updates, which may be a copy of the weights.
+        self.held: set[torch.dtype] = set()
 
     def watched(self) -> contextlib.AbstractContextManager[Any]:
         if self.settings.watch or self.program.late is not None:
@@ -241,8 +245,9 @@ class _Run:
         )
         self.inner: Any = innermost(self.optimizer)
         groups = getattr(self.inner, "param_groups", [{"params": self.named.values()}])
-        updated = [id(one) for group in groups for one in group["params"]]
-        self.found.owned = tuple(self.names[one] for one in updated if one in self.names)
+        updated = [one for group in groups for one in group["params"]]
+        self.held |= {one.dtype for one in updated if one.is_floating_point()}
+        self.found.owned = tuple(self.names[id(one)] for one in updated if id(one) in self.names)
         if self.wrapped.optimizer is not None:
             self.found.optimizer = self._spec()
 
@@ -252,13 +257,15 @@ class _Run:
             kind = torch.optim.AdamW
         elif not issubclass(kind, torch.optim.Optimizer):
             return None
-        settings = {}
+        settings: dict[str, Any] = {}
         for group in self.inner.param_groups:
             own = {key: value for key, value in group.items() if isinstance(value, int | float | bool | tuple | None)}
             own = {key: value for key, value in own.items() if key not in _OF_NO_CONSEQUENCE}
-            for parameter in group["params"]:
-                if id(parameter) in self.names:
-                    settings[self.names[id(parameter)]] = own
+            names = [self.names[id(one)] for one in group["params"] if id(one) in self.names]
+            if not names and len(self.inner.param_groups) == 1:
+                # It updates copies of the weights.
+                names = list(self.named)
+            settings |= dict.fromkeys(names, own)
         return OptimizerSpec(kind, settings)
 
     def all_steps(self) -> None:

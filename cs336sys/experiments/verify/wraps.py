@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cs336sys.errors import CapabilityError, UserCodeError, a_value, choose_from
 from cs336sys.experiments import user_models
 from cs336sys.experiments.models import blocks_of
+from cs336sys.experiments.verify.cases import loss_of
 from cs336sys.experiments.verify.reference import default_optimizer
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.user_code import is_user_code
@@ -298,29 +299,67 @@ def _tensor(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, lear
     return Wrapped(module, module, finish=finish, loss=module.loss, scaler_class=ShardedGradScaler)
 
 
+@contextlib.contextmanager
+def _as_torchrun() -> Iterator[None]:
+    """Set what torchrun sets, which some libraries look at though the ranks have met already."""
+    met = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": dist.get_rank()}
+    added = {name: str(value) for name, value in met.items()} | {"MASTER_PORT": "0", "MASTER_ADDR": "localhost"}
+    added = {name: value for name, value in added.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
 def _accelerate(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
     """Hugging Face's ``Accelerator.prepare``, as its examples use it."""
     try:
         from accelerate import Accelerator  # type: ignore[import-not-found]  # optional
     except ImportError as error:
         raise CapabilityError("--wrap accelerate needs accelerate: pip install accelerate") from error
-    # It looks at what torchrun sets, though the ranks have met already.
-    met = {
-        "RANK": dist.get_rank(),
-        "WORLD_SIZE": dist.get_world_size(),
-        "LOCAL_RANK": dist.get_rank(),
-        "MASTER_PORT": 0,
-    }
-    added = {name: str(value) for name, value in met.items()} | {"MASTER_ADDR": "localhost"}
-    added = {name: value for name, value in added.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
+    with _as_torchrun():
         accelerator = Accelerator(cpu=next(model.parameters()).device.type == "cpu")
-    finally:
-        for name in added:
-            del os.environ[name]
     module, optimizer = accelerator.prepare(model, default_optimizer(model.parameters(), learning_rate))
     return Wrapped(module, module, optimizer, backward=accelerator.backward)
+
+
+def _deepspeed(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+    """DeepSpeed's engine with ZeRO of stage 1, whose ``step()`` also sets gradients to zero."""
+    try:
+        import deepspeed  # type: ignore[import-not-found]  # optional
+    except ImportError as error:
+        raise CapabilityError("--wrap deepspeed needs deepspeed: pip install deepspeed") from error
+    settings = {
+        # Of a batch, it takes what it is given.
+        "train_micro_batch_size_per_gpu": 1,
+        # Without this it clips to a norm of 1.
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    with _as_torchrun():
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=model,
+            optimizer=default_optimizer(model.parameters(), learning_rate),
+            dist_init_required=False,
+            config=settings,
+        )
+
+    def step(batch: tuple[Any, Any]) -> Tensor:
+        inputs, targets = batch
+        loss = loss_of(workload, user_models.call_model(engine, inputs), targets)
+        sequences = torch.tensor(float(len(targets)), device=loss.device)
+        whole = sequences.clone()
+        dist.all_reduce(whole, group=mesh.get_group())
+        # It takes the mean over ranks, of which some have fewer sequences.
+        engine.backward(loss * sequences * mesh.size() / whole)
+        engine.step()
+        return loss.detach()
+
+    return Wrapped(engine, engine, optimizer, step=step)
 
 
 READY: dict[str, Ready] = {
@@ -337,6 +376,7 @@ READY: dict[str, Ready] = {
     "fsdp": _fsdp,
     "tensor": _tensor,
     "accelerate": _accelerate,
+    "deepspeed": _deepspeed,
 }
 
 

@@ -539,6 +539,36 @@ def sent_in_bf16(model, group):
     return Wrong(model, group)
 
 
+class OwnAdamW(torch.optim.AdamW):
+    """An optimizer of the wrap's file."""
+
+
+class Copied:
+    """Updates float32 copies of the weights, as engines that train in lower precision do."""
+
+    def __init__(self, parameters):
+        self.weights = list(parameters)
+        self.optimizer = OwnAdamW([one.detach().float() for one in self.weights], lr=0.1, eps=1.0)
+
+    def zero_grad(self):
+        for one in self.weights:
+            one.grad = None
+
+    @torch.no_grad()
+    def step(self):
+        copies = self.optimizer.param_groups[0]["params"]
+        for copy, weight in zip(copies, self.weights, strict=True):
+            copy.grad = weight.grad.float()
+        self.optimizer.step()
+        for copy, weight in zip(copies, self.weights, strict=True):
+            weight.copy_(copy)
+
+
+def updated_in_float32(model, group):
+    wrapped = Averaged(model, group)
+    return wrapped, Copied(wrapped.parameters())
+
+
 def half_of_the_ranks(model, group):
     """Averages among neighbours alone."""
     ranks = dist.get_world_size(group)

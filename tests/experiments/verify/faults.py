@@ -161,5 +161,9 @@ RIGHT = (
     (f"{LAYERS}:right_pipeline", "pipeline", _BY_HAND),
 )
 
-# Right ones in half precision.
-HALF = (f"{DATA}:sent_in_bf16", f"{SHARDED}:fsdp_reduces_in_bf16")
+# Right ones in a lower precision.
+LESS_PRECISE = (
+    (f"{DATA}:sent_in_bf16", "bfloat16"),
+    (f"{SHARDED}:fsdp_reduces_in_bf16", "bfloat16"),
+    (f"{DATA}:updated_in_float32", "float32"),
+)
