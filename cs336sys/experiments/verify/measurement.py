@@ -150,7 +150,7 @@ class _Case:
         self.progress(f"{self.workload.case}: one process")
         reference = self.reference(program, found)
         first = SAVED_AFTER if program.resume == "ranks" else 0
-        compared = Comparison(self.workload, program, reference, found).compare(first)
+        compared = self._compare(program, reference, found)
         if found[0].runs_steps and _leaves_unused_gradients(compared):
             compared.findings = [one for one in compared.findings if one.what != "gradient"]
         if program.start and compared.findings and any(one.is_sliced for one in found):
@@ -226,6 +226,10 @@ class _Case:
             self.max_norm,
         )
 
+    def _compare(self, program: Program, reference: Reference, found: Sequence[Found]) -> Compared:
+        first = SAVED_AFTER if program.resume == "ranks" else 0
+        return Comparison(self.workload, program, reference, found).compare(first)
+
     def _refusal(self, found: Sequence[Found]) -> Outcome | None:
         failed = [(rank, one) for rank, one in enumerate(found) if one.failure]
         if not failed:
@@ -288,13 +292,17 @@ class _Case:
         if known is None or self.workload.case == "late":
             again = self.run(program, watch=True) if program.resume != "ranks" else []
         watched = [] if isinstance(again, Lost) else again
-        less_precise = [dtype for one in (*found, *watched) for dtype in one.dtypes]
-        if less_precise and reference.half is None:
-            half = max(less_precise, key=lambda dtype: torch.finfo(dtype).eps)
+        dtypes = [dtype for one in (*found, *watched) for dtype in one.dtypes]
+        if program.resume == "ranks":
+            # Others than these have trained what was loaded: they show their precision in the plain step.
+            step = _Case(self.plain, self.folder, self.progress).run(PROGRAMS["step"], watch=True)
+            dtypes += [] if isinstance(step, Lost) else [dtype for one in step for dtype in one.dtypes]
+        if dtypes and reference.half is None:
+            half = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
             reference = in_half_precision(
                 reference, self.workload, program, self.device, found[0].optimizer, self.max_norm, half
             )
-            compared = Comparison(self.workload, program, reference, found).compare()
+            compared = self._compare(program, reference, found)
             if not compared.findings:
                 return self._right(reference, compared)
         diagnosis = diagnose(self.workload, program, reference, compared, found, watched, self._line(), known)

@@ -32,11 +32,18 @@ class Trained:
 def own_state(trained: Trained) -> Any:
     """A copy of the state dicts of module and optimizer, or of the object that has them."""
     owner = trained.wrapped.owner
-    if not isinstance(owner, nn.Module) and hasattr(owner, "state_dict"):
+    if _saves_all(trained, "state_dict"):
         state = owner.state_dict()
     else:
         state = {"model": trained.wrapped.module.state_dict(), "optimizer": _optimizer_state(trained.optimizer)}
     return tree_map_only(Tensor, lambda one: one.detach().clone(), state)
+
+
+def _saves_all(trained: Trained, name: str) -> bool:
+    """Whether the owner has state dicts of module and optimizer, and not the module's by ``__getattr__``."""
+    owner = trained.wrapped.owner
+    method = getattr(owner, name, None)
+    return not isinstance(owner, nn.Module) and method is not None and getattr(method, "__self__", owner) is owner
 
 
 def _optimizer_state(optimizer: Any) -> Any:
@@ -54,7 +61,7 @@ def _optimizer_state(optimizer: Any) -> Any:
 def load_own_state(trained: Trained, state: Any) -> None:
     """Load a :func:`own_state`."""
     owner = trained.wrapped.owner
-    if not isinstance(owner, nn.Module) and hasattr(owner, "load_state_dict"):
+    if _saves_all(trained, "load_state_dict"):
         owner.load_state_dict(state)
         return
     trained.wrapped.module.load_state_dict(state["model"])

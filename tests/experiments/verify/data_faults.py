@@ -539,6 +539,20 @@ def sent_in_bf16(model, group):
     return Wrong(model, group)
 
 
+class Holder:
+    """Holds the wrapped module, and gives its attributes as its own: its state dicts, too."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def __getattr__(self, name):
+        return getattr(self.module, name)
+
+
+def right_holder(model, group):
+    return Holder(Averaged(model, group))
+
+
 class OwnAdamW(torch.optim.AdamW):
     """An optimizer of the wrap's file."""
 
@@ -557,11 +571,11 @@ class Copied:
     @torch.no_grad()
     def step(self):
         copies = self.optimizer.param_groups[0]["params"]
-        for copy, weight in zip(copies, self.weights, strict=True):
-            copy.grad = weight.grad.float()
+        for held, weight in zip(copies, self.weights, strict=True):
+            held.grad = weight.grad.float()
         self.optimizer.step()
-        for copy, weight in zip(copies, self.weights, strict=True):
-            weight.copy_(copy)
+        for held, weight in zip(copies, self.weights, strict=True):
+            weight.copy_(held)
 
 
 def updated_in_float32(model, group):

@@ -153,6 +153,7 @@ _BY_HAND = ("step", "uneven", "save")
 RIGHT = (
     (f"{DATA}:right", "data", _ALL),
     (f"{DATA}:right_trainer", "data", _ALL),
+    (f"{DATA}:right_holder", "data", ("step", "save")),
     (f"{SHARDED}:right_fsdp", "data", _ALL),
     (f"{SHARDED}:right_zero", "data", ("step", "clipping", "uneven", "tied")),
     (f"{SHARDED}:right_flat", "data", ("step", "tied")),
@@ -163,7 +164,7 @@ RIGHT = (
 
 # Right ones in a lower precision.
 LESS_PRECISE = (
-    (f"{DATA}:sent_in_bf16", "bfloat16"),
-    (f"{SHARDED}:fsdp_reduces_in_bf16", "bfloat16"),
-    (f"{DATA}:updated_in_float32", "float32"),
+    (f"{DATA}:sent_in_bf16", "bfloat16", ("step", "save-ranks")),
+    (f"{SHARDED}:fsdp_reduces_in_bf16", "bfloat16", ("step",)),
+    (f"{DATA}:updated_in_float32", "float32", ("step",)),
 )
