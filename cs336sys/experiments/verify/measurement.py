@@ -70,6 +70,10 @@ def measure_case(configuration: dict[str, Any], progress: Progress) -> Outcome:
             outcome = _Case(workload, folder, progress).outcome()
     except CapabilityError as error:
         return _refused(str(error), "does not apply")
+    except UserCodeError:
+        # The model or its loss, not the wrap.
+        _hopeless[plain] = f"the plain step {_HOPELESS['raises']}"
+        raise
     if workload.case == "step" and outcome.derived.get("cause") in ("hang", "died", "raises"):
         _hopeless[plain] = f"the plain step {_HOPELESS[outcome.derived['cause']]}"
     return outcome
@@ -169,13 +173,14 @@ class _Case:
             return self._right(reference, compared)
         return self._wrong(program, reference, found, compared)
 
-    def run(self, program: Program, *, watch: bool = False) -> list[Found] | Lost:
+    def run(self, program: Program, *, watch: bool = False, timeout_s: float | None = None) -> list[Found] | Lost:
         """Run the program on ranks, which are started where there are none."""
         settings = Settings(self.dtype, self.learning_rate, self.max_norm, watch, self.folder)
         backend = None if self.workload.backend == "auto" else self.workload.backend
         if backend is None and self.device.type == "cpu":
             backend = "gloo"
-        ranks = launch.kept(self.workload.world_size, backend=backend, timeout_s=self.workload.timeout_s)
+        timeout_s = timeout_s or self.workload.timeout_s
+        ranks = launch.kept(self.workload.world_size, backend=backend, timeout_s=timeout_s)
         try:
             found = ranks.run(train_on_rank, self.workload, program, settings)
             if any(one.failure for one in found) and not self._is_sound(ranks, found):
@@ -314,7 +319,8 @@ class _Case:
         self.progress(f"{self.workload.case}: diagnosis")
         found = lost.found
         if lost.is_hang and not any(one.launches for one in found):
-            again = self.run(program, watch=True)
+            # That they hang is known; what they compile is in its caches by now.
+            again = self.run(program, watch=True, timeout_s=self.workload.timeout_s / 4)
             found = again.found if isinstance(again, Lost) else tuple(again)
         return self._diagnosed(diagnose_loss(lost.reason, lost.is_hang, found, self._line()))
 

@@ -374,6 +374,18 @@ def gradients_kept(model, group):
     return Wrong(model, group)
 
 
+def parameter_sent(model, group):
+    """Sends what the hook is given, which is the parameter and not its gradient."""
+
+    class Wrong(Averaged):
+        def send(self, parameter):
+            with torch.no_grad():
+                dist.all_reduce(parameter, group=self.group)
+                parameter /= self.ranks
+
+    return Wrong(model, group)
+
+
 def weights_averaged(model, group):
     """Weights are averaged after steps with gradients of each rank."""
 

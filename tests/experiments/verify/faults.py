@@ -11,6 +11,8 @@ MEAN = "a missing or double mean: the ratio is the number of ranks, or its inver
 LEFT_OUT = "a parameter left out of a bucket, a unit or an optimizer"
 COMPOSED = "NVIDIA/Megatron-LM#7452: silently wrong gradients in compositions of parallelism"
 CONTEXT = "NVIDIA/Megatron-LM#1464: dQ, dK, dV wrong under context parallelism"
+GROUP = "ByteDance-Seed/VeOmni#1115: gradients summed over the data ranks alone under sequence parallelism"
+PARAMETER = "huggingface/picotron's DataParallelNaive: the hook after a gradient is given the parameter"
 RESUMED = "pytorch/torchtitan#1136: training differs after resuming"
 EARLY = "a bucket sent before its last gradient"
 STALE = "a stale gather"
@@ -71,6 +73,7 @@ FAULTS = (
     _data("last_left_out", "not synchronized", LEFT_OUT),
     _data("first_ranks_gradient", "one rank's", REPLICATED),
     _data("last_ranks_gradient", "one rank's", REPLICATED, is_quick=True),
+    _data("parameter_sent", "not waited for,not synchronized", PARAMETER),
     _data("not_waited", "not waited for,race", RACE),
     _data("not_copied_back", "not waited for", RACE),
     _data("one_step_late", "stale gradient", STALE, is_quick=True),
@@ -135,7 +138,7 @@ FAULTS = (
     _layers("context_keys_not_gathered", "forward", CONTEXT, "context"),
     _layers("context_order_reversed", "forward", CONTEXT, "context"),
     _layers("context_gradient_not_given", "partial sum", CONTEXT, "context", is_quick=True),
-    _layers("context_not_averaged", "partial sum,not synchronized", CONTEXT, "context"),
+    _layers("context_not_averaged", "partial sum,not synchronized", GROUP, "context"),
     _layers("context_summed", "not averaged", CONTEXT, "context"),
     _layers("context_own_slice_of_next", "forward", CONTEXT, "context"),
     _layers("pipeline_without_gradient", "left out,partial sum", COMPOSED, "pipeline"),
