@@ -86,6 +86,8 @@ class MeasuredStep:
         words += [training.attention, training.optimizer, f"kernels {training.kernels}"]
         words += ["graph"] if training.cuda_graph == "on" else []
         words += [self.configuration.strategy] if self.configuration.strategy else []
+        ahead = self.cell.configuration.get("prefetch")
+        words += [] if ahead is None else [f"prefetch {ahead}"]
         bucket = self.cell.configuration.get("bucket_mb")
         return " ".join(words if bucket is None else [*words, bucket_name(bucket)])
 
@@ -99,6 +101,9 @@ def measured_steps(results: Results) -> list[MeasuredStep]:
         if cell.status != "ok" or settings.get("model") or run is None or not run.machine.get("gpu"):
             continue
         if settings.get("kernels", "reference") not in ("reference", "fused"):
+            continue
+        if settings.get("prefetch") == 0:
+            # FSDP that gathers nothing ahead hides nothing, and is not predicted.
             continue
         if cell.command == "bench" and settings.get("mode") == "train":
             configuration = StepConfiguration(Workload.from_configuration(settings))

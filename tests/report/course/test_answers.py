@@ -580,12 +580,49 @@ def test_one_message_alone_is_said_once():
     assert "for 1.00 MB and" not in text
 
 
+def test_unsettled_launched_steps_leave_the_verdict_to_those_of_graphs():
+    files = saved("shard-2.7b-prefetch-h200", "shard-2.7b-prefetch-graph-h200")
+    text = words(answers(2026, files, "fsdp_accounting", "b"))
+    assert "The steps had not settled: between 184.9 ms and 250.4 ms with prefetch 0" in text
+    assert "In CUDA graphs, where no launch is waited for, a step takes 170.6 ms with prefetch 0 (in 29.08 ms" in text
+    assert "153.8 ms with prefetch 1 (in 3.772 ms of it only communication runs)" in text
+
+
+def test_board_by_the_protocol_counts_and_the_best_of_short_runs_only_without_it():
+    short, whole = saved("board-h200"), saved("board-protocol-h200")
+    alone = words(answers(2026, short, "leaderboard"))
+    assert "takes 4,055 ms" in alone
+    assert "by 2 steps, 8.11 s" in alone
+    both = words(answers(2026, [*short, *whole], "leaderboard"))
+    assert "takes 4,100 ms" in both
+    assert "It was measured by 7 steps, 28.7 s, after 2 warm-up." in both
+
+
+def test_flash_shapes_that_few_samples_leave_open_are_taken_from_a_later_run_with_more():
+    first, later = saved("flash-course-fp32-h200"), saved("flash-course-long-fp32-h200")
+    few = words(answers(2026, first, "flash_benchmarking", "a"))
+    more = words(answers(2026, [*first, *later], "flash_benchmarking", "a"))
+    assert "end-to-end: our kernels are faster than PyTorch's attention, beyond the noise, in 30 of" in few
+    assert "end-to-end: our kernels are faster than PyTorch's attention, beyond the noise, in 33 of" in more
+
+
+def test_steps_of_data_parallel_training_come_from_graphs_where_launched_ones_are_fewer():
+    launched, captured = saved("ddp-fp32-h200"), saved("ddp-fp32-graph-h200")
+    assert "5 steps after 2 warm-up" in words(answers(2025, launched, "naive_ddp_benchmarking"))
+    text = words(answers(2025, [*launched, *captured], "naive_ddp_benchmarking"))
+    assert "10 steps after 5 warm-up. A step takes 443.7 ms" in text
+    # Phases and timelines are those of launched steps.
+    assert "the backward pass ends at" in words(
+        answers(2025, [*launched, *captured], "ddp_overlap_individual_parameters_benchmarking", "b")
+    )
+
+
 def test_gathers_by_blocks_ahead_stand_in_order_and_none_in_time_is_not_called_some():
     text = words(answers(2026, saved("shard-2.7b-h200", "shard-2.7b-prefetch-h200"), "fsdp_accounting", "b"))
     assert "Gathering 0 blocks ahead, 0 of 34 all-gathers" in text
     # No share of a forward pass: the gathers were watched in other steps than those that were timed.
-    assert "60.78 ms together: none finishes in time. Gathering 1 block ahead, 10 of 34" in text
-    assert "21.41 ms together: it does not always finish in time." in text
+    assert "37.03 ms together: none finishes in time. Gathering 1 block ahead, 2 of 34" in text
+    assert "31.03 ms together: it does not always finish in time." in text
     assert [text.index(f"With prefetch {count} ") for count in (0, 1, 2)] == sorted(
         text.index(f"With prefetch {count} ") for count in (0, 1, 2)
     )

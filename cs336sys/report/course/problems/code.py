@@ -142,10 +142,12 @@ _NAIVE_BASELINE_MS = 10_000.0
 def training_step(answer: Answer) -> None:
     """The leaderboard of 2026: a whole step of the 8B model."""
     found = answer.find_each("shard", size=("8b",), board=(True,)) or answer.find_each("shard", size=("8b",))
-    # A later version is measured again with the same settings: the run with the best step is what counts.
+    # A later version is measured again with the same settings: the run with the best step counts, of those that follow
+    # the handout's protocol if there are any.
     measured = [(cell, group) for group in found for cell in group.measured]
     if measured:
-        best, group = min(measured, key=lambda one: _step_ms(one[0]))
+        by_protocol = [one for one in measured if sum(_times(one[0])) >= _PROTOCOL_MS]
+        best, group = min(by_protocol or measured, key=lambda one: _step_ms(one[0]))
         found = [group]
         answer.say("whole step", best.configuration, step=_step_ms(best))
         runs = [
@@ -155,9 +157,9 @@ def training_step(answer: Answer) -> None:
         ]
         if len(runs) > 1:
             answer.say("runs", times=[_step_ms(cell) for cell in runs])
-        samples = best.samples.get("wall", best.samples["step"]).measured
-        answer.say("measured for", steps=len(samples), warmup=best.configuration["warmup"])
-        if sum(samples) < _PROTOCOL_MS:
+        steps = len(_times(best))
+        answer.say("measured for", steps=steps, warmup=best.configuration["warmup"], seconds=sum(_times(best)) / 1e3)
+        if not by_protocol:
             answer.lack("protocol")
         answer.say(
             "baseline",
@@ -173,8 +175,12 @@ def training_step(answer: Answer) -> None:
         answer.show([group], "shares")
 
 
+def _times(cell: Cell) -> Sequence[float]:
+    return cell.samples.get("wall", cell.samples["step"]).measured
+
+
 def _step_ms(cell: Cell) -> float:
-    return cell.samples["wall" if "wall" in cell.samples else "step"].median
+    return cell.samples.get("wall", cell.samples["step"]).median
 
 
 def training_step_commands(target: Target) -> list[Command]:

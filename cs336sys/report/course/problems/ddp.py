@@ -27,9 +27,14 @@ _LEAST_PERCENT = 0.1
 Row = Mapping[str, Any]
 
 
-def _steps(answer: Answer) -> list[Found]:
-    """The plain steps of the handout's xl on two ranks."""
-    plain = {"compile": ("off",), "precision": ("fp32",), "attention": ("reference",), "cuda_graph": ("off",)}
+def _steps(answer: Answer, *, graphs: bool) -> list[Found]:
+    """The plain steps of the handout's xl on two ranks.
+
+    Args:
+        graphs: those from CUDA graphs, too, where launched ones are fewer: they have no phases and timelines.
+    """
+    captured = ("off", "on") if graphs else ("off",)
+    plain = {"compile": ("off",), "precision": ("fp32",), "attention": ("reference",), "cuda_graph": captured}
     wanted = {"gradient_dtype": ("fp32",), "batch_size": (4,), "context": (512,)}
     found = answer.find("ddp", {"size": (answer.handout.xl,), "world_size": (2,), **plain, **wanted})
     return steadiest_first(found)
@@ -41,7 +46,9 @@ def steadiest_first(found: Sequence[Found]) -> list[Found]:
     def steps(group: Found) -> int:
         return min((len(cell.samples["step"].measured) for cell in group.measured), default=0)
 
-    return sorted(found, key=lambda group: -min(steps(group), _STEPS))
+    return sorted(
+        found, key=lambda group: (-min(steps(group), _STEPS), group.cells[0].configuration["cuda_graph"] == "on")
+    )
 
 
 def rows_of(group: Found, command: str) -> list[Row]:
@@ -65,9 +72,9 @@ def lack_xl(answer: Answer, group: Found) -> None:
         answer.lack("other size", xl=answer.handout.xl, size=size)
 
 
-def _with(answer: Answer, *strategies: str) -> tuple[Found | None, dict[str, Row]]:
+def _with(answer: Answer, *strategies: str, graphs: bool = True) -> tuple[Found | None, dict[str, Row]]:
     """The first invocation that measured all of these strategies, which the answer names, and its rows."""
-    for group in _steps(answer):
+    for group in _steps(answer, graphs=graphs):
         if set(strategies) <= {cell.configuration["strategy"] for cell in group.measured}:
             cells = [cell for cell in group.cells if cell.configuration["strategy"] in strategies]
             chosen = Found(group.invocation, cells)
@@ -138,7 +145,7 @@ def overlapped(answer: Answer) -> None:
 
 
 def traces(answer: Answer) -> None:
-    group, rows = _with(answer, "naive", "overlap")
+    group, rows = _with(answer, "naive", "overlap", graphs=False)
     if group is None or any(cell.derived.get("timeline") is None for cell in group.measured):
         return
     shares = {}
@@ -175,7 +182,7 @@ def ddp_commands(target: Target) -> list[Command]:
 
 
 def _swept(answer: Answer) -> Found | None:
-    return next((group for group in _steps(answer) if bucket_sweeps(group.measured)), None)
+    return next((group for group in _steps(answer, graphs=False) if bucket_sweeps(group.measured)), None)
 
 
 def buckets(answer: Answer) -> None:
@@ -226,7 +233,9 @@ def _exposed_ms(row: Row) -> float:
 
 
 def _parts(group: Found, rows: Sequence[Row], order: Sequence[Sequence[float]]) -> Row | None:
-    """Split what each size adds to a step: in the backward pass, and after it; None without a pass to compare with.
+    """Split what each size adds to a step: in the backward pass, and after it.
+
+    None without a pass to compare with.
 
     Args:
         order: sizes as predicted and as measured, best first.

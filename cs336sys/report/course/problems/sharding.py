@@ -26,9 +26,9 @@ _SHARDED = ("optimizer", "optimizer-flat")
 _UNSETTLED = 1.1
 
 
-def _steps(answer: Answer, *strategies: str) -> list[Found]:
+def _steps(answer: Answer, *strategies: str, cuda_graph: str = "off") -> list[Found]:
     """Steps of the handout's xl by these strategies on two ranks."""
-    plain = {"compile": ("off",), "cuda_graph": ("off",), "checkpointing": ("none",)}
+    plain = {"compile": ("off",), "cuda_graph": (cuda_graph,), "checkpointing": ("none",)}
     wanted = {"size": (answer.handout.xl,), "world_size": (2,), "context": (512,), "batch_size": (4,), **plain}
     return answer.find("shard", wanted, strategy=strategies)
 
@@ -253,6 +253,13 @@ def fsdp_gathers(answer: Answer) -> None:
         if unsettled:
             forwards = [cell.samples["forward"].median for cell in group.cells]
             answer.say("not settled", cells=sorted(unsettled, key=lambda one: one["prefetch"]), forwards=forwards)
+    for group in filter(_is_as_asked, _steps(answer, "fsdp", cuda_graph="on")):
+        rows = sorted(rows_of(group, "shard"), key=lambda row: row["prefetch"])
+        captured = [
+            {"prefetch": row["prefetch"], "median": row["step_ms"].median, "alone": row["bare_ms"]} for row in rows
+        ]
+        answer.say("in graphs", steps=captured)
+        answer.show([group], "shard", *_STEP_COLUMNS, "bare_ms", medians=True)
     for group in groups:
         for row in sorted(rows_of(group, "shard"), key=lambda row: row["prefetch"]):
             if isinstance(row.get("exposed_ms"), Interval):
