@@ -15,7 +15,8 @@ allocation without is the backward pass's.
 | unknown | none of these |
 
 Memory older than the record has no stack. Blocks as large as the gradients, one for each, are parameters; further
-ones in multiples of them are optimizer state. Snapshots of ``memprof`` on a CPU name their categories and phases.
+ones in multiples of them are optimizer state; where sizes contradict each other, they are unknown. Snapshots of
+``memprof`` on a CPU name their categories and phases.
 """
 
 from bisect import bisect_left, bisect_right
@@ -232,6 +233,9 @@ class Inference:
         each = max((number for number in times if number), key=lambda number: times[number], default=1)
         for size, count in gradients.items():
             same = by_size.get(size, [])
+            if each == 1 and len(same) > count:
+                # As many as most sizes have are there, and others that sizes do not tell from them.
+                continue
             if same and len(same) % each == 0:
                 count = len(same) // each
             for index in same[:count]:
