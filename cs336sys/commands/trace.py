@@ -15,6 +15,7 @@ from cs336sys.errors import OutputError, UsageError
 from cs336sys.results.model import Cell, Run
 
 if TYPE_CHECKING:
+    from cs336sys.accounting.bus_bandwidths import BusBandwidths
     from cs336sys.measure.profile.reading import Read
 
 
@@ -36,6 +37,10 @@ def trace(
     ceilings: Annotated[
         Path | None,
         typer.Option(help="--roofline with what doctor --ceilings measured on that GPU.", show_default=False),
+    ] = None,
+    allreduce: Annotated[
+        Path | None,
+        typer.Option(help="Results of allreduce on such GPUs, for collectives' bandwidth alone.", show_default=False),
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write timeline and tables to this page, and print the verdict.")
@@ -80,14 +85,15 @@ def trace(
                     f"{one.gpu_name or 'a GPU it does not name'}: measure on that GPU by doctor --ceilings, or "
                     "choose --roofline, by its datasheet"
                 )
+    bandwidths = None if allreduce is None else _bandwidths(allreduce, reads[BEFORE])
     run_id = str(uuid.uuid4())
     cells = [
         cell
         for side, read in reads.items()
-        for cell in cells_of(side, read, roofline=roofline, ceilings=measured, run_id=run_id)
+        for cell in cells_of(side, read, roofline=roofline, ceilings=measured, bandwidths=bandwidths, run_id=run_id)
     ]
     sides = saved_sides(cells)
-    tables = all_tables(sides, Shown(top, full_names, roofline, measured))
+    tables = all_tables(sides, Shown(top, full_names, roofline, measured, bandwidths))
     if save is not None:
         _save(save, run_id, reads[BEFORE], cells)
     if html is None or output.output is not None or output.format is not None or output.table:
@@ -100,6 +106,24 @@ def trace(
         page = trace_page(tables, list(reads.values()), falls, found.before_ms if found else 0.0)
         write_file(html, page.encode(), "--html")
         say(f"wrote {html}")
+
+
+def _bandwidths(path: Path, read: "Read") -> "BusBandwidths":
+    """Read what ``allreduce`` measured on the GPUs of the capture, or with Gloo for one of CPUs."""
+    from cs336sys.accounting.bus_bandwidths import BusBandwidths
+    from cs336sys.results.model import read_results
+
+    gpu = next((one.gpu_name for one in read.analyses if one.gpu_name), "")
+    backend = "nccl" if gpu else "gloo"
+    results = read_results(path)
+    cells = [cell for cell in results.cells if not gpu or results.runs[cell.run_id].machine.get("gpu") == gpu]
+    found = BusBandwidths.of_cells(cells, backend)
+    if not found.points:
+        of = f"NCCL on {gpu}" if gpu else "Gloo, and the capture names no GPU"
+        raise UsageError(
+            f"--allreduce {path}: holds no collectives of {of}: measure some there with cs336sys allreduce --save FILE"
+        )
+    return found
 
 
 def _save(path: Path, run_id: str, read: "Read", cells: list[Cell]) -> None:

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from cs336sys.accounting.ceilings import Ceilings
 from cs336sys.cli import app
+from cs336sys.results.file import ResultsFile
+from cs336sys.results.model import Cell, Run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
@@ -47,6 +49,42 @@ def test_verdict_names_the_straggler_and_what_to_try(runs):
     assert sum(row["share_percent"] for row in parts) == pytest.approx(100)
     equal = tables(invoke(runs / "before", "--format", "json"))["verdict"]["rows"]
     assert {"verdict": "No rank of 4 holds the others up by more than the noise of the steps."} in equal
+
+
+def test_collectives_stand_beside_what_allreduce_measured_on_such_gpus(runs, tmp_path_factory):
+    tmp_path, saved = (tmp_path_factory.mktemp(name) for name in ("named", "saved"))
+    gpu = "NVIDIA H200"
+    for path in (runs / "before").iterdir():
+        named = json.dumps([{"id": 0, "name": gpu}])
+        (tmp_path / path.name).write_text(path.read_text().replace("{", f'{{"deviceProperties": {named}, ', 1))
+    found = tables(invoke(tmp_path, "--format", "json"))["collectives"]["rows"]
+    assert all(row.get("alone_busbw_gbps") is None for row in found)
+    row = next(row for row in found if row["busbw_gbps"])
+    sizes = {row["bytes"] // 2: 100.0, row["bytes"] * 2: 400.0}
+    written = write_allreduce(saved / "a.jsonl", gpu, row["collective"], row["ranks"], sizes)
+    save = saved / "t.jsonl"
+    arguments = [tmp_path, "--allreduce", written, "--save", save, "--format", "json"]
+    beside = tables(invoke(*arguments))["collectives"]["rows"]
+    same = next(one for one in beside if (one["collective"], one["bytes"]) == (row["collective"], row["bytes"]))
+    assert same["alone_busbw_gbps"] == pytest.approx(200.0)
+    assert same["of_alone_percent"] == pytest.approx(row["busbw_gbps"] / 2)
+    shown = json.loads(CliRunner().invoke(app, ["show", str(save), "--format", "json"]).stdout)["tables"]
+    assert next(table for table in shown if table["name"] == "collectives")["rows"] == beside
+    other = write_allreduce(saved / "b.jsonl", "another GPU", row["collective"], row["ranks"], sizes)
+    refused = invoke(tmp_path, "--allreduce", other)
+    assert refused.exit_code == 2
+    assert f"holds no collectives of NCCL on {gpu}" in refused.stderr
+
+
+def write_allreduce(path, gpu, collective, ranks, sizes):
+    results = ResultsFile(path)
+    results.append(Run("r", "2026-11-27T00:00:00+00:00", ("allreduce",), {"gpu": gpu}, {"cs336sys": "0"}))
+    for size, rate in sizes.items():
+        settings = {"backend": "nccl", "collective": collective, "world_size": ranks, "message_bytes": size}
+        derived = {"size_bytes": size, "back_to_back_busbw_gbps": rate}
+        results.append(Cell("allreduce", settings, "ok", {}, derived, run_id="r"))
+    results.close()
+    return path
 
 
 def test_changes_add_up_to_the_difference(runs):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cs336sys.accounting.bus_bandwidths import BusBandwidths
 from cs336sys.accounting.ceilings import Ceilings
 from cs336sys.measure.profile.analysis import Analysis, KernelGroup
 from cs336sys.measure.profile.breakdown import (
@@ -39,12 +40,14 @@ class Shown:
         full_names: kernels by their whole names.
         roofline: compare FLOPs and bytes of operators with the GPU's peaks.
         ceilings: these peaks, where they were measured.
+        bandwidths: of collectives alone, where they were measured.
     """
 
     top: int = 10
     full_names: bool = False
     roofline: bool = False
     ceilings: Ceilings | None = None
+    bandwidths: BusBandwidths | None = None
 
 
 _GPU = Column("gpu", "GPU")
@@ -294,14 +297,20 @@ def wait_table(analyses: Sequence[Analysis]) -> Table:
     return Table("waits", "trace: calls that wait for the GPU", columns, rows, notes=notes)
 
 
-def collective_table(analyses: Sequence[Analysis]) -> Table:
-    """Collectives by kind and size: their time, of it waiting for the last rank, and bus bandwidth of the rest."""
+def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | None = None) -> Table:
+    """Collectives by kind and size: their time, of it waiting for the last rank, and bus bandwidth of the rest.
+
+    Args:
+        bandwidths: what ``allreduce`` measured, to stand beside it.
+    """
     rows = []
     for one in analyses:
         for row in one.collectives:
             transfer_ms = row.ms - (row.waiting_ms or 0.0)
             factor = bus_factor(row.kind, row.ranks) if row.ranks > 1 else None
             is_known = factor is not None and row.bytes > 0 and transfer_ms > 0
+            busbw = (factor or 0) * row.bytes * row.count / transfer_ms / 1e6 if is_known else None
+            alone = bandwidths.of(row.kind, row.ranks, row.bytes) if bandwidths is not None and busbw else None
             rows.append(
                 {
                     "gpu": one.label or None,
@@ -311,7 +320,9 @@ def collective_table(analyses: Sequence[Analysis]) -> Table:
                     "count": row.count / len(one.step_ms),
                     "ms": row.ms / len(one.step_ms),
                     "waiting_ms": None if row.waiting_ms is None else row.waiting_ms / len(one.step_ms),
-                    "busbw_gbps": (factor or 0) * row.bytes * row.count / transfer_ms / 1e6 if is_known else None,
+                    "busbw_gbps": busbw,
+                    "alone_busbw_gbps": alone,
+                    "of_alone_percent": 100 * busbw / alone if busbw and alone else None,
                 }
             )
     columns = (
@@ -323,8 +334,12 @@ def collective_table(analyses: Sequence[Analysis]) -> Table:
         Column("ms", "a step", "ms"),
         Column("waiting_ms", "of it waiting for the last rank", "ms"),
         Column("busbw_gbps", "bus bandwidth", "gbps"),
+        Column("alone_busbw_gbps", "allreduce measured", "gbps"),
+        Column("of_alone_percent", "of that", "percent"),
     )
     notes = []
+    if bandwidths is not None and rows and not any(row["alone_busbw_gbps"] for row in rows):
+        notes.append("allreduce measured none of these collectives, sizes and numbers of ranks")
     if any(row["busbw_gbps"] for row in rows):
         waited = (
             "without waiting" if any(row["waiting_ms"] is not None for row in rows) else "waiting for others included"
@@ -417,7 +432,7 @@ def trace_tables(analyses: Sequence[Analysis], ranks: RanksFound | None, shown: 
             operator_table(first, shown),
             copy_table(first),
             wait_table(first),
-            collective_table(analyses),
+            collective_table(analyses, shown.bandwidths),
             capture_table(analyses),
         ),
     ]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cs336sys.accounting.bus_bandwidths import BusBandwidths
 from cs336sys.accounting.ceilings import Ceilings
 from cs336sys.measure.profile.analysis import Analysis
 from cs336sys.measure.profile.difference import CaptureDifference, compare_captures
@@ -25,7 +26,13 @@ class Side:
 
 
 def cells_of(
-    side: str, read: Read, *, roofline: bool, ceilings: Ceilings | None = None, run_id: str = ""
+    side: str,
+    read: Read,
+    *,
+    roofline: bool,
+    ceilings: Ceilings | None = None,
+    bandwidths: BusBandwidths | None = None,
+    run_id: str = "",
 ) -> list[Cell]:
     """One cell for each GPU or rank; its samples are its steps."""
     found = read.ranks.found.to_json() if read.ranks else None
@@ -39,6 +46,7 @@ def cells_of(
                 "trace": one.to_json(),
                 "ranks": found,
                 "ceilings": None if ceilings is None else ceilings.to_json(),
+                "bandwidths": None if bandwidths is None else bandwidths.to_json(),
             },
             run_id=run_id,
         )
@@ -88,5 +96,7 @@ def saved_trace_tables(cells: Sequence[Cell], top: int, full_names: bool) -> lis
     """The tables of saved cells."""
     measured = next((found for cell in cells if (found := cell.derived.get("ceilings"))), None)
     ceilings = None if measured is None else Ceilings.from_json(measured)
+    alone = next((found for cell in cells if (found := cell.derived.get("bandwidths"))), None)
+    bandwidths = None if alone is None else BusBandwidths.from_json(alone)
     roofline = any(cell.configuration["roofline"] for cell in cells)
-    return all_tables(saved_sides(cells), Shown(top, full_names, roofline, ceilings))
+    return all_tables(saved_sides(cells), Shown(top, full_names, roofline, ceilings, bandwidths))

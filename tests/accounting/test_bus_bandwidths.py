@@ -1,0 +1,39 @@
+"""Bus bandwidths between the sizes that ``allreduce`` measured, of saved results."""
+
+from pathlib import Path
+
+import pytest
+
+from cs336sys.accounting.bus_bandwidths import BusBandwidths
+from cs336sys.results.model import read_results
+
+SAVED = Path(__file__).parents[2] / "docs" / "results" / "allreduce-x4-h200.jsonl.gz"
+
+
+@pytest.fixture(scope="module")
+def bandwidths():
+    return BusBandwidths.of_cells(read_results(SAVED).cells, "nccl")
+
+
+def test_measured_sizes_have_their_own_rate_and_others_one_between_their_neighbours(bandwidths):
+    points = dict(bandwidths.points["all_reduce", 4])
+    assert all(bandwidths.of("all_reduce", 4, size) == rate for size, rate in points.items())
+    low, high = sorted(points)[-2:]
+    between = bandwidths.of("all_reduce", 4, round((low * high) ** 0.5))
+    assert between == pytest.approx((points[low] * points[high]) ** 0.5, rel=1e-6)
+
+
+def test_beyond_the_largest_size_the_rate_stays_and_below_the_smallest_none_is_known(bandwidths):
+    sizes = [size for size, _ in bandwidths.points["all_gather", 2]]
+    assert bandwidths.of("all_gather", 2, 10 * max(sizes)) == bandwidths.of("all_gather", 2, max(sizes))
+    assert bandwidths.of("all_gather", 2, min(sizes) // 2) is None
+
+
+def test_other_ranks_kinds_and_backends_are_not_taken_for_these(bandwidths):
+    assert bandwidths.of("all_reduce", 3, 10**6) is None
+    assert bandwidths.of("reduce", 4, 10**6) is None
+    assert BusBandwidths.of_cells(read_results(SAVED).cells, "gloo").points == {}
+
+
+def test_saved_bandwidths_are_read_as_they_were(bandwidths):
+    assert BusBandwidths.from_json(bandwidths.to_json()) == bandwidths
