@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import linear_regression
 from typing import Literal
 
 from cs336sys.measure.profile.analysis import Analysis, KernelGroup
@@ -210,17 +211,29 @@ def _summed(rows: Iterable[Sequence[float]], steps: int) -> list[float]:
 
 
 def _far_apart(before: Sequence[float], after: Sequence[float], least_ms: float) -> tuple[Verdict, float, float] | None:
-    """A difference of steps that drift so slowly that ranks count them as one or two, but that no drift explains.
+    """A difference of steps that seem to drift, so that ranks count them as few, but that no such drift explains.
 
-    Each side's steps are nearer to each other than to any of the other side.
+    All steps of one side are beyond those of the other, by more than either side's trend makes in as many steps again
+    and half of what its own steps are apart; where there are too few for a trend, by more than all of that.
     """
-    if min(len(before), len(after)) < fewest_samples():
+    fewest = min(len(before), len(after))
+    if fewest < fewest_samples():
         return None
     apart = max(min(after) - max(before), min(before) - max(after))
-    if apart <= max(max(before) - min(before), max(after) - min(after), least_ms):
+    is_long = fewest >= fewest_samples(1 - _CONFIDENCE_PERCENT / 100)
+    widths = [max(side) - min(side) for side in (before, after)]
+    if is_long:
+        widths = [max(_trend(side), width / 2) for side, width in zip((before, after), widths, strict=True)]
+    if apart <= max(*widths, least_ms):
         return None
     low, high = min(after) - max(before), max(after) - min(before)
     return ("slower" if low > 0 else "faster"), low, high
+
+
+def _trend(values: Sequence[float]) -> float:
+    """How far the line through the values, by least squares, rises or falls in as many steps."""
+    slope, _ = linear_regression(range(len(values)), values)
+    return abs(slope) * len(values)
 
 
 def _judged(before: Sequence[float], after: Sequence[float], least_ms: float) -> tuple[Verdict, float, float]:
