@@ -262,7 +262,7 @@ class _Run:
             own = {key: value for key, value in group.items() if isinstance(value, int | float | bool | tuple | None)}
             own = {key: value for key, value in own.items() if key not in _OF_NO_CONSEQUENCE}
             names = [self.names[id(one)] for one in group["params"] if id(one) in self.names]
-            if not names and len(self.inner.param_groups) == 1:
+            if group["params"] and not names and len(self.inner.param_groups) == 1:
                 # It updates copies of the weights.
                 names = list(self.named)
             settings |= dict.fromkeys(names, own)
