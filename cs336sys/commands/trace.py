@@ -68,6 +68,8 @@ def trace(
 
     output.check()
     check_page(html)
+    if allreduce is not None and against:
+        raise UsageError("--allreduce: --against compares no collectives' bandwidths; choose one of the two")
     measured = None if ceilings is None else read_ceilings(ceilings)
     roofline = roofline or measured is not None
     if save is not None:

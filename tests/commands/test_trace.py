@@ -74,6 +74,9 @@ def test_collectives_stand_beside_what_allreduce_measured_on_such_gpus(runs, tmp
     refused = invoke(tmp_path, "--allreduce", other)
     assert refused.exit_code == 2
     assert f"holds no collectives of NCCL on {gpu}" in refused.stderr
+    both = invoke(tmp_path, "--allreduce", written, "--against", tmp_path)
+    assert both.exit_code == 2
+    assert "choose one of the two" in both.stderr
 
 
 def write_allreduce(path, gpu, collective, ranks, sizes):

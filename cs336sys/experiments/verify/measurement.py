@@ -86,6 +86,11 @@ def _refused(reason: str, verdict: str = "refused") -> Outcome:
     return Outcome("unsupported", derived={"verdict": verdict}, reason=reason)
 
 
+def _first_step(program: Program) -> int:
+    """Return the first step that ranks trained which loaded what others had saved; of other programs 0."""
+    return SAVED_AFTER if program.resume == "ranks" else 0
+
+
 def _leaves_unused_gradients(compared: Compared) -> bool:
     """Return whether gradients that a wrap's own steps leave are none that it steps by.
 
@@ -153,7 +158,7 @@ class _Case:
             return self._masks(found)
         self.progress(f"{self.workload.case}: one process")
         reference = self.reference(program, found)
-        first = SAVED_AFTER if program.resume == "ranks" else 0
+        first = _first_step(program)
         compared = self._compare(program, reference, found)
         if found[0].runs_steps and _leaves_unused_gradients(compared):
             compared.findings = [one for one in compared.findings if one.what != "gradient"]
@@ -232,8 +237,7 @@ class _Case:
         )
 
     def _compare(self, program: Program, reference: Reference, found: Sequence[Found]) -> Compared:
-        first = SAVED_AFTER if program.resume == "ranks" else 0
-        return Comparison(self.workload, program, reference, found).compare(first)
+        return Comparison(self.workload, program, reference, found).compare(_first_step(program))
 
     def _refusal(self, found: Sequence[Found]) -> Outcome | None:
         failed = [(rank, one) for rank, one in enumerate(found) if one.failure]

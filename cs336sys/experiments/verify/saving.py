@@ -40,7 +40,7 @@ def own_state(trained: Trained) -> Any:
 
 
 def _saves_all(trained: Trained, name: str) -> bool:
-    """Whether the owner has state dicts of module and optimizer, and not the module's by ``__getattr__``."""
+    """Return whether the owner has state dicts of module and optimizer, and not the module's by ``__getattr__``."""
     owner = trained.wrapped.owner
     method = getattr(owner, name, None)
     return not isinstance(owner, nn.Module) and method is not None and getattr(method, "__self__", owner) is owner

@@ -231,7 +231,7 @@ def _far_apart(before: Sequence[float], after: Sequence[float], least_ms: float)
 
 
 def _trend(values: Sequence[float]) -> float:
-    """How far the line through the values, by least squares, rises or falls in as many steps."""
+    """Return by how much the line through the values, by least squares, rises or falls in as many steps."""
     slope, _ = linear_regression(range(len(values)), values)
     return abs(slope) * len(values)
 

@@ -233,9 +233,7 @@ def _exposed_ms(row: Row) -> float:
 
 
 def _parts(group: Found, rows: Sequence[Row], order: Sequence[Sequence[float]]) -> Row | None:
-    """Split what each size adds to a step: in the backward pass, and after it.
-
-    None without a pass to compare with.
+    """Split what each size adds to a step: in the backward pass, and after it; None without a pass to compare with.
 
     Args:
         order: sizes as predicted and as measured, best first.
