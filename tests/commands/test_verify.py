@@ -66,6 +66,14 @@ def test_a_test_of_somebody_reads_the_verdict_and_the_report(summed):
     assert right.ok, right.report
 
 
+def test_cases_of_a_model_that_fails_in_one_process_are_not_run(tmp_path):
+    (tmp_path / "broken.py").write_text("def build(size): return size.nothing\n")
+    arguments = ["--model", f"{tmp_path}/broken.py:build", "--wrap", "ddp", "--case", "step,save,run"]
+    verify, *_ = json.loads(invoke(*arguments, "--device", "cpu", "--format", "json").stdout)["tables"]
+    assert [row["verdict"] for row in verify["rows"]] == ["error", "refused", "refused"]
+    assert {row["reason"] for row in verify["rows"][1:]} == {"not run: the plain step fails"}
+
+
 @pytest.mark.nightly
 def test_ranks_of_torchrun_verify_a_wrap_and_end_with_its_verdict(summed):
     _, _, arguments = summed
