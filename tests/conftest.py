@@ -3,6 +3,7 @@
 The fixtures are for tests that start ranks.
 """
 
+import atexit
 import gc
 import os
 import signal
@@ -105,11 +106,9 @@ def pytest_collection_finish():
     gc.enable()
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure():
-    # What is frozen is not freed at the end, and triton's bindings would write what they leak.
-    gc.unfreeze()
+    # What is frozen is not freed at the end, and triton's bindings would write what they leak. Not before pytest is
+    # done, which looks for garbage five times.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture

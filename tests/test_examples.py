@@ -18,7 +18,13 @@ def run(*command, **settings):
     return subprocess.run(words, capture_output=True, text=True, env=environment, **settings)
 
 
-@pytest.mark.parametrize(("example", "last"), [("train_ddp", "step 20: loss 0."), ("train_fsdp", "saved and loaded")])
+@pytest.mark.parametrize(
+    ("example", "last"),
+    [
+        pytest.param("train_ddp", "step 20: loss 0.", marks=pytest.mark.nightly),
+        ("train_fsdp", "saved and loaded"),
+    ],
+)
 def test_training_example_runs_on_two_processes(example, last):
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--rdzv-backend", "c10d")
     done = run(*launcher, "--rdzv-endpoint", "localhost:0", EXAMPLES / f"{example}.py")

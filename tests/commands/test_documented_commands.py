@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from cs336sys.accounting.step_time.rates import h200_rates
 from cs336sys.cli import COMMANDS, app
 from cs336sys.errors import CapabilityError
 
@@ -109,6 +110,8 @@ def understood(folder, every_command, monkeypatch):
         module = importlib.import_module(f"cs336sys.commands.{name}")
         if hasattr(module, "run_sweep"):
             monkeypatch.setattr(module, "run_sweep", stop)
+    # This CPU's take half a minute to measure.
+    monkeypatch.setattr("cs336sys.commands.tune._cpu_rates", lambda plain: h200_rates())
     # Seconds of arithmetic; what it prints is checked in test_account.
     monkeypatch.setattr("cs336sys.accounting.step_time.calibration.calibrate", stop)
     known = {tuple(context.command_path.split()[1:]): (context, command) for context, command in every_command}

@@ -95,7 +95,8 @@ def test_doctor_warns_of_what_is_never_trained():
 
 
 @pytest.mark.parametrize(
-    "command", ["bench", "nsys", "memprof", "ddp", pytest.param("shard", marks=pytest.mark.nightly)]
+    "command",
+    ["bench", "nsys", "memprof", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("ddp", "shard"))],
 )
 def test_a_loss_that_is_no_number_is_a_warning_and_a_note(command):
     """And so are blocks in a list."""

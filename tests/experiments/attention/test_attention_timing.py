@@ -209,7 +209,7 @@ def test_an_error_shows_up_under_its_own_name(broken):
     assert {name for name, error in errors.items() if error.whole > 0.4} == {broken}
 
 
-@pytest.mark.parametrize("name", ["eager", "compiled"])
+@pytest.mark.parametrize("name", ["eager", pytest.param("compiled", marks=pytest.mark.nightly)])
 def test_flash_cell_is_checked_and_timed(name):
     outcome = measure_flash(workload(name).configuration() | {"repetition_ms": 5}, lambda stage: None)
     assert outcome.status == "ok"

@@ -171,3 +171,15 @@ LESS_PRECISE = (
     (f"{SHARDED}:fsdp_reduces_in_bf16", "bfloat16", ("step",)),
     (f"{DATA}:updated_in_float32", "float32", ("step",)),
 )
+
+# What the default suite has of both.
+REPRESENTATIVE = {
+    "right",
+    "right_holder",
+    "right_fsdp",
+    "right_tensor",
+    "right_context",
+    "right_pipeline",
+    "sent_in_bf16",
+    "updated_in_float32",
+}

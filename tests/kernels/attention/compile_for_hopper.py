@@ -36,13 +36,12 @@ MAX_SHARED_BYTES = 232448
 # (shape, dtype, is_causal), and where they are not as usual, the heads of keys, the window and deterministic
 TRITON_CONFIGURATIONS = {
     "head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True),
-    "head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
     "one long head": ((1, 1, 8192, 64), torch.bfloat16, True),
     "float32, one head": ((1, 1, 4096, 32), torch.float32, True),
-    "grouped window, short": ((1, 4, 512, 64), torch.bfloat16, True, 1, 128),
 }
 # Compiled with the argument "all", nightly: they take two minutes. A full kernel is a causal one without its mask.
 MORE_TRITON_CONFIGURATIONS = {
+    "head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
     "head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True),
     "one short head": ((1, 1, 1024, 64), torch.float16, True),
     "head dim 256": ((1, 16, 4096, 256), torch.bfloat16, True),
@@ -58,15 +57,16 @@ MORE_TRITON_CONFIGURATIONS = {
     "window, head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True, 16, 1024),
     "window, head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True, 16, 1024),
     "window, head dim 256": ((1, 16, 4096, 256), torch.bfloat16, True, 16, 1024),
+    "grouped window, short": ((1, 4, 512, 64), torch.bfloat16, True, 1, 128),
     "grouped window, short, head dim 128": ((1, 4, 512, 128), torch.bfloat16, True, 1, 128),
     "grouped window, 4096": ((1, 16, 4096, 64), torch.float16, True, 4, 512),
 }
 HOPPER_CONFIGURATIONS = {
-    "hopper, head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
     "hopper, head dim 128 grouped": ((1, 16, 2048, 128), torch.bfloat16, True, 4),
 }
 # Compiled with the argument "all"; those of head dimension 64 take turns only if they are causal.
 MORE_HOPPER_CONFIGURATIONS = {
+    "hopper, head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
     "hopper, head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True),
     "hopper, head dim 32": ((1, 16, 16384, 32), torch.bfloat16, True),
     "hopper, head dim 64 full": ((1, 16, 16384, 64), torch.float16, False),

@@ -6,6 +6,7 @@ import small_models
 import torch
 from ddp_modes import EVERY_MODE, MODES, TORCH_MODES
 from same_tensors import assert_same
+from world_sizes import WORLD_SIZES
 
 from cs336sys.parallel.ranks import launch
 
@@ -18,7 +19,7 @@ def test_all_modes_and_torch_train_to_bitwise_equal_weights_on_two_ranks(ranks):
             assert_same(weights, results[0]["torch"])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_training_equals_one_process_on_the_whole_batch(ranks, world_size):
     expected = ddp_training_ranks.train_alone(torch.float64)
     for result in ranks(world_size).run(ddp_training_ranks.train_all, EVERY_MODE, torch.float64):
@@ -40,7 +41,7 @@ def test_accumulated_gradients_equal_one_process_on_the_whole_batch(ranks, world
             assert_same(weights, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_mean_of_integer_gradients_is_exact(ranks, world_size):
     expected = [sum(parts) / world_size for parts in zip(*map(small_models.factors, range(world_size)), strict=True)]
     for result in ranks(world_size).run(ddp_training_ranks.average_integers):

@@ -4,6 +4,7 @@ import fsdp_training_ranks
 import pytest
 import torch
 from same_tensors import assert_same
+from world_sizes import WORLD_SIZES
 
 from cs336sys.parallel.ranks import launch
 
@@ -19,7 +20,7 @@ VARIANTS = {
 THROUGH_THE_HOST = {"through the host": {"host": True}}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_training_equals_one_process_on_the_whole_batch(ranks, world_size):
     """Variants on two ranks; those of random training have other numbers, and prefetch and evaluate there, too."""
     expected = fsdp_training_ranks.train_alone()
@@ -40,7 +41,7 @@ def test_training_in_fp32_equals_one_process_within_rounding(ranks):
     assert_same(ranks(2).run(fsdp_training_ranks.train, "sgd", 4, torch.float32)[0], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_mean_of_integer_gradients_is_exact(ranks, world_size):
     # Products of 12 and up to 10 are exact in bf16, up to 100 in fp16.
     settings = {

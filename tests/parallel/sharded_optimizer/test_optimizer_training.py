@@ -8,13 +8,14 @@ import torch
 from optimizer_models import CLASSES, MODES
 from same_tensors import assert_same, assert_same_state, dict_of
 from torch import nn
+from world_sizes import WORLD_SIZES
 
 from cs336sys.parallel.ranks import launch
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_training_equals_the_class_on_one_process(ranks, world_size):
     names = [name for name in CLASSES if name != "Adafactor"] if world_size == 2 else ["AdamW", "SGD"]
     results = ranks(world_size).run(optimizer_training_ranks.train_all, names, MODES, torch.float64)
@@ -40,7 +41,7 @@ def test_both_modes_and_torch_train_to_bitwise_equal_weights_on_two_ranks(ranks)
             assert_same(weights, expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @each_mode
 def test_step_along_integer_gradients_is_exact(ranks, mode, world_size):
     parts = zip(*map(small_models.factors, range(world_size)), strict=True)
