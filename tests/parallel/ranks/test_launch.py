@@ -1,5 +1,6 @@
 """Launching: results in rank order, and every way in which a rank can fail ends all ranks, in time and by name."""
 
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -27,7 +28,6 @@ from cs336sys.parallel.ranks.spawned import (
     _cause_before_consequence,
     _failure,
     _Rank,
-    stacks_path,
 )
 from cs336sys.processes.folders import remove_abandoned
 
@@ -230,35 +230,17 @@ def test_rank_that_does_not_return_is_named_at_the_timeout():
     assert caught.value.rank == 1
 
 
-# What faulthandler does on a busy machine: it writes the stacks bit by bit.
-SLOW_STACKS = """
-import pathlib, signal, sys, time
-
-def write(*signal):
-    with open(sys.argv[1], "w", buffering=1) as stacks:
-        for line in ("Current thread 0x1 (most recent call first):", '  File "ranks.py", line 1 in hang'):
-            print(line, file=stacks)
-            time.sleep(0.3)
-        print('  File "<string>", line 1 in <module>', file=stacks)
-
-signal.signal(signal.SIGUSR1, write)
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.usefixtures("stacks_in_their_own_time")
-def test_stacks_of_a_hanging_rank_are_read_when_they_are_whole(tmp_path):
-    ranks = object.__new__(SpawnedRanks)
-    ranks._directory = tmp_path
-    command = [sys.executable, "-c", SLOW_STACKS, str(stacks_path(tmp_path, 1))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        stacks = ranks._stacks_now([_Rank(1, process, connection=None)])
-        process.kill()
-    assert stacks.startswith("rank 1 was here:\nCurrent thread")
-    assert "in hang\n" in stacks
-    assert stacks.rstrip().endswith("in <module>")
+def test_stacks_of_a_hanging_rank_are_read_when_they_are_whole(monkeypatch):
+    """On a busy machine faulthandler writes them bit by bit."""
+    lines = ["Current thread 0x1 (most recent call first):\n", '  File "ranks.py", line 1 in hang\n']
+    written = itertools.accumulate(["", *lines, '  File "<string>", line 1 in <module>\n'])
+    signals = []
+    monkeypatch.setattr(os, "kill", lambda *arguments: signals.append(arguments))
+    monkeypatch.setattr(SpawnedRanks, "_written_stacks", lambda self, number: next(written))
+    stacks = object.__new__(SpawnedRanks)._stacks_now([_Rank(1, SimpleNamespace(pid=7), connection=None)])
+    assert signals == [(7, signal.SIGUSR1)]
+    assert stacks.startswith("Current thread")
+    assert stacks.endswith('in hang\n  File "<string>", line 1 in <module>\n')
 
 
 def test_result_that_cannot_be_sent_is_an_error_and_ranks_that_ended_refuse_to_run():
