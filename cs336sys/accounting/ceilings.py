@@ -1,4 +1,4 @@
-"""What a GPU reaches at most in products, copies, launches and links, as ``doctor --ceilings`` measured it."""
+"""Measured ceilings of a GPU: products, copies, launches and links, saved by ``doctor --ceilings``."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from cs336sys.processes.atomic_write import written_whole
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a GPU reaches at most.
+    """Highest measured rates of a GPU.
 
     Attributes:
         gpu: as torch names it.

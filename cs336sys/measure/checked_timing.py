@@ -76,7 +76,7 @@ class Problem(Protocol):
 
     @property
     def given(self) -> Sequence[Tensor]:
-        """What the kernel is given: the same memory in every call."""
+        """Inputs of the kernel, in the same memory at every call."""
 
     def renew(self) -> Callable[[], None]:
         """Choose new values for a part, and return what puts them into ``given``, all of it as it should be."""

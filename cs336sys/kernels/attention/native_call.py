@@ -241,7 +241,7 @@ def translate_launch(module: ModuleType, launch: Launch, slots: Sequence[int]) -
 
 
 def _check_plain(metadata) -> None:
-    """That the launch needs no attributes, no scratch memory of Triton's and no descriptors but tiled ones."""
+    """Refuse a launch with attributes, with scratch memory of Triton's or with descriptors other than tiled ones."""
     plain = {
         "num_ctas": 1,
         "launch_cooperative_grid": False,
@@ -261,7 +261,7 @@ def _check_plain(metadata) -> None:
 
 
 def _check_sizes(ptx: str, parameters: Sequence) -> None:
-    """That the kernel declares as many parameters, of the same sizes, as it is to be given."""
+    """Refuse a kernel that declares another number of parameters than it will be given, or other sizes."""
     declaration = ptx.partition(".entry")[2].partition(")")[0]
     sizes = [
         int(bits) // 8 * int(count or 1)
