@@ -70,6 +70,18 @@ def test_peak_is_that_of_the_allocator():
     assert held[:5] == [0, 3 * MIB, 8 * MIB, 3 * MIB, 4 * MIB]
 
 
+def test_failure_right_after_a_free_counts_what_is_left():
+    with fake_cuda(capacity=64 * MIB) as allocator:
+        kept = torch.empty(20 * MIB, dtype=torch.uint8)
+        torch.empty(10 * MIB, dtype=torch.uint8)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(100 * MIB, dtype=torch.uint8)
+    found = diagnose("s", *parse_dump(allocator.snapshot()))
+    assert found.is_failed
+    assert sum(found.by_category.values()) == sum(kind.total for kind in found.kinds) == found.held == 20 * MIB
+    del kept
+
+
 def test_record_that_begins_late_counts_what_was_there(plain):
     """A full ring buffer, or a history that was switched on in mid-training: older memory counts as handed out."""
     whole = diagnose("s", *parse_dump(plain.snapshot()))

@@ -39,6 +39,15 @@ def in_process(script, *arguments, **more):
     return subprocess.run([sys.executable, "-c", start + script, *map(str, arguments)], timeout=60, **more)
 
 
+def test_a_reader_that_has_the_file_open_reads_what_was_there(tmp_path):
+    path = tmp_path / "table.md"
+    path.write_text("old\n")
+    with path.open() as reader:
+        write(path)
+        assert reader.read() == "old\n"
+    assert path.read_text() == "new\n"
+
+
 @pytest.mark.parametrize("raised", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_an_error_half_way_leaves_what_was_there_and_nothing_else(tmp_path, raised):
     path = tmp_path / "table.md"
