@@ -13,6 +13,7 @@ from cs336sys.report.numbers import (
     unit_label,
 )
 from cs336sys.results.model import Samples
+from cs336sys.results.statistics import Interval
 
 
 @pytest.mark.parametrize(
@@ -166,3 +167,15 @@ def test_values_of_mixed_company_get_the_unit_that_fits(value, unit, shown):
 )
 def test_operands_of_a_formula(value, text):
     assert format_operand(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Interval(1.02, 0.98, 1.05, 1.0), "~1.020x"),
+        (Interval(1.02, 1.01, 1.05, 1.0), "1.020x"),
+        (Interval(1.0, 1.0, 1.0), "1.000x"),
+    ],
+)
+def test_a_ratio_within_the_noise_is_marked(value, text):
+    assert format_value(value, "ratio") == text

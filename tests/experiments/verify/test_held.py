@@ -1,7 +1,11 @@
 """Slices that ranks hold are put together, or said not to fit."""
 
+import math
+
 import torch
 
+from cs336sys.experiments.verify.comparison import percent
+from cs336sys.experiments.verify.diagnosis import _holds_twice
 from cs336sys.experiments.verify.held import assemble, model_name
 
 SHAPE = torch.Size([5, 3])
@@ -38,3 +42,15 @@ def test_names_of_wrapped_modules_are_found_in_the_plain_one():
     assert model_name("module.layers.0.weight", known) == "layers.0.weight"
     assert model_name("layers.0._checkpoint_wrapped_module._orig_mod.weight", known) == "layers.0.weight"
     assert model_name("adapter.weight", known) is None
+
+
+def test_rows_that_several_ranks_hold_are_seen():
+    rows = torch.arange(12.0).view(4, 3)
+    assert not _holds_twice(rows)
+    assert _holds_twice(rows[[0, 1, 0, 1]])
+    assert _holds_twice(torch.tensor([1.0, 2.0, 1.0]))
+
+
+def test_difference_without_a_finite_size_is_said_in_words():
+    assert percent(math.inf) == "more than its size"
+    assert percent(0.01234) == "1.23 %"
