@@ -1,10 +1,12 @@
 """Workloads and their configurations, as results files hold them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cs336sys.results.model import read_results
+from cs336sys.sizes import SIZES
 from cs336sys.workload import (
     AttentionWorkload,
     CollectiveWorkload,
@@ -45,3 +47,24 @@ def test_saved_configurations_come_back_as_they_are(path):
         saved = list(cell.configuration.items())
         assert saved[: len(configuration)] == list(configuration.items())
         assert {name for name, _ in saved[len(configuration) :]} <= ADDED
+
+
+def test_file_names_of_different_steps_differ():
+    one = Workload(SIZES["tiny"], optimizer="adamw")
+    changed = {
+        "size": replace(SIZES["tiny"], context=64),
+        "mode": "forward",
+        "precision": "bf16",
+        "tf32": True,
+        "compile": "block",
+        "attention": "sdpa",
+        "kernels": "fused",
+        "optimizer": "fused",
+        "state_dtype": "bf16",
+        "update": "backward",
+        "cuda_graph": "on",
+        "warmup": 9,
+    }
+    others = [replace(one, **{name: value}) for name, value in changed.items()]
+    assert len({one.name, *(other.name for other in others)}) == 1 + len(others)
+    assert one.name == replace(one, steps=7, seed=3, device="cpu").name
