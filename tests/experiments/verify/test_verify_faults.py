@@ -36,6 +36,8 @@ def test_catalogue_holds_sixty_faults_with_their_sources():
     assert len({fault.name for fault in faults.FAULTS}) == len(faults.FAULTS)
     assert all(fault.source for fault in faults.FAULTS)
     assert {fault.mesh for fault in faults.FAULTS} == {"data", "tensor", "context", "pipeline"}
+    right = {wrap.rpartition(":")[2] for wrap, *_ in (*faults.RIGHT, *faults.LESS_PRECISE)}
+    assert right >= faults.REPRESENTATIVE
 
 
 @pytest.mark.parametrize("fault", [fault for fault in faults.FAULTS if fault.is_quick], ids=lambda fault: fault.name)
