@@ -46,15 +46,9 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: 
         raise UsageError(
             f"float32_precision {float32_precision!r} does not exist: choose one of {', '.join(FLOAT32_PRECISIONS)}"
         )
-    reason = _why_no_hopper(query, window) if kernels == "hopper" else _why_unavailable(query)
+    reason = settings.why_unavailable(query) if kernels == "hopper" else _why_unavailable(query)
     if reason is not None:
         raise CapabilityError(reason)
-
-
-def _why_no_hopper(query: torch.Tensor, window: int | None) -> str | None:
-    if window is not None and window < query.shape[-2]:
-        return f"implementation 'hopper' has no sliding window, got {window}: choose 'triton' or 'auto'"
-    return settings.why_unavailable(query)
 
 
 def _why_unavailable(query: torch.Tensor) -> str | None:
@@ -77,8 +71,6 @@ def _why_unavailable(query: torch.Tensor) -> str | None:
 def _takes_hopper(kernels: str, query: torch.Tensor, problem: Problem, is_faster: Callable[[Problem], bool]) -> bool:
     if kernels != "auto":
         return kernels == "hopper"
-    if problem.window is not None:
-        return False
     return settings.why_unavailable(query) is None and is_faster(problem)
 
 

@@ -54,7 +54,7 @@ def _producer(
     shared,
     turns,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     ORDERED: gl.constexpr,
     GROUPED: gl.constexpr,
     CUT: gl.constexpr,
@@ -64,7 +64,7 @@ def _producer(
     value_tiles, grad_key_tiles = buffers[1], buffers[7]
     results_ready, turn = barriers[6], barriers[7]
     batch, head, first_key = load_tiles(
-        tensors, buffers, barriers, schedule, shape, turns, turn, STAGES, CAUSAL, ORDERED, True, GROUPED, CUT
+        tensors, buffers, barriers, schedule, shape, turns, turn, STAGES, MASK, ORDERED, True, GROUPED, CUT
     )
     if not is_piece(schedule, CUT):
         for consumer in gl.static_range(2):
@@ -83,7 +83,7 @@ def _consumer(
     scale_log2,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     ORDERED: gl.constexpr,
     GROUPED: gl.constexpr,
     CUT: gl.constexpr,
@@ -93,7 +93,7 @@ def _consumer(
     key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
     logsumexp_ring, delta_ring, grad_scores_tiles, grad_key_tiles = buffers[4], buffers[5], buffers[6], buffers[7]
     key_ready, value_ready, query_ready, grad_out_ready, tile_free, grad_scores_ready, results_ready, turn = barriers
-    _, _, num_keys, padded_queries, _ = shape
+    padded_queries = shape[3]
     dtype: gl.constexpr = key.dtype
     HEAD_DIM: gl.constexpr = key.block_type.shape[3]
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -104,7 +104,7 @@ def _consumer(
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, half_layout)
 
-    first_key, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, CAUSAL, GROUPED, CUT)
+    first_key, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, MASK, GROUPED, CUT)
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
@@ -114,12 +114,12 @@ def _consumer(
     mbarrier.wait(key_ready.index(0), 0)
     mbarrier.wait(value_ready.index(0), 0)
     mbarrier.wait(query_ready.index(0), 0, pred=first < end)
-    next_query = tile_of(first, first_tile, shape, GROUPED) * ROWS
+    next_query = tile_of(first, first_tile, shape, MASK, GROUPED) * ROWS
     logsumexps = logsumexp_ring.index(0).reshape([ROWS]).load(query_layout)
     scores = warpgroup_mma(
         key_tiles.index(CONSUMER),
         query_ring.index(0).permute([1, 0]),
-        scores_start(logsumexps, scale_log2, next_query, first_key, num_keys, CAUSAL),
+        scores_start(logsumexps, scale_log2, next_query, first_key, shape, MASK),
         is_async=True,
     )
     scores = warpgroup_mma_wait(0, [scores])
@@ -169,13 +169,13 @@ def _consumer(
         grad_value_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_query])
         if ORDERED:
             wait_for_turn(turn, use)
-        add_grad_query(sums + grad_query_offset(visit, first_tile, shape, HEAD_DIM, GROUPED), grad_query)
+        add_grad_query(sums + grad_query_offset(visit, first_tile, shape, HEAD_DIM, MASK, GROUPED), grad_query)
         # Not before dQ has left: S^T takes its registers.
-        next_query = tile_of(visit + 1, first_tile, shape, GROUPED) * ROWS
+        next_query = tile_of(visit + 1, first_tile, shape, MASK, GROUPED) * ROWS
         scores = warpgroup_mma(
             key_tiles.index(zero + CONSUMER),
             query_ring.index(next_slot).permute([1, 0]),
-            scores_start(logsumexps, scale_log2, next_query, first_key, num_keys, CAUSAL),
+            scores_start(logsumexps, scale_log2, next_query, first_key, shape, MASK),
             is_async=True,
         )
         grad_key_sum, scores = warpgroup_mma_wait(0, [grad_key_sum, scores])
@@ -202,6 +202,8 @@ def _consumer(
         "num_keys",
         "padded_queries",
         "group_size",
+        "window",
+        "window_tiles",
     ]
 )
 def backward_kernel(
@@ -223,9 +225,11 @@ def backward_kernel(
     scale,
     scale_log2,
     group_size,
+    window,
+    window_tiles,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     ORDERED: gl.constexpr,
     GROUPED: gl.constexpr,
     CUT: gl.constexpr,
@@ -295,14 +299,14 @@ def backward_kernel(
         results_ready,
         turn,
     )
-    shape = (num_key_heads, num_queries, num_keys, padded_queries, group_size)
+    shape = (num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles)
     shared = (tensors, buffers, barriers, schedule, shape)
     # The first function's warps are four, and have the registers that the others leave: 24 of a thread.
     gl.warp_specialize(
         [
-            (_producer, (shared, turns, STAGES, CAUSAL, ORDERED, GROUPED, CUT)),
-            (_consumer, (shared, pieces, scale, scale_log2, FIRST, STAGES, CAUSAL, ORDERED, GROUPED, CUT)),
-            (_consumer, (shared, pieces, scale, scale_log2, SECOND, STAGES, CAUSAL, ORDERED, GROUPED, CUT)),
+            (_producer, (shared, turns, STAGES, MASK, ORDERED, GROUPED, CUT)),
+            (_consumer, (shared, pieces, scale, scale_log2, FIRST, STAGES, MASK, ORDERED, GROUPED, CUT)),
+            (_consumer, (shared, pieces, scale, scale_log2, SECOND, STAGES, MASK, ORDERED, GROUPED, CUT)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS],

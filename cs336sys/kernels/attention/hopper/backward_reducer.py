@@ -50,7 +50,7 @@ def _producer(
     shared,
     turns,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     ORDERED: gl.constexpr,
     GROUPED: gl.constexpr,
     CUT: gl.constexpr,
@@ -60,7 +60,7 @@ def _producer(
     key_tiles, value_tiles = buffers[0], buffers[1]
     results_ready, turn = barriers[8], barriers[9]
     batch, head, first_key = load_tiles(
-        tensors, buffers, barriers, schedule, shape, turns, turn, STAGES, CAUSAL, ORDERED, False, GROUPED, CUT
+        tensors, buffers, barriers, schedule, shape, turns, turn, STAGES, MASK, ORDERED, False, GROUPED, CUT
     )
     if not is_piece(schedule, CUT):
         for consumer in gl.static_range(2):
@@ -79,7 +79,7 @@ def _consumer(
     scale_log2,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     GROUPED: gl.constexpr,
     CUT: gl.constexpr,
 ):
@@ -90,7 +90,6 @@ def _consumer(
     key_ready, value_ready, query_ready, grad_out_ready = barriers[0], barriers[1], barriers[2], barriers[3]
     tile_free, grad_scores_ready, grad_scores_free = barriers[4], barriers[5], barriers[6]
     grad_query_done, results_ready = barriers[7], barriers[8]
-    num_keys = shape[2]
     dtype: gl.constexpr = key.dtype
     HEAD_DIM: gl.constexpr = key.block_type.shape[3]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -101,7 +100,7 @@ def _consumer(
     key_tile = key_tiles.index(CONSUMER)
     value_tile = value_tiles.index(CONSUMER)
 
-    first_key, _, first_tile, first, end = item(schedule, shape, 2 * ROWS, CAUSAL, GROUPED, CUT)
+    first_key, _, first_tile, first, end = item(schedule, shape, 2 * ROWS, MASK, GROUPED, CUT)
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
@@ -110,8 +109,8 @@ def _consumer(
     key_operand = key_tile.load(gl.DotOperandLayout(0, scores_layout, 2))
     value_operand = value_tile.load(gl.DotOperandLayout(0, scores_layout, 2))
     any_tile = first < end
-    query = tile_of(first, first_tile, shape, GROUPED) * ROWS
-    scores = issue_scores(query, 0, any_tile, key_operand, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL)
+    query = tile_of(first, first_tile, shape, MASK, GROUPED) * ROWS
+    scores = issue_scores(query, 0, any_tile, key_operand, query_ring, query_ready, first_key, shape, STAGES, MASK)
     scores = warpgroup_mma_wait(0, [scores])
     for visit in range(first, end):
         use = visit - first
@@ -139,10 +138,10 @@ def _consumer(
         left = gl.convert_layout(grad_scores, left_layout)
         grad_key_sum = warpgroup_mma(left, query_ring.index(slot), grad_key_sum, is_async=True)
         # After the last tile this multiplies what happens to lie in the ring, and nobody reads the result.
-        query = tile_of(visit + 1, first_tile, shape, GROUPED) * ROWS
+        query = tile_of(visit + 1, first_tile, shape, MASK, GROUPED) * ROWS
         another = visit + 1 < end
         scores = issue_scores(
-            query, use + 1, another, key_operand, query_ring, query_ready, first_key, num_keys, STAGES, CAUSAL
+            query, use + 1, another, key_operand, query_ring, query_ready, first_key, shape, STAGES, MASK
         )
         grad_value_sum, grad_key_sum, scores = warpgroup_mma_wait(0, [grad_value_sum, grad_key_sum, scores])
         mbarrier.arrive(tile_free.index(slot), count=1)
@@ -171,7 +170,7 @@ def _in_register_order(grad_query):
 
 
 @gluon.jit
-def _reducer(shared, turns, CAUSAL: gl.constexpr, ORDERED: gl.constexpr, GROUPED: gl.constexpr, CUT: gl.constexpr):
+def _reducer(shared, turns, MASK: gl.constexpr, ORDERED: gl.constexpr, GROUPED: gl.constexpr, CUT: gl.constexpr):
     """dQ of every tile of queries for the 128 keys.
 
     ORDERED: one tile of dQ is on its way to memory while the next is made, so two lie in shared memory.
@@ -185,7 +184,7 @@ def _reducer(shared, turns, CAUSAL: gl.constexpr, ORDERED: gl.constexpr, GROUPED
     HEAD_DIM: gl.constexpr = key.block_type.shape[3]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout)
-    _, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, CAUSAL, GROUPED, CUT)
+    _, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, MASK, GROUPED, CUT)
     sequence = first_sequence(key_sequence, shape, GROUPED)
     turns += sequence * padded_queries
     mbarrier.wait(key_ready.index(0), 0)
@@ -193,7 +192,7 @@ def _reducer(shared, turns, CAUSAL: gl.constexpr, ORDERED: gl.constexpr, GROUPED
         use = visit - first
         buffer = use % 2
         mbarrier.wait(grad_scores_ready.index(buffer), (use // 2) & 1)
-        tile = tile_of_group(visit, first_tile, shape, GROUPED)
+        tile = tile_of_group(visit, first_tile, shape, MASK, GROUPED)
         row = (sequence * padded_queries // ROWS + tile) * (HEAD_DIM // 2)
         grad_query = warpgroup_mma(
             grad_scores_tiles.index(2 * buffer).permute([1, 0]),
@@ -213,7 +212,7 @@ def _reducer(shared, turns, CAUSAL: gl.constexpr, ORDERED: gl.constexpr, GROUPED
         if ORDERED:
             reduce_wait(1)
             thread_barrier()
-            end_turn(turns, visit - 2, use >= 2, first_tile, shape, GROUPED)
+            end_turn(turns, visit - 2, use >= 2, first_tile, shape, MASK, GROUPED)
         else:
             # The reduction before must have read what this one overwrites.
             store_wait(0)
@@ -229,8 +228,8 @@ def _reducer(shared, turns, CAUSAL: gl.constexpr, ORDERED: gl.constexpr, GROUPED
     if ORDERED:
         reduce_wait(0)
         thread_barrier()
-        end_turn(turns, end - 2, first < end - 1, first_tile, shape, GROUPED)
-        end_turn(turns, end - 1, first < end, first_tile, shape, GROUPED)
+        end_turn(turns, end - 2, first < end - 1, first_tile, shape, MASK, GROUPED)
+        end_turn(turns, end - 1, first < end, first_tile, shape, MASK, GROUPED)
     else:
         store_wait(0)
 
@@ -242,6 +241,8 @@ def _reducer(shared, turns, CAUSAL: gl.constexpr, ORDERED: gl.constexpr, GROUPED
         "num_keys",
         "padded_queries",
         "group_size",
+        "window",
+        "window_tiles",
     ]
 )
 def reducer_backward_kernel(
@@ -263,9 +264,11 @@ def reducer_backward_kernel(
     scale,
     scale_log2,
     group_size,
+    window,
+    window_tiles,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     ORDERED: gl.constexpr,
     GROUPED: gl.constexpr,
     CUT: gl.constexpr,
@@ -344,14 +347,14 @@ def reducer_backward_kernel(
         results_ready,
         turn,
     )
-    shape = (num_key_heads, num_queries, num_keys, padded_queries, group_size)
+    shape = (num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles)
     shared = (tensors, buffers, barriers, schedule, shape)
     gl.warp_specialize(
         [
-            (_consumer, (shared, pieces, scale, scale_log2, FIRST, STAGES, CAUSAL, GROUPED, CUT)),
-            (_consumer, (shared, pieces, scale, scale_log2, SECOND, STAGES, CAUSAL, GROUPED, CUT)),
-            (_reducer, (shared, turns, CAUSAL, ORDERED, GROUPED, CUT)),
-            (_producer, (shared, turns, STAGES, CAUSAL, ORDERED, GROUPED, CUT)),
+            (_consumer, (shared, pieces, scale, scale_log2, FIRST, STAGES, MASK, GROUPED, CUT)),
+            (_consumer, (shared, pieces, scale, scale_log2, SECOND, STAGES, MASK, GROUPED, CUT)),
+            (_reducer, (shared, turns, MASK, ORDERED, GROUPED, CUT)),
+            (_producer, (shared, turns, STAGES, MASK, ORDERED, GROUPED, CUT)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, REDUCER_REGISTERS, 24],

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from cs336sys.kernels.attention.hopper.gluon import tma_load
+from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, tma_load
 from cs336sys.kernels.attention.hopper.schedule import (
     member_of_visit,
     piece_visits,
@@ -33,16 +33,16 @@ _piece_visits = gluon.jit(piece_visits)
 
 
 @gluon.jit
-def item(schedule, shape, KEY_ROWS: gl.constexpr, CAUSAL: gl.constexpr, GROUPED: gl.constexpr, CUT: gl.constexpr):
+def item(schedule, shape, KEY_ROWS: gl.constexpr, MASK: gl.constexpr, GROUPED: gl.constexpr, CUT: gl.constexpr):
     """This program's work, which has KEY_ROWS keys. The schedule is ``as_table_of_pieces``; CUT: it has pieces.
 
     Returns (first key, sequence of keys, first tile of queries that see them, first visit, end of the visits). Visits
     are to tiles of queries, from that first tile on, of each head of the group that shares the keys.
     """
-    _, num_queries, _, _, group_size = shape
+    _, num_queries, _, _, group_size, _, window_tiles = shape
     entry = schedule + gl.load(schedule + gl.program_id(0) * 2 + 1) * 2
     first_key = gl.load(entry) * KEY_ROWS
-    first_tile, end = _query_tiles(first_key, num_queries, ROWS, CAUSAL)
+    first_tile, end = _query_tiles(first_key, num_queries, ROWS, MASK >= CAUSAL, window_tiles if MASK == WINDOW else 0)
     first = first_tile
     if GROUPED:
         first, end = _visits(first_tile, end, group_size)
@@ -62,36 +62,45 @@ def first_sequence(key_sequence, shape, GROUPED: gl.constexpr):
 
 
 @gluon.jit
-def member_of(visit, first_tile, shape, GROUPED: gl.constexpr):
+def _end_tile(first_tile, shape, MASK: gl.constexpr):
+    """Where the visits to each head end that begin with ``first_tile``."""
+    end = shape[3] // ROWS
+    if MASK == WINDOW:
+        end = min(end, first_tile + shape[6])
+    return end
+
+
+@gluon.jit
+def member_of(visit, first_tile, shape, MASK: gl.constexpr, GROUPED: gl.constexpr):
     """Return which head of the group a visit is to; ``first_tile``: where its visits to each head begin."""
     member = 0
     if GROUPED:
-        member = _member_of_visit(visit, first_tile, shape[3] // ROWS)
+        member = _member_of_visit(visit, first_tile, _end_tile(first_tile, shape, MASK))
     return member
 
 
 @gluon.jit
-def tile_of(visit, first_tile, shape, GROUPED: gl.constexpr):
+def tile_of(visit, first_tile, shape, MASK: gl.constexpr, GROUPED: gl.constexpr):
     """The tile of queries of a visit among those of its sequence."""
     tile = visit
     if GROUPED:
-        tile = _tile_of_visit(visit, first_tile, shape[3] // ROWS)
+        tile = _tile_of_visit(visit, first_tile, _end_tile(first_tile, shape, MASK))
     return tile
 
 
 @gluon.jit
-def tile_of_group(visit, first_tile, shape, GROUPED: gl.constexpr):
+def tile_of_group(visit, first_tile, shape, MASK: gl.constexpr, GROUPED: gl.constexpr):
     """The tile of queries of a visit among those of all sequences of the group, one sequence after the other."""
     tile = visit
     if GROUPED:
-        tile = _tile_among_heads(visit, first_tile, shape[3] // ROWS)
+        tile = _tile_among_heads(visit, first_tile, _end_tile(first_tile, shape, MASK), shape[3] // ROWS)
     return tile
 
 
 @gluon.jit
-def grad_query_offset(visit, first_tile, shape, HEAD_DIM: gl.constexpr, GROUPED: gl.constexpr):
+def grad_query_offset(visit, first_tile, shape, HEAD_DIM: gl.constexpr, MASK: gl.constexpr, GROUPED: gl.constexpr):
     """Return where the sum of dQ of a visit's queries begins, in elements behind that of the group's first sequence."""
-    tile = tile_of_group(visit, first_tile, shape, GROUPED)
+    tile = tile_of_group(visit, first_tile, shape, MASK, GROUPED)
     # Of one sequence 32 bits hold it.
     if GROUPED:
         tile = tile.to(gl.int64)
@@ -125,7 +134,7 @@ def load_tiles(
     turns,
     turn,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     ORDERED: gl.constexpr,
     ENDS_TURNS: gl.constexpr,
     GROUPED: gl.constexpr,
@@ -141,8 +150,8 @@ def load_tiles(
     logsumexp_ring, delta_ring = buffers[4], buffers[5]
     key_ready, value_ready, query_ready = barriers[0], barriers[1], barriers[2]
     grad_out_ready, tile_free = barriers[3], barriers[4]
-    num_key_heads, _, _, padded_queries, _ = shape
-    first_key, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, CAUSAL, GROUPED, CUT)
+    num_key_heads, padded_queries = shape[0], shape[3]
+    first_key, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, MASK, GROUPED, CUT)
     batch = key_sequence // num_key_heads
     key_head = key_sequence % num_key_heads
     mbarrier.expect(key_ready.index(0), 2 * key.block_type.nbytes)
@@ -158,9 +167,9 @@ def load_tiles(
     for visit in range(first, end + (STAGES if ORDERED else 0)):
         use = visit - first
         slot = use % STAGES
-        first_query = tile_of(visit, first_tile, shape, GROUPED) * ROWS
-        head = first_head + member_of(visit, first_tile, shape, GROUPED)
-        sequence = first_of_group + member_of(visit, first_tile, shape, GROUPED)
+        first_query = tile_of(visit, first_tile, shape, MASK, GROUPED) * ROWS
+        head = first_head + member_of(visit, first_tile, shape, MASK, GROUPED)
+        sequence = first_of_group + member_of(visit, first_tile, shape, MASK, GROUPED)
         mbarrier.wait(tile_free.index(slot), ((use // STAGES) & 1) ^ 1)
         # Turns go on for as many visits as the ring has tiles.
         there_is_one = visit < end if ORDERED else True
@@ -173,7 +182,7 @@ def load_tiles(
             tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
         if ORDERED:
             place = (first_key, first_tile, first, end)
-            pass_turns(turns, turn, visit, place, shape, 2 * ROWS, STAGES, CAUSAL, ENDS_TURNS, GROUPED)
+            pass_turns(turns, turn, visit, place, shape, 2 * ROWS, STAGES, MASK, ENDS_TURNS, GROUPED)
     return batch, key_head, first_key
 
 
@@ -186,7 +195,7 @@ def pass_turns(
     shape,
     KEY_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     ENDS_TURNS: gl.constexpr,
     GROUPED: gl.constexpr,
 ):
@@ -202,7 +211,7 @@ def pass_turns(
     first_key, first_tile, first, end = place
     num_keys = shape[2]
     if ENDS_TURNS:
-        end_turn(turns, visit - STAGES, visit - STAGES >= first, first_tile, shape, GROUPED)
+        end_turn(turns, visit - STAGES, visit - STAGES >= first, first_tile, shape, MASK, GROUPED)
     if visit > first and visit <= end:
         gl.inline_asm_elementwise(
             """{
@@ -215,9 +224,9 @@ def pass_turns(
             }""",
             "=&r,l,r",
             [
-                (turns + tile_of_group(visit - 1, first_tile, shape, GROUPED) * ROWS).to(gl.int64, bitcast=True),
+                (turns + tile_of_group(visit - 1, first_tile, shape, MASK, GROUPED) * ROWS).to(gl.int64, bitcast=True),
                 _turns_before(
-                    tile_of(visit - 1, first_tile, shape, GROUPED), ROWS, first_key, num_keys, KEY_ROWS, CAUSAL
+                    tile_of(visit - 1, first_tile, shape, MASK, GROUPED), ROWS, first_key, num_keys, KEY_ROWS, MASK
                 ),
             ],
             dtype=gl.int32,
@@ -234,42 +243,48 @@ def wait_for_turn(turn, use):
 
 
 @gluon.jit
-def end_turn(turns, visit, there_is_one, first_tile, shape, GROUPED: gl.constexpr):
+def end_turn(turns, visit, there_is_one, first_tile, shape, MASK: gl.constexpr, GROUPED: gl.constexpr):
     """Lets the next program add to dQ of a visit, if there is one, after all that this thread knows to be in memory."""
-    counter = turns + tile_of_group(visit, first_tile, shape, GROUPED) * ROWS
+    counter = turns + tile_of_group(visit, first_tile, shape, MASK, GROUPED) * ROWS
     counter = counter.to(gl.pointer_type(gl.int32), bitcast=True)
     gl.atomic_add(counter, 1, mask=there_is_one, sem="release", scope="gpu")
 
 
 @gluon.jit
-def needs_mask(first_query, first_key, num_keys, CAUSAL: gl.constexpr):
-    """Return whether a query of a tile does not see one of 64 keys."""
+def needs_mask(first_query, first_key, shape, MASK: gl.constexpr):
+    """Return whether a query of a tile of at most 64 does not see one of 64 keys."""
+    _, _, num_keys, _, _, window, _ = shape
     # Keys behind the last one end up in no dK or dV, but exp2 of their score 0 may be inf and would reach dQ.
     masked = first_key + ROWS > num_keys
-    if CAUSAL:
+    if MASK >= CAUSAL:
         masked = masked or first_query < first_key + ROWS - 1
+    if MASK == WINDOW:
+        masked = masked or first_query + ROWS > first_key + window
     return masked
 
 
 @gluon.jit
-def masked_start(start, first_query, first_key, num_keys, CAUSAL: gl.constexpr):
+def masked_start(start, first_query, first_key, shape, MASK: gl.constexpr):
     """``start`` of the sums of S^T (keys, queries), and -inf where a query does not see a key.
 
     The mask is what the sums start from: registers are scarcer once they are complete.
     """
+    _, _, num_keys, _, _, window, _ = shape
     layout: gl.constexpr = start.type.layout
     keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     keys = gl.where(keys < num_keys, keys, NOBODY_SEES)
-    if CAUSAL:
+    if MASK >= CAUSAL:
         queries = first_query + gl.arange(0, start.shape[1], gl.SliceLayout(0, layout))
         visible = keys[:, None] <= queries[None, :]
+        if MASK == WINDOW:
+            visible = visible & (keys[:, None] > (queries - window)[None, :])
     else:
         visible = (keys < NOBODY_SEES)[:, None]
     return gl.where(visible, start, float("-inf"))
 
 
 @gluon.jit
-def scores_start(logsumexps, scale_log2, first_query, first_key, num_keys, CAUSAL: gl.constexpr):
+def scores_start(logsumexps, scale_log2, first_query, first_key, shape, MASK: gl.constexpr):
     """Start the sums of S^T at -L / scale_log2, so that P^T is exp2(scale_log2 S^T), and at -inf for unseen keys.
 
     ``logsumexps``: of the tile's queries, in registers. So no thread waits for them between S and P, when products read
@@ -278,8 +293,8 @@ def scores_start(logsumexps, scale_log2, first_query, first_key, num_keys, CAUSA
     QUERIES: gl.constexpr = logsumexps.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     start = gl.zeros([ROWS, QUERIES], gl.float32, layout) + (logsumexps * (-1.0 / scale_log2))[None, :]
-    if needs_mask(first_query, first_key, num_keys, CAUSAL):
-        start = masked_start(start, first_query, first_key, num_keys, CAUSAL)
+    if needs_mask(first_query, first_key, shape, MASK):
+        start = masked_start(start, first_query, first_key, shape, MASK)
     return start
 
 
@@ -350,9 +365,9 @@ def issue_scores(
     query_ring,
     query_ready,
     first_key,
-    num_keys,
+    shape,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
 ):
     """Begins S^T of a tile of queries, with -inf where a query does not see a key.
 
@@ -362,8 +377,8 @@ def issue_scores(
     slot = use % STAGES
     mbarrier.wait(query_ready.index(slot), (use // STAGES) & 1, pred=there_is_one)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    masked = needs_mask(first_query, first_key, num_keys, CAUSAL)
+    masked = needs_mask(first_query, first_key, shape, MASK)
     start = gl.zeros([ROWS, ROWS], gl.float32, layout)
     if masked:
-        start = masked_start(start, first_query, first_key, num_keys, CAUSAL)
+        start = masked_start(start, first_query, first_key, shape, MASK)
     return warpgroup_mma(key_operand, query_ring.index(slot).permute([1, 0]), start, use_acc=masked, is_async=True)

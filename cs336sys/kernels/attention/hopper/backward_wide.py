@@ -58,7 +58,7 @@ def _producer(
     shared,
     turns,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     ORDERED: gl.constexpr,
     GROUPED: gl.constexpr,
     CUT: gl.constexpr,
@@ -68,8 +68,8 @@ def _producer(
     key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, _, _ = buffers
     key_ready, value_ready, query_ready, grad_out_ready = barriers[0], barriers[1], barriers[2], barriers[3]
     query_free, grad_out_free, results_ready, turn = barriers[4], barriers[5], barriers[8], barriers[9]
-    num_key_heads, _, _, padded_queries, _ = shape
-    first_key, key_sequence, first_tile, first, end = item(schedule, shape, ROWS, CAUSAL, GROUPED, CUT)
+    num_key_heads, padded_queries = shape[0], shape[3]
+    first_key, key_sequence, first_tile, first, end = item(schedule, shape, ROWS, MASK, GROUPED, CUT)
     batch = key_sequence // num_key_heads
     key_head = key_sequence % num_key_heads
     mbarrier.expect(key_ready.index(0), key.block_type.nbytes)
@@ -83,9 +83,9 @@ def _producer(
         use = visit - first
         slot = use % STAGES
         fresh = ((use // STAGES) & 1) ^ 1
-        first_query = tile_of(visit, first_tile, shape, GROUPED) * ROWS
-        head = first_head + member_of(visit, first_tile, shape, GROUPED)
-        sequence = first_of_group + member_of(visit, first_tile, shape, GROUPED)
+        first_query = tile_of(visit, first_tile, shape, MASK, GROUPED) * ROWS
+        head = first_head + member_of(visit, first_tile, shape, MASK, GROUPED)
+        sequence = first_of_group + member_of(visit, first_tile, shape, MASK, GROUPED)
         mbarrier.wait(query_free.index(slot), fresh)
         # Turns go on for as many visits as the ring has tiles.
         there_is_one = visit < end if ORDERED else True
@@ -100,7 +100,7 @@ def _producer(
         if ORDERED:
             # Who releases the queries of a tile has added to its dQ.
             place = (first_key, first_tile, first, end)
-            pass_turns(turns, turn, visit, place, shape, ROWS, STAGES, CAUSAL, True, GROUPED)
+            pass_turns(turns, turn, visit, place, shape, ROWS, STAGES, MASK, True, GROUPED)
     if not is_piece(schedule, CUT):
         mbarrier.wait(results_ready.index(0), 0)
         tma_store(grad_key, [batch, key_head, first_key, 0], key_tiles.index(0))
@@ -116,7 +116,7 @@ def _consumer(
     scale_log2,
     CONSUMER: gl.constexpr,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     ORDERED: gl.constexpr,
     GROUPED: gl.constexpr,
     CUT: gl.constexpr,
@@ -128,7 +128,7 @@ def _consumer(
     key_ready, value_ready, query_ready, grad_out_ready = barriers[0], barriers[1], barriers[2], barriers[3]
     query_free, grad_out_free, weights_ready = barriers[4], barriers[5], barriers[6]
     grad_scores_ready, results_ready, turn = barriers[7], barriers[8], barriers[9]
-    _, _, num_keys, padded_queries, _ = shape
+    padded_queries = shape[3]
     dtype: gl.constexpr = key.dtype
     HEAD_DIM: gl.constexpr = key.block_type.shape[3]
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -139,7 +139,7 @@ def _consumer(
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
 
-    first_key, key_sequence, first_tile, first, end = item(schedule, shape, ROWS, CAUSAL, GROUPED, CUT)
+    first_key, key_sequence, first_tile, first, end = item(schedule, shape, ROWS, MASK, GROUPED, CUT)
     grad_key_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     # For each tile of queries a half tile of the first warpgroup and one of the second.
@@ -157,8 +157,8 @@ def _consumer(
         # Both before a product of this warpgroup is on its way.
         mbarrier.wait(query_ready.index(slot), (use // STAGES) & 1)
         logsumexps = logsumexp_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
-        first_query = tile_of(visit, first_tile, shape, GROUPED) * ROWS + FIRST_ROW
-        scores = scores_start(logsumexps, scale_log2, first_query, first_key, num_keys, CAUSAL)
+        first_query = tile_of(visit, first_tile, shape, MASK, GROUPED) * ROWS + FIRST_ROW
+        scores = scores_start(logsumexps, scale_log2, first_query, first_key, shape, MASK)
         deltas = delta_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
         grad_weights = grad_weights_start(deltas)
         query_rows = query_ring.index(slot).slice(FIRST_ROW, HALF_ROWS, 0)
@@ -201,7 +201,7 @@ def _consumer(
         mbarrier.arrive(grad_out_free.index(slot), count=1)
         if ORDERED:
             wait_for_turn(turn, use)
-        add_grad_query(sums + grad_query_offset(visit, first_tile, shape, HEAD_DIM, GROUPED), grad_query)
+        add_grad_query(sums + grad_query_offset(visit, first_tile, shape, HEAD_DIM, MASK, GROUPED), grad_query)
         grad_key_sum = warpgroup_mma_wait(0, [grad_key_sum])
         mbarrier.arrive(query_free.index(slot), count=1)
 
@@ -226,6 +226,8 @@ def _consumer(
         "num_keys",
         "padded_queries",
         "group_size",
+        "window",
+        "window_tiles",
     ]
 )
 def wide_backward_kernel(
@@ -247,9 +249,11 @@ def wide_backward_kernel(
     scale,
     scale_log2,
     group_size,
+    window,
+    window_tiles,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     ORDERED: gl.constexpr,
     GROUPED: gl.constexpr,
     CUT: gl.constexpr,
@@ -321,13 +325,13 @@ def wide_backward_kernel(
         results_ready,
         turn,
     )
-    shape = (num_key_heads, num_queries, num_keys, padded_queries, group_size)
+    shape = (num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles)
     shared = (tensors, buffers, barriers, schedule, shape)
     gl.warp_specialize(
         [
-            (_consumer, (shared, pieces, scale, scale_log2, FIRST, STAGES, CAUSAL, ORDERED, GROUPED, CUT)),
-            (_consumer, (shared, pieces, scale, scale_log2, SECOND, STAGES, CAUSAL, ORDERED, GROUPED, CUT)),
-            (_producer, (shared, turns, STAGES, CAUSAL, ORDERED, GROUPED, CUT)),
+            (_consumer, (shared, pieces, scale, scale_log2, FIRST, STAGES, MASK, ORDERED, GROUPED, CUT)),
+            (_consumer, (shared, pieces, scale, scale_log2, SECOND, STAGES, MASK, ORDERED, GROUPED, CUT)),
+            (_producer, (shared, turns, STAGES, MASK, ORDERED, GROUPED, CUT)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, 24],

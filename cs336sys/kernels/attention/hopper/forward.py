@@ -34,6 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cs336sys.kernels.attention.hopper.gluon import (
+    CAUSAL,
+    WINDOW,
     named_barrier_arrive,
     named_barrier_wait,
     store_wait,
@@ -41,7 +43,7 @@ from cs336sys.kernels.attention.hopper.gluon import (
     tma_load,
     tma_store,
 )
-from cs336sys.kernels.attention.hopper.schedule import key_tiles
+from cs336sys.kernels.attention.hopper.schedule import key_tiles, window_tiles
 
 LN_2 = gl.constexpr(0.6931471805599453)
 # The rows of one warpgroup's matrix instruction.
@@ -64,6 +66,18 @@ KEY_FREE, VALUE_FREE, TURNS = gl.constexpr(8), gl.constexpr(10), gl.constexpr(12
 WARPGROUP_THREADS, PRODUCER_THREADS = gl.constexpr(128), gl.constexpr(32)
 
 _key_tiles = gluon.jit(key_tiles)
+_window_tiles = gluon.jit(window_tiles)
+
+
+@gluon.jit
+def _tiles(first_query, shape, ROWS: gl.constexpr, KEY_ROWS: gl.constexpr, MASK: gl.constexpr):
+    """(first, whole_from, whole, end) of the key tiles that queries see; from whole_from to whole they see all keys."""
+    _, num_queries, num_keys, window = shape
+    whole, end = _key_tiles(first_query, ROWS, num_queries, num_keys, KEY_ROWS, MASK >= CAUSAL)
+    first, whole_from = 0, 0
+    if MASK == WINDOW:
+        first, whole_from = _window_tiles(first_query, ROWS, num_queries, KEY_ROWS, window, end)
+    return first, whole_from, whole, end
 
 
 @gluon.jit
@@ -108,11 +122,11 @@ def _producer(
     CONSUMERS: gl.constexpr,
     KEY_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     GROUPED: gl.constexpr,
 ):
     query, key, value, _ = tensors
-    num_heads, num_queries, num_keys = shape
+    num_heads = shape[0]
     query_tiles, key_ring, value_ring, _, _ = buffers
     query_ready, query_free, key_ready, value_ready = barriers
     ITEM_ROWS: gl.constexpr = CONSUMERS * CONSUMER_ROWS
@@ -122,7 +136,8 @@ def _producer(
         key_head = head
         if GROUPED:
             key_head //= group_size
-        end = _key_tiles(first_query, ITEM_ROWS, num_queries, num_keys, KEY_ROWS, CAUSAL)[1]
+        tiles = _tiles(first_query, shape, ITEM_ROWS, KEY_ROWS, MASK)
+        first, end = tiles[0], tiles[3]
         last_key = (end - 1) * KEY_ROWS
         _load(key, batch, key_head, last_key, key_ring, key_ready, first_use, STAGES, KEY_FREE, CONSUMERS)
         for consumer in gl.static_range(CONSUMERS):
@@ -130,14 +145,25 @@ def _producer(
             mbarrier.wait(query_free.index(consumer), (round & 1) ^ 1)
             mbarrier.expect(query_ready.index(consumer), query.block_type.nbytes)
             tma_load(query, [batch, head, row, 0], query_ready.index(consumer), query_tiles.index(consumer))
-        for i in range(1, end):
+        for i in range(1, end - first):
             use = first_use + i
             row = last_key - i * KEY_ROWS
             _load(key, batch, key_head, row, key_ring, key_ready, use, STAGES, KEY_FREE, CONSUMERS)
             row += KEY_ROWS
             _load(value, batch, key_head, row, value_ring, value_ready, use - 1, STAGES, VALUE_FREE, CONSUMERS)
-        first_use += end
-        _load(value, batch, key_head, 0, value_ring, value_ready, first_use - 1, STAGES, VALUE_FREE, CONSUMERS)
+        first_use += end - first
+        _load(
+            value,
+            batch,
+            key_head,
+            first * KEY_ROWS,
+            value_ring,
+            value_ready,
+            first_use - 1,
+            STAGES,
+            VALUE_FREE,
+            CONSUMERS,
+        )
 
 
 @gluon.jit
@@ -152,16 +178,28 @@ def _pass_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def _masked(scores, first_query, first_key, num_keys, CAUSAL: gl.constexpr):
+def _masked(scores, first_query, first_key, shape, MASK: gl.constexpr):
     """Scores with -inf where a query does not see a key."""
+    _, _, num_keys, window = shape
     layout: gl.constexpr = scores.type.layout
     keys = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))
-    if CAUSAL:
+    if MASK >= CAUSAL:
         queries = first_query + gl.arange(0, scores.shape[0], gl.SliceLayout(1, layout))
         visible = keys[None, :] <= gl.minimum(queries, num_keys - 1)[:, None]
+        if MASK == WINDOW:
+            visible = visible & (keys[None, :] > (queries - window)[:, None])
     else:
         visible = (keys < num_keys)[None, :]
     return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def _has_mask(tile, whole_from, whole, MASK: gl.constexpr):
+    """Return whether a query does not see a key of a tile."""
+    masked = tile >= whole
+    if MASK == WINDOW:
+        masked = masked or tile < whole_from
+    return masked
 
 
 @gluon.jit
@@ -194,23 +232,24 @@ def _attend(
     batch,
     head,
     first_use,
-    whole,
-    end,
+    tiles,
     CONSUMER: gl.constexpr,
     CONSUMERS: gl.constexpr,
     KEY_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     TAKE_TURNS: gl.constexpr,
 ):
-    """Output and logsumexp of one warpgroup's 64 queries, from key tile end - 1 down to 0; end is at least 1.
+    """Output and logsumexp of one warpgroup's 64 queries, from key tile end - 1 down to the first, of at least one.
 
-    Tile end - 1 - i is use first_use + i of the rings.
+    Tile end - 1 - i is use first_use + i of the rings. ``tiles``: what :func:`_tiles` returns.
     """
+    first, whole_from, whole, end = tiles
+    count = end - first
     out = tensors[3]
     query_tiles, key_ring, value_ring, out_tiles, largest_sums = buffers
     _, query_free, key_ready, value_ready = barriers
-    num_heads, num_queries, num_keys = shape
+    num_heads, num_queries = shape[0], shape[1]
     dtype: gl.constexpr = out.dtype
     HEAD_DIM: gl.constexpr = out.block_type.shape[3]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY_ROWS, 16])
@@ -230,16 +269,16 @@ def _attend(
         _pass_turn(CONSUMER, CONSUMERS)
     scores = warpgroup_mma_wait(0, [scores])
     _release(slot, KEY_FREE, CONSUMERS)
-    if end > whole:
-        scores = _masked(scores, first_query, (end - 1) * KEY_ROWS, num_keys, CAUSAL)
+    if _has_mask(end - 1, whole_from, whole, MASK):
+        scores = _masked(scores, first_query, (end - 1) * KEY_ROWS, shape, MASK)
     row_max = gl.full([CONSUMER_ROWS], NO_MAXIMUM, gl.float32, gl.SliceLayout(1, scores_layout))
     row_sum = _sum_in_thread(zeros)
     weights, row_max, row_sum, _ = _softmax(scores, row_max, row_sum, scale_log2)
     left = gl.convert_layout(weights.to(dtype), weights_layout)
     out_sum = gl.zeros([CONSUMER_ROWS, HEAD_DIM], gl.float32, out_layout)
     next_use = first_use + 1
-    mbarrier.wait(key_ready.index(next_use % STAGES), (next_use // STAGES) & 1, pred=end > 1)
-    for i in range(1, end):
+    mbarrier.wait(key_ready.index(next_use % STAGES), (next_use // STAGES) & 1, pred=count > 1)
+    for i in range(1, count):
         use = first_use + i
         slot = use % STAGES
         value_slot = (use - 1) % STAGES
@@ -252,8 +291,8 @@ def _attend(
             _pass_turn(CONSUMER, CONSUMERS)
         # Products finish in the order of their issue: one outstanding means that S is there.
         scores = warpgroup_mma_wait(1, [scores])
-        if end - i > whole:
-            scores = _masked(scores, first_query, (end - 1 - i) * KEY_ROWS, num_keys, CAUSAL)
+        if _has_mask(end - 1 - i, whole_from, whole, MASK):
+            scores = _masked(scores, first_query, (end - 1 - i) * KEY_ROWS, shape, MASK)
         weights = gl.exp2(scores * scale_log2 - row_max[:, None])
         sums = _sum_in_thread(weights)
         # The largest of each warp goes to shared memory, where every thread will find the largest of all. By ``gl.max``
@@ -262,7 +301,7 @@ def _attend(
         largest_of_warps.store(gl.max(sums.to(gl.int32, bitcast=True).reshape([WARPS, CONSUMER_ROWS]), 1))
         # Must stand here, in front of the wait for P V: without a loop between them the assembler pulls that wait up to
         # the one for S, and no softmax runs alongside a product.
-        mbarrier.wait(key_ready.index((use + 1) % STAGES), ((use + 1) // STAGES) & 1, pred=i + 1 < end)
+        mbarrier.wait(key_ready.index((use + 1) % STAGES), ((use + 1) // STAGES) & 1, pred=i + 1 < count)
         out_sum = warpgroup_mma_wait(0, [out_sum])
         _release(value_slot, VALUE_FREE, CONSUMERS)
         left = gl.convert_layout(weights.to(dtype), weights_layout)
@@ -271,8 +310,8 @@ def _attend(
                 query_tile, key_ring.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True
             )
             scores = warpgroup_mma_wait(0, [scores])
-            if end - i > whole:
-                scores = _masked(scores, first_query, (end - 1 - i) * KEY_ROWS, num_keys, CAUSAL)
+            if _has_mask(end - 1 - i, whole_from, whole, MASK):
+                scores = _masked(scores, first_query, (end - 1 - i) * KEY_ROWS, shape, MASK)
             weights, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, scale_log2)
             left = gl.convert_layout(weights.to(dtype), weights_layout)
             out_sum = out_sum * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
@@ -282,7 +321,7 @@ def _attend(
     OWN_OUT_TILES: gl.constexpr = HEAD_DIM <= LARGEST_WITH_OUT_TILES
     if OWN_OUT_TILES:
         mbarrier.arrive(query_free.index(CONSUMER), count=1)
-    last_use = first_use + end - 1
+    last_use = first_use + count - 1
     slot = last_use % STAGES
     mbarrier.wait(value_ready.index(slot), (last_use // STAGES) & 1)
     out_sum = warpgroup_mma(left, value_ring.index(slot), out_sum, is_async=True)
@@ -311,6 +350,30 @@ def _attend(
 
 
 @gluon.jit
+def _skip(
+    first_use,
+    end,
+    barriers,
+    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    TAKE_TURNS: gl.constexpr,
+):
+    """Releases tiles that this consumer does not see. An arrival before one is there would count for that before it."""
+    _, _, key_ready, value_ready = barriers
+    for use in range(first_use, end):
+        slot = use % STAGES
+        parity = (use // STAGES) & 1
+        if TAKE_TURNS:
+            _take_turn(CONSUMER)
+            _pass_turn(CONSUMER, CONSUMERS)
+        mbarrier.wait(key_ready.index(slot), parity)
+        _release(slot, KEY_FREE, CONSUMERS)
+        mbarrier.wait(value_ready.index(slot), parity)
+        _release(slot, VALUE_FREE, CONSUMERS)
+
+
+@gluon.jit
 def _consumer(
     tensors,
     buffers,
@@ -323,11 +386,11 @@ def _consumer(
     CONSUMERS: gl.constexpr,
     KEY_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     TAKE_TURNS: gl.constexpr,
 ):
-    query_ready, query_free, key_ready, value_ready = barriers
-    num_heads, num_queries, num_keys = shape
+    query_ready, query_free, _, _ = barriers
+    num_heads = shape[0]
     ITEM_ROWS: gl.constexpr = CONSUMERS * CONSUMER_ROWS
     if TAKE_TURNS and CONSUMER == CONSUMERS - 1:
         _pass_turn(CONSUMER, CONSUMERS)
@@ -335,19 +398,11 @@ def _consumer(
     for round in range(_num_rounds(schedule)):
         item_query, batch, head = _item(schedule, round, num_heads, ITEM_ROWS)
         first_query = item_query + CONSUMER * CONSUMER_ROWS
-        item_end = _key_tiles(item_query, ITEM_ROWS, num_queries, num_keys, KEY_ROWS, CAUSAL)[1]
-        whole, end = _key_tiles(first_query, CONSUMER_ROWS, num_queries, num_keys, KEY_ROWS, CAUSAL)
-        # Tiles that only later consumers see. An arrival before a tile is there would count for the one before it.
-        for use in range(first_use, first_use + item_end - end):
-            slot = use % STAGES
-            parity = (use // STAGES) & 1
-            if TAKE_TURNS:
-                _take_turn(CONSUMER)
-                _pass_turn(CONSUMER, CONSUMERS)
-            mbarrier.wait(key_ready.index(slot), parity)
-            _release(slot, KEY_FREE, CONSUMERS)
-            mbarrier.wait(value_ready.index(slot), parity)
-            _release(slot, VALUE_FREE, CONSUMERS)
+        item_tiles = _tiles(item_query, shape, ITEM_ROWS, KEY_ROWS, MASK)
+        tiles = _tiles(first_query, shape, CONSUMER_ROWS, KEY_ROWS, MASK)
+        item_first, item_end, first, end = item_tiles[0], item_tiles[3], tiles[0], tiles[3]
+        # Tiles that only later consumers see.
+        _skip(first_use, first_use + item_end - end, barriers, CONSUMER, CONSUMERS, STAGES, TAKE_TURNS)
         mbarrier.wait(query_ready.index(CONSUMER), round & 1)
         if end > 0:
             _attend(
@@ -361,22 +416,26 @@ def _consumer(
                 batch,
                 head,
                 first_use + item_end - end,
-                whole,
-                end,
+                tiles,
                 CONSUMER,
                 CONSUMERS,
                 KEY_ROWS,
                 STAGES,
-                CAUSAL,
+                MASK,
                 TAKE_TURNS,
             )
         else:
             mbarrier.arrive(query_free.index(CONSUMER), count=1)
-        first_use += item_end
+        last_use = first_use + item_end - item_first
+        if MASK == WINDOW:
+            # Tiles that only earlier consumers see; for who has no queries all have been skipped.
+            skipped = first - item_first if end > 0 else 0
+            _skip(last_use - skipped, last_use, barriers, CONSUMER, CONSUMERS, STAGES, TAKE_TURNS)
+        first_use = last_use
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_heads", "num_queries", "num_keys", "group_size"])
+@gluon.jit(do_not_specialize=["num_heads", "num_queries", "num_keys", "group_size", "window"])
 def forward_kernel(
     query,
     key,
@@ -389,11 +448,12 @@ def forward_kernel(
     num_keys,
     scale_log2,
     group_size,
+    window,
     HEAD_DIM: gl.constexpr,
     CONSUMERS: gl.constexpr,
     KEY_ROWS: gl.constexpr,
     STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
     TAKE_TURNS: gl.constexpr,
     GROUPED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
@@ -430,7 +490,7 @@ def forward_kernel(
     tensors = (query, key, value, out)
     buffers = (query_tiles, key_ring, value_ring, out_tiles, largest_sums)
     barriers = (query_ready, query_free, key_ready, value_ready)
-    shape = (num_heads, num_queries, num_keys)
+    shape = (num_heads, num_queries, num_keys, window)
     # Triton gives up constants in a tuple that is named or concatenated, so each call is written out.
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -449,7 +509,7 @@ def forward_kernel(
                         CONSUMERS,
                         KEY_ROWS,
                         STAGES,
-                        CAUSAL,
+                        MASK,
                         TAKE_TURNS,
                     ),
                 ),
@@ -467,7 +527,7 @@ def forward_kernel(
                         CONSUMERS,
                         KEY_ROWS,
                         STAGES,
-                        CAUSAL,
+                        MASK,
                         TAKE_TURNS,
                     ),
                 ),
@@ -483,7 +543,7 @@ def forward_kernel(
                         CONSUMERS,
                         KEY_ROWS,
                         STAGES,
-                        CAUSAL,
+                        MASK,
                         GROUPED,
                     ),
                 ),
@@ -508,7 +568,7 @@ def forward_kernel(
                         CONSUMERS,
                         KEY_ROWS,
                         STAGES,
-                        CAUSAL,
+                        MASK,
                         TAKE_TURNS,
                     ),
                 ),
@@ -526,7 +586,7 @@ def forward_kernel(
                         CONSUMERS,
                         KEY_ROWS,
                         STAGES,
-                        CAUSAL,
+                        MASK,
                         TAKE_TURNS,
                     ),
                 ),
@@ -544,7 +604,7 @@ def forward_kernel(
                         CONSUMERS,
                         KEY_ROWS,
                         STAGES,
-                        CAUSAL,
+                        MASK,
                         TAKE_TURNS,
                     ),
                 ),
@@ -560,7 +620,7 @@ def forward_kernel(
                         CONSUMERS,
                         KEY_ROWS,
                         STAGES,
-                        CAUSAL,
+                        MASK,
                         GROUPED,
                     ),
                 ),

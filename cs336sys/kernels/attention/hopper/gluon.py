@@ -1,4 +1,4 @@
-"""Gluon as the Hopper kernels use it, for triton 3.6 to 3.9, and named barriers, which it lacks."""
+"""Gluon as the Hopper kernels use it, for triton 3.6 to 3.9, named barriers, which it lacks, and masks."""
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -8,6 +8,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
+    "CAUSAL",
+    "WINDOW",
     "TensorDescriptor",
     "named_barrier_arrive",
     "named_barrier_wait",
@@ -18,6 +20,9 @@ __all__ = [
     "tma_reduce_add",
     "tma_store",
 ]
+
+# What hides keys from a query, a kernel's MASK: 0 for nothing, the causal mask, or that and a window.
+CAUSAL, WINDOW = gl.constexpr(1), gl.constexpr(2)
 
 store_wait = tma.store_wait
 

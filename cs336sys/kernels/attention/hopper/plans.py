@@ -12,7 +12,7 @@ from cs336sys.kernels.attention.hopper.backward_reducer import reducer_backward_
 from cs336sys.kernels.attention.hopper.backward_wide import wide_backward_kernel
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
 from cs336sys.kernels.attention.hopper.forward import forward_kernel
-from cs336sys.kernels.attention.hopper.gluon import TensorDescriptor
+from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, TensorDescriptor
 from cs336sys.kernels.attention.hopper.schedule import (
     as_table,
     as_table_of_pieces,
@@ -23,6 +23,8 @@ from cs336sys.kernels.attention.hopper.schedule import (
     ordered_items,
     query_tiles,
     share_out,
+    tiles_of_window,
+    window_tiles,
 )
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_settings, hopper_forward_settings
 from cs336sys.kernels.attention.plan import (
@@ -95,6 +97,11 @@ def _tile_descriptors(operand: Operand, rows: int, dtype: torch.dtype) -> GluonD
     return GluonDescriptors(operand.shape, operand.strides, [1, 1, rows, operand.shape[3]], dtype)
 
 
+def _mask(problem: Problem) -> int:
+    """Return what hides keys from a query, as the kernels' ``MASK``."""
+    return int(problem.is_causal) if problem.window is None else WINDOW.value
+
+
 def _table(rows: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
@@ -110,10 +117,14 @@ class HopperForwardPlan(Plan):
         settings = hopper_forward_settings(problem)
         rows = WARPGROUP_ROWS, settings.key_rows, settings.key_rows, WARPGROUP_ROWS
         item_rows, lengths = settings.item_rows, (problem.num_queries, problem.num_keys)
-        costs = [
-            1 + key_tiles(first_query, item_rows, *lengths, settings.key_rows, problem.is_causal)[1]
-            for first_query in range(0, problem.num_queries, item_rows)
-        ]
+        costs = []
+        for first_query in range(0, problem.num_queries, item_rows):
+            first, end = 0, key_tiles(first_query, item_rows, *lengths, settings.key_rows, problem.is_causal)[1]
+            if problem.window is not None:
+                first, _ = window_tiles(
+                    first_query, item_rows, problem.num_queries, settings.key_rows, problem.window, end
+                )
+            costs.append(1 + end - first)
         # In full attention one sequence after another: then nearly all programs read the same keys at the same time.
         # 1x16x16384x128: 3.001 ms, in groups that fill L2 3.063; 1x16x16384x64: 1.854, 1.885.
         per_group = 1
@@ -135,13 +146,14 @@ class HopperForwardPlan(Plan):
                 *lengths,
                 math.log2(math.e) / math.sqrt(problem.head_dim),
                 problem.group_size,
+                problem.window or 0,
             ),
             (
                 problem.head_dim,
                 settings.consumers,
                 settings.key_rows,
                 settings.num_stages,
-                problem.is_causal,
+                _mask(problem),
                 settings.take_turns,
                 problem.group_size > 1,
                 settings.consumer_registers,
@@ -172,7 +184,7 @@ class HopperBackwardPlan(BackwardPlan):
             per_group = triton.cdiv(problem.num_key_sequences, max(1, problem.num_key_sequences // at_a_time))
         # The first keys have the most queries under a causal mask. But who adds to dQ in turn waits for later keys.
         items = list(ordered_items(num_tiles, problem.num_key_sequences, per_group, last_tile_first=self._takes_turns))
-        if self._takes_turns and problem.is_causal and problem.head_dim >= 128:
+        if self._takes_turns and _mask(problem) == CAUSAL.value and problem.head_dim >= 128:
             # Over the backward pass in any order, 1x16x16384x128: 1.084, not turned round 1.101; 8x16x2048x128: 1.156,
             # 1.165; 1x16x2048x128: 1.26, 1.35; 1x16x16384x256: 1.023, 1.031. But 1x16x16384x64: 1.092, 1.078.
             items = longest_first_at_the_end(items, int(BEGUN_TOGETHER * problem.num_multiprocessors))
@@ -193,11 +205,13 @@ class HopperBackwardPlan(BackwardPlan):
                 scale,
                 scale * math.log2(math.e),
                 problem.group_size,
+                problem.window or 0,
+                self._window_tiles,
             ),
             (
                 problem.head_dim,
                 settings.num_stages,
-                problem.is_causal,
+                _mask(problem),
                 self._takes_turns,
                 problem.group_size > 1,
                 self._num_cut > 0,
@@ -206,6 +220,12 @@ class HopperBackwardPlan(BackwardPlan):
             self._only_pass_descriptors(),
             **_OPTIONS,
         )
+
+    @property
+    def _window_tiles(self) -> int:
+        if self._problem.window is None:
+            return 0
+        return tiles_of_window(self._problem.window, BACKWARD_QUERY_ROWS, self._settings.key_rows)
 
     def _row_bytes(self) -> int:
         """Return the bytes that a program streams for one query: query, gradient of the output, and the sum of dQ."""
@@ -218,11 +238,12 @@ class HopperBackwardPlan(BackwardPlan):
             return len(items), 1
         if problem.group_size > 1:
             tiles = (
-                query_tiles(first_key, problem.num_queries, BACKWARD_QUERY_ROWS, problem.is_causal)
+                query_tiles(first_key, problem.num_queries, BACKWARD_QUERY_ROWS, problem.is_causal, self._window_tiles)
                 for first_key in range(0, problem.num_keys, settings.key_rows)
             )
             num_visits = [max(0, end - first) * problem.group_size for first, end in tiles]
-            least_pieces = self._least_pieces(len(num_visits)) if problem.is_causal else 1
+            # The queries of a window are few enough for L2.
+            least_pieces = self._least_pieces(len(num_visits)) if _mask(problem) == CAUSAL.value else 1
             costs = WHOLE_COST, PIECE_COST
             return cut_all(items, num_visits, problem.num_multiprocessors, costs, least_pieces)
         if settings.kernel == "exchange" and not problem.is_causal:

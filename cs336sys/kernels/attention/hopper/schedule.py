@@ -149,9 +149,31 @@ def key_tiles(first_query, query_rows, num_queries, num_keys, key_rows, is_causa
     return first_sees // key_rows * some, (last_sees + key_rows - 1) // key_rows * some
 
 
-def query_tiles(first_key, num_queries, query_rows, is_causal):
-    """(first, end) of the query tiles in which a query sees a key at or behind ``first_key``: none if end <= first."""
-    return (first_key // query_rows if is_causal else 0), (num_queries + query_rows - 1) // query_rows
+def window_tiles(first_query, query_rows, num_queries, key_rows, window, end):
+    """(first, whole): of the key tiles before ``end``, the queries see none before ``first``, and no window ends in
+    ``whole`` or behind it. There always is a first one, also for queries that are too far behind the last key.
+    """
+    last_query = min(first_query + query_rows, num_queries) - 1
+    first = min(max(first_query - window + 1, 0) // key_rows, max(end - 1, 0))
+    return first, (max(last_query - window + 1, 0) + key_rows - 1) // key_rows
+
+
+def query_tiles(first_key, num_queries, query_rows, is_causal, window_tiles):
+    """(first, end) of the query tiles in which a query sees a key at or behind ``first_key``: none if end <= first.
+
+    ``window_tiles``: of how many tiles the queries have these keys in their window; 0 without a window.
+    """
+    end = (num_queries + query_rows - 1) // query_rows
+    first = first_key // query_rows if is_causal else 0
+    return first, min(end, first + window_tiles) if window_tiles else end
+
+
+def tiles_of_window(window, query_rows, key_rows):
+    """Return how many tiles of queries, from the one of its first key on, see one of ``key_rows`` keys.
+
+    The last query that sees the last key is ``window - 1`` behind it. Tiles of keys begin where tiles of queries do.
+    """
+    return (key_rows + window - 2) // query_rows + 1
 
 
 def visits(first, end, group_size):
@@ -172,9 +194,9 @@ def tile_of_visit(visit, first, end):
     return visit - (visit - first) // max(end - first, 1) * (end - first)
 
 
-def tile_among_heads(visit, first, end):
-    """The tile of a visit among those of all heads of the group, one below the other, with ``end`` tiles each."""
-    return visit + (visit - first) // max(end - first, 1) * first
+def tile_among_heads(visit, first, end, num_tiles):
+    """The tile of a visit among those of all heads of the group, one below the other, with ``num_tiles`` each."""
+    return visit + (visit - first) // max(end - first, 1) * (num_tiles - end + first)
 
 
 def piece_visits(first, end, piece, num_pieces):

@@ -34,6 +34,7 @@ from cs336sys.kernels.attention.hopper.schedule import (
     piece_visits,
     query_tiles,
     tile_of_visit,
+    tiles_of_window,
     visits,
 )
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
@@ -104,10 +105,11 @@ def problem(
     is_causal=True,
     group_size=1,
     num_multiprocessors=132,
+    window=None,
 ) -> Problem:
     lengths = num_sequences, num_queries, num_keys
     gpu = (9, 0), num_multiprocessors
-    return Problem(head_dim, torch.bfloat16, "tf32x3", is_causal, *lengths, *gpu, tma_allowed, group_size)
+    return Problem(head_dim, torch.bfloat16, "tf32x3", is_causal, *lengths, *gpu, tma_allowed, group_size, window)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_auto_takes_grouped_queries_where_pieces_or_programs_fill_the_gpu(
     assert hopper_backward_is_faster(described, deterministic) == chosen
 
 
-# batch, heads of queries, heads that share keys, lengths, mask, head dimension, multiprocessors, as cut or not
+# batch, heads of queries, heads that share keys, lengths, mask or window, head dimension, multiprocessors, cut or not
 PLANS = {
     "one head in a group": (2, 3, 1, 5000, 5000, False, 128, 114, "some"),
     "more queries than keys": (1, 17, 1, 4100, 1020, False, 128, 132, "some"),
@@ -253,13 +255,16 @@ PLANS = {
     "full, one head of keys": (1, 32, 32, 500, 300, False, 16, 132, "all"),
     "last round": (1, 32, 4, 2000, 4400, False, 128, 132, "some"),
     "fill the GPU": (8, 8, 2, 1000, 2048, True, 128, 132, "none"),
+    "window": (1, 3, 1, 1000, 900, 300, 128, 132, "none"),
+    "window of grouped queries": (1, 8, 4, 1000, 900, 300, 256, 132, "all"),
 }
 
 
 @pytest.mark.parametrize("shape", PLANS.values(), ids=PLANS)
 def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belongs(shape):
     """What its plan gives to the pass and to ``sum_pieces_kernel``, followed by their integer arithmetic."""
-    batch, num_heads, group_size, num_queries, num_keys, is_causal, head_dim, num_multiprocessors, cut = shape
+    batch, num_heads, group_size, num_queries, num_keys, mask, head_dim, num_multiprocessors, cut = shape
+    is_causal, window = bool(mask), None if isinstance(mask, bool) else mask
     key_heads = num_heads // group_size
     of_queries, of_keys = (num_heads, num_queries), (key_heads, num_keys)
     # Query, key, value, gradient of the output, and the gradients of the first three. Values have rows of their own.
@@ -271,22 +276,23 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
     operands = [Operand(tensor) for tensor in tensors]
     grads = operands[4:]
     described = problem(
-        batch * num_heads, num_queries, num_keys, head_dim, True, is_causal, group_size, num_multiprocessors
+        batch * num_heads, num_queries, num_keys, head_dim, True, is_causal, group_size, num_multiprocessors, window
     )
     plan = HopperBackwardPlan(described, operands[:4], operands[0], grads, torch.device("cpu"), False)
     backward, tensors_of_pass = plan.steps[1]
     table = next(one for one in plan.own if isinstance(one, torch.Tensor)).tolist()
     of_plan = dict(enumerate([*plan.given, *plan.own]))
     key_rows = 64 if head_dim == 256 else 128
+    window_tiles = tiles_of_window(window, 64, key_rows) if window else 0
     assert backward.arguments[:3] == (key_heads, num_queries, num_keys)
-    assert backward.arguments[6] == group_size
-    assert backward.arguments[10:13] == (False, group_size > 1, cut != "none"), "in any order, and cut"
+    assert backward.arguments[6:9] == (group_size, window or 0, window_tiles)
+    assert backward.arguments[12:15] == (False, group_size > 1, cut != "none"), "in any order, and cut"
 
     seen, items_of_pieces, whole = collections.Counter(), [], []
     for pieces_of_item, at in table[: backward.num_programs]:
         item = tuple(table[at])
         number, count = divmod(pieces_of_item, 256)
-        tiles = query_tiles(item[0] * key_rows, num_queries, 64, is_causal)
+        tiles = query_tiles(item[0] * key_rows, num_queries, 64, is_causal, window_tiles)
         for visit in range(*piece_visits(*visits(*tiles, group_size), number % count, count)):
             head = item[1] * group_size + member_of_visit(visit, *tiles)
             seen[item[0], head, tile_of_visit(visit, *tiles)] += 1
@@ -300,7 +306,7 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
         (key_tile, head, tile)
         for key_tile in range(-(-num_keys // key_rows))
         for head in range(batch * num_heads)
-        for tile in range(*query_tiles(key_tile * key_rows, num_queries, 64, is_causal))
+        for tile in range(*query_tiles(key_tile * key_rows, num_queries, 64, is_causal, window_tiles))
     )
     assert (len(whole) > 0, len(items_of_pieces) > 0) == {"none": (1, 0), "some": (1, 1), "all": (0, 1)}[cut]
     num_tiles = key_rows // 64
@@ -668,6 +674,43 @@ def test_grouped_queries_deterministic(shape, is_causal, head_dim, device, poiso
     grad_out = torch.randn_like(out)
     first, second = (torch.autograd.grad(out, inputs, grad_out, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second))
+
+
+# (batch, heads of queries), how many share a head of keys, lengths, and a window: of less than a tile, across several,
+# behind all keys of many queries, and of more programs than multiprocessors.
+WINDOWS = {
+    "1": ((2, 3), 1, 300, 300, 1),
+    "40": ((2, 3), 1, 333, 517, 40),
+    "300": ((1, 2), 1, 1000, 1000, 300),
+    "few keys": ((1, 2), 1, 900, 200, 129),
+    "4 heads": ((1, 8), 4, 700, 650, 200),
+    "8 heads, few keys": ((1, 8), 8, 900, 200, 150),
+    "more than multiprocessors": ((12, 16), 4, 600, 600, 257),
+}
+
+
+@on_hopper
+@HEAD_DIMS
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("shape", WINDOWS.values(), ids=WINDOWS)
+def test_windows(shape, deterministic, head_dim, device, poisoned_empty):
+    *sizes, window = shape
+    inputs = grouped_inputs(sizes, head_dim, device)
+    assert_matches_float64(inputs, True, kernels="hopper", window=window, deterministic=deterministic)
+
+
+@on_hopper
+@HEAD_DIMS
+def test_tiles_outside_of_the_window_are_skipped(head_dim, device):
+    """NaN in keys and queries outside would reach the sums of a tile that was only masked."""
+    leaves = [one.detach() for one in random_inputs((1, 2), 1024, 1024, head_dim, torch.bfloat16, device)]
+    for one in leaves:
+        one[..., :256, :] = math.nan
+    leaves = [one.requires_grad_() for one in leaves]
+    out = flash_attention(*leaves, True, window=200, implementation="hopper")
+    assert out[..., 512:, :].isfinite().all()
+    grads = torch.autograd.grad(out[..., 512:, :].sum(), leaves)
+    assert all(grad[..., 640:, :].isfinite().all() for grad in grads)
 
 
 @on_hopper

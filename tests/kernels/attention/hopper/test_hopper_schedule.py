@@ -19,16 +19,35 @@ from cs336sys.kernels.attention.hopper.schedule import (
     share_out,
     tile_among_heads,
     tile_of_visit,
+    tiles_of_window,
     turns_before,
     visits,
+    window_tiles,
 )
 
 LENGTHS = (1, 63, 64, 65, 127, 128, 129, 192, 193, 500)
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+# Full, causal, and windows of less than a tile, of about two, and of all keys of most lengths; 0: none.
+MASKS = pytest.mark.parametrize(("is_causal", "window"), [(False, 0), (True, 0), (True, 1), (True, 150), (True, 400)])
 
 
-def sees(query, key, num_queries, num_keys, is_causal):
-    return query < num_queries and key < num_keys and (key <= query or not is_causal)
+def sees(query, key, num_queries, num_keys, is_causal, window=0):
+    hidden = (is_causal and key > query) or (window and key <= query - window)
+    return query < num_queries and key < num_keys and not hidden
+
+
+def seen_key_tiles(first_query, query_rows, num_queries, num_keys, key_rows, is_causal, window):
+    """(first, whole_from, whole, end), as ``_tiles`` of the forward kernel."""
+    whole, end = key_tiles(first_query, query_rows, num_queries, num_keys, key_rows, is_causal)
+    first, whole_from = 0, 0
+    if window:
+        first, whole_from = window_tiles(first_query, query_rows, num_queries, key_rows, window, end)
+    return first, whole_from, whole, end
+
+
+def seeing_query_tiles(first_key, num_queries, is_causal, window=0, key_rows=128):
+    """(first, end) of the tiles that a program of the backward pass visits."""
+    return query_tiles(first_key, num_queries, 64, is_causal, tiles_of_window(window, 64, key_rows) if window else 0)
 
 
 @CAUSAL
@@ -84,33 +103,39 @@ def test_groups_finish_one_after_the_other_and_the_longest_tile_comes_first():
     assert list(ordered_items(3, 2, 2, False)) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
 
 
-@CAUSAL
+@MASKS
 @pytest.mark.parametrize(("consumers", "key_rows"), [(2, 128), (3, 128), (3, 64), (2, 64)])
-def test_consumers_visit_every_visible_tile_and_mask_where_they_must(consumers, key_rows, is_causal):
+def test_consumers_visit_every_visible_tile_and_mask_where_they_must(consumers, key_rows, is_causal, window):
     for num_queries, num_keys in itertools.product(LENGTHS, LENGTHS):
+        of_problem = num_queries, num_keys, key_rows, is_causal, window
         for item_query in range(0, num_queries, 64 * consumers):
-            _, item_end = key_tiles(item_query, 64 * consumers, num_queries, num_keys, key_rows, is_causal)
-            assert item_end >= 1
-            ends = []
+            item_first, _, _, item_end = seen_key_tiles(item_query, 64 * consumers, *of_problem)
+            assert item_end > item_first
+            firsts, ends = [], []
             for consumer in range(consumers):
                 first_query = item_query + 64 * consumer
-                whole, end = key_tiles(first_query, 64, num_queries, num_keys, key_rows, is_causal)
+                first, whole_from, whole, end = seen_key_tiles(first_query, 64, *of_problem)
                 ends.append(end)
+                if end:
+                    assert end > first
+                    firsts.append(first)
                 last_query = min(first_query + 64, num_queries) - 1
                 for tile in range(-(-num_keys // key_rows) + 1):
                     keys = tile * key_rows, (tile + 1) * key_rows - 1
-                    if last_query < first_query:
-                        some = every = False
-                    else:
-                        some = sees(last_query, keys[0], num_queries, num_keys, is_causal)
-                        every = sees(first_query, keys[1], num_queries, num_keys, is_causal)
-                    assert (tile < end) == some
-                    assert (tile < whole) == every
-                    if tile == end - 1:
+                    queries = range(first_query, last_query + 1)
+                    far_end = [query - window + 1 if window else 0 for query in queries]
+                    near_end = [min(query, num_keys - 1) if is_causal else num_keys - 1 for query in queries]
+                    pairs = list(zip(far_end, near_end, strict=True))
+                    some = any(far <= keys[1] and near >= keys[0] for far, near in pairs)
+                    every = bool(pairs) and all(far <= keys[0] and near >= keys[1] for far, near in pairs)
+                    # Of queries that see no key the last tile is visited, and all of it masked.
+                    assert (first <= tile < end) == some or tile == end - 1
+                    assert (whole_from <= tile < whole) == every
+                    if tile == end - 1 and not window:
                         # So that no row of the first tile visited is without a score.
                         assert sees(first_query, keys[0], num_queries, num_keys, is_causal)
             # The producer loads for the one that needs most, and nobody has to skip a negative number of tiles.
-            assert item_end == max(ends)
+            assert (item_first, item_end) == (min(firsts), max(ends))
 
 
 @pytest.mark.parametrize(
@@ -189,13 +214,14 @@ def test_cut_items_end_sooner():
         assert longest < 2 + max(num_visits)
 
 
-@CAUSAL
+@MASKS
 @pytest.mark.parametrize("group_size", [1, 2, 5, 32])
 @pytest.mark.parametrize("num_pieces", [1, 3, 32])
-def test_visits_are_to_every_tile_of_every_head_once(num_pieces, group_size, is_causal):
+def test_visits_are_to_every_tile_of_every_head_once(num_pieces, group_size, is_causal, window):
     """Also of keys behind the last query, which no query sees under a causal mask."""
     for num_queries, first_key in itertools.product(LENGTHS, (0, 64, 128, 384)):
-        first_tile, end_tile = query_tiles(first_key, num_queries, 64, is_causal)
+        first_tile, end_tile = seeing_query_tiles(first_key, num_queries, is_causal, window)
+        num_tiles = -(-num_queries // 64)
         seen = []
         for piece in range(num_pieces):
             first, end = visits(first_tile, end_tile, group_size)
@@ -203,27 +229,31 @@ def test_visits_are_to_every_tile_of_every_head_once(num_pieces, group_size, is_
             for visit in range(first, end):
                 member = member_of_visit(visit, first_tile, end_tile)
                 tile = tile_of_visit(visit, first_tile, end_tile)
-                assert tile_among_heads(visit, first_tile, end_tile) == member * end_tile + tile
+                assert tile_among_heads(visit, first_tile, end_tile, num_tiles) == member * num_tiles + tile
                 seen.append((member, tile))
         # Head by head, so that a program works on few of them at a time.
         assert seen == list(itertools.product(range(group_size), range(first_tile, end_tile)))
 
 
-@CAUSAL
-def test_queries_that_see_a_block_of_keys(is_causal):
+@MASKS
+@pytest.mark.parametrize("key_rows", [64, 128])
+def test_queries_that_see_a_block_of_keys(key_rows, is_causal, window):
     for num_queries, num_keys in itertools.product(LENGTHS, LENGTHS):
-        for first_key in range(0, num_keys, 128):
-            first, end = query_tiles(first_key, num_queries, 64, is_causal)
+        for first_key in range(0, num_keys, key_rows):
+            first, end = seeing_query_tiles(first_key, num_queries, is_causal, window, key_rows)
             visited = {query for tile in range(first, end) for query in range(64 * tile, 64 * tile + 64)}
-            keys = range(first_key, min(first_key + 128, num_keys))
+            keys = range(first_key, min(first_key + key_rows, num_keys))
             needed = {
                 query
                 for query in range(num_queries)
-                if any(sees(query, key, num_queries, num_keys, is_causal) for key in (keys[0], keys[-1]))
+                if any(sees(query, key, num_queries, num_keys, is_causal, window) for key in (keys[0], keys[-1]))
             }
             assert needed <= visited
-            # Tiles of 64 queries start at a multiple of 64, so at most the first two cross the diagonal.
+            # Tiles of 64 queries start at a multiple of 64, so at most the first two cross the diagonal, and as if all
+            # keys of the block were there, a query of the last sees one.
             assert all(sees(64 * tile, keys[-1], 10**9, num_keys, is_causal) for tile in range(first + 2, end))
+            if window and end > first:
+                assert sees(64 * end - 64, first_key + key_rows - 1, 10**9, 10**9, False, window)
 
 
 class Barriers:
@@ -272,7 +302,16 @@ class NamedBarriers:
 
 
 def simulate(
-    consumers, stages, key_rows, num_queries, num_keys, is_causal, num_sequences=2, take_turns=False, own_out_tiles=True
+    consumers,
+    stages,
+    key_rows,
+    num_queries,
+    num_keys,
+    is_causal,
+    window=0,
+    num_sequences=2,
+    take_turns=False,
+    own_out_tiles=True,
 ):
     """One forward program's producer and consumers as coroutines on counted barriers, and what each consumer read."""
     barriers = Barriers(ready=1, query_ready=1, query_free=1)
@@ -282,6 +321,7 @@ def simulate(
     reads = collections.defaultdict(list)
 
     rows = 64 * consumers
+    of_problem = num_queries, num_keys, key_rows, is_causal, window
     num_tiles = -(-num_queries // rows)
     (share,) = share_out(ordered_items(num_tiles, num_sequences, num_sequences, is_causal), [1] * num_tiles, 1)
 
@@ -299,18 +339,18 @@ def simulate(
     def producer():
         first_use = 0
         for turn, first_query, sequence in items():
-            _, end = key_tiles(first_query, rows, num_queries, num_keys, key_rows, is_causal)
+            first, _, _, end = seen_key_tiles(first_query, rows, *of_problem)
             yield from load("key", first_use, (sequence, end - 1))
             for consumer in range(consumers):
                 while not passes("query_free", consumer, parity=(turn & 1) ^ 1):
                     yield
                 ring["query", consumer] = (sequence, first_query + 64 * consumer)
                 arrive("query_ready", consumer)
-            for i in range(1, end):
+            for i in range(1, end - first):
                 yield from load("key", first_use + i, (sequence, end - 1 - i))
                 yield from load("value", first_use + i - 1, (sequence, end - i))
-            first_use += end
-            yield from load("value", first_use - 1, (sequence, 0))
+            first_use += end - first
+            yield from load("value", first_use - 1, (sequence, first))
 
     def consumer(me):
         def read(name, use):
@@ -330,27 +370,32 @@ def simulate(
             if take_turns:
                 named.arrive("turn", (me + 1) % consumers, by=me)
 
-        if me == consumers - 1:
-            pass_turn()
-        first_use = 0
-        for turn, item_query, sequence in items():
-            first_query = item_query + 64 * me
-            _, item_end = key_tiles(item_query, rows, num_queries, num_keys, key_rows, is_causal)
-            _, end = key_tiles(first_query, 64, num_queries, num_keys, key_rows, is_causal)
-            for use in range(first_use, first_use + item_end - end):
+        def skip(uses):
+            for use in uses:
                 yield from take_turn()
                 pass_turn()
                 yield from read("key", use)
                 release("key", use)
                 yield from read("value", use)
                 release("value", use)
+
+        if me == consumers - 1:
+            pass_turn()
+        first_use = 0
+        for turn, item_query, sequence in items():
+            first_query = item_query + 64 * me
+            item_first, _, _, item_end = seen_key_tiles(item_query, rows, *of_problem)
+            first, _, _, end = seen_key_tiles(first_query, 64, *of_problem)
+            count = end - first if end else 0
+            last_use = first_use + item_end - item_first
+            yield from skip(range(first_use, min(last_use, first_use + item_end - end)))
             while not passes("query_ready", me, parity=turn & 1):
                 yield
             assert ring["query", me] == (sequence, first_query)
             use = first_use + item_end - end
             if end:
                 key = yield from read("key", use)
-            for i in range(end):
+            for i in range(count):
                 yield from take_turn()
                 if i:
                     value = yield from read("value", use + i - 1)
@@ -363,7 +408,7 @@ def simulate(
                 if not i:
                     release("key", use)
                 yield
-                if i + 1 < end:
+                if i + 1 < count:
                     next_key = yield from read("key", use + i + 1)
                 if i:
                     assert ring["value", (use + i - 1) % stages] == value
@@ -372,26 +417,27 @@ def simulate(
                     # Still there when its scores are needed once more.
                     assert ring["key", (use + i) % stages] == key
                     release("key", use + i)
-                if i + 1 < end:
+                if i + 1 < count:
                     key = next_key
             if own_out_tiles or not end:
                 arrive("query_free", me)
             if end:
-                value = yield from read("value", use + end - 1)
+                value = yield from read("value", use + count - 1)
                 reads[me, sequence, first_query].append(("value", *value))
-                release("value", use + end - 1)
+                release("value", use + count - 1)
                 if not own_out_tiles:
                     ring["query", me] = "output"
                     yield
                     # Still there when it is stored.
                     assert ring["query", me] == "output"
                     arrive("query_free", me)
-            first_use += item_end
+            yield from skip(range(last_use - (first - item_first if end else 0), last_use))
+            first_use = last_use
 
     return producer, consumer, reads
 
 
-@CAUSAL
+@MASKS
 @pytest.mark.parametrize("take_turns", [False, True], ids=["free", "turns"])
 @pytest.mark.parametrize(
     ("consumers", "stages", "key_rows", "own_out_tiles"),
@@ -399,7 +445,7 @@ def simulate(
 )
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (500, 700), (700, 300), (65, 1000)])
 def test_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
-    num_queries, num_keys, consumers, stages, key_rows, own_out_tiles, take_turns, is_causal
+    num_queries, num_keys, consumers, stages, key_rows, own_out_tiles, take_turns, is_causal, window
 ):
     for seed in range(8):
         producer, consumer, reads = simulate(
@@ -409,19 +455,30 @@ def test_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
             num_queries,
             num_keys,
             is_causal,
+            window,
             take_turns=take_turns,
             own_out_tiles=own_out_tiles,
         )
         _run_in_random_order([[producer(), *(consumer(me) for me in range(consumers))]], seed)
         for (me, sequence, first_query), read in reads.items():
-            _, end = key_tiles(first_query, 64, num_queries, num_keys, key_rows, is_causal)
+            first, _, _, end = seen_key_tiles(first_query, 64, num_queries, num_keys, key_rows, is_causal, window)
             for name in ("key", "value"):
                 tiles = [(of, tile) for what, of, tile in read if what == name]
-                assert tiles == [(sequence, tile) for tile in reversed(range(end))], (me, name)
+                assert tiles == [(sequence, tile) for tile in reversed(range(first, end))], (me, name)
 
 
 def simulate_backward(
-    first_key, num_queries, is_causal, kernel, stages=2, turns=None, num_keys=None, group_size=1, piece=0, num_pieces=1
+    first_key,
+    num_queries,
+    is_causal,
+    kernel,
+    window=0,
+    stages=2,
+    turns=None,
+    num_keys=None,
+    group_size=1,
+    piece=0,
+    num_pieces=1,
 ):
     """As ``simulate``, of a backward program: its coroutines, the visits that each sum got, and those it must get.
 
@@ -445,10 +502,10 @@ def simulate_backward(
     )
     memory = {}
     sums = collections.defaultdict(list)
-    tiles = query_tiles(first_key, num_queries, 64, is_causal)
+    tiles = seeing_query_tiles(first_key, num_queries, is_causal, window, key_rows)
     first, end = piece_visits(*visits(*tiles, group_size), piece, num_pieces)
     # Turns are counted by the tile of queries among those of all heads.
-    place = {visit: tile_among_heads(visit, *tiles) for visit in range(first, end)}
+    place = {visit: tile_among_heads(visit, *tiles, -(-num_queries // 64)) for visit in range(first, end)}
     grad_query_names = ["dQ"] if has_reducer else [("dQ", 0), ("dQ", 1)]
     waited = set()
 
@@ -611,12 +668,14 @@ def simulate_backward(
 KERNELS = pytest.mark.parametrize("kernel", ["exchange", "reducer", "wide"])
 
 
-@CAUSAL
+@MASKS
 @KERNELS
 @pytest.mark.parametrize(("first_key", "num_queries"), [(0, 1), (0, 65), (0, 1000), (128, 300), (256, 100)])
-def test_backward_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(first_key, num_queries, kernel, is_causal):
+def test_backward_barriers_neither_deadlock_nor_let_a_tile_be_overwritten(
+    first_key, num_queries, kernel, is_causal, window
+):
     for seed in range(20):
-        coroutines, sums, tiles = simulate_backward(first_key, num_queries, is_causal, kernel)
+        coroutines, sums, tiles = simulate_backward(first_key, num_queries, is_causal, kernel, window)
         _run_in_random_order([coroutines], seed)
         assert_summed_once(sums, kernel, tiles)
 
@@ -626,18 +685,27 @@ def assert_summed_once(sums, kernel, visited):
     assert [sums[name] for name in names] == [list(visited)] * len(names)
 
 
-@CAUSAL
+@MASKS
 @KERNELS
 @pytest.mark.parametrize(("group_size", "num_pieces"), [(2, 1), (3, 1), (4, 3), (8, 8), (3, 32)])
 @pytest.mark.parametrize(("first_key", "num_queries"), [(0, 1), (0, 300), (128, 300), (256, 100)])
-def test_heads_of_a_group_add_to_the_same_keys_once(first_key, num_queries, group_size, num_pieces, kernel, is_causal):
+def test_heads_of_a_group_add_to_the_same_keys_once(
+    first_key, num_queries, group_size, num_pieces, kernel, is_causal, window
+):
     """dK and dV get every tile of queries of every head that sees the keys from one piece, and dQ of it their share."""
-    tiles = query_tiles(first_key, num_queries, 64, is_causal)
+    tiles = seeing_query_tiles(first_key, num_queries, is_causal, window, 64 if kernel == "wide" else 128)
     for seed in range(3):
         summed = []
         for piece in range(num_pieces):
             coroutines, sums, visited = simulate_backward(
-                first_key, num_queries, is_causal, kernel, group_size=group_size, piece=piece, num_pieces=num_pieces
+                first_key,
+                num_queries,
+                is_causal,
+                kernel,
+                window,
+                group_size=group_size,
+                piece=piece,
+                num_pieces=num_pieces,
             )
             _run_in_random_order([coroutines], seed)
             assert_summed_once(sums, kernel, visited)
@@ -645,14 +713,14 @@ def test_heads_of_a_group_add_to_the_same_keys_once(first_key, num_queries, grou
         assert summed == list(itertools.product(range(group_size), range(*tiles)))
 
 
-@CAUSAL
+@MASKS
 @KERNELS
 @pytest.mark.parametrize("group_size", [1, 3])
 @pytest.mark.parametrize(
     ("num_queries", "num_keys", "at_once"), [(1, 1, 1), (500, 700, 3), (700, 300, 1), (300, 900, 9)]
 )
 def test_turns_to_add_to_dq_neither_deadlock_nor_pass_anybody_over(
-    num_queries, num_keys, at_once, group_size, kernel, is_causal
+    num_queries, num_keys, at_once, group_size, kernel, is_causal, window
 ):
     """``at_once`` programs have a multiprocessor; the next begins when one ends, in the order of the schedule.
 
@@ -668,6 +736,7 @@ def test_turns_to_add_to_dq_neither_deadlock_nor_pass_anybody_over(
                 num_queries,
                 is_causal,
                 kernel,
+                window,
                 turns=turns,
                 num_keys=num_keys,
                 group_size=group_size,
@@ -679,7 +748,7 @@ def test_turns_to_add_to_dq_neither_deadlock_nor_pass_anybody_over(
         _run_in_random_order([coroutines for coroutines, _, _ in programs], seed, at_once)
         expected = collections.Counter()
         for tile in range(-(-num_keys // key_rows)):
-            first, end = query_tiles(tile * key_rows, num_queries, 64, is_causal)
+            first, end = seeing_query_tiles(tile * key_rows, num_queries, is_causal, window, key_rows)
             expected.update(member * end_tile + seen for member in range(group_size) for seen in range(first, end))
         assert turns == expected
 
