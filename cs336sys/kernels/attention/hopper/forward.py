@@ -401,8 +401,12 @@ def _consumer(
         item_tiles = _tiles(item_query, shape, ITEM_ROWS, KEY_ROWS, MASK)
         tiles = _tiles(first_query, shape, CONSUMER_ROWS, KEY_ROWS, MASK)
         item_first, item_end, first, end = item_tiles[0], item_tiles[3], tiles[0], tiles[3]
-        # Tiles that only later consumers see.
-        _skip(first_use, first_use + item_end - end, barriers, CONSUMER, CONSUMERS, STAGES, TAKE_TURNS)
+        last_use = first_use + item_end - item_first
+        # Tiles that only later consumers see, and for who has no queries all.
+        seen_use = first_use + item_end - end
+        if MASK == WINDOW:
+            seen_use = min(seen_use, last_use)
+        _skip(first_use, seen_use, barriers, CONSUMER, CONSUMERS, STAGES, TAKE_TURNS)
         mbarrier.wait(query_ready.index(CONSUMER), round & 1)
         if end > 0:
             _attend(
@@ -415,7 +419,7 @@ def _consumer(
                 first_query,
                 batch,
                 head,
-                first_use + item_end - end,
+                seen_use,
                 tiles,
                 CONSUMER,
                 CONSUMERS,
@@ -426,9 +430,8 @@ def _consumer(
             )
         else:
             mbarrier.arrive(query_free.index(CONSUMER), count=1)
-        last_use = first_use + item_end - item_first
         if MASK == WINDOW:
-            # Tiles that only earlier consumers see; for who has no queries all have been skipped.
+            # Tiles that only earlier consumers see.
             skipped = first - item_first if end > 0 else 0
             _skip(last_use - skipped, last_use, barriers, CONSUMER, CONSUMERS, STAGES, TAKE_TURNS)
         first_use = last_use
