@@ -106,13 +106,20 @@ def hopper_backward_settings(problem: Problem) -> HopperBackwardSettings:
 
 
 def hopper_forward_is_faster(problem: Problem) -> bool:
-    """Return whether the forward kernel was measured to be faster than plain Triton's, for what it can run."""
+    """Return whether the forward kernel was measured to be faster than plain Triton's, for what it can run.
+
+    In a window as without one, by the lengths of the whole sequences. Window of 1024, 1x16x16384: 0.186, Triton 0.248
+    with 64; 0.235, 0.333 with 128; 0.418, 0.630 with 256; 0.152, 0.171 with 32. Grouped 8 of 32 heads, 8192x128: 0.250,
+    0.351. Window of 256, 8x16x2048x64: 0.108, 0.103.
+    """
     rows = hopper_forward_settings(problem).item_rows
     load = _items_per_multiprocessor(problem, problem.num_queries, rows)
     if problem.head_dim == 16:
         # Yes: 1x16x16384: 0.788, Triton 0.815; 1x1x65536, 2.6 items a multiprocessor: 0.785, 0.899; 1x1x32768, 1.3
         # items: 0.270, 0.305. No: 8x16x2048: 0.141, 0.125; 1x16x4096: 0.070, 0.066.
-        enough = problem.num_keys > 8192 and load >= (1.25 if problem.num_keys >= 32768 else 4)
+        # In a window of 1024, 1x16x16384: 0.147, 0.141.
+        enough = problem.window is None and problem.num_keys > 8192
+        enough = enough and load >= (1.25 if problem.num_keys >= 32768 else 4)
     elif problem.head_dim == 32:
         # Yes: 1x16x16384: 0.863, Triton 0.956; 8x16x2048: 0.147, 0.149; 1x16x4096: 0.075, 0.078; 1x1x32768, 1.3 items a
         # multiprocessor: 0.284, 0.365; 1x2x16384, 1.3 items: 0.146, 0.187. No: 4x25x512: 0.022, 0.019; 1x1x16384, 0.6
@@ -138,7 +145,8 @@ def hopper_forward_is_faster(problem: Problem) -> bool:
 def hopper_backward_is_faster(problem: Problem, deterministic: bool = False) -> bool:
     """As ``hopper_forward_is_faster``, against the deterministic form of plain Triton if it must be that.
 
-    Of grouped queries, which are not measured: as of as many heads of keys, because items are cut into pieces until
+    In a window of 1024, 1x16x16384: 0.461, Triton 0.594 with 64; 0.750, 1.174 with 128; 1.977, 3.456 with 256; 0.358,
+    0.353 with 32. Window of 256, 8x16x2048x64: 0.256, 0.291. Of grouped queries, which are not measured: as of as many heads of keys, because items are cut into pieces until
     they fill the GPU. Who adds to dQ in turn is not cut.
     """
     load = _items_per_multiprocessor(problem, problem.num_keys, hopper_backward_settings(problem).key_rows)
