@@ -145,9 +145,9 @@ def hopper_forward_is_faster(problem: Problem) -> bool:
 def hopper_backward_is_faster(problem: Problem, deterministic: bool = False) -> bool:
     """As ``hopper_forward_is_faster``, against the deterministic form of plain Triton if it must be that.
 
-    In a window of 1024, 1x16x16384: 0.461, Triton 0.594 with 64; 0.750, 1.174 with 128; 1.977, 3.456 with 256; 0.358,
-    0.353 with 32. Window of 256, 8x16x2048x64: 0.256, 0.291. Of grouped queries, which are not measured: as of as many heads of keys, because items are cut into pieces until
-    they fill the GPU. Who adds to dQ in turn is not cut.
+    Of grouped queries, which are not measured: as of as many heads of keys, because items are cut into pieces until
+    they fill the GPU. Who adds to dQ in turn is not cut. Window of 1024, 1x16x16384: 0.461, Triton 0.594 with 64;
+    0.750, 1.174 with 128; 1.977, 3.456 with 256; 0.358, 0.353 with 32. Window of 256, 8x16x2048x64: 0.256, 0.291.
     """
     load = _items_per_multiprocessor(problem, problem.num_keys, hopper_backward_settings(problem).key_rows)
     if deterministic:
