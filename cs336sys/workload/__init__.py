@@ -10,6 +10,7 @@ from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS
 from cs336sys.workload.operations import (
     CLASSIFIER,
     COLLECTIVE_DTYPES,
+    FLASH_ATTENTION_4,
     IMPLEMENTATIONS,
     KERNEL_IMPLEMENTATIONS,
     KERNELS,
@@ -71,6 +72,7 @@ __all__ = [
     "CUDA_GRAPH",
     "DATA_PARALLEL_STRATEGIES",
     "DEVICES",
+    "FLASH_ATTENTION_4",
     "FULLY_SHARDED",
     "FUSED_KERNELS",
     "IMPLEMENTATIONS",

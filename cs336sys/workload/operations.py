@@ -72,7 +72,9 @@ IMPLEMENTATIONS = (
     "sdpa-efficient",
     "flex",
     "fa4",
+    "fa4-deterministic",
 )
+FLASH_ATTENTION_4 = ("fa4", "fa4-deterministic")
 
 # Of ``attn``: the last is the model's own, whose softmax is made of single operations.
 PLAIN_ATTENTION = ("eager", "compiled", "model")
@@ -87,7 +89,8 @@ class AttentionWorkload(Configured):
             ``auto`` is what ``flash_attention`` chooses, ``triton`` and
             ``hopper`` are our kernels, ``deterministic`` is ``auto`` with gradients that repeat to the last bit,
             ``tiled`` FlashAttention-2 in PyTorch, ``eager`` plain PyTorch with the scores in memory and ``compiled``
-            the same under torch.compile; ``fa4`` is the package flash-attn-4;
+            the same under torch.compile; ``fa4`` is the package flash-attn-4, ``fa4-deterministic``
+            the same with gradients that repeat;
             ``attn`` also has ``model``, the model's own attention, whose softmax is made of single operations.
         heads: of queries.
         causal: a query sees the keys up to its own position.

@@ -17,12 +17,12 @@ from cs336sys.experiments.attention.inputs import Attention
 from cs336sys.experiments.models import model_attention
 from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.kernels.attention.reference import plain_attention
-from cs336sys.workload import AttentionWorkload
+from cs336sys.workload import FLASH_ATTENTION_4, AttentionWorkload
 
 # Attention of packages that a user may have installed next to torch: FlashAttention 4 in the CuTe DSL.
 
 
-FLASH_ATTENTION_4 = "flash_attn.cute.interface"
+FA4_MODULE = "flash_attn.cute.interface"
 _DTYPES = ("bf16", "fp16")
 
 
@@ -34,22 +34,24 @@ def flash_attention_4(workload: AttentionWorkload, device: torch.device) -> Call
     Raises:
         CapabilityError: the package is not installed or does not load, or the device or dtype is not one of its.
     """
+    name = workload.implementation
     if device.type != "cuda":
-        raise CapabilityError("implementation 'fa4' needs a CUDA GPU")
+        raise CapabilityError(f"implementation '{name}' needs a CUDA GPU")
     if workload.dtype not in _DTYPES:
-        raise CapabilityError(f"implementation 'fa4' takes {' and '.join(_DTYPES)}, got {workload.dtype}")
+        raise CapabilityError(f"implementation '{name}' takes {' and '.join(_DTYPES)}, got {workload.dtype}")
     try:
-        function = importlib.import_module(FLASH_ATTENTION_4).flash_attn_func
+        function = importlib.import_module(FA4_MODULE).flash_attn_func
     except ModuleNotFoundError as error:
         raise CapabilityError(
-            f"implementation 'fa4' needs the package flash-attn-4, which is not there: no module named {error.name!r}"
+            f"implementation '{name}' needs the package flash-attn-4, which is not there: "
+            f"no module named {error.name!r}"
         ) from error
     except Exception as error:  # its imports load compilers and drivers, which fail in their own ways
-        raise CapabilityError(f"implementation 'fa4': the package flash-attn-4 does not load: {error}") from error
-    options: dict[str, Any] = {"causal": workload.causal}
+        raise CapabilityError(f"implementation '{name}': the package flash-attn-4 does not load: {error}") from error
+    options: dict[str, Any] = {"causal": workload.causal, "deterministic": name == "fa4-deterministic"}
     if workload.window is not None:
         # How many keys to the left and to the right of the query's own.
-        options = {"causal": False, "window_size": (workload.window - 1, 0)}
+        options |= {"causal": False, "window_size": (workload.window - 1, 0)}
     return functools.partial(_transposed, functools.partial(function, **options))
 
 
@@ -91,7 +93,7 @@ def implementation(workload: AttentionWorkload, device: torch.device):
         yield functools.partial(model_attention, is_causal=workload.causal)
     elif name == "eager":
         yield functools.partial(plain_attention, **_mask(workload))
-    elif name == "fa4":
+    elif name in FLASH_ATTENTION_4:
         yield flash_attention_4(workload, device)
     else:
         wait_until_compiled()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cs336sys.measure.device import DTYPES
-from cs336sys.workload import AttentionWorkload
+from cs336sys.workload import FLASH_ATTENTION_4, AttentionWorkload
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -40,7 +40,7 @@ def random_inputs(workload: AttentionWorkload, device: torch.device) -> Inputs:
         )
         for heads in (workload.heads, workload.key_heads, workload.key_heads, workload.heads)
     ]
-    if workload.implementation == "fa4":
+    if workload.implementation in FLASH_ATTENTION_4:
         # As it wants them in memory, and as a model that uses it would have them.
         tensors = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
     for tensor in tensors[:3]:

@@ -19,7 +19,7 @@ from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
 from cs336sys.measure.relative_error import RelativeError, judged, relative_errors
 from cs336sys.measure.timing import time_calls, time_phases
 from cs336sys.results.model import Samples
-from cs336sys.workload import AttentionWorkload
+from cs336sys.workload import FLASH_ATTENTION_4, AttentionWorkload
 
 # Attention in float64, and how far implementations are from it.
 
@@ -137,10 +137,12 @@ def _checked(attention: Attention, workload: AttentionWorkload, device: torch.de
     try:
         return attention_errors(attention, workload, device)
     except (NotImplementedError, AssertionError) as error:
-        if workload.implementation != "fa4":
+        if workload.implementation not in FLASH_ATTENTION_4:
             raise
         # How the package says that it has no kernel for these shapes on this GPU, in either pass.
-        raise CapabilityError(f"fa4 does not take this: {str(error) or 'it does not say why'}") from error
+        raise CapabilityError(
+            f"{workload.implementation} does not take this: {str(error) or 'it does not say why'}"
+        ) from error
     except RuntimeError as error:
         if not any(text in str(error) for text in _NO_SDPA_KERNEL):
             raise

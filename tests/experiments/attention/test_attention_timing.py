@@ -7,7 +7,7 @@ import torch
 
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.attention import implementations, measurement
-from cs336sys.experiments.attention.implementations import FLASH_ATTENTION_4, flash_attention_4, implementation
+from cs336sys.experiments.attention.implementations import FA4_MODULE, flash_attention_4, implementation
 from cs336sys.experiments.attention.inputs import random_inputs
 from cs336sys.experiments.attention.measurement import (
     TOLERANCES,
@@ -18,7 +18,7 @@ from cs336sys.experiments.attention.measurement import (
 )
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.attention.reference import reference_attention
-from cs336sys.workload import AttentionWorkload
+from cs336sys.workload import FLASH_ATTENTION_4, AttentionWorkload
 
 CPU = torch.device("cpu")
 
@@ -114,7 +114,7 @@ def fake_flash_attn_4(monkeypatch, **expected):
         return flash_attention(*tensors, is_causal, window=window, implementation="tiled").transpose(1, 2), None
 
     module = SimpleNamespace(flash_attn_func=flash_attn_func)
-    monkeypatch.setitem(sys.modules, FLASH_ATTENTION_4, module)
+    monkeypatch.setitem(sys.modules, FA4_MODULE, module)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,10 @@ def fake_flash_attn_4(monkeypatch, **expected):
     ],
     ids=["causal", "full", "groups and window"],
 )
-def test_flash_attention_4_is_given_its_layout(more, expected, monkeypatch):
-    fake_flash_attn_4(monkeypatch, **expected)
-    shape = workload("fa4", dtype="fp16", **more)
+@pytest.mark.parametrize("name", FLASH_ATTENTION_4)
+def test_flash_attention_4_is_given_its_layout(name, more, expected, monkeypatch):
+    fake_flash_attn_4(monkeypatch, **expected, deterministic=name == "fa4-deterministic")
+    shape = workload(name, dtype="fp16", **more)
     attention = flash_attention_4(shape, torch.device("cuda"))
     assert max(attention_errors(attention, shape, CPU).values()).whole < TOLERANCES["fp16"]
 
