@@ -1,4 +1,8 @@
-"""Every column of every table is explained in docs/columns.md, and nothing else is."""
+"""Every column of every table is explained in docs/columns.md, and nothing else is.
+
+The page is written by hand, not generated from the tables: 300 rows explain the 600 names of 710 columns, several at
+once by one formula, in the order in which a reader needs them. A text at each column would say most of them twice.
+"""
 
 import ast
 import functools

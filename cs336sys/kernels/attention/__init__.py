@@ -103,9 +103,9 @@ def flash_attention(
             ``torch.use_deterministic_algorithms``; costs speed in "triton" and "hopper", the others always are.
         return_logsumexp: return the logsumexp of each query's scores as well.
         implementation: "triton" (CUDA, or a CPU in Triton's interpreter), "hopper" (warp-specialised for H100 and H200:
-            float16 and bfloat16, D 16, 32, 64, 128 and 256, no window), "tiled" (FlashAttention-2 in PyTorch),
-            "reference" (plain attention, memory S_q x S_k) or "auto": "tiled" except for CUDA tensors, for them in
-            either pass "hopper" where it can run and was measured to be faster, else "triton".
+            float16 and bfloat16, D 16, 32, 64, 128 and 256), "tiled" (FlashAttention-2 in PyTorch), "reference" (plain
+            attention, memory S_q x S_k) or "auto": "tiled" except for CUDA tensors, for them in either pass "hopper"
+            where it can run and was measured to be faster, else "triton".
         float32_precision: matrix products of float32 inputs in "triton": "tf32x3" (the default; three TF32 products,
             about float32), "ieee" (no tensor cores) or "tf32" (10 bits of mantissa).
 
