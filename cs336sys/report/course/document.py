@@ -101,7 +101,7 @@ class Document:
         """Return how many parts there are, how many have an answer, and how many of these lack something."""
         sections = [section for _, of_problem in self.problems for section in of_problem]
         answered = [section for section in sections if section.blocks]
-        # What one machine lacks another may have.
+        # Where one machine has measured everything, none lacks anything.
         partly = sum(all(block.missing for block in section.blocks) for section in answered)
         return len(sections), len(answered), partly
 
@@ -143,6 +143,9 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
             blocks.append(_block(answer, lines, handouts_own))
     # A machine that measured nothing adds nothing to another's answer, and the same words are said once.
     blocks = [block for block in blocks if block.machine] or blocks[:1]
+    if any(not block.missing for block in blocks):
+        # What one machine lacks another has measured.
+        blocks = [replace(block, missing=[]) for block in blocks]
     return Section(part.letter, blocks, [] if blocks else lines)
 
 

@@ -291,7 +291,7 @@ def test_precision_is_not_judged_by_contexts_that_were_not_asked_for():
 
 def test_held_memory_that_is_no_attention_is_named():
     text = words(answers(2025, saved("attn-model-h200"), "pytorch_attention", "a"))
-    assert "Of the 36.76 MiB held at context 256, head dim 16, the first shape measured, 31.88 MiB are no" in text
+    assert "Of the 36.76 MiB that `model` holds at context 256, head dim 16, the first shape of its run, 31.88" in text
     assert "workspace" not in words(answers(2025, saved("attn-h200"), "pytorch_attention", "a"))
 
 
@@ -592,10 +592,10 @@ def test_board_by_the_protocol_counts_and_the_best_of_short_runs_only_without_it
     short, whole = saved("board-h200"), saved("board-protocol-h200")
     alone = words(answers(2026, short, "leaderboard"))
     assert "takes 4,055 ms" in alone
-    assert "by 2 steps, 8.11 s" in alone
+    assert "by 2 steps, 8.11 s, after 2 of warm-up." in alone
     both = words(answers(2026, [*short, *whole], "leaderboard"))
     assert "takes 4,100 ms" in both
-    assert "It was measured by 7 steps, 28.7 s, after 2 warm-up." in both
+    assert "by 7 steps, 28.7 s, after 2 of warm-up: as many as the handout's `do_bench` makes in 10 and 30 s." in both
 
 
 def test_flash_shapes_that_few_samples_leave_open_are_taken_from_a_later_run_with_more():
@@ -640,3 +640,39 @@ def test_a_run_of_one_length_alone_adds_rows_and_no_picture():
 def test_code_is_where_an_answer_says(name):
     module, _, attribute = name.rpartition(".")
     assert hasattr(importlib.import_module(module), attribute)
+
+
+@pytest.mark.parametrize(
+    ("year", "names", "expected"),
+    [
+        (2025, ("shard-xl-h200", "shard-xl-optimizer-graph-h200"), "In bf16, in CUDA graphs, a step takes 147.7 ms"),
+        (
+            2026,
+            ("shard-2.7b-first-h200", "shard-2.7b-optimizer-graph-h200"),
+            "In bf16, in CUDA graphs, a step takes 190",
+        ),
+    ],
+)
+def test_sharded_steps_as_the_handout_asks_and_with_most_steps_count(year, names, expected):
+    """Launched ones of eight and of four steps, by another optimizer or undecided, do not."""
+    results = [result for name in names for result in saved(name)]
+    (block,) = answers(year, results, "optimizer_state_sharding_accounting", "b")
+    assert expected in words([block])
+    assert "no different within the noise" not in words([block])
+    (block,) = answers(year, results, "optimizer_state_sharding_accounting", "a")
+    assert "directly before the first optimizer step" in words([block])
+    assert block.missing == []
+
+
+def test_unsteady_gains_are_given_from_the_least_to_the_most():
+    text = words(answers(2026, saved("flash-course-bf16-h200"), "flash_benchmarking", "a"))
+    gains = re.search(r"head dim 64, bf16\) the gain neither grows nor falls steadily, between ([\d.]+)x and", text)
+    assert float(gains[1]) == pytest.approx(6.55, abs=0.01)
+
+
+def test_what_one_machine_lacks_and_another_measured_is_not_missing():
+    both = [*saved("allreduce-ranks-h200"), *saved("allreduce-gloo-h200")]
+    blocks = answers(2025, both, "distributed_communication_single_node")
+    assert [block.missing for block in blocks] == [[], []]
+    (alone,) = answers(2025, saved("allreduce-gloo-h200"), "distributed_communication_single_node")
+    assert "gloo with 4 ranks" in " ".join(alone.missing)

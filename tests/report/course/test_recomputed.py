@@ -180,10 +180,12 @@ def check_lists(where: str, text: str, checked: Checked) -> None:
         steps = {one[2]: one[1] for one in numbers(rf"{N} ms \(([\d.]+) MB", slowest[1])}
         apart = re.search(rf"Here ([\d.]+) MB are fastest, and the slowest, ([\d.]+) MB, take {N}x", text)
         checked.add(where, apart.span(3), apart[3], (steps[apart[2]], steps[apart[1]]), over)
-    # Memory at the peak, and what is saved of it.
+    # Memory at the peak, and what is saved of it: of each precision without sharding, then with the sharded ones.
     peaks = [match[1] for match in numbers(rf"and {N} GiB at the peak", text)]
-    for match, mine in zip(numbers(rf"`[a-z-]+`[a-z0-9 ]* saves {N} GiB of the peak", text), peaks[1:], strict=False):
-        checked.add(where, match.span(1), match[1], (peaks[0], mine), lambda a, b: a - b)
+    strategies = len(peaks) // max(1, text.count("Without sharding"))
+    pairs = [(peaks[at // strategies * strategies], peak) for at, peak in enumerate(peaks) if at % strategies]
+    for match, pair in zip(numbers(rf"`[a-z-]+`[a-z0-9 ]* saves {N} GiB of the peak", text), pairs, strict=False):
+        checked.add(where, match.span(1), match[1], pair, lambda a, b: a - b)
     measured = re.search(rf"at the peak: {N} GiB \(none\), {N} GiB \(optimizer\) and {N} GiB \(fsdp\)", text)
     saved = re.search(
         rf"FSDP saves {N} GiB against no sharding \({N} %.*? and {N} GiB against [a-z-]+ sharding \({N} %", text

@@ -93,7 +93,7 @@ def _say_speedups(answer: Answer, rows: Sequence[dict]) -> None:
     for dtype in dtypes:
         gains = [row["end_to_end_speedup"] for row in both if row["dtype"] == dtype and row["head_dim"] == 64]
         if len(gains) > 1:
-            answer.say("with the length", dtype=dtype, gains=gains, first=gains[0], last=gains[-1])
+            answer.say("with the length", dtype=dtype, gains=gains)
 
 
 def _lack_shapes(answer: Answer, rows: Sequence[dict], cells: Sequence[Cell]) -> None:

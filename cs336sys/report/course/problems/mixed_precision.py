@@ -108,9 +108,7 @@ def _say_gains(answer: Answer, precision: str, rows: Sequence[dict]) -> None:
     for phase in ("forward", "backward"):
         answer.say("gains", precision=precision, phase=phase, sizes=[row | row[phase] for row in rows])
     if len(rows) > 1:
-        gains = [row["step_speedup"] for row in rows]
-        ends = {"first": rows[0]["size"], "from_": gains[0], "last": rows[-1]["size"], "to": gains[-1]}
-        answer.say("over the sizes", gains=gains, **ends)
+        answer.say("over the sizes", gains=[row["step_speedup"] for row in rows])
     idle = [row["size"] for row in rows if row["idle_percent"] is not None and row["idle_percent"] > 20]
     if idle:
         answer.say("waits for the CPU", precision=precision, idle=idle, is_one=len(idle) == 1)

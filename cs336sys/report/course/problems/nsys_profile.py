@@ -121,7 +121,7 @@ def _say_disagreement(answer: Answer, rows: Sequence[dict]) -> None:
 
 def _say_bench(answer: Answer, rows: Sequence[dict]) -> None:
     """Report what ``bench`` measured of the same."""
-    found = answer.find("bench", precision=("fp32",), batch_size=(4,), **PLAIN)
+    found = answer.find("bench", {"warmup": (5,)}, precision=("fp32",), batch_size=(4,), **PLAIN)
     benched = {_shape(cell.configuration): cell.samples["forward"].median for cell in measured_of(found)}
     pairs = [row | {"benched": benched[_shape(row)]} for row in rows if _shape(row) in benched]
     if pairs:

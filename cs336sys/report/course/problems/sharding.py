@@ -27,7 +27,7 @@ _UNSETTLED = 1.1
 
 
 def _steps(answer: Answer, *strategies: str, cuda_graph: str = "off") -> list[Found]:
-    """Steps of the handout's xl by these strategies on two ranks."""
+    """Find steps of the handout's xl by these strategies on two ranks."""
     plain = {"compile": ("off",), "cuda_graph": (cuda_graph,), "checkpointing": ("none",)}
     wanted = {"size": (answer.handout.xl,), "world_size": (2,), "context": (512,), "batch_size": (4,), **plain}
     return answer.find("shard", wanted, strategy=strategies)
@@ -37,6 +37,11 @@ def _is_as_asked(group: Found) -> bool:
     """Trained with the handout's own attention and AdamW."""
     names = group.cells[0].configuration
     return (names["attention"], names["optimizer"]) == ("reference", "course")
+
+
+def _sharded_steps(answer: Answer) -> list[Found]:
+    """Find steps with and without a sharded optimizer, launched ones before those in CUDA graphs."""
+    return [group for one in ("off", "on") for group in _steps(answer, "none", *_SHARDED, cuda_graph=one)]
 
 
 def _by_strategy(group: Found) -> dict[str, Cell]:
@@ -61,7 +66,7 @@ def _by_precision(found: Sequence[Found]) -> list[Found]:
 
 
 def memory(answer: Answer) -> None:
-    found = [group for group in _steps(answer, "none", *_SHARDED) if len(_by_strategy(group)) > 1]
+    found = [group for group in _sharded_steps(answer) if len(_by_strategy(group)) > 1]
     if not found:
         return
     # Asked are the moments of the first step, which earlier versions did not record.
@@ -153,12 +158,11 @@ def _state(cell: Cell) -> float:
 
 
 def speeds(answer: Answer) -> None:
-    found = [
-        group for group in _steps(answer, "none", *_SHARDED) if {"none", "optimizer"} <= _by_strategy(group).keys()
-    ]
+    found = [group for group in _sharded_steps(answer) if {"none", "optimizer"} <= _by_strategy(group).keys()]
     if not found:
         return
-    groups = _by_precision(sorted(found, key=lambda group: not _is_as_asked(group)))
+    found.sort(key=lambda group: (not _is_as_asked(group), -group.cells[0].configuration["steps"]))
+    groups = _by_precision(found)
     for group in groups:
         cells = _by_strategy(group)
         before = cells["none"].samples
@@ -171,8 +175,9 @@ def speeds(answer: Answer) -> None:
                     if part in before and part in after
                 ]
                 steps = {"plain": before["step"], "sharded": after["step"]}
-                facts = {"precision": _precision(group), "strategy": name, "faster": faster(*steps.values())}
-                answer.say("step", facts, **steps, medians={"parts": parts} if parts else None)
+                facts = {"strategy": name, "faster": faster(*steps.values()), **steps}
+                facts |= {"in_graphs": cells[name].configuration["cuda_graph"] == "on"}
+                answer.say("step", facts, precision=_precision(group), medians={"parts": parts} if parts else None)
         answer.show([group], "shard", *_STEP_COLUMNS, medians=True)
     say_setup(answer, *groups)
     lack_xl(answer, found[0])
