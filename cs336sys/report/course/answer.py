@@ -98,12 +98,14 @@ class Answer:
 def _with_its_notes(table: Table, whole: Table) -> Table:
     """A table without what notes say of columns that it has not (``hidden: ...; as it ran: ...``)."""
     there = {column.header for column in table.columns}
+    has_speedups = any(column.key.endswith("speedup") for column in table.columns)
     gone = {column.header.split(",")[0] for column in whole.columns if column.header not in there}
 
     def trimmed(note: str) -> str:
         return "; ".join(part for part in note.split("; ") if part.partition(":")[0] not in gone)
 
-    return replace(table, notes=[kept for note in table.notes if (kept := trimmed(note))])
+    notes = [note for note in table.notes if has_speedups or not note.startswith("no speed-ups")]
+    return replace(table, notes=[kept for note in notes if (kept := trimmed(note))])
 
 
 def of_medians(table: Table) -> Table:

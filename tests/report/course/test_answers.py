@@ -676,3 +676,10 @@ def test_what_one_machine_lacks_and_another_measured_is_not_missing():
     assert [block.missing for block in blocks] == [[], []]
     (alone,) = answers(2025, saved("allreduce-gloo-h200"), "distributed_communication_single_node")
     assert "gloo with 4 ranks" in " ".join(alone.missing)
+
+
+def test_leaderboard_of_2025_takes_the_run_with_the_fastest_kernel():
+    files = [result for name in ("flash-board-h200", "flash-fa4-rows-h200") for result in saved(name)]
+    text = words(answers(2025, files, "leaderboard"))
+    assert "Forward and backward together take 3.648 ms" in text
+    assert "fa4 3.678 ms (1.01x)" in text

@@ -170,7 +170,7 @@ def check_lists(where: str, text: str, checked: Checked) -> None:
             checked.add(where, span, one[1], (times[other][one[2]], times["Our kernel"][one[2]]), over)
     together = re.search(rf"Forward and backward together take {N} ms", text)
     if together:
-        for one in numbers(rf"[a-z-]+ {N} ms \({N}x\)", text):
+        for one in numbers(rf"[a-z0-9-]+ {N} ms \({N}x\)", text):
             checked.add(where, one.span(2), one[2], (one[1], together[1]), over)
     board = re.search(rf"{N} ms are {N}x the speed of .*? of {N} s", text)
     if board:
