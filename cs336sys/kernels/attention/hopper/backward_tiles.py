@@ -63,7 +63,7 @@ def first_sequence(key_sequence, shape, GROUPED: gl.constexpr):
 
 @gluon.jit
 def _end_tile(first_tile, shape, MASK: gl.constexpr):
-    """Where the visits to each head end that begin with ``first_tile``."""
+    """Return where the visits to each head end that begin with ``first_tile``."""
     end = shape[3] // ROWS
     if MASK == WINDOW:
         end = min(end, first_tile + shape[6])

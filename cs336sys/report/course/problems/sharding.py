@@ -190,7 +190,7 @@ def against_zero(answer: Answer) -> None:
     answer.say("ZeRO")
     ours, flat, none = (float(sent_bytes(name, 4, 2)) for name in (*_SHARDED, "none"))
     answer.say("the handout's way", bytes=ours / none, of_zero="as many" if flat == none else times(flat / none))
-    for called, strategy in (("the first", "optimizer"), ("ZeRO stage 1", "optimizer-flat")):
+    for called, strategy in (("the handout's way", "optimizer"), ("ZeRO stage 1", "optimizer-flat")):
         answers = state_answers(SIZES[answer.handout.xl], 2, strategy)
         one = next(one for one in answers if one.question.endswith("(c)"))
         facts = {"called_": called, "derivation": one.derivation(format_operand), "value": one, "reason": one.reason}

@@ -169,6 +169,13 @@ def test_auto_decides_for_either_pass_by_itself(num_sequences, length, head_dim,
     assert hopper_backward_is_faster(measured) == backward
 
 
+@pytest.mark.parametrize(("head_dim", "forward", "backward"), [(16, False, False), (32, True, True), (64, True, True)])
+def test_auto_takes_windows_but_for_head_dimension_16(head_dim, forward, backward):
+    measured = problem(16, 16384, 16384, head_dim, window=1024)
+    assert hopper_forward_is_faster(measured) == forward
+    assert hopper_backward_is_faster(measured) == backward
+
+
 @pytest.mark.parametrize(
     ("num_sequences", "length", "head_dim", "chosen"),
     [(16, 16384, 32, False), (100, 512, 64, True), (16, 2048, 64, False), (16, 2048, 128, True), (16, 2048, 256, True)],
