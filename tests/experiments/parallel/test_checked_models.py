@@ -127,6 +127,13 @@ def test_layers_that_one_rank_alone_skips_are_one_sentence_under_fsdp(ranks):
         outcome_of(cell("SkippingByRank", "fsdp"))
 
 
+@pytest.mark.parametrize("text", ["Connection reset by peer", "Connection closed by peer [127.0.0.1]", "Broken pipe"])
+def test_every_way_to_lose_a_rank_of_other_collectives_is_that_sentence(text):
+    workload = cell("SkippingByRank", "fsdp")
+    with pytest.raises(CapabilityError, match="skips other layers"), telling_errors_of_rank(workload):
+        raise RuntimeError(f"[pair.cc:553] {text}")
+
+
 def test_batch_norm_in_half_precision_under_torchs_fully_shard_is_one_sentence():
     user = UserCode(f"{FILE}:Classifier", batch=f"{FILE}:images", loss=f"{FILE}:classes")
     training = Workload(SIZE, device="cpu", precision="bf16", user=user)
