@@ -144,8 +144,23 @@ def one_thread_a_rank():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forked_ranks():
+    """Fork ranks where no GPU is, whose driver does not survive that."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from forked_ranks import ForkedContext
+
+    from cs336sys.parallel.ranks import spawned
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(spawned, "_CONTEXT", ForkedContext())
+        yield
+
+
 @pytest.fixture(scope="session")
-def ranks():
+def ranks(forked_ranks):
     """``ranks(world_size)`` are Gloo ranks that all tests share, started when first asked for and after a failure."""
     from cs336sys.parallel.ranks import launch
 

@@ -28,6 +28,8 @@ from cs336sys.processes.child import run_spawned
 from cs336sys.processes.folders import OwnedFolder, remove_abandoned
 from cs336sys.processes.parent import cause_of_death, ctrl_c_ignored, out_of_memory_kills, start_for_good
 
+_CONTEXT = multiprocessing.get_context("spawn")
+
 # Gloo: "Timed out waiting 4000ms for recv operation"; stores: "wait timeout after 4000ms".
 _TIMEOUT_TEXT = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
 
@@ -242,14 +244,13 @@ class SpawnedRanks:
         self._end = weakref.finalize(self, _end, self._ranks, folder)
         remove_abandoned()
         kills = out_of_memory_kills()
-        context = multiprocessing.get_context("spawn")
         try:
             with ctrl_c_ignored():
                 for number in range(world_size):
-                    ours, theirs = context.Pipe()
+                    ours, theirs = _CONTEXT.Pipe()
                     identity = RankIdentity(number, world_size, local_rank=number)
                     args = (theirs, identity, backend, timeout_s, high_priority, self._directory)
-                    process = context.Process(
+                    process = _CONTEXT.Process(
                         target=run_spawned, args=(os.getpid(), f"{serve.__module__}:{serve.__name__}", *args)
                     )
                     start_for_good(process)
