@@ -19,7 +19,7 @@ class ForkedContext:
         self._context.set_forkserver_preload(PRELOADED)
         self.Pipe = self._context.Pipe
 
-    def Process(self, target, args):  # noqa: N802
+    def Process(self, target, args):
         assert target is run_spawned
         return self._context.Process(target=run_forked, args=(dict(os.environ), *args[1:]))
 

@@ -180,38 +180,39 @@ def _batch_overlapped(alpha: Number, y: Number, m_x: Number, y_limit: Number) ->
 
 
 def _tricks(mesh: TpuMesh, f: Expression, alpha: Expression, b: Expression, y_max: Expression) -> list[Derived]:
-    """Part (d): what lowers the batch of (c), each alone."""
+    """Part (d): what lowers the overall batch of (c) on as many devices, each alone."""
     widest = 2 ** math.floor(math.log2(max(y_max.value, 1)))
     more_links = symbol("M_X", number_of(mesh.m_x) + 1)
+    devices = symbol("N", number_of(mesh.x * mesh.y))
     tricks = [
         (
-            f"per-device batch with Y = {widest}",
-            _batch_overlapped(alpha, symbol("Y", widest), mesh.m_x, y_max),
-            "More TP splits the weights that FSDP gathers; up to Y_max it costs no time.",
+            f"overall batch with Y = {widest}",
+            devices * _batch_overlapped(alpha, symbol("Y", widest), mesh.m_x, y_max),
+            "More TP leaves FSDP fewer devices and splits the weights that it gathers; up to Y_max it costs no time.",
             _BOOK,
         ),
         (
-            "per-device batch with the best mesh",
+            "overall batch with the best mesh",
             # Computing is as long as both communications, which that mesh makes equally long.
-            alpha**2 / (mesh.m_x * mesh.m_y * f),
+            devices * alpha**2 / (mesh.m_x * mesh.m_y * f),
             "X = sqrt(B / F x M_X / M_Y x X Y) makes both communications equally long.",
             _BOOK,
         ),
         (
-            "per-device batch with one more axis of links for FSDP",
-            _batch_overlapped(alpha, mesh.y, more_links, y_max),
+            "overall batch with one more axis of links for FSDP",
+            devices * _batch_overlapped(alpha, mesh.y, more_links, y_max),
             "The bandwidths of axes add up.",
             _BOOK,
         ),
         (
-            "per-device batch with weights sent in 8 bits",
-            b / 2,
+            "overall batch with weights sent in 8 bits",
+            devices * b / 2,
             "Half the bytes need half the time.",
             "ZeRO++, arXiv:2306.10209",
         ),
         (
             f"overall batch with a pipeline of {_STAGES} stages",
-            mesh.x * mesh.y * b / symbol("Z", _STAGES),
+            devices * b / symbol("Z", _STAGES),
             "On as many devices FSDP has X / Z of them, and B / X >= alpha / M_X asks for less. m micro-batches leave "
             "(Z - 1) / (m + Z - 1) of the time idle, and gathered weights must be kept for all of them.",
             "GPipe, arXiv:1811.06965",

@@ -261,7 +261,7 @@ _STYLE: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.2}
 def plot_collectives(cells: Sequence[Cell], path: Path) -> None:
     """Rows of axes over a column for each collective, dtype and backend, so that backends stand side by side.
 
-    Times are medians, bandwidths those of the table, of calls back to back; dashed lines are the fitted latency and
+    Times are medians of calls back to back, bandwidths those of these medians; dashed lines are the fitted latency and
     bandwidth. Time over the ranks is drawn where several world sizes were measured.
     """
     from matplotlib.figure import Figure
@@ -290,6 +290,13 @@ def plot_collectives(cells: Sequence[Cell], path: Path) -> None:
     write_figure(figure, path)
 
 
+def rates_of_median(cell: Cell) -> tuple[float, float]:
+    """Return algorithm and bus bandwidth of the median call, GB/s: those of the command's table are of the mean."""
+    algbw, busbw = (cell.derived[f"back_to_back_{kind}_gbps"] for kind in ("algbw", "busbw"))
+    of_median = cell.samples["back_to_back"].mean / cell.samples["back_to_back"].median
+    return algbw * of_median, busbw * of_median
+
+
 def _draw_time_over_size(drawing: "Axes", groups: dict[Group, list[Cell]]) -> None:
     for number, (group, cells) in enumerate(groups.items()):
         sizes = [cell.derived["size_bytes"] for cell in cells]
@@ -308,7 +315,7 @@ def _draw_bus_bandwidth(drawing: "Axes", groups: dict[Group, list[Cell]]) -> Non
     for number, (group, cells) in enumerate(groups.items()):
         # One rank alone has none.
         if group.world_size > 1:
-            points = [(cell.derived["size_bytes"], cell.derived["back_to_back_busbw_gbps"]) for cell in cells]
+            points = [(cell.derived["size_bytes"], rates_of_median(cell)[1]) for cell in cells]
             drawing.plot(*zip(*points, strict=True), label=_ranks(group), color=f"C{number}", **_STYLE)
     drawing.set_xscale("log")
     drawing.set_xlabel("size, bytes")

@@ -229,8 +229,8 @@ _LINES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 
 # The axes of attn: what they show, of a cell.
 _ATTN_PARTS: dict[str, tuple[str, Callable[[Cell], float | None]]] = {
-    "forward": ("forward pass, ms", lambda cell: cell.samples["forward"].mean),
-    "backward": ("backward pass, ms", lambda cell: cell.samples["backward"].mean),
+    "forward": ("forward pass, ms", lambda cell: cell.samples["forward"].median),
+    "backward": ("backward pass, ms", lambda cell: cell.samples["backward"].median),
     "held": ("held for the backward pass, GiB", lambda cell: cell.derived.get("held_gib")),
     "peak": ("peak, GiB", lambda cell: cell.derived.get("peak_gib")),
 }

@@ -16,9 +16,9 @@ _AUTOCAST_NOTES = (
     "Parameters and gradients stay fp32: autocast casts copies of what goes into matrix products, and their outputs "
     "are low precision. Which operations it keeps in fp32 differs by device and torch version.",
     "Layer norm averages and squares many numbers: in fp16 the square of 256 overflows and small terms vanish, so "
-    "autocast runs it in fp32 on CUDA, and since torch 2.12 RMSNorm too. bf16 has the range of fp32, so nothing "
-    "overflows, but with 7 mantissa bits its sums are coarser still: the statistics need fp32 all the same, and the "
-    "kernels of torch compute them in fp32 inside, whatever dtype goes in and out.",
+    "autocast runs it in fp32 on CUDA. bf16 has the range of fp32, so nothing overflows, but with 7 mantissa bits its "
+    "sums are coarser still: the statistics need fp32 all the same, and the kernels of torch compute them in fp32 "
+    "inside, whatever dtype goes in and out.",
     "Loss: inside autocast both losses run in fp32. After the context is left, cross-entropy takes the dtype of the "
     "logits, and MSE that of its fp32 targets: answers that disagree have computed it in different places.",
 )

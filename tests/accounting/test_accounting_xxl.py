@@ -99,10 +99,10 @@ def test_batch_answers_of_the_handout():
     # 1 - 4 / 20.836 = 0.80803
     assert found["per-device batch, axes sharing the links"] == pytest.approx(319.4444444 / 0.8080261752, rel=1e-8)
     assert found["overall batch, axes sharing the links"] == pytest.approx(64 * 395.3392282, rel=1e-8)
-    assert found["per-device batch with Y = 16"] == pytest.approx(23_000 / 9 / 32)
-    assert found["per-device batch with the best mesh"] == pytest.approx((23_000 / 9) ** 2 / (2 * 53248))
-    assert found["per-device batch with one more axis of links for FSDP"] == pytest.approx(23_000 / 9 / 12)
-    assert found["per-device batch with weights sent in 8 bits"] == pytest.approx(2875 / 18)
+    assert found["overall batch with Y = 16"] == pytest.approx(64 * 23_000 / 9 / 32)
+    assert found["overall batch with the best mesh"] == pytest.approx(64 * (23_000 / 9) ** 2 / (2 * 53248))
+    assert found["overall batch with one more axis of links for FSDP"] == pytest.approx(64 * 23_000 / 9 / 12)
+    assert found["overall batch with weights sent in 8 bits"] == pytest.approx(64 * 2875 / 18)
     assert found["overall batch with a pipeline of 4 stages"] == pytest.approx(46_000 / 9)
 
 
@@ -137,7 +137,7 @@ def test_more_tp_than_hides_is_never_compute_bound():
 
 def test_best_mesh_beats_every_split():
     devices = 64
-    batch = devices * by_quantity(batch_answers(XXL, MESH))["per-device batch with the best mesh"]
+    batch = by_quantity(batch_answers(XXL, MESH))["overall batch with the best mesh"]
     compute_bound = []
     for step in range(2001):
         x = devices ** (step / 2000)

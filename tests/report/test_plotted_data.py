@@ -94,8 +94,8 @@ def test_lines_of_attn_are_the_cells_and_crosses_the_predictions(figures):
     (figure,) = figures
     assert_whole(figure)
     values = {
-        0: lambda cell: cell.samples["forward"].mean,
-        1: lambda cell: cell.samples["backward"].mean,
+        0: lambda cell: cell.samples["forward"].median,
+        1: lambda cell: cell.samples["backward"].median,
         2: lambda cell: cell.derived["held_gib"],
         3: lambda cell: cell.derived["peak_gib"],
     }

@@ -163,7 +163,7 @@ def _block(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> Bloc
     missing = [f"Not measured: {one}." for one in answer.missing if "`" in one]
     plain = [one for one in answer.missing if "`" not in one]
     if plain:
-        source = f" That comes from {', '.join(f'`{line}`' for line in sources)}." if sources else ""
+        source = f" Measure it with {', '.join(f'`{line}`' for line in sources)}." if sources else ""
         missing.append(f"Not measured: {'; '.join(plain)}.{source}")
     pictures = [Picture(_caption(name), draw) for name, draw in answer.pictures.items()]
     return Block(

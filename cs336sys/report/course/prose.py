@@ -30,8 +30,10 @@ def gib(value: float) -> str:
 
 
 def times(value: float) -> str:
-    """A factor in three digits, ``2.13x``."""
-    return f"{value:,.0f}x" if abs(value) >= 100 else f"{value:.3g}x"
+    """A factor in three digits, ``2.10x``; ``4x`` where it is exactly that."""
+    if abs(value) >= 100 or value == int(value):
+        return f"{value:,.0f}x"
+    return f"{value:#.3g}x".replace(".x", "x")
 
 
 def percent(value: float) -> str:
@@ -53,7 +55,7 @@ def change(ratio: float) -> str:
 
 def as_long(ratio: float) -> str:
     """``as long as``, where both are shown alike, or ``2.1x as long as``."""
-    return "as long as" if times(ratio) == "1x" else f"{times(ratio)} as long as"
+    return "as long as" if times(ratio) in ("1x", "1.00x") else f"{times(ratio)} as long as"
 
 
 def speed(ratio: float, alike: float = ALIKE) -> str:

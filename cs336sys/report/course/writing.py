@@ -271,7 +271,7 @@ def _body(document: Document, markup: Markup, draw: DrawnPicture) -> Iterator[st
                     if drawn := draw(picture):
                         yield markup.picture(drawn, picture.name)
             if not section.blocks:
-                source = ". It comes from " + ", ".join(f"`{line}`" for line in section.absent)
+                source = ". Measure it with " + ", ".join(f"`{line}`" for line in section.absent)
                 why = source if section.absent else ", and no command for this machine gives it"
                 yield markup.absent % markup.inline(f"No data{why}.")
         yield from markup.end_of_problem

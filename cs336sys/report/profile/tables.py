@@ -47,8 +47,8 @@ def attention_table(measured: Sequence[Measured], labels: Sequence[Column]) -> T
     notes = (
         "kernel time of all layers in a forward pass; FLOPs: 4 B H S^2 D for the matmuls, 5 B H S^2 for the softmax; "
         "bytes: the least that must be moved, each matrix read or written once",
-        "The ratio of FLOPs is what arithmetic alone would make of the time. A time ratio far above it says that the "
-        "softmax spends its time on moving the scores, one above the ratio of bytes that it moves them several times.",
+        "A time ratio far above that of FLOPs says that memory limits the softmax, and one above that of bytes that it "
+        "moves more than the least, or moves it more slowly.",
     )
     return Table("attention", "nsys: softmax against the matmuls inside attention", columns, rows, notes=notes)
 

@@ -274,6 +274,6 @@ def test_commands_are_shown_without_where_their_results_went():
 
 def test_ratios_in_words():
     ratios = 2.5, 1.0, 0.5
-    assert [speed(ratio) for ratio in ratios] == ["2.5x as fast", "as fast within 5 %", "2x slower"]
-    assert [change(ratio) for ratio in ratios] == ["grows 2.5x", "stays within 5 %", "falls to 0.5x"]
-    assert [as_long(ratio) for ratio in ratios] == ["2.5x as long as", "as long as", "0.5x as long as"]
+    assert [speed(ratio) for ratio in ratios] == ["2.50x as fast", "as fast within 5 %", "2x slower"]
+    assert [change(ratio) for ratio in ratios] == ["grows 2.50x", "stays within 5 %", "falls to 0.500x"]
+    assert [as_long(ratio) for ratio in ratios] == ["2.50x as long as", "as long as", "0.500x as long as"]

@@ -67,7 +67,7 @@ SENTENCES: list[tuple[str, int, Sequence[int], Callable[..., float]]] = [
     (rf"softmax takes {N} ms, {N}x the {N} ms of", 2, (1, 3), over),
     (rf"{N}x the {N} ms of the two products, with {N}x their FLOPs: per FLOP {N}x", 4, (1, 3), over),
     (rf"gives {N} \(off by {N} %\)", 2, (1,), lambda total: 100 * abs(total / 10 - 1)),
-    (rf"{N} GiB of parameters peaks of up to {N} GiB come and go, {N} %", 3, (2, 1), part),
+    (rf"{N} GiB of parameters and the [^:]*? up to {N} GiB come and go, {N} %", 3, (2, 1), part),
     (rf"predicts {N} GiB for [a-z ]+ in fp32 and {N} GiB in bf16 \({N}x\)", 3, (2, 1), over),
     (rf"held by {N} MiB where the forward pass added {N} MiB, so it produces {N} MiB", 3, (1, 2), lambda a, b: a + b),
     (rf"{N} us for {N} GB, which is {N} GB/s", 3, (2, 1), lambda size, us: 1e6 * size / us),
@@ -133,7 +133,7 @@ def check_lists(where: str, text: str, checked: Checked) -> None:
         for place in (0, 1):
             operands = parts[match[1]][place], parts[match[2]][place]
             checked.add(where, match.span(3 + place), match[3 + place], operands, lambda one, other: one - other)
-    for match in numbers(r"the peak is (.*?): up to context \d+ [^()]*\((.*?)\)\.", text):
+    for match in numbers(r"The peak is (.*? in bf16 \(context \d+\)), ([^()]*) that of fp32", text):
         pairs = [one.groups() for one in numbers(rf"{N} GiB in fp32 and {N} GiB in bf16", match[1])]
         ratios = numbers(rf"{N}x", match[2])
         assert len(pairs) == len(ratios)
@@ -248,15 +248,16 @@ def check_with_tables(where: str, text: str, block: Block, checked: Checked) -> 
     if ends:
         pairs = [(row["unprofiled_ms"], row["span_ms"]) for row in forward]
         check_ends(where, checked, ends, pairs, over)
-    longer = re.search(rf"longer under the profiler, between {N}x and {N}x", text)
+    longer = re.search(rf"In \d+ profiles it takes longer under the profiler, between {N}x and {N}x", text)
     if longer:
         pairs = [(row["span_ms"], row["unprofiled_ms"]) for row in forward]
         # Those beyond a tenth; the least of them, and the most of all.
         beyond = [pair for pair in pairs if over(*(Printed.of(one).value for one in pair)) > 1.1]
         check_ends(where, checked, longer, beyond, over)
-    for name in ("longer", "shorter"):
+    for name in ("longer", "less time"):
         one = re.search(
-            rf"In that of (\w[\w.]*)(?: \([^)]*\))? at context (\d+) it is {name} under the profiler, {N}x", text
+            rf"In the profile of (\w[\w.]*)(?: \([^)]*\))? at context (\d+) it takes {name} under the profiler, {N}x",
+            text,
         )
         if one:
             row = next(row for row in forward if (row["size"], row["context"].replace(",", "")) == one.groups()[:2])
@@ -278,8 +279,8 @@ def check_with_tables(where: str, text: str, block: Block, checked: Checked) -> 
     for part_name in ("forward", "backward", "end-to-end"):
         for dtype in ("bf16", "fp32"):
             said = re.search(
-                rf"In {dtype}, {part_name}: [^:]*? shapes[^:]*?, from {N}x \([\d.,]+x to [\d.,]+x; "
-                rf"context (\d+), head dim (\d+)\) to {N}x \([\d.,]+x to [\d.,]+x; context (\d+), head dim (\d+)\)",
+                rf"In {dtype}, {part_name}: [^:]*? shapes[^:]*?take the time, between {N}x \([\d.,]+x to [\d.,]+x; "
+                rf"context (\d+), head dim (\d+)\) and {N}x \([\d.,]+x to [\d.,]+x; context (\d+), head dim (\d+)\)",
                 text,
             )
             of_table = [row for table in block.tables if table.name == "flash" for row in cells(table)]
@@ -308,9 +309,10 @@ READ = [
     r"mean step", r"x; context \d+, head dim", r"with the latter|one checkpoint a block",
     r"Altogether the forward", r"With the length",
     r"off by|way that the parameter went", r"takes between [\d.]+x and|where it is worst", r"the speed\)",
-    r"communication runs beside computing", r"computing ran beside it", r"the bytes of plain",
+    r"communication runs next to computing", r"computing ran beside it", r"the bytes of plain",
     r"formula's", r"at 5 %", r"of silu|of softmax|of scaled|of model|Sigmoid|Mm |Mul |Exp ", r"their FLOPs",
     r"between [\d.]+x and", r"at head dim", r"as long(?: as)? the median", r"idle\)",
+    r"no kernel runs in", r"its kernels take between",
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from cs336sys.sizes import SIZES
 
 STEP_COLUMNS = (
     *("size", "precision", "compile", "strategy", "bucket_mb", "step_ms", "unsynchronized_ms", "exposed_ms"),
-    *("communication_ms", "hidden_percent", "speedup", "calls", "relative_difference_percent", "status"),
+    *("speedup", "calls", "relative_difference_percent", "status"),
 )
 # Measured steps that the handouts ask for.
 _STEPS = 10
@@ -197,6 +197,10 @@ def buckets(answer: Answer) -> None:
     for row in rows_of(group, "ddp"):
         if row["strategy"] in ("naive", "flat", "overlap"):
             _compare(answer, "that", best, row["strategy"], row)
+            slower = [one for one in rows if _is_slower(one, row)]
+            if slower:
+                answer.say("slower than", row, sizes=slower)
+    say_setup(answer, group)
     link = link_of(bucket_sweeps(group.measured)[0][0])
     if link.has_bandwidth:
         answer.say("link", latency=1e6 * link.latency_s, rate=link.bytes_per_s / 1e9)
@@ -205,6 +209,11 @@ def buckets(answer: Answer) -> None:
     answer.show([group], "buckets", medians=True)
     answer.draw([group], "buckets")
     lack_xl(answer, group)
+
+
+def _is_slower(row: Row, other: Row) -> bool:
+    found = ratio(row["step_ms"], other["step_ms"])
+    return found.estimate > 1 and not (found.is_noise or found.is_undecided)
 
 
 def _say_expected(answer: Answer, group: Found, rows: Sequence[Row], best: Row) -> None:

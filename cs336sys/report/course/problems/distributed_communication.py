@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cs336sys.report.allreduce import fit_of, groups_of
+from cs336sys.report.allreduce import fit_of, groups_of, rates_of_median
 from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import cells_of
 from cs336sys.report.course.problem import Command, Target, simple
@@ -54,18 +54,11 @@ def _say_messages(answer: Answer, groups: dict) -> None:
         first, last = cells[0], cells[-1]
         bandwidth = None
         if last.derived["back_to_back_busbw_gbps"] is not None and len(cells) > 1:
-            algbw, busbw = _rates(last)
-            grown = algbw / _rates(first)[0]
+            algbw, busbw = rates_of_median(last)
+            grown = algbw / rates_of_median(first)[0]
             bandwidth = {"algbw": algbw, "busbw": busbw, "bus": busbw / algbw, "grown": grown}
         ends = [{"us": _us(cell), "bytes": _size(cell)} for cell in (first, last)[: len(cells)]]
         answer.say("messages", backend=key.backend, world_size=key.world_size, ends=ends, bandwidth=bandwidth)
-
-
-def _rates(cell: Cell) -> tuple[float, float]:
-    """Algorithm and bus bandwidth of the median, GB/s: the command's are those of the mean."""
-    algbw, busbw = (cell.derived[f"back_to_back_{kind}_gbps"] for kind in ("algbw", "busbw"))
-    of_median = cell.samples["back_to_back"].mean / _us(cell)
-    return algbw * of_median, busbw * of_median
 
 
 def _with_rates_of_medians(table: Table) -> Table:

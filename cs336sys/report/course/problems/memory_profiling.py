@@ -136,7 +136,8 @@ def mixed_precision(answer: Answer) -> None:
         ratios = [row["bf16_gib"] / row["fp32_gib"] for row in of_mode]
         if of_mode:
             longest = max(row["context"] for row in of_mode)
-            facts: dict[str, Any] = {"called": called, "rows": of_mode, "verdict": _verdict(ratios), "ratios": ratios}
+            facts: dict[str, Any] = {"rows": of_mode, "verdict": _verdict(ratios), "ratios": ratios}
+            facts["Called"] = called[0].upper() + called[1:]
             answer.say("precisions", facts, longest=longest)
         longest = max((row["context"] for row in of_mode), default=0)
         for context in answer.handout.memory_contexts:
@@ -159,10 +160,12 @@ _SAME_PEAK = 0.02
 def _verdict(ratios: Sequence[float]) -> str:
     # Allocations are the same in every run: what differs by more than the caching allocator's blocks is a difference.
     if all(abs(ratio - 1) <= _SAME_PEAK for ratio in ratios):
-        return f"a difference of at most {100 * _SAME_PEAK:g} %"
+        return f"no significant difference (at most {100 * _SAME_PEAK:g} %)"
     if min(ratios) > 1:
-        return "more, not less"
-    return "less" if max(ratios) < 1 else "more in some and less in others"
+        return "mixed precision takes more, not less"
+    if max(ratios) < 1:
+        return "mixed precision takes less"
+    return "mixed precision takes more at some contexts and less at others"
 
 
 # (a): what holds memory over one step.
@@ -203,13 +206,14 @@ def _say_timeline(answer: Answer, cell: Cell, called: str) -> None:
     if forward is None:
         return
     activations, parameters = forward["activations"], forward["parameters"]
-    above = forward["allocated"] - parameters
-    facts = {"activations": activations / GIB, "parameters": parameters / GIB, "above": above / GIB}
+    temporary, other = forward["temporary"], forward["other"]
+    facts = {"activations": activations / GIB, "parameters": parameters / GIB}
+    facts |= {"temporary": temporary / GIB, "other": other / GIB}
     if _mode(cell) != "forward":
         answer.say("stages" if activations > ALIKE * forward["allocated"] else "hardly any stages", facts)
     else:
         name = "kept for backward" if activations else "nothing kept"
-        answer.say("above parameters", facts, kept=answer.fill(name, facts), share=100 * above / parameters)
+        answer.say("above parameters", facts, kept=answer.fill(name, facts), share=100 * temporary / parameters)
 
 
 # (d), (e) and (f): the residual stream, the largest allocations, and what one block saves and produces.

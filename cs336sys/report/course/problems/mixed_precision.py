@@ -109,9 +109,9 @@ def _say_gains(answer: Answer, precision: str, rows: Sequence[dict]) -> None:
         answer.say("gains", precision=precision, phase=phase, sizes=[row | row[phase] for row in rows])
     if len(rows) > 1:
         answer.say("over the sizes", gains=[row["step_speedup"] for row in rows])
-    idle = [row["size"] for row in rows if row["idle_percent"] is not None and row["idle_percent"] > 20]
+    idle = [row for row in rows if row["idle_percent"] is not None and row["idle_percent"] > 20]
     if idle:
-        answer.say("waits for the CPU", precision=precision, idle=idle, is_one=len(idle) == 1)
+        answer.say("waits for the CPU", precision=precision, idle=idle)
 
 
 def _pairs(group: Found) -> list[dict]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from cs336sys.report.course.answer import Answer, of_medians
 from cs336sys.report.course.evidence import PLAIN, PLAIN_OF_ANY_MODE, Found, cells_of, measured_of
@@ -83,13 +84,11 @@ def forward_time(answer: Answer) -> None:
     _say_bench(answer, rows)
     answer.say_failures(cells_of(found), "profile")
     answer.say("idle")
-    answer.say("report file")
+    _say_profiler(answer, found)
     if answer.handout.year == 2026:
         _say_longest_fitting(answer, found)
     keys = ("size", "context", "phase", "unprofiled_ms", "wall_ms", "span_ms", "busy_ms", "idle_percent", "status")
-    _show_rows(
-        answer, found, "phases", lambda row: row.get("phase") in ("forward", "backward", "optimizer", None), keys
-    )
+    _show_rows(answer, found, "phases", lambda row: row.get("phase") in ("forward", None), keys)
     answer.draw(found)
     there = set(map(_shape, (cell.configuration for cell in cells_of(found))))
     for size in answer.handout.profile_sizes:
@@ -117,6 +116,17 @@ def _say_disagreement(answer: Answer, rows: Sequence[dict]) -> None:
             idle=idle,
             was_idle=name == "shorter" and min(idle) > LAUNCH_BOUND_IDLE_PERCENT,
         )
+
+
+def _say_profiler(answer: Answer, found: Sequence[Found]) -> None:
+    """Say which profiles Nsight Systems did not make, and how to open those that it makes."""
+    profilers: dict[str, set[str]] = {}
+    for cell in measured_of(found):
+        profilers.setdefault(cell.configuration["size"], set()).add(cell.configuration["profiler"])
+    by_torch = [size for size, of_size in profilers.items() if "nsys" not in of_size]
+    if by_torch:
+        answer.say("by torch", sizes=by_torch)
+    answer.say("report file")
 
 
 def _say_bench(answer: Answer, rows: Sequence[dict]) -> None:
@@ -183,6 +193,7 @@ def whole_step(answer: Answer) -> None:
     pairs = {shape: (forward[shape], row) for shape, row in steps.items() if shape in forward}
     if not pairs:
         return
+    _say_change(answer, list(pairs.values()))
     for row in _of_longest_contexts([step for _, step in pairs.values()]):
         inference = pairs[_shape(row)][0]
         before, after = (one.get("matmul_percent", 0.0) for one in (inference, row))
@@ -198,8 +209,6 @@ def whole_step(answer: Answer) -> None:
             "share of products", row, verb=verb, before=before, after=after, is_alone=_shape(row) in inferred,
             optimizer={"share": optimizer} if optimizer else None, others={"kinds": others} if others else None,
         )  # fmt: skip
-    falling = sum(step.get("matmul_percent", 0) < before.get("matmul_percent", 0) for before, step in pairs.values())
-    answer.say("smaller in the step", count=falling, of=len(pairs))
     _show_rows(answer, alone, "shares", lambda row: row["phase"] == "forward" and _shape(row) in inferred)
     _show_rows(
         answer,
@@ -207,6 +216,22 @@ def whole_step(answer: Answer) -> None:
         "shares",
         lambda row: row["phase"] == "step" or (row["phase"] == "forward" and _shape(row) not in inferred),
     )
+
+
+def _say_change(answer: Answer, pairs: Sequence[tuple[dict, dict]]) -> None:
+    """Count the profiles in which products weigh less in the step than in inference, and name AdamW's share."""
+    larger = [step for before, step in pairs if step.get("matmul_percent", 0) >= before.get("matmul_percent", 0)]
+    answer.say(
+        "smaller in the step",
+        count=len(pairs) - len(larger),
+        of=len(pairs),
+        larger={"profiles": larger} if larger else None,
+    )
+    shares = sorted((step for _, step in pairs if step.get("optimizer_percent")), key=itemgetter("optimizer_percent"))
+    if shares:
+        least, most = shares[0], shares[-1]
+        percents = {"least": least["optimizer_percent"], "most": most["optimizer_percent"]}
+        answer.say("added by AdamW", percents, least_of=[least], most_of=[most])
 
 
 def softmax(answer: Answer) -> None:

@@ -37,10 +37,9 @@ def pytorch_attention(answer: Answer) -> None:
         mine = [cell for cell in cells if cell.configuration["implementation"] == name]
         measured = sorted((cell for cell in mine if cell.status == "ok"), key=_shape)
         for part in _PARTS if measured else ():
-            first, last = (
-                cell.configuration | {"median": cell.samples[part].median} for cell in (measured[0], measured[-1])
-            )
-            answer.say(f"times of {name}", part=part, first=first, last=last)
+            rows = [cell.configuration | {"median": cell.samples[part].median} for cell in measured]
+            least, most = (choose(rows, key=itemgetter("median")) for choose in (min, max))
+            answer.say(f"times of {name}", part=part, least=least, most=most)
         answer.say_failures(mine, f"attention of {name}")
         for context, head_dim in shapes:
             if (context, head_dim) not in map(_shape, mine):

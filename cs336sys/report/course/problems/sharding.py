@@ -18,7 +18,7 @@ from cs336sys.sizes import SIZES
 
 _STEP_COLUMNS = (
     *("size", "precision", "compile", "strategy", "prefetch", "step_ms", "speedup", "exposed_ms", "calls"),
-    *("sent_bytes", "peak_gib", "status"),
+    *("sent_bytes", "status"),
 )
 _SHARDED = ("optimizer", "optimizer-flat")
 
