@@ -15,6 +15,9 @@ _OURS = ("auto", "triton", "hopper", "tiled")
 _PARTS = ("forward", "backward", "end_to_end")
 _SHAPE = ("dtype", "head_dim", "context")
 
+# The handout's do_bench repeats the leaderboard's call for so long. A GPU that is warm is slower than in shorter runs.
+_BOARD_MS = 10_000
+
 # With shorter contexts, a forward pass in eager PyTorch takes about 0.1 ms whatever the context, batch 1 on an H200.
 _LONG = 8192
 
@@ -151,12 +154,13 @@ def board(answer: Answer) -> None:
     shape = {"batch_size": (1,), "heads": (16,), "context": (16384,), "head_dim": (64,), "dtype": ("bf16",)}
     found = answer.find_each("flash", causal=(True,), window=(None,), **shape)
 
-    def fastest(group: Found) -> float:
-        times = [c.samples["end_to_end"].median for c in group.measured if c.configuration["implementation"] in _OURS]
-        return min(times, default=math.inf)
+    def by_protocol_and_time(group: Found) -> tuple[bool, float]:
+        ours = [c for c in group.measured if c.configuration["implementation"] in _OURS]
+        as_asked = any(c.configuration["repetition_ms"] >= _BOARD_MS for c in ours)
+        # Kernels are measured again when they have become faster.
+        return not as_asked, min((c.samples["end_to_end"].median for c in ours), default=math.inf)
 
-    # Kernels are measured again when they have become faster.
-    for group in sorted(found, key=fastest)[:1]:
+    for group in sorted(found, key=by_protocol_and_time)[:1]:
         medians = {
             cell.configuration["implementation"]: {part: cell.samples[part].median for part in _PARTS} | cell.derived
             for cell in group.measured
@@ -177,4 +181,5 @@ def board(answer: Answer) -> None:
 
 
 def board_commands(target: Target) -> list[Command]:
-    return [] if target.is_small else [simple(target, "flash", "--grid", "board", seconds=60)]
+    protocol = ("--warmup-ms", "1000", "--repetition-ms", f"{_BOARD_MS}")
+    return [] if target.is_small else [simple(target, "flash", "--grid", "board", *protocol, seconds=200)]
