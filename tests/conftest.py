@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -145,22 +146,25 @@ def one_thread_a_rank():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_ranks():
-    """Fork ranks where no GPU is, whose driver does not survive that."""
-    if torch.cuda.is_available():
+def forked_processes():
+    """Fork ranks and workers where there is no GPU, whose driver does not survive that."""
+    from forked_processes import forked
+
+    with nullcontext() if torch.cuda.is_available() else forked():
         yield
-        return
-    from forked_ranks import ForkedContext
 
-    from cs336sys.parallel.ranks import spawned
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(spawned, "_CONTEXT", ForkedContext())
+@pytest.fixture
+def real_processes():
+    """Ranks and workers are started as users' are."""
+    from forked_processes import started_as_by_users
+
+    with started_as_by_users():
         yield
 
 
 @pytest.fixture(scope="session")
-def ranks(forked_ranks):
+def ranks(forked_processes):
     """``ranks(world_size)`` are Gloo ranks that all tests share, started when first asked for and after a failure."""
     from cs336sys.parallel.ranks import launch
 

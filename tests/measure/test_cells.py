@@ -10,12 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forked_processes import started_as_by_users
 from running import is_held, is_running, wait_for_ids, wait_until
 
 from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, LostProcessError
 from cs336sys.measure import cells
 from cs336sys.measure.cells import Outcome, Worker, _Child, guarded
 from cs336sys.processes import parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def real_processes():
+    with started_as_by_users():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -69,13 +69,7 @@ def children():
     return {process.pid for process in multiprocessing.active_children()}
 
 
-@pytest.fixture
-def spawned_ranks(monkeypatch):
-    """Ranks are spawned, as users' are, and not forked, as those of other tests."""
-    monkeypatch.setattr(spawned, "_CONTEXT", multiprocessing.get_context("spawn"))
-
-
-def test_run_returns_what_ranks_returned_and_leaves_nothing(spawned_ranks, temporary_directory):
+def test_run_returns_what_ranks_returned_and_leaves_nothing(real_processes, temporary_directory):
     before = children()
     results = launch.run(launch_ranks.rank_and_sum, 5, world_size=2, backend="gloo")
     assert [(rank, size) for rank, size, _ in results] == [(0, 2), (1, 2)]
@@ -102,7 +96,7 @@ def test_function_that_cannot_be_sent_is_refused_and_the_ranks_live_on(pair):
     assert len(pair.run(launch_ranks.process_id)) == 2
 
 
-def test_ranks_inherit_the_environment_share_the_cores_and_print_to_stderr(spawned_ranks, monkeypatch, capfd):
+def test_ranks_inherit_the_environment_share_the_cores_and_print_to_stderr(real_processes, monkeypatch, capfd):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     monkeypatch.delenv("OMP_NUM_THREADS")
     with launch.start(1, backend="gloo") as ranks:

@@ -1,0 +1,121 @@
+"""Ranks and workers of tests, forked from one process that has imported torch, which takes a fresh one two seconds."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from multiprocessing.reduction import DupFd
+
+import pytest
+import torch
+
+from cs336sys.measure import cells
+from cs336sys.parallel.ranks import spawned
+from cs336sys.processes import child
+from cs336sys.processes.parent import call_guarded
+
+
+@contextlib.contextmanager
+def forked():
+    """Within this, ranks and workers are forked."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(spawned, "_CONTEXT", ForkedContext())
+        monkeypatch.setattr(cells, "call_guarded", call_forked)
+        yield
+
+
+@contextlib.contextmanager
+def started_as_by_users():
+    """Within this, ranks are spawned and workers guarded again."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(spawned, "_CONTEXT", multiprocessing.get_context("spawn"))
+        monkeypatch.setattr(cells, "call_guarded", call_guarded)
+        yield
+
+
+# What most of them import.
+PRELOADED = ["cs336sys.parallel.ranks.spawned", "cs336sys.measure.environment", "cs336sys.experiments.training"]
+
+
+class ForkedContext:
+    """Take the place of multiprocessing's context "spawn" in :mod:`cs336sys.parallel.ranks.spawned`."""
+
+    def __init__(self):
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self.Pipe = self._context.Pipe
+
+    def Process(self, target, args):
+        assert target is child.run_spawned
+        return self.process(run_rank, *args[1:])
+
+    def process(self, function, *args):
+        return self._context.Process(target=function, args=(Surroundings(), *args))
+
+
+class Surroundings:
+    """This process's environment, working folder and standard error, which another process takes over."""
+
+    def __init__(self):
+        self.environment, self.folder = dict(os.environ), os.getcwd()
+
+    def __getstate__(self):
+        return self.environment, self.folder, DupFd(2)
+
+    def __setstate__(self, state):
+        self.environment, self.folder, self.stderr = state
+
+    def take_over(self):
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        os.dup2(self.stderr.detach(), 2)
+        if "OMP_NUM_THREADS" in self.environment:
+            torch.set_num_threads(int(self.environment["OMP_NUM_THREADS"]))
+
+
+def run_rank(surroundings, *arguments):
+    """As ``run_spawned``."""
+    surroundings.take_over()
+    child.run_spawned(os.getppid(), *arguments)
+
+
+class ForkedWorker:
+    """Take the place of :class:`cs336sys.processes.parent.Guarded`."""
+
+    def __init__(self, process):
+        self.process, self._forked = self, process
+
+    @property
+    def returncode(self):
+        return self._forked.exitcode
+
+    poll = returncode.fget
+
+    def has_ended(self, timeout_s):
+        self._forked.join(timeout_s)
+        return self.returncode is not None
+
+    def kill(self):
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._forked.pid, signal.SIGKILL)
+            self._forked.kill()
+            self._forked.join()
+
+
+def call_forked(function, *args):
+    """As ``call_guarded``."""
+    context = ForkedContext()
+    ours, theirs = context.Pipe()
+    process = context.process(run_worker, theirs, function, args)
+    process.start()
+    theirs.close()
+    return ForkedWorker(process), ours
+
+
+def run_worker(surroundings, connection, function, args):
+    """Run a worker whose ranks are forked, too, as ``run_guarded``."""
+    surroundings.take_over()
+    spawned._CONTEXT = ForkedContext()
+    child.run_spawned(os.getppid(), function, connection, *args)
