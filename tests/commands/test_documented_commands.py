@@ -40,7 +40,8 @@ def commands_of(page):
     """The arguments of every command on a page, with the line it is on; comments, pipes and placeholders aside."""
     text = text_of(page).replace("\\\n", " ")
     code = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.M | re.S)
-    lines = [line for block in code for line in block.splitlines()] + re.findall(r"`([^`\n]+)`", text)
+    lines = [line for block in code for line in with_variables_put_in(block).splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", text)
     found = []
     for line in lines:
         begun = re.search(rf"\bcs336sys (?=(?:{'|'.join(COMMANDS)})\b)(.*)", line)
@@ -54,6 +55,13 @@ def commands_of(page):
         if not (is_mentioned or has_placeholder or is_old or words[:end] in found):
             found.append(words[:end])
     return found
+
+
+def with_variables_put_in(block):
+    """Replace ``$NAME`` by what the block sets it to."""
+    for name, value in re.findall(r'^([A-Z]+)="([^"]*)"', block, flags=re.M):
+        block = block.replace(f"${name}", value)
+    return block
 
 
 def without(arguments, *options):
