@@ -128,9 +128,10 @@ def _quantity(unit: str) -> Callable[[float], str]:
 
 # Formats of one fact; of a list each is written so, joined with "and".
 FORMATS: dict[str, Callable[[Any], str]] = {
-    **{unit: _quantity(unit) for unit in ("ms", "us", "bytes", "decimal_bytes", "gbps")},
+    **{unit: _quantity(unit) for unit in ("ms", "bytes", "decimal_bytes", "gbps")},
     **{"gib": gib, "times": times, "percent": percent, "change": change, "as_long": as_long, "speed": speed},
     **{"cost": cost, "derived": derived_value, "s": lambda count: "" if count == 1 else "s"},
+    "us": lambda us: format_quantity(us, "us") if us < 1e3 else format_quantity(us / 1e3, "ms"),
     "signed ms": lambda value: f"{'+' if value > 0 else ''}{format_quantity(value, 'ms')}",
 }
 # Formats of a list.

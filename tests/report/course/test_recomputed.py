@@ -100,6 +100,11 @@ class Checked:
             self.wrong.append(f"{where}: {result} of {', '.join(operands)}")
 
 
+def in_us(text: str) -> str:
+    """The times of messages in one unit: from 1 ms on they are printed in ms."""
+    return re.sub(rf"{N} ms(?= for [\d.]+ [GM]B| \+ size)", r"\1e3 us", text)
+
+
 def check_sentences(where: str, text: str, checked: Checked) -> None:
     for pattern, result, operands, formula in SENTENCES:
         for match in re.finditer(pattern, text):
@@ -328,7 +333,7 @@ def test_every_ratio_rate_difference_and_share_is_that_of_the_numbers_next_to_it
     for problem, sections in written(year).problems:
         for section in sections:
             for block in section.blocks:
-                where, text = f"{problem.name} ({section.letter})", " ".join(block.sentences)
+                where, text = f"{problem.name} ({section.letter})", in_us(" ".join(block.sentences))
                 checked = Checked()
                 for check in (check_sentences, check_lists):
                     check(where, text, checked)
