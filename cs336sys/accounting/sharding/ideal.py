@@ -123,7 +123,7 @@ def state_answers(
 
 _SENT = {
     "none": "All-reduce of gradients: 2 (N - 1) / N of their bytes.",
-    "optimizer": "That all-reduce, and every parameter once from its owner to all: half more than ZeRO stage 1.",
+    "optimizer": "Gradients are all-reduced, and each parameter goes from its owner to all: 1.5 times ZeRO stage 1.",
     "optimizer-flat": "Reduce-scatter of gradients, all-gather of parameters: as much as an all-reduce, ZeRO stage 1.",
     "fsdp": "All-gather of weights in both passes, reduce-scatter of fp32 gradients.",
 }

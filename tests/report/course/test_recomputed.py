@@ -147,7 +147,7 @@ def check_lists(where: str, text: str, checked: Checked) -> None:
             checked.add(where, span, ratio[1], pair, lambda fp32, bf16: bf16 / fp32)
     needs = (
         rf"needs ((?:{N} GiB at context \d+(?:, | and )?)+)\.(?: At context[^.]*\.)? "
-        rf"Its peak grows {N}x from (\d+) to (\d+)"
+        rf"The peak of [a-z ]+ grows {N}x from (\d+) to (\d+)"
     )
     for match in numbers(needs, text):
         held = {one[2]: one[1] for one in numbers(rf"{N} GiB at context (\d+)", match[1])}
@@ -284,8 +284,8 @@ def check_with_tables(where: str, text: str, block: Block, checked: Checked) -> 
     for part_name in ("forward", "backward", "end-to-end"):
         for dtype in ("bf16", "fp32"):
             said = re.search(
-                rf"In {dtype}, {part_name}: [^:]*? shapes[^:]*?take the time, between {N}x \([\d.,]+x to [\d.,]+x; "
-                rf"context (\d+), head dim (\d+)\) and {N}x \([\d.,]+x to [\d.,]+x; context (\d+), head dim (\d+)\)",
+                rf"In {dtype}, {part_name}: [^:]*? shapes[^:]*?take the time, between {N}x "
+                rf"\(context (\d+), head dim (\d+)[^)]*\) and {N}x \(context (\d+), head dim (\d+)",
                 text,
             )
             of_table = [row for table in block.tables if table.name == "flash" for row in cells(table)]
@@ -311,7 +311,7 @@ READ = [
     r"kernels [\d.]+ %", r"in inference", r"in the whole step", r"AdamW launches takes", r"elementwise|reduction",
     r"with kernels running in", r"was idle for", r"the two agree within", r"x at \d+", r"in the whole step",
     r"the error", r"in an fp32 sum are off by", r"Over the sizes the gain", r"context grows",
-    r"mean step", r"x; context \d+, head dim", r"with the latter|one checkpoint a block",
+    r"mean step", r"x \(context \d+, head dim|head dim \d+; ", r"with the latter|one checkpoint a block",
     r"Altogether the forward", r"With the length",
     r"off by|way that the parameter went", r"takes between [\d.]+x and|where it is worst", r"the speed\)",
     r"communication runs next to computing", r"computing ran beside it", r"the bytes of plain",

@@ -97,7 +97,8 @@ def warmup(answer: Answer) -> None:
         step, count = cell.samples["step"], cell.configuration["warmup"]
         first = _first(cell)
         if cell is not warm:
-            facts = {"count": count, "steps": len(step.measured), "step": step, "base": base, "most": most}
+            facts = {"size": cell.configuration["size"], "count": count, "steps": len(step.measured)}
+            facts |= {"step": step, "base": base, "most": most}
             answer.say("warm-up", facts, grown=step.mean / base.mean, first=first, first_step=step.measured[0])
     cold = [{"size": size, "first": _first(cells[0])} for size, cells in sizes.items()][1:]
     if cold:

@@ -109,6 +109,9 @@ def flat(answer: Answer) -> None:
         answer.say("flat step", step=_step(rows["flat"]))
         calls = f"{rows['naive']['calls']} calls"
         _compare(answer, "one call of all gradients", rows["flat"], calls, rows["naive"])
+        one, many = (rows[name].get("timeline") for name in ("flat", "naive"))
+        if one and many:
+            answer.say("calls alone", one=one["communication_ms"], many=many["communication_ms"])
         answer.show([group], "ddp", *STEP_COLUMNS, medians=True)
 
 
@@ -125,8 +128,7 @@ def overlapped(answer: Answer) -> None:
     if group is None:
         return
     answer.show([group], "ddp", *STEP_COLUMNS, medians=True)
-    for row in rows.values():
-        answer.say(f"step of {row['strategy']}", row)
+    answer.say("steps", rows=[{"step": answer.fill(f"step of {row['strategy']}", row)} for row in rows.values()])
     mine = rows["overlap"]
     for name in ("naive", "flat"):
         if name in rows:

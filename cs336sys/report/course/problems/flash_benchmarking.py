@@ -92,11 +92,10 @@ def _say_speedups(answer: Answer, rows: Sequence[dict]) -> None:
     for dtype in dtypes:
         for part in _PARTS:
             shapes = [row | row[part] for row in both if row["dtype"] == dtype]
-            # The extremes are of shapes with samples enough to say how sure they are.
             sure = [row for row in shapes if math.isfinite(row["high"])]
             unsure = [row["speedup"] for row in shapes if row not in sure]
             few = {"few": len(unsure), "medians": unsure} if unsure else None
-            extremes = [row for row in sure if row["context"] >= _LONG]
+            extremes = [row | {"sure": row in sure} for row in shapes if row["context"] >= _LONG]
             long = extremes and {
                 "context": _LONG,
                 "worst": min(extremes, key=itemgetter("speedup")),

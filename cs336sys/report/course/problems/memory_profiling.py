@@ -9,7 +9,7 @@ from cs336sys.accounting.one_device import tensor_answers
 from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Found, cells_of, measured_of
 from cs336sys.report.course.problem import GIB, Command, Sweep, Target
-from cs336sys.report.course.prose import ALIKE, derived_sentence
+from cs336sys.report.course.prose import ALIKE, derived_sentence, percent
 from cs336sys.results.model import Cell
 from cs336sys.sizes import SIZES, choose_size
 from cs336sys.workload import MemoryWorkload
@@ -87,7 +87,8 @@ def _say_peaks(answer: Answer, mode: str, cells: Sequence[Cell]) -> None:
         first, last = held[0], held[-1]
         grown, longer = (last[name] / first[name] for name in ("gib", "context"))
         name = "hardly depends" if grown < 1 + 2 * ALIKE else "grows"
-        answer.say(name, grown=grown, first=first["context"], last=last["context"], longer=longer)
+        facts = {"called": _CALLED[mode], "first": first["context"], "last": last["context"]}
+        answer.say(name, facts, grown=grown, longer=longer)
 
 
 def _top_phase(cell: Cell) -> str:
@@ -160,7 +161,8 @@ _SAME_PEAK = 0.02
 def _verdict(ratios: Sequence[float]) -> str:
     # Allocations are the same in every run: what differs by more than the caching allocator's blocks is a difference.
     if all(abs(ratio - 1) <= _SAME_PEAK for ratio in ratios):
-        return f"no significant difference (at most {100 * _SAME_PEAK:g} %)"
+        largest = max(abs(ratio - 1) for ratio in ratios)
+        return f"no significant difference (at most {percent(100 * largest)})"
     if min(ratios) > 1:
         return "mixed precision takes more, not less"
     if max(ratios) < 1:
@@ -174,7 +176,8 @@ def _verdict(ratios: Sequence[float]) -> str:
 def timelines(answer: Answer) -> None:
     found = _recorded(answer, precision=("fp32",))
     asked = answer.handout.memory_contexts[0]
-    for mode, called in _CALLED.items():
+    # The training step first: it shows the stages that are asked for.
+    for mode, called in reversed(_CALLED.items()):
         of_mode = [Found(group.invocation, [cell]) for group in found for cell in group.measured if _mode(cell) == mode]
         if not of_mode:
             answer.lack("timeline", mode=mode)

@@ -68,7 +68,8 @@ def _say_growth(answer: Answer, cells: Sequence[Cell]) -> None:
         ]
         squared = steps[-1]["grown"] > steps[-1]["longer"] * (1 + ALIKE)
         name = "held with the square" if squared else "held with the context"
-        answer.say(name, head_dim=largest, steps=steps, held=[one["gib"] for one in held])
+        facts = {"implementation": held[0]["implementation"], "head_dim": largest}
+        answer.say(name, facts, steps=steps, held=[one["gib"] for one in held])
 
 
 def _say_workspace(answer: Answer, measured: Sequence[Cell]) -> None:

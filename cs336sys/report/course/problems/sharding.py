@@ -9,7 +9,7 @@ from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import Found
 from cs336sys.report.course.problem import GIB, Command, Target
 from cs336sys.report.course.problems.ddp import lack_xl, rows_of, say_setup, xl_command
-from cs336sys.report.course.prose import faster, gib, times
+from cs336sys.report.course.prose import ALIKE, faster, gib, times
 from cs336sys.report.numbers import format_operand
 from cs336sys.report.shard import COMPONENTS, memory_of
 from cs336sys.results.model import Cell
@@ -111,7 +111,7 @@ def _held(cell: Cell) -> list[dict[str, Any]]:
         "before the first optimizer step": "directly before the first optimizer step",
         "after the first optimizer step": "directly after it",
         "before the optimizer": "with gradients and optimizer state, directly before the second one",
-        "after the optimizer": "after the second step, its gradients dropped",
+        "after the optimizer": "after the second step (gradients dropped)",
         "peak": "at the peak of the second step",
     }
     return [
@@ -171,13 +171,21 @@ def speeds(answer: Answer) -> None:
                 after = cells[name].samples
                 parts = [
                     {"part": part, "before": before[part].median, "after": after[part].median}
-                    for part in ("backward", "synchronize", "optimizer")
+                    for part in ("forward", "backward", "synchronize", "optimizer")
                     if part in before and part in after
                 ]
+                longer = after["step"].median - before["step"].median
+                rest = longer - sum(part["after"] - part["before"] for part in parts)
+                waits = "forward" in before and after["forward"].median > (1 + ALIKE) * before["forward"].median
                 steps = {"plain": before["step"], "sharded": after["step"]}
                 facts = {"strategy": name, "faster": faster(*steps.values()), **steps}
                 facts |= {"in_graphs": cells[name].configuration["cuda_graph"] == "on"}
-                answer.say("step", facts, precision=_precision(group), medians={"parts": parts} if parts else None)
+                answer.say(
+                    "step",
+                    facts,
+                    precision=_precision(group),
+                    medians={"parts": parts, "rest": rest, "waits": waits} if parts else None,
+                )
         answer.show([group], "shard", *_STEP_COLUMNS, medians=True)
     say_setup(answer, *groups)
     lack_xl(answer, found[0])
@@ -222,6 +230,7 @@ def fsdp_memory(answer: Answer) -> None:
     found = _steps(answer, "none", "optimizer", "fsdp")
     for group in [one for one in found if {"none", "fsdp"} <= _by_strategy(one).keys()][:1]:
         answer.measured_by([group])
+        say_setup(answer, group)
         cells = _by_strategy(group)
         peak = {name: _recorded_peak_gib(cell) or cell.derived["peak_gib"] for name, cell in cells.items()}
         answer.say("peaks", peaks=[{"strategy": name, "gib": value} for name, value in peak.items()])
