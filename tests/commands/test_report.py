@@ -89,12 +89,12 @@ def test_files_that_cannot_be_read_are_named_and_the_rest_is_written_up(tmp_path
     assert result.exit_code == 0
     for name in (*foreign, "folder.jsonl"):
         assert re.search(f"(?m)^warning: .*{re.escape(name)}.*; the report is written without it$", result.stderr), name
-    assert "With 0 warm-up steps the mean of 10 steps grows" in result.stdout
+    assert "with 0 warm-up steps: the mean of 10 steps grows" in result.stdout
     named = tmp_path / "notes.jsonl"
     result = report("--year", "2025", "--from", tmp_path, "--from", named, "--only", "benchmarking_script")
     assert result.exit_code == 1
     assert re.findall(r"(?m)^error: .*(notes|newer)\.jsonl", result.stderr) == ["notes"]
-    assert "With 0 warm-up steps the mean of 10 steps grows" in result.stdout
+    assert "with 0 warm-up steps: the mean of 10 steps grows" in result.stdout
     good.unlink()
     result = report("--year", "2025", "--from", tmp_path, "--only", "benchmarking_script")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -112,7 +112,7 @@ def test_files_of_a_newer_version_are_refused_and_cut_ones_are_read(tmp_path):
     result = report("--year", "2025", "--from", cut, "--only", "benchmarking_script")
     assert result.exit_code == 0
     assert result.stderr.count("is cut, or no record") == 1
-    assert "With 0 warm-up steps the mean of 10 steps grows" in result.stdout
+    assert "with 0 warm-up steps: the mean of 10 steps grows" in result.stdout
 
 
 def test_the_plan_says_time_and_memory_and_runs_nothing(tmp_path, monkeypatch):

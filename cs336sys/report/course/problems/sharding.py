@@ -169,7 +169,7 @@ def speeds(answer: Answer) -> None:
         for name in _SHARDED:
             if name in cells:
                 after = cells[name].samples
-                parts = [
+                parts: list[dict[str, Any]] = [
                     {"part": part, "before": before[part].median, "after": after[part].median}
                     for part in ("forward", "backward", "synchronize", "optimizer")
                     if part in before and part in after
