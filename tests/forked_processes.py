@@ -16,21 +16,21 @@ from cs336sys.processes.parent import call_guarded
 
 
 @contextlib.contextmanager
+def _started_by(context, call):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(spawned, "_CONTEXT", context)
+        monkeypatch.setattr(cells, "call_guarded", call)
+        yield
+
+
 def forked():
     """Within this, ranks and workers are forked."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(spawned, "_CONTEXT", ForkedContext())
-        monkeypatch.setattr(cells, "call_guarded", call_forked)
-        yield
+    return _started_by(ForkedContext(), call_forked)
 
 
-@contextlib.contextmanager
 def started_as_by_users():
     """Within this, ranks are spawned and workers guarded again."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(spawned, "_CONTEXT", multiprocessing.get_context("spawn"))
-        monkeypatch.setattr(cells, "call_guarded", call_guarded)
-        yield
+    return _started_by(multiprocessing.get_context("spawn"), call_guarded)
 
 
 # What most of them import.
@@ -90,7 +90,8 @@ class ForkedWorker:
     def returncode(self):
         return self._forked.exitcode
 
-    poll = returncode.fget
+    def poll(self):
+        return self.returncode
 
     def has_ended(self, timeout_s):
         self._forked.join(timeout_s)

@@ -100,7 +100,14 @@ def test_slow_first_step_of_any_size_needs_more_warm_up():
 def test_parts_of_a_sharded_step_add_up_and_say_where_it_waits():
     """Without the forward pass, the parts named were 12.6 ms faster than the step."""
     text = words(answers(2026, saved("shard-2.7b-optimizer-graph-h200"), "optimizer_state_sharding_accounting", "b"))
-    assert "; all else changes by " in text
+    steps = re.findall(
+        r"takes ([\d.]+) ms without sharding and ([\d.]+) ms with ([^;]*; )(.*?); all else changes by (\S+) ms", text
+    )
+    assert steps
+    for plain, sharded, _, parts, rest in steps:
+        parts = re.findall(r"([\d.]+) ms to ([\d.]+) ms", parts)
+        changed = float(rest) + sum(float(after) - float(before) for before, after in parts)
+        assert changed == pytest.approx(float(sharded) - float(plain), abs=0.3)
     assert "The forward pass is longer because it waits for parameters that other ranks have updated" in text
 
 

@@ -128,7 +128,7 @@ def overlapped(answer: Answer) -> None:
     if group is None:
         return
     answer.show([group], "ddp", *STEP_COLUMNS, medians=True)
-    answer.say("steps", rows=[{"step": answer.fill(f"step of {row['strategy']}", row)} for row in rows.values()])
+    answer.say("steps", steps=[answer.fill(f"step of {row['strategy']}", row) for row in rows.values()])
     mine = rows["overlap"]
     for name in ("naive", "flat"):
         if name in rows:
