@@ -1,6 +1,7 @@
 """``allreduce`` as a user runs it, on the CPU."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -203,6 +204,17 @@ def test_picture_shows_backends_side_by_side_and_time_over_ranks(tmp_path, monke
     over_ranks = axes[5].get_lines()[0]
     assert list(over_ranks.get_xdata()) == [1, 2, 4]
     assert list(over_ranks.get_ydata()) == [20.0, 30.0, 50.0]
+
+
+def test_bandwidths_of_the_picture_are_those_of_median_calls(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("cs336sys.report.allreduce.write_figure", lambda figure, *_, **__: drawn.append(figure))
+    # A stall: the mean of 100, 100 and 400 us is 200, and its bandwidth half of the median's.
+    stalled = Samples("us", "cuda events", (100.0, 100.0, 400.0))
+    cells = [replace(cell(size, 200.0), samples={"back_to_back": stalled}) for size in (10**6, 10**7)]
+    plot_collectives(cells, tmp_path / "r.png")
+    (line,) = drawn[0].axes[1].get_lines()
+    assert list(line.get_ydata()) == pytest.approx([10.0, 100.0])
 
 
 def test_nothing_measured_is_a_picture_and_a_table_too(tmp_path):
