@@ -335,7 +335,7 @@ def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
 
 
 _LANES = {"compute": (1, "C0"), "communicate": (0, "C1")}
-_PHASE_SHADES = {"forward": "0.97", "backward": "0.90", "synchronize": "#fbe9e7", "optimizer": "0.97"}
+_PHASE_SHADES = {"step": "0.97", "forward": "0.97", "backward": "0.90", "synchronize": "#fbe9e7", "optimizer": "0.97"}
 
 # Phases shorter than this part of the step are shaded without their name.
 _NARROWEST_LABEL = 0.1

@@ -75,6 +75,7 @@ class ParallelStep(TrainStep):
             scaler=replica.scaler_class(device.type, enabled=workload.training.precision == "fp16"),
         )
         self.replica = replica
+        self._is_captured_whole = workload.strategy == "torch-fsdp"
         if replica.loss is not None:
             self._loss_function = replica.loss
         self._around_passes = contextlib.ExitStack()
@@ -131,7 +132,13 @@ class ParallelStep(TrainStep):
         return contextlib.nullcontext() if self._recorder is None else self._recorder.aside()
 
     def capture(self, **settings: Any) -> None:
-        """As of :class:`TrainStep`. All ranks call it together: they communicate while they warm up."""
+        """As of :class:`TrainStep`. All ranks call it together: they communicate while they warm up.
+
+        torch's ``fully_shard`` becomes one phase, ``step``: its backward pass waits for events of its forward pass, so
+        that one graph must hold both (pytorch #171835).
+        """
+        if self._is_captured_whole and self.workload.cuda_graph == "on":
+            self._launched = {"step": functools.partial(_in_turn, *self._launched.values())}
         super().capture(**{"recorder": self._recorder, **settings})
 
     def mark(self, marks: Marks) -> None:

@@ -138,6 +138,14 @@ def test_replayed_steps_train_the_weights_of_one_process(ranks, strategy):
     assert largest(ranks().run(training_ranks.verify_in_graphs, shared)) < TOLERANCES["fp32"] / 50
 
 
+def test_torchs_fully_shard_is_captured_as_one_phase(ranks):
+    """Captured one by one, its backward pass would wait for events of another graph, the forward pass's."""
+    shared = workload("torch-fsdp", cuda_graph="on", optimizer="fused", size=SMALL)
+    phases, differences = zip(*ranks().run(training_ranks.captured_phases, shared), strict=True)
+    assert phases == (["step"], ["step"])
+    assert largest(differences) < TOLERANCES["fp32"] / 50
+
+
 def test_a_bucket_launched_before_its_last_gradient_is_found(ranks):
     shared = workload("bucketed", cuda_graph="on", optimizer="fused", size=SMALL)
     assert largest(ranks().run(training_ranks.verify_in_graphs, shared, True)) > 0.2
@@ -351,6 +359,14 @@ def test_gpus_compute_while_parameters_arrive_in_graphs():
     outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
     assert (outcome.status, outcome.reason) == ("ok", None)
     assert outcome.derived["overlap_percent"] > 75
+
+
+@pytest.mark.multigpu
+def test_torchs_fully_shard_is_captured_whole():
+    cell = workload("torch-fsdp", size=SMALL, optimizer="fused", device="cuda", cuda_graph="on")
+    outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
+    assert (outcome.status, outcome.reason) == ("ok", None)
+    assert outcome.samples["step"].measured
 
 
 @pytest.mark.multigpu

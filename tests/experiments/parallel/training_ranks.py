@@ -70,6 +70,22 @@ def verify_in_graphs(workload, launches_early: bool = False, how: str | None = N
         return verify_on_rank(workload) if how is None else verify_broken(workload, how)
 
 
+class _RunsAgain(OperatorRecorder):
+    """Calls what it was to record: torch's ``fully_shard`` frees storages, which replays of operators would miss."""
+
+    def record(self, run):
+        return run
+
+
+def captured_phases(workload) -> tuple[list[str], Difference]:
+    """The names of the phases once the step is captured, and the check of such a step."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(step_module, "recorder_of", lambda *_: _RunsAgain())
+        step = ParallelStep(workload, CPU)
+        step.capture()
+        return list(step.phases), verify_on_rank(workload)
+
+
 def gathers_left_by_phases(workload):
     """Units under way after each phase of FSDP, launched and to be captured, once the order of gathers is known."""
     left = []
