@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import runpy
 import signal
 from multiprocessing.reduction import DupFd
 
@@ -78,6 +79,16 @@ def run_rank(surroundings, *arguments):
     """As ``run_spawned``."""
     surroundings.take_over()
     child.run_spawned(os.getppid(), *arguments)
+
+
+def run_script(surroundings, environment, output, path):
+    """Run a Python file with more variables, and append what it prints to ``output``."""
+    surroundings.take_over()
+    os.environ.update(environment)
+    printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    runpy.run_path(str(path), run_name="__main__")
 
 
 class ForkedWorker:

@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
+from cs336sys.measure import cells as cells_module
 from cs336sys.measure.system import Capacity
-from cs336sys.processes.parent import call_guarded
 from cs336sys.results.model import read_results
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
@@ -170,7 +170,8 @@ def test_rounds_go_through_the_sweep_again_and_resume_measures_the_one_that_is_m
 @pytest.mark.usefixtures("fresh_workers")
 def test_every_round_of_a_warmup_study_is_a_fresh_process_and_its_first_step_is_shown(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr("cs336sys.measure.cells.call_guarded", lambda *how: started.append(how) or call_guarded(*how))
+    start = cells_module.call_guarded
+    monkeypatch.setattr(cells_module, "call_guarded", lambda *how: started.append(how) or start(*how))
     arguments = ("--warmup", "0,2", "--mode", "forward", "--rounds", "2", "--format", "json")
     path = tmp_path / "r.jsonl"
     rows = tables(invoke(*arguments, "--save", str(path)))["bench"]["rows"]

@@ -30,11 +30,14 @@ def tables(result):
     return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
 
 
-def test_every_strategy_is_checked_and_measured(tmp_path):
+def test_every_strategy_is_checked_and_measured(tmp_path, tier):
+    """By default three of them: tests of ``experiments/parallel`` train them all, in ranks that others use, too."""
+    strategies = tier.choose(("none", "optimizer-flat", "fsdp"), SHARDING_STRATEGIES)
+    asked = ["--strategy", ",".join(strategies)]
     files = ["--save", str(tmp_path / "r.jsonl"), "--plot", str(tmp_path / "m.png"), "--trace", str(tmp_path / "t")]
-    found = tables(invoke(*TINY, *files, "--format", "json"))
+    found = tables(invoke(*TINY, *asked, *files, "--format", "json"))
     rows = found["shard"]["rows"]
-    assert [(row["strategy"], row["status"]) for row in rows] == [(name, "ok") for name in SHARDING_STRATEGIES]
+    assert [(row["strategy"], row["status"]) for row in rows] == [(name, "ok") for name in strategies]
     by_strategy = {row["strategy"]: row for row in rows}
     for row in rows:
         assert row["parameters"] == 652_928
@@ -43,13 +46,12 @@ def test_every_strategy_is_checked_and_measured(tmp_path):
         assert row["speedup"] == pytest.approx(by_strategy["none"]["step_ms_median"] / row["step_ms_median"])
         assert row["sent_bytes"] == pytest.approx(row["predicted_sent_bytes"], rel=0.01)
     assert by_strategy["none"]["sent_bytes"] == by_strategy["optimizer-flat"]["sent_bytes"] == 4 * 652_928
-    assert by_strategy["optimizer"]["sent_bytes"] == 6 * 652_928
 
     memory = found["memory"]["rows"]
     for row in memory:
         assert row["total_gib"] == pytest.approx(sum(row[part] for part in PARTS))
         assert all(row[part] >= 0 for part in PARTS)
-    for strategy in SHARDING_STRATEGIES:
+    for strategy in strategies:
         own = [(row["moment"], row["source"]) for row in memory if row["strategy"] == strategy]
         expected = [(moment, source) for moment in MOMENTS for source in ("measured", "predicted")]
         assert own == (expected if strategy != "torch-fsdp" else expected[:-1])
@@ -60,10 +62,10 @@ def test_every_strategy_is_checked_and_measured(tmp_path):
     assert gathers["lm_head"]["backward_late_ms"] is None, "kept from the forward pass"
     assert any(re.search(r"[0-7] of 7 gathers ended before their use", note) for note in found["gathers"]["notes"])
     assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
-    assert len(list((tmp_path / "t").iterdir())) == len(SHARDING_STRATEGIES)
+    assert len(list((tmp_path / "t").iterdir())) == len(strategies)
 
     cells = read_results(tmp_path / "r.jsonl").cells
-    assert [cell.configuration["strategy"] for cell in cells] == list(SHARDING_STRATEGIES)
+    assert [cell.configuration["strategy"] for cell in cells] == list(strategies)
     for cell in cells:
         assert 0 <= cell.derived["bare_ms"] <= cell.derived["timeline"]["communication_ms"]
 

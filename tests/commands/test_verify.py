@@ -58,12 +58,9 @@ def test_summed_gradients_are_named_with_their_line(summed):
 
 def test_a_test_of_somebody_reads_the_verdict_and_the_report(summed):
     _, folder, _ = summed
-    settings = {"cases": ["step"], "device": "cpu"}
-    result = cs336sys.verify(f"{folder}/mine.py:parallelize", **settings)
+    result = cs336sys.verify(f"{folder}/mine.py:parallelize", cases=["step"], device="cpu")
     assert not result.ok
     assert "(not averaged, mine.py, line 7)" in result.report
-    right = cs336sys.verify(f"{folder}/mine.py:parallelize", gradients="sum", **settings)
-    assert right.ok, right.report
 
 
 def test_cases_of_a_model_that_fails_in_one_process_are_not_run(tmp_path):

@@ -1,7 +1,7 @@
 """What ``compare`` could have used: other statistics, for all simulated comparisons at once (one a row)."""
 
 import numpy
-from scipy import special, stats
+import scipy
 
 
 def means(samples):
@@ -47,14 +47,14 @@ def welch(location, noise):
         total = variances[0] + variances[1]
         freedom = total**2 / (variances[0] ** 2 / degrees[0] + variances[1] ** 2 / degrees[1])
         distance = numpy.log(centres[1] / centres[0])
-        return 2 * special.stdtr(freedom, -numpy.abs(distance) / numpy.sqrt(total)), distance > 0
+        return 2 * scipy.special.stdtr(freedom, -numpy.abs(distance) / numpy.sqrt(total)), distance > 0
 
     return p_values
 
 
 def mann_whitney(a, b):
     """As if all samples were independent."""
-    return stats.mannwhitneyu(a, b, axis=1).pvalue, numpy.median(b, axis=1) > numpy.median(a, axis=1)
+    return scipy.stats.mannwhitneyu(a, b, axis=1).pvalue, numpy.median(b, axis=1) > numpy.median(a, axis=1)
 
 
 STATISTICS = {

@@ -48,13 +48,16 @@ def is_valid(value, schema, root):
     return all(one(*item) for item in schema.items() if item[0] not in ("$schema", "$defs", "title"))
 
 
-def lines_of(path):
-    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+def lines_of(path, step=1):
+    """The first five lines, and each ``step``-th of the others."""
+    lines = gzip.decompress(path.read_bytes()).splitlines()
+    return [json.loads(line) for line in [*lines[:5], *lines[5::step]]]
 
 
-def test_every_kept_file_is_valid(schema):
+def test_every_kept_file_is_valid(schema, tier):
     assert len(KEPT) > 50
-    wrong = [path.name for path in KEPT for line in lines_of(path) if not is_valid(line, schema, schema)]
+    lines = ((path.name, line) for path in KEPT for line in lines_of(path, 1 if tier.is_nightly else 10))
+    wrong = [name for name, line in lines if not is_valid(line, schema, schema)]
     assert wrong == []
 
 

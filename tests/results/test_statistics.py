@@ -6,7 +6,7 @@ import statistics
 from itertools import combinations
 
 import pytest
-from scipy import stats
+import scipy
 
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import (
@@ -60,7 +60,7 @@ def test_p_is_that_of_scipys_rank_sum_test(of_a, of_b):
         # Their drift is another test's: samples in no order have none but what chance makes.
         found = compare_sides([[[value] for value in a]], [[[value] for value in b]])
         method = "exact" if min(of_a, of_b) <= 20 else "asymptotic"
-        assert found.p_value == pytest.approx(stats.mannwhitneyu(a, b, method=method).pvalue, rel=1e-9)
+        assert found.p_value == pytest.approx(scipy.stats.mannwhitneyu(a, b, method=method).pvalue, rel=1e-9)
 
 
 def test_the_interval_is_by_enumeration_the_shifts_that_the_test_does_not_reject():
@@ -125,7 +125,7 @@ def test_ranks_that_contradict_the_medians_decide_nothing():
     """B is lower in most pairs, yet its median is higher."""
     a, b = (10.0,) * 6 + (20.0,) * 5, (9.0,) * 5 + (12.0,) * 6
     found = compare_sides([[[value] for value in a * 4]], [[[value] for value in b * 4]])
-    assert stats.mannwhitneyu(a * 4, b * 4).pvalue < 0.05
+    assert scipy.stats.mannwhitneyu(a * 4, b * 4).pvalue < 0.05
     assert (found.ratio, found.is_significant, found.p_value) == (1.2, False, 1.0)
 
 
@@ -182,7 +182,7 @@ def test_p_of_pairs_is_that_of_scipys_signed_rank_test(count):
             continue
         logarithms = [math.log(one) for one in ratios]
         method = "exact" if count <= 40 else "asymptotic"
-        significant = stats.wilcoxon(logarithms, method=method, correction=True).pvalue <= 0.05
+        significant = scipy.stats.wilcoxon(logarithms, method=method, correction=True).pvalue <= 0.05
         agrees = statistics.median(logarithms) * sum(logarithms) > 0
         assert found.is_noise == (not significant or not agrees)
 
@@ -236,7 +236,7 @@ def test_a_long_series_is_what_its_quantiles_say():
     shuffled = [[[value] for value in side] for side in (a, b)]
     found = compare_sides([shuffled[0]], [shuffled[1]])
     # Two hundred quantiles a side tell where the medians are to a hundredth of their noise.
-    assert found.p_value == pytest.approx(stats.mannwhitneyu(a, b).pvalue, rel=0.3)
+    assert found.p_value == pytest.approx(scipy.stats.mannwhitneyu(a, b).pvalue, rel=0.3)
     assert found.ratio_low < math.exp(0.006) < found.ratio_high
     assert found.ratio_high / found.ratio_low == pytest.approx(
         math.exp(2 * 1.96 * 0.3 * math.sqrt(1 / 2e4 + 1 / 3e4)), rel=5e-3

@@ -6,6 +6,7 @@ squares, none negative. Where launches are the slower side, the step's time is t
 launch, which differs by a factor of two between the hosts that were measured.
 """
 
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,7 +75,7 @@ class MeasuredStep:
     without_s: float | None = None
     communication_s: float | None = None
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         return configuration_key(self.cell.configuration, ignore=_PASSED_OVER)
 

@@ -16,7 +16,7 @@ from cs336sys.workload import MemoryWorkload, UserCode, Workload
 from cs336sys.workload.memory_changes import changed, command_line, plans, possible_changes, sharded_bytes
 
 MODELS = Path(__file__).parents[2] / "user_models.py"
-SIZE = choose_size("tiny", vocab_size=500, batch_size=8, context=64, num_layers=3)
+SIZE = choose_size("tiny", vocab_size=500, batch_size=8, context=64, num_layers=2)
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs the package transformers"

@@ -41,8 +41,9 @@ def largest(differences):
 
 
 def test_checkpoints_change_no_weights(ranks):
-    """The command's test checks every strategy without."""
-    cells = [workload(strategy, "block") for strategy in ("optimizer-flat", "fsdp")]
+    """The command's test checks other strategies without."""
+    cells = [workload(strategy) for strategy in ("optimizer", "torch-zero", "torch-fsdp")]
+    cells += [workload(strategy, "block") for strategy in ("optimizer-flat", "fsdp")]
     cells += [workload(strategy, "keep=1", attention="sdpa") for strategy in ("none", "fsdp", "torch-fsdp")]
     for cell, differences in zip(cells, zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True), strict=True):
         assert largest(differences) < TOLERANCES["fp32"] / 50, cell.strategy

@@ -146,7 +146,7 @@ REGRESSIONS: tuple[Program, ...] = (
 def test_random_programs_equal_one_process(ranks, tier):
     """Add what fails, as it is printed, to ``REGRESSIONS``."""
     first = 10_000 * tier.seed
-    drawn = [random_program(seed) for seed in range(first, first + tier.choose(25, 3000))]
+    drawn = [random_program(seed) for seed in range(first, first + tier.choose(12, 3000))]
     programs = drawn if tier.is_nightly else [*REGRESSIONS, *drawn]
     counts = Counter()
     failed = failures(ranks, programs, counts)
