@@ -37,7 +37,6 @@ MAX_SHARED_BYTES = 232448
 TRITON_CONFIGURATIONS = {
     "head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True),
     "one long head": ((1, 1, 8192, 64), torch.bfloat16, True),
-    "float32, one head": ((1, 1, 4096, 32), torch.float32, True),
 }
 # Compiled with the argument "all", nightly: they take two minutes. A full kernel is a causal one without its mask.
 MORE_TRITON_CONFIGURATIONS = {
@@ -47,6 +46,7 @@ MORE_TRITON_CONFIGURATIONS = {
     "head dim 256": ((1, 16, 4096, 256), torch.bfloat16, True),
     "one short head, head dim 128": ((1, 1, 1024, 128), torch.bfloat16, True),
     "float32": ((1, 16, 8192, 64), torch.float32, True),
+    "float32, one head": ((1, 1, 4096, 32), torch.float32, True),
     "grouped window, head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True, 4, 1024),
     "head dim 64 full": ((1, 16, 16384, 64), torch.bfloat16, False),
     "grouped, head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True, 4),
