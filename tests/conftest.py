@@ -4,6 +4,7 @@ The fixtures are for tests that start ranks.
 """
 
 import atexit
+import fcntl
 import gc
 import os
 import signal
@@ -110,6 +111,20 @@ def pytest_collection_finish():
     # What is frozen is not freed at the end, and triton's bindings would write what they leak. Not before pytest is
     # done, which looks for garbage five times.
     atexit.register(gc.unfreeze)
+
+
+@pytest.fixture(autouse=True)
+def gpus_alone(request, tmp_path_factory):
+    """No other test uses a GPU beside one that needs several: what these time and hide would take longer."""
+    kinds = [kind for kind in ("gpu", "multigpu") if request.node.get_closest_marker(kind)]
+    if not kinds:
+        yield
+        return
+    # The parent of all workers' folders, where there are several.
+    folder = tmp_path_factory.getbasetemp().parent
+    with (folder / "gpus").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if "multigpu" in kinds else fcntl.LOCK_SH)
+        yield
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def test_verdict_names_the_straggler_and_what_to_try(runs):
     found = tables(invoke(runs / "after", "--format", "json"))
     sentences = [row["verdict"] for row in found["verdict"]["rows"]]
     assert re.match(r"The GPU computes [\d.]+ % of the step, which takes 6\.\d+ ms\.", sentences[0])
-    assert re.match(r"rank 2 holds the others up by [23]\.\d % of a step .*: computing .* longer\.", sentences[1])
+    assert re.match(r"Rank 2 holds the others up by [23]\.\d % of a step .*: computing .* longer\.", sentences[1])
     assert [row["gpu"] for row in found["ranks"]["rows"]] == [f"rank {rank}" for rank in range(4)]
     parts = [row for row in found["parts"]["rows"] if row["part"] != "step"]
     assert sum(row["share_percent"] for row in parts) == pytest.approx(100)

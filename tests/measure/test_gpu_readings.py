@@ -161,6 +161,7 @@ def test_a_real_gpu_tells_what_nvidia_smi_tells_and_computes_while_it_is_read():
     assert 0 < drawn_j <= 1.2 * told.power_limit_w * (columns["time_s"][-1] - columns["time_s"][0] + 0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.gpu
 def test_readings_cost_launches_nothing_that_can_be_measured():
     """Launches of small kernels with and without readings, in turn, so that a busy machine slows both alike."""

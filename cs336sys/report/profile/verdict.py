@@ -68,7 +68,8 @@ def _percent(analysis: Analysis, *parts: str) -> str:
 
 def _straggler(found: Straggler) -> str:
     did = f": {found.why}" if found.why else ""
-    return f"{found.label} holds the others up by {found.percent:.1f} % of a step ({found.ms:.3g} ms){did}."
+    label = found.label[0].upper() + found.label[1:]
+    return f"{label} holds the others up by {found.percent:.1f} % of a step ({found.ms:.3g} ms){did}."
 
 
 def _count(analysis: Analysis) -> tuple[float, float]:
