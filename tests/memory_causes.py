@@ -8,7 +8,7 @@ from cuda_snapshots import MIB, fake_cuda
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336sys.measure.allocations.diagnosis import diagnose
+from cs336sys.measure.allocations.diagnosis import diagnose_memory
 from cs336sys.measure.allocations.dump import parse_dump
 
 CAUSES = {
@@ -113,4 +113,4 @@ def diagnoses(cause, seed, **settings):
         runs = [run(cause, seed), run(cause, seed, batch_factor=2 if seed % 2 else 3), run(cause, seed)]
     else:
         runs = [run(cause, seed, **settings)]
-    return [diagnose(f"rank{i}.pickle", parse_dump(one.snapshot())[0]) for i, one in enumerate(runs)]
+    return [diagnose_memory(f"rank{i}.pickle", parse_dump(one.snapshot())[0]) for i, one in enumerate(runs)]

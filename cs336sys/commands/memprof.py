@@ -18,7 +18,7 @@ from cs336sys.results.model import Cell
 from cs336sys.workload import LARGEST_ALLOCATIONS, MODES, MemoryWorkload
 
 if TYPE_CHECKING:
-    from cs336sys.measure.allocations.diagnosis import Diagnosis
+    from cs336sys.measure.allocations.diagnosis import MemoryDiagnosis
 
 # What can be asked of snapshots; everything else says what to run.
 _OF_SNAPSHOTS = ("source", "against", "top", "snapshot", "html", *(field.name for field in fields(OutputOptions)))
@@ -188,9 +188,9 @@ def _read_snapshots(
     output.emit(tables)
 
 
-def _diagnoses(paths: list[Path]) -> list["Diagnosis"]:
+def _diagnoses(paths: list[Path]) -> list["MemoryDiagnosis"]:
     """Diagnose each device of each snapshot; of a folder, of all snapshots in it."""
-    from cs336sys.measure.allocations.diagnosis import diagnose
+    from cs336sys.measure.allocations.diagnosis import diagnose_memory
     from cs336sys.measure.allocations.dump import read_dump
 
     files: list[Path] = []
@@ -210,7 +210,7 @@ def _diagnoses(paths: list[Path]) -> list["Diagnosis"]:
     try:
         for path in files:
             name = path.name if names.count(path.name) == 1 else str(path)
-            found_in += [diagnose(name, record) for record in read_dump(path)]
+            found_in += [diagnose_memory(name, record) for record in read_dump(path)]
     finally:
         gc.enable()
     if not found_in:

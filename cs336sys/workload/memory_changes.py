@@ -25,7 +25,7 @@ _WHOLE_FORWARD_PERCENT = 100 / 3
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """One setting with another value.
 
     Attributes:
@@ -44,18 +44,18 @@ class Change:
     price: float
 
 
-def possible_changes(workload: MemoryWorkload) -> list[Change]:
+def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
     """List what a workload could change and does not yet, by setting.
 
     ``--device cpu`` leaves out what computes on GPUs alone.
     """
     training = workload.training
-    found: list[Change] = []
+    found: list[SettingChange] = []
     if training.mode == "train" and training.update == "step" and training.cuda_graph == "off":
         found += _micro_batches(workload)
     if training.is_ours and training.attention == "reference":
         found.append(
-            Change(
+            SettingChange(
                 "attention", "sdpa", "--attention sdpa",
                 "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",
                 "none: other kernels for the same result", 0.2,
@@ -64,7 +64,7 @@ def possible_changes(workload: MemoryWorkload) -> list[Change]:
     on_gpu = training.device != "cpu"
     if on_gpu and training.is_ours and training.kernels == "reference" and training.mode == "train":
         found.append(
-            Change(
+            SettingChange(
                 "kernels", "fused", "--kernels fused",
                 "loss = cs336sys.kernels.linear_cross_entropy.linear_cross_entropy(hidden, head.weight, targets)",
                 "none: fused kernels; the loss holds no logits", 0.3,
@@ -74,7 +74,7 @@ def possible_changes(workload: MemoryWorkload) -> list[Change]:
         found += _checkpoints(training)
     if training.precision == "fp32":
         found.append(
-            Change(
+            SettingChange(
                 "precision", "bf16", "--precision bf16",
                 'with torch.autocast("cuda", torch.bfloat16): loss = compute_loss(model, batch)',
                 "other rounding", 100,
@@ -83,7 +83,7 @@ def possible_changes(workload: MemoryWorkload) -> list[Change]:
     has_moments = training.mode == "train" and training.optimizer in ("course", "adamw", "fused")
     if on_gpu and has_moments and training.state_dtype == "fp32":
         found.append(
-            Change(
+            SettingChange(
                 "state_dtype", "bf16", "--optimizer adamw --state-dtype bf16",
                 'optimizer = cs336sys.kernels.adamw.AdamW(model.parameters(), state_dtype="bf16")',
                 "other rounding of the moments", 150,
@@ -95,11 +95,11 @@ def possible_changes(workload: MemoryWorkload) -> list[Change]:
     return found
 
 
-def _micro_batches(workload: MemoryWorkload) -> Iterator[Change]:
+def _micro_batches(workload: MemoryWorkload) -> Iterator[SettingChange]:
     size = workload.training.size.batch_size
     for count in _MICRO_BATCHES:
         if count > workload.micro_batches and size % count == 0:
-            yield Change(
+            yield SettingChange(
                 "micro_batches", count, f"--micro-batches {count}",
                 f"for part in batch.chunk({count}): (compute_loss(model, part) / {count}).backward()  "
                 "# then optimizer.step()",
@@ -107,11 +107,11 @@ def _micro_batches(workload: MemoryWorkload) -> Iterator[Change]:
             )  # fmt: skip
 
 
-def _checkpoints(training: Workload) -> Iterator[Change]:
+def _checkpoints(training: Workload) -> Iterator[SettingChange]:
     line = "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # for each block"
     if not training.is_ours:
         percent = _WHOLE_FORWARD_PERCENT
-        yield Change(
+        yield SettingChange(
             "checkpointing", "block", "--checkpoint block", line, f"up to {percent:.0f} % of FLOPs again", percent
         )
         return
@@ -133,10 +133,10 @@ def _checkpoints(training: Workload) -> Iterator[Change]:
                 f"x = x + checkpoint(layer, x, use_reentrant=False)  # {layer[strategy]} of each block, with its norm"
             )
         cost = f"{percent:.1f} % of FLOPs again"
-        yield Change("checkpointing", strategy, f"--checkpoint {strategy}", code, cost, percent)
+        yield SettingChange("checkpointing", strategy, f"--checkpoint {strategy}", code, cost, percent)
 
 
-def _ranks(workload: MemoryWorkload) -> Iterator[Change]:
+def _ranks(workload: MemoryWorkload) -> Iterator[SettingChange]:
     training = workload.training
     # What a unit of another model holds is not traced.
     for ranks, strategy in product(_RANKS, ("optimizer", "fsdp") if training.is_ours else ("optimizer",)):
@@ -151,13 +151,13 @@ def _ranks(workload: MemoryWorkload) -> Iterator[Change]:
             if strategy == "optimizer"
             else "torch.distributed.fsdp.fully_shard(block)  # each block, then the model"
         )
-        yield Change(
+        yield SettingChange(
             "ranks", f"{strategy} x {ranks}", f"shard --world-size {ranks} --strategy {strategy}", code,
             cost, 1000 * ranks + (strategy == "fsdp"),
         )  # fmt: skip
 
 
-def number_of_ranks(ranks: Change) -> int:
+def number_of_ranks(ranks: SettingChange) -> int:
     """Return how many GPUs a change to ``ranks`` takes."""
     return int(str(ranks.value).partition(" x ")[2])
 
@@ -173,7 +173,7 @@ def _sharded(workload: MemoryWorkload, strategy: str, ranks: int) -> ShardedStep
     )  # fmt: skip
 
 
-def sharded_bytes(workload: MemoryWorkload, ranks: Change) -> int | None:
+def sharded_bytes(workload: MemoryWorkload, ranks: SettingChange) -> int | None:
     """Predict the peak of one of several ranks, None where formulas do not know."""
     training = workload.training
     if workload.micro_batches > 1 or not _can_shard(training):
@@ -185,7 +185,7 @@ def sharded_bytes(workload: MemoryWorkload, ranks: Change) -> int | None:
         return None
 
 
-def changed(workload: MemoryWorkload, plan: Sequence[Change]) -> MemoryWorkload | None:
+def changed(workload: MemoryWorkload, plan: Sequence[SettingChange]) -> MemoryWorkload | None:
     """The workload with these changes on one GPU; None where they do not go together."""
     own = {change.setting: change.value for change in plan if change.setting in ("checkpointing", "micro_batches")}
     settings = {change.setting: change.value for change in plan if change.setting not in (*own, "ranks")}
@@ -198,7 +198,7 @@ def changed(workload: MemoryWorkload, plan: Sequence[Change]) -> MemoryWorkload 
         return None
 
 
-def plans(changes: Sequence[Change]) -> list[tuple[Change, ...]]:
+def plans(changes: Sequence[SettingChange]) -> list[tuple[SettingChange, ...]]:
     """Every combination of changes of different settings, the cheapest first, none of them empty."""
     settings = list(dict.fromkeys(change.setting for change in changes))
     choices = [[None, *(change for change in changes if change.setting == setting)] for setting in settings]

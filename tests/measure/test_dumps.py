@@ -10,7 +10,7 @@ from memory_causes import CAUSES, diagnoses, run
 from torch import nn
 
 from cs336sys.errors import UsageError
-from cs336sys.measure.allocations.diagnosis import changes, diagnose, totals
+from cs336sys.measure.allocations.diagnosis import changes, diagnose_memory, totals
 from cs336sys.measure.allocations.dump import Block, Frame, parse_dump, read_dump
 from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES, FORWARD, NOTHING, code_of, role
 from cs336sys.report.memory.verdict import verdicts
@@ -46,8 +46,8 @@ def test_more_planted_mistakes(cause, seed):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_version_s_form_reads_alike(plain, version, tmp_path):
     snapshot = plain.snapshot(version)
-    written = diagnose("s", *read_dump(write(tmp_path / "s.pickle", snapshot)))
-    newest = diagnose("s", *parse_dump(plain.snapshot()))
+    written = diagnose_memory("s", *read_dump(write(tmp_path / "s.pickle", snapshot)))
+    newest = diagnose_memory("s", *parse_dump(plain.snapshot()))
     assert (written.held, written.by_category, written.kinds) == (newest.held, newest.by_category, newest.kinds)
     fields = {key for entry in snapshot["device_traces"][0] for key in entry}
     assert ("time_us" in fields, "pool_id" in fields) == (version != "2.1", version == "2.13")
@@ -76,7 +76,7 @@ def test_failure_right_after_a_free_counts_what_is_left():
         torch.empty(10 * MIB, dtype=torch.uint8)
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(100 * MIB, dtype=torch.uint8)
-    found = diagnose("s", *parse_dump(allocator.snapshot()))
+    found = diagnose_memory("s", *parse_dump(allocator.snapshot()))
     assert found.is_failed
     assert sum(found.by_category.values()) == sum(kind.total for kind in found.kinds) == found.held == 20 * MIB
     del kept
@@ -84,17 +84,17 @@ def test_failure_right_after_a_free_counts_what_is_left():
 
 def test_record_that_begins_late_counts_what_was_there(plain):
     """A full ring buffer, or a history that was switched on in mid-training: older memory counts as handed out."""
-    whole = diagnose("s", *parse_dump(plain.snapshot()))
+    whole = diagnose_memory("s", *parse_dump(plain.snapshot()))
     snapshot = plain.snapshot(entries=len(plain.trace) // 2)
     blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
     rounding = sum(block["size"] - block["requested_size"] for block in blocks if block["state"] == "active_allocated")
-    late = diagnose("s", *parse_dump(snapshot))
+    late = diagnose_memory("s", *parse_dump(snapshot))
     assert whole.peak <= late.peak <= whole.peak + rounding
     for category in ("parameters", "optimizer state", "gradients", "activations"):
         assert 0 <= late.by_category[category] - whole.by_category[category] <= rounding
     for block in blocks:
         block["frames"] = []
-    by_sizes = diagnose("s", *parse_dump(snapshot)).by_category
+    by_sizes = diagnose_memory("s", *parse_dump(snapshot)).by_category
     for category in ("parameters", "optimizer state"):
         assert by_sizes[category] == pytest.approx(late.by_category[category], rel=0.05), "found by sizes alone"
 
@@ -124,25 +124,25 @@ def test_older_memory_whose_sizes_contradict_each_other_is_unknown():
     snapshot = allocator.snapshot(entries=len(allocator.trace) - before)
     for block in (block for segment in snapshot["segments"] for block in segment["blocks"]):
         block["frames"] = []
-    found = diagnose("s", *parse_dump(snapshot)).by_category
+    found = diagnose_memory("s", *parse_dump(snapshot)).by_category
     assert found["parameters"] == (1 + 3) * 2 * MIB
     assert found["optimizer state"] == 2 * (1 + 3) * 4 * MIB
     assert found["unknown"] >= 3 * 5 * 4 * MIB
 
 
 def test_snapshot_without_stacks_or_history(plain):
-    bare = diagnose("s", *parse_dump(run("none", 1, stacks="none").snapshot()))
+    bare = diagnose_memory("s", *parse_dump(run("none", 1, stacks="none").snapshot()))
     assert not bare.has_stacks
     assert bare.by_category["unknown"] == bare.held
     snapshot = plain.snapshot()
-    state = diagnose("s", *parse_dump({"segments": snapshot["segments"]}))
+    state = diagnose_memory("s", *parse_dump({"segments": snapshot["segments"]}))
     held = sum(segment["allocated_size"] for segment in snapshot["segments"])
     assert (state.held, state.position) == (held, 0)
 
 
 def test_stacks_of_cpp_give_the_same_categories(plain):
-    found = diagnose("s", *parse_dump(run("none", 1, stacks="all").snapshot()))
-    assert found.by_category == diagnose("s", *parse_dump(plain.snapshot())).by_category
+    found = diagnose_memory("s", *parse_dump(run("none", 1, stacks="all").snapshot()))
+    assert found.by_category == diagnose_memory("s", *parse_dump(plain.snapshot())).by_category
 
 
 def test_several_devices_and_graph_pools():
@@ -153,7 +153,7 @@ def test_several_devices_and_graph_pools():
         other = torch.empty(2 * MIB, dtype=torch.uint8)
     for version in ("2.1", "2.13"):
         (record,) = parse_dump(allocator.snapshot(version))
-        found = diagnose("s", record)
+        found = diagnose_memory("s", record)
         assert (found.name, found.by_category["graph pools"]) == ("s, device 2", 30 * MIB)
     first = allocator.snapshot()
     second = copy.deepcopy(first)
@@ -191,7 +191,9 @@ def test_frames_of_a_recorder_do_not_tell():
 
 
 def test_differences_add_up():
-    old, new = (diagnose(name, *parse_dump(run(cause, 1).snapshot())) for name, cause in (("a", "none"), ("b", "list")))
+    old, new = (
+        diagnose_memory(name, *parse_dump(run(cause, 1).snapshot())) for name, cause in (("a", "none"), ("b", "list"))
+    )
     found = changes(old, new)
     assert sum(change.difference for change in found) == new.held - old.held
     assert {change.what for change in found} <= {"new", "gone", "larger", "smaller"}
@@ -218,7 +220,7 @@ def test_file_without_a_snapshot_is_one_sentence(snapshot, fact, tmp_path):
 
 
 def test_categories_are_all_known(plain):
-    found = diagnose("s", *parse_dump(plain.snapshot()))
+    found = diagnose_memory("s", *parse_dump(plain.snapshot()))
     assert set(found.by_category) == set(FOREIGN_CATEGORIES)
     assert sum(found.by_category.values()) == found.held == sum(kind.total for kind in found.kinds)
     assert isinstance(found.record.blocks[0], Block)

@@ -10,7 +10,7 @@ from cs336sys.experiments.memory.prediction import predicted_timeline, timeline_
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.workload import MemoryWorkload
 from cs336sys.workload.memory_changes import (
-    Change,
+    SettingChange,
     changed,
     command_line,
     number_of_ranks,
@@ -39,7 +39,7 @@ class _Planner:
         # On a CPU, what torch computes there differs from the formulas, which are a GPU's.
         training = workload.training
         self._by_formula = training.memory_is_known and training.device != "cpu"
-        self._known: dict[tuple[MemoryWorkload, Change | None], int | None] = {}
+        self._known: dict[tuple[MemoryWorkload, SettingChange | None], int | None] = {}
         self._traces = 0
         self._failed = ""
 
@@ -76,7 +76,7 @@ class _Planner:
             derived["command"] = " ".join([*words[:1], ranks.option, *words[2:]])
         return derived
 
-    def _cheapest(self, changes: Sequence[Change]) -> tuple[Change, ...] | None:
+    def _cheapest(self, changes: Sequence[SettingChange]) -> tuple[SettingChange, ...] | None:
         for plan in plans(changes):
             self._progress(f"trying {' '.join(change.option for change in plan)}")
             size = self._bytes(plan)
@@ -85,11 +85,11 @@ class _Planner:
                 return tuple(sorted(plan, key=lambda change: change.setting == "ranks"))
         return None
 
-    def _steps(self, plan: Sequence[Change]) -> list[dict[str, Any]]:
+    def _steps(self, plan: Sequence[SettingChange]) -> list[dict[str, Any]]:
         """The plan's changes, each with what is held once it and those before it are made."""
         return [asdict(change) | {"peak_bytes": self._bytes(plan[: i + 1])} for i, change in enumerate(plan)]
 
-    def _bytes(self, plan: Sequence[Change]) -> int | None:
+    def _bytes(self, plan: Sequence[SettingChange]) -> int | None:
         ranks = next((change for change in plan if change.setting == "ranks"), None)
         workload = changed(self._workload, [change for change in plan if change is not ranks])
         if workload is None:
@@ -106,7 +106,7 @@ class _Planner:
             self._known[key] = self._predicted(workload, ranks)
         return self._known[key]
 
-    def _predicted(self, workload: MemoryWorkload, ranks: Change | None) -> int | None:
+    def _predicted(self, workload: MemoryWorkload, ranks: SettingChange | None) -> int | None:
         if self._by_formula:
             return workload.peak.total if workload.training.memory_is_known else None
         self._traces += 1

@@ -16,7 +16,7 @@ from cs336sys.experiments.verify.reference import Reference
 from cs336sys.workload.verification import VerifiedWorkload
 
 
-def diagnose(
+def diagnose_case(
     workload: VerifiedWorkload,
     program: Program,
     reference: Reference,

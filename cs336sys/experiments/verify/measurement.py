@@ -13,7 +13,7 @@ from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.verify.cases import PROGRAMS, SAVED_AFTER, Program
 from cs336sys.experiments.verify.comparison import Compared, Comparison
-from cs336sys.experiments.verify.diagnosis import diagnose, diagnose_loss
+from cs336sys.experiments.verify.diagnosis import diagnose_case, diagnose_loss
 from cs336sys.experiments.verify.evidence import Diagnosis
 from cs336sys.experiments.verify.rank import Found, Settings, is_sound, train_on_rank
 from cs336sys.experiments.verify.reference import (
@@ -314,7 +314,7 @@ class _Case:
             compared = self._compare(program, reference, found)
             if not compared.findings:
                 return self._right(reference, compared)
-        diagnosis = diagnose(self.workload, program, reference, compared, found, watched, self._line(), known)
+        diagnosis = diagnose_case(self.workload, program, reference, compared, found, watched, self._line(), known)
         if self.workload.case == "step":
             _of_plain_step[self.workload] = diagnosis
         return self._diagnosed(diagnosis, compared, reference)

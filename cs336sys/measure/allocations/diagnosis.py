@@ -98,7 +98,7 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class MemoryDiagnosis:
     """One device of one snapshot.
 
     Attributes:
@@ -152,7 +152,7 @@ def totals(record: DeviceRecord) -> list[int]:
     return list(accumulate(changes[:-1]))
 
 
-def diagnose(source: str, record: DeviceRecord) -> Diagnosis:
+def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
     """Look at the last failure of a device, or at its peak."""
     inference = Inference(record)
     held = totals(record)
@@ -174,7 +174,7 @@ def diagnose(source: str, record: DeviceRecord) -> Diagnosis:
     kinds.sort(key=lambda kind: (-kind.total, -kind.size, kind.code))
     segments = record.segments_at(record.entries[position] if failure is None else failure.entry)
     blocks = [record.blocks[index] for index in alive]
-    return Diagnosis(
+    return MemoryDiagnosis(
         source,
         record.device,
         position,
@@ -357,7 +357,7 @@ class Longer:
     difference: int
 
 
-def longer_batch(diagnoses: Sequence[Diagnosis]) -> Longer | None:
+def longer_batch(diagnoses: Sequence[MemoryDiagnosis]) -> Longer | None:
     """Find a rank that has the same parameters as the others, and larger activations by the same lines."""
     if len(diagnoses) < 2:
         return None
@@ -380,7 +380,7 @@ def longer_batch(diagnoses: Sequence[Diagnosis]) -> Longer | None:
     return max(found, key=lambda one: one.ratio, default=None)
 
 
-def _largest_of_lines(diagnosis: Diagnosis) -> dict[tuple[str, str], int]:
+def _largest_of_lines(diagnosis: MemoryDiagnosis) -> dict[tuple[str, str], int]:
     """The largest allocation of each line of forward passes, whenever it was."""
     record, roles = diagnosis.record, diagnosis.inference.roles
     largest: dict[int, int] = defaultdict(int)
@@ -395,7 +395,7 @@ def _largest_of_lines(diagnosis: Diagnosis) -> dict[tuple[str, str], int]:
 
 
 @dataclass(frozen=True)
-class Change:
+class MemoryChange:
     """Bytes by which the memory of one category and line differs between two moments."""
 
     category: str
@@ -416,11 +416,11 @@ class Change:
         return "larger" if self.difference > 0 else "smaller"
 
 
-def changes(before: Diagnosis, after: Diagnosis) -> list[Change]:
+def changes(before: MemoryDiagnosis, after: MemoryDiagnosis) -> list[MemoryChange]:
     """Return the differences by category and line, the largest first; the differences add up to that of all held."""
     held: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for place, one in enumerate((before, after)):
         for kind in one.kinds:
             held[kind.category, kind.code][place] += kind.total
-    found = [Change(*key, *sizes) for key, sizes in held.items() if sizes[0] != sizes[1]]
+    found = [MemoryChange(*key, *sizes) for key, sizes in held.items() if sizes[0] != sizes[1]]
     return sorted(found, key=lambda change: (-abs(change.difference), change.code))

@@ -22,7 +22,7 @@ _PRESENT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Change:
+class TimeChange:
     """One kernel, or one part of a step that is no kernel's, in both captures.
 
     Attributes:
@@ -74,7 +74,7 @@ class CaptureDifference:
     before_ms: float
     after_ms: float
     of_kernels: bool
-    changes: tuple[Change, ...]
+    changes: tuple[TimeChange, ...]
 
     @property
     def delta_ms(self) -> float:
@@ -156,7 +156,7 @@ def _aligned(
     return [*pairs, *(_Pair([group], []) for group in left_before), *(_Pair([], [group]) for group in left_after)]
 
 
-def _kernel_change(pair: _Pair, steps: tuple[int, int], least_ms: float) -> Change:
+def _kernel_change(pair: _Pair, steps: tuple[int, int], least_ms: float) -> TimeChange:
     own = [
         _summed((group.own_ms for group in groups), count)
         for groups, count in zip((pair.before, pair.after), steps, strict=True)
@@ -176,7 +176,7 @@ def _kernel_change(pair: _Pair, steps: tuple[int, int], least_ms: float) -> Chan
         " -> ".join(" + ".join(map(short_name, some)) for some in names) if is_replaced else (names[0] or names[1])[0]
     )
     one = (pair.before or pair.after)[0]
-    return Change(
+    return TimeChange(
         what=what,
         is_kernel=True,
         kind=one.kind,
@@ -195,11 +195,11 @@ def _kernel_change(pair: _Pair, steps: tuple[int, int], least_ms: float) -> Chan
     )
 
 
-def _part_change(part: str, before: Analysis, after: Analysis, least_ms: float) -> Change:
+def _part_change(part: str, before: Analysis, after: Analysis, least_ms: float) -> TimeChange:
     own = [list(one.parts.get(part, (0.0,) * len(one.step_ms))) for one in (before, after)]
     verdict, low, high = _judged(own[0], own[1], least_ms)
     means = [sum(values) / len(values) for values in own]
-    return Change(part, False, "", "", "", "", verdict, means[0], means[1], low, high)
+    return TimeChange(part, False, "", "", "", "", verdict, means[0], means[1], low, high)
 
 
 def _summed(rows: Iterable[Sequence[float]], steps: int) -> list[float]:

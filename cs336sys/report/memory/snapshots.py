@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cs336sys.measure.allocations.diagnosis import Diagnosis, changes
+from cs336sys.measure.allocations.diagnosis import MemoryDiagnosis, changes
 from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES
 from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline, Region, thinned
 from cs336sys.report.memory.page import timeline_page
@@ -23,7 +23,7 @@ _SNAPSHOT = Column("snapshot", "snapshot")
 _CATEGORIES = tuple(Column(f"{name.replace(' ', '_')}_bytes", name, "bytes") for name in FOREIGN_CATEGORIES)
 
 
-def snapshot_tables(diagnoses: Sequence[Diagnosis], top: int) -> list[Table]:
+def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Table]:
     """The verdict first; then who holds what, the largest kinds and lines, causes, and what can be saved."""
     found = verdicts(diagnoses)
     rows = [{"snapshot": one.name, "verdict": sentence} for one, sentence, _ in found]
@@ -38,7 +38,7 @@ def snapshot_tables(diagnoses: Sequence[Diagnosis], top: int) -> list[Table]:
     ]  # fmt: skip
 
 
-def _causes(found: Sequence[tuple[Diagnosis, str, Sequence[Any]]]) -> Table:
+def _causes(found: Sequence[tuple[MemoryDiagnosis, str, Sequence[Any]]]) -> Table:
     columns = (
         _SNAPSHOT,
         Column("cause", "cause"),
@@ -54,7 +54,7 @@ def _causes(found: Sequence[tuple[Diagnosis, str, Sequence[Any]]]) -> Table:
     return Table("causes", "mistakes that the snapshot proves", columns, rows)
 
 
-def _holders(diagnoses: Sequence[Diagnosis]) -> Table:
+def _holders(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
     columns = (
         _SNAPSHOT,
         Column("moment", "moment"),
@@ -98,7 +98,7 @@ def _holders(diagnoses: Sequence[Diagnosis]) -> Table:
     return Table("memory", "who holds memory at that moment", columns, rows, notes=tuple(notes))
 
 
-def _how_known(one: Diagnosis) -> str:
+def _how_known(one: MemoryDiagnosis) -> str:
     if one.is_recorded:
         return "Categories are those that memprof has recorded."
     if not one.has_stacks:
@@ -113,7 +113,7 @@ def _how_known(one: Diagnosis) -> str:
     )
 
 
-def _ranks(diagnoses: Sequence[Diagnosis]) -> Table | None:
+def _ranks(diagnoses: Sequence[MemoryDiagnosis]) -> Table | None:
     """Return what each of several snapshots holds more than the median of all."""
     if len(diagnoses) < 2:
         return None
@@ -132,7 +132,7 @@ def _ranks(diagnoses: Sequence[Diagnosis]) -> Table | None:
     return Table("ranks", "who holds more than the median of all snapshots", columns, rows)
 
 
-def _kinds(diagnoses: Sequence[Diagnosis], top: int) -> Table:
+def _kinds(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
     columns = (
         _SNAPSHOT,
         Column("size_bytes", "size of one", "bytes"),
@@ -153,7 +153,7 @@ def _kinds(diagnoses: Sequence[Diagnosis], top: int) -> Table:
     return Table("kinds", f"the {top} largest kinds of memory", columns, rows)
 
 
-def _lines(diagnoses: Sequence[Diagnosis], top: int) -> Table:
+def _lines(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
     columns = (
         _SNAPSHOT,
         Column("code", "code"),
@@ -171,7 +171,7 @@ def _lines(diagnoses: Sequence[Diagnosis], top: int) -> Table:
     return Table("lines", "memory by the line of code that made it", columns, rows)
 
 
-def _provable(diagnoses: Sequence[Diagnosis]) -> Table:
+def _provable(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
     """Return what lifetimes alone prove about changes; how much each would save in a run only --plan can say."""
     columns = (
         _SNAPSHOT,
@@ -198,7 +198,7 @@ def _provable(diagnoses: Sequence[Diagnosis]) -> Table:
     return Table("provable", "what lifetimes prove could be saved", columns, rows, notes=(note,))
 
 
-def difference_tables(before: Sequence[Diagnosis], after: Sequence[Diagnosis], top: int) -> list[Table]:
+def difference_tables(before: Sequence[MemoryDiagnosis], after: Sequence[MemoryDiagnosis], top: int) -> list[Table]:
     """Build tables of memory that is new, gone, larger or smaller from one snapshot to another, each at its moment."""
     pairs = [(old, new) for new in after for old in before if old.device == new.device]
     rows: list[dict[str, Any]] = []
@@ -244,7 +244,7 @@ def _change_row(name: str, what: str, category: str, code: str, before: int, aft
     }  # fmt: skip
 
 
-def timeline_data(one: Diagnosis) -> dict[str, Any]:
+def timeline_data(one: MemoryDiagnosis) -> dict[str, Any]:
     """Return the data of a snapshot's picture: bytes by category after each event, and where steps begin."""
     categories = one.inference.categories
     allocations = [
@@ -263,7 +263,7 @@ def timeline_data(one: Diagnosis) -> dict[str, Any]:
     }
 
 
-def write_snapshot_page(diagnoses: Sequence[Diagnosis], tables: Sequence[Table], path: Path) -> None:
+def write_snapshot_page(diagnoses: Sequence[MemoryDiagnosis], tables: Sequence[Table], path: Path) -> None:
     """Write all tables and the timeline of each snapshot as one page.
 
     Raises:
@@ -274,7 +274,7 @@ def write_snapshot_page(diagnoses: Sequence[Diagnosis], tables: Sequence[Table],
     write_file(path, page.encode(), "--html")
 
 
-def write_snapshot_files(diagnoses: Sequence[Diagnosis], top: int, directory: Path) -> None:
+def write_snapshot_files(diagnoses: Sequence[MemoryDiagnosis], top: int, directory: Path) -> None:
     """Write the timeline of each snapshot as ``.png``, ``.svg`` and ``.html`` into a folder.
 
     Raises:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cs336sys.measure.allocations.diagnosis import Diagnosis, Longer, longer_batch
+from cs336sys.measure.allocations.diagnosis import Longer, MemoryDiagnosis, longer_batch
 from cs336sys.report.numbers import format_quantity
 
 _LISTED = 3
@@ -34,7 +34,7 @@ def size_words(size: float) -> str:
     return format_quantity(size, "bytes")
 
 
-def causes(one: Diagnosis, longer: Longer | None = None) -> list[Cause]:
+def causes(one: MemoryDiagnosis, longer: Longer | None = None) -> list[Cause]:
     """The mistakes that a snapshot proves, in the order in which to mend them."""
     found = []
     free, failure = one.free, one.failure
@@ -99,14 +99,14 @@ def causes(one: Diagnosis, longer: Longer | None = None) -> list[Cause]:
     return found
 
 
-def verdicts(diagnoses: Sequence[Diagnosis]) -> list[tuple[Diagnosis, str, list[Cause]]]:
+def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[tuple[MemoryDiagnosis, str, list[Cause]]]:
     """The sentences on each snapshot, the one that failed first: what is held, and why."""
     longer = longer_batch(diagnoses)
     ordered = sorted(diagnoses, key=lambda one: (not one.is_failed, -one.held))
     return [(one, _verdict(one, found), found) for one in ordered for found in [causes(one, longer)]]
 
 
-def _verdict(one: Diagnosis, found: Sequence[Cause]) -> str:
+def _verdict(one: MemoryDiagnosis, found: Sequence[Cause]) -> str:
     held = [(size, category) for category, size in one.by_category.items() if size]
     held.sort(reverse=True)
     parts = ", ".join(f"{category} {size_words(size)}" for size, category in held[:_LISTED])

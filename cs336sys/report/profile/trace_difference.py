@@ -2,7 +2,7 @@
 
 import math
 
-from cs336sys.measure.profile.difference import CaptureDifference, Change
+from cs336sys.measure.profile.difference import CaptureDifference, TimeChange
 from cs336sys.measure.profile.taxonomy import short_name
 from cs336sys.report.numbers import format_number
 from cs336sys.report.profile.trace import Shown, shape_words, verdict_table
@@ -35,11 +35,11 @@ def _ms(value: float) -> str:
     return f"{format_number(value, 'ms')} ms"
 
 
-def _signed(change: Change) -> str:
+def _signed(change: TimeChange) -> str:
     return f"{'+' if change.delta_ms > 0 else ''}{format_number(change.delta_ms, 'ms')} ms"
 
 
-def _name(change: Change) -> str:
+def _name(change: TimeChange) -> str:
     return short_name(change.what) if change.is_kernel and " -> " not in change.what else change.what
 
 
