@@ -71,7 +71,7 @@ class WrongKernelError(UserCodeError):
     """The kernel computes something else, or is timed doing something else, in a sentence."""
 
 
-class Problem(Protocol):
+class ChangingInputs(Protocol):
     """Inputs that change in part, and what a kernel should make of them."""
 
     @property
@@ -111,7 +111,7 @@ class KernelTimer:
         errors: of every result, the largest of all calls.
     """
 
-    def __init__(self, problem: Problem, device: torch.device, tolerance: float):
+    def __init__(self, problem: ChangingInputs, device: torch.device, tolerance: float):
         self.problem, self._device, self._tolerance = problem, device, tolerance
         self._on_gpu = device.type == "cuda"
         self._stream = torch.cuda.current_stream(device) if self._on_gpu else None

@@ -13,9 +13,9 @@ from cs336sys.kernels.attention.plan import Plan
 from cs336sys.kernels.attention.problem import (
     FLOAT32_PRECISIONS,
     AttentionOptions,
+    AttentionProblem,
     Operand,
     Options,
-    Problem,
     check_attention_inputs,
     check_window,
     make_problem,
@@ -68,7 +68,9 @@ def _why_unavailable(query: torch.Tensor) -> str | None:
     return None
 
 
-def _takes_hopper(kernels: str, query: torch.Tensor, problem: Problem, is_faster: Callable[[Problem], bool]) -> bool:
+def _takes_hopper(
+    kernels: str, query: torch.Tensor, problem: AttentionProblem, is_faster: Callable[[AttentionProblem], bool]
+) -> bool:
     if kernels != "auto":
         return kernels == "hopper"
     return settings.why_unavailable(query) is None and is_faster(problem)

@@ -33,7 +33,7 @@ Options = tuple[bool, str, bool, str, int | None]
 
 
 @dataclass(frozen=True)
-class Problem:
+class AttentionProblem:
     """Properties of a call that choices depend on.
 
     ``num_sequences`` are heads of queries, of which ``group_size`` side by side share a head of keys and values.
@@ -89,7 +89,7 @@ class Operand:
 
 def make_problem(
     query: torch.Tensor, key: torch.Tensor, operands: Sequence[Operand], options: AttentionOptions
-) -> Problem:
+) -> AttentionProblem:
     """The problem of these tensors; ``operands``: what the kernels would read or write by TMA if it is allowed."""
     num_sequences = math.prod(query.shape[:-2])
     num_queries, num_keys = query.shape[-2], key.shape[-2]
@@ -99,7 +99,7 @@ def make_problem(
         capability, num_multiprocessors = (properties.major, properties.minor), properties.multi_processor_count
     # TMA coordinates have 32 bits, and the sum of dQ is addressed as one tall matrix.
     fits_tma = all(operand.fits_tma for operand in operands) and num_sequences * (num_queries + 256) < 2**31
-    return Problem(
+    return AttentionProblem(
         head_dim=query.shape[-1],
         dtype=query.dtype,
         float32_precision=options.float32_precision,

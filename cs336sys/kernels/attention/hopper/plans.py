@@ -37,7 +37,7 @@ from cs336sys.kernels.attention.plan import (
     Scratch,
     sequences_per_group,
 )
-from cs336sys.kernels.attention.problem import Operand, Problem
+from cs336sys.kernels.attention.problem import AttentionProblem, Operand
 from cs336sys.kernels.attention.triton.plans import BackwardPlan
 
 # The rows of one warpgroup's tile, in both kernels.
@@ -97,7 +97,7 @@ def _tile_descriptors(operand: Operand, rows: int, dtype: torch.dtype) -> GluonD
     return GluonDescriptors(operand.shape, operand.strides, [1, 1, rows, operand.shape[3]], dtype)
 
 
-def _mask(problem: Problem) -> int:
+def _mask(problem: AttentionProblem) -> int:
     """Return what hides keys from a query, as the kernels' ``MASK``."""
     return int(problem.is_causal) if problem.window is None else WINDOW.value
 
@@ -111,7 +111,7 @@ class HopperForwardPlan(Plan):
 
     given = FORWARD_TENSORS
 
-    def __init__(self, problem: Problem, operands: Sequence[Operand], device: torch.device):
+    def __init__(self, problem: AttentionProblem, operands: Sequence[Operand], device: torch.device):
         """``operands``: query, key, value and output."""
         super().__init__(device)
         settings = hopper_forward_settings(problem)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cs336sys.kernels.attention.problem import Problem
+from cs336sys.kernels.attention.problem import AttentionProblem
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class HopperBackwardSettings:
 # All measurements: H200, triton 3.6, bf16, medians in ms. Shapes are batch x heads x S x D, causal unless "full".
 
 
-def hopper_forward_settings(problem: Problem) -> HopperForwardSettings:
+def hopper_forward_settings(problem: AttentionProblem) -> HopperForwardSettings:
     """The forward kernel's settings, for head dimension 16, 32, 64, 128 or 256."""
     if problem.head_dim == 16:
         # 1x16x16384x16: 0.755; taking turns 0.818. By mbarriers 0.788, 0.792; two consumers with 256 keys 0.862. Full:
@@ -88,7 +88,7 @@ def hopper_forward_settings(problem: Problem) -> HopperForwardSettings:
     return HopperForwardSettings(consumers=2, key_rows=128, num_stages=2, take_turns=take_turns)
 
 
-def hopper_backward_settings(problem: Problem) -> HopperBackwardSettings:
+def hopper_backward_settings(problem: AttentionProblem) -> HopperBackwardSettings:
     """The backward kernel's settings; with head dimension 128 dK and dV leave no registers to a third warpgroup."""
     if problem.head_dim <= 64:
         # 1x16x16384x64: 2.588; dQ in the order of its rows 2.711. 8x16x2048x64: 0.450, 0.469. Before, without reducer:
@@ -105,7 +105,7 @@ def hopper_backward_settings(problem: Problem) -> HopperBackwardSettings:
     return HopperBackwardSettings(num_stages=2, kernel="exchange")
 
 
-def hopper_forward_is_faster(problem: Problem) -> bool:
+def hopper_forward_is_faster(problem: AttentionProblem) -> bool:
     """Return whether the forward kernel was measured to be faster than plain Triton's, for what it can run.
 
     In a window as without one, by the lengths of the whole sequences. Window of 1024, 1x16x16384: 0.186, Triton 0.248
@@ -142,7 +142,7 @@ def hopper_forward_is_faster(problem: Problem) -> bool:
     return problem.tma_allowed and enough
 
 
-def hopper_backward_is_faster(problem: Problem, deterministic: bool = False) -> bool:
+def hopper_backward_is_faster(problem: AttentionProblem, deterministic: bool = False) -> bool:
     """As ``hopper_forward_is_faster``, against the deterministic form of plain Triton if it must be that.
 
     Of grouped queries, which are not measured: as of as many heads of keys, because items are cut into pieces until
@@ -186,7 +186,7 @@ def hopper_backward_is_faster(problem: Problem, deterministic: bool = False) -> 
     return problem.tma_allowed and enough
 
 
-def _items_per_multiprocessor(problem: Problem, num_rows: int, item_rows: int) -> float:
+def _items_per_multiprocessor(problem: AttentionProblem, num_rows: int, item_rows: int) -> float:
     return problem.num_sequences * -(-num_rows // item_rows) / problem.num_multiprocessors
 
 

@@ -17,7 +17,7 @@ from cs336sys.kernels.attention.plan import (
     Scratch,
     sequences_per_group,
 )
-from cs336sys.kernels.attention.problem import Operand, Problem
+from cs336sys.kernels.attention.problem import AttentionProblem, Operand
 from cs336sys.kernels.attention.triton.backward import backward_kernel
 from cs336sys.kernels.attention.triton.backward_sums import convert_grad_query_kernel, prepare_kernel
 from cs336sys.kernels.attention.triton.forward import combine_kernel, forward_kernel
@@ -30,12 +30,12 @@ ELEMENTWISE_TILE = 4096
 COMBINED_ROWS = 16
 
 
-def _block_dim(problem: Problem) -> int:
+def _block_dim(problem: AttentionProblem) -> int:
     """The head dimension of tiles: a power of two, and at least the 16 that ``tl.dot`` needs."""
     return max(16, triton.next_power_of_2(problem.head_dim))
 
 
-def _dot_precision(problem: Problem) -> str:
+def _dot_precision(problem: AttentionProblem) -> str:
     return problem.float32_precision if problem.dtype == torch.float32 else "ieee"
 
 
@@ -55,7 +55,7 @@ class ForwardPlan(Plan):
 
     given = FORWARD_TENSORS
 
-    def __init__(self, problem: Problem, operands: Sequence[Operand], device: torch.device):
+    def __init__(self, problem: AttentionProblem, operands: Sequence[Operand], device: torch.device):
         """``operands``: query, key, value and output."""
         super().__init__(device)
         settings = forward_settings(problem)
@@ -125,7 +125,7 @@ class BackwardPlan(Plan):
 
     def __init__(
         self,
-        problem: Problem,
+        problem: AttentionProblem,
         operands: Sequence[Operand],
         out: Operand | None,
         grads: Sequence[Operand],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cs336sys.kernels.attention.problem import Problem, has_hopper_shared_memory
+from cs336sys.kernels.attention.problem import AttentionProblem, has_hopper_shared_memory
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ _INTERPRETER = TileSettings(query_rows=32, key_rows=16, num_warps=4, num_stages=
 
 
 @functools.cache
-def forward_settings(problem: Problem) -> ForwardSettings:
+def forward_settings(problem: AttentionProblem) -> ForwardSettings:
     """The settings of the forward kernels."""
     tile = _forward_tile(problem)
     return ForwardSettings(tile, _num_splits(problem, tile))
 
 
-def _num_splits(problem: Problem, tile: TileSettings) -> int:
+def _num_splits(problem: AttentionProblem, tile: TileSettings) -> int:
     """As many as leave the multiprocessors four programs each, below 2048 keys one; for half precision and long keys.
 
     Forward with 1, 2, 4 and 8 splits: 1x1x1024x64 0.0172, 0.0147, 0.0126, 0.0120; 1x1x4096x64 0.0441, 0.0295, 0.0221,
@@ -112,7 +112,7 @@ def _num_splits(problem: Problem, tile: TileSettings) -> int:
     return splits
 
 
-def _forward_tile(problem: Problem) -> TileSettings:
+def _forward_tile(problem: AttentionProblem) -> TileSettings:
     if problem.capability is None:
         return _INTERPRETER
     if problem.dtype == torch.float32:
@@ -147,7 +147,7 @@ def _forward_tile(problem: Problem) -> TileSettings:
     return TileSettings(128, 64, num_warps=8, num_stages=2, use_tma=True, max_registers=128)
 
 
-def _float32_forward(problem: Problem) -> TileSettings:
+def _float32_forward(problem: AttentionProblem) -> TileSettings:
     if problem.head_dim > 128:
         return TileSettings(32, 16, num_warps=4, num_stages=1)
     if problem.float32_precision == "ieee":
@@ -168,7 +168,7 @@ def _float32_forward(problem: Problem) -> TileSettings:
 
 
 @functools.cache
-def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings:
+def backward_settings(problem: AttentionProblem, deterministic: bool) -> BackwardSettings:
     """The settings of the backward kernels; never the fused form if it must be deterministic."""
     if problem.capability is None:
         return joint(_INTERPRETER) if deterministic else fused(_INTERPRETER)
@@ -236,7 +236,7 @@ def backward_settings(problem: Problem, deterministic: bool) -> BackwardSettings
     return separate(TileSettings(64, 128, num_warps=8, num_stages=3, use_tma=True), query)
 
 
-def _float32_backward(problem: Problem, deterministic: bool) -> BackwardSettings:
+def _float32_backward(problem: AttentionProblem, deterministic: bool) -> BackwardSettings:
     if problem.head_dim > 128:
         return joint(TileSettings(16, 16, num_warps=4, num_stages=1))
     # The tiles below take up to 112 KiB.
@@ -259,7 +259,7 @@ def _float32_backward(problem: Problem, deterministic: bool) -> BackwardSettings
     return _fused_with_splits(problem, TileSettings(32, 16, num_warps=4, num_stages=1), each=3)
 
 
-def _fused_with_splits(problem: Problem, tile: TileSettings, each: int) -> BackwardSettings:
+def _fused_with_splits(problem: AttentionProblem, tile: TileSettings, each: int) -> BackwardSettings:
     """The fused form, with enough splits for ``each`` programs on every multiprocessor, as far as there are tiles."""
     key_tiles = problem.num_key_sequences * -(-problem.num_keys // tile.key_rows)
     seen_by = min(problem.num_queries, tile.key_rows + (problem.window or problem.num_queries))
@@ -267,11 +267,11 @@ def _fused_with_splits(problem: Problem, tile: TileSettings, each: int) -> Backw
     return fused(tile, min(query_tiles, -(-each * problem.num_multiprocessors // key_tiles)))
 
 
-def _few_programs(problem: Problem, rows: int, each: int = 1) -> bool:
+def _few_programs(problem: AttentionProblem, rows: int, each: int = 1) -> bool:
     """Return whether tiles of this many rows give the multiprocessors fewer than ``each`` programs on average."""
     return problem.num_sequences * -(-problem.num_queries // rows) < each * problem.num_multiprocessors
 
 
-def _is_short(problem: Problem) -> bool:
+def _is_short(problem: AttentionProblem) -> bool:
     """Return whether the CPU takes longer to launch the kernels than the GPU to run them."""
     return _few_programs(problem, 128) and max(problem.num_queries, problem.num_keys) <= 1024

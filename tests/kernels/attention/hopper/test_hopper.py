@@ -38,7 +38,7 @@ from cs336sys.kernels.attention.hopper.schedule import (
     visits,
 )
 from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
-from cs336sys.kernels.attention.problem import AttentionOptions, Operand, Problem
+from cs336sys.kernels.attention.problem import AttentionOptions, AttentionProblem, Operand
 from cs336sys.kernels.attention.reference import reference_attention
 
 CAUSAL = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -106,10 +106,12 @@ def problem(
     group_size=1,
     num_multiprocessors=132,
     window=None,
-) -> Problem:
+) -> AttentionProblem:
     lengths = num_sequences, num_queries, num_keys
     gpu = (9, 0), num_multiprocessors
-    return Problem(head_dim, torch.bfloat16, "tf32x3", is_causal, *lengths, *gpu, tma_allowed, group_size, window)
+    return AttentionProblem(
+        head_dim, torch.bfloat16, "tf32x3", is_causal, *lengths, *gpu, tma_allowed, group_size, window
+    )
 
 
 @pytest.mark.parametrize(

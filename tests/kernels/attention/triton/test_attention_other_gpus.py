@@ -23,7 +23,7 @@ from triton.runtime import driver
 
 from cs336sys.kernels.attention import choice
 from cs336sys.kernels.attention.plan import Plan
-from cs336sys.kernels.attention.problem import AttentionOptions, Operand, Problem, make_problem
+from cs336sys.kernels.attention.problem import AttentionOptions, AttentionProblem, Operand, make_problem
 from cs336sys.kernels.attention.triton import plans
 from cs336sys.kernels.attention.triton.settings import (
     ForwardSettings,
@@ -52,7 +52,7 @@ LARGEST = {
 }
 
 
-def make_problem_on(capability: tuple[int, int], query: torch.Tensor, *arguments) -> Problem:
+def make_problem_on(capability: tuple[int, int], query: torch.Tensor, *arguments) -> AttentionProblem:
     """What ``make_problem`` makes of tensors on a GPU of this capability with 132 multiprocessors."""
     properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
     on_gpu = SimpleNamespace(is_cuda=True, shape=query.shape, dtype=query.dtype, device=query.device)

@@ -15,7 +15,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import choice
 from cs336sys.kernels.attention import operators as triton_attention
 from cs336sys.kernels.attention.operators import FlashAttentionTriton
-from cs336sys.kernels.attention.problem import Problem
+from cs336sys.kernels.attention.problem import AttentionProblem
 from cs336sys.kernels.attention.reference import reference_attention
 from cs336sys.kernels.attention.triton import plans
 from cs336sys.kernels.attention.triton.settings import (
@@ -329,7 +329,9 @@ def gpu_problems():
             for head_dim in (16, 24, 64, 96, 128, 256):
                 for length in (1, 128, 1000, 16384):
                     for tma_allowed in {False, capability >= (9, 0)}:
-                        yield Problem(head_dim, dtype, "tf32x3", True, 16, length, length, capability, 132, tma_allowed)
+                        yield AttentionProblem(
+                            head_dim, dtype, "tf32x3", True, 16, length, length, capability, 132, tma_allowed
+                        )
 
 
 def test_settings_keep_their_promises():
@@ -352,13 +354,15 @@ def test_settings_keep_their_promises():
 def test_short_sequences_need_one_launch(head_dim):
     for num_sequences, length, launches in ((1, 1024, 1), (16, 128, 1), (1, 2048, 2)):
         shape = num_sequences, length, length
-        settings = backward_settings(Problem(head_dim, torch.bfloat16, "tf32x3", True, *shape, (9, 0), 132, True), True)
+        settings = backward_settings(
+            AttentionProblem(head_dim, torch.bfloat16, "tf32x3", True, *shape, (9, 0), 132, True), True
+        )
         assert len(settings.passes) + settings.prepared == launches, (num_sequences, length)
 
 
 @pytest.mark.parametrize(("head_dim", "prepared"), [(64, False), (128, True)])
 def test_many_short_sequences_compute_d_once_where_that_takes_long(head_dim, prepared):
-    problem = Problem(head_dim, torch.bfloat16, "tf32x3", True, 16, 1024, 1024, (9, 0), 132, True)
+    problem = AttentionProblem(head_dim, torch.bfloat16, "tf32x3", True, 16, 1024, 1024, (9, 0), 132, True)
     assert backward_settings(problem, False).prepared == prepared
 
 
@@ -366,7 +370,9 @@ def test_many_short_sequences_compute_d_once_where_that_takes_long(head_dim, pre
 def test_keys_are_shared_only_by_few_programs(head_dim):
     def num_splits(num_sequences, length):
         shape = num_sequences, length, length
-        return forward_settings(Problem(head_dim, torch.bfloat16, "tf32x3", True, *shape, (9, 0), 132, True)).num_splits
+        return forward_settings(
+            AttentionProblem(head_dim, torch.bfloat16, "tf32x3", True, *shape, (9, 0), 132, True)
+        ).num_splits
 
     assert num_splits(1, 512) == 1  # a second launch would take longer than it saves
     assert num_splits(1, 1024) > num_splits(1, 8192) > 1
@@ -377,7 +383,7 @@ def test_keys_are_shared_only_by_few_programs(head_dim):
 def test_few_tiles_of_keys_are_shared_until_every_multiprocessor_has_work(head_dim):
     """A tile of keys for each program would leave some idle; more splits than tiles of queries would have none."""
     for num_sequences, length in ((1, 64), (1, 2048), (1, 8192), (4, 1024)):
-        problem = Problem(
+        problem = AttentionProblem(
             head_dim, torch.float32, "tf32x3", True, num_sequences, length, length, (9, 0), 132, tma_allowed=True
         )
         settings = backward_settings(problem, False)
