@@ -10,7 +10,7 @@ from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.sweep.run import run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.workload import LossWorkload
-from cs336sys.workload.training_text import digest
+from cs336sys.workload.training_text import text_digest
 
 
 def losses(
@@ -47,10 +47,9 @@ def losses(
     )
     paths = ",".join(map(str, text))
     tell_what_does_not_fit(workloads, run.device)
-    text_digest = digest(paths)
+    digest = text_digest(paths)
     configurations = [
-        LossWorkload(workload, paths, learning_rate, weight_decay, text_digest).configuration()
-        for workload in workloads
+        LossWorkload(workload, paths, learning_rate, weight_decay, digest).configuration() for workload in workloads
     ]
     measure = "cs336sys.experiments.losses:measure_losses"
     run_sweep("losses", measure, configurations, sweeping).report(loss_tables, output, (plot, plot_losses))

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.step_time.choice import MORE_MEMORY, Candidate, Choice, command_line, pytorch_lines
+from cs336sys.accounting.step_time.choice import MORE_MEMORY, Candidate, Choice, measuring_command, pytorch_lines
 from cs336sys.accounting.step_time.prediction import StepConfiguration
-from cs336sys.accounting.step_time.rates import Rates, short_name
+from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
 from cs336sys.report.account.step import configuration_words, step_row
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import write_figure
@@ -55,7 +55,7 @@ def choice_tables(
             "Counted in a step of your model on tensors without values: compiled blocks are assumed to move as little "
             "as ours, the memory is the eager step's, and the error above is our model's."
         )
-    title = f": {best[0].configuration.training.size.name}, {short_name(rates.gpu)}" if best else ""
+    title = f": {best[0].configuration.training.size.name}, {short_gpu_name(rates.gpu)}" if best else ""
     numbered = [{"number": number} | _row(one, rates) for number, one in enumerate(best, 1)]
     number = Column("number", "#")
     tables = [
@@ -64,7 +64,7 @@ def choice_tables(
             "commands",
             "Commands that measure them",
             (number, Column("command", "command")),
-            [{"number": i, "command": command_line(one.configuration)} for i, one in enumerate(best, 1)],
+            [{"number": i, "command": measuring_command(one.configuration)} for i, one in enumerate(best, 1)],
         ),
         Table(
             "lines",

@@ -40,7 +40,7 @@ _QUANTILES = 200
 Level = Literal["runs", "rounds", "samples"]
 
 # One side: its runs, of each its rounds, of each the samples in the order in which they were taken.
-Side = Sequence[Sequence[Sequence[float]]]
+SideSamples = Sequence[Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def ratio_of_pairs(a: Samples, b: Samples) -> Interval:
     return _interval(math.exp(statistics.median(pairs)), math.exp(low), math.exp(high), 1.0)
 
 
-def compare_sides(a: Side, b: Side, *, confidence_percent: float = 95.0) -> Difference:
+def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float = 95.0) -> Difference:
     """Compare two sides, whose samples are finite.
 
     Where a side has several runs, a run is one independent sample; else, where one has several rounds, a round is.
@@ -164,7 +164,7 @@ def compare_sides(a: Side, b: Side, *, confidence_percent: float = 95.0) -> Diff
     return Difference(level, median_a, median_b, found, ends[0], ends[1], p_value, independent, not low <= 0 <= high)
 
 
-def autocorrelation(side: Side) -> float | None:
+def autocorrelation(side: SideSamples) -> float | None:
     """Correlate the ranks of samples with the one before in the same round, -1 to 1; None for fewer than 8 a round.
 
     The estimate from a short series is too low by about ``(1 + 4 rho) / n`` (Marriott and Pope 1954), which is added.
@@ -190,7 +190,7 @@ def _logarithms(samples: Samples) -> list[float]:
     return list(map(math.log, samples.measured))
 
 
-def _units(side: Side, level: Level) -> list[float]:
+def _units(side: SideSamples, level: Level) -> list[float]:
     if level == "samples":
         return list(side[0][0])
     if level == "rounds":
@@ -204,7 +204,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [(bisect_left(ordered, value) + bisect_right(ordered, value) - 1) / 2 for value in values]
 
 
-def _worth(*sides: Side) -> float:
+def _worth(*sides: SideSamples) -> float:
     """Return the part of the samples that counts, ``(1 - rho) / (1 + rho)`` of an autoregressive series.
 
     One rho for both sides, the mean of their estimates: of each alone it is too uncertain.

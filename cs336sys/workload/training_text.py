@@ -43,7 +43,7 @@ def read_text(paths: str) -> bytes:
     return bytes(content)
 
 
-def digest(paths: str) -> str:
+def text_digest(paths: str) -> str:
     """Return a digest of what :func:`read_text` reads, as 12 hexadecimal digits.
 
     Raises:

@@ -131,7 +131,7 @@ def choose(
     return Choice(known, limit, refused, unknown)
 
 
-def command_line(configuration: StepConfiguration) -> str:
+def measuring_command(configuration: StepConfiguration) -> str:
     """Return the command of this project that measures a configuration."""
     training, size = configuration.training, configuration.training.size
     ranks = configuration.world_size

@@ -192,6 +192,6 @@ def is_scalable(gpu: str) -> bool:
     return peak_tflops(gpu, "bf16") is not None and memory_bytes_per_s(gpu) is not None
 
 
-def short_name(gpu: str) -> str:
+def short_gpu_name(gpu: str) -> str:
     """Return a GPU's name without its maker: ``H200``."""
     return re.sub(r"^NVIDIA (GeForce )?", "", gpu)

@@ -8,7 +8,7 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.calibration import Calibration
 from cs336sys.accounting.step_time.memory import step_memory
 from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime, predict_step
-from cs336sys.accounting.step_time.rates import Rates, short_name
+from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
 from cs336sys.accounting.step_time.work import TERMS
 from cs336sys.report.numbers import Value
 from cs336sys.report.table import Column, Table
@@ -111,7 +111,7 @@ def step_tables(configurations: Sequence[StepConfiguration], rates: Rates, launc
     times = [predict_step(configuration, rates, launch_s=launch_s) for configuration in configurations]
     rows = [step_row(*pair, rates) for pair in zip(configurations, times, strict=True)]
     size, training = configurations[0].training.size, configurations[0].training
-    title = f"{size.name}, context {size.context}, {training.precision}, {short_name(rates.gpu)}"
+    title = f"{size.name}, context {size.context}, {training.precision}, {short_gpu_name(rates.gpu)}"
     cost_us = 1e6 * (rates.usual_launch_s if launch_s is None else launch_s)
     notes = (
         rates.error_note,
@@ -216,6 +216,6 @@ def rates_tables(calibration: Calibration) -> list[Table]:
             f"{calibration.uneven_host}. No rate predicts both; a CUDA graph, --launch-us or --measure does."
         )
     return [
-        Table("rates", f"Rates of {short_name(rates.gpu)}, from saved cells", _RATE_COLUMNS, rate_rows),
+        Table("rates", f"Rates of {short_gpu_name(rates.gpu)}, from saved cells", _RATE_COLUMNS, rate_rows),
         Table("errors", "Errors of predicted steps, leave-one-out", _ERROR_COLUMNS, error_rows, notes),
     ]
