@@ -163,7 +163,7 @@ def _read_snapshots(
 ) -> None:
     from cs336sys.report.memory.page import check_directory
     from cs336sys.report.memory.snapshots import (
-        difference_tables,
+        snapshot_difference_tables,
         snapshot_tables,
         write_snapshot_files,
         write_snapshot_page,
@@ -178,7 +178,7 @@ def _read_snapshots(
         before = _diagnoses(against)
         if len(before) > 1 and len(diagnoses) > 1:
             raise UsageError(f"--against {len(before)} snapshots and --from {len(diagnoses)}: one of them must be one")
-        tables = difference_tables(before, diagnoses, top)
+        tables = snapshot_difference_tables(before, diagnoses, top)
     else:
         tables = snapshot_tables(diagnoses, top)
     if html is not None:

@@ -60,8 +60,8 @@ def trace(
     from cs336sys.measure.profile.reading import read_captures
     from cs336sys.report.outputs import write_file
     from cs336sys.report.page import check_page
-    from cs336sys.report.profile.trace import Shown
-    from cs336sys.report.profile.trace_cells import AFTER, BEFORE, all_tables, cells_of, difference_of, saved_sides
+    from cs336sys.report.profile.trace import DisplayOptions
+    from cs336sys.report.profile.trace_cells import AFTER, BEFORE, all_tables, capture_cells, difference_of, saved_sides
     from cs336sys.report.profile.trace_difference import waterfall
     from cs336sys.report.profile.trace_page import trace_page
     from cs336sys.results.file import check_appendable
@@ -92,10 +92,12 @@ def trace(
     cells = [
         cell
         for side, read in reads.items()
-        for cell in cells_of(side, read, roofline=roofline, ceilings=measured, bandwidths=bandwidths, run_id=run_id)
+        for cell in capture_cells(
+            side, read, roofline=roofline, ceilings=measured, bandwidths=bandwidths, run_id=run_id
+        )
     ]
     sides = saved_sides(cells)
-    tables = all_tables(sides, Shown(top, full_names, roofline, measured, bandwidths))
+    tables = all_tables(sides, DisplayOptions(top, full_names, roofline, measured, bandwidths))
     if save is not None:
         _save(save, run_id, reads[BEFORE], cells)
     if html is None or output.output is not None or output.format is not None or output.table:

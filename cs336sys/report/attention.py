@@ -111,7 +111,7 @@ def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], ca
     for cell in cells:
         rows.append(dict(cell.configuration))
         if cell in plain:
-            memory = predicted_memory(cell)
+            memory = predicted_eager_memory(cell)
             rows[-1] |= {"predicted_held_gib": memory.held / GIB, "predicted_peak_gib": memory.peak / GIB}
     notes = ["predicted for plain attention, eager with torch.softmax; fused kernels hold a row statistic a query"]
     if capacity is not None:
@@ -149,20 +149,20 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     tables = [Table("attn", heading, columns, rows, (*notes, *reasons(cells, "implementation")), "more --steps")]
     out_of_memory = [cell for cell in cells if cell.status == "oom"]
     if out_of_memory:
-        tables.append(_worked_through(min(out_of_memory, key=lambda cell: predicted_memory(cell).peak)))
+        tables.append(_worked_through(min(out_of_memory, key=lambda cell: predicted_eager_memory(cell).peak)))
     growth = _growth(cells)
     return [*tables, growth] if growth else tables
 
 
 def _attn_row(cell: Cell) -> dict[str, Any]:
-    memory = predicted_memory(cell)
+    memory = predicted_eager_memory(cell)
     row = dict(cell.configuration) | {"status": cell.status}
     if cell.configuration["implementation"] != "model":
         row |= {"predicted_held_gib": memory.held / GIB, "predicted_peak_gib": memory.peak / GIB}
     return row | cell.derived | {f"{name}_ms": samples for name, samples in cell.samples.items()}
 
 
-def predicted_memory(cell: Cell) -> AttentionMemory:
+def predicted_eager_memory(cell: Cell) -> AttentionMemory:
     """Predict what eager attention of a cell's shape holds, on paper."""
     return attention_memory(*_sequences(cell), causal=cell.configuration["causal"], implementation="eager")
 
@@ -235,8 +235,8 @@ _ATTN_PARTS: dict[str, tuple[str, Callable[[Cell], float | None]]] = {
     "peak": ("peak, GiB", lambda cell: cell.derived.get("peak_gib")),
 }
 _PREDICTED: dict[str, Callable[[Cell], float]] = {
-    "held": lambda cell: predicted_memory(cell).held / GIB,
-    "peak": lambda cell: predicted_memory(cell).peak / GIB,
+    "held": lambda cell: predicted_eager_memory(cell).held / GIB,
+    "peak": lambda cell: predicted_eager_memory(cell).peak / GIB,
 }
 
 

@@ -63,7 +63,7 @@ def scaling(
     """
     from cs336sys.accounting.scaling import Dtypes, Simulation
     from cs336sys.report.account.rates import device_time, read_measured, simulated_cluster
-    from cs336sys.report.account.scaling import plot_scaling, scaling_table, simulate_scaling
+    from cs336sys.report.account.scaling import plot_simulated_scaling, scaling_table, simulate_scaling
     from cs336sys.report.outputs import check_plot
 
     chosen = choose_size(size, context=context)
@@ -90,7 +90,7 @@ def scaling(
     simulated = [simulate_scaling(simulation, scalings, counts, None if kind == "any" else kind) for kind in meshes]
     output.emit([scaling_table(simulated, simulation, [time_note, *cluster_notes])])
     if plot is not None:
-        plot_scaling(simulated[meshes.index("any")], simulation, plot)
+        plot_simulated_scaling(simulated[meshes.index("any")], simulation, plot)
 
 
 def _scalings(ctx: typer.Context, scaling: list[str], batches: dict[str, int]) -> dict[str, int]:

@@ -89,7 +89,7 @@ def _row(
     return row | fill_row(_COLUMNS, step) | {"tflops": simulation.flops_per_s(step) / 1e12}
 
 
-def plot_scaling(simulated: Simulated, simulation: Simulation, path: Path) -> None:
+def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: Path) -> None:
     """Above, tokens/s of a device over the devices, by strategy and by the fastest mesh; below, a rank's memory."""
     from matplotlib.figure import Figure
 

@@ -48,7 +48,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Block:
+class MachineAnswer:
     """One machine's answer to one part.
 
     Attributes:
@@ -74,7 +74,7 @@ class Section:
     """
 
     letter: str
-    blocks: Sequence[Block]
+    blocks: Sequence[MachineAnswer]
     absent: Sequence[str] = ()
 
 
@@ -129,7 +129,7 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
     # What the handout asks and is missing comes from no command of the one size that is asked for in its place, and may
     # want more GPUs than there are here.
     handouts_own = [command.line for command in part.commands(replace(target, size=None, gpus=max(target.gpus, 8)))]
-    blocks: list[Block] = []
+    blocks: list[MachineAnswer] = []
     for evidence in evidences:
         answer = Answer(evidence, target.handout, prose_of(part.answer))
         try:
@@ -156,9 +156,9 @@ def _caption(name: str) -> str:
     return f"{shown}, {number}" if number else shown
 
 
-def _block(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> Block:
+def _block(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> MachineAnswer:
     """An answer as it is written, with the commands in ``sources`` as where what it lacks comes from."""
-    measured = [command_line(run) for run in answer.runs.values()]
+    measured = [typed_command(run) for run in answer.runs.values()]
     # Some say themselves what would give them.
     missing = [f"Not measured: {one}." for one in answer.missing if "`" in one]
     plain = [one for one in answer.missing if "`" not in one]
@@ -166,7 +166,7 @@ def _block(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> Bloc
         source = f" Measure it with {', '.join(f'`{line}`' for line in sources)}." if sources else ""
         missing.append(f"Not measured: {'; '.join(plain)}.{source}")
     pictures = [Picture(_caption(name), draw) for name, draw in answer.pictures.items()]
-    return Block(
+    return MachineAnswer(
         answer.evidence.machine if answer.runs else "",
         list(dict.fromkeys(measured)) or list(lines),
         answer.sentences,
@@ -186,7 +186,7 @@ def _saying_once(tables: Sequence[Table]) -> list[Table]:
     return kept[::-1]
 
 
-def command_line(run: Run) -> str:
+def typed_command(run: Run) -> str:
     """Return what was typed, without where its results went."""
     kept: list[str] = []
     arguments = iter(run.arguments)

@@ -129,7 +129,7 @@ def arithmetic(line: str) -> Callable[["Target"], list[Command]]:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class TrainingSweep:
     """Training steps to measure, as options of a command that trains; the cells are the product of the lists.
 
     Attributes:

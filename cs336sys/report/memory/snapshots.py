@@ -198,7 +198,9 @@ def _provable(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
     return Table("provable", "what lifetimes prove could be saved", columns, rows, notes=(note,))
 
 
-def difference_tables(before: Sequence[MemoryDiagnosis], after: Sequence[MemoryDiagnosis], top: int) -> list[Table]:
+def snapshot_difference_tables(
+    before: Sequence[MemoryDiagnosis], after: Sequence[MemoryDiagnosis], top: int
+) -> list[Table]:
     """Build tables of memory that is new, gone, larger or smaller from one snapshot to another, each at its moment."""
     pairs = [(old, new) for new in after for old in before if old.device == new.device]
     rows: list[dict[str, Any]] = []

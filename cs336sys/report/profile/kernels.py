@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredProfile:
     """A profile and what it is of.
 
     Attributes:
@@ -69,7 +69,7 @@ _BOTH_PASSES = ("forward", "loss", "backward")
 _OPTIMIZER_PHASE = "optimizer"
 
 
-def top_kernel_table(measured: Sequence[Measured], labels: Sequence[Column]) -> Table:
+def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
     """The kernel that takes most time in the first phase, and in forward and backward pass together."""
     rows = []
     for m in measured:
@@ -103,7 +103,12 @@ def top_kernel_table(measured: Sequence[Measured], labels: Sequence[Column]) -> 
 
 
 def kernel_table(
-    measured: Sequence[Measured], labels: Sequence[Column], top: int, full_names: bool, *, without_matmul: bool = False
+    measured: Sequence[MeasuredProfile],
+    labels: Sequence[Column],
+    top: int,
+    full_names: bool,
+    *,
+    without_matmul: bool = False,
 ) -> Table:
     """The ``top`` kernels of each phase by time."""
     rows = []
@@ -161,7 +166,7 @@ def _kernel_row(kernel: KernelTime, total_ns: int, ranges: int) -> dict[str, Any
     }
 
 
-def share_table(measured: Sequence[Measured], labels: Sequence[Column]) -> Table:
+def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
     """Build the table of each kind's share of kernel time, in each phase and in the whole step."""
     rows = []
     unclassified: Counter[str] = Counter()
@@ -237,7 +242,7 @@ _INCHES_BETWEEN = 0.55
 _LEAST_LABELLED_PERCENT = 14.0
 
 
-def plot_shares(measured: Sequence[Measured], labels: Sequence[Column], path: Path) -> None:
+def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], path: Path) -> None:
     """A row of axes for each size, a column for each phase; a bar for each profile, of what share each kind takes.
 
     The time of all kernels of the phase stands next to its bar.

@@ -11,7 +11,7 @@ from cs336sys.measure.profile.summary import Profile, RangeTime
 from cs336sys.measure.profile.taxonomy import MATMUL, category_of
 from cs336sys.measure.range_names import FINAL_MATMUL, SCORES, SOFTMAX, STEP
 from cs336sys.report.bench import LAUNCH_BOUND_IDLE_PERCENT
-from cs336sys.report.profile.kernels import Measured, kernel_table, plot_shares, share_table, top_kernel_table
+from cs336sys.report.profile.kernels import MeasuredProfile, kernel_table, plot_shares, share_table, top_kernel_table
 from cs336sys.report.profile.trace import part_table, verdict_table
 from cs336sys.report.profile.verdict import verdict
 from cs336sys.report.table import Column, Table, with_rows
@@ -25,7 +25,7 @@ from cs336sys.workload import ProfileWorkload, Workload
 _OTHER = "other"
 
 
-def attention_table(measured: Sequence[Measured], labels: Sequence[Column]) -> Table | None:
+def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table | None:
     """Time, FLOPs and bytes of both; None where no profile shows the parts of attention."""
     rows = [{**m.labels, **_row(m)} for m in measured if {SCORES, SOFTMAX} <= {part.name for part in m.profile.parts}]
     if not rows:
@@ -53,7 +53,7 @@ def attention_table(measured: Sequence[Measured], labels: Sequence[Column]) -> T
     return Table("attention", "nsys: softmax against the matmuls inside attention", columns, rows, notes=notes)
 
 
-def _row(measured: Measured) -> dict[str, Any]:
+def _row(measured: MeasuredProfile) -> dict[str, Any]:
     totals: Counter[str] = Counter()
     for kernel in measured.profile.part_kernels:
         is_meant = kernel.range == SOFTMAX or category_of(kernel.kernel) == MATMUL
@@ -90,7 +90,7 @@ _ALL_PERCENT = 99.995
 
 
 def phase_table(
-    measured: Sequence[Measured],
+    measured: Sequence[MeasuredProfile],
     failed: Sequence[dict[str, Any]],
     labels: Sequence[Column],
     title: str,
@@ -123,7 +123,7 @@ def phase_table(
     return Table("phases", title, columns, [*rows, *failed], notes=(*notes, *_notes(measured)))
 
 
-def _phase_row(measured: Measured, row: RangeTime) -> dict[str, Any]:
+def _phase_row(measured: MeasuredProfile, row: RangeTime) -> dict[str, Any]:
     unprofiled = measured.unprofiled(row.name)
     wall_ms, busy_ms = row.wall_ns / row.count / 1e6, row.busy_ns / row.count / 1e6
     # A profiler slows the CPU down and not the GPU, so the step without one says how long the GPU really waits. The
@@ -146,7 +146,7 @@ def _phase_row(measured: Measured, row: RangeTime) -> dict[str, Any]:
     }
 
 
-def _notes(measured: Sequence[Measured]) -> list[str]:
+def _notes(measured: Sequence[MeasuredProfile]) -> list[str]:
     """Say how much of the work has a phase, and what is unusual."""
     if not measured:
         return []
@@ -180,14 +180,14 @@ def _notes(measured: Sequence[Measured]) -> list[str]:
     return notes
 
 
-def _words(measured: Measured) -> str:
+def _words(measured: MeasuredProfile) -> str:
     words = [str(measured.labels[name]) for name in ("size", "context", "precision") if name in measured.labels]
     return f"{' '.join(words)}: " if words else ""
 
 
-def precision_table(measured: Sequence[Measured], labels: Sequence[Column]) -> Table:
+def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
     """Each phase and each part of attention in fp32 and in bf16, all else equal."""
-    pairs: dict[str, dict[str, Measured]] = {}
+    pairs: dict[str, dict[str, MeasuredProfile]] = {}
     for m in measured:
         all_else = configuration_key(m.labels, ignore=("precision",))
         pairs.setdefault(all_else, {})[m.labels["precision"]] = m
@@ -209,7 +209,7 @@ def precision_table(measured: Sequence[Measured], labels: Sequence[Column]) -> T
     return Table("precisions", "nsys: fp32 against bf16", columns, rows, notes=(note,))
 
 
-def _precision_rows(fp32: Measured, bf16: Measured) -> list[dict[str, Any]]:
+def _precision_rows(fp32: MeasuredProfile, bf16: MeasuredProfile) -> list[dict[str, Any]]:
     others = {row.name: row for row in (*bf16.ranges, *bf16.profile.parts)}
     rows = []
     for row in (*fp32.ranges, *fp32.profile.parts):
@@ -283,7 +283,7 @@ def plot_report(profile: Profile, path: Path) -> None:
     plot_shares(*_of_report(profile), path)
 
 
-def _of_report(profile: Profile) -> tuple[list[Measured], tuple[Column, ...]]:
+def _of_report(profile: Profile) -> tuple[list[MeasuredProfile], tuple[Column, ...]]:
     """The profile, and the columns that say what was run, where the report knows it."""
     values: dict[str, Any] = {}
     labels: tuple[Column, ...] = ()
@@ -291,12 +291,12 @@ def _of_report(profile: Profile) -> tuple[list[Measured], tuple[Column, ...]]:
         workload = Workload.from_configuration(profile.configuration)
         values = profile.configuration | {"parameters": workload.parameters}
         labels = (SIZE_COLUMNS[0], *(SETTING_COLUMNS[name] for name in (*_ALWAYS_SHOWN, "compile", "mode")))
-    return [Measured(values, profile)], labels
+    return [MeasuredProfile(values, profile)], labels
 
 
-def _measured(cells: Sequence[Cell]) -> list[Measured]:
+def _measured(cells: Sequence[Cell]) -> list[MeasuredProfile]:
     return [
-        Measured(_labels(cell), Profile.from_json(cell.derived["profile"]), cell)
+        MeasuredProfile(_labels(cell), Profile.from_json(cell.derived["profile"]), cell)
         for cell in cells
         if cell.status == "ok"
     ]
@@ -314,7 +314,9 @@ def _profilers(cells: Sequence[Cell]) -> list[str]:
     return [f"profiled by {name}" + (f", because {reason}" if reason else "") for name, reason in used.items()]
 
 
-def _kernel_tables(measured: Sequence[Measured], labels: Sequence[Column], top: int, full_names: bool) -> list[Table]:
+def _kernel_tables(
+    measured: Sequence[MeasuredProfile], labels: Sequence[Column], top: int, full_names: bool
+) -> list[Table]:
     if not measured:
         return []
     tables = [

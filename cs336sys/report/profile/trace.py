@@ -32,7 +32,7 @@ _MUCH_LAUNCHING = 0.03
 
 
 @dataclass(frozen=True)
-class Shown:
+class DisplayOptions:
     """Display options of a capture's tables.
 
     Attributes:
@@ -189,7 +189,7 @@ def module_table(analyses: Sequence[Analysis], top: int) -> Table:
     return Table("modules", "trace: kernels by module", (_GPU, Column("module", "module"), *_TIMES), rows, notes=notes)
 
 
-def kernel_rows(analyses: Sequence[Analysis], shown: Shown) -> Table:
+def kernel_rows(analyses: Sequence[Analysis], shown: DisplayOptions) -> Table:
     """The kernels that take most time, by name."""
     rows = []
     for one in analyses:
@@ -202,7 +202,7 @@ def kernel_rows(analyses: Sequence[Analysis], shown: Shown) -> Table:
     return Table("kernels", f"trace: the {shown.top} kernels that take most time", columns, rows)
 
 
-def operator_table(analyses: Sequence[Analysis], shown: Shown) -> Table:
+def operator_table(analyses: Sequence[Analysis], shown: DisplayOptions) -> Table:
     """The operators that take most time by the shapes of their inputs, with their FLOPs and what the GPU could do."""
     rows: list[dict[str, Any]] = []
     sources: dict[str, None] = {}
@@ -414,7 +414,7 @@ def rank_table(analyses: Sequence[Analysis], ranks: RanksFound | None) -> Table:
     return Table("ranks", "trace: each rank", columns, rows, notes=notes)
 
 
-def trace_tables(analyses: Sequence[Analysis], ranks: RanksFound | None, shown: Shown) -> list[Table]:
+def trace_tables(analyses: Sequence[Analysis], ranks: RanksFound | None, shown: DisplayOptions) -> list[Table]:
     """All tables; with several ranks, those of kernels are of the first alone."""
     first = analyses[:1]
     straggler = find_straggler(analyses) if ranks is not None else None

@@ -9,7 +9,7 @@ from cs336sys.measure.profile.analysis import Analysis
 from cs336sys.measure.profile.difference import CaptureDifference, compare_captures
 from cs336sys.measure.profile.ranks import RanksFound
 from cs336sys.measure.profile.reading import Read
-from cs336sys.report.profile.trace import Shown, file_words, trace_tables
+from cs336sys.report.profile.trace import DisplayOptions, file_words, trace_tables
 from cs336sys.report.profile.trace_difference import difference_tables
 from cs336sys.report.table import Table
 from cs336sys.results.model import Cell, Samples
@@ -18,14 +18,14 @@ BEFORE, AFTER = "before", "after"
 
 
 @dataclass(frozen=True)
-class Side:
+class CaptureAnalyses:
     """The analyses of one capture, or of one training's ranks."""
 
     analyses: tuple[Analysis, ...]
     ranks: RanksFound | None = None
 
 
-def cells_of(
+def capture_cells(
     side: str,
     read: Read,
     *,
@@ -54,7 +54,7 @@ def cells_of(
     ]
 
 
-def saved_sides(cells: Sequence[Cell]) -> dict[str, Side]:
+def saved_sides(cells: Sequence[Cell]) -> dict[str, CaptureAnalyses]:
     """The sides that cells hold, the one before first."""
     sides = {}
     for name in (BEFORE, AFTER):
@@ -62,18 +62,18 @@ def saved_sides(cells: Sequence[Cell]) -> dict[str, Side]:
         if own:
             found = own[0].derived["ranks"]
             ranks = RanksFound.from_json(found) if found else None
-            sides[name] = Side(tuple(Analysis.from_json(cell.derived["trace"]) for cell in own), ranks)
+            sides[name] = CaptureAnalyses(tuple(Analysis.from_json(cell.derived["trace"]) for cell in own), ranks)
     return sides
 
 
-def difference_of(sides: dict[str, Side]) -> CaptureDifference | None:
+def difference_of(sides: dict[str, CaptureAnalyses]) -> CaptureDifference | None:
     """Return the changes between two sides, in the first rank of each; None where there is one side."""
     if len(sides) < 2:
         return None
     return compare_captures(sides[BEFORE].analyses[0], sides[AFTER].analyses[0])
 
 
-def all_tables(sides: dict[str, Side], shown: Shown) -> list[Table]:
+def all_tables(sides: dict[str, CaptureAnalyses], shown: DisplayOptions) -> list[Table]:
     """The tables of one capture, or of what changed between two."""
     found = difference_of(sides)
     if found is None:
@@ -99,4 +99,4 @@ def saved_trace_tables(cells: Sequence[Cell], top: int, full_names: bool) -> lis
     alone = next((found for cell in cells if (found := cell.derived.get("bandwidths"))), None)
     bandwidths = None if alone is None else BusBandwidths.from_json(alone)
     roofline = any(cell.configuration["roofline"] for cell in cells)
-    return all_tables(saved_sides(cells), Shown(top, full_names, roofline, ceilings, bandwidths))
+    return all_tables(saved_sides(cells), DisplayOptions(top, full_names, roofline, ceilings, bandwidths))

@@ -5,7 +5,7 @@ import math
 from cs336sys.measure.profile.difference import CaptureDifference, TimeChange
 from cs336sys.measure.profile.taxonomy import short_name
 from cs336sys.report.numbers import format_number
-from cs336sys.report.profile.trace import Shown, shape_words, verdict_table
+from cs336sys.report.profile.trace import DisplayOptions, shape_words, verdict_table
 from cs336sys.report.table import Column, Table, with_rows
 
 _NAMED = 3
@@ -43,7 +43,7 @@ def _name(change: TimeChange) -> str:
     return short_name(change.what) if change.is_kernel and " -> " not in change.what else change.what
 
 
-def difference_tables(found: CaptureDifference, title: str, shown: Shown) -> list[Table]:
+def difference_tables(found: CaptureDifference, title: str, shown: DisplayOptions) -> list[Table]:
     """The verdict, the waterfall and the changes."""
     # The largest, and of those that are no noise some more.
     chosen = [one for number, one in enumerate(found.changes) if number < shown.top or one.is_told][: 3 * shown.top]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import app
 from cs336sys.report.course import problems
-from cs336sys.report.course.document import command_line
+from cs336sys.report.course.document import typed_command
 from cs336sys.report.course.evidence import machine_name
 from cs336sys.report.course.handouts import PROBLEMS
 from cs336sys.report.course.prose import FORMATS, LIST_FORMATS, Prose, as_long, change, speed
@@ -170,7 +170,7 @@ def test_the_page_of_the_course_names_every_part_in_order_and_commands_that_were
         letters[name] += "".join(re.findall(r"\((\w)\)", parts.strip() or answered_by))
     asked = {problem.name: "".join(part.letter for part in problem.parts) for problem in PROBLEMS[year]}
     assert list(letters.items()) == list(asked.items())
-    measured = {command_line(run) for results in everything for run in results.runs.values()}
+    measured = {typed_command(run) for results in everything for run in results.runs.values()}
     named = {line for _, _, cell in rows for line in re.findall(r"`(cs336sys [^`]+)`", cell)}
     arithmetic = {line for line in named if line.startswith("cs336sys account ") or line.endswith(" --help")}
     assert named - arithmetic <= measured
@@ -266,7 +266,7 @@ def test_templates_have_known_formats_and_no_sentence_that_nobody_says(path):
 
 def test_commands_are_shown_without_where_their_results_went():
     (run,) = saved("ddp-fp32-h200")[0].runs.values()
-    assert command_line(run) == (
+    assert typed_command(run) == (
         "cs336sys ddp --size xl --world-size 2 --optimizer fused --bucket-mb 1,10,100,1000 --precision fp32 --mode "
         "naive,flat,overlap,bucketed,torch --warmup 2 --steps 5"
     )

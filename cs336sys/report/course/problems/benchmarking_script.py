@@ -6,7 +6,7 @@ from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import PLAIN, PLAIN_OF_ANY_MODE, Evidence, Found, cells_of, measured_of
-from cs336sys.report.course.problem import Command, Sweep, Target
+from cs336sys.report.course.problem import Command, Target, TrainingSweep
 from cs336sys.results.model import Cell
 from cs336sys.sizes import SIZES
 from cs336sys.workload import Workload
@@ -81,7 +81,7 @@ def _say_timings(answer: Answer, measured: Sequence[Cell]) -> None:
 def timing_commands(target: Target) -> list[Command]:
     """In both precisions, so that ``benchmarking_mixed_precision`` needs no run of its own."""
     options = {"precision": ("fp32", "bf16")}
-    return [Sweep("bench", target.sizes(target.handout.sizes), options=options).on(target)]
+    return [TrainingSweep("bench", target.sizes(target.handout.sizes), options=options).on(target)]
 
 
 def warmup(answer: Answer) -> None:
@@ -142,4 +142,4 @@ def _by_warmup(evidence: Evidence):
 
 
 def warmup_commands(target: Target) -> list[Command]:
-    return [Sweep("bench", target.sizes(target.handout.sizes), options={"warmup": _WARMUPS}).on(target)]
+    return [TrainingSweep("bench", target.sizes(target.handout.sizes), options={"warmup": _WARMUPS}).on(target)]

@@ -7,7 +7,7 @@ from cs336sys.accounting.communication import bucket_answers
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import Found
-from cs336sys.report.course.problem import Command, Sweep, Target, state_gib
+from cs336sys.report.course.problem import Command, Target, TrainingSweep, state_gib
 from cs336sys.report.course.prose import ALIKE, faster
 from cs336sys.report.ddp import bucket_sweeps, link_of
 from cs336sys.results.model import Samples
@@ -166,7 +166,7 @@ def xl_command(target: Target, command: str, *flags: str, cells: int, **options:
     # As many as the handouts ask for are the commands' own.
     warm = ("--warmup", "1", "--steps", "4") if target.is_small else ()
     flags = (*flags[:2], "--world-size", "2", *warm, *flags[2:])
-    planned = Sweep(command, sizes, options=options, flags=flags, steps=20 * cells, ranks=2).on(target)
+    planned = TrainingSweep(command, sizes, options=options, flags=flags, steps=20 * cells, ranks=2).on(target)
     need = max(planned.memory_gib or 0.0, state_gib(sizes[0]))
     return Command(planned.arguments, planned.seconds + 15 * cells, need, 2)
 

@@ -4,7 +4,7 @@ from cs336sys.accounting.checkpointing import best_group_size, checkpointing_ans
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Found
-from cs336sys.report.course.problem import GIB, Command, Sweep, Target
+from cs336sys.report.course.problem import GIB, Command, Target, TrainingSweep
 from cs336sys.report.course.prose import derived_sentence
 from cs336sys.results.model import Cell
 from cs336sys.sizes import choose_size
@@ -125,4 +125,6 @@ def checkpointing_commands(target: Target) -> list[Command]:
     strategies = ("none", "block", "every=2", "every=3", "sublayer", "attention", "ffn", "nested")
     options = {"precision": ("fp32",), "checkpoint": strategies}
     flags = ("--no-predict", "--steps", "1")
-    return [Sweep("memprof", target.sizes((_SIZE,)), target.contexts((2048,)), options, flags, steps=5).on(target)]
+    return [
+        TrainingSweep("memprof", target.sizes((_SIZE,)), target.contexts((2048,)), options, flags, steps=5).on(target)
+    ]

@@ -8,7 +8,7 @@ from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.one_device import tensor_answers
 from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Found, cells_of, measured_of
-from cs336sys.report.course.problem import GIB, Command, Sweep, Target
+from cs336sys.report.course.problem import GIB, Command, Target, TrainingSweep
 from cs336sys.report.course.prose import ALIKE, derived_sentence, percent
 from cs336sys.results.model import Cell
 from cs336sys.sizes import SIZES, choose_size
@@ -282,4 +282,4 @@ def memory_commands(target: Target) -> list[Command]:
     options = {"mode": ("forward", "forward-backward", "train"), "precision": ("fp32", "bf16")}
     contexts = target.contexts(sorted(target.handout.memory_contexts))
     flags = ("--no-predict", "--steps", "1")
-    return [Sweep("memprof", target.sizes((SIZE,)), contexts, options, flags, steps=4).on(target)]
+    return [TrainingSweep("memprof", target.sizes((SIZE,)), contexts, options, flags, steps=4).on(target)]

@@ -6,7 +6,7 @@ from operator import itemgetter
 
 from cs336sys.report.course.answer import Answer, of_medians
 from cs336sys.report.course.evidence import PLAIN, PLAIN_OF_ANY_MODE, Found, cells_of, measured_of
-from cs336sys.report.course.problem import Command, Sweep, Target
+from cs336sys.report.course.problem import Command, Target, TrainingSweep
 from cs336sys.report.course.prose import ALIKE, trend
 from cs336sys.report.profile.tables import LAUNCH_BOUND_IDLE_PERCENT
 
@@ -259,4 +259,4 @@ def profile_commands(target: Target) -> list[Command]:
     contexts = target.contexts(handout.profile_contexts)[-2 if target.is_small else 0 :]
     # The profile itself and the steps without a profiler; nsys writes and exports its report.
     options = {"mode": ("train", "forward")}
-    return [Sweep("nsys", target.sizes(handout.profile_sizes), contexts, options, steps=25).on(target)]
+    return [TrainingSweep("nsys", target.sizes(handout.profile_sizes), contexts, options, steps=25).on(target)]

@@ -7,10 +7,10 @@ from operator import itemgetter
 from cs336sys.accounting.activations import attention_memory
 from cs336sys.accounting.hardware import memory_bytes
 from cs336sys.accounting.one_device import attention_answers
-from cs336sys.report.attention import predicted_memory
+from cs336sys.report.attention import predicted_eager_memory
 from cs336sys.report.course.answer import Answer, compared, compared_headers
 from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Found, cells_of
-from cs336sys.report.course.problem import GIB, Command, Sweep, Target, simple
+from cs336sys.report.course.problem import GIB, Command, Target, TrainingSweep, simple
 from cs336sys.report.course.prose import ALIKE
 from cs336sys.results.model import Cell
 
@@ -75,7 +75,7 @@ def _say_growth(answer: Answer, cells: Sequence[Cell]) -> None:
 def _say_workspace(answer: Answer, measured: Sequence[Cell]) -> None:
     """Say that the first shape holds more than its tensors, which bends the curve of short contexts."""
     surplus = [
-        cell.derived["held_gib"] - predicted_memory(cell).held / GIB
+        cell.derived["held_gib"] - predicted_eager_memory(cell).held / GIB
         for cell in measured[:2]
         if cell.derived.get("held_gib") is not None
     ]
@@ -188,4 +188,4 @@ def _compiled_rows(group: Found) -> list[dict]:
 
 def compiled_model_commands(target: Target) -> list[Command]:
     sizes = target.sizes(target.handout.sizes[:-1])
-    return [Sweep("bench", sizes, options={"compile": ("off", "model")}).on(target)]
+    return [TrainingSweep("bench", sizes, options={"compile": ("off", "model")}).on(target)]
