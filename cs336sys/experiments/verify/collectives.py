@@ -26,7 +26,7 @@ _MOST_DELAYS = 8
 
 
 @dataclass(frozen=True)
-class Launch:
+class CollectiveLaunch:
     """A collective that this rank launched.
 
     Attributes:
@@ -67,7 +67,7 @@ class CollectiveWatcher(DispatchMode):
 
     def __init__(self, folder: Path | None, is_late: bool) -> None:
         super().__init__()
-        self.launches: list[Launch] = []
+        self.launches: list[CollectiveLaunch] = []
         self.step, self.phase = 0, "wrap"
         self.waiting: dict[str, Tensor] = {}
         self.dtypes: set[torch.dtype] = set()
@@ -103,7 +103,7 @@ class CollectiveWatcher(DispatchMode):
         self.dtypes |= set() if self.phase == "wrap" else {one.dtype for one in tensors if one.is_floating_point()}
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         elements = max(sum(one.numel() for one in tree_leaves(arg) if isinstance(one, Tensor)) for arg in args)
-        self.launches.append(Launch(name, elements, dtype, *moment, self._line(), self._incomplete(tensors)))
+        self.launches.append(CollectiveLaunch(name, elements, dtype, *moment, self._line(), self._incomplete(tensors)))
 
     def _line(self) -> str:
         if self._folder is None:

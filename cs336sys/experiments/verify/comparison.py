@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cs336sys.experiments.verify.cases import Program
 from cs336sys.experiments.verify.held import assemble
-from cs336sys.experiments.verify.rank import Found
+from cs336sys.experiments.verify.rank import RankFindings
 from cs336sys.experiments.verify.reference import Record, Reference
 from cs336sys.workload.verification import VerifiedWorkload
 
@@ -50,7 +50,7 @@ class Finding:
     def told(self) -> str:
         names = {"weight": "weight of", "gradient": "gradient of", "state": "optimizer state of", "buffer": "buffer"}
         subject = f"{names[self.what]} {self.name}" if self.what in names else _SUBJECTS[self.what].format(self.name)
-        by = "missing" if self.found is None and self.what == "gradient" else f"off by {percent(self.relative)}"
+        by = "missing" if self.found is None and self.what == "gradient" else f"off by {format_relative(self.relative)}"
         when = "before the first step" if self.step == 0 else f"step {self.step}"
         return f"{when}, rank {self.rank}: {subject} is {by}"
 
@@ -63,7 +63,7 @@ _SUBJECTS = {
 }
 
 
-def percent(relative: float) -> str:
+def format_relative(relative: float) -> str:
     """Write a relative difference in percent."""
     return "more than its size" if not math.isfinite(relative) else f"{100 * relative:.3g} %"
 
@@ -96,10 +96,12 @@ def rank_groups(workload: VerifiedWorkload) -> list[list[int]]:
     return [*groups, list(range(workload.world_size))]
 
 
-class Comparison:
+class CaseComparison:
     """Compares a case's ranks with one process."""
 
-    def __init__(self, workload: VerifiedWorkload, program: Program, reference: Reference, found: Sequence[Found]):
+    def __init__(
+        self, workload: VerifiedWorkload, program: Program, reference: Reference, found: Sequence[RankFindings]
+    ):
         self.workload, self.program, self.reference, self.found = workload, program, reference, found
         self.groups = rank_groups(workload)
         self.shapes = {name: value.shape for name, value in reference.record.weights[0].items()}
@@ -292,7 +294,7 @@ def _norm_of_all(tensors: Mapping[str, Tensor]) -> float:
     return math.hypot(*map(norm_of, tensors.values())) if tensors else 0.0
 
 
-def different_runs(first: Sequence[Found], second: Sequence[Found], allowed: float) -> str:
+def different_runs(first: Sequence[RankFindings], second: Sequence[RankFindings], allowed: float) -> str:
     """The first parameter whose gradient or weight differs between two runs of a case, or nothing."""
     for one, other in zip(first, second, strict=True):
         for own, again in zip(one.record.gradients, other.record.gradients, strict=False):

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from cs336sys.experiments.verify.cases import SAVED_AFTER, Program, build_subject
 from cs336sys.experiments.verify.comparison import Compared, Finding, norm_of
-from cs336sys.experiments.verify.evidence import EXPLAINED, OF_GRADIENTS, Diagnosis, Evidence, proportion, ratio_of
+from cs336sys.experiments.verify.evidence import EXPLAINED, OF_GRADIENTS, Diagnosis, FaultEvidence, proportion, ratio_of
 from cs336sys.experiments.verify.gradient_diagnosis import of_gradient
-from cs336sys.experiments.verify.rank import Found
+from cs336sys.experiments.verify.rank import RankFindings
 from cs336sys.experiments.verify.reference import Reference
 from cs336sys.workload.verification import VerifiedWorkload
 
@@ -21,8 +21,8 @@ def diagnose_case(
     program: Program,
     reference: Reference,
     compared: Compared,
-    found: Sequence[Found],
-    watched: Sequence[Found],
+    found: Sequence[RankFindings],
+    watched: Sequence[RankFindings],
     wrap_line: str,
     known: Diagnosis | None,
 ) -> Diagnosis:
@@ -35,7 +35,7 @@ def diagnose_case(
     first = compared.findings[0]
     if known is not None and known.first == (first.what, first.step, first.name):
         return replace(known, meaning=f"as in the plain step: {known.meaning}")
-    case = Evidence(workload, program, reference, compared, found, watched, wrap_line, known is None)
+    case = FaultEvidence(workload, program, reference, compared, found, watched, wrap_line, known is None)
     if (race := _race(case)) is not None:
         return race
     by_kind = {
@@ -68,7 +68,7 @@ _OWN_CAUSES = {
 }
 
 
-def _in_its_case(case: Evidence, told: Diagnosis) -> Diagnosis:
+def _in_its_case(case: FaultEvidence, told: Diagnosis) -> Diagnosis:
     program = case.program
     if not case.is_new:
         return told
@@ -85,12 +85,12 @@ def _in_its_case(case: Evidence, told: Diagnosis) -> Diagnosis:
     return told
 
 
-def _tied_names(case: Evidence) -> set[str]:
+def _tied_names(case: FaultEvidence) -> set[str]:
     subject = build_subject(case.workload, case.program, torch.device("cpu"), case.reference.dtype)
     return set() if subject.tied is None else {subject.tied}
 
 
-def _race(case: Evidence) -> Diagnosis | None:
+def _race(case: FaultEvidence) -> Diagnosis | None:
     if case.workload.case == "late" and case.is_new:
         sent = case.launches(OF_GRADIENTS)
         meaning = (
@@ -114,7 +114,7 @@ def _race(case: Evidence) -> Diagnosis | None:
     return None
 
 
-def _of_start(case: Evidence, first: Finding) -> Diagnosis:
+def _of_start(case: FaultEvidence, first: Finding) -> Diagnosis:
     if case.workload.case == "start":
         meaning = (
             f"rank {first.rank} starts with weights of its own: broadcast those of the first rank when the model is "
@@ -136,7 +136,7 @@ def _holds_twice(values: Tensor) -> bool:
     return len(torch.unique(rows, dim=0)) < len(rows)
 
 
-def _of_loss(case: Evidence, first: Finding) -> Diagnosis:
+def _of_loss(case: FaultEvidence, first: Finding) -> Diagnosis:
     program = case.program
     if program.resume is not None and first.step > SAVED_AFTER:
         return case.conclude("resume", "the weights after loading are not those that were saved")
@@ -160,7 +160,7 @@ def _of_loss(case: Evidence, first: Finding) -> Diagnosis:
     return case.conclude("forward", f"the output of {name} is the first that is off", launches=sent[-1:])
 
 
-def _first_output_off(case: Evidence) -> tuple[str, str, float | None] | None:
+def _first_output_off(case: FaultEvidence) -> tuple[str, str, float | None] | None:
     """The first module whose output is off, in the order of calls; ``partial``: ranks' outputs add up to it."""
     if not case.watched:
         return None
@@ -201,7 +201,7 @@ def _first_output_off(case: Evidence) -> tuple[str, str, float | None] | None:
     return None
 
 
-def _of_norm(case: Evidence, first: Finding) -> Diagnosis:
+def _of_norm(case: FaultEvidence, first: Finding) -> Diagnosis:
     step = first.step - 1
     norms = [one.record.norms[step] for one in case.found]
     expected = case.reference.record.norms[step]
@@ -217,7 +217,7 @@ def _of_norm(case: Evidence, first: Finding) -> Diagnosis:
     return case.conclude("clipping", meaning, ratio)
 
 
-def _of_weight(case: Evidence, first: Finding) -> Diagnosis:
+def _of_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
     program, step = case.program, first.step
     if program.resume is not None and step > SAVED_AFTER:
         return case.conclude("resume", _resumed(case))
@@ -259,7 +259,7 @@ def _of_weight(case: Evidence, first: Finding) -> Diagnosis:
     return case.conclude("optimizer", f"{how}, with the right gradients: {', '.join(names[:3])}", ratio, sent[-1:])
 
 
-def _sent_unsynchronized(case: Evidence) -> Diagnosis | None:
+def _sent_unsynchronized(case: FaultEvidence) -> Diagnosis | None:
     """Diagnose a run without visible gradients in which no collective sends any."""
     if any(one.record.gradients and one.record.gradients[0] for one in case.found) or not case.watched:
         return None
@@ -269,20 +269,20 @@ def _sent_unsynchronized(case: Evidence) -> Diagnosis | None:
     return case.conclude("not synchronized", "no collective follows the backward pass")
 
 
-def _update_ratio(case: Evidence, first: Finding) -> float | None:
+def _update_ratio(case: FaultEvidence, first: Finding) -> float | None:
     start = case.reference.record.weights[0][first.name]
     assert first.found is not None
     assert first.expected is not None
     return proportion(first.found - start, first.expected - start)
 
 
-def _of_state(case: Evidence, first: Finding) -> Diagnosis:
+def _of_state(case: FaultEvidence, first: Finding) -> Diagnosis:
     if case.program.resume is not None and first.step > SAVED_AFTER:
         return case.conclude("resume", _resumed(case))
     return case.conclude("optimizer", f"the optimizer's {first.name} is off, with the right weights", ratio_of(first))
 
 
-def _resumed(case: Evidence) -> str:
+def _resumed(case: FaultEvidence) -> str:
     kinds = [finding.what for finding in case.compared.findings]
     if "loss" in kinds:
         return "the weights after loading are not those that were saved"
@@ -291,16 +291,16 @@ def _resumed(case: Evidence) -> str:
     return f"loaded weights are right, the optimizer's state is not{of}: save and load it"
 
 
-def _of_buffer(case: Evidence, first: Finding) -> Diagnosis:
+def _of_buffer(case: FaultEvidence, first: Finding) -> Diagnosis:
     cause = "not broadcast" if case.workload.case == "start" else "buffers"
     return case.conclude(cause, f"rank {first.rank} has a buffer {first.name} of its own: broadcast it")
 
 
-def _of_evaluation(case: Evidence, first: Finding) -> Diagnosis:
+def _of_evaluation(case: FaultEvidence, first: Finding) -> Diagnosis:
     return case.conclude("evaluation", "the model evaluates with other weights, or otherwise, than it trains")
 
 
-def diagnose_loss(reason: str, is_hang: bool, found: Sequence[Found], wrap_line: str) -> Diagnosis:
+def diagnose_loss(reason: str, is_hang: bool, found: Sequence[RankFindings], wrap_line: str) -> Diagnosis:
     """Say why ranks wait for each other or died, by the collectives that they launched."""
     cause = "hang" if is_hang else "died"
     launches = [one.launches for one in found]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from cs336sys.experiments.verify.cases import Program
-from cs336sys.experiments.verify.collectives import Launch
+from cs336sys.experiments.verify.collectives import CollectiveLaunch
 from cs336sys.experiments.verify.comparison import Compared, Finding, norm_of
-from cs336sys.experiments.verify.rank import Found
+from cs336sys.experiments.verify.rank import RankFindings
 from cs336sys.experiments.verify.reference import Reference
 from cs336sys.workload.verification import VerifiedWorkload
 
@@ -88,15 +88,15 @@ CAUSES = {
 
 
 @dataclass
-class Evidence:
+class FaultEvidence:
     """A case that is wrong, run twice."""
 
     workload: VerifiedWorkload
     program: Program
     reference: Reference
     compared: Compared
-    found: Sequence[Found]
-    watched: Sequence[Found]
+    found: Sequence[RankFindings]
+    watched: Sequence[RankFindings]
     wrap_line: str
     is_new: bool
 
@@ -106,13 +106,13 @@ class Evidence:
         sizes = self.workload.dimensions
         return sizes.get("data", 1) * sizes.get("context", 1)
 
-    def launches(self, phases: Sequence[str], step: int | None = None) -> list[Launch]:
+    def launches(self, phases: Sequence[str], step: int | None = None) -> list[CollectiveLaunch]:
         """Collectives of the first rank in these phases."""
         own = self.watched[0].launches if self.watched else []
         return [one for one in own if one.phase in phases and step in (None, one.step)]
 
     def conclude(
-        self, cause: str, meaning: str, ratio: float | None = None, launches: Sequence[Launch] = ()
+        self, cause: str, meaning: str, ratio: float | None = None, launches: Sequence[CollectiveLaunch] = ()
     ) -> Diagnosis:
         lines = [one.line for one in launches if one.line]
         collective = launches[-1].told if launches else ""

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from cs336sys.experiments.verify.cases import shares_of
-from cs336sys.experiments.verify.collectives import Launch
+from cs336sys.experiments.verify.collectives import CollectiveLaunch
 from cs336sys.experiments.verify.comparison import Finding, norm_of
 from cs336sys.experiments.verify.evidence import (
     EQUAL,
     EXPLAINED,
     OF_GRADIENTS,
     Diagnosis,
-    Evidence,
+    FaultEvidence,
     is_near,
     proportion,
     ratio_of,
@@ -22,7 +22,7 @@ from cs336sys.experiments.verify.evidence import (
 from cs336sys.experiments.verify.reference import parts_of_gradients
 
 
-def of_gradient(case: Evidence, first: Finding) -> Diagnosis:
+def of_gradient(case: FaultEvidence, first: Finding) -> Diagnosis:
     """Explain the first gradient that is off."""
     step = first.step - 1
     early = [one for one in case.launches(("backward",)) if one.incomplete]
@@ -57,11 +57,11 @@ def of_gradient(case: Evidence, first: Finding) -> Diagnosis:
     return case.conclude("partial sum" if _shares_layers(case) else "forward", meaning, launches=sent[-1:])
 
 
-def _shares_layers(case: Evidence) -> bool:
+def _shares_layers(case: FaultEvidence) -> bool:
     return any(case.workload.dimensions.get(name, 1) > 1 for name in ("tensor", "pipeline", "context"))
 
 
-def _of_ratio(case: Evidence, ratio: float, sent: Sequence[Launch]) -> Diagnosis:
+def _of_ratio(case: FaultEvidence, ratio: float, sent: Sequence[CollectiveLaunch]) -> Diagnosis:
     ranks, all_ranks = case.ranks, case.workload.world_size
     if is_near(ratio, ranks) and ranks > 1:
         return case.conclude(
@@ -79,7 +79,7 @@ def _of_ratio(case: Evidence, ratio: float, sent: Sequence[Launch]) -> Diagnosis
     return case.conclude("scaled", f"gradients are {ratio:.4g} times what they should be", ratio, sent[-1:])
 
 
-def _added_up(case: Evidence, first: Finding, sent: Sequence[Launch]) -> Diagnosis | None:
+def _added_up(case: FaultEvidence, first: Finding, sent: Sequence[CollectiveLaunch]) -> Diagnosis | None:
     """Ranks that share layers and each have a part of a gradient's sum."""
     step = first.step - 1
     own = [record.gradients[step].get(first.name) for record in case.compared.records]
@@ -109,7 +109,9 @@ class _Mixture:
     before: float
 
 
-def _of_parts(case: Evidence, step: int, findings: Sequence[Finding], sent: Sequence[Launch]) -> Diagnosis | None:
+def _of_parts(
+    case: FaultEvidence, step: int, findings: Sequence[Finding], sent: Sequence[CollectiveLaunch]
+) -> Diagnosis | None:
     """Explain gradients as combinations of those that each rank's micro-batches have by themselves."""
     if case.workload.dimensions.get("data", 1) == 1 or case.program.clip:
         return None
@@ -135,7 +137,7 @@ def _of_parts(case: Evidence, step: int, findings: Sequence[Finding], sent: Sequ
 
 
 def _mixture(
-    case: Evidence, parts: Mapping[tuple[int, int], Mapping[str, Tensor]], finding: Finding, step: int
+    case: FaultEvidence, parts: Mapping[tuple[int, int], Mapping[str, Tensor]], finding: Finding, step: int
 ) -> _Mixture | None:
     assert finding.found is not None
     shares = {
@@ -157,7 +159,7 @@ def _mixture(
 
 
 def _of_mixtures(
-    case: Evidence, name: str, mixtures: Mapping[int, _Mixture], sent: Sequence[Launch]
+    case: FaultEvidence, name: str, mixtures: Mapping[int, _Mixture], sent: Sequence[CollectiveLaunch]
 ) -> Diagnosis | None:
     workload, program = case.workload, case.program
     data, micro = workload.data_ranks, program.micro
@@ -213,13 +215,13 @@ def _only(own: Mapping[tuple[int, int], float]) -> int:
     return max(own, key=lambda key: abs(own[key]))[0]
 
 
-def _data_of(case: Evidence, rank: int) -> int:
+def _data_of(case: FaultEvidence, rank: int) -> int:
     sizes = case.workload.dimensions
     ranks = torch.arange(case.workload.world_size).view(*sizes.values())
     return int((ranks == rank).nonzero()[0][list(sizes).index("data")])
 
 
-def _not_synchronized(case: Evidence, name: str, sent: Sequence[Launch]) -> Diagnosis:
+def _not_synchronized(case: FaultEvidence, name: str, sent: Sequence[CollectiveLaunch]) -> Diagnosis:
     total = sum(value.numel() for value in case.reference.record.gradients[0].values()) * case.program.micro
     fitting = [one for one in sent if "gather" not in one.name]
     elements = sum(one.elements for one in fitting)

@@ -12,10 +12,10 @@ import torch
 from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.verify.cases import PROGRAMS, SAVED_AFTER, Program
-from cs336sys.experiments.verify.comparison import Compared, Comparison
+from cs336sys.experiments.verify.comparison import CaseComparison, Compared
 from cs336sys.experiments.verify.diagnosis import diagnose_case, diagnose_loss
 from cs336sys.experiments.verify.evidence import Diagnosis
-from cs336sys.experiments.verify.rank import Found, Settings, is_sound, train_on_rank
+from cs336sys.experiments.verify.rank import RankFindings, RankSettings, is_sound, train_on_rank
 from cs336sys.experiments.verify.reference import (
     Reference,
     clipped_norm,
@@ -47,7 +47,7 @@ class Lost:
     """Ranks that died or hang: what was said of them, and what each had done as far as that is known."""
 
     reason: str
-    found: tuple[Found, ...] = ()
+    found: tuple[RankFindings, ...] = ()
     is_hang: bool = True
 
 
@@ -178,9 +178,11 @@ class _Case:
             return self._right(reference, compared)
         return self._wrong(program, reference, found, compared)
 
-    def run(self, program: Program, *, watch: bool = False, timeout_s: float | None = None) -> list[Found] | Lost:
+    def run(
+        self, program: Program, *, watch: bool = False, timeout_s: float | None = None
+    ) -> list[RankFindings] | Lost:
         """Run the program on ranks, which are started where there are none."""
-        settings = Settings(self.dtype, self.learning_rate, self.max_norm, watch, self.folder)
+        settings = RankSettings(self.dtype, self.learning_rate, self.max_norm, watch, self.folder)
         backend = None if self.workload.backend == "auto" else self.workload.backend
         if backend is None and self.device.type == "cpu":
             backend = "gloo"
@@ -202,7 +204,7 @@ class _Case:
             return Lost(first_line, is_hang="hang" in first_line or "imed out" in first_line)
         return found
 
-    def _is_sound(self, ranks: launch.Ranks, found: Sequence[Found]) -> bool:
+    def _is_sound(self, ranks: launch.Ranks, found: Sequence[RankFindings]) -> bool:
         if any(one.is_timeout for one in found):
             return False
         try:
@@ -211,8 +213,8 @@ class _Case:
             return False
 
     def _loaded_by_others(
-        self, program: Program, settings: Settings, backend: str | None, found: list[Found]
-    ) -> list[Found]:
+        self, program: Program, settings: RankSettings, backend: str | None, found: list[RankFindings]
+    ) -> list[RankFindings]:
         workload = self.workload
         if started_outside() is not None:
             raise CapabilityError("ranks that torchrun started cannot be joined by others: run verify by itself")
@@ -225,7 +227,7 @@ class _Case:
         self.workload = smaller
         return loaded
 
-    def reference(self, program: Program, found: Sequence[Found]) -> Reference:
+    def reference(self, program: Program, found: Sequence[RankFindings]) -> Reference:
         return reference_of(
             replace(self.workload, world_size=self.workload.world_size),
             program,
@@ -236,10 +238,10 @@ class _Case:
             self.max_norm,
         )
 
-    def _compare(self, program: Program, reference: Reference, found: Sequence[Found]) -> Compared:
-        return Comparison(self.workload, program, reference, found).compare(_first_step(program))
+    def _compare(self, program: Program, reference: Reference, found: Sequence[RankFindings]) -> Compared:
+        return CaseComparison(self.workload, program, reference, found).compare(_first_step(program))
 
-    def _refusal(self, found: Sequence[Found]) -> Outcome | None:
+    def _refusal(self, found: Sequence[RankFindings]) -> Outcome | None:
         failed = [(rank, one) for rank, one in enumerate(found) if one.failure]
         if not failed:
             return None
@@ -274,7 +276,7 @@ class _Case:
         }
         return Outcome("ok", derived=derived)
 
-    def _masks(self, found: Sequence[Found]) -> Outcome:
+    def _masks(self, found: Sequence[RankFindings]) -> Outcome:
         by_data: dict[int, list[torch.Tensor]] = {}
         sizes = list(self.workload.dimensions.values())
         names = list(self.workload.dimensions)
@@ -294,10 +296,12 @@ class _Case:
             return self._diagnosed(Diagnosis("dropout", reason, line=self._line()))
         return Outcome("ok", derived={"verdict": "ok", "notes": []})
 
-    def _wrong(self, program: Program, reference: Reference, found: Sequence[Found], compared: Compared) -> Outcome:
+    def _wrong(
+        self, program: Program, reference: Reference, found: Sequence[RankFindings], compared: Compared
+    ) -> Outcome:
         self.progress(f"{self.workload.case}: diagnosis")
         known = _of_plain_step.get(replace(self.workload, case="step"))
-        again: list[Found] | Lost = []
+        again: list[RankFindings] | Lost = []
         if known is None or self.workload.case == "late":
             again = self.run(program, watch=True) if program.resume != "ranks" else []
         watched = [] if isinstance(again, Lost) else again

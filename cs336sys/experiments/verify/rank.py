@@ -29,7 +29,7 @@ from cs336sys.experiments.verify.cases import (
     shares_of,
     turned_off,
 )
-from cs336sys.experiments.verify.collectives import OBSERVED, CollectiveWatcher, Launch
+from cs336sys.experiments.verify.collectives import OBSERVED, CollectiveLaunch, CollectiveWatcher
 from cs336sys.experiments.verify.held import model_name
 from cs336sys.experiments.verify.reference import (
     OptimizerSpec,
@@ -41,13 +41,13 @@ from cs336sys.experiments.verify.reference import (
     states_of,
 )
 from cs336sys.experiments.verify.saving import (
-    Trained,
+    TrainingObjects,
     folder_of_first,
-    load_checkpoint,
+    load_distributed_checkpoint,
     load_from_folder,
     load_own_state,
     own_state,
-    save_checkpoint,
+    save_distributed_checkpoint,
     save_to_folder,
 )
 from cs336sys.experiments.verify.wraps import Wrapped, innermost, wrap
@@ -62,7 +62,7 @@ _OF_NO_CONSEQUENCE = ("initial_lr", "foreach", "fused", "capturable", "different
 
 
 @dataclass
-class Found:
+class RankFindings:
     """Findings of a rank in a case.
 
     Attributes:
@@ -85,7 +85,7 @@ class Found:
     optimizer: OptimizerSpec | None = None
     owned: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[CollectiveLaunch] = field(default_factory=list)
     dtypes: tuple[torch.dtype, ...] = ()
     is_sliced: bool = False
     runs_steps: bool = False
@@ -97,7 +97,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RankSettings:
     """Settings of the ranks besides the workload.
 
     Attributes:
@@ -142,9 +142,9 @@ def is_sound(expected: int) -> bool:
     return bool((numbers == expected * (expected - 1) / 2).all())
 
 
-def train_on_rank(workload: VerifiedWorkload, program: Program, settings: Settings) -> Found:
+def train_on_rank(workload: VerifiedWorkload, program: Program, settings: RankSettings) -> RankFindings:
     """Run the program on this rank. Whatever is raised comes back as a failure."""
-    found = Found()
+    found = RankFindings()
     run = _Run(workload, program, settings, found)
     try:
         with user_models.nothing_dropped() if workload.case != "dropout" else contextlib.nullcontext(), run.watched():
@@ -189,7 +189,7 @@ def _sentence(workload: VerifiedWorkload, error: Exception) -> str:
 class _Run:
     """A program on this rank, its present model and optimizer."""
 
-    def __init__(self, workload: VerifiedWorkload, program: Program, settings: Settings, found: Found):
+    def __init__(self, workload: VerifiedWorkload, program: Program, settings: RankSettings, found: RankFindings):
         self.workload, self.program, self.settings, self.found = workload, program, settings, found
         self.device = verified_device(workload)
         self.mesh = mesh_of(workload, self.device)
@@ -438,16 +438,16 @@ class _Run:
         self.found.masks = clone(masks[0])
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> TrainingObjects:
         is_distributed = any(hasattr(one, "to_local") for one in self.named.values())
-        return Trained(self.wrapped, self.optimizer, self.inner, self.found.is_sliced, is_distributed)
+        return TrainingObjects(self.wrapped, self.optimizer, self.inner, self.found.is_sliced, is_distributed)
 
     def _save_and_load(self) -> None:
         if self.program.resume == "dcp":
             folder = folder_of_first(self.settings.folder)
-            save_checkpoint(self.trained, folder)
+            save_distributed_checkpoint(self.trained, folder)
             self.prepare(_OTHER_SEED)
-            load_checkpoint(self.trained, folder)
+            load_distributed_checkpoint(self.trained, folder)
         else:
             state = own_state(self.trained)
             self.prepare(_OTHER_SEED)

@@ -145,7 +145,7 @@ def captured_outputs(model: torch.nn.Module, outputs: dict[str, Tensor]) -> Any:
             handle.remove()
 
 
-def train_alone(
+def train_in_one_process(
     workload: VerifiedWorkload,
     program: Program,
     device: torch.device,
@@ -237,7 +237,7 @@ def reference_dtype(workload: VerifiedWorkload, device: torch.device) -> torch.d
     if key not in _dtypes:
         _dtypes[key] = torch.float64
         try:
-            train_alone(workload, Program(steps=1), device, torch.float64, _whole(workload, Program()), 0.0)
+            train_in_one_process(workload, Program(steps=1), device, torch.float64, _whole(workload, Program()), 0.0)
         except UserCodeError:
             raise
         except (RuntimeError, TypeError, NotImplementedError):
@@ -259,7 +259,9 @@ def learning_rate_of(workload: VerifiedWorkload, device: torch.device, dtype: to
     if key not in _learning_rates:
         for rate in _LEARNING_RATES:
             _learning_rates[key] = rate
-            losses = train_alone(workload, PROGRAMS["run"], device, dtype, _whole(workload, Program()), rate).losses
+            losses = train_in_one_process(
+                workload, PROGRAMS["run"], device, dtype, _whole(workload, Program()), rate
+            ).losses
             if all(math.isfinite(loss) and loss <= losses[0] + _AWAY * abs(losses[0]) for loss in losses):
                 break
     return _learning_rates[key]
@@ -268,7 +270,7 @@ def learning_rate_of(workload: VerifiedWorkload, device: torch.device, dtype: to
 def clipped_norm(workload: VerifiedWorkload, program: Program, device: torch.device, dtype: torch.dtype) -> float:
     """Half the norm of the first step's gradients: what a program that clips clips to."""
     first = Program(steps=1, clip=True)
-    return 0.5 * train_alone(workload, first, device, dtype, _whole(workload, first), 0.0).norms[0]
+    return 0.5 * train_in_one_process(workload, first, device, dtype, _whole(workload, first), 0.0).norms[0]
 
 
 _references: dict[Any, Reference] = {}
@@ -289,7 +291,7 @@ def in_half_precision(
     shares = shares_of(workload, alone, 1)
     # autocast leaves float64 alone.
     autocast = None if half == torch.float32 else half
-    other = train_alone(workload, alone, device, torch.float32, shares, how, max_norm, autocast=autocast)
+    other = train_in_one_process(workload, alone, device, torch.float32, shares, how, max_norm, autocast=autocast)
     return Reference(
         reference.record, [*reference.others, other], reference.is_whole, reference.dtype, reference.learning_rate, half
     )
@@ -330,14 +332,14 @@ def _trained(
     # A layer that is unused on one rank alone cannot be trained on the whole batch at once.
     whole = by_rank if program.unused else _whole(workload, program)
     records = [
-        train_alone(workload, program, device, dtype, order, how, max_norm, outputs=order is whole)
+        train_in_one_process(workload, program, device, dtype, order, how, max_norm, outputs=order is whole)
         for order in (whole, *orders)
     ]
     is_mean = abs(records[0].losses[0] - records[1].losses[0]) <= _MEAN_LOSS[dtype] * abs(records[0].losses[0])
     if is_mean:
         return Reference(records[0], records[1:], True, dtype, learning_rate)
     # Sequences of a batch look at each other, as in batch norm: ranks see their own shares.
-    reversed_shares = train_alone(workload, program, device, dtype, list(reversed(by_rank)), how, max_norm)
+    reversed_shares = train_in_one_process(workload, program, device, dtype, list(reversed(by_rank)), how, max_norm)
     return Reference(records[1], [reversed_shares], False, dtype, learning_rate)
 
 

@@ -14,7 +14,7 @@ from cs336sys.experiments.verify.wraps import Wrapped
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingObjects:
     """Objects that are saved, or loaded into.
 
     Attributes:
@@ -29,7 +29,7 @@ class Trained:
     is_distributed: bool
 
 
-def own_state(trained: Trained) -> Any:
+def own_state(trained: TrainingObjects) -> Any:
     """A copy of the state dicts of module and optimizer, or of the object that has them."""
     owner = trained.wrapped.owner
     if _saves_all(trained, "state_dict"):
@@ -39,7 +39,7 @@ def own_state(trained: Trained) -> Any:
     return tree_map_only(Tensor, lambda one: one.detach().clone(), state)
 
 
-def _saves_all(trained: Trained, name: str) -> bool:
+def _saves_all(trained: TrainingObjects, name: str) -> bool:
     """Return whether the owner has state dicts of module and optimizer, and not the module's by ``__getattr__``."""
     owner = trained.wrapped.owner
     method = getattr(owner, name, None)
@@ -58,7 +58,7 @@ def _optimizer_state(optimizer: Any) -> Any:
     return state
 
 
-def load_own_state(trained: Trained, state: Any) -> None:
+def load_own_state(trained: TrainingObjects, state: Any) -> None:
     """Load a :func:`own_state`."""
     owner = trained.wrapped.owner
     if _saves_all(trained, "load_state_dict"):
@@ -68,7 +68,7 @@ def load_own_state(trained: Trained, state: Any) -> None:
     trained.optimizer.load_state_dict(state["optimizer"])
 
 
-def _checkpoint_state(trained: Trained) -> dict[str, Any]:
+def _checkpoint_state(trained: TrainingObjects) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     if not isinstance(trained.inner, torch.optim.Optimizer) or (trained.is_sliced and not trained.is_distributed):
@@ -84,7 +84,7 @@ def folder_of_first(folder: str) -> str:
     return folders[0]
 
 
-def save_checkpoint(trained: Trained, folder: str) -> None:
+def save_distributed_checkpoint(trained: TrainingObjects, folder: str) -> None:
     """Save by torch.distributed.checkpoint. All ranks call it together.
 
     Raises:
@@ -95,8 +95,8 @@ def save_checkpoint(trained: Trained, folder: str) -> None:
     checkpoint.save(_checkpoint_state(trained), checkpoint_id=folder)
 
 
-def load_checkpoint(trained: Trained, folder: str) -> None:
-    """Load what :func:`save_checkpoint` has saved, by as many ranks or others."""
+def load_distributed_checkpoint(trained: TrainingObjects, folder: str) -> None:
+    """Load what :func:`save_distributed_checkpoint` has saved, by as many ranks or others."""
     import torch.distributed.checkpoint as checkpoint
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
@@ -110,18 +110,18 @@ def load_checkpoint(trained: Trained, folder: str) -> None:
     )
 
 
-def save_to_folder(trained: Trained, folder: str) -> None:
+def save_to_folder(trained: TrainingObjects, folder: str) -> None:
     """Save for another number of ranks: DTensors as a checkpoint, all else as each rank's own state."""
     if trained.is_distributed:
-        save_checkpoint(trained, f"{folder}/dcp")
+        save_distributed_checkpoint(trained, f"{folder}/dcp")
     else:
         torch.save(own_state(trained), f"{folder}/rank{dist.get_rank()}.pt")
 
 
-def load_from_folder(trained: Trained, folder: str, ranks: int) -> None:
+def load_from_folder(trained: TrainingObjects, folder: str, ranks: int) -> None:
     """Load what ``ranks`` others have saved there."""
     if Path(folder, "dcp").exists():
-        load_checkpoint(trained, f"{folder}/dcp")
+        load_distributed_checkpoint(trained, f"{folder}/dcp")
     else:
         state = torch.load(f"{folder}/rank{dist.get_rank() % ranks}.pt", weights_only=False)
         load_own_state(trained, state)

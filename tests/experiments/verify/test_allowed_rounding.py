@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cs336sys.experiments.verify.comparison import Comparison
+from cs336sys.experiments.verify.comparison import CaseComparison
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ def test_rounding_explains_little(dtype, half, most, repeated):
     value = torch.ones(100, dtype=dtype)
     reference = SimpleNamespace(dtype=dtype, half=half)
     others = [value, value * (1 + repeated), value * (1 + repeated / 2)]
-    allowed = Comparison._rounding(SimpleNamespace(reference=reference, shapes={"w": value.shape}), value, others)
+    allowed = CaseComparison._rounding(SimpleNamespace(reference=reference, shapes={"w": value.shape}), value, others)
     relative = allowed / torch.linalg.vector_norm(value).item()
     assert repeated < relative <= most + 20 * repeated
     assert relative > torch.finfo(half or dtype).eps / 2

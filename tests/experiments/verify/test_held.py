@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from cs336sys.experiments.verify.comparison import percent
+from cs336sys.experiments.verify.comparison import format_relative
 from cs336sys.experiments.verify.diagnosis import _holds_twice
 from cs336sys.experiments.verify.held import assemble, model_name
 
@@ -52,5 +52,5 @@ def test_rows_that_several_ranks_hold_are_seen():
 
 
 def test_difference_without_a_finite_size_is_said_in_words():
-    assert percent(math.inf) == "more than its size"
-    assert percent(0.01234) == "1.23 %"
+    assert format_relative(math.inf) == "more than its size"
+    assert format_relative(0.01234) == "1.23 %"
