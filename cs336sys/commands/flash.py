@@ -109,7 +109,7 @@ def flash(
             lambda capacity: attention_plan("flash", configurations, capacity), sweeping, output, device, plot=plot
         )
         return
-    measure = "cs336sys.experiments.attention." + ("own_kernel:measure" if kernel else "measurement:measure_flash")
-    run_sweep("flash", measure, configurations, sweeping).report(
+    measure = "own_kernel:measure_own_attention" if kernel else "measurement:measure_flash"
+    run_sweep("flash", f"cs336sys.experiments.attention.{measure}", configurations, sweeping).report(
         lambda cells, run: flash_tables(cells, run, over), output, (plot, plot_flash), pooled=pool_flash_rounds
     )

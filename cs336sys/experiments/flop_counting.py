@@ -27,7 +27,7 @@ def _counted(workload: Workload) -> user_models.StepCount:
     without_scaling = torch.amp.GradScaler("cpu", enabled=False)
     make_step = functools.partial(TrainStep, workload, torch.device("meta"), scaler=without_scaling)
     with attention_kept():
-        return user_models.count_step(make_step, backward=workload.mode != "forward")
+        return user_models.count_on_meta_device(make_step, backward=workload.mode != "forward")
 
 
 def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:

@@ -318,7 +318,7 @@ def make_batch(workload: Workload, device: torch.device, number: int = 0) -> tup
         batch = make_batch(workload, torch.device("cpu"), number)
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
     if workload.user.batch is not None:
-        return user_models.make_batch(workload.user.batch, size, workload.seed + number, device)
+        return user_models.make_user_batch(workload.user.batch, size, workload.seed + number, device)
     seeded = torch.Generator(device).manual_seed(workload.seed + number)
     tokens = torch.randint(size.vocab_size, (size.batch_size, size.context + 1), generator=seeded, device=device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -78,7 +78,7 @@ class AttentionProblem:
         return self._expected
 
 
-def measure(configuration: dict[str, Any], progress: Progress) -> Outcome:
+def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure a cell of ``flash --kernel``, of the user's attention or of another: runs in the worker process.
 
     Samples are those of :func:`.measurement.measure_flash`; ``forward`` alone where the output has no gradient. Each

@@ -10,10 +10,10 @@ from cs336sys.experiments import user_models
 from cs336sys.experiments.checks.weights import (
     OPTIMIZER_SETTINGS,
     STEPS,
-    Difference,
-    difference,
+    WeightDifference,
     plainly_trained,
     tolerance,
+    weight_difference,
 )
 from cs336sys.experiments.models import build_compared_model, build_model
 from cs336sys.experiments.optimizers import build_optimizer, choose_optimizer
@@ -53,9 +53,9 @@ class Checked:
             farthest.
     """
 
-    off: Difference
-    replayed: Difference | None = None
-    repeated: Difference | None = None
+    off: WeightDifference
+    replayed: WeightDifference | None = None
+    repeated: WeightDifference | None = None
 
     def columns(self) -> dict[str, float]:
         columns = _difference_columns(self.off)
@@ -165,7 +165,7 @@ def _checked(workload: Workload, device: torch.device, progress: Progress) -> tu
 
 def _check_kernels(
     launched: Workload, optimizer_of: Workload, device: torch.device, progress: Progress
-) -> tuple[Difference, dict[str, Tensor]]:
+) -> tuple[WeightDifference, dict[str, Tensor]]:
     """Our kernels compared with PyTorch's operations, and the weights that ours have trained."""
     plain = plainly_trained(launched)
     if replace(plain, attention=launched.attention, compile=launched.compile) == launched:
@@ -186,7 +186,9 @@ def _counts_otherwise(workload: Workload, launched: Workload) -> bool:
     return settings != choose_optimizer(launched)[1] and not optimizer_class.__module__.startswith("torch.")
 
 
-def _check_counting(launched: Workload, workload: Workload, device: torch.device, progress: Progress) -> Difference:
+def _check_counting(
+    launched: Workload, workload: Workload, device: torch.device, progress: Progress
+) -> WeightDifference:
     """An optimizer as graphs have it compared with the same in launched steps; both launched."""
     if launched.is_ours:
         launched = _of_one_block(launched)
@@ -203,7 +205,7 @@ def _check_replays(
     expected: dict[str, Tensor] | None,
     device: torch.device,
     progress: Progress,
-) -> tuple[Difference, Difference | None]:
+) -> tuple[WeightDifference, WeightDifference | None]:
     """Replayed steps compared with launched ones, which have trained the weights ``expected`` if these are known;
     where they are not the same bit by bit, launched ones with themselves.
     """
@@ -232,8 +234,8 @@ def _check_replays(
     return replayed, repeated
 
 
-def _allowed_of_replays(workload: Workload, repeated: Difference | None) -> float:
-    """:attr:`Difference.relative` of replayed steps: none where launched ones repeat."""
+def _allowed_of_replays(workload: Workload, repeated: WeightDifference | None) -> float:
+    """:attr:`WeightDifference.relative` of replayed steps: none where launched ones repeat."""
     if repeated is None:
         return 0.0
     return min(max(_REPEATED * repeated.relative, _ROUNDED * tolerance(workload)), tolerance(workload))
@@ -241,13 +243,13 @@ def _allowed_of_replays(workload: Workload, repeated: Difference | None) -> floa
 
 def _apart(
     workload: Workload, device: torch.device, expected: dict[str, Tensor], found: dict[str, Tensor]
-) -> Difference:
+) -> WeightDifference:
     _free_memory(device)
     start: dict[str, Tensor] = dict(build_compared_model(workload, device).named_parameters())
     start |= {name: torch.zeros_like(value) for name, value in found.items() if name not in start}
     # What the other side lacks is the difference of a copy from its weight, which should be zero.
     expected = expected | {name: torch.zeros_like(value) for name, value in found.items() if name not in expected}
-    apart = difference(start, expected, found, workload.size.num_layers)
+    apart = weight_difference(start, expected, found, workload.size.num_layers)
     del start, expected
     _free_memory(device)
     return apart
@@ -270,12 +272,12 @@ def _of_one_block(workload: Workload) -> Workload:
     return replace(workload, size=replace(workload.size, num_layers=1))
 
 
-def _wrong(how: str, off: Difference, workload: Workload) -> Outcome:
+def _wrong(how: str, off: WeightDifference, workload: Workload) -> Outcome:
     reason = f"{_far_off(how, off)}, more than rounding explains ({_allowed(workload)})"
     return Outcome("wrong", derived=_difference_columns(off), reason=reason)
 
 
-def _far_off(how: str, off: Difference) -> str:
+def _far_off(how: str, off: WeightDifference) -> str:
     return (
         f"{how}: after {STEPS} steps {off.parameter} is off by {100 * off.relative:.3g} % of how far launched steps "
         "move it"
@@ -286,7 +288,7 @@ def _allowed(workload: Workload) -> str:
     return f"{100 * tolerance(workload):g} %"
 
 
-def _difference_columns(off: Difference) -> dict[str, float]:
+def _difference_columns(off: WeightDifference) -> dict[str, float]:
     return {"largest_difference": off.largest, "relative_difference_percent": 100 * off.relative}
 
 

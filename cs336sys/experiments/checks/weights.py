@@ -24,7 +24,7 @@ TOLERANCES = {"fp32": 1e-3, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
 
 
 @dataclass(frozen=True)
-class Difference:
+class WeightDifference:
     """Distance of weights from those expected after some steps, or of gradients before the first.
 
     Attributes:
@@ -50,7 +50,7 @@ class Difference:
 
 
 def tolerance(workload: Workload) -> float:
-    """The largest :attr:`Difference.relative` that rounding explains, for the precision of the workload."""
+    """The largest :attr:`WeightDifference.relative` that rounding explains, for the precision of the workload."""
     precision = "tf32" if workload.tf32 and workload.precision == "fp32" else workload.precision
     return max(TOLERANCES[precision], TOLERANCES["bf16" if workload.state_dtype == "bf16" else "fp32"])
 
@@ -115,16 +115,16 @@ def distances(
     return {name: Distance(*row) for name, row in zip(expected, rows, strict=True)}
 
 
-def difference(
+def weight_difference(
     start: Mapping[str, Tensor], expected: Mapping[str, Tensor], found: Mapping[str, Tensor], num_layers: int
-) -> Difference:
+) -> WeightDifference:
     """The parameter that is farthest off, see :func:`distances`."""
     return farthest(distances(start, expected, found), num_layers)
 
 
-def farthest(found: Mapping[str, Distance], num_layers: int) -> Difference:
+def farthest(found: Mapping[str, Distance], num_layers: int) -> WeightDifference:
     """The difference of the parameter that is farthest off."""
     worst = max(found, key=lambda name: found[name].relative)
     # A weight that is NaN is farther off than any other.
     largest = max((distance.largest for distance in found.values()), key=lambda off: (math.isnan(off), off))
-    return Difference(largest, found[worst].relative, worst, num_layers)
+    return WeightDifference(largest, found[worst].relative, worst, num_layers)

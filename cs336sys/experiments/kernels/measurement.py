@@ -80,10 +80,10 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
             part: time_queued_calls(call, device, workload.warmup_ms, workload.repetition_ms)
             for part, call in calls.items()
         }
-    return Outcome("ok", samples, derived | rates(operation, workload, samples, device))
+    return Outcome("ok", samples, derived | part_rates(operation, workload, samples, device))
 
 
-def rates(
+def part_rates(
     operation: "Operation", workload: KernelWorkload, samples: Mapping[str, Samples], device: torch.device
 ) -> dict[str, Any]:
     """Return TFLOP/s and GB/s of each part, and what share of a copy's rate these are."""

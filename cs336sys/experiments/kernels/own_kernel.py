@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cs336sys.accounting.hardware import memory_bytes_per_s, peak_tflops
 from cs336sys.errors import UserCodeError
-from cs336sys.experiments.kernels.measurement import TOLERANCES, kernel_errors, measure_kernel, operation_on, rates
+from cs336sys.experiments.kernels.measurement import TOLERANCES, kernel_errors, measure_kernel, operation_on, part_rates
 from cs336sys.experiments.kernels.operation import DifferentiatedFunction, Function, as_tuple
 from cs336sys.experiments.user_models import load, telling_errors_of
 from cs336sys.measure.cells import Outcome, Progress
@@ -73,7 +73,7 @@ class FunctionProblem:
         return self.given[len(self.names) :]
 
 
-def measure(configuration: dict[str, Any], progress: Progress) -> Outcome:
+def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure a cell of ``kernels --kernel``, of the user's function or of another: runs in the worker process.
 
     Samples and derived columns are those of :func:`.measurement.measure_kernel`. Each call that is timed has new
@@ -96,7 +96,7 @@ def measure(configuration: dict[str, Any], progress: Progress) -> Outcome:
             samples = _time(function, operation, timer, workload, device, progress)
     except WrongKernelError as error:
         return Outcome("wrong", reason=str(error))
-    derived = error_columns(timer.errors) | rates(operation, workload, samples, device)
+    derived = error_columns(timer.errors) | part_rates(operation, workload, samples, device)
     if refused:
         derived["notes"] = [f"{reference} does not take {refused}"]
     return Outcome("ok", samples, derived)

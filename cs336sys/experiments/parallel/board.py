@@ -17,7 +17,7 @@ from torch import Tensor
 from cs336sys.accounting.hardware import model_flops_utilization, peak_tflops
 from cs336sys.experiments.parallel.gradient_check import gradients_outcome
 from cs336sys.experiments.parallel.measurement import kept_ranks, slowest, trace_path
-from cs336sys.experiments.parallel.rank import release_memory
+from cs336sys.experiments.parallel.rank import release_last_job
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.parallel.timeline import StepShares, finish_communication, profile_shares, write_trace
 from cs336sys.experiments.training import time_steps
@@ -68,7 +68,7 @@ def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
     ranks = kept_ranks(workload)
     # Timed before the check, because the board counts steps that begin with empty caches.
     progress("timing steps")
-    measured: list[BoardMeasurement] = ranks.run(measure_on_rank, workload, trace_path(configuration))
+    measured: list[BoardMeasurement] = ranks.run(measure_board_on_rank, workload, trace_path(configuration))
     progress("checking the gradients of a few blocks against one process")
     derived, wrong = gradients_outcome(ranks, workload)
     if wrong is not None:
@@ -77,13 +77,13 @@ def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
     return Outcome("ok", samples, derived | _derived(workload, measured, samples["wall"].median / 1e3))
 
 
-def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> BoardMeasurement:
+def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> BoardMeasurement:
     """Train, and time it. All ranks call it together.
 
     Args:
         trace: where rank 0 writes a Chrome trace.
     """
-    release_memory(workload)
+    release_last_job(workload)
     device = rank_device(workload)
     on_gpu = device.type == "cuda"
     started = time.perf_counter()
@@ -120,7 +120,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Bo
         torch.cuda.get_device_name(device) if on_gpu else "",
     )
     del step
-    release_memory(workload)
+    release_last_job(workload)
     return measurement
 
 

@@ -19,7 +19,7 @@ from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.models import attention_replaced, build_model, keeping_input, make_batch
-from cs336sys.experiments.parallel.rank import release_memory
+from cs336sys.experiments.parallel.rank import release_last_job
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.parallel.verification import mean_gradients
 from cs336sys.measure.cells import Outcome
@@ -94,9 +94,9 @@ def gradients_outcome(ranks: Ranks, workload: ParallelWorkload) -> tuple[dict[st
 
 
 def _check_on_rank(workload: ParallelWorkload) -> GradientDifference:
-    release_memory(workload)
+    release_last_job(workload)
     difference = check_gradients(workload)
-    release_memory(workload)
+    release_last_job(workload)
     return difference
 
 

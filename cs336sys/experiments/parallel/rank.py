@@ -21,7 +21,7 @@ from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
 from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, UserCodeError
-from cs336sys.experiments.checks.weights import Difference
+from cs336sys.experiments.checks.weights import WeightDifference
 from cs336sys.experiments.flop_counting import count_step
 from cs336sys.experiments.parallel.communication import (
     Communication,
@@ -231,12 +231,12 @@ def has_room_alone(workload: ParallelWorkload) -> bool:
     return peak.total < _FILLED * torch.cuda.get_device_properties(device).total_memory
 
 
-def verify_on_rank(workload: ParallelWorkload) -> Difference:
+def verify_on_rank(workload: ParallelWorkload) -> WeightDifference:
     """:func:`~cs336sys.experiments.parallel.verification.verify`, with memory free before and after."""
-    release_memory(workload)
+    release_last_job(workload)
     with telling_errors_of_rank(workload):
         difference = verify(workload)
-    release_memory(workload)
+    release_last_job(workload)
     return difference
 
 
@@ -246,10 +246,10 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
     Args:
         trace: where rank 0 writes a Chrome trace.
     """
-    release_memory(workload)
+    release_last_job(workload)
     with telling_errors_of_rank(workload):
         measurement = _measure(workload, trace)
-    release_memory(workload)
+    release_last_job(workload)
     return measurement
 
 
@@ -405,7 +405,7 @@ def telling_errors_of_rank(workload: ParallelWorkload) -> Iterator[None]:
 _compiled_for: str | None = None
 
 
-def release_memory(workload: ParallelWorkload) -> None:
+def release_last_job(workload: ParallelWorkload) -> None:
     """Free what the last job left behind; compiled code only if this job cannot use it."""
     global _compiled_for
     # torch compiles something else under its own wrappers (its DDP cuts graphs where buckets end), and for sharded

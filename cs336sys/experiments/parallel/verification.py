@@ -13,8 +13,8 @@ from cs336sys.experiments.checks import weights
 from cs336sys.experiments.checks.weights import (
     OPTIMIZER_SETTINGS,
     TOLERANCES,
-    Difference,
     Distance,
+    WeightDifference,
     distances,
     farthest,
     plainly_trained,
@@ -115,12 +115,12 @@ class _Reference:
     is_repeatable: bool = True
 
 
-def tolerance(workload: ParallelWorkload) -> float:
-    """The largest :attr:`Difference.relative` that rounding explains, for the precisions that the workload uses."""
+def parallel_tolerance(workload: ParallelWorkload) -> float:
+    """The largest :attr:`WeightDifference.relative` that rounding explains, for the workload's precisions."""
     return max(weights.tolerance(workload.training), TOLERANCES[workload.gradient_dtype])
 
 
-def verify(workload: ParallelWorkload) -> Difference:
+def verify(workload: ParallelWorkload) -> WeightDifference:
     """Train alike with the strategy and alone, on every rank, and compare all weights. All ranks call it together.
 
     Where ranks hold gradients, those of the first step are compared, too: weights do not show those that are smaller
@@ -139,7 +139,7 @@ def verify(workload: ParallelWorkload) -> Difference:
     gc.collect()
     reason = _why_not(workload, reference)
     if reason:
-        return Difference(math.nan, math.nan, "", workload.training.size.num_layers, reason=reason)
+        return WeightDifference(math.nan, math.nan, "", workload.training.size.num_layers, reason=reason)
     comparison = _Comparison(workload, device, warmup, reference)
     comparison.train()
     return comparison.judge()
@@ -281,12 +281,12 @@ class _Comparison:
         }
 
     def _far(self, found: Mapping[str, Distance]) -> list[str]:
-        allowed = tolerance(self.workload)
+        allowed = parallel_tolerance(self.workload)
         return [name for name, distance in found.items() if not distance.relative <= allowed]
 
-    def judge(self) -> Difference:
+    def judge(self) -> WeightDifference:
         """The parameter that is farthest off, those aside that the rounding of one process explains."""
-        allowed = tolerance(self.workload)
+        allowed = parallel_tolerance(self.workload)
         num_layers = self.workload.training.size.num_layers
         explained_weights = [name for name in self._far_weights if self._explains(name, self.weights[name], None)]
         explained_gradients = [
@@ -328,7 +328,7 @@ class _Comparison:
             own = other.weights[name].cpu() if rows is None else _gradient(other, name, found, rows)
             repeated = max(repeated, _norm(own - expected))
             nearest = min(nearest, _norm(own - found))
-        return nearest <= tolerance(self.workload) * distance.moved + _REPEATED * repeated
+        return nearest <= parallel_tolerance(self.workload) * distance.moved + _REPEATED * repeated
 
     def _others(self) -> list[Trained]:
         reference = self.reference
@@ -340,7 +340,7 @@ class _Comparison:
                 if trained.start != reference.trained.start:
                     reference.is_repeatable = False
                     return reference.others
-                bound = max(_MEAN_LOSS[reference.trained.loss_dtype], tolerance(self.workload) / 10)
+                bound = max(_MEAN_LOSS[reference.trained.loss_dtype], parallel_tolerance(self.workload) / 10)
                 if not abs(of_parts - whole) <= bound * abs(whole):
                     # Another sum, not the same one rounded otherwise.
                     reference.of_parts = of_parts
@@ -350,9 +350,10 @@ class _Comparison:
 
     def _note(self, names: list[str]) -> str:
         named = ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
+        allowed = parallel_tolerance(self.workload)
         return (
             f"{self.workload.strategy}: {len(names)} of {len(self.weights)} parameters ({named}) are off by more than "
-            f"{100 * tolerance(self.workload):g} %, as those of one process are that sums the batch in another order"
+            f"{100 * allowed:g} %, as those of one process are that sums the batch in another order"
         )
 
 
@@ -373,9 +374,9 @@ def _gradient(trained: Trained, name: str, found: Tensor, rows: slice) -> Tensor
     return torch.zeros_like(found) if gradient is None else gradient[rows]
 
 
-def _without(found: Mapping[str, Distance], explained: list[str], num_layers: int) -> Difference:
+def _without(found: Mapping[str, Distance], explained: list[str], num_layers: int) -> WeightDifference:
     judged = {name: distance for name, distance in found.items() if name not in explained}
-    return farthest(judged, num_layers) if judged else Difference(0.0, 0.0, "", num_layers)
+    return farthest(judged, num_layers) if judged else WeightDifference(0.0, 0.0, "", num_layers)
 
 
 def _why_not(workload: ParallelWorkload, reference: _Reference) -> str:

@@ -17,7 +17,7 @@ from cs336sys.experiments.user_models.attention import (
     without_dropout,
 )
 from cs336sys.experiments.user_models.blocks import find_blocks, hidden_parameters, hidden_warnings
-from cs336sys.experiments.user_models.flop_counting import AttentionCalls, StepCount, count_step
+from cs336sys.experiments.user_models.flop_counting import AttentionCalls, StepCount, count_on_meta_device
 from cs336sys.experiments.user_models.initialization import fill, layer_initializer, tiny_sizes, why_built_whole
 from cs336sys.experiments.user_models.loading import (
     build,
@@ -25,7 +25,7 @@ from cs336sys.experiments.user_models.loading import (
     copied_code,
     first_part,
     load,
-    make_batch,
+    make_user_batch,
     references_of,
     scalar_loss,
     telling_errors_of,
@@ -42,7 +42,7 @@ __all__ = [
     "call_model",
     "changeable",
     "copied_code",
-    "count_step",
+    "count_on_meta_device",
     "fill",
     "find_blocks",
     "first_part",
@@ -51,8 +51,8 @@ __all__ = [
     "layer_initializer",
     "left_to_torch",
     "load",
-    "make_batch",
     "make_optimizer",
+    "make_user_batch",
     "nothing_dropped",
     "optimizer_class",
     "references_of",

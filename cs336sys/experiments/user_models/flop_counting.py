@@ -48,7 +48,7 @@ class StepCount:
     hidden: list[str] = field(default_factory=list)
 
 
-def count_step(make_step: Callable[[], Step], *, backward: bool) -> StepCount:
+def count_on_meta_device(make_step: Callable[[], Step], *, backward: bool) -> StepCount:
     """Build a step on the meta device and run it.
 
     Args:

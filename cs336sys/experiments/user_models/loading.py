@@ -235,7 +235,7 @@ def build(reference: str, size: ModelSize) -> nn.Module:
     return model.train()
 
 
-def make_batch(reference: str, size: ModelSize, seed: int, device: torch.device) -> tuple[Any, Any]:
+def make_user_batch(reference: str, size: ModelSize, seed: int, device: torch.device) -> tuple[Any, Any]:
     """Inputs and targets of the user's, of a seed.
 
     Raises:

@@ -29,7 +29,7 @@ def restored(monkeypatch):
 def measure(name, device="cpu", context=64, **more):
     shape = {"batch_size": 2, "heads": 2, "head_dim": 16, "dtype": "fp32", "warmup_ms": 0.5, "repetition_ms": 1.0}
     workload = AttentionWorkload(f"{KERNELS}:{name}", context=context, device=device, **shape | more)
-    return own_kernel.measure(workload.configuration(), lambda stage: None)
+    return own_kernel.measure_own_attention(workload.configuration(), lambda stage: None)
 
 
 @pytest.mark.parametrize("more", [{}, {"causal": False}, {"heads": 4, "kv_heads": 2}, {"dtype": "bf16"}])

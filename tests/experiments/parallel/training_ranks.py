@@ -16,7 +16,7 @@ from fake_cuda_graph import OperatorRecorder
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336sys.experiments.checks.weights import Difference
+from cs336sys.experiments.checks.weights import WeightDifference
 from cs336sys.experiments.parallel import step as step_module
 from cs336sys.experiments.parallel import strategies
 from cs336sys.experiments.parallel.communication import communication_at_once, recorded_communication, run_alone
@@ -52,7 +52,7 @@ def repair() -> None:
     strategies.PREPARE.update(_RIGHT)
 
 
-def verify_broken(workload, how: str) -> Difference:
+def verify_broken(workload, how: str) -> WeightDifference:
     break_overlap(how)
     try:
         return verify_on_rank(workload)
@@ -60,7 +60,7 @@ def verify_broken(workload, how: str) -> Difference:
         repair()
 
 
-def verify_in_graphs(workload, launches_early: bool = False, how: str | None = None) -> Difference:
+def verify_in_graphs(workload, launches_early: bool = False, how: str | None = None) -> WeightDifference:
     """The check of a step whose operators are recorded and replayed, as a CUDA graph's are."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(step_module, "recorder_of", lambda *_: OperatorRecorder())
@@ -77,7 +77,7 @@ class _RunsAgain(OperatorRecorder):
         return run
 
 
-def captured_phases(workload) -> tuple[list[str], Difference]:
+def captured_phases(workload) -> tuple[list[str], WeightDifference]:
     """The names of the phases once the step is captured, and the check of such a step."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(step_module, "recorder_of", lambda *_: _RunsAgain())
@@ -326,7 +326,7 @@ def timeline(workload):
     return profile_step(step.phases, CPU)
 
 
-def verify_compiled(workload) -> tuple[Difference, int]:
+def verify_compiled(workload) -> tuple[WeightDifference, int]:
     """With AOT autograd, which hooks meet, but without the minutes that code generation takes; counts the graphs."""
     from torch._dynamo.utils import counters
 
