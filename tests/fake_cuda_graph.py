@@ -40,7 +40,7 @@ class OperatorRecorder:
 
         with contextlib.ExitStack() as stack:
             for module in (groups, slices):
-                stack.enter_context(mock.patch.object(module, "is_capturing", return_value=True))
+                stack.enter_context(mock.patch.object(module, "is_stream_captured", return_value=True))
             stack.enter_context(mock.patch.object(_Launched, "wait", wait_unrecorded))
             recorded = stack.enter_context(_Recorded())
             run()

@@ -269,7 +269,7 @@ STAGED_BYTES = 96 * 1024
 STAGED_BYTES_OF_MULTIPROCESSOR = 208 * 1024
 
 
-class Settings(NamedTuple):
+class RMSNormSettings(NamedTuple):
     """Launch settings of a kernel.
 
     Attributes:
@@ -284,19 +284,19 @@ class Settings(NamedTuple):
     stages: int = 1
 
 
-def forward_settings(width: int) -> Settings:
+def forward_settings(width: int) -> RMSNormSettings:
     column_tile = triton.next_power_of_2(width)
     if column_tile > FORWARD_TILE:
-        return Settings(1, FORWARD_TILE, num_warps=16)
+        return RMSNormSettings(1, FORWARD_TILE, num_warps=16)
     row_tile = max(1, NARROW_TILE // 2 // column_tile)
-    return Settings(row_tile, column_tile, num_warps=max(1, row_tile * column_tile // 1024))
+    return RMSNormSettings(row_tile, column_tile, num_warps=max(1, row_tile * column_tile // 1024))
 
 
-def backward_settings(width: int, element_bytes: int) -> Settings:
+def backward_settings(width: int, element_bytes: int) -> RMSNormSettings:
     """``element_bytes``: of one element of each tensor that is read."""
     column_tile = triton.next_power_of_2(width)
     if column_tile > BACKWARD_TILE:
-        return Settings(*LONG_ROW_TILES, num_warps=16, programs=2)
+        return RMSNormSettings(*LONG_ROW_TILES, num_warps=16, programs=2)
     row_tile = max(1, NARROW_TILE // column_tile)
     if column_tile > 4096:
         num_warps, programs, stages = 8, 1, 3
@@ -306,10 +306,10 @@ def backward_settings(width: int, element_bytes: int) -> Settings:
         num_warps, programs, stages = 4, 3 if column_tile > 1024 else 4, 4
     most = min(STAGED_BYTES, STAGED_BYTES_OF_MULTIPROCESSOR // programs)
     affordable = most // (row_tile * column_tile * element_bytes)
-    return Settings(row_tile, column_tile, num_warps, programs, stages=1 + min(stages - 1, affordable))
+    return RMSNormSettings(row_tile, column_tile, num_warps, programs, stages=1 + min(stages - 1, affordable))
 
 
-def _num_programs(rows: torch.Tensor, settings: Settings) -> int:
+def _num_programs(rows: torch.Tensor, settings: RMSNormSettings) -> int:
     num_tiles = triton.cdiv(len(rows), settings.row_tile)
     return min(num_tiles, settings.programs * num_multiprocessors(rows.device))
 

@@ -61,7 +61,7 @@ def group_device() -> torch.device:
     return torch.device("cpu")
 
 
-def is_capturing() -> bool:
+def is_stream_captured() -> bool:
     """Return whether the current stream is captured in a CUDA graph, of which the CPU cannot read anything."""
     return torch.cuda.is_available() and torch.cuda.graphs.is_current_stream_capturing()
 

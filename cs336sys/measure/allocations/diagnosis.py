@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from statistics import median
 
-from cs336sys.measure.allocations.dump import DEFAULT_POOL, ROUNDING, Block, DeviceRecord, Failure, Frame
+from cs336sys.measure.allocations.dump import DEFAULT_POOL, ROUNDING, Block, DeviceRecord, FailedAllocation, Frame
 from cs336sys.measure.allocations.inference import (
     FOREIGN_CATEGORIES,
     FORWARD,
@@ -116,7 +116,7 @@ class MemoryDiagnosis:
     source: str
     device: int
     position: int
-    failure: Failure | None
+    failure: FailedAllocation | None
     failed_at: str
     held: int
     reserved: int
@@ -197,7 +197,7 @@ def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
     )
 
 
-def _free_pieces(segments: Sequence, blocks: Sequence[Block], failure: Failure | None) -> FreePieces:
+def _free_pieces(segments: Sequence, blocks: Sequence[Block], failure: FailedAllocation | None) -> FreePieces:
     """Subtract the blocks from the segments; blocks are rounded up, as the allocator does."""
     ordered = sorted((block.address, block.address + -(-block.size // ROUNDING) * ROUNDING) for block in blocks)
     usable, elsewhere, largest = 0, 0, 0
@@ -307,7 +307,7 @@ def _half_logits(
     record: DeviceRecord,
     inference: Inference,
     alive: Sequence[Block],
-    failure: Failure | None,
+    failure: FailedAllocation | None,
     held: int,
     codes: Sequence[str],
 ) -> Copies | None:

@@ -53,7 +53,7 @@ class Block(NamedTuple):
     requested: int
 
 
-class Failure(NamedTuple):
+class FailedAllocation(NamedTuple):
     """An allocation that failed.
 
     Attributes:
@@ -97,7 +97,7 @@ class DeviceRecord:
 
     device: int
     blocks: list[Block] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailedAllocation] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     stacks: list[tuple[Frame, ...]] = field(default_factory=lambda: [()])
     length: int = 0
@@ -255,7 +255,7 @@ class _Parser:
             elif action == "oom":
                 stack, stream = self._stack(entry.get("frames")), entry.get("stream")
                 record.failures.append(
-                    Failure(position, number, size, address, stack, stream if type(stream) is int else 0)
+                    FailedAllocation(position, number, size, address, stack, stream if type(stream) is int else 0)
                 )
             elif action.startswith("segment"):
                 sign = 1 if action in ("segment_alloc", "segment_map") else -1

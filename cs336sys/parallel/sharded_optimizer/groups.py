@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.parallel.collectives import all_gather_single, group_device, is_capturing
+from cs336sys.parallel.collectives import all_gather_single, group_device, is_stream_captured
 from cs336sys.parallel.gradient_slices import is_slice
 from cs336sys.parallel.rank_consistency import describe_parameter, same_on_every_rank
 
@@ -103,7 +103,7 @@ def check_parameters(groups: Sequence[Group], *, flat: bool) -> None:
     for name, parameter in zip(names_of(groups), parameters_of(groups), strict=True):
         if count[parameter] > 1:
             raise UsageError(f"{name} is given twice: give a tied weight once")
-        require_whole(name, parameter)
+        refuse_slice(name, parameter)
         if flat and parameter.requires_grad and not parameter.is_floating_point():
             raise UsageError(f"{name} is {parameter.dtype}: flat=True shards real floating-point parameters only")
         if flat and parameter.device.type != device:
@@ -113,7 +113,7 @@ def check_parameters(groups: Sequence[Group], *, flat: bool) -> None:
             )
 
 
-def require_whole(name: str, parameter: Tensor) -> None:
+def refuse_slice(name: str, parameter: Tensor) -> None:
     """Refuse a parameter that is a slice of this rank's: every rank would get rank 0's."""
     if is_slice(parameter):
         raise UsageError(
@@ -140,7 +140,7 @@ class StepAgreement:
     @contextlib.contextmanager
     def compared(self) -> Iterator[list[str]]:
         """Within this context, lines of text are collected that must be the same on every rank."""
-        if is_capturing():
+        if is_stream_captured():
             yield []
             return
         if group_device().type != "cuda":

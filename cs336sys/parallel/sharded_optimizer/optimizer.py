@@ -35,7 +35,7 @@ from cs336sys.parallel.sharded_optimizer.groups import (
     options_now,
     options_of,
     parameters_of,
-    require_whole,
+    refuse_slice,
 )
 from cs336sys.parallel.sharded_optimizer.local import CheckedOptions, LocalOptimizer, Partition, require_optimizer
 from cs336sys.parallel.sharded_optimizer.partition import ParameterPartition
@@ -124,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 self._checked_options.require(options_of(group))
             for name, parameter in () if module is None else module.named_parameters():
-                require_whole(name, parameter)
+                refuse_slice(name, parameter)
             lines.append(
                 f"{optimizer_cls.__name__} with flat={flat}, bucket_size_mb={bucket_size_mb}, "
                 f"master_dtype={master_dtype}, {describe_options(options)}"

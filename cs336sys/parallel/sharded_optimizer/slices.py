@@ -27,8 +27,8 @@ from cs336sys.parallel.collectives import (
     MeanScatter,
     SliceGather,
     group_device,
-    is_capturing,
     is_dense,
+    is_stream_captured,
     memory_view,
     require_process_group,
     sum_over_ranks,
@@ -90,7 +90,7 @@ class HostAgreement:
 
 
 @dataclass(frozen=True)
-class Segment:
+class ParameterSlice:
     """The part of one parameter that this rank updates.
 
     Attributes:
@@ -124,7 +124,7 @@ class ScatteredBucket(GradientBucket):
     def __init__(self, parameters: dict[str, nn.Parameter], master_dtype: torch.dtype | None):
         super().__init__(parameters, gradient_dtype=None)
         self.pieces: list[Tensor] = []
-        self.segments: dict[nn.Parameter, Segment] = {}
+        self.segments: dict[nn.Parameter, ParameterSlice] = {}
         self.predecessor: ScatteredBucket | None = None
         self.given: set[int] = set()
         self.has_arrived = False
@@ -153,7 +153,7 @@ class ScatteredBucket(GradientBucket):
                 if elements:
                     weights = memory[start + elements.start : start + elements.stop]
                     updated = weights if master_dtype is None else weights.to(master_dtype)
-                    self.segments[members[index]] = Segment(elements, weights, nn.Parameter(updated))
+                    self.segments[members[index]] = ParameterSlice(elements, weights, nn.Parameter(updated))
                     own_start = before + start + elements.start - rank * piece.slice_size
                     self._split_sizes += [own_start - end, len(elements)]
                     self._segment_indices.append(index)
@@ -281,7 +281,7 @@ class SlicePartition:
         self._master_dtype = master_dtype
         self._buckets: list[ScatteredBucket] = []
         self._names: dict[int, str] = {}
-        self._segments: dict[nn.Parameter, Segment] = {}
+        self._segments: dict[nn.Parameter, ParameterSlice] = {}
         # How often each parameter had been changed when its values were last those of its master.
         self._versions: dict[nn.Parameter, int] = {}
         self._synchronizer = SliceSynchronizer([], overlap=True)
@@ -370,7 +370,7 @@ class SlicePartition:
         Torch does not count changes through ``.data``, and they are not seen: comparing all weights with their masters
         would move 12 bytes of memory for each element in every step.
         """
-        if self._master_dtype is None or is_capturing():
+        if self._master_dtype is None or is_stream_captured():
             return
         for parameter, segment in self._segments.items():
             if parameter._version != self._versions[parameter]:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.checkpoint_state import StateDictOfWrapped, mark_share
-from cs336sys.parallel.collectives import gather_numbers, is_capturing, process_group, require_process_group
+from cs336sys.parallel.collectives import gather_numbers, is_stream_captured, process_group, require_process_group
 from cs336sys.parallel.gradient_slices import clip_by_norm
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import is_unit
@@ -211,7 +211,7 @@ class TensorParallel(StateDictOfWrapped):
         """
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._require_unchanged()
-        if self._compares_tokens and not torch.compiler.is_compiling() and not is_capturing():
+        if self._compares_tokens and not torch.compiler.is_compiling() and not is_stream_captured():
             self._compares_tokens = False
             digest = hashlib.sha256(token_ids.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
             require_same_lines([f"tokens {tuple(token_ids.shape)} of digest {digest}"], self.group)
