@@ -18,25 +18,28 @@ from cs336sys.errors import UsageError, choose_from
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
+# Those of which nccl-tests define a bus bandwidth.
+WITH_BUS_BANDWIDTH = (*COLLECTIVES, "all_to_all", "reduce")
+
 
 def bus_factor(collective: str, ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth: what part of ``S`` the busiest link must carry, whatever the algorithm.
 
     With ``n`` ranks each element of an all-reduce takes ``n - 1`` additions and ``n - 1`` deliveries, which ``n`` links
-    share: ``2 (n - 1) / n``. All-gather and reduce-scatter are one half of it, ``(n - 1) / n``. A broadcast sends all
-    through the root's link: 1. One rank alone communicates nothing: 0.
+    share: ``2 (n - 1) / n``. All-gather and reduce-scatter are one half of it, ``(n - 1) / n``, as all-to-all is. A
+    broadcast sends all through the root's link, which a reduction receives: 1. One rank alone communicates nothing: 0.
 
     Raises:
-        UsageError: the collective is none of :data:`COLLECTIVES`, or there is no rank.
+        UsageError: the collective is none of :data:`WITH_BUS_BANDWIDTH`, or there is no rank.
     """
     if ranks < 1:
         raise UsageError(f"{ranks} ranks: must be at least 1")
-    if collective not in COLLECTIVES:
+    if collective not in WITH_BUS_BANDWIDTH:
         raise UsageError(f"unknown collective '{collective}': {choose_from(collective, COLLECTIVES)}")
     share = (ranks - 1) / ranks
     if collective == "all_reduce":
         return 2 * share
-    if collective == "broadcast":
+    if collective in ("broadcast", "reduce"):
         return 1.0 if ranks > 1 else 0.0
     return share
 

@@ -69,15 +69,6 @@ def collective_bytes(kind: str, arguments: Mapping[str, Any]) -> int | None:
     return total or None
 
 
-def bus_factor(kind: str, ranks: int) -> float | None:
-    """Return bus bandwidth over size and time, as nccl-tests define it; None for kinds that they do not know."""
-    if kind == ALL_REDUCE:
-        return 2 * (ranks - 1) / ranks
-    if kind in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL):
-        return (ranks - 1) / ranks
-    return 1.0 if kind in ("broadcast", "reduce") else None
-
-
 _RANKS = re.compile(r"\[([\d, ]*)\]")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from cs336sys.accounting.bus_bandwidths import BusBandwidths
 from cs336sys.accounting.ceilings import Ceilings
+from cs336sys.accounting.communication import WITH_BUS_BANDWIDTH, bus_factor
 from cs336sys.measure.profile.analysis import Analysis, KernelGroup
 from cs336sys.measure.profile.breakdown import (
     COMMUNICATION_PART,
@@ -16,7 +17,6 @@ from cs336sys.measure.profile.breakdown import (
     LAUNCHING,
     WAITING_PART,
 )
-from cs336sys.measure.profile.collectives import bus_factor
 from cs336sys.measure.profile.operators import operator_work, roofline
 from cs336sys.measure.profile.ranks import RanksFound
 from cs336sys.measure.profile.stragglers import find_straggler, own_ms
@@ -307,7 +307,7 @@ def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | N
     for one in analyses:
         for row in one.collectives:
             transfer_ms = row.ms - (row.waiting_ms or 0.0)
-            factor = bus_factor(row.kind, row.ranks) if row.ranks > 1 else None
+            factor = bus_factor(row.kind, row.ranks) if row.ranks > 1 and row.kind in WITH_BUS_BANDWIDTH else None
             is_known = factor is not None and row.bytes > 0 and transfer_ms > 0
             busbw = (factor or 0) * row.bytes * row.count / transfer_ms / 1e6 if is_known else None
             alone = bandwidths.of(row.kind, row.ranks, row.bytes) if bandwidths is not None and busbw else None
