@@ -19,8 +19,7 @@ from cs336sys.commands.sweep.ranks import (
     TimeoutOption,
     TraceOption,
     WorldSizeOption,
-    check_scaling_plot,
-    check_trace,
+    check_rank_outputs,
     choose_world_sizes,
     is_first_rank,
 )
@@ -112,8 +111,7 @@ def ddp(
         output.check(plot=plot, plot_buckets=plot_buckets, plot_scaling=plot_scaling)
         if plot_buckets is not None and all(workload.bucket_mb is None for workload in chosen):
             raise UsageError(f"--plot-buckets {plot_buckets}: {_ONLY_BUCKETED}")
-        check_scaling_plot(plot_scaling, {workload.world_size for workload in chosen})
-        check_trace(trace)
+        check_rank_outputs(plot_scaling, trace, chosen)
     if dry_run:
         show_plan(
             lambda _: ddp_plan(chosen),

@@ -8,7 +8,7 @@ import typer
 
 from cs336sys.commands.faults import say
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import choice
+from cs336sys.commands.options.reading import choice, name_or_code
 from cs336sys.commands.options.training import (
     BatchOption,
     BlocksOption,
@@ -21,7 +21,6 @@ from cs336sys.commands.options.training import (
     RunOptions,
     StepsOptions,
     expand_workloads,
-    read_optimizer,
 )
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import OPTIMIZERS
@@ -34,7 +33,7 @@ def doctor(
     model: ModelOption = None,
     loss: LossOption = None,
     batch: BatchOption = None,
-    optimizer: Annotated[str, choice(OPTIMIZERS, "As of bench.", parser=read_optimizer)] = "course",
+    optimizer: Annotated[str, choice(OPTIMIZERS, "As of bench.", parser=name_or_code(OPTIMIZERS))] = "course",
     blocks: BlocksOption = None,
     debug: DebugOption = False,
     ceilings: Annotated[

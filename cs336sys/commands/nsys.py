@@ -10,7 +10,7 @@ import typer
 
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, split_list
+from cs336sys.commands.options.reading import choice, refuse_given, split_list
 from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import PROFILERS, ProfileWorkload, Workload
@@ -72,13 +72,13 @@ def nsys(
     if len(source) > 1:
         raise UsageError(f"--from: one report is read at a time, not {len(source)}; run the command for each of them")
     if source:
-        _refuse(ctx, [name for name in ctx.params if name not in _OF_REPORTS], "--from reads a report")
+        refuse_given(ctx, [name for name in ctx.params if name not in _OF_REPORTS], "--from reads a report")
         analyses, profile = _read_report(source[0], range_names)
         output.emit(report_tables(analyses, profile, source[0].name, top=top, full_names=full_names))
         if plot is not None:
             plot_report(profile, plot)
         return
-    _refuse(ctx, ["range_names"], "a run has its own phases, other ranges are chosen with --from")
+    refuse_given(ctx, ["range_names"], "a run has its own phases, other ranges are chosen with --from")
     if compare_precision:
         if precision.precisions() != [None]:
             raise UsageError("--compare-precision runs fp32 and bf16: leave --precision, --bf16 and --fp16 out")
@@ -95,7 +95,7 @@ def nsys(
         )
         return
     if is_profiled():
-        _refuse(ctx, _NOT_UNDER_NSYS, "this process runs under nsys, which writes a report for --from to read")
+        refuse_given(ctx, _NOT_UNDER_NSYS, "this process runs under nsys, which writes a report for --from to read")
         _run_under_nsys(workloads, profiler)
         return
     if keep is not None:
@@ -113,14 +113,6 @@ def nsys(
         output,
         (plot, plot_profiles),
     )
-
-
-def _refuse(ctx: typer.Context, names: Sequence[str], why: str) -> None:
-    """Raise if one of these options was given on the command line."""
-    for parameter in ctx.command.params:
-        given = ctx.get_parameter_source(parameter.name)
-        if parameter.name in names and given is not None and given.name == "COMMANDLINE":
-            raise UsageError(f"{parameter.opts[0]}: {why}; leave it out")
 
 
 def _read_report(source: Path, range_names: Sequence[str]) -> tuple[list["Analysis"], "Profile"]:

@@ -17,8 +17,7 @@ from cs336sys.commands.sweep.ranks import (
     TimeoutOption,
     TraceOption,
     WorldSizeOption,
-    check_scaling_plot,
-    check_trace,
+    check_rank_outputs,
     choose_world_sizes,
     is_first_rank,
 )
@@ -81,8 +80,7 @@ def shard(
     )
     if is_first_rank():
         output.check(plot=plot, plot_scaling=plot_scaling)
-        check_scaling_plot(plot_scaling, {workload.world_size for workload in chosen})
-        check_trace(trace)
+        check_rank_outputs(plot_scaling, trace, chosen)
     if dry_run:
         show_plan(
             lambda _: shard_plan(chosen),

@@ -10,20 +10,13 @@ import typer
 
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, one_of
+from cs336sys.commands.options.reading import choice, name_or_code
 from cs336sys.commands.sweep.ranks import BackendOption, WorldSizeOption, choose_world_sizes, is_first_rank
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Run
-from cs336sys.user_code import digest, is_user_code, source_file
+from cs336sys.user_code import digest, is_user_code
 from cs336sys.workload.verification import CASES, GRADIENTS, SEQUENCES, SMALL, WRAPS, VerifiedWorkload
-
-
-def _read_wrap(text: str) -> str:
-    if is_user_code(text):
-        source_file(text)
-        return text
-    return one_of(WRAPS)(text)
 
 
 @dataclass(frozen=True)
@@ -38,7 +31,7 @@ class VerifiedModelOptions(options.SharedModelOptions):
 def verify(
     wrap: Annotated[
         list[str],
-        choice(WRAPS, f"Yours: FILE.py:NAME, module:NAME. Ready: {', '.join(WRAPS)}.", parser=_read_wrap),
+        choice(WRAPS, f"Yours: FILE.py:NAME, module:NAME. Ready: {', '.join(WRAPS)}.", parser=name_or_code(WRAPS)),
     ] = [],
     world_size: WorldSizeOption = [],
     case: Annotated[list[str], choice(CASES, f"{', '.join(CASES)}.", show_default=False)] = list(CASES),

@@ -15,7 +15,7 @@ import typer
 from typer.models import OptionInfo
 
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.user_code import read_reference
+from cs336sys.user_code import is_user_code, read_reference
 
 # Panels of the help, besides that of the command's own options.
 MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output"
@@ -229,6 +229,11 @@ def one_of(names: Collection[str]) -> Callable[[str], str]:
         return text
 
     return convert
+
+
+def name_or_code(names: Collection[str]) -> Callable[[str], str]:
+    """A converter that takes the given names, and functions of the user's."""
+    return lambda text: read_reference(text) if is_user_code(text) else one_of(names)(text)
 
 
 def at_least(minimum: int, most: int = LARGEST_WHOLE_NUMBER) -> Callable[[str], int]:

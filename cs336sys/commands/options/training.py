@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, choice, one_of
+from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, choice, name_or_code
 from cs336sys.errors import DEBUG_VARIABLE, UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size
 from cs336sys.user_code import digest, is_user_code, source_file
@@ -36,14 +36,6 @@ from cs336sys.workload import (
 from cs336sys.workload.course_package import course_package, set_aside_others
 
 _OWN = "Default: by size."
-
-
-def read_optimizer(text: str) -> str:
-    """Read a value of ``--optimizer``: a name, or a function of the user's."""
-    if is_user_code(text):
-        source_file(text)
-        return text
-    return one_of(OPTIMIZERS)(text)
 
 
 def _rounded(parameters: int) -> str:
@@ -173,7 +165,7 @@ class ImplementationOptions:
         "reference",
     )
     optimizer: Annotated[
-        Sequence[str], choice(OPTIMIZERS, "course, fused, adamw, FILE.py:NAME", parser=read_optimizer)
+        Sequence[str], choice(OPTIMIZERS, "course, fused, adamw, FILE.py:NAME", parser=name_or_code(OPTIMIZERS))
     ] = ("course",)
     state_dtype: Annotated[Sequence[str], choice(STATE_DTYPES, "Of adamw: fp32, bf16, split.")] = ("fp32",)
     update: Annotated[Sequence[str], choice(UPDATES, "Of adamw: step, or within backward.")] = ("step",)

@@ -32,7 +32,7 @@ import itertools
 import os
 import pickle
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -43,7 +43,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.processes import RankIdentity, started_outside
 from cs336sys.results.model import Run
 from cs336sys.sizes import MOST_RANKS
-from cs336sys.workload import BACKENDS
+from cs336sys.workload import BACKENDS, ParallelWorkload
 from cs336sys.workload.course_package import telling_import_errors
 
 if TYPE_CHECKING:
@@ -84,18 +84,14 @@ def join_timeout_s(configurations: Collection[dict[str, Any]]) -> float:
     return max((configuration.get("timeout_s", _JOIN_S) for configuration in configurations), default=_JOIN_S)
 
 
-def check_scaling_plot(path: Path | None, world_sizes: Collection[int]) -> None:
-    """Raise a UsageError where ``--plot-scaling`` has one number of ranks to draw."""
-    if path is not None and len(set(world_sizes)) == 1:
-        raise UsageError(f"--plot-scaling {path}: needs several numbers of ranks: give --world-size 1,2")
-
-
-def check_trace(folder: Path | None) -> None:
-    """Raise a UsageError where ``--trace`` cannot be written."""
+def check_rank_outputs(plot_scaling: Path | None, trace: Path | None, workloads: Iterable[ParallelWorkload]) -> None:
+    """Raise a UsageError where ``--plot-scaling`` has one number of ranks to draw, or ``--trace`` cannot be written."""
     from cs336sys.report.outputs import check_writable
 
-    if folder is not None:
-        check_writable(folder / "trace.json.gz", "--trace")
+    if plot_scaling is not None and len({workload.world_size for workload in workloads}) == 1:
+        raise UsageError(f"--plot-scaling {plot_scaling}: needs several numbers of ranks: give --world-size 1,2")
+    if trace is not None:
+        check_writable(trace / "trace.json.gz", "--trace")
 
 
 def is_first_rank() -> bool:
