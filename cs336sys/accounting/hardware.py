@@ -96,6 +96,14 @@ def memory_bytes_per_s(gpu_name: str) -> float | None:
     return next((rate for name, rate in _MEMORY_BYTES_PER_S if re.fullmatch(name, gpu_name)), None)
 
 
+def least_ms(gpu_name: str, precision: str, flops: float, moved_bytes: float) -> float:
+    """The least that FLOPs and bytes take at the peaks of the datasheet; 0 where they are not known."""
+    tflops, bytes_per_s = peak_tflops(gpu_name, precision, tf32=True), memory_bytes_per_s(gpu_name)
+    if tflops is None or bytes_per_s is None:
+        return 0.0
+    return 1e3 * max(flops / tflops / 1e12, moved_bytes / bytes_per_s)
+
+
 # Devices, their links, and what computing and communication cost each other.
 
 

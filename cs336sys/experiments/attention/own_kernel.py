@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cs336sys.accounting.flops import attention_flops
-from cs336sys.accounting.hardware import memory_bytes_per_s, peak_tflops
+from cs336sys.accounting.hardware import least_ms
 from cs336sys.errors import UserCodeError
 from cs336sys.experiments.attention.inputs import Attention, Inputs, random_inputs
 from cs336sys.experiments.attention.measurement import TOLERANCES, exact_results, measure_flash
@@ -200,10 +200,6 @@ def _least_ms(workload: AttentionWorkload, device: torch.device, part: str) -> f
     """The least that FLOPs and bytes take at the peaks of the datasheet; 0 where they are not known."""
     if device.type != "cuda":
         return 0.0
-    gpu = torch.cuda.get_device_name(device)
-    tflops, bytes_per_s = peak_tflops(gpu, workload.dtype, tf32=True), memory_bytes_per_s(gpu)
-    if tflops is None or bytes_per_s is None:
-        return 0.0
     shape = (workload.batch_size, workload.heads, workload.context, workload.context, workload.head_dim)
     forward, both = (
         attention_flops(*shape, causal=workload.causal, window=workload.window, backward=backward)
@@ -214,4 +210,4 @@ def _least_ms(workload: AttentionWorkload, device: torch.device, part: str) -> f
     moved = (
         2 * heads * workload.batch_size * workload.context * workload.head_dim * (2 if workload.dtype != "fp32" else 4)
     )
-    return 1e3 * max(flops / tflops / 1e12, moved / bytes_per_s)
+    return least_ms(torch.cuda.get_device_name(device), workload.dtype, flops, moved)

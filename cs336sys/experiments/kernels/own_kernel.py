@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336sys.accounting.hardware import memory_bytes_per_s, peak_tflops
+from cs336sys.accounting.hardware import least_ms
 from cs336sys.errors import UserCodeError
 from cs336sys.experiments.kernels.measurement import TOLERANCES, kernel_errors, measure_kernel, operation_on, part_rates
 from cs336sys.experiments.kernels.operation import DifferentiatedFunction, Function, as_tuple
@@ -170,8 +170,5 @@ def _time(
 def _least_ms(operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device, part: str) -> float:
     """The least that a part's FLOPs and bytes take at the peaks of the datasheet; 0 where they are not known."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    tflops, bytes_per_s = peak_tflops(gpu, workload.dtype, tf32=True), memory_bytes_per_s(gpu)
-    if tflops is None or bytes_per_s is None:
-        return 0.0
     flops, moved = operation.flops(workload).get(part, 0), operation.moved_bytes(workload).get(part, 0)
-    return 1e3 * max(flops / tflops / 1e12, moved / bytes_per_s)
+    return least_ms(gpu, workload.dtype, flops, moved)
