@@ -140,3 +140,11 @@ class VerifiedWorkload(Configured):
     @property
     def data_ranks(self) -> int:
         return self.dimensions.get("data", 1)
+
+    def data_place(self, rank: int) -> int:
+        """Return which of the batch's shares a rank has."""
+        for name, size in reversed(self.dimensions.items()):
+            if name == "data":
+                return rank % size
+            rank //= size
+        return 0

@@ -235,15 +235,9 @@ class CaseComparison:
 
     def _added(self, numbers: Sequence[float]) -> float:
         """The loss of the batch from those of ranks, each weighted by its sequences."""
-        sizes = self.workload.dimensions
-        ranks = torch.arange(self.workload.world_size).view(*sizes.values())
         total = 0.0
-        for data in range(sizes.get("data", 1)):
-            own = (
-                ranks.select(list(sizes).index("data"), data).flatten().tolist()
-                if "data" in sizes
-                else ranks.flatten().tolist()
-            )
+        for data in range(self.workload.data_ranks):
+            own = [rank for rank in range(self.workload.world_size) if self.workload.data_place(rank) == data]
             # Ranks that share sequences have parts of their loss, or all of it, each.
             total += sum(numbers[rank] for rank in own) / len(own)
         return total

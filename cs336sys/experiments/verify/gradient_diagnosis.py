@@ -197,7 +197,7 @@ def _of_mixtures(
             return case.conclude("one rank's", f"every rank has the gradient of {told} alone", launches=sent[-1:])
         return _not_synchronized(case, name, sent)
     if len(used) == 1:
-        if used[0] == _data_of(case, rank):
+        if used[0] == case.workload.data_place(rank):
             return _not_synchronized(case, name, sent)
         return case.conclude("one rank's", f"rank {rank} has the gradient of rank {used[0]} alone", launches=sent[-1:])
     if len(used) < data:
@@ -213,12 +213,6 @@ def _of_mixtures(
 
 def _only(own: Mapping[tuple[int, int], float]) -> int:
     return max(own, key=lambda key: abs(own[key]))[0]
-
-
-def _data_of(case: FaultEvidence, rank: int) -> int:
-    sizes = case.workload.dimensions
-    ranks = torch.arange(case.workload.world_size).view(*sizes.values())
-    return int((ranks == rank).nonzero()[0][list(sizes).index("data")])
 
 
 def _not_synchronized(case: FaultEvidence, name: str, sent: Sequence[CollectiveLaunch]) -> Diagnosis:

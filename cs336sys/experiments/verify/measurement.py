@@ -278,14 +278,9 @@ class _Case:
 
     def _masks(self, found: Sequence[RankFindings]) -> Outcome:
         by_data: dict[int, list[torch.Tensor]] = {}
-        sizes = list(self.workload.dimensions.values())
-        names = list(self.workload.dimensions)
-        places = torch.arange(self.workload.world_size).view(sizes)
         for rank, one in enumerate(found):
             assert one.masks is not None
-            place = (places == rank).nonzero()[0].tolist()
-            data = place[names.index("data")] if "data" in names else 0
-            by_data.setdefault(data, []).append(one.masks)
+            by_data.setdefault(self.workload.data_place(rank), []).append(one.masks)
         for masks in by_data.values():
             if any(one.shape == masks[0].shape and not torch.equal(one, masks[0]) for one in masks):
                 reason = "ranks that share sequences drop different elements of them: seed them alike"
