@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -307,40 +308,28 @@ def reference_of(
     max_norm: float | None,
 ) -> Reference:
     """Train the program in this process, in several orders; kept for other cases of the same training."""
-    alone = program.trained_alone
+    program = program.trained_alone
     described = None if optimizer is None else (optimizer.optimizer_class, repr(optimizer.settings))
-    key = (workload.training, workload.data_ranks, alone, device, dtype, learning_rate, described, max_norm)
-    if key not in _references:
-        if len(_references) > 8:
-            _references.clear()
-        _references[key] = _trained(workload, alone, device, dtype, learning_rate, optimizer, max_norm)
-    return _references[key]
-
-
-def _trained(
-    workload: VerifiedWorkload,
-    program: Program,
-    device: torch.device,
-    dtype: torch.dtype,
-    learning_rate: float,
-    optimizer: OptimizerSpec | None,
-    max_norm: float | None,
-) -> Reference:
+    key = (workload.training, workload.data_ranks, program, device, dtype, learning_rate, described, max_norm)
+    if key in _references:
+        return _references[key]
+    if len(_references) > 8:
+        _references.clear()
     how = learning_rate if optimizer is None else optimizer
+    train = partial(train_in_one_process, workload, program, device, dtype, optimizer=how, max_norm=max_norm)
     by_rank, in_micros = shares_of(workload, program, 1), shares_of(workload, program, 2)
     orders = [by_rank, in_micros, list(reversed(in_micros))]
     # A layer that is unused on one rank alone cannot be trained on the whole batch at once.
     whole = by_rank if program.unused else _whole(workload, program)
-    records = [
-        train_in_one_process(workload, program, device, dtype, order, how, max_norm, outputs=order is whole)
-        for order in (whole, *orders)
-    ]
+    records = [train(order, outputs=order is whole) for order in (whole, *orders)]
     is_mean = abs(records[0].losses[0] - records[1].losses[0]) <= _MEAN_LOSS[dtype] * abs(records[0].losses[0])
     if is_mean:
-        return Reference(records[0], records[1:], True, dtype, learning_rate)
-    # Sequences of a batch look at each other, as in batch norm: ranks see their own shares.
-    reversed_shares = train_in_one_process(workload, program, device, dtype, list(reversed(by_rank)), how, max_norm)
-    return Reference(records[1], [reversed_shares], False, dtype, learning_rate)
+        found = Reference(records[0], records[1:], True, dtype, learning_rate)
+    else:
+        # Sequences of a batch look at each other, as in batch norm: ranks see their own shares.
+        found = Reference(records[1], [train(list(reversed(by_rank)))], False, dtype, learning_rate)
+    _references[key] = found
+    return found
 
 
 def parts_of_gradients(
