@@ -90,16 +90,14 @@ def verify(
     unknown = [name for name in cases or () if name not in CASES]
     if unknown:
         raise UsageError(f"unknown case '{unknown[0]}': {choose_from(unknown[0], CASES)}")
+    user = UserCode(model=model, loss=loss, batch=batch, blocks=blocks)
     found = {}
     try:
         for name in CASES if cases is None else cases:
             workload = small_workload(
                 wrap,
                 name,
-                model=model,
-                loss=loss,
-                batch=batch,
-                blocks=blocks,
+                user,
                 world_size=world_size,
                 mesh=mesh,
                 gradients=gradients,
@@ -117,11 +115,8 @@ def verify(
 def small_workload(
     wrap: str,
     case: str,
+    user: UserCode,
     *,
-    model: str | None = None,
-    loss: str | None = None,
-    batch: str | None = None,
-    blocks: str | None = None,
     world_size: int = 2,
     mesh: str | None = None,
     gradients: str = "mean",
@@ -136,9 +131,7 @@ def small_workload(
         UsageError: settings do not go together.
     """
     size = choose_size("tiny", batch_size=SEQUENCES * world_size, **SMALL)
-    training = Workload(
-        size, device=device, seed=seed, user=UserCode(model=model, loss=loss, batch=batch, blocks=blocks)
-    )
+    training = Workload(size, device=device, seed=seed, user=user)
     shared = mesh or WRAPS.get(wrap, "data")
     return VerifiedWorkload(training, wrap, world_size, case, shared, "auto", finish, gradients, timeout_s)
 

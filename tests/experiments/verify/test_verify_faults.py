@@ -7,6 +7,7 @@ import pytest
 from cs336sys.experiments.verify.library import small_workload
 from cs336sys.experiments.verify.measurement import measure_case
 from cs336sys.parallel.ranks import launch
+from cs336sys.workload import UserCode
 from cs336sys.workload.verification import CASES
 
 sys.path.insert(0, str(__file__).rpartition("/")[0])
@@ -21,8 +22,8 @@ def kept_ranks(one_thread_a_rank):
     launch.end_kept()
 
 
-def outcome_of(wrap, case, **settings):
-    workload = small_workload(wrap, case, device="cpu", **settings)
+def outcome_of(wrap, case, model=None, **settings):
+    workload = small_workload(wrap, case, UserCode(model=model), device="cpu", **settings)
     return measure_case(workload.configuration(), lambda stage: None)
 
 
