@@ -30,7 +30,7 @@ from cs336sys.measure.profile.chrome_trace import read_chrome_trace
 from cs336sys.measure.profile.nsys import read_nsys_database
 from cs336sys.measure.profile.summary import Profile, summarize
 from cs336sys.measure.range_names import STEP, WARM_UP, run_name
-from cs336sys.measure.torch_profiler import TorchProfiler
+from cs336sys.measure.torch_profiler import TorchProfiler, activities_on
 from cs336sys.processes.atomic_write import written_whole
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.processes.parent import python_module
@@ -188,10 +188,7 @@ def _run_annotated(
 
 
 def _under_torch_profiler(workload: ProfileWorkload, device: torch.device, folder: Path, progress: Progress) -> Profile:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    profiler = TorchProfiler(activities)
+    profiler = TorchProfiler(activities_on(device))
     _run_annotated(workload.training, device, RecordFunctionMarks(), profiler, progress)
     trace = folder / "trace.json.gz"
     profiler.export_chrome_trace(str(trace))

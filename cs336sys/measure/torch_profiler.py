@@ -7,6 +7,12 @@ from typing import Any
 import torch
 
 
+def activities_on(device: torch.device) -> list[torch.profiler.ProfilerActivity]:
+    """Return all that can be recorded of work on a device."""
+    on_gpu = [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+    return [torch.profiler.ProfilerActivity.CPU, *on_gpu]
+
+
 class TorchProfiler(torch.profiler.profile):
     """``torch.profiler.profile`` without :meth:`events` and :meth:`key_averages`, and so without the time they take.
 

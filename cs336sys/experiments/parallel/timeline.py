@@ -10,7 +10,7 @@ from torch.autograd import DeviceType
 
 from cs336sys.measure.profile import taxonomy
 from cs336sys.measure.timing import covered, elapsed_ms, mark
-from cs336sys.measure.torch_profiler import TorchProfiler
+from cs336sys.measure.torch_profiler import TorchProfiler, activities_on
 from cs336sys.processes.atomic_write import written_whole
 
 # How the names of CPU events begin that only hand work to another thread, or wait in :func:`finish_communication`.
@@ -159,10 +159,7 @@ def write_trace(phases: Mapping[str, Callable[[], None]], device: torch.device, 
 
     Ranks that run the step without a profiler call :func:`finish_communication` after it.
     """
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with TorchProfiler(activities) as profiler:
+    with TorchProfiler(activities_on(device)) as profiler:
         for run in phases.values():
             run()
         _synchronize(device)
