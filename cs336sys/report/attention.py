@@ -13,7 +13,9 @@ from cs336sys.report.outputs import legend_columns, write_figure
 from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
+    ERROR_NOTE,
     SETTING_COLUMNS,
+    find_baselines,
     found_in_user_code,
     interpreted_notes,
     reasons,
@@ -63,10 +65,8 @@ def _derived_of_rounds(
 def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[Table]:
     """Times of every implementation on every shape, with its errors, and its speed-up over ``baseline``."""
     varying = shown_settings(cells, _SHAPE_COLUMNS)
-    baselines = {
-        _shape(cell): cell for cell in cells if cell.configuration["implementation"] == baseline and cell.status == "ok"
-    }
-    rows = [_flash_row(cell, baselines.get(_shape(cell))) for cell in cells]
+    baselines, without_baseline = find_baselines(cells, baseline)
+    rows = list(map(_flash_row, cells, baselines))
     columns = [
         *varying.values(),
         Column("implementation", "implementation"),
@@ -79,10 +79,8 @@ def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[
         Column("peak_gib", "peak", "gib"),
         Column("status", "status"),
     ]
-    note = "medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"
-    notes = [note, *interpreted_notes(cells, run), *found_in_user_code(cells), *reasons(cells, "implementation")]
-    if not baselines and any(cell.status == "ok" for cell in cells):
-        notes.append(f"no speed-ups: {baseline} has no time to compare with; see --baseline")
+    notes = [ERROR_NOTE, *interpreted_notes(cells, run), *found_in_user_code(cells), *reasons(cells, "implementation")]
+    notes += without_baseline
     heading = title("flash", cells, run, _SHAPE_COLUMNS, varying)
     return [Table("flash", heading, columns, rows, tuple(notes), "--rounds 5 or more --repetition-ms")]
 
@@ -215,10 +213,6 @@ def _growth(cells: Sequence[Cell]) -> Table | None:
     )
     note = "Near the square of the context's growth the probabilities dominate; FlashAttention holds none of them."
     return Table("growth", "attn: memory held before backward, against the context", columns, rows, notes=(note,))
-
-
-def _shape(cell: Cell) -> str:
-    return configuration_key(cell.configuration, ignore=("implementation", "code", "rounds"))
 
 
 # The pictures of ``flash`` and of ``attn`` (matplotlib, written to a file).

@@ -7,14 +7,16 @@ from typing import Any
 from cs336sys.report.outputs import write_figure
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
+    ERROR_NOTE,
     SETTING_COLUMNS,
+    find_baselines,
     found_in_user_code,
     interpreted_notes,
     reasons,
     shown_settings,
     title,
 )
-from cs336sys.results.model import Cell, Run, configuration_key
+from cs336sys.results.model import Cell, Run
 from cs336sys.results.statistics import ratio
 
 _SHAPE_COLUMNS = {
@@ -37,9 +39,7 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
         if any(cell.configuration.get(name) is not None for cell in cells)
     }
     varying = shown_settings(cells, settings)
-    baselines = {
-        _shape(cell): cell for cell in cells if cell.configuration["implementation"] == baseline and cell.status == "ok"
-    }
+    baselines, without_baseline = find_baselines(cells, baseline)
     columns = [
         *varying.values(),
         Column("implementation", "implementation"),
@@ -52,27 +52,16 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
         Column("error", "largest error"),
         Column("status", "status"),
     ]
-    rows = [_row(cell, baselines.get(_shape(cell))) for cell in cells]
+    rows = list(map(_row, cells, baselines))
     rates = [cell.derived["copy_gbps"] for cell in cells if cell.derived.get("copy_gbps") is not None]
-    notes = ["medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"]
+    notes = [ERROR_NOTE]
     if rates:
         slowest, fastest = f"{min(rates):,.0f}", f"{max(rates):,.0f}"
         notes.append(f"a copy: {slowest if slowest == fastest else f'{slowest} to {fastest}'} GB/s read and written")
     notes += interpreted_notes(cells, run)
     heading = title("kernels", cells, run, settings, varying)
-    if not baselines and any(cell.status == "ok" for cell in cells):
-        notes.append(f"no speed-ups: {baseline} has no time to compare with; see --baseline")
-    all_notes = (*notes, *found_in_user_code(cells), *reasons(cells, "implementation"))
-    return [
-        Table(
-            "kernels",
-            heading,
-            columns,
-            rows,
-            all_notes,
-            "more --repetition-ms",
-        )
-    ]
+    notes += [*without_baseline, *found_in_user_code(cells), *reasons(cells, "implementation")]
+    return [Table("kernels", heading, columns, rows, notes, "more --repetition-ms")]
 
 
 def _words(part: str) -> str:
@@ -91,10 +80,6 @@ def _row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
     if baseline is not None and cell.status == "ok":
         row["end_to_end_speedup"] = ratio(baseline.samples["end_to_end"], cell.samples["end_to_end"])
     return row
-
-
-def _shape(cell: Cell) -> str:
-    return configuration_key(cell.configuration, ignore=("implementation", "code"))
 
 
 def plot_kernels(cells: Sequence[Cell], path: Path) -> None:

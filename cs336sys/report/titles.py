@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from cs336sys.report.table import Column
-from cs336sys.results.model import Cell, Run, Samples
+from cs336sys.results.model import Cell, Run, Samples, configuration_key
 from cs336sys.workload import UserCode, Workload
 from cs336sys.workload.course_package import course_package
 
@@ -226,6 +226,23 @@ def steps_words(cells: Sequence[Cell]) -> str:
     counts = sorted({(cell.configuration["warmup"], cell.configuration["steps"]) for cell in cells})
     steps = ", ".join(f"{steps} step{'' if steps == 1 else 's'} after {warmup} warm-up" for warmup, steps in counts)
     return f"mean ± standard deviation of {steps}"
+
+
+ERROR_NOTE = "medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"
+
+
+def find_baselines(cells: Sequence[Cell], baseline: str) -> tuple[list[Cell | None], list[str]]:
+    """Return, for each cell, the ``baseline`` implementation's cell of its shape if that is ok; and a note without
+    any."""
+    shapes = [configuration_key(cell.configuration, ignore=("implementation", "code", "rounds")) for cell in cells]
+    found = {
+        shape: cell
+        for shape, cell in zip(shapes, cells, strict=True)
+        if cell.configuration["implementation"] == baseline and cell.status == "ok"
+    }
+    is_missed = not found and any(cell.status == "ok" for cell in cells)
+    notes = [f"no speed-ups: {baseline} has no time to compare with; see --baseline"] if is_missed else []
+    return [found.get(shape) for shape in shapes], notes
 
 
 def found_in_user_code(cells: Sequence[Cell]) -> tuple[str, ...]:
