@@ -22,13 +22,18 @@ def pool_cells(cells: Sequence[Cell], combine_derived: CombineDerived) -> list[C
     Samples are joined, measured and warm-up ones apart, in the order of ``cells``. Unless all rounds are ``ok``, there
     are none, and status and reason are those of the first round that is not. Cells without a round stay as they are.
     """
+    return [
+        _pooled(rounds, combine_derived) if "round" in rounds[0].configuration else rounds[0]
+        for rounds in by_configuration(cells).values()
+    ]
+
+
+def by_configuration(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """Return the rounds of each configuration."""
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(configuration_key(cell.configuration, ignore=("round",)), []).append(cell)
-    return [
-        _pooled(rounds, combine_derived) if "round" in rounds[0].configuration else rounds[0]
-        for rounds in groups.values()
-    ]
+    return groups
 
 
 def largest_known(rounds: Sequence[Cell], name: str) -> float | None:

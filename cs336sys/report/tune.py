@@ -8,25 +8,19 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.choice import MORE_MEMORY, Candidate, Choice, measuring_command, pytorch_lines
 from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
-from cs336sys.report.account.step import configuration_words, step_row
+from cs336sys.report.account.step import PREDICTED_COLUMNS, configuration_words, step_row
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import write_figure
+from cs336sys.report.rounds import by_configuration
 from cs336sys.report.table import Column, Table, with_rows
 from cs336sys.results.comparison import Comparison, Measured, compare_samples
-from cs336sys.results.model import Cell, Run, configuration_key
+from cs336sys.results.model import Cell, Run
 from cs336sys.workload import ParallelWorkload
 
 # Rows of the tables of candidates.
 SHOWN = 10
 
-_PREDICTED = (
-    Column("configuration", "configuration"),
-    Column("step_ms", "step", "ms"),
-    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
-    Column("mfu_percent", "MFU", "percent"),
-    Column("peak_gib", "memory of a rank", "gib"),
-    Column("limit", "set by"),
-)
+_PREDICTED = (Column("configuration", "configuration"), *PREDICTED_COLUMNS)
 
 
 def _row(candidate: Candidate, rates: Rates) -> dict[str, Value]:
@@ -166,14 +160,6 @@ def configuration_of(cell: Cell) -> StepConfiguration:
 
 def _tokens(cell: Cell) -> int:
     return configuration_of(cell).tokens
-
-
-def by_configuration(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """Return the rounds of each configuration."""
-    groups: dict[str, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(configuration_key(cell.configuration, ignore=("round",)), []).append(cell)
-    return groups
 
 
 def token_ms(cells: Sequence[Cell]) -> Measured:

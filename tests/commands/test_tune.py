@@ -19,7 +19,8 @@ from cs336sys.commands import tune as tune_command
 from cs336sys.experiments.operation_counting import count_model
 from cs336sys.measure.cells import Outcome
 from cs336sys.measure.environment import new_run
-from cs336sys.report.tune import by_configuration, compared_to_best, fastest, is_decided
+from cs336sys.report.rounds import by_configuration
+from cs336sys.report.tune import compared_to_best, fastest, is_decided
 from cs336sys.results.model import Cell, Samples, read_results
 from cs336sys.sizes import SIZES
 from cs336sys.workload import UserCode, Workload

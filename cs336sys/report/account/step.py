@@ -41,16 +41,19 @@ _TERM_COLUMNS = (
     Column("formula", "counted"),
 )
 
-_STEP_COLUMNS = (
-    Column("configuration", "configuration"),
-    Column("gpu_ms", "GPU", "ms"),
-    Column("launches_ms", "launches", "ms"),
-    Column("exposed_ms", "exposed communication", "ms"),
+PREDICTED_COLUMNS = (
     Column("step_ms", "step", "ms"),
     Column("tokens_per_s", "tokens/s", "tokens_per_s"),
     Column("mfu_percent", "MFU", "percent"),
     Column("peak_gib", "memory of a rank", "gib"),
     Column("limit", "set by"),
+)
+_STEP_COLUMNS = (
+    Column("configuration", "configuration"),
+    Column("gpu_ms", "GPU", "ms"),
+    Column("launches_ms", "launches", "ms"),
+    Column("exposed_ms", "exposed communication", "ms"),
+    *PREDICTED_COLUMNS,
 )
 
 
