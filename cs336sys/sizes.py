@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cs336sys.errors import UsageError, choose_from
+from cs336sys.errors import UsageError, require_known
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PRECISIONS = tuple(ELEMENT_BYTES)
@@ -92,8 +92,7 @@ def choose_size(
         UsageError: the name is unknown, a count is not positive or larger than any model's, the heads do not divide
             ``d_model`` or leave an odd head dimension, which rotary embeddings cannot split into pairs.
     """
-    if name not in SIZES:
-        raise UsageError(f"unknown size '{name}': {choose_from(name, SIZES)}")
+    require_known("size", name, SIZES)
     shape = {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
     batch = {"vocab_size": vocab_size, "context": context, "batch_size": batch_size}
     given: dict[str, Any] = {field: value for field, value in (shape | batch).items() if value is not None}

@@ -12,7 +12,7 @@ product's result: 4 in fp32, 2 in half precision.
 from dataclasses import astuple, dataclass
 
 from cs336sys.accounting.parameters import parameters_by_component
-from cs336sys.errors import UsageError, choose_from
+from cs336sys.errors import UsageError, require_known
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 ATTENTION = ("reference", "sdpa", "flash")
@@ -99,8 +99,7 @@ def block_activations(size: ModelSize, precision: str, attention: str, *, autoca
     Raises:
         UsageError: ``attention`` is not in :data:`ATTENTION`.
     """
-    if attention not in ATTENTION:
-        raise UsageError(f"unknown attention '{attention}': {choose_from(attention, ATTENTION)}")
+    require_known("attention", attention, ATTENTION)
     parts = (
         attention_activations(size, precision, attention, autocast=autocast),
         feed_forward_activations(size, precision, autocast=autocast),

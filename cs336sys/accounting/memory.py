@@ -17,7 +17,7 @@ from cs336sys.accounting.activations import (
     saved_activations,
 )
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.errors import UsageError, choose_from
+from cs336sys.errors import require_known
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 GIB = 2**30
@@ -151,10 +151,8 @@ def widest_moments(
     Raises:
         UsageError: ``mode`` or ``attention`` is unknown.
     """
-    if attention not in ATTENTION:
-        raise UsageError(f"unknown attention '{attention}': {choose_from(attention, ATTENTION)}")
-    if mode not in _MODES:
-        raise UsageError(f"unknown mode '{mode}': {choose_from(mode, _MODES)}")
+    require_known("attention", attention, ATTENTION)
+    require_known("mode", mode, _MODES)
     if mode == "forward":
         moments = _forward_moments(size, precision, attention, autocast)
     else:

@@ -13,7 +13,7 @@ import typer
 from cs336sys.commands.faults import say
 from cs336sys.commands.options.reading import OUTPUT, among, check_choice, one_of, split_list
 from cs336sys.commands.options.training import DeviceOption
-from cs336sys.errors import CapabilityError, UsageError, choose_from
+from cs336sys.errors import CapabilityError, UsageError, require_known
 from cs336sys.processes.parent import Guarded, python_module
 from cs336sys.report.course.plan import why_not
 from cs336sys.report.course.problem import Command, Problem, Target
@@ -159,8 +159,7 @@ def _format_of(format: str | None, output: Path | None) -> str:
         raise UsageError(f"--output {output}: the name must end in {', '.join(_FORMATS)}, or give --format")
     named = _FORMATS.get(output.suffix.lower(), "markdown") if output is not None else "markdown"
     written = format or named
-    if written not in _FORMATS.values():
-        raise UsageError(f"unknown format '{written}': {choose_from(written, list(dict.fromkeys(_FORMATS.values())))}")
+    require_known("format", written, list(dict.fromkeys(_FORMATS.values())))
     return written
 
 

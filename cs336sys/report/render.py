@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 
-from cs336sys.errors import OutputError, UsageError, choose_from
+from cs336sys.errors import OutputError, UsageError, require_known
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import (
     FORMAT_OF_ENDING,
@@ -48,7 +48,7 @@ def render(tables: Sequence[Table], format: str) -> str:
     Raises:
         UsageError: the format is unknown.
     """
-    _check_format(format)
+    require_known("format", format, FORMATS)
     return _RENDERERS[format](tables)
 
 
@@ -117,7 +117,7 @@ def check_output(output: Path | None, format: str | None = None) -> None:
         UsageError: the format is unknown, ``output`` cannot be written, or its name ends as a picture's or a page's.
     """
     if format is not None:
-        _check_format(format)
+        require_known("format", format, FORMATS)
     elif output is not None and output.suffix.lower() in _NO_TABLES:
         raise UsageError(
             f"--output {output}: holds tables, whose names end in {', '.join(FORMAT_OF_ENDING)}; give one of these, or "
@@ -126,11 +126,6 @@ def check_output(output: Path | None, format: str | None = None) -> None:
     if output is not None and output != STDOUT:
         require_folder(output, "--output")
         check_writable(output, "--output")
-
-
-def _check_format(format: str) -> None:
-    if format not in FORMATS:
-        raise UsageError(f"unknown format '{format}': {choose_from(format, FORMATS)}")
 
 
 def _tabulate(grid: Grid, style: str) -> str:

@@ -12,7 +12,7 @@ from cs336sys.accounting.fused import FusedStep, fused_moments
 from cs336sys.accounting.hardware import model_flops_utilization
 from cs336sys.accounting.memory import PeakMemory
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.errors import UsageError, choose_from
+from cs336sys.errors import UsageError, choose_from, require_known
 from cs336sys.results.model import Samples
 from cs336sys.sizes import PRECISIONS, ModelSize
 from cs336sys.user_code import is_user_code
@@ -57,8 +57,8 @@ class Configured:
 def check_choices(workload: Configured, choices: Mapping[str, Collection[str]]) -> None:
     for field, names in choices.items():
         value = getattr(workload, field)
-        if value not in names and not (field == "optimizer" and is_user_code(value)):
-            raise UsageError(f"unknown {field} '{value}': {choose_from(value, names)}")
+        if not (field == "optimizer" and is_user_code(value)):
+            require_known(field, value, names)
 
 
 DEVICES = ("auto", "cuda", "cpu")

@@ -17,7 +17,7 @@ from typing import Any
 from cs336sys.accounting.derivation import Derived, Number, number_of, symbol
 from cs336sys.accounting.memory import TrainingState
 from cs336sys.accounting.parameters import count_parameters
-from cs336sys.errors import UsageError, choose_from
+from cs336sys.errors import require_known
 from cs336sys.sizes import ModelSize
 
 OWN_SHARDING_STRATEGIES = ("none", "optimizer", "optimizer-flat", "fsdp")
@@ -38,7 +38,7 @@ def ideal_state(strategy: str, parameters: Any, ranks: Any, element_bytes: int =
     Raises:
         UsageError: the strategy is unknown.
     """
-    _check(strategy)
+    require_known("strategy", strategy, OWN_SHARDING_STRATEGIES)
     whole = element_bytes * parameters
     share = parameters if strategy == "none" else parameters / ranks
     moments = MOMENT_BYTES * share
@@ -67,16 +67,11 @@ def sent_bytes(
     Raises:
         UsageError: the strategy is unknown.
     """
-    _check(strategy)
+    require_known("strategy", strategy, OWN_SHARDING_STRATEGIES)
     share = (ranks - 1) / ranks * parameters
     if strategy == "fsdp":
         return (2 * compute_bytes + 4) * share
     return {"none": 2, "optimizer": 3, "optimizer-flat": 2}[strategy] * element_bytes * share
-
-
-def _check(strategy: str) -> None:
-    if strategy not in OWN_SHARDING_STRATEGIES:
-        raise UsageError(f"unknown strategy '{strategy}': {choose_from(strategy, OWN_SHARDING_STRATEGIES)}")
 
 
 # Training state of one rank for each way of sharing it out, with numbers.

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from cs336sys.errors import UsageError, choose_from
+from cs336sys.errors import require_known
 from cs336sys.experiments.verify.measurement import measure_case
 from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.ranks import launch
@@ -87,9 +87,8 @@ def verify(
         CapabilityError: the machine lacks what is asked for.
         UserCodeError: the model or its loss fails in one process.
     """
-    unknown = [name for name in cases or () if name not in CASES]
-    if unknown:
-        raise UsageError(f"unknown case '{unknown[0]}': {choose_from(unknown[0], CASES)}")
+    for name in cases or ():
+        require_known("case", name, CASES)
     user = UserCode(model=model, loss=loss, batch=batch, blocks=blocks)
     found = {}
     try:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cs336sys.errors import CapabilityError, CaptureError, UsageError, choose_from
+from cs336sys.errors import CapabilityError, CaptureError, UsageError, require_known
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ranks.spawned import SpawnedRanks, join_process_group, leave_process_group
 from cs336sys.processes import RankIdentity, started_outside
@@ -116,8 +116,7 @@ def _default_backend() -> str:
 def _check(world_size: int, backend: str, timeout_s: float, outside: RankIdentity | None) -> None:
     if world_size < 1:
         raise UsageError(f"world size {world_size}: must be at least 1")
-    if backend not in BACKENDS:
-        raise UsageError(f"unknown backend '{backend}': {choose_from(backend, BACKENDS)}")
+    require_known("backend", backend, BACKENDS)
     if not timeout_s > 0:
         raise UsageError(f"timeout {timeout_s} s: must be positive")
     if outside is not None and outside.world_size != world_size:
