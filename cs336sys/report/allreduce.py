@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TIMINGS = {"back_to_back": "back to back", "synchronized": "synchronized"}
 
 
-class Group(NamedTuple):
+class MessageSweep(NamedTuple):
     """Settings that the cells of one sweep over message sizes share."""
 
     backend: str
@@ -87,12 +87,12 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     return [first, second, fits] if fits else [first, second]
 
 
-def groups_of(cells: Sequence[Cell]) -> dict[Group, list[Cell]]:
+def groups_of(cells: Sequence[Cell]) -> dict[MessageSweep, list[Cell]]:
     """The measured cells by backend, world size, dtype and collective, each in rising order of size."""
-    groups: dict[Group, list[Cell]] = {}
+    groups: dict[MessageSweep, list[Cell]] = {}
     for cell in cells:
         if cell.status == "ok":
-            groups.setdefault(Group(*(_of(cell, name) for name in Group._fields)), []).append(cell)
+            groups.setdefault(MessageSweep(*(_of(cell, name) for name in MessageSweep._fields)), []).append(cell)
     return {group: sorted(of_group, key=lambda cell: cell.derived["size_bytes"]) for group, of_group in groups.items()}
 
 
@@ -268,7 +268,7 @@ def plot_collectives(cells: Sequence[Cell], path: Path) -> None:
 
     groups = groups_of(cells)
     columns = sorted({(group.collective, group.dtype, group.backend) for group in groups}) or [("", "", "")]
-    rows: list[Callable[[Axes, dict[Group, list[Cell]]], None]] = [_draw_time_over_size, _draw_bus_bandwidth]
+    rows: list[Callable[[Axes, dict[MessageSweep, list[Cell]]], None]] = [_draw_time_over_size, _draw_bus_bandwidth]
     if len({group.world_size for group in groups}) > 1:
         rows.append(_draw_time_over_ranks)
     figure = Figure(figsize=(1.5 + 4 * len(columns), 0.5 + 3.6 * len(rows)), layout="constrained")
@@ -297,7 +297,7 @@ def rates_of_median(cell: Cell) -> tuple[float, float]:
     return algbw * of_median, busbw * of_median
 
 
-def _draw_time_over_size(drawing: "Axes", groups: dict[Group, list[Cell]]) -> None:
+def _draw_time_over_size(drawing: "Axes", groups: dict[MessageSweep, list[Cell]]) -> None:
     for number, (group, cells) in enumerate(groups.items()):
         sizes = [cell.derived["size_bytes"] for cell in cells]
         medians = [cell.samples["back_to_back"].median for cell in cells]
@@ -311,7 +311,7 @@ def _draw_time_over_size(drawing: "Axes", groups: dict[Group, list[Cell]]) -> No
     drawing.set_ylabel("time, us (dashed: fit)")
 
 
-def _draw_bus_bandwidth(drawing: "Axes", groups: dict[Group, list[Cell]]) -> None:
+def _draw_bus_bandwidth(drawing: "Axes", groups: dict[MessageSweep, list[Cell]]) -> None:
     for number, (group, cells) in enumerate(groups.items()):
         # One rank alone has none.
         if group.world_size > 1:
@@ -322,7 +322,7 @@ def _draw_bus_bandwidth(drawing: "Axes", groups: dict[Group, list[Cell]]) -> Non
     drawing.set_ylabel("bus bandwidth, GB/s")
 
 
-def _draw_time_over_ranks(drawing: "Axes", groups: dict[Group, list[Cell]]) -> None:
+def _draw_time_over_ranks(drawing: "Axes", groups: dict[MessageSweep, list[Cell]]) -> None:
     by_message: dict[int, list[tuple[int, float]]] = {}
     for group, cells in groups.items():
         for cell in cells:
@@ -339,5 +339,5 @@ def _draw_time_over_ranks(drawing: "Axes", groups: dict[Group, list[Cell]]) -> N
     drawing.set_ylabel("time, us")
 
 
-def _ranks(group: Group) -> str:
+def _ranks(group: MessageSweep) -> str:
     return f"{group.world_size} ranks"

@@ -25,7 +25,7 @@ _PASSED_ON_S = 30.0
 _MARK = b"\0\0 all of it\n"
 
 
-class Progress(Protocol):
+class SweepProgress(Protocol):
     """Reports of a sweep while it goes on."""
 
     def at_stage(self, stage: str) -> None:
@@ -38,7 +38,7 @@ class Progress(Protocol):
 @contextlib.contextmanager
 def showing_progress(
     command: str, configurations: Sequence[Mapping[str, Any]], *, is_shown: bool, measured_here: bool = False
-) -> Iterator[Progress]:
+) -> Iterator[SweepProgress]:
     """Progress of a sweep over ``configurations`` on standard error; nowhere if it is not shown here.
 
     Args:
@@ -180,7 +180,7 @@ def _write_to(descriptor: int, line: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _bar(console: "Console", command: str, count: int) -> Iterator[Progress]:
+def _bar(console: "Console", command: str, count: int) -> Iterator[SweepProgress]:
     from rich import progress
 
     columns = (

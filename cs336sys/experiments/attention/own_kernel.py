@@ -27,7 +27,7 @@ _ODD_CONTEXTS = (131, 1)
 _ODD_MOST_HEADS = 4
 
 
-class AttentionProblem:
+class ChangingAttentionInputs:
     """Query, key, value and the output's gradient, of which one head of one sequence is new before each call.
 
     Args:
@@ -95,7 +95,7 @@ def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> 
         with telling_errors_of(reference):
             progress("checking odd lengths and strides")
             refused = _check_odd_shapes(attention, workload, device)
-            timer = KernelTimer(AttentionProblem(workload, device), device, TOLERANCES[workload.dtype])
+            timer = KernelTimer(ChangingAttentionInputs(workload, device), device, TOLERANCES[workload.dtype])
             samples = _time(attention, timer, workload, device, progress)
     except WrongKernelError as error:
         return Outcome("wrong", reason=str(error))
@@ -161,7 +161,7 @@ def _time(
     attention: Attention, timer: KernelTimer, workload: AttentionWorkload, device: torch.device, progress: Progress
 ) -> dict[str, Samples]:
     problem = timer.problem
-    assert isinstance(problem, AttentionProblem)
+    assert isinstance(problem, ChangingAttentionInputs)
 
     def forward() -> Callable[[], Mapping[str, Tensor]]:
         inputs = problem.inputs

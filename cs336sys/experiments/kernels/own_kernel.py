@@ -25,7 +25,7 @@ from cs336sys.workload import KernelWorkload
 _ODD_TOKENS = (131, 1)
 
 
-class FunctionProblem:
+class ChangingFunctionInputs:
     """Inputs of an op and gradients of its outputs, all of them new before each call."""
 
     def __init__(self, operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device):
@@ -92,7 +92,7 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
         with telling_errors_of(reference):
             progress("checking odd numbers of rows")
             refused = _check_odd_shapes(function, operation, workload, device)
-            timer = KernelTimer(FunctionProblem(operation, workload, device), device, TOLERANCES[workload.dtype])
+            timer = KernelTimer(ChangingFunctionInputs(operation, workload, device), device, TOLERANCES[workload.dtype])
             samples = _time(function, operation, timer, workload, device, progress)
     except WrongKernelError as error:
         return Outcome("wrong", reason=str(error))
@@ -131,7 +131,7 @@ def _time(
     progress: Progress,
 ) -> dict[str, Samples]:
     problem = timer.problem
-    assert isinstance(problem, FunctionProblem)
+    assert isinstance(problem, ChangingFunctionInputs)
 
     def named(outputs: Any) -> dict[str, Tensor]:
         return dict(zip(("out", "sum"), as_tuple(outputs), strict=False))

@@ -187,7 +187,7 @@ def named_blocks(training: Workload, model: nn.Module) -> tuple[list[str], list[
     return list(blocks), list(blocks.values())
 
 
-def checkpoint_calls(blocks: Sequence[nn.Module], region: "Region") -> None:
+def checkpoint_calls(blocks: Sequence[nn.Module], region: "RegionContext") -> None:
     """Let each call of a block keep its inputs alone, whoever calls it and with whatever.
 
     Args:
@@ -212,10 +212,10 @@ def unique_names(model: nn.Module) -> dict[nn.Module, str]:
     return {module: names[0] for module, names in paths.items() if len(names) == 1}
 
 
-Region = Callable[[str], AbstractContextManager[None]]
+RegionContext = Callable[[str], AbstractContextManager[None]]
 
 
-def checkpointed(blocks: Sequence[nn.Module], checkpointing: str, region: Region) -> nn.ModuleList:
+def checkpointed(blocks: Sequence[nn.Module], checkpointing: str, region: RegionContext) -> nn.ModuleList:
     """Return the replacement of a model's blocks, by the strategies of ``accounting.checkpointing``.
 
     Args:
@@ -237,7 +237,7 @@ def checkpointed(blocks: Sequence[nn.Module], checkpointing: str, region: Region
 class _Checkpoint(nn.Module):
     """Keeps the input of its blocks alone, and runs them again in the backward pass."""
 
-    def __init__(self, blocks: Sequence[nn.Module], region: Region):
+    def __init__(self, blocks: Sequence[nn.Module], region: RegionContext):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self._region = region
@@ -277,7 +277,7 @@ class _NestedCheckpoints(_Checkpoint):
 class _SublayerCheckpoints(_Checkpoint):
     """Computes what a block computes, with a checkpoint around its attention, its feed-forward layer, or each."""
 
-    def __init__(self, block: nn.Module, layers: Sequence[str], region: Region):
+    def __init__(self, block: nn.Module, layers: Sequence[str], region: RegionContext):
         super().__init__([block], region)
         self._layers = layers
 

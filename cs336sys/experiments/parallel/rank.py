@@ -31,7 +31,7 @@ from cs336sys.experiments.parallel.communication import (
 )
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.parallel.timeline import StepTimeline, finish_communication, profile_step, write_trace
-from cs336sys.experiments.parallel.verification import verify
+from cs336sys.experiments.parallel.verification import verify_training
 from cs336sys.experiments.training import time_steps, training_warnings
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
@@ -232,10 +232,10 @@ def has_room_alone(workload: ParallelWorkload) -> bool:
 
 
 def verify_on_rank(workload: ParallelWorkload) -> WeightDifference:
-    """:func:`~cs336sys.experiments.parallel.verification.verify`, with memory free before and after."""
+    """:func:`~cs336sys.experiments.parallel.verification.verify_training`, with memory free before and after."""
     release_last_job(workload)
     with telling_errors_of_rank(workload):
-        difference = verify(workload)
+        difference = verify_training(workload)
     release_last_job(workload)
     return difference
 

@@ -24,7 +24,7 @@ _COPIES = ("Memcpy PtoP", "Memcpy DtoD", "mean_kernel")
 # Pieces of a lane that are closer than this fraction of the step are drawn as one: no picture could show the gap.
 _RESOLUTION = 1 / 2000
 
-Interval = tuple[float, float]
+TimeSpan = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class StepTimeline:
         overlap_ms: covered by both.
     """
 
-    compute: list[Interval]
-    communicate: list[Interval]
+    compute: list[TimeSpan]
+    communicate: list[TimeSpan]
     phases: dict[str, float]
     compute_ms: float
     communication_ms: float
@@ -197,7 +197,7 @@ def _timeline(
     )
 
 
-def _merged(intervals: list[tuple[int, int]], origin: int, gap: int) -> list[Interval]:
+def _merged(intervals: list[tuple[int, int]], origin: int, gap: int) -> list[TimeSpan]:
     """The union of intervals, in milliseconds from ``origin``; gaps shorter than ``gap`` are filled."""
     merged: list[list[int]] = []
     for start, end in sorted(intervals):

@@ -120,7 +120,7 @@ def parallel_tolerance(workload: ParallelWorkload) -> float:
     return max(weights.tolerance(workload.training), TOLERANCES[workload.gradient_dtype])
 
 
-def verify(workload: ParallelWorkload) -> WeightDifference:
+def verify_training(workload: ParallelWorkload) -> WeightDifference:
     """Train alike with the strategy and alone, on every rank, and compare all weights. All ranks call it together.
 
     Where ranks hold gradients, those of the first step are compared, too: weights do not show those that are smaller

@@ -16,7 +16,7 @@ from cs336sys.experiments.user_models.loading import copied_code
 from cs336sys.measure.allocations.history import ScalarsReadAsZero
 
 
-class Step(Protocol):
+class CountedStep(Protocol):
     """The counted parts of a training step."""
 
     model: nn.Module
@@ -48,7 +48,7 @@ class StepCount:
     hidden: list[str] = field(default_factory=list)
 
 
-def count_on_meta_device(make_step: Callable[[], Step], *, backward: bool) -> StepCount:
+def count_on_meta_device(make_step: Callable[[], CountedStep], *, backward: bool) -> StepCount:
     """Build a step on the meta device and run it.
 
     Args:

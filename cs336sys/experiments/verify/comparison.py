@@ -69,7 +69,7 @@ def format_relative(relative: float) -> str:
 
 
 @dataclass
-class Compared:
+class ComparedCase:
     """All that is off in a case, in the order of time.
 
     Attributes:
@@ -110,7 +110,7 @@ class CaseComparison:
         self.unknown: set[str] = set()
         self.records = [Record(one.record.losses, one.record.evaluations, norms=one.record.norms) for one in found]
 
-    def compare(self, first: int = 0) -> Compared:
+    def compare(self, first: int = 0) -> ComparedCase:
         """Compare everything that ranks have.
 
         Args:
@@ -130,7 +130,7 @@ class CaseComparison:
                 self._weights(step + 1, "weight")
                 self._states(step + 1)
         self._buffers()
-        return Compared(self.findings, self.records, self.largest, self.largest_of, tuple(sorted(self.unknown)))
+        return ComparedCase(self.findings, self.records, self.largest, self.largest_of, tuple(sorted(self.unknown)))
 
     def _weights(self, step: int, what: str) -> None:
         held = [one.record.weights.get(step, {}) for one in self.found]

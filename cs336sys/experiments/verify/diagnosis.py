@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cs336sys.experiments.verify.cases import SAVED_AFTER, Program, build_subject
-from cs336sys.experiments.verify.comparison import Compared, Finding, norm_of
+from cs336sys.experiments.verify.comparison import ComparedCase, Finding, norm_of
 from cs336sys.experiments.verify.evidence import EXPLAINED, OF_GRADIENTS, Diagnosis, FaultEvidence, proportion, ratio_of
 from cs336sys.experiments.verify.gradient_diagnosis import of_gradient
 from cs336sys.experiments.verify.rank import RankFindings
@@ -20,7 +20,7 @@ def diagnose_case(
     workload: VerifiedWorkload,
     program: Program,
     reference: Reference,
-    compared: Compared,
+    compared: ComparedCase,
     found: Sequence[RankFindings],
     watched: Sequence[RankFindings],
     wrap_line: str,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cs336sys.experiments.verify.cases import Program
 from cs336sys.experiments.verify.collectives import CollectiveLaunch
-from cs336sys.experiments.verify.comparison import Compared, Finding, norm_of
+from cs336sys.experiments.verify.comparison import ComparedCase, Finding, norm_of
 from cs336sys.experiments.verify.rank import RankFindings
 from cs336sys.experiments.verify.reference import Reference
 from cs336sys.workload.verification import VerifiedWorkload
@@ -94,7 +94,7 @@ class FaultEvidence:
     workload: VerifiedWorkload
     program: Program
     reference: Reference
-    compared: Compared
+    compared: ComparedCase
     found: Sequence[RankFindings]
     watched: Sequence[RankFindings]
     wrap_line: str

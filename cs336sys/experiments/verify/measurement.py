@@ -12,7 +12,7 @@ import torch
 from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.verify.cases import PROGRAMS, SAVED_AFTER, Program
-from cs336sys.experiments.verify.comparison import CaseComparison, Compared
+from cs336sys.experiments.verify.comparison import CaseComparison, ComparedCase
 from cs336sys.experiments.verify.diagnosis import diagnose_case, diagnose_loss
 from cs336sys.experiments.verify.evidence import Diagnosis
 from cs336sys.experiments.verify.rank import RankFindings, RankSettings, is_sound, train_on_rank
@@ -91,7 +91,7 @@ def _first_step(program: Program) -> int:
     return SAVED_AFTER if program.resume == "ranks" else 0
 
 
-def _leaves_unused_gradients(compared: Compared) -> bool:
+def _leaves_unused_gradients(compared: ComparedCase) -> bool:
     """Return whether gradients that a wrap's own steps leave are none that it steps by.
 
     They are each rank's own then, and the weights of all ranks are the same.
@@ -238,7 +238,7 @@ class _Case:
             self.max_norm,
         )
 
-    def _compare(self, program: Program, reference: Reference, found: Sequence[RankFindings]) -> Compared:
+    def _compare(self, program: Program, reference: Reference, found: Sequence[RankFindings]) -> ComparedCase:
         return CaseComparison(self.workload, program, reference, found).compare(_first_step(program))
 
     def _refusal(self, found: Sequence[RankFindings]) -> Outcome | None:
@@ -254,7 +254,7 @@ class _Case:
             return Outcome("wrong", derived={"verdict": "wrong", "cause": "raises", "when": first.at}, reason=reason)
         return _refused(reason)
 
-    def _right(self, reference: Reference, compared: Compared) -> Outcome:
+    def _right(self, reference: Reference, compared: ComparedCase) -> Outcome:
         notes = []
         if compared.unknown:
             notes.append(
@@ -292,7 +292,7 @@ class _Case:
         return Outcome("ok", derived={"verdict": "ok", "notes": []})
 
     def _wrong(
-        self, program: Program, reference: Reference, found: Sequence[RankFindings], compared: Compared
+        self, program: Program, reference: Reference, found: Sequence[RankFindings], compared: ComparedCase
     ) -> Outcome:
         self.progress(f"{self.workload.case}: diagnosis")
         known = _of_plain_step.get(replace(self.workload, case="step"))
@@ -328,7 +328,7 @@ class _Case:
         return self._diagnosed(diagnose_loss(lost.reason, lost.is_hang, found, self._line()))
 
     def _diagnosed(
-        self, diagnosis: Diagnosis, compared: Compared | None = None, reference: Reference | None = None
+        self, diagnosis: Diagnosis, compared: ComparedCase | None = None, reference: Reference | None = None
     ) -> Outcome:
         derived: dict[str, Any] = {"verdict": "wrong", **diagnosis.columns(), "notes": []}
         first = ""

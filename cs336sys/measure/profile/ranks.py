@@ -59,7 +59,7 @@ class RanksFound:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RanksAnalysis:
     """Joint analysis of several ranks.
 
     Attributes:
@@ -78,7 +78,7 @@ class Ranks:
         return RanksFound(self.matched, self.clocks.error_ns / 1e3, self.notes)
 
 
-def match_ranks(timelines: Sequence[Timeline]) -> Ranks | None:
+def match_ranks(timelines: Sequence[Timeline]) -> RanksAnalysis | None:
     """Match the collectives of ranks, align their clocks, and find who waited; None where fewer than two match.
 
     Collectives are the same on several ranks that have the same group, kind and recorded sequence number, or where none
@@ -99,7 +99,7 @@ def match_ranks(timelines: Sequence[Timeline]) -> Ranks | None:
         for rank, place in one:
             length = int(stops[rank][place] - starts[rank][place])
             waiting[rank][place] = min(max(int(last - aligned[rank][place]), 0), length)
-    return Ranks(clocks, len(places), waiting, notes)
+    return RanksAnalysis(clocks, len(places), waiting, notes)
 
 
 Place = tuple[int, int]

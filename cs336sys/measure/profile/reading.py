@@ -12,7 +12,7 @@ from cs336sys.measure.profile.breakdown import break_down
 from cs336sys.measure.profile.capture import Capture
 from cs336sys.measure.profile.chrome_trace import GZIP_MAGIC, read_chrome_trace
 from cs336sys.measure.profile.nsys import REPORT_SUFFIXES, export, read_nsys_database
-from cs336sys.measure.profile.ranks import Ranks, exposed_waiting, match_ranks, waited_collectives
+from cs336sys.measure.profile.ranks import RanksAnalysis, exposed_waiting, match_ranks, waited_collectives
 from cs336sys.measure.profile.timeline import Timeline, timelines
 from cs336sys.processes.folders import OwnedFolder
 
@@ -84,7 +84,7 @@ class Read:
 
     analyses: tuple[Analysis, ...]
     timelines: tuple[Timeline, ...]
-    ranks: Ranks | None
+    ranks: RanksAnalysis | None
     notes: tuple[str, ...]
 
 

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.measure.profile.capture import Capture
 from cs336sys.measure.profile.collectives import collective_kind
-from cs336sys.measure.profile.intervals import Nested
+from cs336sys.measure.profile.intervals import Nested, Times
 from cs336sys.measure.profile.operators import CalledOperators
 from cs336sys.measure.profile.taxonomy import COMMUNICATION, category_of
 from cs336sys.measure.range_names import STEP, STEP_PHASES, WARM_UP
 
-Times = NDArray[np.int64]
 Indices = NDArray[np.int64]
 
 # Classes of work, in the order in which they take an instant that several run in.
