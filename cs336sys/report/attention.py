@@ -65,7 +65,9 @@ def _derived_of_rounds(
 def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[Table]:
     """Times of every implementation on every shape, with its errors, and its speed-up over ``baseline``."""
     varying = shown_settings(cells, _SHAPE_COLUMNS)
-    baselines, without_baseline = find_baselines(cells, baseline)
+    baselines, without_baseline = find_baselines(
+        cells, "implementation", baseline, ignore=("implementation", "code", "rounds")
+    )
     rows = list(map(_flash_row, cells, baselines))
     columns = [
         *varying.values(),

@@ -16,11 +16,12 @@ from cs336sys.accounting.communication import (
 from cs336sys.accounting.memory import GIB, training_state
 from cs336sys.report.numbers import format_number, format_quantity, format_value
 from cs336sys.report.outputs import write_figure
-from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
+from cs336sys.report.rounds import ROUNDS_COLUMN, by_configuration, largest_known, pool_cells
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
     SETTING_COLUMNS,
     SIZE_COLUMNS,
+    find_baselines,
     graph_columns,
     method_notes,
     notes_of_run,
@@ -32,7 +33,7 @@ from cs336sys.report.titles import (
     unknown_memory,
     wall_columns,
 )
-from cs336sys.results.model import Cell, Run, Samples, configuration_key
+from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval, difference, ratio
 from cs336sys.workload import CONTEXT_STRATEGIES, DATA_PARALLEL_STRATEGIES, ParallelWorkload, bucket_name
 
@@ -144,23 +145,15 @@ OFF_COLUMNS = (
 
 def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -> list[dict[str, Any]]:
     """A row for each cell; its speed-up is over the strategy ``baseline`` with the same settings but ``compared``."""
-
-    def comparison(cell: Cell) -> str:
-        return configuration_key(cell.configuration, ignore=compared)
-
-    baselines = {
-        comparison(cell): cell.samples["step"]
-        for cell in cells
-        if cell.configuration["strategy"] == baseline and cell.status == "ok"
-    }
+    baselines, _ = find_baselines(cells, "strategy", baseline, ignore=compared)
     rows = []
-    for cell in cells:
+    for cell, compared_with in zip(cells, baselines, strict=True):
         workload = ParallelWorkload.from_configuration(cell.configuration)
         row = cell.configuration | {"parameters": workload.training.parameters}
         row |= cell.derived | {"status": cell.status}
         row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
-        if cell.status == "ok" and comparison(cell) in baselines:
-            row["speedup"] = ratio(baselines[comparison(cell)], cell.samples["step"])
+        if cell.status == "ok" and compared_with is not None:
+            row["speedup"] = ratio(compared_with.samples["step"], cell.samples["step"])
         row["running_ms"] = _running_ms(cell.derived)
         rows.append(row | exposure(cell))
     return rows
@@ -249,11 +242,9 @@ def link_of(cell: Cell) -> AlphaBeta:
 
 def bucket_sweeps(cells: Sequence[Cell]) -> list[list[Cell]]:
     """The measured bucketed cells that differ in nothing but the bucket size, those with the smallest buckets first."""
-    sweeps: dict[str, list[Cell]] = {}
-    for cell in cells:
-        if cell.status == "ok" and cell.configuration["strategy"] == "bucketed":
-            sweeps.setdefault(configuration_key(cell.configuration, ignore=_COMPARED), []).append(cell)
-    return [sorted(sweep, key=lambda cell: -cell.derived["gradient_calls"]) for sweep in sweeps.values()]
+    bucketed = [cell for cell in cells if cell.status == "ok" and cell.configuration["strategy"] == "bucketed"]
+    sweeps = by_configuration(bucketed, ignore=_COMPARED).values()
+    return [sorted(sweep, key=lambda cell: -cell.derived["gradient_calls"]) for sweep in sweeps]
 
 
 def _bucket_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:

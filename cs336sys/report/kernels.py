@@ -39,7 +39,9 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
         if any(cell.configuration.get(name) is not None for cell in cells)
     }
     varying = shown_settings(cells, settings)
-    baselines, without_baseline = find_baselines(cells, baseline)
+    baselines, without_baseline = find_baselines(
+        cells, "implementation", baseline, ignore=("implementation", "code", "rounds")
+    )
     columns = [
         *varying.values(),
         Column("implementation", "implementation"),

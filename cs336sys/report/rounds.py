@@ -28,11 +28,11 @@ def pool_cells(cells: Sequence[Cell], combine_derived: CombineDerived) -> list[C
     ]
 
 
-def by_configuration(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
-    """Return the rounds of each configuration."""
+def by_configuration(cells: Sequence[Cell], ignore: tuple[str, ...] = ("round",)) -> dict[str, list[Cell]]:
+    """Return the rounds of each configuration; or the cells that differ in nothing but what to ``ignore``."""
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
-        groups.setdefault(configuration_key(cell.configuration, ignore=("round",)), []).append(cell)
+        groups.setdefault(configuration_key(cell.configuration, ignore=ignore), []).append(cell)
     return groups
 
 

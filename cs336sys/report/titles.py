@@ -231,18 +231,20 @@ def steps_words(cells: Sequence[Cell]) -> str:
 ERROR_NOTE = "medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"
 
 
-def find_baselines(cells: Sequence[Cell], baseline: str) -> tuple[list[Cell | None], list[str]]:
-    """Return, for each cell, the ``baseline`` implementation's cell of its shape if that is ok; and a note without
-    any."""
-    shapes = [configuration_key(cell.configuration, ignore=("implementation", "code", "rounds")) for cell in cells]
+def find_baselines(
+    cells: Sequence[Cell], setting: str, value: str, ignore: tuple[str, ...]
+) -> tuple[list[Cell | None], list[str]]:
+    """Return, for each cell, the one whose ``setting`` is ``value``, if that is ok and differs in nothing but what to
+    ``ignore``; and a note where there is none at all."""
+    keys = [configuration_key(cell.configuration, ignore=ignore) for cell in cells]
     found = {
-        shape: cell
-        for shape, cell in zip(shapes, cells, strict=True)
-        if cell.configuration["implementation"] == baseline and cell.status == "ok"
+        key: cell
+        for key, cell in zip(keys, cells, strict=True)
+        if cell.configuration[setting] == value and cell.status == "ok"
     }
     is_missed = not found and any(cell.status == "ok" for cell in cells)
-    notes = [f"no speed-ups: {baseline} has no time to compare with; see --baseline"] if is_missed else []
-    return [found.get(shape) for shape in shapes], notes
+    notes = [f"no speed-ups: {value} has no time to compare with; see --baseline"] if is_missed else []
+    return [found.get(key) for key in keys], notes
 
 
 def found_in_user_code(cells: Sequence[Cell]) -> tuple[str, ...]:

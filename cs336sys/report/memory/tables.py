@@ -6,12 +6,13 @@ from typing import Any
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, best_group_size, predicted_peak, recomputed_flops
 from cs336sys.accounting.flops import model_flops
-from cs336sys.accounting.memory import GIB, PeakMemory
+from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.parameters import count_parameters
 from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.measure.range_names import STEP_PHASES
 from cs336sys.report.bench import PEAK_COLUMNS
 from cs336sys.report.numbers import format_quantity
+from cs336sys.report.rounds import by_configuration
 from cs336sys.report.table import Column, Table, fill_row, with_rows
 from cs336sys.report.titles import (
     SETTING_COLUMNS,
@@ -89,34 +90,16 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table | N
             workload = MemoryWorkload(training, strategy)
             rows.append(workload.configuration() | _predicted(workload))
         notes[best_strategy(training)] = None
-    columns = (
-        Column("size", "size"),
-        Column("context", "context"),
-        Column("batch_size", "batch"),
-        Column("mode", "mode"),
-        Column("precision", "precision"),
-        Column("attention", "attention"),
-        Column("checkpointing", "checkpointing"),
-        *_PREDICTED,
-    )
+    settings = ("context", "batch_size", "mode", "precision", "attention", "checkpointing")
+    columns = (Column("size", "size"), *(MEMORY_SETTINGS[name] for name in settings), *_PREDICTED)
     return Table("strategies", "checkpointing strategies on paper", columns, rows, notes=tuple(notes)) if rows else None
-
-
-def workload_moments(workload: MemoryWorkload) -> list[PeakMemory]:
-    """The moments of the workload's step that can be its peak, on paper."""
-    return workload.moments()
-
-
-def workload_peak(workload: MemoryWorkload) -> PeakMemory:
-    """The widest of them."""
-    return max(workload_moments(workload), key=lambda moment: moment.total)
 
 
 def _predicted(workload: MemoryWorkload) -> dict[str, Any]:
     training = workload.training
     if not training.is_ours:
         return {}
-    moments, peak = workload_moments(workload), workload_peak(workload)
+    moments, peak = workload.moments(), workload.peak
     flops = model_flops(training.size, causal=training.attention != "reference")
     recomputed = recomputed_flops(training.size, workload.checkpointing, causal=training.attention != "reference")
     return {
@@ -200,7 +183,7 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
         workload = _workload(cell)
         row = cell.configuration | {"parameters": workload.training.parameters, "status": cell.status}
         if workload.training.is_ours:
-            row["predicted_gib"] = workload_peak(workload).total_gib
+            row["predicted_gib"] = workload.peak.total_gib
         if cell.status == "ok":
             row |= cell.derived | {"step_ms": cell.samples["step"]}
             for phase in cell.derived["phases"]:
@@ -367,10 +350,7 @@ def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
 
 def _first_strategy(cells: Sequence[Cell]) -> list[Cell]:
     """Checkpoints change nothing inside a block, so one cell speaks for all strategies."""
-    firsts: dict[str, Cell] = {}
-    for cell in cells:
-        firsts.setdefault(configuration_key(cell.configuration, ignore=("checkpointing",)), cell)
-    return list(firsts.values())
+    return [alike[0] for alike in by_configuration(cells, ignore=("checkpointing",)).values()]
 
 
 def _workload(cell: Cell) -> MemoryWorkload:
@@ -407,7 +387,7 @@ def _plan(cells: Sequence[Cell]) -> Table:
         row = cell.configuration | {"parameters": workload.training.parameters}
         row["status"] = None if cell.status == "ok" else cell.status
         if workload.training.is_ours:
-            row |= fill_row(PEAK_COLUMNS, workload_peak(workload))
+            row |= fill_row(PEAK_COLUMNS, workload.peak)
         if cell.derived:
             row |= {"parameters": cell.derived.get("parameters", row["parameters"])}
             row |= {"traced_peak_gib": cell.derived["peak_gib"], "traced_phase": cell.derived["peak_phase"]}
