@@ -90,7 +90,7 @@ class HostAgreement:
 
 
 @dataclass(frozen=True)
-class ParameterSlice:
+class ParameterSegment:
     """The part of one parameter that this rank updates.
 
     Attributes:
@@ -124,7 +124,7 @@ class ScatteredBucket(GradientBucket):
     def __init__(self, parameters: dict[str, nn.Parameter], master_dtype: torch.dtype | None):
         super().__init__(parameters, gradient_dtype=None)
         self.pieces: list[Tensor] = []
-        self.segments: dict[nn.Parameter, ParameterSlice] = {}
+        self.segments: dict[nn.Parameter, ParameterSegment] = {}
         self.predecessor: ScatteredBucket | None = None
         self.given: set[int] = set()
         self.has_arrived = False
@@ -153,7 +153,7 @@ class ScatteredBucket(GradientBucket):
                 if elements:
                     weights = memory[start + elements.start : start + elements.stop]
                     updated = weights if master_dtype is None else weights.to(master_dtype)
-                    self.segments[members[index]] = ParameterSlice(elements, weights, nn.Parameter(updated))
+                    self.segments[members[index]] = ParameterSegment(elements, weights, nn.Parameter(updated))
                     own_start = before + start + elements.start - rank * piece.slice_size
                     self._split_sizes += [own_start - end, len(elements)]
                     self._segment_indices.append(index)
@@ -281,7 +281,7 @@ class SlicePartition:
         self._master_dtype = master_dtype
         self._buckets: list[ScatteredBucket] = []
         self._names: dict[int, str] = {}
-        self._segments: dict[nn.Parameter, ParameterSlice] = {}
+        self._segments: dict[nn.Parameter, ParameterSegment] = {}
         # How often each parameter had been changed when its values were last those of its master.
         self._versions: dict[nn.Parameter, int] = {}
         self._synchronizer = SliceSynchronizer([], overlap=True)

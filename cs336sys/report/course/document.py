@@ -48,7 +48,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class MachineAnswer:
+class AnswerBlock:
     """One machine's answer to one part.
 
     Attributes:
@@ -74,7 +74,7 @@ class Section:
     """
 
     letter: str
-    blocks: Sequence[MachineAnswer]
+    blocks: Sequence[AnswerBlock]
     absent: Sequence[str] = ()
 
 
@@ -129,7 +129,7 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
     # What the handout asks and is missing comes from no command of the one size that is asked for in its place, and may
     # want more GPUs than there are here.
     handouts_own = [command.line for command in part.commands(replace(target, size=None, gpus=max(target.gpus, 8)))]
-    blocks: list[MachineAnswer] = []
+    blocks: list[AnswerBlock] = []
     for evidence in evidences:
         answer = Answer(evidence, target.handout, prose_of(part.answer))
         try:
@@ -156,7 +156,7 @@ def _caption(name: str) -> str:
     return f"{shown}, {number}" if number else shown
 
 
-def _block(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> MachineAnswer:
+def _block(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> AnswerBlock:
     """An answer as it is written, with the commands in ``sources`` as where what it lacks comes from."""
     measured = [typed_command(run) for run in answer.runs.values()]
     # Some say themselves what would give them.
@@ -166,7 +166,7 @@ def _block(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> Mach
         source = f" Measure it with {', '.join(f'`{line}`' for line in sources)}." if sources else ""
         missing.append(f"Not measured: {'; '.join(plain)}.{source}")
     pictures = [Picture(_caption(name), draw) for name, draw in answer.pictures.items()]
-    return MachineAnswer(
+    return AnswerBlock(
         answer.evidence.machine if answer.runs else "",
         list(dict.fromkeys(measured)) or list(lines),
         answer.sentences,

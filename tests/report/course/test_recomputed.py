@@ -15,7 +15,7 @@ import pytest
 from course_answers import RESULTS, document
 
 from cs336sys.commands.report import read_sources, source_files
-from cs336sys.report.course.document import MachineAnswer
+from cs336sys.report.course.document import AnswerBlock
 from cs336sys.report.numbers import format_value
 from cs336sys.report.table import Table
 
@@ -217,7 +217,7 @@ def cells(table: Table) -> Iterator[dict[str, str]]:
         yield {key: re.sub(r"(?<=\d)x$", "", text).split(" ± ")[0].lstrip("~<! ") for key, text in shown.items()}
 
 
-def check_tables(where: str, block: MachineAnswer, checked: Checked) -> None:
+def check_tables(where: str, block: AnswerBlock, checked: Checked) -> None:
     """Ratios, differences and rates of tables, of the times in their row."""
 
     def add(result: str, operands: Sequence[str], formula) -> None:
@@ -245,7 +245,7 @@ def check_tables(where: str, block: MachineAnswer, checked: Checked) -> None:
                 add(row["time_ratio"], operands, lambda softmax, a, b: softmax / (a + b))
 
 
-def check_with_tables(where: str, text: str, block: MachineAnswer, checked: Checked) -> None:
+def check_with_tables(where: str, text: str, block: AnswerBlock, checked: Checked) -> None:
     """Sentences whose numbers stand in the table below them."""
     rows = [row for table in block.tables if table.name == "phases" for row in cells(table)]
     forward = [row for row in rows if row.get("phase") == "forward" and row.get("unprofiled_ms", "-") != "-"]
