@@ -93,6 +93,13 @@ def tier(request):
     return Tier(is_nightly, options.seed if is_nightly else 0, options.nightly_share)
 
 
+def pytest_make_parametrize_id(val):
+    """Shorten long texts in names of tests: of those that are hostile to a parser one has 33 million characters."""
+    if isinstance(val, str | bytes) and len(val) > 80:
+        return f"{val[:60]!a}... of {len(val)}"
+    return None
+
+
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name != LONGEST)
     count = torch.cuda.device_count()
