@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import sys
 from multiprocessing.reduction import DupFd
 
 import pytest
@@ -86,13 +87,14 @@ def run_rank(surroundings, *arguments):
     child.run_spawned(os.getppid(), *arguments)
 
 
-def run_script(surroundings, environment, output, path):
-    """Run a Python file with more variables, and append what it prints to ``output``."""
+def run_script(surroundings, environment, outputs, path, *arguments):
+    """Run a Python file with more variables; ``outputs`` are the files for what it prints and for its errors."""
     surroundings.take_over()
     os.environ.update(environment)
-    printed = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
+    for number, output in enumerate(outputs, 1):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
     runpy.run_path(str(path), run_name="__main__")
 
 

@@ -2,13 +2,12 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from forked_processes import ForkedContext, run_script
+from two_agents import run_two_ranks
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
@@ -24,24 +23,10 @@ TRAINING = [("train_ddp", "step 20: loss 0."), ("train_fsdp", "saved and loaded"
 
 
 @pytest.mark.parametrize(("example", "last"), TRAINING)
-@pytest.mark.usefixtures("time_limit")
 def test_training_example_runs_on_two_ranks(example, last, tmp_path):
-    """As torchrun would start them, but forked."""
-    output = tmp_path / "output"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    ranks = [
-        ForkedContext().process(
-            run_script, address | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, output, EXAMPLES / f"{example}.py"
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert [rank.exitcode for rank in ranks] == [0, 0], output.read_text()
-    assert output.read_text().splitlines()[-1].startswith(last)
+    first, second = run_two_ranks(EXAMPLES / f"{example}.py", folder=tmp_path)
+    assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
+    assert first.stdout.splitlines()[-1].startswith(last)
 
 
 @pytest.mark.nightly

@@ -65,8 +65,11 @@ def test_every_mode_is_checked_and_timed(sweep):
     assert synchronize[5:] == [None], "torch's DDP has no phase of its own"
     buckets = found["buckets"]["rows"]
     assert [(row["bucket_mb"], row["buckets"]) for row in buckets] == [(1.0, 4), (1000.0, 1)]
-    assert all(row["predicted_ms"] > 0 for row in buckets)
-    assert any("least overhead" in note or "calls look free" in note for note in found["buckets"]["notes"])
+    predicted_ms = [row["predicted_ms"] for row in buckets]
+    assert all(ms is None or ms > 0 for ms in predicted_ms)
+    # On a busy machine all-reduces of more bytes may take no longer.
+    told = ("w not found",) if None in predicted_ms else ("least overhead", "calls look free")
+    assert any(words in note for note in found["buckets"]["notes"] for words in told)
     assert (folder / "t.png").read_bytes().startswith(b"\x89PNG")
     assert b"<svg" in (folder / "b.svg").read_bytes()
 

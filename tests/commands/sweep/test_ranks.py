@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
-from two_agents import run_two_agents
+from two_agents import run_two_agents, run_two_ranks
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
@@ -19,7 +19,7 @@ from cs336sys.processes import RankIdentity
 from cs336sys.results.model import Cell, read_results
 
 HERE = Path(__file__).parent
-SCRIPT = str(HERE / "rank_sweep.py")
+SCRIPT = HERE / "rank_sweep.py"
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
@@ -78,11 +78,11 @@ def test_worker_spawns_ranks_and_keeps_them_for_the_next_cell(monkeypatch):
     assert cells[3].reason.startswith("RankError at start: rank 1 of 2: ValueError: the numbers are wrong")
 
 
-def test_ranks_of_two_agents_measure_the_same_cells_and_the_first_reports(tmp_path):
+def test_ranks_that_torchrun_started_measure_the_same_cells_and_the_first_reports(tmp_path):
     """Refused cells leave the ranks as they are; a resumed sweep skips on all ranks what rank 0's file holds."""
     path = tmp_path / "r.jsonl"
     sweeps = "sum,refuse,unsupported,sum", "refuse,sum,sum"
-    first, second = run_two_agents(SCRIPT, str(path), *sweeps, environment=ENVIRONMENT)
+    first, second = run_two_ranks(SCRIPT, str(path), *sweeps, folder=tmp_path)
     assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
     measured, resumed = first.stdout.splitlines()
     assert measured == "['ok', 'oom', 'unsupported', 'ok'] [3.0, 3.0]"
@@ -96,7 +96,7 @@ def test_ranks_of_two_agents_measure_the_same_cells_and_the_first_reports(tmp_pa
 def test_rank_that_fails_alone_ends_the_job_with_its_error(tmp_path):
     """Rank 0 waits for it in an all-reduce, for ever if nobody ended it; what was measured before is in the file."""
     path = tmp_path / "r.jsonl"
-    first, second = run_two_agents(SCRIPT, str(path), "sum,fail on rank 1,sum", environment=ENVIRONMENT)
+    first, second = run_two_agents(str(SCRIPT), str(path), "sum,fail on rank 1,sum", environment=ENVIRONMENT)
     assert first.exit_code != 0
     assert second.exit_code == 1
     assert "ValueError: the numbers are wrong" in second.stderr

@@ -146,7 +146,7 @@ def test_plans_are_ordered_by_price_and_have_one_change_for_each_setting():
 def test_command_line_says_what_differs_from_defaults():
     one = replace(workload(attention="sdpa"), checkpointing="block", micro_batches=4)
     assert command_line(one) == (
-        "cs336sys memprof --size tiny --num-layers 3 --vocab-size 500 --context 64 --batch-size 8 --attention sdpa "
+        "cs336sys memprof --size tiny --vocab-size 500 --context 64 --batch-size 8 --attention sdpa "
         "--device cpu --checkpoint block --micro-batches 4"
     )
     theirs = command_line(workload(user=user("llama")))
