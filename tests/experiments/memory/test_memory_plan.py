@@ -55,6 +55,10 @@ def planned(one, limit):
     return outcome.derived
 
 
+def traced_peak(one):
+    return max(peak.allocated for peak in timeline_peaks(predicted_timeline(one).timeline))
+
+
 def measured(one):
     outcome = measure_memory(one.configuration(), quiet)
     assert outcome.status == "ok", outcome
@@ -64,10 +68,10 @@ def measured(one):
 @pytest.mark.parametrize(("settings", "part"), CASES)
 def test_plan_fits_when_it_is_run_and_not_without_its_last_change(settings, part):
     one = workload(**settings)
-    whole = planned(one, 1e15)
-    assert whole["plan"] == []
-    limit = part * whole["base_bytes"]
+    base = traced_peak(one)
+    limit = part * base
     found = planned(one, limit)
+    assert found["base_bytes"] == base
     names = [(step["setting"], step["value"]) for step in found["plan"]]
     assert "ranks" not in dict(names)
     by_name = {(change.setting, change.value): change for change in possible_changes(one)}
@@ -83,7 +87,7 @@ def test_plan_fits_when_it_is_run_and_not_without_its_last_change(settings, part
 def test_formula_of_several_passes_is_that_of_a_trace(passes, checkpointing):
     size = choose_size("tiny", d_model=256, d_ff=1024, num_layers=4, vocab_size=1000, batch_size=8, context=256)
     one = MemoryWorkload(Workload(size, attention="sdpa"), checkpointing, micro_batches=passes)
-    traced = max(peak.allocated for peak in timeline_peaks(predicted_timeline(one).timeline))
+    traced = traced_peak(one)
     assert one.peak.total == pytest.approx(traced, rel=0.02)
     assert one.peak.total > 0.999 * traced
 
@@ -125,8 +129,9 @@ def test_plan_of_another_model_takes_more_gpus_last():
     assert {change.setting for change in possible_changes(on_cpu)} == {"micro_batches"}
 
 
-def test_nothing_fits_is_told_with_the_least():
+def test_a_step_that_fits_needs_no_plan_and_where_nothing_fits_the_least_is_told():
     on_paper = replace(workload(), training=replace(workload().training, device="auto"))
+    assert planned(on_paper, 1e15)["plan"] == []
     found = planned(on_paper, 1e5)
     assert (found["plan"], found.get("command")) == (None, None)
     assert 1e5 < found["least_bytes"] < found["base_bytes"]
