@@ -31,8 +31,8 @@ def tables(result):
 
 
 def test_every_strategy_is_checked_and_measured(tmp_path, tier):
-    """By default three of them: tests of ``experiments/parallel`` train them all, in ranks that others use, too."""
-    strategies = tier.choose(("none", "optimizer-flat", "fsdp"), SHARDING_STRATEGIES)
+    """By default two of them: tests of ``experiments/parallel`` train them all, in ranks that others use, too."""
+    strategies = tier.choose(("none", "fsdp"), SHARDING_STRATEGIES)
     asked = ["--strategy", ",".join(strategies)]
     files = ["--save", str(tmp_path / "r.jsonl"), "--plot", str(tmp_path / "m.png"), "--trace", str(tmp_path / "t")]
     found = tables(invoke(*TINY, *asked, *files, "--format", "json"))
@@ -45,7 +45,7 @@ def test_every_strategy_is_checked_and_measured(tmp_path, tier):
         assert row["exposed_ms"] == pytest.approx(row["step_ms_median"] - row["unsynchronized_ms_median"])
         assert row["speedup"] == pytest.approx(by_strategy["none"]["step_ms_median"] / row["step_ms_median"])
         assert row["sent_bytes"] == pytest.approx(row["predicted_sent_bytes"], rel=0.01)
-    assert by_strategy["none"]["sent_bytes"] == by_strategy["optimizer-flat"]["sent_bytes"] == 4 * 652_928
+    assert by_strategy["none"]["sent_bytes"] == 4 * 652_928
 
     memory = found["memory"]["rows"]
     for row in memory:
