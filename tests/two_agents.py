@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forked_processes import ForkedContext, run_script
+from torch.distributed import TCPStore
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,10 @@ def run_two_ranks(script: Path, *arguments: str, folder: Path, timeout_s: float 
     Raises:
         TimeoutError: a rank is not done in time.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    # As an agent's, it outlives the ranks: one that ends last must not miss it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     ranks, outputs = [], []
     for number in map(str, range(2)):
         outputs.append([folder / f"{name} of rank {number}" for name in ("stdout", "stderr")])
