@@ -78,7 +78,7 @@ def test_worker_spawns_ranks_and_keeps_them_for_the_next_cell(monkeypatch):
     assert cells[3].reason.startswith("RankError at start: rank 1 of 2: ValueError: the numbers are wrong")
 
 
-def test_ranks_that_torchrun_started_measure_the_same_cells_and_the_first_reports(tmp_path):
+def test_ranks_started_from_outside_measure_the_same_cells_and_the_first_reports(tmp_path):
     """Refused cells leave the ranks as they are; a resumed sweep skips on all ranks what rank 0's file holds."""
     path = tmp_path / "r.jsonl"
     sweeps = "sum,refuse,unsupported,sum", "refuse,sum,sum"
