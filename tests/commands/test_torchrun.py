@@ -28,7 +28,7 @@ def job(tmp_path_factory):
         shlex.join([*arguments, "--format", "json", "--save", str(folder / name)])
         for name, arguments in commands.items()
     ]
-    first, second = run_two_agents(SCRIPT, *lines)
+    first, second = run_two_agents(SCRIPT, *lines, folder=folder)
     assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
     assert second.stdout == "", "only rank 0 reports"
     printed, found = first.stdout, {}

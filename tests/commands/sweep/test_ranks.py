@@ -96,7 +96,8 @@ def test_ranks_started_from_outside_measure_the_same_cells_and_the_first_reports
 def test_rank_that_fails_alone_ends_the_job_with_its_error(tmp_path):
     """Rank 0 waits for it in an all-reduce, for ever if nobody ended it; what was measured before is in the file."""
     path = tmp_path / "r.jsonl"
-    first, second = run_two_agents(str(SCRIPT), str(path), "sum,fail on rank 1,sum", environment=ENVIRONMENT)
+    arguments = str(SCRIPT), str(path), "sum,fail on rank 1,sum"
+    first, second = run_two_agents(*arguments, folder=tmp_path, environment=ENVIRONMENT)
     assert first.exit_code != 0
     assert second.exit_code == 1
     assert "ValueError: the numbers are wrong" in second.stderr

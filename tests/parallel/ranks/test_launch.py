@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from running import is_running, wait_until
 from small_models import wait_at_most
+from two_agents import run_torchrun
 
 from cs336sys.errors import CapabilityError, LostProcessError, UsageError
 from cs336sys.parallel.ranks import launch, spawned
@@ -308,18 +309,12 @@ def test_process_that_was_spawned_itself_can_run_ranks():
     assert process.exitcode == 0
 
 
-def torchrun(*args, timeout=180):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*command, HERE / "launch_ranks.py", *args], env=ENVIRONMENT, capture_output=True, text=True, timeout=timeout
-    )
-
-
-def test_run_joins_the_ranks_that_torchrun_started_and_one_that_fails_ends_the_others():
+def test_run_joins_the_ranks_that_torchrun_started_and_one_that_fails_ends_the_others(tmp_path):
     """Both runs of the script: each gets a process group of its own from torchrun's one store. A third fails."""
-    answer = torchrun("2", "fail")
+    command = "--nproc-per-node", "2", str(HERE / "launch_ranks.py"), "2", "fail"
+    answer = run_torchrun(*command, folder=tmp_path, environment=ENVIRONMENT)
     assert answer.stdout == "[(0, 2, 21), (1, 2, 21)]\n[(0, 2, 41), (1, 2, 41)]\n", answer.stderr
-    assert answer.returncode == 1
+    assert answer.exit_code == 1
     assert "ValueError: the numbers are wrong" in answer.stderr
     assert "on rank 1 of 2" in answer.stderr
 
