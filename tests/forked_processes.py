@@ -38,7 +38,7 @@ def started_as_by_users():
 # What most of them import, and torch's optimizers with their first step, in two seconds.
 PRELOADED = [
     "cs336sys.parallel.ranks.spawned",
-    "torch._dynamo",
+    "torch._inductor.compile_fx",
     "cs336sys.measure.environment",
     "cs336sys.experiments.training",
 ]
