@@ -30,7 +30,8 @@ Progress = Callable[[str], None]
 _EXIT_S = 10.0
 
 # What allocators outside torch.OutOfMemoryError say when memory runs out.
-_OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "CUDA out of memory", "CUDA error: out of memory", "ALLOC_FAILED")
+# torch's own error for a GPU is a RuntimeError with the second: to look for the type would mean to import torch.
+_OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
@@ -284,10 +285,8 @@ def guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether memory ran out, on whichever device, though another error may tell it."""
-    import torch
-
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        if isinstance(error, MemoryError):
             return True
         if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS):
             return True
