@@ -6,7 +6,10 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,7 +98,56 @@ def run_script(surroundings, environment, outputs, path, *arguments):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
-    runpy.run_path(str(path), run_name="__main__")
+    with forked():
+        runpy.run_path(str(path), run_name="__main__")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a script wrote, and its exit code."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+def run_scripts(
+    script: Path,
+    arguments: Sequence[Sequence[str]] = ((),),
+    variables: Sequence[dict[str, str]] = ({},),
+    *,
+    folder: Path,
+    timeout_s: float = 180,
+) -> list[Answer]:
+    """Run a script in as many processes as there are arguments and environment variables; none outlives this.
+
+    Args:
+        folder: for what they write.
+
+    Raises:
+        TimeoutError: one is not done in time.
+    """
+    outputs = [[folder / f"{name} {number}" for name in ("stdout", "stderr")] for number in range(len(arguments))]
+    processes = [
+        ForkedContext().process(run_script, own_variables, own_outputs, script, *own_arguments)
+        for own_variables, own_outputs, own_arguments in zip(variables, outputs, arguments, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(timeout_s)
+            if process.exitcode is None:
+                raise TimeoutError(f"not done after {timeout_s} s: {script}")
+    finally:
+        for process in processes:
+            # torchrun ends its ranks when it is terminated, and not when it is killed.
+            process.terminate()
+            process.join()
+    return [
+        Answer(process.exitcode, *(output.read_text() for output in own))
+        for process, own in zip(processes, outputs, strict=True)
+    ]
 
 
 class ForkedWorker:

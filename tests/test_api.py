@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_processes import run_scripts
 from typer.testing import CliRunner
 
 import cs336sys.api
@@ -180,12 +181,13 @@ def test_import_is_small():
     assert done.stdout.split() == ["1", "False", "bench"]
 
 
-def test_example_of_the_page_runs(tmp_path):
+def test_example_of_the_page_runs(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "api.md").read_text()
     example = page.split("```python\n", 1)[1].split("```", 1)[0]
     (tmp_path / "example.py").write_text(example)
-    done = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    (done,) = run_scripts(tmp_path / "example.py", folder=tmp_path)
+    assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith("### bench")
     assert (tmp_path / "bench.jsonl").exists()
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_processes import run_scripts
 from two_agents import run_two_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -38,9 +39,9 @@ def test_training_example_runs_under_torchrun(example, last):
     assert done.stdout.splitlines()[-1].startswith(last)
 
 
-def test_own_attention_stands_beside_ours():
-    done = run(EXAMPLES / "own_kernel.py")
-    assert done.returncode == 0, done.stderr
+def test_own_attention_stands_beside_ours(tmp_path):
+    (done,) = run_scripts(EXAMPLES / "own_kernel.py", folder=tmp_path)
+    assert done.exit_code == 0, done.stderr
     (row,) = [line for line in done.stdout.splitlines() if "own_kernel.py:attention" in line]
     assert "ok" in row
 

@@ -4,66 +4,17 @@ Agents and ranks without one are forked, which spares each an import of torch; a
 """
 
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from forked_processes import ForkedContext, run_script
+from forked_processes import Answer, run_scripts
 from torch.distributed import TCPStore, run
 
 TORCHRUN = Path(run.__file__)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What one rank wrote, with what torchrun itself logged, and the exit code: under torchrun the agent's."""
-
-    exit_code: int
-    stdout: str
-    stderr: str
-
-
-def run_scripts(
-    script: Path,
-    arguments: Sequence[Sequence[str]],
-    variables: Sequence[dict[str, str]],
-    folder: Path,
-    timeout_s: float = 180,
-) -> list[Answer]:
-    """Run a script in as many processes as there are arguments and environment variables; none outlives it.
-
-    Args:
-        folder: for what they write.
-
-    Raises:
-        TimeoutError: one is not done in time.
-    """
-    outputs = [[folder / f"{name} {number}" for name in ("stdout", "stderr")] for number in range(len(arguments))]
-    processes = [
-        ForkedContext().process(run_script, own_variables, own_outputs, script, *own_arguments)
-        for own_variables, own_outputs, own_arguments in zip(variables, outputs, arguments, strict=True)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        for process in processes:
-            process.join(timeout_s)
-            if process.exitcode is None:
-                raise TimeoutError(f"not done after {timeout_s} s: {script}")
-    finally:
-        for process in processes:
-            # torchrun ends its ranks when it is terminated, and not when it is killed.
-            process.terminate()
-            process.join()
-    return [
-        Answer(process.exitcode, *(output.read_text() for output in own))
-        for process, own in zip(processes, outputs, strict=True)
-    ]
-
-
 def run_torchrun(*arguments: str, folder: Path, environment: dict[str, str] | None = None) -> Answer:
     """Run one agent on a port that it chooses itself; see :func:`run_scripts`."""
-    (answer,) = run_scripts(TORCHRUN, [("--standalone", *arguments)], [environment or {}], folder)
+    (answer,) = run_scripts(TORCHRUN, [("--standalone", *arguments)], [environment or {}], folder=folder)
     return answer
 
 
@@ -77,7 +28,7 @@ def run_two_agents(*target: str, folder: Path, environment: dict[str, str] | Non
         options = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
         agents = [[*options, "--node-rank", str(node), *target] for node in range(2)]
         variables = {"OMP_NUM_THREADS": "1"} | (environment or {})
-        return run_scripts(TORCHRUN, agents, [variables] * 2, folder)
+        return run_scripts(TORCHRUN, agents, [variables] * 2, folder=folder)
 
 
 def run_two_ranks(script: Path, *arguments: str, folder: Path) -> list[Answer]:
@@ -87,4 +38,4 @@ def run_two_ranks(script: Path, *arguments: str, folder: Path) -> list[Answer]:
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     variables |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     ranks = [variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    return run_scripts(script, [arguments] * 2, ranks, folder)
+    return run_scripts(script, [arguments] * 2, ranks, folder=folder)
