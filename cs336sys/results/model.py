@@ -79,8 +79,11 @@ class Samples:
         """Sample standard deviation; 0 for a single sample, NaN where one of them is no finite number."""
         if len(self.measured) < 2:
             return 0.0
-        # statistics.stdev of NaN ends in an AttributeError.
-        return statistics.stdev(self.measured) if all(map(math.isfinite, self.measured)) else math.nan
+        if not all(map(math.isfinite, self.measured)):
+            return math.nan
+        # In floats: statistics.stdev computes in fractions, which takes ten times as long.
+        mean = self.mean
+        return math.sqrt(math.fsum((one - mean) ** 2 for one in self.measured) / (len(self.measured) - 1))
 
     @property
     def median(self) -> float:
