@@ -4,10 +4,13 @@ import contextlib
 import multiprocessing
 import os
 import runpy
+import select
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 
@@ -64,16 +67,21 @@ class ForkedContext:
 
 
 class Surroundings:
-    """This process's environment, working folder and standard error, which another process takes over."""
+    """This process's environment, working folder and standard error, which another process takes over.
+
+    That process forks its own from the same process, too, where multiprocessing would start another, and ends with
+    this one.
+    """
 
     def __init__(self):
-        self.environment, self.folder = dict(os.environ), os.getcwd()
+        forkserver._forkserver.ensure_running()
+        self.environment, self.folder, self.process_id = dict(os.environ), os.getcwd(), os.getpid()
+        # The second from Python 3.14 on.
+        known = ("_forkserver_address", "_forkserver_authkey")
+        self.server = {name: value for name, value in vars(forkserver._forkserver).items() if name in known}
 
     def __getstate__(self):
-        return self.environment, self.folder, DupFd(2)
-
-    def __setstate__(self, state):
-        self.environment, self.folder, self.stderr = state
+        return self.__dict__ | {"stderr": DupFd(2)}
 
     def take_over(self):
         os.environ.clear()
@@ -82,6 +90,20 @@ class Surroundings:
         os.dup2(self.stderr.detach(), 2)
         if "OMP_NUM_THREADS" in self.environment:
             torch.set_num_threads(int(self.environment["OMP_NUM_THREADS"]))
+        vars(forkserver._forkserver).update(self.server, ensure_running=lambda: None)
+        threading.Thread(target=end_with, args=(self.process_id,), daemon=True).start()
+
+
+def end_with(process_id):
+    """Kill this process once that one has ended: its parent is the process from which both were forked."""
+    try:
+        select.select([os.pidfd_open(process_id)], [], [])
+    except ProcessLookupError:
+        pass
+    except (AttributeError, OSError):
+        # Not every system has such descriptors; without, it ends when it finds its connection closed.
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_rank(surroundings, *arguments):
