@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -18,9 +19,20 @@ from cs336sys.kernels.attention.plan import (
     sequences_per_group,
 )
 from cs336sys.kernels.attention.problem import AttentionProblem, Operand
-from cs336sys.kernels.attention.triton.backward import backward_kernel
-from cs336sys.kernels.attention.triton.backward_sums import convert_grad_query_kernel, prepare_kernel
-from cs336sys.kernels.attention.triton.forward import combine_kernel, forward_kernel
+from cs336sys.kernels.attention.triton.backward import BackwardConfig, BackwardStrides, Numbers, backward_kernel
+from cs336sys.kernels.attention.triton.backward_sums import (
+    ConvertConfig,
+    PrepareConfig,
+    convert_grad_query_kernel,
+    prepare_kernel,
+)
+from cs336sys.kernels.attention.triton.forward import (
+    CombineConfig,
+    ForwardConfig,
+    ForwardStrides,
+    combine_kernel,
+    forward_kernel,
+)
 from cs336sys.kernels.attention.triton.settings import BackwardPass, TileSettings, backward_settings, forward_settings
 
 # A program of the two elementwise backward kernels takes this many elements, 32 in each of its 128 threads.
@@ -35,8 +47,18 @@ def _block_dim(problem: AttentionProblem) -> int:
     return max(16, triton.next_power_of_2(problem.head_dim))
 
 
-def _dot_precision(problem: AttentionProblem) -> str:
-    return problem.float32_precision if problem.dtype == torch.float32 else "ieee"
+def _tile_constants(problem: AttentionProblem, tile: TileSettings) -> dict[str, Any]:
+    """As :class:`TileConfig` names them."""
+    return {
+        "head_dim": problem.head_dim,
+        "block_dim": _block_dim(problem),
+        "query_rows": tile.query_rows,
+        "key_rows": tile.key_rows,
+        "causal": problem.is_causal,
+        "windowed": problem.window is not None,
+        "precision": problem.float32_precision if problem.dtype == torch.float32 else "ieee",
+        "tma": tile.use_tma,
+    }
 
 
 def _descriptors(operand: Operand, rows: int, block_dim: int) -> Descriptors:
@@ -70,7 +92,7 @@ class ForwardPlan(Plan):
                 combine_kernel,
                 problem.num_sequences * triton.cdiv(problem.num_queries, COMBINED_ROWS),
                 (partial_strides, out_strides, num_heads, problem.num_sequences, problem.num_queries),
-                (problem.head_dim, block_dim, COMBINED_ROWS, num_splits),
+                (CombineConfig(problem.head_dim, block_dim, COMBINED_ROWS, num_splits),),
             )
             out_strides = partial_strides
             partial = self._own("partial", Scratch((num_splits * num_rows, problem.head_dim + 1)))
@@ -85,8 +107,7 @@ class ForwardPlan(Plan):
             forward_kernel,
             num_splits * problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows),
             (
-                *(operand.row_strides for operand in operands[:3]),
-                out_strides,
+                ForwardStrides._make([*(operand.row_strides for operand in operands[:3]), out_strides]),
                 num_heads,
                 problem.group_size,
                 problem.num_sequences,
@@ -96,17 +117,7 @@ class ForwardPlan(Plan):
                 sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES),
                 math.log2(math.e) / math.sqrt(problem.head_dim),
             ),
-            (
-                problem.head_dim,
-                block_dim,
-                tile.query_rows,
-                tile.key_rows,
-                problem.is_causal,
-                problem.window is not None,
-                num_splits,
-                _dot_precision(problem),
-                tile.use_tma,
-            ),
+            (ForwardConfig(**_tile_constants(problem, tile), num_splits=num_splits),),
             descriptors,
             **_options(tile),
         )
@@ -186,7 +197,11 @@ class BackwardPlan(Plan):
                 self._padded_queries,
                 self._padded_keys,
             ),
-            (problem.head_dim, self._block_dim, rows, self.fused, key_sums, self._delta_given, self._takes_turns),
+            (
+                PrepareConfig(
+                    problem.head_dim, self._block_dim, rows, self.fused, key_sums, self._delta_given, self._takes_turns
+                ),
+            ),
         )
         statistics = self._own("statistics", Scratch((2 * problem.num_sequences, self._padded_queries)))
         sums = [statistics] * 3  # stands in for what the form does not touch
@@ -225,7 +240,7 @@ class BackwardPlan(Plan):
                 self._padded_keys,
                 1.0 / math.sqrt(problem.head_dim),
             ),
-            (problem.head_dim, self._block_dim, rows, key_sums),
+            (ConvertConfig(problem.head_dim, self._block_dim, rows, key_sums),),
         )
         self._then(convert, *sums, *self.given[6:])
 
@@ -247,37 +262,34 @@ class BackwardPlan(Plan):
             backward_kernel,
             key_programs + query_programs,
             (
-                *(operand.row_strides for operand in self._operands),
-                *self._grad_strides,
-                self._out_strides,
-                self._operands[0].shape[1],
-                problem.group_size,
-                problem.num_sequences,
-                problem.num_queries,
-                self._padded_queries,
-                problem.num_keys,
-                problem.window or 0,
-                sequences_per_group(problem.num_sequences, streamed_bytes, l2_bytes),
-                key_programs,
-                self._num_splits,
-                scale,
-                scale * math.log2(math.e),
+                BackwardStrides._make(
+                    [*(operand.row_strides for operand in self._operands), *self._grad_strides, self._out_strides]
+                ),
+                *Numbers(
+                    num_heads=self._operands[0].shape[1],
+                    group_size=problem.group_size,
+                    num_sequences=problem.num_sequences,
+                    num_queries=problem.num_queries,
+                    padded_queries=self._padded_queries,
+                    num_keys=problem.num_keys,
+                    window=problem.window or 0,
+                    sequences_per_group=sequences_per_group(problem.num_sequences, streamed_bytes, l2_bytes),
+                    key_programs=key_programs,
+                    num_splits=self._num_splits,
+                    scale=scale,
+                    scale_log2=scale * math.log2(math.e),
+                ),
             ),
             (
-                problem.head_dim,
-                self._block_dim,
-                tile.query_rows,
-                tile.key_rows,
-                problem.is_causal,
-                problem.window is not None,
-                problem.group_size > 1,
-                one.keys,
-                one.queries,
-                self._prepared,
-                self.fused,
-                self._num_splits > 1,
-                _dot_precision(problem),
-                tile.use_tma,
+                BackwardConfig(
+                    **_tile_constants(problem, tile),
+                    grouped=problem.group_size > 1,
+                    key_pass=one.keys,
+                    query_pass=one.queries,
+                    prepared=self._prepared,
+                    fused=self.fused,
+                    key_sums=self._num_splits > 1,
+                ),
             ),
             self._pass_descriptors(tile),
             **_options(tile),

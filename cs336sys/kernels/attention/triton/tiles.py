@@ -4,8 +4,34 @@ A *sequence* is one head of one batch element; tensors are seen as (batch, head,
 dimension, with strides = (batch, head, row) in elements.
 """
 
+from collections import namedtuple
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+
+# What a kernel reads or writes of a tensor: the rows of one sequence, ``num_rows`` of them.
+Rows = namedtuple("Rows", "tensor strides batch head num_rows")
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Elements of a row, and of a row in a tile: a power of two, and at least the 16 that ``tl.dot`` needs."""
+
+    head_dim: int
+    block_dim: int
+
+
+@dataclass(frozen=True)
+class TileConfig(Dims):
+    """What is constant in all passes over tiles of queries and keys; ``precision``: of their products."""
+
+    query_rows: int
+    key_rows: int
+    causal: bool
+    windowed: bool
+    precision: str
+    tma: bool
 
 
 @triton.jit
@@ -25,102 +51,73 @@ def tile_of_program(program, num_tiles, num_sequences, sequences_per_group, LAST
 
 
 @triton.jit
-def row_pointers(base, strides, batch, head, rows, BLOCK_DIM: tl.constexpr):
+def row_pointers(rows, indices, BLOCK_DIM: tl.constexpr):
     """Pointers [ROWS, BLOCK_DIM]; offsets in 64 bits, as one tensor may hold more than 2^31 elements."""
-    base += batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
-    return base + rows.to(tl.int64)[:, None] * strides[2] + tl.arange(0, BLOCK_DIM)[None, :]
+    base = rows.tensor + (rows.batch.to(tl.int64) * rows.strides[0] + rows.head.to(tl.int64) * rows.strides[1])
+    return base + indices.to(tl.int64)[:, None] * rows.strides[2] + tl.arange(0, BLOCK_DIM)[None, :]
 
 
 @triton.jit
-def row_mask(rows, num_rows, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+def row_mask(indices, num_rows, DIMS: tl.constexpr):
     """Mask [ROWS, BLOCK_DIM] of what lies inside the sequence and the head dimension."""
-    mask = (rows < num_rows)[:, None]
-    if HEAD_DIM != BLOCK_DIM:
-        mask = mask & (tl.arange(0, BLOCK_DIM) < HEAD_DIM)[None, :]
+    mask = (indices < num_rows)[:, None]
+    if DIMS.head_dim != DIMS.block_dim:
+        mask = mask & (tl.arange(0, DIMS.block_dim) < DIMS.head_dim)[None, :]
     return mask
 
 
 @triton.jit
-def load_rows(
-    source,
-    strides,
-    batch,
-    head,
-    first_row,
-    num_rows,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    TMA: tl.constexpr,
-):
+def load_rows(rows, first_row, ROWS: tl.constexpr, DIMS: tl.constexpr, TMA: tl.constexpr):
     """Rows [ROWS, BLOCK_DIM], zero beyond the end of the sequence and beyond the head dimension.
 
-    ``source`` is a TMA descriptor of the whole tensor, which zero-fills by itself, or else a pointer.
+    With TMA the tensor is a descriptor of the whole of it, which zero-fills by itself, or else a pointer.
     """
     if TMA:
-        tile = source.load([batch, head, first_row, 0]).reshape(ROWS, BLOCK_DIM)
+        tile = rows.tensor.load([rows.batch, rows.head, first_row, 0]).reshape(ROWS, DIMS.block_dim)
     else:
-        rows = first_row + tl.arange(0, ROWS)
-        mask = row_mask(rows, num_rows, HEAD_DIM, BLOCK_DIM)
-        tile = tl.load(row_pointers(source, strides, batch, head, rows, BLOCK_DIM), mask=mask, other=0.0)
+        indices = first_row + tl.arange(0, ROWS)
+        mask = row_mask(indices, rows.num_rows, DIMS)
+        tile = tl.load(row_pointers(rows, indices, DIMS.block_dim), mask=mask, other=0.0)
     return tile
 
 
 @triton.jit
-def store_rows(
-    destination,
-    strides,
-    tile,
-    batch,
-    head,
-    first_row,
-    num_rows,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    """Writes a tile [ROWS, BLOCK_DIM] in the destination's dtype, without what lies beyond the sequence."""
-    rows = first_row + tl.arange(0, ROWS)
-    pointers = row_pointers(destination, strides, batch, head, rows, BLOCK_DIM)
-    tl.store(pointers, tile.to(destination.dtype.element_ty), mask=row_mask(rows, num_rows, HEAD_DIM, BLOCK_DIM))
+def store_rows(rows, tile, first_row, ROWS: tl.constexpr, DIMS: tl.constexpr):
+    """Writes a tile [ROWS, BLOCK_DIM] in the tensor's dtype, without what lies beyond the sequence."""
+    indices = first_row + tl.arange(0, ROWS)
+    pointers = row_pointers(rows, indices, DIMS.block_dim)
+    tl.store(pointers, tile.to(rows.tensor.dtype.element_ty), mask=row_mask(indices, rows.num_rows, DIMS))
 
 
 @triton.jit
-def visible_keys(
-    first_query,
-    num_keys,
-    window,
-    QUERY_ROWS: tl.constexpr,
-    KEY_ROWS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):
+def visible_keys(first_query, num_keys, window, CONFIG: tl.constexpr):
     """(begin, first_whole, whole, end), the first three whole tiles: which keys a tile of queries sees.
 
     All queries see the keys from ``first_whole`` to ``whole``, if that is more; none sees a key before ``begin`` or
     from ``end`` on.
     """
+    KEY_ROWS: tl.constexpr = CONFIG.key_rows
     begin = 0
     first_whole = 0
     whole = num_keys
     end = num_keys
-    if CAUSAL:
+    if CONFIG.causal:
         whole = tl.minimum(num_keys, first_query + 1)
-        end = tl.minimum(num_keys, first_query + QUERY_ROWS)
+        end = tl.minimum(num_keys, first_query + CONFIG.query_rows)
     whole = whole // KEY_ROWS * KEY_ROWS
-    if WINDOWED:
+    if CONFIG.windowed:
         begin = tl.maximum(0, first_query + 1 - window) // KEY_ROWS * KEY_ROWS
-        first_whole = tl.cdiv(tl.maximum(0, first_query + QUERY_ROWS - window), KEY_ROWS) * KEY_ROWS
+        first_whole = tl.cdiv(tl.maximum(0, first_query + CONFIG.query_rows - window), KEY_ROWS) * KEY_ROWS
         whole = tl.maximum(whole, first_whole)
     return begin, first_whole, whole, end
 
 
 @triton.jit
-def is_visible(keys, queries, num_keys, window, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
+def is_visible(keys, queries, num_keys, window, CONFIG: tl.constexpr):
     """Return which of the keys each query sees; one of the two indices varies along rows, the other along columns."""
     visible = keys < num_keys
-    if CAUSAL:
+    if CONFIG.causal:
         visible = visible & (keys <= queries)
-    if WINDOWED:
+    if CONFIG.windowed:
         visible = visible & (keys > queries - window)
     return visible
