@@ -19,6 +19,8 @@ writes tile i before seeing tile i - 1 announced by both.
 Sources: equations 13 to 19 of the handout; Shah et al., "FlashAttention-3" (2024), appendix B.1.
 """
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,6 +35,9 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
     ROWS,
     SECOND,
     TURNS,
+    Shape,
+    Shared,
+    Tensors,
     add_grad_query,
     first_sequence,
     grad_query_offset,
@@ -48,54 +53,36 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
 )
 from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, tma_store
 
+Buffers = namedtuple(
+    "Buffers",
+    "key_tiles value_tiles query_ring grad_out_ring logsumexp_ring delta_ring grad_scores_tiles grad_key_tiles",
+)
+Barriers = namedtuple(
+    "Barriers",
+    "key_ready value_ready query_ready grad_out_ready tile_free grad_scores_ready results_ready turn",
+)
+
 
 @gluon.jit
-def _producer(
-    shared,
-    turns,
-    STAGES: gl.constexpr,
-    MASK: gl.constexpr,
-    ORDERED: gl.constexpr,
-    GROUPED: gl.constexpr,
-    CUT: gl.constexpr,
-):
-    tensors, buffers, barriers, schedule, shape = shared
-    _, _, _, _, _, grad_key, grad_value, _ = tensors
-    value_tiles, grad_key_tiles = buffers[1], buffers[7]
-    results_ready, turn = barriers[6], barriers[7]
-    batch, head, first_key = load_tiles(
-        tensors, buffers, barriers, schedule, shape, turns, turn, STAGES, MASK, ORDERED, True, GROUPED, CUT
-    )
-    if not is_piece(schedule, CUT):
+def _producer(shared, turns, CONFIG: gl.constexpr):
+    batch, head, first_key = load_tiles(shared, turns, True, CONFIG)
+    if not is_piece(shared.schedule, CONFIG):
         for consumer in gl.static_range(2):
-            mbarrier.wait(results_ready.index(consumer), 0)
+            mbarrier.wait(shared.barriers.results_ready.index(consumer), 0)
             row = first_key + consumer * ROWS
-            tma_store(grad_key, [batch, head, row, 0], grad_key_tiles.index(consumer))
-            tma_store(grad_value, [batch, head, row, 0], value_tiles.index(consumer))
+            tma_store(shared.tensors.grad_key, [batch, head, row, 0], shared.buffers.grad_key_tiles.index(consumer))
+            tma_store(shared.tensors.grad_value, [batch, head, row, 0], shared.buffers.value_tiles.index(consumer))
         store_wait(0)
 
 
 @gluon.jit
-def _consumer(
-    shared,
-    pieces,
-    scale,
-    scale_log2,
-    CONSUMER: gl.constexpr,
-    STAGES: gl.constexpr,
-    MASK: gl.constexpr,
-    ORDERED: gl.constexpr,
-    GROUPED: gl.constexpr,
-    CUT: gl.constexpr,
-):
+def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     tensors, buffers, barriers, schedule, shape = shared
-    _, key, _, _, _, _, _, grad_query_sum = tensors
-    key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
-    logsumexp_ring, delta_ring, grad_scores_tiles, grad_key_tiles = buffers[4], buffers[5], buffers[6], buffers[7]
+    key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, grad_scores_tiles, _ = buffers
     key_ready, value_ready, query_ready, grad_out_ready, tile_free, grad_scores_ready, results_ready, turn = barriers
-    padded_queries = shape[3]
-    dtype: gl.constexpr = key.dtype
-    HEAD_DIM: gl.constexpr = key.block_type.shape[3]
+    STAGES: gl.constexpr = CONFIG.stages
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    dtype: gl.constexpr = tensors.key.dtype
     HALF: gl.constexpr = HEAD_DIM // 2
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     grad_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -104,22 +91,22 @@ def _consumer(
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, half_layout)
 
-    first_key, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, MASK, GROUPED, CUT)
+    first_key, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, CONFIG)
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     # For each tile of queries a half tile of the first warpgroup and one of the second.
-    sequence = first_sequence(key_sequence, shape, GROUPED)
-    sums = grad_query_sum + sequence.to(gl.int64) * padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
+    sequence = first_sequence(key_sequence, shape, CONFIG)
+    sums = tensors.grad_query_sum + sequence.to(gl.int64) * shape.padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
     mbarrier.wait(key_ready.index(0), 0)
     mbarrier.wait(value_ready.index(0), 0)
     mbarrier.wait(query_ready.index(0), 0, pred=first < end)
-    next_query = tile_of(first, first_tile, shape, MASK, GROUPED) * ROWS
+    next_query = tile_of(first, first_tile, shape, CONFIG) * ROWS
     logsumexps = logsumexp_ring.index(0).reshape([ROWS]).load(query_layout)
     scores = warpgroup_mma(
         key_tiles.index(CONSUMER),
         query_ring.index(0).permute([1, 0]),
-        scores_start(logsumexps, scale_log2, next_query, first_key, shape, MASK),
+        scores_start(logsumexps, scale_log2, next_query, first_key, shape, CONFIG),
         is_async=True,
     )
     scores = warpgroup_mma_wait(0, [scores])
@@ -167,45 +154,35 @@ def _consumer(
         grad_key_sum = warpgroup_mma(left, query_ring.index(slot), grad_key_sum, is_async=True)
         # Products finish in the order of their issue: one outstanding means that dQ is there.
         grad_value_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_query])
-        if ORDERED:
+        if CONFIG.ordered:
             wait_for_turn(turn, use)
-        add_grad_query(sums + grad_query_offset(visit, first_tile, shape, HEAD_DIM, MASK, GROUPED), grad_query)
+        add_grad_query(sums + grad_query_offset(visit, first_tile, shape, CONFIG), grad_query)
         # Not before dQ has left: S^T takes its registers.
-        next_query = tile_of(visit + 1, first_tile, shape, MASK, GROUPED) * ROWS
+        next_query = tile_of(visit + 1, first_tile, shape, CONFIG) * ROWS
         scores = warpgroup_mma(
             key_tiles.index(zero + CONSUMER),
             query_ring.index(next_slot).permute([1, 0]),
-            scores_start(logsumexps, scale_log2, next_query, first_key, shape, MASK),
+            scores_start(logsumexps, scale_log2, next_query, first_key, shape, CONFIG),
             is_async=True,
         )
         grad_key_sum, scores = warpgroup_mma_wait(0, [grad_key_sum, scores])
         mbarrier.arrive(tile_free.index(slot), count=1)
 
-    if is_piece(schedule, CUT):
-        share = pieces_of(pieces, schedule, 2, HEAD_DIM) + CONSUMER * ROWS * HEAD_DIM
+    if is_piece(schedule, CONFIG):
+        share = pieces_of(pieces, schedule, 2, CONFIG) + CONSUMER * ROWS * HEAD_DIM
         store_piece(share, grad_key_sum * scale)
         store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)
     else:
         # Only this warpgroup reads its values, so they make room for dV. The producer stores the results, because it
         # has registers to spare for the coordinates.
         value_tiles.index(CONSUMER).store(grad_value_sum.to(dtype))
-        grad_key_tiles.index(CONSUMER).store((grad_key_sum * scale).to(dtype))
+        buffers.grad_key_tiles.index(CONSUMER).store((grad_key_sum * scale).to(dtype))
         fence_async_shared()
         thread_barrier()
         mbarrier.arrive(results_ready.index(CONSUMER), count=1)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_key_heads",
-        "num_queries",
-        "num_keys",
-        "padded_queries",
-        "group_size",
-        "window",
-        "window_tiles",
-    ]
-)
+@gluon.jit(do_not_specialize=Shape._fields)
 def backward_kernel(
     query,
     key,
@@ -227,87 +204,64 @@ def backward_kernel(
     group_size,
     window,
     window_tiles,
-    HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-    MASK: gl.constexpr,
-    ORDERED: gl.constexpr,
-    GROUPED: gl.constexpr,
-    CUT: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):
     """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
 
     All tensors but the last four are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
     writes them, the others (batch, head, row, element). grad_query_sum is in the order that ``convert.py`` describes.
-    ORDERED: in turn, which ``turns`` counts (``pass_turns``). GROUPED: group_size heads of queries side by side
-    share a head of keys, and the program visits all of their queries. CUT: some programs have a piece of these visits
-    only, and leave dK and dV in ``pieces``, float32, (piece, dK or dV, first or second 64 keys, as ``convert.py``
-    describes).
+    ``turns`` and ``pieces``: as ``BackwardConfig`` says.
     """
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    STAGES: gl.constexpr = CONFIG.stages
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    key_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout)
-    value_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout)
-    query_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout)
-    grad_out_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout)
-    # Two buffers of two warpgroups' tiles.
-    grad_scores_tiles = gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], layout)
-    grad_key_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout)
     statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-    logsumexp_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)
-    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)
+    buffers = Buffers(
+        key_tiles=gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout),
+        value_tiles=gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout),
+        query_ring=gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout),
+        grad_out_ring=gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout),
+        # Two buffers of two warpgroups' tiles.
+        grad_scores_tiles=gl.allocate_shared_memory(dtype, [4, ROWS, ROWS], layout),
+        grad_key_tiles=gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_DIM], layout),
+        logsumexp_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
+        delta_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
+    )
     barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    key_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
-    value_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
-    query_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    grad_out_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    tile_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    grad_scores_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
-    results_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
-    turn = gl.allocate_shared_memory(gl.int64, [TURNS, 1], barrier_layout)
-    mbarrier.init(key_ready.index(0), count=1)
-    mbarrier.init(value_ready.index(0), count=1)
+    barriers = Barriers(
+        key_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
+        value_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
+        query_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
+        grad_out_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
+        tile_free=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
+        grad_scores_ready=gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout),
+        results_ready=gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout),
+        turn=gl.allocate_shared_memory(gl.int64, [TURNS, 1], barrier_layout),
+    )
+    mbarrier.init(barriers.key_ready.index(0), count=1)
+    mbarrier.init(barriers.value_ready.index(0), count=1)
     for one in gl.static_range(TURNS):
-        mbarrier.init(turn.index(one), count=1)
+        mbarrier.init(barriers.turn.index(one), count=1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(query_ready.index(stage), count=1)
-        mbarrier.init(grad_out_ready.index(stage), count=1)
-        mbarrier.init(tile_free.index(stage), count=2)
+        mbarrier.init(barriers.query_ready.index(stage), count=1)
+        mbarrier.init(barriers.grad_out_ready.index(stage), count=1)
+        mbarrier.init(barriers.tile_free.index(stage), count=2)
     for consumer in gl.static_range(2):
-        mbarrier.init(grad_scores_ready.index(consumer), count=2)
-        mbarrier.init(results_ready.index(consumer), count=1)
+        mbarrier.init(barriers.grad_scores_ready.index(consumer), count=2)
+        mbarrier.init(barriers.results_ready.index(consumer), count=1)
     fence_async_shared()
 
-    tensors = (query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)
-    buffers = (
-        key_tiles,
-        value_tiles,
-        query_ring,
-        grad_out_ring,
-        logsumexp_ring,
-        delta_ring,
-        grad_scores_tiles,
-        grad_key_tiles,
-    )
-    barriers = (
-        key_ready,
-        value_ready,
-        query_ready,
-        grad_out_ready,
-        tile_free,
-        grad_scores_ready,
-        results_ready,
-        turn,
-    )
-    shape = (num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles)
-    shared = (tensors, buffers, barriers, schedule, shape)
+    tensors = Tensors(query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)
+    shape = Shape(num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles)
+    shared = Shared(tensors, buffers, barriers, schedule, shape)
     # The first function's warps are four, and have the registers that the others leave: 24 of a thread.
     gl.warp_specialize(
         [
-            (_producer, (shared, turns, STAGES, MASK, ORDERED, GROUPED, CUT)),
-            (_consumer, (shared, pieces, scale, scale_log2, FIRST, STAGES, MASK, ORDERED, GROUPED, CUT)),
-            (_consumer, (shared, pieces, scale, scale_log2, SECOND, STAGES, MASK, ORDERED, GROUPED, CUT)),
+            (_producer, (shared, turns, CONFIG)),
+            (_consumer, (shared, pieces, scale, scale_log2, FIRST, CONFIG)),
+            (_consumer, (shared, pieces, scale, scale_log2, SECOND, CONFIG)),
         ],
         [4, 4],
-        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
+        [CONFIG.consumer_registers, CONFIG.consumer_registers],
     )

@@ -1,5 +1,8 @@
 """Parts that the backward kernels for Hopper share: finding tiles, loading them by TMA, starting sums."""
 
+from collections import namedtuple
+from dataclasses import dataclass
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
@@ -23,6 +26,32 @@ FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
 # How many turns to add to dQ may have come and not been used: a reducer is up to three tiles behind the producer.
 TURNS = gl.constexpr(4)
 
+Tensors = namedtuple("Tensors", "query key value grad_out statistics grad_key grad_value grad_query_sum")
+Shape = namedtuple("Shape", "num_key_heads num_queries num_keys padded_queries group_size window window_tiles")
+# What all warps of a program share; each kernel has buffers and barriers of its own.
+Shared = namedtuple("Shared", "tensors buffers barriers schedule shape")
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Constants of a backward kernel.
+
+    ``ordered``: programs add to dQ in turn, which ``turns`` counts (``pass_turns``). ``grouped``: group_size heads of
+    queries side by side share a head of keys, and the program visits all of their queries. ``cut``: some programs have
+    a piece of these visits only, and leave dK and dV in ``pieces``, float32, (piece, dK or dV, tile of 64 keys, as
+    ``convert.py`` describes).
+    """
+
+    head_dim: int
+    stages: int
+    mask: int
+    ordered: bool
+    grouped: bool
+    cut: bool
+    consumer_registers: int
+    reducer_registers: int = 0
+
+
 _query_tiles = gluon.jit(query_tiles)
 _turns_before = gluon.jit(turns_before)
 _visits = gluon.jit(visits)
@@ -33,78 +62,79 @@ _piece_visits = gluon.jit(piece_visits)
 
 
 @gluon.jit
-def item(schedule, shape, KEY_ROWS: gl.constexpr, MASK: gl.constexpr, GROUPED: gl.constexpr, CUT: gl.constexpr):
-    """This program's work, which has KEY_ROWS keys. The schedule is ``as_table_of_pieces``; CUT: it has pieces.
+def item(schedule, shape, KEY_ROWS: gl.constexpr, CONFIG: gl.constexpr):
+    """This program's work, which has KEY_ROWS keys. The schedule is ``as_table_of_pieces``.
 
     Returns (first key, sequence of keys, first tile of queries that see them, first visit, end of the visits). Visits
     are to tiles of queries, from that first tile on, of each head of the group that shares the keys.
     """
-    _, num_queries, _, _, group_size, _, window_tiles = shape
     entry = schedule + gl.load(schedule + gl.program_id(0) * 2 + 1) * 2
     first_key = gl.load(entry) * KEY_ROWS
-    first_tile, end = _query_tiles(first_key, num_queries, ROWS, MASK >= CAUSAL, window_tiles if MASK == WINDOW else 0)
+    first_tile, end = _query_tiles(
+        first_key, shape.num_queries, ROWS, CONFIG.mask >= CAUSAL, shape.window_tiles if CONFIG.mask == WINDOW else 0
+    )
     first = first_tile
-    if GROUPED:
-        first, end = _visits(first_tile, end, group_size)
-    if CUT:
+    if CONFIG.grouped:
+        first, end = _visits(first_tile, end, shape.group_size)
+    if CONFIG.cut:
         num_pieces = gl.load(schedule + gl.program_id(0) * 2) % 256
         first, end = _piece_visits(first, end, piece_number(schedule) % num_pieces, num_pieces)
     return first_key, gl.load(entry + 1), first_tile, first, end
 
 
 @gluon.jit
-def first_sequence(key_sequence, shape, GROUPED: gl.constexpr):
+def first_sequence(key_sequence, shape, CONFIG: gl.constexpr):
     """The first sequence of queries of the group that shares a sequence of keys."""
     sequence = key_sequence
-    if GROUPED:
-        sequence *= shape[4]
+    if CONFIG.grouped:
+        sequence *= shape.group_size
     return sequence
 
 
 @gluon.jit
-def _end_tile(first_tile, shape, MASK: gl.constexpr):
+def _end_tile(first_tile, shape, CONFIG: gl.constexpr):
     """Return where the visits to each head end that begin with ``first_tile``."""
-    end = shape[3] // ROWS
-    if MASK == WINDOW:
-        end = min(end, first_tile + shape[6])
+    end = shape.padded_queries // ROWS
+    if CONFIG.mask == WINDOW:
+        end = min(end, first_tile + shape.window_tiles)
     return end
 
 
 @gluon.jit
-def member_of(visit, first_tile, shape, MASK: gl.constexpr, GROUPED: gl.constexpr):
+def member_of(visit, first_tile, shape, CONFIG: gl.constexpr):
     """Return which head of the group a visit is to; ``first_tile``: where its visits to each head begin."""
     member = 0
-    if GROUPED:
-        member = _member_of_visit(visit, first_tile, _end_tile(first_tile, shape, MASK))
+    if CONFIG.grouped:
+        member = _member_of_visit(visit, first_tile, _end_tile(first_tile, shape, CONFIG))
     return member
 
 
 @gluon.jit
-def tile_of(visit, first_tile, shape, MASK: gl.constexpr, GROUPED: gl.constexpr):
+def tile_of(visit, first_tile, shape, CONFIG: gl.constexpr):
     """The tile of queries of a visit among those of its sequence."""
     tile = visit
-    if GROUPED:
-        tile = _tile_of_visit(visit, first_tile, _end_tile(first_tile, shape, MASK))
+    if CONFIG.grouped:
+        tile = _tile_of_visit(visit, first_tile, _end_tile(first_tile, shape, CONFIG))
     return tile
 
 
 @gluon.jit
-def tile_of_group(visit, first_tile, shape, MASK: gl.constexpr, GROUPED: gl.constexpr):
+def tile_of_group(visit, first_tile, shape, CONFIG: gl.constexpr):
     """The tile of queries of a visit among those of all sequences of the group, one sequence after the other."""
     tile = visit
-    if GROUPED:
-        tile = _tile_among_heads(visit, first_tile, _end_tile(first_tile, shape, MASK), shape[3] // ROWS)
+    if CONFIG.grouped:
+        tile = _tile_among_heads(visit, first_tile, _end_tile(first_tile, shape, CONFIG), shape.padded_queries // ROWS)
     return tile
 
 
 @gluon.jit
-def grad_query_offset(visit, first_tile, shape, HEAD_DIM: gl.constexpr, MASK: gl.constexpr, GROUPED: gl.constexpr):
+def grad_query_offset(visit, first_tile, shape, CONFIG: gl.constexpr):
     """Return where the sum of dQ of a visit's queries begins, in elements behind that of the group's first sequence."""
-    tile = tile_of_group(visit, first_tile, shape, MASK, GROUPED)
+    tile = tile_of_group(visit, first_tile, shape, CONFIG)
     # Of one sequence 32 bits hold it.
-    if GROUPED:
+    if CONFIG.grouped:
         tile = tile.to(gl.int64)
-    return tile * ROWS * HEAD_DIM
+    return tile * ROWS * CONFIG.head_dim
 
 
 @gluon.jit
@@ -114,90 +144,67 @@ def piece_number(schedule):
 
 
 @gluon.jit
-def is_piece(schedule, CUT: gl.constexpr):
+def is_piece(schedule, CONFIG: gl.constexpr):
     """Return whether other programs have other queries of this one's keys, so that dK and dV are the sum of all of
     theirs.
     """
     piece = False
-    if CUT:
+    if CONFIG.cut:
         piece = gl.load(schedule + gl.program_id(0) * 2) % 256 > 1
     return piece
 
 
 @gluon.jit
-def load_tiles(
-    tensors,
-    buffers,
-    barriers,
-    schedule,
-    shape,
-    turns,
-    turn,
-    STAGES: gl.constexpr,
-    MASK: gl.constexpr,
-    ORDERED: gl.constexpr,
-    ENDS_TURNS: gl.constexpr,
-    GROUPED: gl.constexpr,
-    CUT: gl.constexpr,
-):
+def load_tiles(shared, turns, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
     """The producer: keys and values once, then every tile of queries that sees them; returns (batch, head, first key).
 
-    The head is that of keys. ``buffers`` and ``barriers`` begin with those that the names below say. ORDERED: see
-    ``pass_turns``.
+    The head is that of keys. Ordered: see ``pass_turns``.
     """
+    tensors, buffers, barriers, schedule, shape = shared
     query, key, value, grad_out, statistics, _, _, _ = tensors
-    key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
-    logsumexp_ring, delta_ring = buffers[4], buffers[5]
-    key_ready, value_ready, query_ready = barriers[0], barriers[1], barriers[2]
-    grad_out_ready, tile_free = barriers[3], barriers[4]
-    num_key_heads, padded_queries = shape[0], shape[3]
-    first_key, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, MASK, GROUPED, CUT)
-    batch = key_sequence // num_key_heads
-    key_head = key_sequence % num_key_heads
+    key_ready, value_ready = barriers.key_ready, barriers.value_ready
+    query_ready, grad_out_ready = barriers.query_ready, barriers.grad_out_ready
+    logsumexp_ring, delta_ring, grad_out_ring = buffers.logsumexp_ring, buffers.delta_ring, buffers.grad_out_ring
+    STAGES: gl.constexpr = CONFIG.stages
+    first_key, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, CONFIG)
+    batch = key_sequence // shape.num_key_heads
+    key_head = key_sequence % shape.num_key_heads
     mbarrier.expect(key_ready.index(0), 2 * key.block_type.nbytes)
     mbarrier.expect(value_ready.index(0), 2 * value.block_type.nbytes)
     for consumer in gl.static_range(2):
-        tma_load(key, [batch, key_head, first_key + consumer * ROWS, 0], key_ready.index(0), key_tiles.index(consumer))
+        row = first_key + consumer * ROWS
+        tma_load(key, [batch, key_head, row, 0], key_ready.index(0), buffers.key_tiles.index(consumer))
     for consumer in gl.static_range(2):
         row = first_key + consumer * ROWS
-        tma_load(value, [batch, key_head, row, 0], value_ready.index(0), value_tiles.index(consumer))
-    first_of_group = first_sequence(key_sequence, shape, GROUPED)
-    first_head = first_sequence(key_head, shape, GROUPED)
-    turns += first_of_group * padded_queries
-    for visit in range(first, end + (STAGES if ORDERED else 0)):
+        tma_load(value, [batch, key_head, row, 0], value_ready.index(0), buffers.value_tiles.index(consumer))
+    first_of_group = first_sequence(key_sequence, shape, CONFIG)
+    first_head = first_sequence(key_head, shape, CONFIG)
+    turns += first_of_group * shape.padded_queries
+    for visit in range(first, end + (STAGES if CONFIG.ordered else 0)):
         use = visit - first
         slot = use % STAGES
-        first_query = tile_of(visit, first_tile, shape, MASK, GROUPED) * ROWS
-        head = first_head + member_of(visit, first_tile, shape, MASK, GROUPED)
-        sequence = first_of_group + member_of(visit, first_tile, shape, MASK, GROUPED)
-        mbarrier.wait(tile_free.index(slot), ((use // STAGES) & 1) ^ 1)
+        first_query = tile_of(visit, first_tile, shape, CONFIG) * ROWS
+        head = first_head + member_of(visit, first_tile, shape, CONFIG)
+        sequence = first_of_group + member_of(visit, first_tile, shape, CONFIG)
+        mbarrier.wait(barriers.tile_free.index(slot), ((use // STAGES) & 1) ^ 1)
         # Turns go on for as many visits as the ring has tiles.
-        there_is_one = visit < end if ORDERED else True
+        there_is_one = visit < end if CONFIG.ordered else True
         if there_is_one:
             mbarrier.expect(query_ready.index(slot), query.block_type.nbytes + 2 * statistics.block_type.nbytes)
-            tma_load(query, [batch, head, first_query, 0], query_ready.index(slot), query_ring.index(slot))
+            tma_load(query, [batch, head, first_query, 0], query_ready.index(slot), buffers.query_ring.index(slot))
             tma_load(statistics, [2 * sequence, first_query], query_ready.index(slot), logsumexp_ring.index(slot))
             tma_load(statistics, [2 * sequence + 1, first_query], query_ready.index(slot), delta_ring.index(slot))
             mbarrier.expect(grad_out_ready.index(slot), grad_out.block_type.nbytes)
             tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
-        if ORDERED:
+        if CONFIG.ordered:
             place = (first_key, first_tile, first, end)
-            pass_turns(turns, turn, visit, place, shape, 2 * ROWS, STAGES, MASK, ENDS_TURNS, GROUPED)
+            pass_turns(turns, barriers.turn, visit, place, shape, 2 * ROWS, ENDS_TURNS, CONFIG)
     return batch, key_head, first_key
 
 
 @gluon.jit
 def pass_turns(
-    turns,
-    turn,
-    visit,
-    place,
-    shape,
-    KEY_ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-    MASK: gl.constexpr,
-    ENDS_TURNS: gl.constexpr,
-    GROUPED: gl.constexpr,
+    turns, turn, visit, place, shape, KEY_ROWS: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr
 ):
     """End, while a tile is on its way, the turn of the one it replaces to add to dQ, and begin that of the one before
     it.
@@ -209,9 +216,9 @@ def pass_turns(
     ends its turns itself.
     """
     first_key, first_tile, first, end = place
-    num_keys = shape[2]
     if ENDS_TURNS:
-        end_turn(turns, visit - STAGES, visit - STAGES >= first, first_tile, shape, MASK, GROUPED)
+        replaced = visit - CONFIG.stages
+        end_turn(turns, replaced, replaced >= first, first_tile, shape, CONFIG)
     if visit > first and visit <= end:
         gl.inline_asm_elementwise(
             """{
@@ -224,9 +231,14 @@ def pass_turns(
             }""",
             "=&r,l,r",
             [
-                (turns + tile_of_group(visit - 1, first_tile, shape, MASK, GROUPED) * ROWS).to(gl.int64, bitcast=True),
+                (turns + tile_of_group(visit - 1, first_tile, shape, CONFIG) * ROWS).to(gl.int64, bitcast=True),
                 _turns_before(
-                    tile_of(visit - 1, first_tile, shape, MASK, GROUPED), ROWS, first_key, num_keys, KEY_ROWS, MASK
+                    tile_of(visit - 1, first_tile, shape, CONFIG),
+                    ROWS,
+                    first_key,
+                    shape.num_keys,
+                    KEY_ROWS,
+                    CONFIG.mask,
                 ),
             ],
             dtype=gl.int32,
@@ -243,48 +255,46 @@ def wait_for_turn(turn, use):
 
 
 @gluon.jit
-def end_turn(turns, visit, there_is_one, first_tile, shape, MASK: gl.constexpr, GROUPED: gl.constexpr):
+def end_turn(turns, visit, there_is_one, first_tile, shape, CONFIG: gl.constexpr):
     """Lets the next program add to dQ of a visit, if there is one, after all that this thread knows to be in memory."""
-    counter = turns + tile_of_group(visit, first_tile, shape, MASK, GROUPED) * ROWS
+    counter = turns + tile_of_group(visit, first_tile, shape, CONFIG) * ROWS
     counter = counter.to(gl.pointer_type(gl.int32), bitcast=True)
     gl.atomic_add(counter, 1, mask=there_is_one, sem="release", scope="gpu")
 
 
 @gluon.jit
-def needs_mask(first_query, first_key, shape, MASK: gl.constexpr):
+def needs_mask(first_query, first_key, shape, CONFIG: gl.constexpr):
     """Return whether a query of a tile of at most 64 does not see one of 64 keys."""
-    _, _, num_keys, _, _, window, _ = shape
     # Keys behind the last one end up in no dK or dV, but exp2 of their score 0 may be inf and would reach dQ.
-    masked = first_key + ROWS > num_keys
-    if MASK >= CAUSAL:
+    masked = first_key + ROWS > shape.num_keys
+    if CONFIG.mask >= CAUSAL:
         masked = masked or first_query < first_key + ROWS - 1
-    if MASK == WINDOW:
-        masked = masked or first_query + ROWS > first_key + window
+    if CONFIG.mask == WINDOW:
+        masked = masked or first_query + ROWS > first_key + shape.window
     return masked
 
 
 @gluon.jit
-def masked_start(start, first_query, first_key, shape, MASK: gl.constexpr):
+def masked_start(start, first_query, first_key, shape, CONFIG: gl.constexpr):
     """``start`` of the sums of S^T (keys, queries), and -inf where a query does not see a key.
 
     The mask is what the sums start from: registers are scarcer once they are complete.
     """
-    _, _, num_keys, _, _, window, _ = shape
     layout: gl.constexpr = start.type.layout
     keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    keys = gl.where(keys < num_keys, keys, NOBODY_SEES)
-    if MASK >= CAUSAL:
+    keys = gl.where(keys < shape.num_keys, keys, NOBODY_SEES)
+    if CONFIG.mask >= CAUSAL:
         queries = first_query + gl.arange(0, start.shape[1], gl.SliceLayout(0, layout))
         visible = keys[:, None] <= queries[None, :]
-        if MASK == WINDOW:
-            visible = visible & (keys[:, None] > (queries - window)[None, :])
+        if CONFIG.mask == WINDOW:
+            visible = visible & (keys[:, None] > (queries - shape.window)[None, :])
     else:
         visible = (keys < NOBODY_SEES)[:, None]
     return gl.where(visible, start, float("-inf"))
 
 
 @gluon.jit
-def scores_start(logsumexps, scale_log2, first_query, first_key, shape, MASK: gl.constexpr):
+def scores_start(logsumexps, scale_log2, first_query, first_key, shape, CONFIG: gl.constexpr):
     """Start the sums of S^T at -L / scale_log2, so that P^T is exp2(scale_log2 S^T), and at -inf for unseen keys.
 
     ``logsumexps``: of the tile's queries, in registers. So no thread waits for them between S and P, when products read
@@ -293,8 +303,8 @@ def scores_start(logsumexps, scale_log2, first_query, first_key, shape, MASK: gl
     QUERIES: gl.constexpr = logsumexps.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     start = gl.zeros([ROWS, QUERIES], gl.float32, layout) + (logsumexps * (-1.0 / scale_log2))[None, :]
-    if needs_mask(first_query, first_key, shape, MASK):
-        start = masked_start(start, first_query, first_key, shape, MASK)
+    if needs_mask(first_query, first_key, shape, CONFIG):
+        start = masked_start(start, first_query, first_key, shape, CONFIG)
     return start
 
 
@@ -335,11 +345,11 @@ def add_grad_query(sums, grad_query):
 
 
 @gluon.jit
-def pieces_of(pieces, schedule, NUM_TILES: gl.constexpr, HEAD_DIM: gl.constexpr):
+def pieces_of(pieces, schedule, NUM_TILES: gl.constexpr, CONFIG: gl.constexpr):
     """Return where this program's piece leaves dK and dV of NUM_TILES times 64 keys: first all of dK, then all of
     dV.
     """
-    return pieces + piece_number(schedule).to(gl.int64) * (2 * NUM_TILES * ROWS * HEAD_DIM)
+    return pieces + piece_number(schedule).to(gl.int64) * (2 * NUM_TILES * ROWS * CONFIG.head_dim)
 
 
 @gluon.jit
@@ -358,27 +368,18 @@ def store_piece(sums, grad):
 
 @gluon.jit
 def issue_scores(
-    first_query,
-    use,
-    there_is_one,
-    key_operand,
-    query_ring,
-    query_ready,
-    first_key,
-    shape,
-    STAGES: gl.constexpr,
-    MASK: gl.constexpr,
+    first_query, use, there_is_one, key_operand, query_ring, query_ready, first_key, shape, CONFIG: gl.constexpr
 ):
     """Begins S^T of a tile of queries, with -inf where a query does not see a key.
 
     The mask is what the sums start from: registers are scarcer once they are complete. ``key_operand``: the 64 keys in
     shared memory or, as left operand, in registers.
     """
-    slot = use % STAGES
-    mbarrier.wait(query_ready.index(slot), (use // STAGES) & 1, pred=there_is_one)
+    slot = use % CONFIG.stages
+    mbarrier.wait(query_ready.index(slot), (use // CONFIG.stages) & 1, pred=there_is_one)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    masked = needs_mask(first_query, first_key, shape, MASK)
+    masked = needs_mask(first_query, first_key, shape, CONFIG)
     start = gl.zeros([ROWS, ROWS], gl.float32, layout)
     if masked:
-        start = masked_start(start, first_query, first_key, shape, MASK)
+        start = masked_start(start, first_query, first_key, shape, CONFIG)
     return warpgroup_mma(key_operand, query_ring.index(slot).permute([1, 0]), start, use_acc=masked, is_async=True)

@@ -19,6 +19,8 @@ that of tile i - 1. dS^T needs one: who writes it has seen P^T of the same tile 
 Sources: equations 13 to 19 of the handout; Shah et al., "FlashAttention-3" (2024), appendix B.1.
 """
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,6 +35,9 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
     ROWS,
     SECOND,
     TURNS,
+    Shape,
+    Shared,
+    Tensors,
     add_grad_query,
     first_sequence,
     grad_query_offset,
@@ -52,43 +57,44 @@ from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, 
 # The queries of a tile for which one warpgroup computes scores.
 HALF_ROWS = gl.constexpr(ROWS.value // 2)
 
+Buffers = namedtuple(
+    "Buffers",
+    "key_tiles value_tiles query_ring grad_out_ring logsumexp_ring delta_ring weights_tiles grad_scores_tiles",
+)
+Barriers = namedtuple(
+    "Barriers",
+    "key_ready value_ready query_ready grad_out_ready query_free grad_out_free weights_ready grad_scores_ready "
+    "results_ready turn",
+)
+
 
 @gluon.jit
-def _producer(
-    shared,
-    turns,
-    STAGES: gl.constexpr,
-    MASK: gl.constexpr,
-    ORDERED: gl.constexpr,
-    GROUPED: gl.constexpr,
-    CUT: gl.constexpr,
-):
+def _producer(shared, turns, CONFIG: gl.constexpr):
     tensors, buffers, barriers, schedule, shape = shared
     query, key, value, grad_out, statistics, grad_key, grad_value, _ = tensors
     key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, _, _ = buffers
-    key_ready, value_ready, query_ready, grad_out_ready = barriers[0], barriers[1], barriers[2], barriers[3]
-    query_free, grad_out_free, results_ready, turn = barriers[4], barriers[5], barriers[8], barriers[9]
-    num_key_heads, padded_queries = shape[0], shape[3]
-    first_key, key_sequence, first_tile, first, end = item(schedule, shape, ROWS, MASK, GROUPED, CUT)
-    batch = key_sequence // num_key_heads
-    key_head = key_sequence % num_key_heads
+    key_ready, value_ready, query_ready, grad_out_ready, query_free, grad_out_free, _, _, results_ready, turn = barriers
+    STAGES: gl.constexpr = CONFIG.stages
+    first_key, key_sequence, first_tile, first, end = item(schedule, shape, ROWS, CONFIG)
+    batch = key_sequence // shape.num_key_heads
+    key_head = key_sequence % shape.num_key_heads
     mbarrier.expect(key_ready.index(0), key.block_type.nbytes)
     tma_load(key, [batch, key_head, first_key, 0], key_ready.index(0), key_tiles.index(0))
     mbarrier.expect(value_ready.index(0), value.block_type.nbytes)
     tma_load(value, [batch, key_head, first_key, 0], value_ready.index(0), value_tiles.index(0))
-    first_of_group = first_sequence(key_sequence, shape, GROUPED)
-    first_head = first_sequence(key_head, shape, GROUPED)
-    turns += first_of_group * padded_queries
-    for visit in range(first, end + (STAGES if ORDERED else 0)):
+    first_of_group = first_sequence(key_sequence, shape, CONFIG)
+    first_head = first_sequence(key_head, shape, CONFIG)
+    turns += first_of_group * shape.padded_queries
+    for visit in range(first, end + (STAGES if CONFIG.ordered else 0)):
         use = visit - first
         slot = use % STAGES
         fresh = ((use // STAGES) & 1) ^ 1
-        first_query = tile_of(visit, first_tile, shape, MASK, GROUPED) * ROWS
-        head = first_head + member_of(visit, first_tile, shape, MASK, GROUPED)
-        sequence = first_of_group + member_of(visit, first_tile, shape, MASK, GROUPED)
+        first_query = tile_of(visit, first_tile, shape, CONFIG) * ROWS
+        head = first_head + member_of(visit, first_tile, shape, CONFIG)
+        sequence = first_of_group + member_of(visit, first_tile, shape, CONFIG)
         mbarrier.wait(query_free.index(slot), fresh)
         # Turns go on for as many visits as the ring has tiles.
-        there_is_one = visit < end if ORDERED else True
+        there_is_one = visit < end if CONFIG.ordered else True
         if there_is_one:
             mbarrier.expect(query_ready.index(slot), query.block_type.nbytes + 2 * statistics.block_type.nbytes)
             tma_load(query, [batch, head, first_query, 0], query_ready.index(slot), query_ring.index(slot))
@@ -97,11 +103,11 @@ def _producer(
             mbarrier.wait(grad_out_free.index(slot), fresh)
             mbarrier.expect(grad_out_ready.index(slot), grad_out.block_type.nbytes)
             tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
-        if ORDERED:
+        if CONFIG.ordered:
             # Who releases the queries of a tile has added to its dQ.
             place = (first_key, first_tile, first, end)
-            pass_turns(turns, turn, visit, place, shape, ROWS, STAGES, MASK, True, GROUPED)
-    if not is_piece(schedule, CUT):
+            pass_turns(turns, turn, visit, place, shape, ROWS, True, CONFIG)
+    if not is_piece(schedule, CONFIG):
         mbarrier.wait(results_ready.index(0), 0)
         tma_store(grad_key, [batch, key_head, first_key, 0], key_tiles.index(0))
         tma_store(grad_value, [batch, key_head, first_key, 0], value_tiles.index(0))
@@ -109,28 +115,13 @@ def _producer(
 
 
 @gluon.jit
-def _consumer(
-    shared,
-    pieces,
-    scale,
-    scale_log2,
-    CONSUMER: gl.constexpr,
-    STAGES: gl.constexpr,
-    MASK: gl.constexpr,
-    ORDERED: gl.constexpr,
-    GROUPED: gl.constexpr,
-    CUT: gl.constexpr,
-):
+def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     tensors, buffers, barriers, schedule, shape = shared
-    _, key, _, _, _, _, _, grad_query_sum = tensors
-    key_tiles, value_tiles, query_ring, grad_out_ring = buffers[0], buffers[1], buffers[2], buffers[3]
-    logsumexp_ring, delta_ring, weights_tiles, grad_scores_tiles = buffers[4], buffers[5], buffers[6], buffers[7]
-    key_ready, value_ready, query_ready, grad_out_ready = barriers[0], barriers[1], barriers[2], barriers[3]
-    query_free, grad_out_free, weights_ready = barriers[4], barriers[5], barriers[6]
-    grad_scores_ready, results_ready, turn = barriers[7], barriers[8], barriers[9]
-    padded_queries = shape[3]
-    dtype: gl.constexpr = key.dtype
-    HEAD_DIM: gl.constexpr = key.block_type.shape[3]
+    key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, weights_tiles, _ = buffers
+    key_ready, value_ready, query_ready, grad_out_ready, query_free, grad_out_free, weights_ready, _, _, turn = barriers
+    STAGES: gl.constexpr = CONFIG.stages
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    dtype: gl.constexpr = tensors.key.dtype
     HALF: gl.constexpr = HEAD_DIM // 2
     FIRST_ROW: gl.constexpr = CONSUMER * HALF_ROWS
     FIRST_COLUMN: gl.constexpr = CONSUMER * HALF
@@ -139,12 +130,12 @@ def _consumer(
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
 
-    first_key, key_sequence, first_tile, first, end = item(schedule, shape, ROWS, MASK, GROUPED, CUT)
+    first_key, key_sequence, first_tile, first, end = item(schedule, shape, ROWS, CONFIG)
     grad_key_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     # For each tile of queries a half tile of the first warpgroup and one of the second.
-    sequence = first_sequence(key_sequence, shape, GROUPED)
-    sums = grad_query_sum + sequence.to(gl.int64) * padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
+    sequence = first_sequence(key_sequence, shape, CONFIG)
+    sums = tensors.grad_query_sum + sequence.to(gl.int64) * shape.padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
     mbarrier.wait(key_ready.index(0), 0)
     mbarrier.wait(value_ready.index(0), 0)
     for visit in range(first, end):
@@ -157,8 +148,8 @@ def _consumer(
         # Both before a product of this warpgroup is on its way.
         mbarrier.wait(query_ready.index(slot), (use // STAGES) & 1)
         logsumexps = logsumexp_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
-        first_query = tile_of(visit, first_tile, shape, MASK, GROUPED) * ROWS + FIRST_ROW
-        scores = scores_start(logsumexps, scale_log2, first_query, first_key, shape, MASK)
+        first_query = tile_of(visit, first_tile, shape, CONFIG) * ROWS + FIRST_ROW
+        scores = scores_start(logsumexps, scale_log2, first_query, first_key, shape, CONFIG)
         deltas = delta_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
         grad_weights = grad_weights_start(deltas)
         query_rows = query_ring.index(slot).slice(FIRST_ROW, HALF_ROWS, 0)
@@ -181,12 +172,12 @@ def _consumer(
         grad_weights = warpgroup_mma_wait(1, [grad_weights])
         grad_scores = (weights * grad_weights).to(dtype)
 
-        grad_scores_tile = grad_scores_tiles.index(0)
+        grad_scores_tile = buffers.grad_scores_tiles.index(0)
         grad_scores_tile.slice(FIRST_ROW, HALF_ROWS, 1).store(grad_scores)
         fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(grad_scores_ready.index(0), count=1)
-        mbarrier.wait(grad_scores_ready.index(0), use & 1)
+        mbarrier.arrive(barriers.grad_scores_ready.index(0), count=1)
+        mbarrier.wait(barriers.grad_scores_ready.index(0), use & 1)
         grad_query = warpgroup_mma(
             grad_scores_tile.permute([1, 0]),
             key_tile.slice(FIRST_COLUMN, HALF, 1),
@@ -199,14 +190,14 @@ def _consumer(
         # Products finish in the order of their issue: one outstanding means that dQ is there.
         grad_value_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_query])
         mbarrier.arrive(grad_out_free.index(slot), count=1)
-        if ORDERED:
+        if CONFIG.ordered:
             wait_for_turn(turn, use)
-        add_grad_query(sums + grad_query_offset(visit, first_tile, shape, HEAD_DIM, MASK, GROUPED), grad_query)
+        add_grad_query(sums + grad_query_offset(visit, first_tile, shape, CONFIG), grad_query)
         grad_key_sum = warpgroup_mma_wait(0, [grad_key_sum])
         mbarrier.arrive(query_free.index(slot), count=1)
 
-    if is_piece(schedule, CUT):
-        share = pieces_of(pieces, schedule, 1, HEAD_DIM) + CONSUMER * ROWS * HALF
+    if is_piece(schedule, CONFIG):
+        share = pieces_of(pieces, schedule, 1, CONFIG) + CONSUMER * ROWS * HALF
         store_piece(share, grad_key_sum * scale)
         store_piece(share + ROWS * HEAD_DIM, grad_value_sum)
     else:
@@ -216,20 +207,10 @@ def _consumer(
         key_tiles.index(0).slice(FIRST_COLUMN, HALF, 1).store((grad_key_sum * scale).to(dtype))
         fence_async_shared()
         thread_barrier()
-        mbarrier.arrive(results_ready.index(0), count=1)
+        mbarrier.arrive(barriers.results_ready.index(0), count=1)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "num_key_heads",
-        "num_queries",
-        "num_keys",
-        "padded_queries",
-        "group_size",
-        "window",
-        "window_tiles",
-    ]
-)
+@gluon.jit(do_not_specialize=Shape._fields)
 def wide_backward_kernel(
     query,
     key,
@@ -251,88 +232,65 @@ def wide_backward_kernel(
     group_size,
     window,
     window_tiles,
-    HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-    MASK: gl.constexpr,
-    ORDERED: gl.constexpr,
-    GROUPED: gl.constexpr,
-    CUT: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):
     """dK and dV of 64 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
 
     All tensors but the last four are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
     writes them, the others (batch, head, row, element). grad_query_sum is in the order that ``convert.py`` describes.
-    ORDERED: in turn, which ``turns`` counts (``pass_turns``). GROUPED, CUT and ``pieces``: as in ``backward_kernel``,
-    a piece having 64 keys.
+    ``turns`` and ``pieces``: as ``BackwardConfig`` says, a piece having 64 keys.
     """
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    STAGES: gl.constexpr = CONFIG.stages
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    key_tiles = gl.allocate_shared_memory(dtype, [1, ROWS, HEAD_DIM], layout)
-    value_tiles = gl.allocate_shared_memory(dtype, [1, ROWS, HEAD_DIM], layout)
-    query_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout)
-    grad_out_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout)
-    weights_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], layout)
-    grad_scores_tiles = gl.allocate_shared_memory(dtype, [1, ROWS, ROWS], layout)
     statistics_layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-    logsumexp_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)
-    delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout)
+    buffers = Buffers(
+        key_tiles=gl.allocate_shared_memory(dtype, [1, ROWS, HEAD_DIM], layout),
+        value_tiles=gl.allocate_shared_memory(dtype, [1, ROWS, HEAD_DIM], layout),
+        query_ring=gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout),
+        grad_out_ring=gl.allocate_shared_memory(dtype, [STAGES, ROWS, HEAD_DIM], layout),
+        weights_tiles=gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], layout),
+        grad_scores_tiles=gl.allocate_shared_memory(dtype, [1, ROWS, ROWS], layout),
+        logsumexp_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
+        delta_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
+    )
     barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    key_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
-    value_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
-    query_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    grad_out_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    query_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    grad_out_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    weights_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
-    grad_scores_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
-    results_ready = gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout)
-    turn = gl.allocate_shared_memory(gl.int64, [TURNS, 1], barrier_layout)
-    mbarrier.init(key_ready.index(0), count=1)
-    mbarrier.init(value_ready.index(0), count=1)
+    barriers = Barriers(
+        key_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
+        value_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
+        query_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
+        grad_out_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
+        query_free=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
+        grad_out_free=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
+        weights_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
+        grad_scores_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
+        results_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
+        turn=gl.allocate_shared_memory(gl.int64, [TURNS, 1], barrier_layout),
+    )
+    mbarrier.init(barriers.key_ready.index(0), count=1)
+    mbarrier.init(barriers.value_ready.index(0), count=1)
     for one in gl.static_range(TURNS):
-        mbarrier.init(turn.index(one), count=1)
+        mbarrier.init(barriers.turn.index(one), count=1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(query_ready.index(stage), count=1)
-        mbarrier.init(grad_out_ready.index(stage), count=1)
-        mbarrier.init(query_free.index(stage), count=2)
-        mbarrier.init(grad_out_free.index(stage), count=2)
-    mbarrier.init(weights_ready.index(0), count=2)
-    mbarrier.init(grad_scores_ready.index(0), count=2)
-    mbarrier.init(results_ready.index(0), count=2)
+        mbarrier.init(barriers.query_ready.index(stage), count=1)
+        mbarrier.init(barriers.grad_out_ready.index(stage), count=1)
+        mbarrier.init(barriers.query_free.index(stage), count=2)
+        mbarrier.init(barriers.grad_out_free.index(stage), count=2)
+    mbarrier.init(barriers.weights_ready.index(0), count=2)
+    mbarrier.init(barriers.grad_scores_ready.index(0), count=2)
+    mbarrier.init(barriers.results_ready.index(0), count=2)
     fence_async_shared()
 
-    tensors = (query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)
-    buffers = (
-        key_tiles,
-        value_tiles,
-        query_ring,
-        grad_out_ring,
-        logsumexp_ring,
-        delta_ring,
-        weights_tiles,
-        grad_scores_tiles,
-    )
-    barriers = (
-        key_ready,
-        value_ready,
-        query_ready,
-        grad_out_ready,
-        query_free,
-        grad_out_free,
-        weights_ready,
-        grad_scores_ready,
-        results_ready,
-        turn,
-    )
-    shape = (num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles)
-    shared = (tensors, buffers, barriers, schedule, shape)
+    tensors = Tensors(query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)
+    shape = Shape(num_key_heads, num_queries, num_keys, padded_queries, group_size, window, window_tiles)
+    shared = Shared(tensors, buffers, barriers, schedule, shape)
     gl.warp_specialize(
         [
-            (_consumer, (shared, pieces, scale, scale_log2, FIRST, STAGES, MASK, ORDERED, GROUPED, CUT)),
-            (_consumer, (shared, pieces, scale, scale_log2, SECOND, STAGES, MASK, ORDERED, GROUPED, CUT)),
-            (_producer, (shared, turns, STAGES, MASK, ORDERED, GROUPED, CUT)),
+            (_consumer, (shared, pieces, scale, scale_log2, FIRST, CONFIG)),
+            (_consumer, (shared, pieces, scale, scale_log2, SECOND, CONFIG)),
+            (_producer, (shared, turns, CONFIG)),
         ],
         [4, 1],
-        [CONSUMER_REGISTERS, 24],
+        [CONFIG.consumer_registers, 24],
     )

@@ -24,6 +24,9 @@ Sources: Shah et al., "FlashAttention-3" (2024), algorithms 1 and 2; Dao, "Flash
 et al., "FlashDecoding++" (2023), section 3, for weights relative to another number than the maximum.
 """
 
+from collections import namedtuple
+from dataclasses import dataclass
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -65,17 +68,40 @@ FIRST, SECOND, THIRD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 KEY_FREE, VALUE_FREE, TURNS = gl.constexpr(8), gl.constexpr(10), gl.constexpr(12)
 WARPGROUP_THREADS, PRODUCER_THREADS = gl.constexpr(128), gl.constexpr(32)
 
+# What all warps of a program share.
+Shared = namedtuple("Shared", "tensors buffers barriers schedule shape")
+Tensors = namedtuple("Tensors", "query key value out")
+Buffers = namedtuple("Buffers", "query_tiles key_ring value_ring out_tiles largest_sums")
+Barriers = namedtuple("Barriers", "query_ready query_free key_ready value_ready")
+Shape = namedtuple("Shape", "num_heads num_queries num_keys window")
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """``grouped``: group_size heads of queries side by side share a head of keys and values."""
+
+    head_dim: int
+    consumers: int
+    key_rows: int
+    stages: int
+    mask: int
+    take_turns: bool
+    grouped: bool
+    consumer_registers: int
+
+
 _key_tiles = gluon.jit(key_tiles)
 _window_tiles = gluon.jit(window_tiles)
 
 
 @gluon.jit
-def _tiles(first_query, shape, ROWS: gl.constexpr, KEY_ROWS: gl.constexpr, MASK: gl.constexpr):
+def _tiles(first_query, shape, ROWS: gl.constexpr, CONFIG: gl.constexpr):
     """(first, whole_from, whole, end) of the key tiles that queries see; from whole_from to whole they see all keys."""
     _, num_queries, num_keys, window = shape
-    whole, end = _key_tiles(first_query, ROWS, num_queries, num_keys, KEY_ROWS, MASK >= CAUSAL)
+    KEY_ROWS: gl.constexpr = CONFIG.key_rows
+    whole, end = _key_tiles(first_query, ROWS, num_queries, num_keys, KEY_ROWS, CONFIG.mask >= CAUSAL)
     first, whole_from = 0, 0
-    if MASK == WINDOW:
+    if CONFIG.mask == WINDOW:
         first, whole_from = _window_tiles(first_query, ROWS, num_queries, KEY_ROWS, window, end)
     return first, whole_from, whole, end
 
@@ -86,60 +112,47 @@ def _num_rounds(schedule):
 
 
 @gluon.jit
-def _item(schedule, round, num_heads, ITEM_ROWS: gl.constexpr):
+def _item(schedule, round, num_heads, CONFIG: gl.constexpr):
     """(first query, batch, head) of this program's item in a round."""
     entry = schedule + (gl.load(schedule + gl.program_id(0) * 2 + 1) + round) * 2
     sequence = gl.load(entry + 1)
-    return gl.load(entry) * ITEM_ROWS, sequence // num_heads, sequence % num_heads
+    return gl.load(entry) * (CONFIG.consumers * CONSUMER_ROWS), sequence // num_heads, sequence % num_heads
 
 
 @gluon.jit
-def _release(slot, FREE: gl.constexpr, CONSUMERS: gl.constexpr):
+def _release(slot, FREE: gl.constexpr, CONFIG: gl.constexpr):
     """A consumer has read what is in a slot of the ring whose named barriers begin with FREE."""
-    named_barrier_arrive(FREE + slot, CONSUMERS * WARPGROUP_THREADS + PRODUCER_THREADS)
+    named_barrier_arrive(FREE + slot, CONFIG.consumers * WARPGROUP_THREADS + PRODUCER_THREADS)
 
 
 @gluon.jit
-def _load(
-    tensor, batch, head, row, ring, ready, use, STAGES: gl.constexpr, FREE: gl.constexpr, CONSUMERS: gl.constexpr
-):
+def _load(tensor, batch, head, row, ring, ready, use, FREE: gl.constexpr, CONFIG: gl.constexpr):
     """Fills the slot of a use of a ring with the tile that begins at a row."""
-    slot = use % STAGES
-    if use >= STAGES:
-        named_barrier_wait(FREE + slot, CONSUMERS * WARPGROUP_THREADS + PRODUCER_THREADS)
+    slot = use % CONFIG.stages
+    if use >= CONFIG.stages:
+        named_barrier_wait(FREE + slot, CONFIG.consumers * WARPGROUP_THREADS + PRODUCER_THREADS)
     mbarrier.expect(ready.index(slot), tensor.block_type.nbytes)
     tma_load(tensor, [batch, head, row, 0], ready.index(slot), ring.index(slot))
 
 
 @gluon.jit
-def _producer(
-    tensors,
-    buffers,
-    barriers,
-    schedule,
-    shape,
-    group_size,
-    CONSUMERS: gl.constexpr,
-    KEY_ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-    MASK: gl.constexpr,
-    GROUPED: gl.constexpr,
-):
+def _producer(shared, group_size, CONFIG: gl.constexpr):
+    tensors, buffers, barriers, schedule, shape = shared
     query, key, value, _ = tensors
-    num_heads = shape[0]
     query_tiles, key_ring, value_ring, _, _ = buffers
     query_ready, query_free, key_ready, value_ready = barriers
-    ITEM_ROWS: gl.constexpr = CONSUMERS * CONSUMER_ROWS
+    KEY_ROWS: gl.constexpr = CONFIG.key_rows
+    CONSUMERS: gl.constexpr = CONFIG.consumers
     first_use = 0
     for round in range(_num_rounds(schedule)):
-        first_query, batch, head = _item(schedule, round, num_heads, ITEM_ROWS)
+        first_query, batch, head = _item(schedule, round, shape.num_heads, CONFIG)
         key_head = head
-        if GROUPED:
+        if CONFIG.grouped:
             key_head //= group_size
-        tiles = _tiles(first_query, shape, ITEM_ROWS, KEY_ROWS, MASK)
+        tiles = _tiles(first_query, shape, CONSUMERS * CONSUMER_ROWS, CONFIG)
         first, end = tiles[0], tiles[3]
         last_key = (end - 1) * KEY_ROWS
-        _load(key, batch, key_head, last_key, key_ring, key_ready, first_use, STAGES, KEY_FREE, CONSUMERS)
+        _load(key, batch, key_head, last_key, key_ring, key_ready, first_use, KEY_FREE, CONFIG)
         for consumer in gl.static_range(CONSUMERS):
             row = first_query + consumer * CONSUMER_ROWS
             mbarrier.wait(query_free.index(consumer), (round & 1) ^ 1)
@@ -148,22 +161,11 @@ def _producer(
         for i in range(1, end - first):
             use = first_use + i
             row = last_key - i * KEY_ROWS
-            _load(key, batch, key_head, row, key_ring, key_ready, use, STAGES, KEY_FREE, CONSUMERS)
+            _load(key, batch, key_head, row, key_ring, key_ready, use, KEY_FREE, CONFIG)
             row += KEY_ROWS
-            _load(value, batch, key_head, row, value_ring, value_ready, use - 1, STAGES, VALUE_FREE, CONSUMERS)
+            _load(value, batch, key_head, row, value_ring, value_ready, use - 1, VALUE_FREE, CONFIG)
         first_use += end - first
-        _load(
-            value,
-            batch,
-            key_head,
-            first * KEY_ROWS,
-            value_ring,
-            value_ready,
-            first_use - 1,
-            STAGES,
-            VALUE_FREE,
-            CONSUMERS,
-        )
+        _load(value, batch, key_head, first * KEY_ROWS, value_ring, value_ready, first_use - 1, VALUE_FREE, CONFIG)
 
 
 @gluon.jit
@@ -173,20 +175,20 @@ def _take_turn(CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _pass_turn(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
-    named_barrier_arrive(TURNS + (CONSUMER + 1) % CONSUMERS, 2 * WARPGROUP_THREADS)
+def _pass_turn(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    named_barrier_arrive(TURNS + (CONSUMER + 1) % CONFIG.consumers, 2 * WARPGROUP_THREADS)
 
 
 @gluon.jit
-def _masked(scores, first_query, first_key, shape, MASK: gl.constexpr):
+def _masked(scores, first_query, first_key, shape, CONFIG: gl.constexpr):
     """Scores with -inf where a query does not see a key."""
     _, _, num_keys, window = shape
     layout: gl.constexpr = scores.type.layout
     keys = first_key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))
-    if MASK >= CAUSAL:
+    if CONFIG.mask >= CAUSAL:
         queries = first_query + gl.arange(0, scores.shape[0], gl.SliceLayout(1, layout))
         visible = keys[None, :] <= gl.minimum(queries, num_keys - 1)[:, None]
-        if MASK == WINDOW:
+        if CONFIG.mask == WINDOW:
             visible = visible & (keys[None, :] > (queries - window)[:, None])
     else:
         visible = (keys < num_keys)[None, :]
@@ -194,10 +196,10 @@ def _masked(scores, first_query, first_key, shape, MASK: gl.constexpr):
 
 
 @gluon.jit
-def _has_mask(tile, whole_from, whole, MASK: gl.constexpr):
+def _has_mask(tile, whole_from, whole, CONFIG: gl.constexpr):
     """Return whether a query does not see a key of a tile."""
     masked = tile >= whole
-    if MASK == WINDOW:
+    if CONFIG.mask == WINDOW:
         masked = masked or tile < whole_from
     return masked
 
@@ -221,37 +223,22 @@ def _softmax(scores, row_max, row_sum, scale_log2):
 
 
 @gluon.jit
-def _attend(
-    tensors,
-    buffers,
-    barriers,
-    shape,
-    logsumexp,
-    scale_log2,
-    first_query,
-    batch,
-    head,
-    first_use,
-    tiles,
-    CONSUMER: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    KEY_ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-    MASK: gl.constexpr,
-    TAKE_TURNS: gl.constexpr,
-):
+def _attend(shared, logsumexp, scale_log2, item, first_use, tiles, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Output and logsumexp of one warpgroup's 64 queries, from key tile end - 1 down to the first, of at least one.
 
-    Tile end - 1 - i is use first_use + i of the rings. ``tiles``: what :func:`_tiles` returns.
+    Tile end - 1 - i is use first_use + i of the rings. ``item``: (first query, batch, head); ``tiles``:
+    what :func:`_tiles` returns.
     """
+    first_query, batch, head = item
     first, whole_from, whole, end = tiles
     count = end - first
-    out = tensors[3]
+    tensors, buffers, barriers, _, shape = shared
     query_tiles, key_ring, value_ring, out_tiles, largest_sums = buffers
     _, query_free, key_ready, value_ready = barriers
-    num_heads, num_queries = shape[0], shape[1]
-    dtype: gl.constexpr = out.dtype
-    HEAD_DIM: gl.constexpr = out.block_type.shape[3]
+    KEY_ROWS: gl.constexpr = CONFIG.key_rows
+    STAGES: gl.constexpr = CONFIG.stages
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    dtype: gl.constexpr = tensors.out.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEY_ROWS, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, out_layout, 2)
@@ -262,15 +249,15 @@ def _attend(
 
     slot = first_use % STAGES
     mbarrier.wait(key_ready.index(slot), (first_use // STAGES) & 1)
-    if TAKE_TURNS:
+    if CONFIG.take_turns:
         _take_turn(CONSUMER)
     scores = warpgroup_mma(query_tile, key_ring.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True)
-    if TAKE_TURNS:
-        _pass_turn(CONSUMER, CONSUMERS)
+    if CONFIG.take_turns:
+        _pass_turn(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, [scores])
-    _release(slot, KEY_FREE, CONSUMERS)
-    if _has_mask(end - 1, whole_from, whole, MASK):
-        scores = _masked(scores, first_query, (end - 1) * KEY_ROWS, shape, MASK)
+    _release(slot, KEY_FREE, CONFIG)
+    if _has_mask(end - 1, whole_from, whole, CONFIG):
+        scores = _masked(scores, first_query, (end - 1) * KEY_ROWS, shape, CONFIG)
     row_max = gl.full([CONSUMER_ROWS], NO_MAXIMUM, gl.float32, gl.SliceLayout(1, scores_layout))
     row_sum = _sum_in_thread(zeros)
     weights, row_max, row_sum, _ = _softmax(scores, row_max, row_sum, scale_log2)
@@ -282,17 +269,17 @@ def _attend(
         use = first_use + i
         slot = use % STAGES
         value_slot = (use - 1) % STAGES
-        if TAKE_TURNS:
+        if CONFIG.take_turns:
             _take_turn(CONSUMER)
         scores = warpgroup_mma(query_tile, key_ring.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True)
         mbarrier.wait(value_ready.index(value_slot), ((use - 1) // STAGES) & 1)
         out_sum = warpgroup_mma(left, value_ring.index(value_slot), out_sum, is_async=True)
-        if TAKE_TURNS:
-            _pass_turn(CONSUMER, CONSUMERS)
+        if CONFIG.take_turns:
+            _pass_turn(CONSUMER, CONFIG)
         # Products finish in the order of their issue: one outstanding means that S is there.
         scores = warpgroup_mma_wait(1, [scores])
-        if _has_mask(end - 1 - i, whole_from, whole, MASK):
-            scores = _masked(scores, first_query, (end - 1 - i) * KEY_ROWS, shape, MASK)
+        if _has_mask(end - 1 - i, whole_from, whole, CONFIG):
+            scores = _masked(scores, first_query, (end - 1 - i) * KEY_ROWS, shape, CONFIG)
         weights = gl.exp2(scores * scale_log2 - row_max[:, None])
         sums = _sum_in_thread(weights)
         # The largest of each warp goes to shared memory, where every thread will find the largest of all. By ``gl.max``
@@ -303,21 +290,21 @@ def _attend(
         # the one for S, and no softmax runs alongside a product.
         mbarrier.wait(key_ready.index((use + 1) % STAGES), ((use + 1) // STAGES) & 1, pred=i + 1 < count)
         out_sum = warpgroup_mma_wait(0, [out_sum])
-        _release(value_slot, VALUE_FREE, CONSUMERS)
+        _release(value_slot, VALUE_FREE, CONFIG)
         left = gl.convert_layout(weights.to(dtype), weights_layout)
         if gl.max(largest_of_warps.load(in_every_thread), 0) > limit:
             scores = warpgroup_mma(
                 query_tile, key_ring.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True
             )
             scores = warpgroup_mma_wait(0, [scores])
-            if _has_mask(end - 1 - i, whole_from, whole, MASK):
-                scores = _masked(scores, first_query, (end - 1 - i) * KEY_ROWS, shape, MASK)
+            if _has_mask(end - 1 - i, whole_from, whole, CONFIG):
+                scores = _masked(scores, first_query, (end - 1 - i) * KEY_ROWS, shape, CONFIG)
             weights, row_max, row_sum, rescale = _softmax(scores, row_max, row_sum, scale_log2)
             left = gl.convert_layout(weights.to(dtype), weights_layout)
             out_sum = out_sum * gl.convert_layout(rescale, gl.SliceLayout(1, out_layout))[:, None]
         else:
             row_sum += sums
-        _release(slot, KEY_FREE, CONSUMERS)
+        _release(slot, KEY_FREE, CONFIG)
     OWN_OUT_TILES: gl.constexpr = HEAD_DIM <= LARGEST_WITH_OUT_TILES
     if OWN_OUT_TILES:
         mbarrier.arrive(query_free.index(CONSUMER), count=1)
@@ -326,7 +313,7 @@ def _attend(
     mbarrier.wait(value_ready.index(slot), (last_use // STAGES) & 1)
     out_sum = warpgroup_mma(left, value_ring.index(slot), out_sum, is_async=True)
     out_sum = warpgroup_mma_wait(0, [out_sum])
-    _release(slot, VALUE_FREE, CONSUMERS)
+    _release(slot, VALUE_FREE, CONFIG)
 
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, scores_layout))
     # Scores that are all -inf leave a sum of 0: such a row is 0 / 1, and its logsumexp -inf.
@@ -338,11 +325,11 @@ def _attend(
     out_tiles.index(CONSUMER).store(out_sum.to(dtype))
     fence_async_shared()
     thread_barrier()
-    tma_store(out, [batch, head, first_query, 0], out_tiles.index(CONSUMER))
+    tma_store(tensors.out, [batch, head, first_query, 0], out_tiles.index(CONSUMER))
     queries = first_query + gl.arange(0, CONSUMER_ROWS, gl.SliceLayout(1, scores_layout))
     natural_logsumexp = (row_max + gl.log2(row_sum)) * LN_2
-    logsumexps = logsumexp + (batch * num_heads + head).to(gl.int64) * num_queries + queries
-    gl.store(logsumexps, natural_logsumexp, mask=queries < num_queries)
+    logsumexps = logsumexp + (batch * shape.num_heads + head).to(gl.int64) * shape.num_queries + queries
+    gl.store(logsumexps, natural_logsumexp, mask=queries < shape.num_queries)
     if not OWN_OUT_TILES:
         store_wait(0)
         thread_barrier()
@@ -350,90 +337,48 @@ def _attend(
 
 
 @gluon.jit
-def _skip(
-    first_use,
-    end,
-    barriers,
-    CONSUMER: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr,
-    TAKE_TURNS: gl.constexpr,
-):
+def _skip(first_use, end, barriers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Releases tiles that this consumer does not see. An arrival before one is there would count for that before it."""
     _, _, key_ready, value_ready = barriers
     for use in range(first_use, end):
-        slot = use % STAGES
-        parity = (use // STAGES) & 1
-        if TAKE_TURNS:
+        slot = use % CONFIG.stages
+        parity = (use // CONFIG.stages) & 1
+        if CONFIG.take_turns:
             _take_turn(CONSUMER)
-            _pass_turn(CONSUMER, CONSUMERS)
+            _pass_turn(CONSUMER, CONFIG)
         mbarrier.wait(key_ready.index(slot), parity)
-        _release(slot, KEY_FREE, CONSUMERS)
+        _release(slot, KEY_FREE, CONFIG)
         mbarrier.wait(value_ready.index(slot), parity)
-        _release(slot, VALUE_FREE, CONSUMERS)
+        _release(slot, VALUE_FREE, CONFIG)
 
 
 @gluon.jit
-def _consumer(
-    tensors,
-    buffers,
-    barriers,
-    schedule,
-    shape,
-    logsumexp,
-    scale_log2,
-    CONSUMER: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    KEY_ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-    MASK: gl.constexpr,
-    TAKE_TURNS: gl.constexpr,
-):
-    query_ready, query_free, _, _ = barriers
-    num_heads = shape[0]
-    ITEM_ROWS: gl.constexpr = CONSUMERS * CONSUMER_ROWS
-    if TAKE_TURNS and CONSUMER == CONSUMERS - 1:
-        _pass_turn(CONSUMER, CONSUMERS)
+def _consumer(shared, logsumexp, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    _, _, barriers, schedule, shape = shared
+    if CONFIG.take_turns and CONFIG.consumers - 1 == CONSUMER:
+        _pass_turn(CONSUMER, CONFIG)
     first_use = 0
     for round in range(_num_rounds(schedule)):
-        item_query, batch, head = _item(schedule, round, num_heads, ITEM_ROWS)
+        item_query, batch, head = _item(schedule, round, shape.num_heads, CONFIG)
         first_query = item_query + CONSUMER * CONSUMER_ROWS
-        item_tiles = _tiles(item_query, shape, ITEM_ROWS, KEY_ROWS, MASK)
-        tiles = _tiles(first_query, shape, CONSUMER_ROWS, KEY_ROWS, MASK)
+        item_tiles = _tiles(item_query, shape, CONFIG.consumers * CONSUMER_ROWS, CONFIG)
+        tiles = _tiles(first_query, shape, CONSUMER_ROWS, CONFIG)
         item_first, item_end, first, end = item_tiles[0], item_tiles[3], tiles[0], tiles[3]
         last_use = first_use + item_end - item_first
         # Tiles that only later consumers see, and for who has no queries all.
         seen_use = first_use + item_end - end
-        if MASK == WINDOW:
+        if CONFIG.mask == WINDOW:
             seen_use = min(seen_use, last_use)
-        _skip(first_use, seen_use, barriers, CONSUMER, CONSUMERS, STAGES, TAKE_TURNS)
-        mbarrier.wait(query_ready.index(CONSUMER), round & 1)
+        _skip(first_use, seen_use, barriers, CONSUMER, CONFIG)
+        mbarrier.wait(barriers.query_ready.index(CONSUMER), round & 1)
         if end > 0:
-            _attend(
-                tensors,
-                buffers,
-                barriers,
-                shape,
-                logsumexp,
-                scale_log2,
-                first_query,
-                batch,
-                head,
-                seen_use,
-                tiles,
-                CONSUMER,
-                CONSUMERS,
-                KEY_ROWS,
-                STAGES,
-                MASK,
-                TAKE_TURNS,
-            )
+            _attend(shared, logsumexp, scale_log2, (first_query, batch, head), seen_use, tiles, CONSUMER, CONFIG)
         else:
-            mbarrier.arrive(query_free.index(CONSUMER), count=1)
-        if MASK == WINDOW:
+            mbarrier.arrive(barriers.query_free.index(CONSUMER), count=1)
+        if CONFIG.mask == WINDOW:
             # Tiles that only earlier consumers see.
             skipped = first - item_first if end > 0 else 0
-            _skip(last_use - skipped, last_use, barriers, CONSUMER, CONSUMERS, STAGES, TAKE_TURNS)
+            _skip(last_use - skipped, last_use, barriers, CONSUMER, CONFIG)
         first_use = last_use
     store_wait(0)
 
@@ -452,27 +397,22 @@ def forward_kernel(
     scale_log2,
     group_size,
     window,
-    HEAD_DIM: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    KEY_ROWS: gl.constexpr,
-    STAGES: gl.constexpr,
-    MASK: gl.constexpr,
-    TAKE_TURNS: gl.constexpr,
-    GROUPED: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):
     """Output and logsumexp of all items that fall to a program; scale_log2 is log2(e) / sqrt(head dimension).
 
     ``query``, ``key``, ``value`` and ``out`` are TMA descriptors of (batch, head, row, element), ``logsumexp`` points
-    to (sequence, query), ``schedule`` to what ``schedule.as_table`` made. GROUPED: group_size heads of queries side by
-    side share a head of keys and values.
+    to (sequence, query), ``schedule`` to what ``schedule.as_table`` made.
     """
-    gl.static_assert(STAGES == 2, "there are named barriers for two slots of each ring")
+    gl.static_assert(CONFIG.stages == 2, "there are named barriers for two slots of each ring")
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    STAGES: gl.constexpr = CONFIG.stages
     dtype: gl.constexpr = query.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, HEAD_DIM], dtype)
     query_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], layout)
-    key_ring = gl.allocate_shared_memory(dtype, [STAGES, KEY_ROWS, HEAD_DIM], layout)
-    value_ring = gl.allocate_shared_memory(dtype, [STAGES, KEY_ROWS, HEAD_DIM], layout)
+    key_ring = gl.allocate_shared_memory(dtype, [STAGES, CONFIG.key_rows, HEAD_DIM], layout)
+    value_ring = gl.allocate_shared_memory(dtype, [STAGES, CONFIG.key_rows, HEAD_DIM], layout)
     out_tiles = query_tiles
     if HEAD_DIM <= LARGEST_WITH_OUT_TILES:
         out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], layout)
@@ -490,144 +430,32 @@ def forward_kernel(
         mbarrier.init(key_ready.index(stage), count=1)
         mbarrier.init(value_ready.index(stage), count=1)
 
-    tensors = (query, key, value, out)
-    buffers = (query_tiles, key_ring, value_ring, out_tiles, largest_sums)
-    barriers = (query_ready, query_free, key_ready, value_ready)
-    shape = (num_heads, num_queries, num_keys, window)
+    shared = Shared(
+        Tensors(query, key, value, out),
+        Buffers(query_tiles, key_ring, value_ring, out_tiles, largest_sums),
+        Barriers(query_ready, query_free, key_ready, value_ready),
+        schedule,
+        Shape(num_heads, num_queries, num_keys, window),
+    )
     # Triton gives up constants in a tuple that is named or concatenated, so each call is written out.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (
-                    _consumer,
-                    (
-                        tensors,
-                        buffers,
-                        barriers,
-                        schedule,
-                        shape,
-                        logsumexp,
-                        scale_log2,
-                        FIRST,
-                        CONSUMERS,
-                        KEY_ROWS,
-                        STAGES,
-                        MASK,
-                        TAKE_TURNS,
-                    ),
-                ),
-                (
-                    _consumer,
-                    (
-                        tensors,
-                        buffers,
-                        barriers,
-                        schedule,
-                        shape,
-                        logsumexp,
-                        scale_log2,
-                        SECOND,
-                        CONSUMERS,
-                        KEY_ROWS,
-                        STAGES,
-                        MASK,
-                        TAKE_TURNS,
-                    ),
-                ),
-                (
-                    _producer,
-                    (
-                        tensors,
-                        buffers,
-                        barriers,
-                        schedule,
-                        shape,
-                        group_size,
-                        CONSUMERS,
-                        KEY_ROWS,
-                        STAGES,
-                        MASK,
-                        GROUPED,
-                    ),
-                ),
+                (_consumer, (shared, logsumexp, scale_log2, FIRST, CONFIG)),
+                (_consumer, (shared, logsumexp, scale_log2, SECOND, CONFIG)),
+                (_producer, (shared, group_size, CONFIG)),
             ],
             [4, 1],
-            [CONSUMER_REGISTERS, 24],
+            [CONFIG.consumer_registers, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (
-                    _consumer,
-                    (
-                        tensors,
-                        buffers,
-                        barriers,
-                        schedule,
-                        shape,
-                        logsumexp,
-                        scale_log2,
-                        FIRST,
-                        CONSUMERS,
-                        KEY_ROWS,
-                        STAGES,
-                        MASK,
-                        TAKE_TURNS,
-                    ),
-                ),
-                (
-                    _consumer,
-                    (
-                        tensors,
-                        buffers,
-                        barriers,
-                        schedule,
-                        shape,
-                        logsumexp,
-                        scale_log2,
-                        SECOND,
-                        CONSUMERS,
-                        KEY_ROWS,
-                        STAGES,
-                        MASK,
-                        TAKE_TURNS,
-                    ),
-                ),
-                (
-                    _consumer,
-                    (
-                        tensors,
-                        buffers,
-                        barriers,
-                        schedule,
-                        shape,
-                        logsumexp,
-                        scale_log2,
-                        THIRD,
-                        CONSUMERS,
-                        KEY_ROWS,
-                        STAGES,
-                        MASK,
-                        TAKE_TURNS,
-                    ),
-                ),
-                (
-                    _producer,
-                    (
-                        tensors,
-                        buffers,
-                        barriers,
-                        schedule,
-                        shape,
-                        group_size,
-                        CONSUMERS,
-                        KEY_ROWS,
-                        STAGES,
-                        MASK,
-                        GROUPED,
-                    ),
-                ),
+                (_consumer, (shared, logsumexp, scale_log2, FIRST, CONFIG)),
+                (_consumer, (shared, logsumexp, scale_log2, SECOND, CONFIG)),
+                (_consumer, (shared, logsumexp, scale_log2, THIRD, CONFIG)),
+                (_producer, (shared, group_size, CONFIG)),
             ],
             [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, 24],
+            [CONFIG.consumer_registers, CONFIG.consumer_registers, 24],
         )

@@ -9,9 +9,10 @@ from triton.experimental.gluon import language as gl
 
 from cs336sys.kernels.attention.hopper.backward import backward_kernel
 from cs336sys.kernels.attention.hopper.backward_reducer import reducer_backward_kernel
+from cs336sys.kernels.attention.hopper.backward_tiles import BackwardConfig
 from cs336sys.kernels.attention.hopper.backward_wide import wide_backward_kernel
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
-from cs336sys.kernels.attention.hopper.forward import forward_kernel
+from cs336sys.kernels.attention.hopper.forward import ForwardConfig, forward_kernel
 from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, TensorDescriptor
 from cs336sys.kernels.attention.hopper.schedule import (
     as_table,
@@ -149,14 +150,16 @@ class HopperForwardPlan(Plan):
                 problem.window or 0,
             ),
             (
-                problem.head_dim,
-                settings.consumers,
-                settings.key_rows,
-                settings.num_stages,
-                _mask(problem),
-                settings.take_turns,
-                problem.group_size > 1,
-                settings.consumer_registers,
+                ForwardConfig(
+                    head_dim=problem.head_dim,
+                    consumers=settings.consumers,
+                    key_rows=settings.key_rows,
+                    stages=settings.num_stages,
+                    mask=_mask(problem),
+                    take_turns=settings.take_turns,
+                    grouped=problem.group_size > 1,
+                    consumer_registers=settings.consumer_registers,
+                ),
             ),
             [_tile_descriptors(operand, n, problem.dtype) for operand, n in zip(operands, rows, strict=True)],
             **_OPTIONS,
@@ -209,13 +212,15 @@ class HopperBackwardPlan(BackwardPlan):
                 self._window_tiles,
             ),
             (
-                problem.head_dim,
-                settings.num_stages,
-                _mask(problem),
-                self._takes_turns,
-                problem.group_size > 1,
-                self._num_cut > 0,
-                *settings.registers,
+                BackwardConfig(
+                    problem.head_dim,
+                    settings.num_stages,
+                    _mask(problem),
+                    self._takes_turns,
+                    problem.group_size > 1,
+                    self._num_cut > 0,
+                    *settings.registers,
+                ),
             ),
             self._only_pass_descriptors(),
             **_OPTIONS,

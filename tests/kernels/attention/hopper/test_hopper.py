@@ -295,7 +295,8 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
     window_tiles = tiles_of_window(window, 64, key_rows) if window else 0
     assert backward.arguments[:3] == (key_heads, num_queries, num_keys)
     assert backward.arguments[6:9] == (group_size, window or 0, window_tiles)
-    assert backward.arguments[12:15] == (False, group_size > 1, cut != "none"), "in any order, and cut"
+    config = backward.arguments[9]
+    assert (config.ordered, config.grouped, config.cut) == (False, group_size > 1, cut != "none"), "any order, and cut"
 
     seen, items_of_pieces, whole = collections.Counter(), [], []
     for pieces_of_item, at in table[: backward.num_programs]:
