@@ -2,7 +2,9 @@
 
 import functools
 import math
+from collections import namedtuple
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -49,65 +51,61 @@ def _position_turns(positions_ptr, row, row_mask, stride, frequency, IMPLIED: tl
     return position * frequency
 
 
+# A tensor, with strides of (batch, head, row, column); positions have no columns.
+View = namedtuple("View", "pointer strides")
+
+
+@dataclass(frozen=True)
+class RotationConfig:
+    """A program's tile of rows of so many heads, with pairs padded to ``half_tile``.
+
+    ``implied``: a row's position is its number. ``shared``: all heads have the same positions, so their cosines and
+    sines are computed once.
+    """
+
+    heads: int
+    row_tile: int
+    half_tile: int
+    implied: bool
+    shared: bool
+
+
 @triton.jit
 def _rotate_heads(
-    x_ptr,
-    y_ptr,
-    positions_ptr,
-    frequencies_ptr,
-    x_batch_stride,
-    x_head_stride,
-    x_row_stride,
-    x_column_stride,
-    y_batch_stride,
-    y_head_stride,
-    y_row_stride,
-    y_column_stride,
-    positions_batch_stride,
-    positions_head_stride,
-    positions_row_stride,
-    num_heads,
-    num_groups,
-    num_rows,
-    half_dim,
-    ROTATES: tl.constexpr,
-    IMPLIED: tl.constexpr,
-    SHARED: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    HALF_TILE: tl.constexpr,
-):
-    """Each program takes a tile of rows of one of ``num_groups`` of HEADS heads; without ROTATES it copies them.
-
-    SHARED: all heads have the same positions, so their cosines and sines are computed once.
-    """
+    x, y, positions, frequencies_ptr, num_heads, num_groups, num_rows, half_dim,
+    ROTATES: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Each program takes a tile of rows of one of ``num_groups`` of heads; without ROTATES it copies them."""
+    ROW_TILE: tl.constexpr = CONFIG.row_tile
+    HALF_TILE: tl.constexpr = CONFIG.half_tile
     num_row_tiles = tl.cdiv(num_rows, ROW_TILE)
     program = tl.program_id(0).to(tl.int64)
-    first_head = (program % num_groups) * HEADS
+    first_head = (program % num_groups) * CONFIG.heads
     row = ((program // num_groups) % num_row_tiles) * ROW_TILE + tl.arange(0, ROW_TILE)[:, None]
     batch = program // (num_groups * num_row_tiles)
     row_mask = row < num_rows
     column = tl.arange(0, 2 * HALF_TILE)[None, :]
     mask = row_mask & (column < 2 * half_dim)
-    x_ptr += batch * x_batch_stride + row * x_row_stride + column * x_column_stride
-    y_ptr += batch * y_batch_stride + row * y_row_stride + column * y_column_stride
+    x_ptr = x.pointer + (batch * x.strides[0] + row * x.strides[2] + column * x.strides[3])
+    y_ptr = y.pointer + (batch * y.strides[0] + row * y.strides[2] + column * y.strides[3])
     if ROTATES:
         pair = tl.arange(0, HALF_TILE)[None, :]
         frequency = tl.load(frequencies_ptr + pair, mask=pair < half_dim, other=0)
-        positions_ptr += batch * positions_batch_stride
-        if SHARED:
-            turns = _position_turns(positions_ptr, row, row_mask, positions_row_stride, frequency, IMPLIED)
+        positions_ptr = positions.pointer + batch * positions.strides[0]
+        row_stride = positions.strides[2]
+        if CONFIG.shared:
+            turns = _position_turns(positions_ptr, row, row_mask, row_stride, frequency, CONFIG.implied)
             cos, sin = _cos_sin(turns)
-    for head in range(first_head, tl.minimum(first_head + HEADS, num_heads)):
-        y = tl.load(x_ptr + head * x_head_stride, mask=mask, other=0.0).to(tl.float32)
+    for head in range(first_head, tl.minimum(first_head + CONFIG.heads, num_heads)):
+        tile = tl.load(x_ptr + head * x.strides[1], mask=mask, other=0.0).to(tl.float32)
         if ROTATES:
-            if not SHARED:
-                head_positions_ptr = positions_ptr + head * positions_head_stride
-                turns = _position_turns(head_positions_ptr, row, row_mask, positions_row_stride, frequency, IMPLIED)
+            if not CONFIG.shared:
+                head_positions_ptr = positions_ptr + head * positions.strides[1]
+                turns = _position_turns(head_positions_ptr, row, row_mask, row_stride, frequency, CONFIG.implied)
                 cos, sin = _cos_sin(turns)
-            x1, x2 = tl.split(tl.reshape(y, (ROW_TILE, HALF_TILE, 2)))
-            y = tl.reshape(tl.join(x1 * cos - x2 * sin, x1 * sin + x2 * cos), (ROW_TILE, 2 * HALF_TILE))
-        tl.store(y_ptr + head * y_head_stride, y, mask=mask)
+            x1, x2 = tl.split(tl.reshape(tile, (ROW_TILE, HALF_TILE, 2)))
+            tile = tl.reshape(tl.join(x1 * cos - x2 * sin, x1 * sin + x2 * cos), (ROW_TILE, 2 * HALF_TILE))
+        tl.store(y_ptr + head * y.strides[1], tile, mask=mask)
 
 
 @triton.jit
@@ -116,76 +114,30 @@ def rope_kernel(
     y_ptr,
     positions_ptr,
     frequencies_ptr,
-    x_batch_stride,
-    x_head_stride,
-    x_row_stride,
-    x_column_stride,
-    y_batch_stride,
-    y_head_stride,
-    y_row_stride,
-    y_column_stride,
-    positions_batch_stride,
-    positions_head_stride,
-    positions_row_stride,
+    x_strides,
+    y_strides,
+    positions_strides,
     num_heads,
     num_rows,
     half_dim,
-    IMPLIED: tl.constexpr,
-    SHARED: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    HALF_TILE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     _rotate_heads(
-        x_ptr, y_ptr, positions_ptr, frequencies_ptr, x_batch_stride, x_head_stride, x_row_stride, x_column_stride,
-        y_batch_stride, y_head_stride, y_row_stride, y_column_stride,
-        positions_batch_stride, positions_head_stride, positions_row_stride,
-        num_heads, tl.cdiv(num_heads, HEADS), num_rows, half_dim, True, IMPLIED, SHARED, HEADS, ROW_TILE, HALF_TILE,
+        View(x_ptr, x_strides), View(y_ptr, y_strides), View(positions_ptr, positions_strides), frequencies_ptr,
+        num_heads, tl.cdiv(num_heads, CONFIG.heads), num_rows, half_dim, True, CONFIG,
     )  # fmt: skip
 
 
 @triton.jit
 def _part_of_qkv(
-    qkv_ptr,
-    part_ptr,
-    positions_ptr,
-    frequencies_ptr,
-    qkv_batch_stride,
-    qkv_head_stride,
-    qkv_row_stride,
-    qkv_column_stride,
-    part_batch_stride,
-    part_head_stride,
-    part_row_stride,
-    part_column_stride,
-    positions_batch_stride,
-    positions_row_stride,
-    num_heads,
-    num_groups,
-    num_rows,
-    half_dim,
-    ROTATES: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    IMPLIED: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    HALF_TILE: tl.constexpr,
-):
+    qkv, part, positions, frequencies_ptr, num_heads, num_groups, num_rows, half_dim,
+    ROTATES: tl.constexpr, BACKWARD: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
     """From the projection to the part, or back."""
     if BACKWARD:
-        _rotate_heads(
-            part_ptr, qkv_ptr, positions_ptr, frequencies_ptr, part_batch_stride, part_head_stride, part_row_stride,
-            part_column_stride, qkv_batch_stride, qkv_head_stride, qkv_row_stride, qkv_column_stride,
-            positions_batch_stride, 0, positions_row_stride,
-            num_heads, num_groups, num_rows, half_dim, ROTATES, IMPLIED, True, HEADS, ROW_TILE, HALF_TILE,
-        )  # fmt: skip
+        _rotate_heads(part, qkv, positions, frequencies_ptr, num_heads, num_groups, num_rows, half_dim, ROTATES, CONFIG)
     else:
-        _rotate_heads(
-            qkv_ptr, part_ptr, positions_ptr, frequencies_ptr, qkv_batch_stride, qkv_head_stride, qkv_row_stride,
-            qkv_column_stride, part_batch_stride, part_head_stride, part_row_stride, part_column_stride,
-            positions_batch_stride, 0, positions_row_stride,
-            num_heads, num_groups, num_rows, half_dim, ROTATES, IMPLIED, True, HEADS, ROW_TILE, HALF_TILE,
-        )  # fmt: skip
+        _rotate_heads(qkv, part, positions, frequencies_ptr, num_heads, num_groups, num_rows, half_dim, ROTATES, CONFIG)
 
 
 @triton.jit
@@ -196,60 +148,37 @@ def rope_qkv_kernel(
     value_ptr,
     positions_ptr,
     frequencies_ptr,
-    qkv_batch_stride,
-    qkv_head_stride,
-    qkv_row_stride,
-    qkv_column_stride,
-    query_batch_stride,
-    query_head_stride,
-    query_row_stride,
-    query_column_stride,
-    key_batch_stride,
-    key_head_stride,
-    key_row_stride,
-    key_column_stride,
-    value_batch_stride,
-    value_head_stride,
-    value_row_stride,
-    value_column_stride,
-    positions_batch_stride,
-    positions_row_stride,
+    qkv_strides,
+    query_strides,
+    key_strides,
+    value_strides,
+    positions_strides,
     num_heads,
     num_key_value_heads,
     num_groups,
     num_rows,
     half_dim,
     BACKWARD: tl.constexpr,
-    IMPLIED: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    HALF_TILE: tl.constexpr,
+    CONFIG: tl.constexpr,
 ):
     """Query and key are rotated out of the projection and value is copied, or back; the grid's second axis has each."""
     part = tl.program_id(1)
+    positions = View(positions_ptr, (positions_strides[0], 0, positions_strides[1]))
     if part == 0:
         _part_of_qkv(
-            qkv_ptr, query_ptr, positions_ptr, frequencies_ptr,
-            qkv_batch_stride, qkv_head_stride, qkv_row_stride, qkv_column_stride,
-            query_batch_stride, query_head_stride, query_row_stride, query_column_stride,
-            positions_batch_stride, positions_row_stride, num_heads, num_groups, num_rows, half_dim,
-            True, BACKWARD, IMPLIED, HEADS, ROW_TILE, HALF_TILE,
+            View(qkv_ptr, qkv_strides), View(query_ptr, query_strides), positions, frequencies_ptr,
+            num_heads, num_groups, num_rows, half_dim, True, BACKWARD, CONFIG,
         )  # fmt: skip
     elif part == 1:
         _part_of_qkv(
-            qkv_ptr + num_heads * qkv_head_stride, key_ptr, positions_ptr, frequencies_ptr,
-            qkv_batch_stride, qkv_head_stride, qkv_row_stride, qkv_column_stride,
-            key_batch_stride, key_head_stride, key_row_stride, key_column_stride,
-            positions_batch_stride, positions_row_stride, num_key_value_heads, num_groups, num_rows, half_dim,
-            True, BACKWARD, IMPLIED, HEADS, ROW_TILE, HALF_TILE,
+            View(qkv_ptr + num_heads * qkv_strides[1], qkv_strides), View(key_ptr, key_strides), positions,
+            frequencies_ptr, num_key_value_heads, num_groups, num_rows, half_dim, True, BACKWARD, CONFIG,
         )  # fmt: skip
     else:
         _part_of_qkv(
-            qkv_ptr + (num_heads + num_key_value_heads) * qkv_head_stride, value_ptr, positions_ptr, frequencies_ptr,
-            qkv_batch_stride, qkv_head_stride, qkv_row_stride, qkv_column_stride,
-            value_batch_stride, value_head_stride, value_row_stride, value_column_stride,
-            positions_batch_stride, positions_row_stride, num_key_value_heads, num_groups, num_rows, half_dim,
-            False, BACKWARD, IMPLIED, HEADS, ROW_TILE, HALF_TILE,
+            View(qkv_ptr + (num_heads + num_key_value_heads) * qkv_strides[1], qkv_strides),
+            View(value_ptr, value_strides), positions, frequencies_ptr,
+            num_key_value_heads, num_groups, num_rows, half_dim, False, BACKWARD, CONFIG,
         )  # fmt: skip
 
 
@@ -275,7 +204,12 @@ class Tiling(NamedTuple):
 
     tiles: int
     groups: int
-    constants: dict[str, int]
+    heads: int
+    row_tile: int
+    half_tile: int
+
+    def config(self, implied: bool, shared: bool) -> RotationConfig:
+        return RotationConfig(self.heads, self.row_tile, self.half_tile, implied, shared)
 
 
 def _tiling(batches: int, heads: Sequence[int], num_rows: int, dim: int, device: torch.device) -> Tiling:
@@ -289,8 +223,7 @@ def _tiling(batches: int, heads: Sequence[int], num_rows: int, dim: int, device:
         at_least = MIN_PROGRAMS * num_multiprocessors(device)
         while in_group > 1 and tiles * sum(triton.cdiv(number, in_group) for number in heads) < at_least:
             in_group //= 2
-    constants = {"HEADS": in_group, "ROW_TILE": row_tile, "HALF_TILE": half_tile, "num_warps": NUM_WARPS}
-    return Tiling(tiles, triton.cdiv(max(heads), in_group), constants)
+    return Tiling(tiles, triton.cdiv(max(heads), in_group), in_group, row_tile, half_tile)
 
 
 def _rotate(x: torch.Tensor, y: torch.Tensor, positions: torch.Tensor | None, theta: float, inverse: bool) -> None:
@@ -314,15 +247,14 @@ def _rotate(x: torch.Tensor, y: torch.Tensor, positions: torch.Tensor | None, th
             y,
             positions,
             _frequencies(dim, theta, inverse, x.device),
-            *x.stride(),
-            *y.stride(),
-            *positions_strides,
+            x.stride(),
+            y.stride(),
+            positions_strides,
             shape[1],
             num_rows,
             dim // 2,
-            IMPLIED=is_implied,
-            SHARED=positions_strides[1] == 0 or shape[1] == 1,
-            **tiling.constants,
+            CONFIG=tiling.config(is_implied, shared=positions_strides[1] == 0 or shape[1] == 1),
+            num_warps=NUM_WARPS,
         )
 
 
@@ -357,20 +289,17 @@ def _rotate_qkv(
             *flat,
             positions,
             _frequencies(dim, theta, backward, qkv.device),
-            batch_stride,
-            head_stride,
-            row_stride,
-            column_stride,
-            *(stride for part in flat for stride in part.stride()),
-            *positions.stride(),
+            (batch_stride, head_stride, row_stride, column_stride),
+            *(part.stride() for part in flat),
+            positions.stride(),
             heads[0],
             heads[1],
             tiling.groups,
             num_rows,
             dim // 2,
             BACKWARD=backward,
-            IMPLIED=is_implied,
-            **tiling.constants,
+            CONFIG=tiling.config(is_implied, shared=True),
+            num_warps=NUM_WARPS,
         )
 
 
