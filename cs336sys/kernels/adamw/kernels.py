@@ -1,6 +1,7 @@
 """The kernels of AdamW. They find the tensors through a table of addresses, so that one launch updates them all."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -32,6 +33,22 @@ NUM_FACTORS = tl.constexpr(7)
 # How weights are kept: in float32, of which a copy in 16 bits may be written; in bfloat16, rounded stochastically; as
 # bfloat16 and what a float32 weight has beyond it.
 FLOAT32, BFLOAT16, SPLIT = map(tl.constexpr, range(3))
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """Properties that the parameters of one launch share, and the elements of a program and of half a tile.
+
+    ``weights``: FLOAT32, BFLOAT16 or SPLIT; ``copy_dtype``: of the copy of a float32 weight, or None.
+    """
+
+    gradient_dtype: tl.dtype
+    bfloat16_moments: bool
+    weights: int
+    copy_dtype: tl.dtype | None
+    clipped: bool
+    chunk: int
+    half_tile: int
 
 
 @triton.jit
@@ -67,32 +84,24 @@ def _store_moment(address, offset, mask, moment, random_bits, IN_BFLOAT16: tl.co
 
 @triton.jit
 def _update(
-    addresses,
-    factors,
-    clip,
-    offset,
-    mask,
-    moment_bits,
-    weight_bits,
-    GRADIENT_DTYPE: tl.constexpr,
-    BFLOAT16_MOMENTS: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    COPY_DTYPE: tl.constexpr,
-    VECTORS: tl.constexpr,
+    addresses, factors, clip, offset, mask, moment_bits, weight_bits, VECTORS: tl.constexpr, CONFIG: tl.constexpr
 ):
     weight_address, gradient_address, exp_avg_address, exp_avg_sq_address, other_address = addresses
+    BFLOAT16_MOMENTS: tl.constexpr = CONFIG.bfloat16_moments
+    COPY_DTYPE: tl.constexpr = CONFIG.copy_dtype
     keep, step_size, inverse_root, eps, exp_avg_share, exp_avg_sq_decay, exp_avg_sq_share = factors
 
-    gradient = tl.load(_pointers(gradient_address, offset, GRADIENT_DTYPE, VECTORS), mask=mask).to(tl.float32) * clip
+    gradient_pointers = _pointers(gradient_address, offset, CONFIG.gradient_dtype, VECTORS)
+    gradient = tl.load(gradient_pointers, mask=mask).to(tl.float32) * clip
     exp_avg = _load_moment(exp_avg_address, offset, mask, BFLOAT16_MOMENTS, VECTORS)
     exp_avg_sq = _load_moment(exp_avg_sq_address, offset, mask, BFLOAT16_MOMENTS, VECTORS)
-    if WEIGHTS == SPLIT:
+    if CONFIG.weights == SPLIT:
         high_pointers = _pointers(weight_address, offset, tl.int16, VECTORS)
         low_pointers = _pointers(other_address, offset, tl.int16, VECTORS)
         high = tl.load(high_pointers, mask=mask).to(tl.int32)
         low = tl.load(low_pointers, mask=mask).to(tl.int32)
         weight = ((high << 16) + low).to(tl.float32, bitcast=True)
-    elif WEIGHTS == BFLOAT16:
+    elif CONFIG.weights == BFLOAT16:
         weight_pointers = _pointers(weight_address, offset, tl.bfloat16, VECTORS)
         weight = tl.load(weight_pointers, mask=mask).to(tl.float32)
     else:
@@ -107,7 +116,7 @@ def _update(
 
     _store_moment(exp_avg_address, offset, mask, exp_avg, moment_bits, BFLOAT16_MOMENTS, VECTORS)
     _store_moment(exp_avg_sq_address, offset, mask, exp_avg_sq, moment_bits >> 16, BFLOAT16_MOMENTS, VECTORS)
-    if WEIGHTS == SPLIT:
+    if CONFIG.weights == SPLIT:
         bits = weight.to(tl.int32, bitcast=True)
         # To the nearest, ties away from zero; what is left over fits in 16 bits with a sign.
         high = (bits + 0x8000) >> 16
@@ -115,7 +124,7 @@ def _update(
         is_nan = weight != weight
         tl.store(high_pointers, tl.where(is_nan, 0x7FC0, high).to(tl.int16), mask=mask)
         tl.store(low_pointers, tl.where(is_nan, 0, low).to(tl.int16), mask=mask)
-    elif WEIGHTS == BFLOAT16:
+    elif CONFIG.weights == BFLOAT16:
         tl.store(weight_pointers, _round_stochastically(weight, weight_bits), mask=mask)
     else:
         tl.store(weight_pointers, weight, mask=mask)
@@ -124,19 +133,9 @@ def _update(
 
 
 @triton.jit
-def _update_chunk(
-    row_ptr,
-    factor_ptr,
-    clip,
-    start,
-    GRADIENT_DTYPE: tl.constexpr,
-    BFLOAT16_MOMENTS: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    COPY_DTYPE: tl.constexpr,
-    VECTORS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HALF_TILE: tl.constexpr,
-):
+def _update_chunk(row_ptr, factor_ptr, clip, start, VECTORS: tl.constexpr, CONFIG: tl.constexpr):
+    HALF_TILE: tl.constexpr = CONFIG.half_tile
+    RANDOM: tl.constexpr = CONFIG.bfloat16_moments or CONFIG.weights == BFLOAT16
     # Before the loop, whose stores might be to these tables for all that the compiler knows.
     addresses = (
         tl.load(row_ptr + WEIGHT),
@@ -155,14 +154,14 @@ def _update_chunk(
         tl.load(factor_ptr + 6),
     )
     num_elements = tl.load(row_ptr + NUM_ELEMENTS)
-    if BFLOAT16_MOMENTS or WEIGHTS == BFLOAT16:
+    if RANDOM:
         seed = tl.load(tl.load(row_ptr + STEP).to(tl.pointer_type(tl.float32))).to(tl.int32)
         number = tl.load(row_ptr + NUMBER).to(tl.uint32)
         high = (start >> 32).to(tl.uint32)
-    for tile in range(0, CHUNK, 2 * HALF_TILE):
+    for tile in range(0, CONFIG.chunk, 2 * HALF_TILE):
         first = start + tile + tl.arange(0, HALF_TILE)
         random_bits = 0, 0, 0, 0
-        if BFLOAT16_MOMENTS or WEIGHTS == BFLOAT16:
+        if RANDOM:
             # Other bits for every element of every parameter in every step, and the same in every run.
             low, zero = first.to(tl.uint32), (first * 0).to(tl.uint32)
             random_bits = tl.philox(seed, low, zero + high, zero + number, zero, PHILOX_ROUNDS)
@@ -176,67 +175,27 @@ def _update_chunk(
                 None if VECTORS else offset < num_elements,
                 random_bits[2 * half],
                 random_bits[2 * half + 1],
-                GRADIENT_DTYPE,
-                BFLOAT16_MOMENTS,
-                WEIGHTS,
-                COPY_DTYPE,
                 VECTORS,
+                CONFIG,
             )
 
 
 @triton.jit
-def adamw_update_kernel(
-    rows_ptr,
-    chunks_ptr,
-    factors_ptr,
-    clip_ptr,
-    first_chunk,
-    GRADIENT_DTYPE: tl.constexpr,
-    BFLOAT16_MOMENTS: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    COPY_DTYPE: tl.constexpr,
-    CLIPPED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HALF_TILE: tl.constexpr,
-):
+def adamw_update_kernel(rows_ptr, chunks_ptr, factors_ptr, clip_ptr, first_chunk, CONFIG: tl.constexpr):
     """Each program updates one chunk of one parameter."""
     chunk_ptr = chunks_ptr + 2 * (first_chunk + tl.program_id(0))
     row = tl.load(chunk_ptr)
-    start = tl.load(chunk_ptr + 1).to(tl.int64) * CHUNK
+    start = tl.load(chunk_ptr + 1).to(tl.int64) * CONFIG.chunk
     row_ptr = rows_ptr + row * NUM_COLUMNS
     factor_ptr = factors_ptr + row * NUM_FACTORS
     clip = 1.0
-    if CLIPPED:
+    if CONFIG.clipped:
         clip = tl.load(clip_ptr + 1)
     # Compiled twice: with 128-bit accesses for whole, aligned chunks, and with masks for the others.
-    if (start + CHUNK <= tl.load(row_ptr + NUM_ELEMENTS)) & (tl.load(row_ptr + ALIGNED) == 1):
-        _update_chunk(
-            row_ptr,
-            factor_ptr,
-            clip,
-            start,
-            GRADIENT_DTYPE,
-            BFLOAT16_MOMENTS,
-            WEIGHTS,
-            COPY_DTYPE,
-            True,
-            CHUNK,
-            HALF_TILE,
-        )
+    if (start + CONFIG.chunk <= tl.load(row_ptr + NUM_ELEMENTS)) & (tl.load(row_ptr + ALIGNED) == 1):
+        _update_chunk(row_ptr, factor_ptr, clip, start, True, CONFIG)
     else:
-        _update_chunk(
-            row_ptr,
-            factor_ptr,
-            clip,
-            start,
-            GRADIENT_DTYPE,
-            BFLOAT16_MOMENTS,
-            WEIGHTS,
-            COPY_DTYPE,
-            False,
-            CHUNK,
-            HALF_TILE,
-        )
+        _update_chunk(row_ptr, factor_ptr, clip, start, False, CONFIG)
 
 
 @triton.jit

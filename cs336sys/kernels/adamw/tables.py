@@ -15,20 +15,19 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 
 class Variant(NamedTuple):
-    """Properties that the parameters of one launch share: constants of ``kernels.adamw_update_kernel``."""
+    """Properties that the parameters of one launch share, part of ``kernels.UpdateConfig``."""
 
     gradient_dtype: torch.dtype
     bfloat16_moments: bool
     weights: int
     copy_dtype: torch.dtype | None
 
-    def constants(self) -> dict:
-        return {
-            "GRADIENT_DTYPE": TRITON_DTYPES[self.gradient_dtype],
-            "BFLOAT16_MOMENTS": self.bfloat16_moments,
-            "WEIGHTS": self.weights,
-            "COPY_DTYPE": None if self.copy_dtype is None else TRITON_DTYPES[self.copy_dtype],
-        }
+    def config(self, clipped: bool, half_tile: int) -> kernels.UpdateConfig:
+        copy_dtype = None if self.copy_dtype is None else TRITON_DTYPES[self.copy_dtype]
+        gradient_dtype = TRITON_DTYPES[self.gradient_dtype]
+        return kernels.UpdateConfig(
+            gradient_dtype, self.bfloat16_moments, self.weights, copy_dtype, clipped, kernels.CHUNK, half_tile
+        )
 
 
 def tile_settings(variant: Variant) -> tuple[int, int]:
@@ -269,10 +268,7 @@ def _launch(chunks: Chunks, rows: torch.Tensor, groups: torch.Tensor, max_norm: 
                 chunks.factors,
                 chunks.clip,
                 first,
-                CLIPPED=max_norm is not None,
-                CHUNK=kernels.CHUNK,
-                HALF_TILE=half_tile,
+                CONFIG=variant.config(max_norm is not None, half_tile),
                 num_warps=num_warps,
                 enable_fp_fusion=False,
-                **variant.constants(),
             )
