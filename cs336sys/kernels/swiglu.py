@@ -37,18 +37,16 @@ def _swiglu_forward_kernel(
     gate_ptr,
     up_ptr,
     product_ptr,
-    gate_row_stride,
-    gate_column_stride,
-    up_row_stride,
-    up_column_stride,
+    gate_strides,
+    up_strides,
     num_rows,
     num_columns,
     ROW_TILE: tl.constexpr,
     COLUMN_TILE: tl.constexpr,
 ):
     row, column, mask = _tile_of_program(num_rows, num_columns, ROW_TILE, COLUMN_TILE)
-    gate = tl.load(gate_ptr + row * gate_row_stride + column * gate_column_stride, mask=mask).to(tl.float32)
-    up = tl.load(up_ptr + row * up_row_stride + column * up_column_stride, mask=mask).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_strides[0] + column * gate_strides[1], mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + row * up_strides[0] + column * up_strides[1], mask=mask).to(tl.float32)
     tl.store(product_ptr + row * num_columns + column, gate * tl.sigmoid(gate) * up, mask=mask)
 
 
@@ -60,12 +58,9 @@ def _swiglu_backward_kernel(
     grad_gate_ptr,
     grad_up_ptr,
     product_ptr,
-    gate_row_stride,
-    gate_column_stride,
-    up_row_stride,
-    up_column_stride,
-    grad_row_stride,
-    grad_column_stride,
+    gate_strides,
+    up_strides,
+    grad_strides,
     grad_inputs_row_stride,
     num_rows,
     num_columns,
@@ -75,9 +70,9 @@ def _swiglu_backward_kernel(
 ):
     """Both gradients in one pass and, if RECOMPUTES, the product once more."""
     row, column, mask = _tile_of_program(num_rows, num_columns, ROW_TILE, COLUMN_TILE)
-    gate = tl.load(gate_ptr + row * gate_row_stride + column * gate_column_stride, mask=mask).to(tl.float32)
-    up = tl.load(up_ptr + row * up_row_stride + column * up_column_stride, mask=mask).to(tl.float32)
-    grad = tl.load(grad_ptr + row * grad_row_stride + column * grad_column_stride, mask=mask).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_strides[0] + column * gate_strides[1], mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + row * up_strides[0] + column * up_strides[1], mask=mask).to(tl.float32)
+    grad = tl.load(grad_ptr + row * grad_strides[0] + column * grad_strides[1], mask=mask).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     offset = row * grad_inputs_row_stride + column
@@ -124,9 +119,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.
     gate, up = _as_matrices(gate, up)
     num_programs, constants = _tiling(gate)
     with torch.cuda.device_of(gate):
-        _swiglu_forward_kernel[(num_programs,)](
-            gate, up, product, *gate.stride(), *up.stride(), *gate.shape, **constants
-        )
+        _swiglu_forward_kernel[(num_programs,)](gate, up, product, gate.stride(), up.stride(), *gate.shape, **constants)
     return product
 
 
@@ -168,9 +161,9 @@ def _launch_backward(
             grad_gate,
             grad_up,
             product,
-            *gate.stride(),
-            *up.stride(),
-            *grad.stride(),
+            gate.stride(),
+            up.stride(),
+            grad.stride(),
             grad_inputs_row_stride,
             *gate.shape,
             RECOMPUTES=product.numel() > 0,
