@@ -56,7 +56,7 @@ def trace(
 
     cs336sys trace before.nsys-rep --against after.nsys-rep
     """
-    from cs336sys.accounting.ceilings import read_ceilings
+    from cs336sys.accounting.hardware import read_ceilings
     from cs336sys.measure.profile.reading import read_captures
     from cs336sys.report.outputs import write_file
     from cs336sys.report.page import check_page

@@ -1,7 +1,6 @@
 """The table of ``doctor --ceilings``."""
 
-from cs336sys.accounting.ceilings import Ceilings
-from cs336sys.accounting.hardware import memory_bytes_per_s, peak_tflops
+from cs336sys.accounting.hardware import Ceilings, memory_bytes_per_s, peak_tflops
 from cs336sys.report.table import Column, Table
 
 

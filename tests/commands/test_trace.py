@@ -11,7 +11,7 @@ from profile_files import ChromeTrace, NsysReport, train_step
 from rank_captures import write_ranks
 from typer.testing import CliRunner
 
-from cs336sys.accounting.ceilings import Ceilings
+from cs336sys.accounting.hardware import Ceilings
 from cs336sys.cli import app
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Run

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from cs336sys.accounting.ceilings import Ceilings, read_ceilings
+from cs336sys.accounting.hardware import Ceilings, read_ceilings
 from cs336sys.errors import UsageError
 from cs336sys.measure import ceilings as measuring
 from cs336sys.measure.profile.operators import operator_work, roofline

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.accounting.ceilings import Ceilings
-from cs336sys.accounting.hardware import memory_bytes_per_s, peak_tflops
+from cs336sys.accounting.hardware import Ceilings, memory_bytes_per_s, peak_tflops
 
 _BYTES = {
     **dict.fromkeys(("double", "long", "long int", "int64"), 8),

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cs336sys.accounting.bus_bandwidths import BusBandwidths
-from cs336sys.accounting.ceilings import Ceilings
 from cs336sys.accounting.communication import WITH_BUS_BANDWIDTH, bus_factor
+from cs336sys.accounting.hardware import Ceilings
 from cs336sys.measure.profile.analysis import Analysis, KernelGroup
 from cs336sys.measure.profile.breakdown import (
     COMMUNICATION_PART,
