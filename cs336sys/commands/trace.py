@@ -15,7 +15,7 @@ from cs336sys.errors import OutputError, UsageError
 from cs336sys.results.model import Cell, Run
 
 if TYPE_CHECKING:
-    from cs336sys.accounting.bus_bandwidths import BusBandwidths
+    from cs336sys.accounting.communication import BusBandwidths
     from cs336sys.measure.profile.reading import Read
 
 
@@ -114,7 +114,7 @@ def trace(
 
 def _bandwidths(path: Path, read: "Read") -> "BusBandwidths":
     """Read what ``allreduce`` measured on the GPUs of the capture, or with Gloo for one of CPUs."""
-    from cs336sys.accounting.bus_bandwidths import BusBandwidths
+    from cs336sys.accounting.communication import BusBandwidths
     from cs336sys.results.model import read_results
 
     gpu = next((one.gpu_name for one in read.analyses if one.gpu_name), "")

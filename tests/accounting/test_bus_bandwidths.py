@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336sys.accounting.bus_bandwidths import BusBandwidths
+from cs336sys.accounting.communication import BusBandwidths
 from cs336sys.results.model import read_results
 
 SAVED = Path(__file__).parents[2] / "docs" / "results" / "allreduce-x4-h200.jsonl.gz"

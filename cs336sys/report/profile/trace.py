@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cs336sys.accounting.bus_bandwidths import BusBandwidths
-from cs336sys.accounting.communication import WITH_BUS_BANDWIDTH, bus_factor
+from cs336sys.accounting.communication import WITH_BUS_BANDWIDTH, BusBandwidths, bus_factor
 from cs336sys.accounting.hardware import Ceilings
 from cs336sys.measure.profile.analysis import Analysis, KernelGroup
 from cs336sys.measure.profile.breakdown import (

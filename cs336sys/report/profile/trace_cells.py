@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cs336sys.accounting.bus_bandwidths import BusBandwidths
+from cs336sys.accounting.communication import BusBandwidths
 from cs336sys.accounting.hardware import Ceilings
 from cs336sys.measure.profile.analysis import Analysis
 from cs336sys.measure.profile.difference import CaptureDifference, compare_captures
