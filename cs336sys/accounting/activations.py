@@ -11,7 +11,7 @@ product's result: 4 in fp32, 2 in half precision.
 
 from dataclasses import astuple, dataclass
 
-from cs336sys.accounting.parameters import parameters_by_component
+from cs336sys.accounting.flops import parameters_by_component
 from cs336sys.errors import UsageError, require_known
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 

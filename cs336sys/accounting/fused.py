@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
 from cs336sys.accounting.checkpointing import saved_schedule
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import PeakMemory, SavedBlocks
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 # Where updates run alongside the backward pass, so many blocks wait for theirs at a time, and hold their gradients.

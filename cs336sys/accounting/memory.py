@@ -16,7 +16,7 @@ from cs336sys.accounting.activations import (
     feed_forward_activations,
     saved_activations,
 )
-from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.errors import require_known
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from cs336sys.accounting.activations import attention_memory, block_activations
 from cs336sys.accounting.derivation import Derived, Expression, Number, number_of, symbol
-from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, attention_flops, linear_flops
-from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, attention_flops, count_parameters, linear_flops
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 _ACTIVATION_NAMES = {

@@ -26,10 +26,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.hardware import Cluster
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.fsdp import sharded_units, step_communication
 from cs336sys.accounting.sharding.mesh import mesh_text
 from cs336sys.accounting.sharding.partition import heads_refusal

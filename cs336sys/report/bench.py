@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.measure.system import SLOWDOWNS, Capacity
 from cs336sys.report.numbers import format_number
 from cs336sys.report.outputs import write_figure

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.accounting.checkpointing import kept_blocks
+from cs336sys.accounting.flops import parameter_shapes
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.parameters import parameter_shapes
 from cs336sys.accounting.sharding.context import SHARDED_CONTEXT_STRATEGIES, attention_sent_bytes
 from cs336sys.accounting.sharding.fsdp import fully_sharded_state, most_sent_bytes
 from cs336sys.accounting.sharding.selective_checkpointing import kept_memory

@@ -7,11 +7,10 @@ from typing import Any, Self
 
 from cs336sys.accounting.activations import ATTENTION, block_activations
 from cs336sys.accounting.checkpointing import checkpointed_moments
-from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.fused import FusedStep, fused_moments
 from cs336sys.accounting.hardware import model_flops_utilization
 from cs336sys.accounting.memory import PeakMemory
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import UsageError, choose_from, require_known
 from cs336sys.results.model import Samples
 from cs336sys.sizes import PRECISIONS, ModelSize

@@ -13,9 +13,8 @@ from cs336sys.accounting.activations import (
 )
 from cs336sys.accounting.checkpointing import checkpointing_answers, recomputed_blocks
 from cs336sys.accounting.communication import bucket_answers, ring_answers, ring_times
-from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.flops import model_flops, parameters_by_component
 from cs336sys.accounting.one_device import attention_answers, block_answers, flops_answers, tensor_answers
-from cs336sys.accounting.parameters import parameters_by_component
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize
 
 MIB = 2**20

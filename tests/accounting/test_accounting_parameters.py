@@ -4,7 +4,7 @@ import pytest
 import torch
 from cs336_basics.model import BasicsTransformerLM
 
-from cs336sys.accounting.parameters import ParameterCounts, count_parameters, parameters_by_component
+from cs336sys.accounting.flops import ParameterCounts, count_parameters, parameters_by_component
 from cs336sys.sizes import SIZES, ModelSize, choose_size
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.hardware import Cluster, OverlapSlowdown
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.scaling import DeviceTime, Dtypes, MeshShape, Simulation
 from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes, rank_peak
 from cs336sys.accounting.sharding.tensor import TensorStep

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import scipy
 
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.step_time import calibration, rates, work
 from cs336sys.accounting.step_time.memory import allocated_bytes, step_memory
 from cs336sys.accounting.step_time.prediction import StepConfiguration, predict_step

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336sys.accounting.flops import model_flops
-from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.errors import UsageError
 from cs336sys.report.account.rates import (
     compare_with_measured,

@@ -10,7 +10,7 @@
 
 from dataclasses import replace
 
-from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.sharding.partition import SequenceSplit
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 

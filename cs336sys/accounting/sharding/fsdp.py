@@ -13,8 +13,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cs336sys.accounting.flops import parameter_shapes
 from cs336sys.accounting.memory import TrainingState
-from cs336sys.accounting.parameters import parameter_shapes
 from cs336sys.accounting.sharding.partition import gathered_layout, own_rows, padded_bytes
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ModelSize

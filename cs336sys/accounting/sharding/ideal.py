@@ -15,8 +15,8 @@ symbols.
 from typing import Any
 
 from cs336sys.accounting.derivation import Derived, Number, number_of, symbol
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import TrainingState
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.errors import require_known
 from cs336sys.sizes import ModelSize
 

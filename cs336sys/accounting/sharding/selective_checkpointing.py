@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
-from cs336sys.accounting.flops import linear_flops
+from cs336sys.accounting.flops import count_parameters, linear_flops
 from cs336sys.accounting.memory import GIB, PeakMemory, TrainingState
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.fsdp import STATE_BYTES, fully_sharded_state, gathered_bytes
 from cs336sys.accounting.sharding.partition import check_batch
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, memory_of_state

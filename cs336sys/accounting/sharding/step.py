@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from cs336sys.accounting.checkpointing import saved_schedule
 from cs336sys.accounting.derivation import number_of
+from cs336sys.accounting.flops import count_parameters, parameter_shapes
 from cs336sys.accounting.memory import GIB, PeakMemory, SavedBlocks, TrainingState, training_state, widest_moments
-from cs336sys.accounting.parameters import count_parameters, parameter_shapes
 from cs336sys.accounting.sharding.context import (
     ALL_TO_ALL,
     CONTEXT_STRATEGIES,

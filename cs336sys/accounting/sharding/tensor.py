@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass
 
 from cs336sys.accounting.checkpointing import saved_schedule
+from cs336sys.accounting.flops import parameter_shapes
 from cs336sys.accounting.memory import PeakMemory, SavedBlocks, TrainingState
-from cs336sys.accounting.parameters import parameter_shapes
 from cs336sys.accounting.sharding.fsdp import StepCommunication, most_sent_bytes
 from cs336sys.accounting.sharding.mesh import outer_dimension
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part, own_rows

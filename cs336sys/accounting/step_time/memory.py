@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from cs336sys.accounting.checkpointing import kept_blocks, saved_schedule
+from cs336sys.accounting.flops import count_parameters, parameter_shapes
 from cs336sys.accounting.fused import FusedStep
 from cs336sys.accounting.memory import PeakMemory, SavedBlocks
-from cs336sys.accounting.parameters import count_parameters, parameter_shapes
 from cs336sys.accounting.sharding.fsdp import fully_sharded_peak
 from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, kept_moments
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_moments

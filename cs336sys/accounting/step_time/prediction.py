@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from cs336sys.accounting.checkpointing import kept_blocks
-from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes
 from cs336sys.accounting.step_time.counted_model import CountedModel

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, kept_blocks, recomputed_blocks
-from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.workload.training import Workload
 
 # What is counted, with the unit of its rate. A kernel takes time to start and end, and leaves a gap to the next.

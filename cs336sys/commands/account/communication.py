@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer, Mesh
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.xxl import XXL_SHAPE, FeedForwardStack, TpuMesh
 from cs336sys.commands.account import choice, require_positive, require_triable
 from cs336sys.commands.options.output import OutputOptions

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, choice, name_or_code
 from cs336sys.errors import DEBUG_VARIABLE, UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size

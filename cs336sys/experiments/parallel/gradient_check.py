@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336sys.accounting.checkpointing import kept_blocks
-from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.models import attention_replaced, build_model, keeping_input, make_batch
 from cs336sys.experiments.parallel.rank import release_last_job

@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cs336sys.accounting.derivation import Derived, symbol
-from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.memory import GIB, PeakMemory
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.ideal import state_answers
 from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, fitting_blocks, flops_again, kept_peak
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_peak

@@ -7,9 +7,8 @@ from statistics import median
 from typing import Any
 
 from cs336sys.accounting.communication import bus_factor
-from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.hardware import Cluster, OverlapSlowdown
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.scaling import DeviceTime, Dtypes
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import Value

@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.scaling import MeshShape, SimulatedStep, Simulation
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import Value

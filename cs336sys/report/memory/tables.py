@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, best_group_size, predicted_peak, recomputed_flops
-from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.measure.range_names import STEP_PHASES
 from cs336sys.report.bench import PEAK_COLUMNS

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.sharding import fsdp
 from cs336sys.accounting.sharding.partition import gathered_layout, own_rows, padded_bytes
 from cs336sys.errors import UsageError

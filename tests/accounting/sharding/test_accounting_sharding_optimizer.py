@@ -9,8 +9,8 @@ import torch
 from cs336_basics.model import BasicsTransformerLM
 from hypothesis import given
 
+from cs336sys.accounting.flops import count_parameters, parameter_shapes
 from cs336sys.accounting.memory import TrainingState
-from cs336sys.accounting.parameters import count_parameters, parameter_shapes
 from cs336sys.accounting.sharding.partition import ALIGNMENT, Piece, flat_pieces, greedy_partition
 from cs336sys.accounting.sharding.step import flat_optimizer_state, sharded_optimizer_state
 from cs336sys.errors import UsageError

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.parameters import count_parameters
 from cs336sys.accounting.sharding.fsdp import gathered_bytes
 from cs336sys.accounting.sharding.selective_checkpointing import (
     KeptStep,

@@ -9,7 +9,7 @@ import pytest
 import sharding_ranks
 import torch
 
-from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, predicted_memory, predicted_sent_bytes
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.checks.weights import TOLERANCES

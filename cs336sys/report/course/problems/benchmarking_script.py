@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from cs336sys.accounting.checkpointing import predicted_peak
-from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import PLAIN, PLAIN_OF_ANY_MODE, Evidence, Found, cells_of, measured_of
 from cs336sys.report.course.problem import Command, Target, TrainingSweep

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cs336sys.accounting.communication import bucket_answers
-from cs336sys.accounting.parameters import count_parameters
+from cs336sys.accounting.flops import count_parameters
 from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import Found
 from cs336sys.report.course.problem import Command, Target, TrainingSweep, state_gib
