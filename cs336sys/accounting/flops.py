@@ -1,4 +1,4 @@
-"""Floating-point operations of a Transformer step on paper: what TFLOP/s and MFU columns divide by time.
+"""Parameters of a model, and floating-point operations of a step on paper: the numerators of TFLOP/s and MFU columns.
 
 What is counted, everywhere in this project:
 

@@ -1,6 +1,6 @@
 """A training step on meshes that nobody here has, from the time of one device: a simulation.
 
-Ranks are ordered as in a ``DeviceMesh`` (:data:`.sharding.mesh.DIMENSIONS`): those that share layers (tp) are
+Ranks are ordered as in a ``DeviceMesh`` (:data:`.sharding.partition.DIMENSIONS`): those that share layers (tp) are
 neighbours, then come those that share the state (fsdp), then copies of both (ddp). A ring among ranks of one dimension
 is as fast as its slowest link: that inside a node if the whole ring lies in one, else that between nodes.
 
@@ -30,8 +30,7 @@ from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.hardware import Cluster
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.fsdp import sharded_units, step_communication
-from cs336sys.accounting.sharding.mesh import mesh_text
-from cs336sys.accounting.sharding.partition import heads_refusal
+from cs336sys.accounting.sharding.partition import heads_refusal, mesh_text
 from cs336sys.accounting.sharding.step import ShardedStep, rank_moments, rank_peak
 from cs336sys.accounting.sharding.tensor import TensorStep
 from cs336sys.errors import UsageError

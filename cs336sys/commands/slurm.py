@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cs336sys.accounting.sharding.mesh import mesh_ranks, read_mesh
+from cs336sys.accounting.sharding.partition import mesh_ranks, read_mesh
 from cs336sys.commands.faults import say
 from cs336sys.commands.invocation import LazyGroup
 from cs336sys.commands.options.reading import OUTPUT

@@ -12,8 +12,16 @@ from cs336sys.accounting.sharding.context import (
     share_of_context,
 )
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
-from cs336sys.accounting.sharding.mesh import mesh_ranks, mesh_text, outer_dimension, read_mesh
-from cs336sys.accounting.sharding.partition import check_batch, check_bucket_size, heads_refusal, require_heads
+from cs336sys.accounting.sharding.partition import (
+    check_batch,
+    check_bucket_size,
+    heads_refusal,
+    mesh_ranks,
+    mesh_text,
+    outer_dimension,
+    read_mesh,
+    require_heads,
+)
 from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, flops_again
 from cs336sys.accounting.sharding.step import FULLY_SHARDED
 from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, TENSOR, TENSOR_STRATEGIES, is_sequence_parallel

@@ -16,8 +16,7 @@ from cs336sys.accounting.checkpointing import saved_schedule
 from cs336sys.accounting.flops import parameter_shapes
 from cs336sys.accounting.memory import PeakMemory, SavedBlocks, TrainingState
 from cs336sys.accounting.sharding.fsdp import StepCommunication, most_sent_bytes
-from cs336sys.accounting.sharding.mesh import outer_dimension
-from cs336sys.accounting.sharding.partition import cut_dimension, own_part, own_rows
+from cs336sys.accounting.sharding.partition import cut_dimension, outer_dimension, own_part, own_rows
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 TENSOR = "tensor"

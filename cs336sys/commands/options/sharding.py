@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cs336sys.accounting.checkpointing import kept_blocks
-from cs336sys.accounting.sharding.mesh import mesh_ranks, outer_dimension, read_mesh, strategy_of_mesh
+from cs336sys.accounting.sharding.partition import mesh_ranks, outer_dimension, read_mesh, strategy_of_mesh
 from cs336sys.commands.options.board import (
     chosen_by_memory,
     chosen_for_board,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336sys.accounting.sharding.context import ALL_TO_ALL, RING, SHARDED_CONTEXT_STRATEGIES, split_of
-from cs336sys.accounting.sharding.mesh import outer_dimension
+from cs336sys.accounting.sharding.partition import outer_dimension
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.models import CausalAttention, causal_attention, give_positions, model_attention
 from cs336sys.experiments.parallel.sharded_strategies import averaging_replica, fully_sharded

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cs336sys.accounting.sharding.mesh import outer_dimension
+from cs336sys.accounting.sharding.partition import outer_dimension
 from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, is_sequence_parallel
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.models import initialize_layer
