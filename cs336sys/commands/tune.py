@@ -26,9 +26,9 @@ from cs336sys.workload import ParallelWorkload, Workload
 
 if TYPE_CHECKING:
     from cs336sys.accounting.step_time.choice import Candidate, Choice
-    from cs336sys.accounting.step_time.counted_model import CountedModel
     from cs336sys.accounting.step_time.prediction import StepConfiguration
     from cs336sys.accounting.step_time.rates import Rates
+    from cs336sys.accounting.step_time.work import CountedModel
     from cs336sys.report.table import Table
 
 # Of a GPU's memory, what tensors may take: the rest is the context's and what the allocator cannot use.
@@ -171,7 +171,7 @@ def _counted(plain: Workload) -> "CountedModel":
     Raises:
         CapabilityError: it cannot be counted.
     """
-    from cs336sys.accounting.step_time.counted_model import CountedModel
+    from cs336sys.accounting.step_time.work import CountedModel
     from cs336sys.measure.cells import Worker
 
     with contextlib.closing(Worker("cs336sys.experiments.operation_counting:count_model", ())) as worker:

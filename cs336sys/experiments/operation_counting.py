@@ -111,7 +111,7 @@ def _as_on_a_gpu(calls: list[tuple[int, int, int]]) -> Iterator[None]:
 def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Count a user's model: runs in the worker process.
 
-    Derived columns: the fields of :class:`~cs336sys.accounting.step_time.counted_model.CountedModel`.
+    Derived columns: the fields of :class:`~cs336sys.accounting.step_time.work.CountedModel`.
     """
     workload = Workload.from_configuration(configuration)
     passes: dict[str, list[OperationCount]] = {"forward": [], "backward": []}

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from cs336sys.accounting.step_time import space
 from cs336sys.accounting.step_time.choice import choose
-from cs336sys.accounting.step_time.counted_model import CountedModel
 from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.accounting.step_time.rates import h200_rates
+from cs336sys.accounting.step_time.work import CountedModel
 from cs336sys.cli import app
 from cs336sys.commands import tune as tune_command
 from cs336sys.experiments.operation_counting import count_model

@@ -8,11 +8,11 @@ from functools import cached_property
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.step_time.counted_model import CountedModel
 from cs336sys.accounting.step_time.memory import step_memory
 from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime, predict_step
 from cs336sys.accounting.step_time.rates import Rates
 from cs336sys.accounting.step_time.space import Space
+from cs336sys.accounting.step_time.work import CountedModel
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes
-from cs336sys.accounting.step_time.counted_model import CountedModel
 from cs336sys.accounting.step_time.rates import UNMEASURED, Rates
-from cs336sys.accounting.step_time.work import Amounts, StepWork, step_work
+from cs336sys.accounting.step_time.work import Amounts, CountedModel, StepWork, step_work
 from cs336sys.sizes import ELEMENT_BYTES
 from cs336sys.workload.parallel import ParallelWorkload
 from cs336sys.workload.training import Configured, Workload
