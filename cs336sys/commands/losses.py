@@ -10,7 +10,7 @@ from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.sweep.run import run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.workload import LossWorkload
-from cs336sys.workload.training_text import text_digest
+from cs336sys.workload.profiling_options import text_digest
 
 
 def losses(

@@ -16,7 +16,7 @@ from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.results.model import Samples
 from cs336sys.workload import LossWorkload
-from cs336sys.workload.training_text import read_text
+from cs336sys.workload.profiling_options import read_text
 
 # Between two lines of progress.
 _STEPS_BETWEEN = 20
