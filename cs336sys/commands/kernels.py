@@ -90,7 +90,7 @@ def kernels(
     ]
     if not configurations:
         raise UsageError(f"--implementation {','.join(implementation)}: --op {','.join(op)} has none of them")
-    measure = "own_kernel:measure_own_kernel" if kernel else "measurement:measure_kernel"
-    run_sweep("kernels", f"cs336sys.experiments.kernels.{measure}", configurations, sweeping).report(
+    measure = f"cs336sys.experiments.kernels.measurement:measure_{'own_kernel' if kernel else 'kernel'}"
+    run_sweep("kernels", measure, configurations, sweeping).report(
         lambda cells, run: kernel_tables(cells, run, over), output, (plot, plot_kernels)
     )

@@ -1,19 +1,28 @@
-"""Checks one implementation of an op against float64 and times it: a cell of ``kernels``."""
+"""Check an op that is ours, a competitor's or the user's against float64, and time it: a cell of ``kernels``."""
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._functorch.config
+from torch import Tensor
 
+from cs336sys.accounting.hardware import least_ms
+from cs336sys.errors import UserCodeError
+from cs336sys.experiments.kernels.operation import DifferentiatedFunction, Function, as_tuple
+from cs336sys.experiments.user_models import load, telling_errors_of
 from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.checked_timing import KernelTimer, WrongKernelError, check_untouched
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.memory import held_memory_gib, peak_memory_gib, reset_peak_memory
-from cs336sys.measure.relative_error import RelativeError, judged, relative_errors
+from cs336sys.measure.relative_error import RelativeError, error_columns, judged, relative_errors, why_wrong
 from cs336sys.measure.timing import time_queued_calls
 from cs336sys.results.model import Samples
+from cs336sys.user_code import is_user_code
 from cs336sys.workload import KernelWorkload
 
 if TYPE_CHECKING:
@@ -105,3 +114,156 @@ def _memory_of(call: Callable[[], object], device: torch.device) -> float | None
     call()
     peak_gib = peak_memory_gib(device)
     return None if peak_gib is None else peak_gib - before_gib
+
+
+# Numbers of rows that no tile divides.
+_ODD_TOKENS = (131, 1)
+
+
+class ChangingFunctionInputs:
+    """Inputs of an op and gradients of its outputs, all of them new before each call."""
+
+    def __init__(self, operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device):
+        self._operation, self._workload, self._device = operation, workload, device
+        self._choose()
+        self.given: Sequence[Tensor] = [tensor.detach().clone() for tensor in self._new]
+
+    def _choose(self) -> None:
+        workload = replace(self._workload, seed=secrets.randbits(60))
+        self._expected = self._operation.expected(workload, self._device)
+        inputs = self._operation.random_inputs(workload, self._device)
+        self.names = list(inputs)
+        outputs = [self._expected[name] for name in ("out", "sum") if name in self._expected]
+        dtype = next(tensor.dtype for tensor in inputs.values() if tensor.is_floating_point())
+        dtypes = [torch.float32 if output.dim() == 0 else dtype for output in outputs]
+        like = tuple(output.to(dtype) for output, dtype in zip(outputs, dtypes, strict=True))
+        self._new = [tensor.detach() for tensor in (*inputs.values(), *self._operation.gradients(like, workload))]
+
+    def renew(self) -> Callable[[], None]:
+        self._choose()
+
+        def put() -> None:
+            for given, new in zip(self.given, self._new, strict=True):
+                given.copy_(new)
+
+        return put
+
+    def is_as_given(self) -> bool:
+        return all(torch.equal(given, new) for given, new in zip(self.given, self._new, strict=True))
+
+    def expected(self) -> Mapping[str, Tensor]:
+        return self._expected
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The inputs as leaves of a new graph, in the memory of ``given``."""
+        tensors = [tensor.detach() for tensor in self.given[: len(self.names)]]
+        return {
+            name: tensor.requires_grad_() if tensor.is_floating_point() else tensor
+            for name, tensor in zip(self.names, tensors, strict=True)
+        }
+
+    @property
+    def grad_outputs(self) -> Sequence[Tensor]:
+        return self.given[len(self.names) :]
+
+
+def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome:
+    """Measure a cell of ``kernels --kernel``, of the user's function or of another: runs in the worker process.
+
+    Samples and derived columns are those of :func:`.measurement.measure_kernel`. Each call that is timed has new
+    inputs, and is checked (:mod:`cs336sys.measure.checked_timing`).
+    """
+    workload = KernelWorkload.from_configuration(configuration)
+    if not is_user_code(workload.implementation):
+        return measure_kernel(configuration, progress)
+    device = choose_device(workload.device)
+    operation = operation_on(device, workload.op)
+    assert isinstance(operation, DifferentiatedFunction), "the command refuses others"
+    reference = workload.implementation
+    try:
+        function = load(reference)
+        check_untouched()
+        with telling_errors_of(reference):
+            progress("checking odd numbers of rows")
+            refused = _check_odd_shapes(function, operation, workload, device)
+            timer = KernelTimer(ChangingFunctionInputs(operation, workload, device), device, TOLERANCES[workload.dtype])
+            samples = _time(function, operation, timer, workload, device, progress)
+    except WrongKernelError as error:
+        return Outcome("wrong", reason=str(error))
+    derived = error_columns(timer.errors) | part_rates(operation, workload, samples, device)
+    if refused:
+        derived["notes"] = [f"{reference} does not take {refused}"]
+    return Outcome("ok", samples, derived)
+
+
+def _check_odd_shapes(
+    function: Function, operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device
+) -> str | None:
+    refused = []
+    for tokens in _ODD_TOKENS:
+        odd = replace(workload, tokens=tokens, seed=secrets.randbits(60))
+        try:
+            errors = kernel_errors(function, operation, odd, device)
+        except UserCodeError:
+            raise
+        except Exception:
+            refused.append(f"{tokens} rows")
+            continue
+        check_untouched()
+        reason = why_wrong(errors, TOLERANCES[workload.dtype])
+        if reason is not None:
+            raise WrongKernelError(f"of {tokens} rows: {reason}")
+    return ", ".join(refused) or None
+
+
+def _time(
+    function: Function,
+    operation: DifferentiatedFunction,
+    timer: KernelTimer,
+    workload: KernelWorkload,
+    device: torch.device,
+    progress: Progress,
+) -> dict[str, Samples]:
+    problem = timer.problem
+    assert isinstance(problem, ChangingFunctionInputs)
+
+    def named(outputs: Any) -> dict[str, Tensor]:
+        return dict(zip(("out", "sum"), as_tuple(outputs), strict=False))
+
+    def gradients(outputs: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        leaves = {f"d{name}": tensor for name, tensor in inputs.items() if tensor.requires_grad}
+        found = torch.autograd.grad(as_tuple(outputs), tuple(leaves.values()), problem.grad_outputs)
+        return dict(zip(leaves, found, strict=True))
+
+    def forward() -> Callable[[], Mapping[str, Tensor]]:
+        inputs = problem.inputs
+        return lambda: named(function(**inputs))
+
+    def backward() -> Callable[[], Mapping[str, Tensor]]:
+        inputs = problem.inputs
+        outputs = function(**inputs)
+        return lambda: gradients(outputs, inputs)
+
+    def end_to_end() -> Callable[[], Mapping[str, Tensor]]:
+        inputs = problem.inputs
+
+        def call() -> Mapping[str, Tensor]:
+            outputs = function(**inputs)
+            return named(outputs) | gradients(outputs, inputs)
+
+        return call
+
+    samples = {}
+    for name, prepare in {"forward": forward, "backward": backward, "end_to_end": end_to_end}.items():
+        progress(f"timing {name}")
+        least_ms = _least_ms(operation, workload, device, name)
+        samples[name] = timer.time(prepare, workload.warmup_ms, workload.repetition_ms, least_ms)
+    return samples
+
+
+def _least_ms(operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device, part: str) -> float:
+    """The least that a part's FLOPs and bytes take at the peaks of the datasheet; 0 where they are not known."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    flops, moved = operation.flops(workload).get(part, 0), operation.moved_bytes(workload).get(part, 0)
+    return least_ms(gpu, workload.dtype, flops, moved)

@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import app
 from cs336sys.errors import UserCodeError
-from cs336sys.experiments.kernels import own_kernel
+from cs336sys.experiments.kernels import measurement
 from cs336sys.workload import KernelWorkload
 
 HONEST = """
@@ -51,7 +51,7 @@ def measure(tmp_path):
         settings = {"dtype": "fp32", "device": "cpu", "warmup_ms": 0.5, "repetition_ms": 1.0} | more
         settings |= {"vocab_size": 61} if op == "linear-cross-entropy" else {}
         workload = KernelWorkload(op, f"{tmp_path}/mine.py:{name}", 16, 32, **settings)
-        return own_kernel.measure_own_kernel(workload.configuration(), lambda stage: None)
+        return measurement.measure_own_kernel(workload.configuration(), lambda stage: None)
 
     return measured
 
