@@ -11,8 +11,14 @@ from torch import Tensor
 from cs336sys.accounting.flops import attention_flops
 from cs336sys.accounting.hardware import least_ms
 from cs336sys.errors import UserCodeError
-from cs336sys.experiments.attention.inputs import Attention, Inputs, random_inputs
-from cs336sys.experiments.attention.measurement import TOLERANCES, exact_results, measure_flash
+from cs336sys.experiments.attention.measurement import (
+    TOLERANCES,
+    Attention,
+    Inputs,
+    exact_results,
+    measure_flash,
+    random_inputs,
+)
 from cs336sys.experiments.user_models import load, telling_errors_of
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.checked_timing import KernelTimer, WrongKernelError, check_untouched

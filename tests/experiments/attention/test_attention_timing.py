@@ -6,14 +6,16 @@ import pytest
 import torch
 
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.attention import implementations, measurement
-from cs336sys.experiments.attention.implementations import FA4_MODULE, flash_attention_4, implementation
-from cs336sys.experiments.attention.inputs import random_inputs
+from cs336sys.experiments.attention import measurement
 from cs336sys.experiments.attention.measurement import (
+    FA4_MODULE,
     TOLERANCES,
     attention_errors,
+    flash_attention_4,
+    implementation,
     measure_attn,
     measure_flash,
+    random_inputs,
     reference_results,
 )
 from cs336sys.kernels.attention import flash_attention
@@ -55,7 +57,7 @@ def test_implementations_agree_with_the_reference(name, causal):
 
 def test_deterministic_is_what_auto_would_be_and_says_so_to_the_kernels(monkeypatch):
     called = []
-    monkeypatch.setattr(implementations, "flash_attention", lambda *_, **options: called.append(options))
+    monkeypatch.setattr(measurement, "flash_attention", lambda *_, **options: called.append(options))
     for name in ("deterministic", "auto"):
         with implementation(workload(name), CPU) as attention:
             attention()
@@ -73,7 +75,7 @@ def test_compiled_is_the_plain_attention_compiled_for_its_shape(monkeypatch):
     monkeypatch.setattr(torch, "compile", note)
     with implementation(workload("compiled"), CPU) as attention:
         assert attention() == ("of the compiled one", {"is_causal": True})
-    assert compiled == [(implementations.plain_attention, {"dynamic": False})]
+    assert compiled == [(measurement.plain_attention, {"dynamic": False})]
 
 
 def largest_error(shape):
@@ -232,7 +234,7 @@ def test_rounds_share_one_reference():
 
 
 def test_wrong_implementation_gets_no_time(monkeypatch):
-    monkeypatch.setattr(implementations, "plain_attention", lambda q, k, v, is_causal: (q + k + v) * 2)
+    monkeypatch.setattr(measurement, "plain_attention", lambda q, k, v, is_causal: (q + k + v) * 2)
     outcome = measure_flash(workload().configuration(), lambda stage: None)
     assert (outcome.status, outcome.samples) == ("wrong", {})
     assert outcome.reason.startswith("relative error over 0.0001: out by ")
@@ -244,7 +246,7 @@ def test_a_row_that_nobody_wrote_gets_no_time(monkeypatch):
         out = reference_attention(query, key, value, is_causal)[0]
         return torch.cat((out[..., :-1, :], out[..., -1:, :] * 0), -2)
 
-    monkeypatch.setattr(implementations, "plain_attention", without_last_row)
+    monkeypatch.setattr(measurement, "plain_attention", without_last_row)
     outcome = measure_flash(workload(context=1024, dtype="bf16").configuration(), lambda stage: None)
     assert outcome.status == "wrong"
     assert outcome.reason.startswith("relative error of a row over 0.2: out by ")
@@ -253,7 +255,7 @@ def test_a_row_that_nobody_wrote_gets_no_time(monkeypatch):
 
 def test_nan_is_wrong(monkeypatch):
     monkeypatch.setattr(
-        implementations,
+        measurement,
         "plain_attention",
         lambda q, k, v, is_causal: (q + k + v) * torch.nan,
     )
@@ -286,7 +288,7 @@ def test_attn_cell_that_is_wrong_gets_no_time(monkeypatch):
     """It was timed, whatever it computed; of ``model`` the user may have written the softmax."""
     configuration = workload("model", causal=False).configuration() | {"warmup": 1, "steps": 3}
     monkeypatch.setattr(
-        implementations, "model_attention", lambda q, k, v, is_causal: reference_attention(1.01 * q, k, v, is_causal)[0]
+        measurement, "model_attention", lambda q, k, v, is_causal: reference_attention(1.01 * q, k, v, is_causal)[0]
     )
     outcome = measure_attn(configuration, lambda stage: None)
     assert (outcome.status, outcome.samples) == ("wrong", {})
