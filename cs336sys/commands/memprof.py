@@ -147,7 +147,7 @@ def _plan(
     check_planned(sweeping, workloads[0].training.device, snapshot=snapshot)
     run_sweep(
         "memprof",
-        "cs336sys.experiments.memory.plan:plan_memory",
+        "cs336sys.experiments.memory.measurement:plan_memory",
         [workload.configuration() | {"limit_bytes": limit} for workload in workloads],
         SweepOptions(cell_timeout=sweeping.cell_timeout),
     ).report(lambda cells, _: memory_plan_tables(cells), output)

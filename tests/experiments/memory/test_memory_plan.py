@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from cs336sys.accounting.memory import GIB
-from cs336sys.experiments.memory.measurement import measure_memory
-from cs336sys.experiments.memory.plan import bytes_with_shared_state, plan_memory
+from cs336sys.experiments.memory.measurement import bytes_with_shared_state, measure_memory, plan_memory
 from cs336sys.experiments.memory.prediction import predicted_timeline, timeline_peaks
 from cs336sys.sizes import choose_size
 from cs336sys.workload import MemoryWorkload, UserCode, Workload
