@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cs336sys.accounting.activations import block_activations
-from cs336sys.measure.allocations.saved_tensors import saved_tensors
+from cs336sys.measure.allocations.recorder import saved_tensors
 from cs336sys.sizes import ModelSize
 
 pytestmark = pytest.mark.usefixtures("own_attention")

@@ -15,8 +15,7 @@ from cs336sys.errors import CapabilityError
 from cs336sys.experiments.models import blocks_of, build_model, keeping_input
 from cs336sys.experiments.training import TrainStep
 from cs336sys.experiments.user_models import first_part
-from cs336sys.measure.allocations.recorder import StepRecorder
-from cs336sys.measure.allocations.saved_tensors import SavedTensor, saved_tensors
+from cs336sys.measure.allocations.recorder import SavedTensor, StepRecorder, saved_tensors
 from cs336sys.measure.allocations.timeline import RECOMPUTATION
 from cs336sys.workload import MemoryWorkload, Workload
 
