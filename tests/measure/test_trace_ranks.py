@@ -6,8 +6,8 @@ import pytest
 from rank_captures import KERNEL_NS, LAYERS, TRANSFER_NS, write_ranks
 
 from cs336sys.errors import UsageError
+from cs336sys.measure.profile.ranks import _upper_tail, find_straggler
 from cs336sys.measure.profile.reading import read_captures
-from cs336sys.measure.profile.stragglers import _upper_tail, find_straggler
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from cs336sys.errors import UsageError
-from cs336sys.measure.profile.capture import Capture, empty_tables, is_waiting_call
-from cs336sys.measure.profile.collectives import COLLECTIVE_ARGUMENT, collective_bytes, collective_kind
+from cs336sys.measure.profile.capture import (
+    COLLECTIVE_ARGUMENT,
+    Capture,
+    collective_bytes,
+    collective_kind,
+    empty_tables,
+    is_waiting_call,
+)
 from cs336sys.results.foreign import printable
 from cs336sys.results.model import json_text
 

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.measure.profile.capture import Capture
-from cs336sys.measure.profile.collectives import collective_kind
+from cs336sys.measure.profile.capture import Capture, collective_kind
 from cs336sys.measure.profile.intervals import Nested, Times
 from cs336sys.measure.profile.operators import CalledOperators
 from cs336sys.measure.profile.taxonomy import COMMUNICATION, category_of
@@ -52,7 +51,7 @@ class Collectives:
 
     Attributes:
         index: of the work.
-        kinds, groups, sequences, sizes, ranks: as :mod:`~cs336sys.measure.profile.collectives` has them; a sequence
+        kinds, groups, sequences, sizes, ranks: as :mod:`~cs336sys.measure.profile.capture` has them; a sequence
             or number of ranks of -1, and a size of 0, is not recorded.
     """
 

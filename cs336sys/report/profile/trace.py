@@ -17,8 +17,7 @@ from cs336sys.measure.profile.breakdown import (
     WAITING_PART,
 )
 from cs336sys.measure.profile.operators import operator_work, roofline
-from cs336sys.measure.profile.ranks import RanksFound
-from cs336sys.measure.profile.stragglers import find_straggler, own_ms
+from cs336sys.measure.profile.ranks import RanksFound, find_straggler, own_ms
 from cs336sys.measure.profile.taxonomy import UNCLASSIFIED, short_name
 from cs336sys.report.profile.kernels import numbered
 from cs336sys.report.profile.verdict import several, verdict

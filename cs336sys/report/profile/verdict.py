@@ -17,7 +17,7 @@ from cs336sys.measure.profile.breakdown import (
     UNKNOWN,
     WAITING_PART,
 )
-from cs336sys.measure.profile.stragglers import Straggler
+from cs336sys.measure.profile.ranks import Straggler
 from cs336sys.measure.profile.taxonomy import (
     ATTENTION_SOFTMAX,
     COMMUNICATION,
