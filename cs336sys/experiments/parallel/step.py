@@ -14,10 +14,9 @@ import torch.distributed as dist
 from cs336sys.cuda_graphs import WARM_UP_STEPS, WARM_UP_STEPS_OF_TORCH_DDP, CudaRecorder, Recorder, require_graphs
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
-from cs336sys.experiments.parallel.context_strategies import PREPARE_CONTEXT
 from cs336sys.experiments.parallel.sharded_strategies import PREPARE_SHARDED
 from cs336sys.experiments.parallel.strategies import PREPARE, OptimizerChoice
-from cs336sys.experiments.parallel.tensor_strategies import PREPARE_TENSOR
+from cs336sys.experiments.parallel.tensor_strategies import PREPARE_CONTEXT, PREPARE_TENSOR
 from cs336sys.experiments.training import TrainStep, set_matmul_precision
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.phases import Marks, NvtxMarks

@@ -87,7 +87,7 @@ def _lose_gradients_on_their_way(patched):
 
 
 def _keep_positions_local(patched):
-    import cs336sys.experiments.parallel.context_strategies as strategies
+    import cs336sys.experiments.parallel.tensor_strategies as strategies
 
     patched.setattr(strategies, "give_positions", lambda *_: None)
 
