@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cs336sys.report.course.answer import Answer
+from cs336sys.report.course.answer import Answer, prose_of
 from cs336sys.report.course.evidence import Evidence
 from cs336sys.report.course.problem import Part, Problem, Target
-from cs336sys.report.course.prose import prose_of
 from cs336sys.report.registry import FAULTS, fault_words
 from cs336sys.report.table import Table
 from cs336sys.results.model import Run

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import app
 from cs336sys.report.course import problems
+from cs336sys.report.course.answer import FORMATS, LIST_FORMATS, Prose, as_long, change, speed
 from cs336sys.report.course.document import typed_command
 from cs336sys.report.course.evidence import machine_name
 from cs336sys.report.course.handouts import PROBLEMS
-from cs336sys.report.course.prose import FORMATS, LIST_FORMATS, Prose, as_long, change, speed
 from cs336sys.report.course.writing import document_text
 from cs336sys.results.model import Results
 

@@ -5,10 +5,9 @@ from typing import Any
 
 from cs336sys.accounting.communication import bucket_answers
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.report.course.answer import Answer
+from cs336sys.report.course.answer import ALIKE, Answer, faster
 from cs336sys.report.course.evidence import Found
 from cs336sys.report.course.problem import Command, Target, TrainingSweep, state_gib
-from cs336sys.report.course.prose import ALIKE, faster
 from cs336sys.report.ddp import bucket_sweeps, link_of
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import Interval, ratio

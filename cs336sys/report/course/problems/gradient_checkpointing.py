@@ -3,10 +3,9 @@
 from cs336sys.accounting.checkpointing import best_group_size, checkpointing_answers, predicted_peak
 from cs336sys.accounting.memory import GIB
 from cs336sys.report.account.answers import answers_table
-from cs336sys.report.course.answer import Answer
+from cs336sys.report.course.answer import Answer, derived_sentence
 from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Found
 from cs336sys.report.course.problem import Command, Target, TrainingSweep
-from cs336sys.report.course.prose import derived_sentence
 from cs336sys.results.model import Cell
 from cs336sys.sizes import choose_size
 from cs336sys.workload import MemoryWorkload

@@ -7,10 +7,9 @@ from cs336sys.accounting.activations import block_activations
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import tensor_answers
-from cs336sys.report.course.answer import Answer
+from cs336sys.report.course.answer import ALIKE, Answer, derived_sentence, percent
 from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Found, cells_of, measured_of
 from cs336sys.report.course.problem import Command, Target, TrainingSweep
-from cs336sys.report.course.prose import ALIKE, derived_sentence, percent
 from cs336sys.results.model import Cell
 from cs336sys.sizes import SIZES, choose_size
 from cs336sys.workload import MemoryWorkload

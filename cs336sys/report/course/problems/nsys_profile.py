@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from cs336sys.report.course.answer import Answer, of_medians
+from cs336sys.report.course.answer import ALIKE, Answer, of_medians, trend
 from cs336sys.report.course.evidence import PLAIN, PLAIN_OF_ANY_MODE, Found, cells_of, measured_of
 from cs336sys.report.course.problem import Command, Target, TrainingSweep
-from cs336sys.report.course.prose import ALIKE, trend
 from cs336sys.report.profile.tables import LAUNCH_BOUND_IDLE_PERCENT
 
 # Kernels of less than this share of a pass are not worth a word.

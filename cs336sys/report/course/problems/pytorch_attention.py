@@ -9,10 +9,9 @@ from cs336sys.accounting.hardware import memory_bytes
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers
 from cs336sys.report.attention import predicted_eager_memory
-from cs336sys.report.course.answer import Answer, compared, compared_headers
+from cs336sys.report.course.answer import ALIKE, Answer, compared, compared_headers
 from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Found, cells_of
 from cs336sys.report.course.problem import Command, Target, TrainingSweep, simple
-from cs336sys.report.course.prose import ALIKE
 from cs336sys.results.model import Cell
 
 _PARTS = ("forward", "backward")

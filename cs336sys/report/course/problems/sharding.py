@@ -6,11 +6,10 @@ from typing import Any
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.ideal import sent_bytes, state_answers
 from cs336sys.accounting.sharding.step import RankMemory
-from cs336sys.report.course.answer import Answer
+from cs336sys.report.course.answer import ALIKE, Answer, faster, gib, times
 from cs336sys.report.course.evidence import Found
 from cs336sys.report.course.problem import Command, Target
 from cs336sys.report.course.problems.ddp import lack_xl, rows_of, say_setup, xl_command
-from cs336sys.report.course.prose import ALIKE, faster, gib, times
 from cs336sys.report.numbers import format_operand
 from cs336sys.report.shard import COMPONENTS, memory_of
 from cs336sys.results.model import Cell
