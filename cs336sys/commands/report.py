@@ -15,7 +15,7 @@ from cs336sys.commands.options.reading import OUTPUT, among, check_choice, one_o
 from cs336sys.commands.options.training import DeviceOption
 from cs336sys.errors import CapabilityError, UsageError, require_known
 from cs336sys.processes.parent import Guarded, python_module
-from cs336sys.report.course.plan import why_not
+from cs336sys.report.course.handouts import why_not
 from cs336sys.report.course.problem import Command, Problem, Target
 from cs336sys.results.foreign import MIB, printable, read_chunks
 from cs336sys.results.model import Results, passed_over_words, read_results
@@ -83,8 +83,7 @@ def report(
     """
     from cs336sys.report.course.document import build_document
     from cs336sys.report.course.evidence import evidence_of
-    from cs336sys.report.course.handouts import PROBLEMS
-    from cs336sys.report.course.plan import plan_table, planned, target_of
+    from cs336sys.report.course.handouts import PROBLEMS, plan_table, planned, target_of
     from cs336sys.report.course.problem import HANDOUTS
     from cs336sys.report.course.writing import write_document
     from cs336sys.report.outputs import check_writable

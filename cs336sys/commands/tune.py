@@ -413,7 +413,7 @@ def _measure(
         chosen: the ``wanted`` best, and maybe the plain configuration.
         reserves: the next best, measured in place of candidates that do not run or compute something else.
     """
-    from cs336sys.report.rounds import by_configuration
+    from cs336sys.report.titles import by_configuration
     from cs336sys.report.tune import compared_to_best, fastest, is_decided, running, tune_tables
 
     ranks = chosen[0].configuration.world_size

@@ -10,14 +10,16 @@ from cs336sys.accounting.one_device import attention_answers
 from cs336sys.measure.system import Capacity
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.outputs import legend_columns, write_figure
-from cs336sys.report.rounds import ROUNDS_COLUMN, largest_known, pool_cells
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
     ERROR_NOTE,
+    ROUNDS_COLUMN,
     SETTING_COLUMNS,
     find_baselines,
     found_in_user_code,
     interpreted_notes,
+    largest_known,
+    pool_cells,
     reasons,
     shown_settings,
     steps_words,

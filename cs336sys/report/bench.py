@@ -10,15 +10,18 @@ from cs336sys.accounting.flops import count_parameters
 from cs336sys.measure.system import SLOWDOWNS, Capacity
 from cs336sys.report.numbers import format_number
 from cs336sys.report.outputs import write_figure
-from cs336sys.report.rounds import ROUNDS_COLUMN, known_values, largest_known, pool_cells
 from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.report.titles import (
+    ROUNDS_COLUMN,
     SETTING_COLUMNS,
     SIZE_COLUMNS,
     graph_columns,
+    known_values,
+    largest_known,
     method_notes,
     notes_of_run,
     plan_settings,
+    pool_cells,
     rate_columns,
     setting_of,
     shown_settings,

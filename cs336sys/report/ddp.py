@@ -16,16 +16,19 @@ from cs336sys.accounting.communication import (
 from cs336sys.accounting.memory import GIB, training_state
 from cs336sys.report.numbers import format_number, format_quantity, format_value
 from cs336sys.report.outputs import write_figure
-from cs336sys.report.rounds import ROUNDS_COLUMN, by_configuration, largest_known, pool_cells
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
+    ROUNDS_COLUMN,
     SETTING_COLUMNS,
     SIZE_COLUMNS,
+    by_configuration,
     find_baselines,
     graph_columns,
+    largest_known,
     method_notes,
     notes_of_run,
     plan_settings,
+    pool_cells,
     rate_columns,
     setting_of,
     shown_settings,
@@ -59,7 +62,7 @@ _PHASES = ("forward", "backward", "synchronize", "optimizer")
 
 
 def pool_ddp_rounds(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of ``ddp`` with their rounds pooled (:func:`~cs336sys.report.rounds.pool_cells`).
+    """The cells of ``ddp`` with their rounds pooled (:func:`~cs336sys.report.titles.pool_cells`).
 
     Rates and what is exposed are of all steps together, the peak is the largest, and what is left (the timeline, the
     link, the check) the first round's.

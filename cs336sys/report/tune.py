@@ -11,8 +11,8 @@ from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
 from cs336sys.report.account.step import PREDICTED_COLUMNS, configuration_words, step_row
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import write_figure
-from cs336sys.report.rounds import by_configuration
 from cs336sys.report.table import Column, Table, with_rows
+from cs336sys.report.titles import by_configuration
 from cs336sys.results.comparison import Comparison, Measured, compare_samples
 from cs336sys.results.model import Cell, Run
 from cs336sys.workload import ParallelWorkload

@@ -19,7 +19,7 @@ from cs336sys.commands import tune as tune_command
 from cs336sys.experiments.operation_counting import count_model
 from cs336sys.measure.cells import Outcome
 from cs336sys.measure.environment import new_run
-from cs336sys.report.rounds import by_configuration
+from cs336sys.report.titles import by_configuration
 from cs336sys.report.tune import compared_to_best, fastest, is_decided
 from cs336sys.results.model import Cell, Samples, read_results
 from cs336sys.sizes import SIZES

@@ -24,7 +24,6 @@ SECTIONS = {
     "report/kernels.py": ("kernels",),
     "report/losses.py": ("losses",),
     "report/precision.py": ("precision",),
-    "report/rounds.py": (),
     "report/scaling.py": ("Speed and memory by ranks", "ddp", "shard"),
     "report/shard.py": ("shard", "ddp"),
     "report/titles.py": ("bench",),
@@ -35,7 +34,7 @@ SECTIONS = {
     "report/profile/trace": ("trace",),
     "report/profile/": ("nsys",),
     "commands/doctor.py": ("doctor and report --dry-run",),
-    "report/course/plan.py": ("doctor and report --dry-run",),
+    "report/course/handouts.py": ("doctor and report --dry-run",),
 }
 # Built from other tables' columns, or from names that the user's files have.
 COMPUTED = {"report/comparison.py": 1, "report/course/answer.py": 1, "report/profile/kernels.py": 1}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cs336sys.report.bench import bench_tables, pool_bench_rounds
-from cs336sys.report.rounds import largest_known
+from cs336sys.report.titles import largest_known
 from cs336sys.results.model import Cell, Samples
 from cs336sys.sizes import SIZES
 from cs336sys.workload import Workload

@@ -11,11 +11,11 @@ from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.measure.range_names import STEP_PHASES
 from cs336sys.report.bench import PEAK_COLUMNS
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.rounds import by_configuration
 from cs336sys.report.table import Column, Table, fill_row, with_rows
 from cs336sys.report.titles import (
     SETTING_COLUMNS,
     SIZE_COLUMNS,
+    by_configuration,
     found_in_user_code,
     graph_columns,
     method_notes,
