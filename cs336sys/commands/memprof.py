@@ -137,7 +137,7 @@ def _plan(
     sweeping: SweepOptions,
     output: OutputOptions,
 ) -> None:
-    from cs336sys.report.memory.plan import memory_plan_tables
+    from cs336sys.report.memory.verdict import memory_plan_tables
 
     if memory is None:
         raise UsageError("--plan needs to know how much memory there is: add --memory 80GiB")

@@ -61,8 +61,15 @@ def trace(
     from cs336sys.report.outputs import write_file
     from cs336sys.report.page import check_page
     from cs336sys.report.profile.trace import DisplayOptions
-    from cs336sys.report.profile.trace_cells import AFTER, BEFORE, all_tables, capture_cells, difference_of, saved_sides
-    from cs336sys.report.profile.trace_difference import waterfall
+    from cs336sys.report.profile.trace_difference import (
+        AFTER,
+        BEFORE,
+        all_tables,
+        capture_cells,
+        difference_of,
+        saved_sides,
+        waterfall,
+    )
     from cs336sys.report.profile.trace_page import trace_page
     from cs336sys.results.file import check_appendable
 

@@ -17,13 +17,12 @@ from cs336sys.report.board import is_of_board, sharding_tables
 from cs336sys.report.ddp import bucket_sweeps, ddp_tables, plot_buckets, plot_timelines, pool_ddp_rounds
 from cs336sys.report.kernels import kernel_tables, plot_kernels
 from cs336sys.report.losses import loss_tables, plot_losses
-from cs336sys.report.memory.page import timeline_title
-from cs336sys.report.memory.plots import plot_timeline
+from cs336sys.report.memory.page import plot_timeline, timeline_title
 from cs336sys.report.memory.tables import memory_tables
 from cs336sys.report.page import html_page, html_picture, html_table
 from cs336sys.report.precision import precision_tables
 from cs336sys.report.profile import plot_profiles, profile_tables
-from cs336sys.report.profile.trace_cells import saved_trace_tables
+from cs336sys.report.profile.trace_difference import saved_trace_tables
 from cs336sys.report.scaling import plot_scaling, scaling_curves, scaling_tables
 from cs336sys.report.shard import plot_memory
 from cs336sys.report.table import Table, grid_of

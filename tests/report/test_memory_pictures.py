@@ -5,8 +5,7 @@ import itertools
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from cs336sys.report.memory.page import axis_ticks
-from cs336sys.report.memory.plots import CATEGORY_COLORS, timeline_figure
+from cs336sys.report.memory.page import CATEGORY_COLORS, axis_ticks, timeline_figure
 
 EVENTS = 80
 

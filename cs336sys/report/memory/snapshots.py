@@ -10,8 +10,7 @@ from typing import Any
 from cs336sys.measure.allocations.diagnosis import MemoryDiagnosis, changes
 from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES
 from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline, Region, thinned
-from cs336sys.report.memory.page import timeline_page
-from cs336sys.report.memory.plots import plot_derived
+from cs336sys.report.memory.page import plot_derived, timeline_page
 from cs336sys.report.memory.verdict import size_words, verdicts
 from cs336sys.report.outputs import write_file
 from cs336sys.report.table import Column, Table, with_rows
