@@ -38,7 +38,7 @@ def memory(
     cs336sys account memory --size 2.7b --context 128,2048 --world-size 1 --strategy none --mode forward,train
     """
     from cs336sys.accounting.sharding.step import ShardedStep
-    from cs336sys.report.account.memory import plot_rank_memory, rank_memory_tables
+    from cs336sys.report.account.model import plot_rank_memory, rank_memory_tables
     from cs336sys.report.outputs import check_plot
 
     precisions = precision.precisions()
@@ -77,7 +77,7 @@ def keep(
     cs336sys account keep --size 8b --world-size 2,4 --state-dtype bf16 --memory-limit 130GiB
     """
     from cs336sys.accounting.sharding.selective_checkpointing import KeptStep
-    from cs336sys.report.account.memory import keep_tables
+    from cs336sys.report.account.model import keep_tables
 
     output.check()
     steps = [

@@ -1,7 +1,9 @@
-"""The tables of ``account activations``, ``flops``, ``attention`` and ``checkpointing``."""
+"""The tables of ``account memory``, ``activations``, ``flops``, ``attention`` and ``checkpointing``."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 from cs336sys.accounting.activations import AttentionMemory, attention_memory
 from cs336sys.accounting.checkpointing import (
@@ -12,13 +14,201 @@ from cs336sys.accounting.checkpointing import (
     recomputed_blocks,
     recomputed_flops,
 )
-from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, model_flops
-from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.derivation import Derived, symbol
+from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, count_parameters, model_flops
+from cs336sys.accounting.memory import GIB, PeakMemory
 from cs336sys.accounting.one_device import attention_answers, block_answers, flops_answers, tensor_answers
+from cs336sys.accounting.sharding.ideal import state_answers
+from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, fitting_blocks, flops_again, kept_peak
+from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_peak
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.numbers import Value
-from cs336sys.report.table import Column, Table
-from cs336sys.sizes import ModelSize
+from cs336sys.report.outputs import write_figure
+from cs336sys.report.table import Column, Table, fill_row
+from cs336sys.sizes import ELEMENT_BYTES, ModelSize
+
+_COLUMNS = (
+    Column("size", "size", value=lambda step: step.size.name),
+    Column("parameters", "parameters", "parameters", lambda step: count_parameters(step.size)),
+    Column("context", "context", value=lambda step: step.size.context),
+    Column("precision", "precision", value=lambda step: step.precision),
+    Column("mode", "mode", value=lambda step: step.mode),
+    Column("world_size", "ranks", value=lambda step: step.world_size),
+    Column("strategy", "strategy", value=lambda step: step.strategy),
+    Column("parameters_gib", "parameters", "gib", lambda step: fullest_state(step).parameters / GIB),
+    Column("gradients_gib", "gradients", "gib"),
+    Column("optimizer_state_gib", "optimizer state", "gib"),
+    Column("master_parameters_gib", "master parameters", "gib"),
+    Column("after_initialization_gib", "after initialization", "gib"),
+    Column("before_first_step_gib", "before first step", "gib"),
+    Column("first_peak_gib", "most until then", "gib"),
+    Column("after_first_step_gib", "after first step", "gib"),
+    Column("activations_gib", "activations and buffers at the peak", "gib", lambda one: rank_peak(one).activations_gib),
+    Column("peak_gib", "peak of later steps", "gib", lambda step: rank_peak(step).total_gib),
+    Column("moment", "moment of the peak", value=lambda step: rank_peak(step).moment),
+)
+
+
+def rank_memory_tables(steps: Sequence[ShardedStep]) -> list[Table]:
+    """Parts, the handout's three times and the peak; then the derivation for each size and number of ranks."""
+    notes = [
+        "The fullest rank, eager mode; the batch is shared out equally. Forward alone makes no gradients and needs no "
+        "optimizer.",
+    ]
+    if any(step.strategy in ("optimizer-flat", "fsdp") for step in steps):
+        notes.append(
+            "Buffers are gathered weights (fsdp: an upper bound) and whole gradients on their way (optimizer-flat, "
+            "fsdp). In half precision fsdp computes without autocast."
+        )
+    batches = dict.fromkeys(f"batch {step.size.batch_size}, {step.attention} attention" for step in steps)
+    title = f"Memory of a rank: {', '.join(batches)}"
+    tables = [Table("memory", title, _COLUMNS, [_row(step) for step in steps], notes)]
+    states: dict[str, dict[str, list[Derived]]] = {}
+    for step in steps:
+        if step.mode == "train":
+            # Activations, and so context, precision and attention, are no part of the state.
+            group = f"{step.size.name}, {step.world_size} rank{'s' * (step.world_size != 1)}"
+            bytes_ = {"element_bytes": step.parameter_bytes, "compute_bytes": ELEMENT_BYTES[step.precision]}
+            answers = state_answers(step.size, step.world_size, step.strategy, **bytes_)
+            states.setdefault(group, {}).setdefault(step.strategy, answers)
+    for group, of_strategies in states.items():
+        answers = [answer for answers in of_strategies.values() for answer in answers]
+        tables.append(answers_table("state", f"Ideal shares of training state: {group}", answers, _STATE_NOTES))
+    return tables
+
+
+_STATE_NOTES = (
+    "Ideal shares: optimizer-state sharding gives whole parameters to ranks, and fsdp cuts matrices by rows and keeps "
+    "norms whole, so the fullest rank, in the table above, can hold slightly more.",
+)
+
+
+def _row(step: ShardedStep) -> dict:
+    state, row = fullest_state(step), fill_row(_COLUMNS, step)
+    if state.master_parameters:
+        row["master_parameters_gib"] = state.master_parameters / GIB
+    if step.mode != "forward":
+        row["gradients_gib"] = state.gradients / GIB
+    if step.mode == "train":
+        # Optimizers make their state in the first step, but master parameters at once.
+        model = state.parameters + state.master_parameters
+        row |= {
+            "optimizer_state_gib": state.optimizer_state / GIB,
+            "after_initialization_gib": model / GIB,
+            "before_first_step_gib": (model + state.gradients) / GIB,
+            "first_peak_gib": rank_peak(replace(step, mode="forward-backward")).total_gib,
+            "after_first_step_gib": state.total / GIB,
+        }
+    return row
+
+
+_BAR_NAMES = {"optimizer_state": "optimizer state", "activations": "activations and buffers"}
+
+
+def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
+    """A bar for each way of training, stacked by component: what is there at the peak."""
+    from matplotlib.figure import Figure
+
+    peaks = [rank_peak(step) for step in steps]
+    labels = [_bar_label(step, steps) for step in steps]
+    figure = Figure(figsize=(2 + 1.1 * len(steps), 5), layout="constrained")
+    drawing = figure.subplots()
+    bottoms = [0.0] * len(peaks)
+    for component in ("parameters", "gradients", "optimizer_state", "activations"):
+        heights = [getattr(peak, component) / GIB for peak in peaks]
+        drawing.bar(range(len(peaks)), heights, bottom=bottoms, label=_BAR_NAMES.get(component, component))
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for position, total in enumerate(bottoms):
+        drawing.annotate(f"{total:.1f}", (position, total), ha="center", va="bottom", fontsize=9)
+    drawing.set_xticks(range(len(labels)), labels, fontsize=8)
+    drawing.set_ylabel("memory of a rank at its peak, GiB")
+    drawing.legend(fontsize=8)
+    write_figure(figure, path)
+
+
+def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:
+    """The strategy, and below it what differs between the bars."""
+
+    def words(one: ShardedStep) -> tuple[str, ...]:
+        size = one.size
+        return size.name, f"context {size.context}", one.precision, one.mode, f"{one.world_size} ranks"
+
+    columns = zip(*map(words, steps), strict=True)
+    differing = [index for index, values in enumerate(columns) if len(set(values)) > 1]
+    return "\n".join([step.strategy, *(words(step)[index] for index in differing)])
+
+
+# The tables of ``account keep``: what a rank holds and computes again, by how many blocks keep gate and up.
+
+
+# Rows between none and all.
+_ROWS = 4
+
+
+def _again_percent(step: KeptStep) -> float:
+    return 100 * flops_again(step) / model_flops(step.size, backward=True)
+
+
+_KEEP_COLUMNS = (
+    Column("size", "size", value=lambda step: step.size.name),
+    Column("parameters", "parameters", "parameters", lambda step: step.parameters),
+    Column("world_size", "ranks", value=lambda step: step.world_size),
+    Column("state_dtype", "state", value=lambda step: step.state_dtype),
+    Column("blocks", "blocks that keep gate and up", value=lambda step: step.blocks),
+    Column("peak_gib", "peak of a rank", "gib", lambda step: kept_peak(step).total_gib),
+    Column("kept_gib", "kept by blocks", "gib", lambda step: step.kept_bytes / GIB),
+    Column("state_gib", "and state", "gib", lambda step: _state_gib(kept_peak(step))),
+    Column("moment", "moment of the peak", value=lambda step: kept_peak(step).moment),
+    Column("tflop_again", "TFLOP again", value=lambda step: round(flops_again(step) / 1e12, 1)),
+    Column("again_percent", "of the model's", "percent", _again_percent),
+    Column("chosen", "chosen"),
+)
+
+
+def keep_tables(steps: Sequence[KeptStep], limit_bytes: float) -> list[Table]:
+    """The choices for each step, with the one that ``--checkpoint auto`` takes, and the bytes of a block derived."""
+    rows = [row for step in steps for row in _rows(step, limit_bytes)]
+    limit = f"{limit_bytes / GIB:.4g} GiB"
+    notes = [
+        "a block keeps its input, query, key, value, attention's output and logsumexp, and the sum before its second "
+        f"norm; chosen: most blocks within {limit}",
+        "blocks in the backward pass that keep gate and up are the last ones; FLOPs of all ranks together",
+    ]
+    tables = [Table("keep", f"Keeping gate and up within {limit} a rank", _KEEP_COLUMNS, rows, notes)]
+    of_sizes = {(step.size, step.world_size): step for step in steps}
+    return [*tables, *(_block_table(step) for step in of_sizes.values())]
+
+
+def _rows(step: KeptStep, limit_bytes: float) -> list[dict[str, Value]]:
+    layers = step.size.num_layers
+    chosen = fitting_blocks(step, limit_bytes)
+    numbers = {round(part * layers / _ROWS) for part in range(_ROWS + 1)} | {chosen}
+    return [
+        fill_row(_KEEP_COLUMNS, replace(step, blocks=blocks)) | {"chosen": "yes" if blocks == chosen else ""}
+        for blocks in sorted(number for number in numbers if number is not None)
+    ]
+
+
+def _state_gib(peak: PeakMemory) -> float:
+    return peak.parameters_gib + peak.gradients_gib + peak.optimizer_state_gib
+
+
+def _block_table(step: KeptStep) -> Table:
+    size = step.share
+    tokens = symbol("T", size.batch_size * size.context)
+    d, f = symbol("d_model", size.d_model), symbol("d_ff", size.d_ff)
+    heads, e = symbol("H", size.num_heads), symbol("e", step.element_bytes)
+    always = 6 * e * tokens * d + 4 * tokens * heads + 8 * tokens
+    what = "Input, q, k, v, attention's output and the second norm's sum; logsumexp; both norms' factors."
+    both = "Kept in the last blocks, as room allows."
+    again = "Two products, for each block that does not keep them, on each rank."
+    answers = [
+        Derived("kept by every block", always, "bytes", reason=what),
+        Derived("gate and up", 2 * e * tokens * f, "bytes", reason=both),
+        Derived("computing gate and up again", 2 * 2 * tokens * d * f, "FLOPs", reason=again),
+    ]
+    return answers_table("block", f"One block of {size.name} on one of {step.world_size} ranks", answers)
+
 
 # Contexts beyond the grid that are tried for one that does not fit; far more than any memory holds.
 _LONGEST_CONTEXT = 2**30

@@ -10,7 +10,7 @@ from cs336sys.accounting.memory import GIB, TrainingState, widest_moments
 from cs336sys.accounting.sharding.fsdp import fully_sharded_peak
 from cs336sys.accounting.sharding.step import ShardedStep, flat_optimizer_state, fullest_state, rank_moments, rank_peak
 from cs336sys.errors import UsageError
-from cs336sys.report.account.memory import rank_memory_tables
+from cs336sys.report.account.model import rank_memory_tables
 from cs336sys.report.shard import memory_of
 from cs336sys.results.model import read_results
 from cs336sys.sizes import SIZES, ModelSize
