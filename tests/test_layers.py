@@ -44,7 +44,6 @@ SHARED_AMONG_SIBLINGS = {
             "options.output",
             "options.reading",
             "options.settings_file",
-            "options.sharding",
             "options.training",
             "sweep.progress",
             "sweep.ranks",

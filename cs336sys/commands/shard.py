@@ -1,14 +1,28 @@
 """``cs336sys shard``: who holds which part of the training state, what memory that saves, and what it costs a step."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from cs336sys.accounting.checkpointing import kept_blocks
+from cs336sys.accounting.sharding.partition import mesh_ranks, outer_dimension, read_mesh, strategy_of_mesh
 from cs336sys.commands.options import training as options
-from cs336sys.commands.options.board import is_given, refuse_beside_board
+from cs336sys.commands.options.board import (
+    chosen_by_memory,
+    chosen_for_board,
+    is_given,
+    read_memory_limit,
+    refuse_beside_board,
+    require_for_board,
+    room_for_tensors,
+)
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.sharding import ShardingOptions, completed
+from cs336sys.commands.options.reading import choice
+from cs336sys.commands.options.training import ImplementationOptions, StepsOptions
 from cs336sys.commands.sweep.ranks import (
     BackendOption,
     CheckLayersOption,
@@ -22,6 +36,149 @@ from cs336sys.commands.sweep.ranks import (
     is_first_rank,
 )
 from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
+from cs336sys.errors import UsageError, choose_from
+from cs336sys.workload import (
+    BLOCK_CHECKPOINTING,
+    CONTEXT_STRATEGIES,
+    SHARD_STRATEGIES,
+    SHARDING_STRATEGIES,
+    TENSOR_STRATEGIES,
+    ParallelWorkload,
+    Workload,
+)
+
+
+def _checkpointing(text: str) -> str:
+    if text != "auto" and kept_blocks(text) is None and text not in BLOCK_CHECKPOINTING:
+        raise UsageError(choose_from(text, (*BLOCK_CHECKPOINTING, "keep=N", "auto")))
+    return text
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """Strategies, and what is chosen with them."""
+
+    strategy: Annotated[
+        Sequence[str],
+        choice(
+            SHARD_STRATEGIES,
+            f"{', '.join(SHARD_STRATEGIES)}. Default: those that split no sequence and no layer.",
+            show_default=False,
+        ),
+    ] = SHARDING_STRATEGIES
+    prefetch: Annotated[Sequence[int], typer.Option(help="For fsdp: blocks gathered ahead of use.", min=0)] = (1,)
+    keep_gathered: Annotated[
+        Sequence[int],
+        typer.Option(help="For fsdp: last blocks that stay gathered. --checkpoint auto: as many as fit.", min=0),
+    ] = (0,)
+    checkpoint: Annotated[
+        Sequence[str],
+        choice(
+            (*BLOCK_CHECKPOINTING, "auto"),
+            "none; block: inputs are kept; keep=N: of N blocks gate and up, too; auto: as many as fit.",
+            parser=_checkpointing,
+        ),
+    ] = ("none",)
+    memory_limit: Annotated[str | None, typer.Option(help="130GiB, for --checkpoint auto. Default: by GPU.")] = None
+    board: Annotated[bool, typer.Option("--board", help="The leaderboard's step, by the fastest parts.")] = False
+    mesh: Annotated[str | None, typer.Option(help="Ranks in two dimensions: fsdp=2,tp=2; cp: sequences.")] = None
+
+    @property
+    def ranks_of_mesh(self) -> list[int]:
+        """Return ``--world-size`` where it is not given: empty without a mesh."""
+        return [] if self.mesh is None else [mesh_ranks(read_mesh(self.mesh))]
+
+    def cells(
+        self,
+        trainings: Sequence[Workload],
+        world_sizes: Sequence[int],
+        device: str,
+        *,
+        keeps_gathered: bool,
+        tells: bool,
+        **settings: Any,
+    ) -> list[ParallelWorkload]:
+        """A cell for each number of ranks, workload, checkpointing and strategy.
+
+        Args:
+            device: whose memory ``--checkpoint auto`` fills without ``--memory-limit``.
+            keeps_gathered, tells: as of :func:`~cs336sys.commands.options.board.chosen_by_memory`.
+            settings: of every cell.
+
+        Raises:
+            UsageError: settings do not go together.
+        """
+        limit_bytes = None if self.memory_limit is None else read_memory_limit(self.memory_limit)
+        if self.board:
+            for training in trainings:
+                require_for_board(training)
+        self._refuse_what_nothing_uses()
+        # Beside strategies that have a mesh, others may be measured on as many ranks.
+        grouped = {*self.strategy} & {*TENSOR_STRATEGIES, *CONTEXT_STRATEGIES}
+        chosen = []
+        for ranks, training, checkpointing, (name, ahead, staying) in product(
+            world_sizes, trainings, self.checkpoint, self._strategies()
+        ):
+            workload = ParallelWorkload(
+                training,
+                name,
+                ranks,
+                prefetch=ahead,
+                keep_gathered=staying,
+                checkpointing="keep=0" if checkpointing == "auto" else checkpointing,
+                mesh=self.mesh if name in grouped or not grouped else None,
+                **settings,
+            )
+            if checkpointing == "auto":
+                workload = chosen_by_memory(
+                    workload,
+                    room_for_tensors(device) if limit_bytes is None else limit_bytes,
+                    keeps_gathered=keeps_gathered,
+                    tells=tells,
+                )
+            chosen.append(workload)
+        return chosen
+
+    def _refuse_what_nothing_uses(self) -> None:
+        """Raise a UsageError for an option that none of the strategies, or no checkpointing, looks at."""
+        strategies = self._strategies()
+        if [*self.prefetch] != [1] and all(ahead is None for _, ahead, _ in strategies):
+            listed = ",".join(map(str, self.prefetch))
+            raise UsageError(f"--prefetch {listed}: only strategies with fsdp gather ahead; add one to --strategy")
+        if [*self.keep_gathered] != [0] and all(name != "fsdp" for name, _, _ in strategies):
+            listed = ",".join(map(str, self.keep_gathered))
+            raise UsageError(f"--keep-gathered {listed}: only fsdp keeps weights; add it to --strategy")
+        if self.memory_limit is not None and "auto" not in self.checkpoint:
+            raise UsageError(f"--memory-limit {self.memory_limit}: is for --checkpoint auto; add that, or leave it out")
+
+    def _strategies(self) -> list[tuple[str, int | None, int]]:
+        """Strategies with how far they gather ahead and what stays gathered; only ``fsdp`` lets that be chosen."""
+        return [
+            (name, units, blocks)
+            for name in self.strategy
+            for units in (self.prefetch if name == "fsdp" or outer_dimension(name) == "fsdp" else [None])
+            for blocks in (self.keep_gathered if name == "fsdp" else [0])
+        ]
+
+
+def completed(
+    context: typer.Context, sharding: ShardingOptions, implementation: ImplementationOptions, steps: StepsOptions
+) -> tuple[ShardingOptions, ImplementationOptions, StepsOptions]:
+    """The options with what a board or a mesh chooses where nothing was asked for.
+
+    Raises:
+        UsageError: the mesh, the memory limit or the strategy of a board is none.
+    """
+    if sharding.board:
+        strategy, checkpoint, implementation, steps = chosen_for_board(
+            context, sharding.strategy, sharding.checkpoint, implementation, steps
+        )
+        sharding = replace(sharding, strategy=strategy, checkpoint=checkpoint)
+    if sharding.memory_limit is not None:
+        read_memory_limit(sharding.memory_limit)
+    if sharding.mesh is not None and not is_given(context, "strategy"):
+        sharding = replace(sharding, strategy=[strategy_of_mesh(sharding.mesh)])
+    return sharding, implementation, steps
 
 
 def shard(
@@ -96,11 +253,10 @@ def shard(
     if not sharding.board:
         tell_what_does_not_fit(chosen, run.device)
     # Cells of a board are others than those that shard measures of the same workload.
-    measure, mark = "measurement:measure_parallel_training", {}
-    if sharding.board:
-        measure, mark = "board:measure_board", {"board": True}
+    measure, mark = ("measure_board", {"board": True}) if sharding.board else ("measure_parallel_training", {})
     configurations = [workload.configuration() | mark for workload in chosen]
-    run_sweep("shard", f"cs336sys.experiments.parallel.{measure}", configurations, sweeping, across_ranks=True).report(
+    measure = f"cs336sys.experiments.parallel.measurement:{measure}"
+    run_sweep("shard", measure, configurations, sweeping, across_ranks=True).report(
         lambda cells, run: [*sharding_tables(cells, run), *scaling_tables(cells)],
         output,
         (plot, plot_memory),

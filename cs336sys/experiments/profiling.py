@@ -30,7 +30,7 @@ from cs336sys.measure.profile.chrome_trace import read_chrome_trace
 from cs336sys.measure.profile.nsys import read_nsys_database
 from cs336sys.measure.profile.summary import Profile, summarize
 from cs336sys.measure.range_names import STEP, WARM_UP, run_name
-from cs336sys.measure.torch_profiler import TorchProfiler, activities_on
+from cs336sys.measure.timing import TorchProfiler, activities_on
 from cs336sys.processes.atomic_write import written_whole
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.processes.parent import python_module

@@ -147,7 +147,7 @@ import torch
 import cs336sys.experiments.parallel.measurement
 from cs336sys.experiments.parallel.communication import recorded_communication
 from cs336sys.experiments.training import TrainStep
-from cs336sys.measure.torch_profiler import TorchProfiler
+from cs336sys.measure.timing import TorchProfiler
 from cs336sys.sizes import choose_size
 from cs336sys.workload import Workload
 

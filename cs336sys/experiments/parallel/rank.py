@@ -25,12 +25,15 @@ from cs336sys.experiments.checks.weights import WeightDifference
 from cs336sys.experiments.flop_counting import count_step
 from cs336sys.experiments.parallel.communication import (
     Communication,
+    StepTimeline,
     communication_at_once,
+    finish_communication,
+    profile_step,
     recorded_communication,
     run_alone,
+    write_trace,
 )
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
-from cs336sys.experiments.parallel.timeline import StepTimeline, finish_communication, profile_step, write_trace
 from cs336sys.experiments.parallel.verification import verify_training
 from cs336sys.experiments.training import time_steps, training_warnings
 from cs336sys.experiments.user_models import telling_user_errors

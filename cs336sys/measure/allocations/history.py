@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336sys.measure.allocations.timeline import Event
-from cs336sys.measure.torch_profiler import TorchProfiler
+from cs336sys.measure.timing import TorchProfiler
 
 # A train step of the 48-layer model makes about 30,000 allocations, which are 90,000 entries: each is requested, freed
 # and completed. An entry takes a few KB of host memory.

@@ -7,7 +7,7 @@ import pytest
 
 from cs336sys.accounting.sharding.selective_checkpointing import flops_again
 from cs336sys.errors import UsageError
-from cs336sys.experiments.parallel import board
+from cs336sys.experiments.parallel import measurement
 from cs336sys.experiments.parallel.gradient_check import with_few_blocks
 from cs336sys.sizes import ModelSize, choose_size
 from cs336sys.workload import ParallelWorkload, Workload
@@ -48,7 +48,7 @@ def test_the_loss_of_every_step_is_kept(ranks, tmp_path):
     """Of the first step, of the warm-up and of the timed steps, and of none for a profile or a trace; they train."""
     trace = tmp_path / "trace.json.gz"
     one = workload("keep=0", attention="sdpa", kernels="reference", warmup=1, steps=3)
-    for rank in ranks().run(board.measure_board_on_rank, one, trace):
+    for rank in ranks().run(measurement.measure_board_on_rank, one, trace):
         assert len(rank.losses) == 5
         assert rank.losses == sorted(set(rank.losses), reverse=True)
         assert {len(samples.measured) for samples in rank.samples.values()} == {3}

@@ -13,10 +13,10 @@ import training_ranks
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.checks.weights import TOLERANCES
-from cs336sys.experiments.parallel import measurement, timeline
+from cs336sys.experiments.parallel import communication, measurement
+from cs336sys.experiments.parallel.communication import _timeline
 from cs336sys.experiments.parallel.measurement import kept_ranks, measure_parallel_training, slowest, trace_path
 from cs336sys.experiments.parallel.rank import RankMeasurement, verify_on_rank
-from cs336sys.experiments.parallel.timeline import _timeline
 from cs336sys.measure.cells import Worker, guarded
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
@@ -303,10 +303,10 @@ def test_a_trace_that_cannot_be_written_leaves_that_of_before(tmp_path, monkeypa
         Path(file).write_text("of n")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(timeline.TorchProfiler, "export_chrome_trace", write_half)
-    monkeypatch.setattr(timeline, "finish_communication", lambda: None)
+    monkeypatch.setattr(communication.TorchProfiler, "export_chrome_trace", write_half)
+    monkeypatch.setattr(communication, "finish_communication", lambda: None)
     with pytest.raises(OSError, match="No space left"):
-        timeline.write_trace({}, torch.device("cpu"), path)
+        communication.write_trace({}, torch.device("cpu"), path)
     assert path.read_text() == "of before"
     assert list(tmp_path.iterdir()) == [path]
 

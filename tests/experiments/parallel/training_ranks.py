@@ -19,10 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cs336sys.experiments.checks.weights import WeightDifference
 from cs336sys.experiments.parallel import step as step_module
 from cs336sys.experiments.parallel import strategies
-from cs336sys.experiments.parallel.communication import communication_at_once, recorded_communication, run_alone
+from cs336sys.experiments.parallel.communication import (
+    communication_at_once,
+    profile_step,
+    recorded_communication,
+    run_alone,
+)
 from cs336sys.experiments.parallel.rank import verify_on_rank
 from cs336sys.experiments.parallel.step import ParallelStep
-from cs336sys.experiments.parallel.timeline import profile_step
 from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.collectives import AnyRank, all_gather_single, reduce_scatter_single
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
