@@ -2,19 +2,119 @@
 
 import contextlib
 import functools
-from dataclasses import replace
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.flop_counter import FlopCounterMode
 
-from cs336sys.experiments import user_models
 from cs336sys.experiments.models import ATTENTION_FUNCTIONS, attention_kept, attention_replaced
 from cs336sys.experiments.training import TrainStep
+from cs336sys.experiments.user_models import (
+    copied_code,
+    hidden_parameters,
+    hidden_warnings,
+    watched_attention,
+    why_not_ours,
+)
+from cs336sys.measure.allocations.history import ScalarsReadAsZero
 from cs336sys.measure.cells import Progress
 from cs336sys.workload import Workload
 
 
-def count_step(workload: Workload) -> user_models.StepCount:
+class CountedStep(Protocol):
+    """The counted parts of a training step."""
+
+    model: nn.Module
+
+    def forward(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepCount:
+    """The work of one step, as far as the shapes of its tensors show it.
+
+    Attributes:
+        parameters: of the model, tied ones once; None where it cannot even be built without memory.
+        flops: model FLOPs as ``accounting.flops`` counts them, those of torch's attention aside; None where they could
+            not be counted.
+        reads: lines that wait for the GPU because they read a number from a tensor, with how often.
+        failure: why there are no FLOPs.
+        drops: whether it has layers of dropout.
+        hidden: tensors that look like parameters and are none.
+    """
+
+    parameters: int | None
+    flops: int | None = None
+    reads: Counter[str] = field(default_factory=Counter)
+    failure: str = ""
+    drops: bool = False
+    hidden: list[str] = field(default_factory=list)
+
+
+def count_on_meta_device(make_step: Callable[[], CountedStep], *, backward: bool) -> StepCount:
+    """Build a step on the meta device and run it.
+
+    Args:
+        make_step: builds it there, launched, in fp32.
+        backward: count the backward pass, too.
+    """
+    parameters = None
+    numbers = ScalarsReadAsZero()
+    try:
+        with copied_code(), numbers:
+            step = make_step()
+            numbers.guessed.clear()
+            parameters = sum(parameter.numel() for parameter in step.model.parameters())
+            hidden = hidden_parameters(step.model)
+            drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
+            with watched_attention(lambda *arguments: None, computes=False), FlopCounterMode(display=False) as counter:
+                step.forward()
+                if backward:
+                    step.backward()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return StepCount(parameters, failure=f"{type(error).__name__}: {lines[0]}")
+    return StepCount(parameters, counter.get_total_flops(), _lines(numbers.guessed), drops=drops, hidden=hidden)
+
+
+@dataclass
+class AttentionCalls:
+    """The calls of ``torch.nn.functional.scaled_dot_product_attention`` in a forward pass.
+
+    Attributes:
+        calls: how many, by why our kernels cannot stand in for torch's, or ``""`` where they can.
+        flops: of their products, half where they are causal.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    flops: int = 0
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Within this, calls are added up."""
+        return watched_attention(self._add)
+
+    def _add(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, is_causal: bool, enable_gqa: bool
+    ) -> None:
+        self.calls[why_not_ours(query, key, value, mask, dropout, enable_gqa) or ""] += 1
+        scores = query.shape[:-1].numel() * key.shape[-2]
+        # Q K^T and P V; of the causal half, by the papers' convention.
+        self.flops += 2 * scores * (query.shape[-1] + value.shape[-1]) // (2 if is_causal else 1)
+
+
+def _lines(read: Counter[str]) -> Counter[str]:
+    return Counter({line or "somewhere": times for line, times in read.items()})
+
+
+def count_step(workload: Workload) -> StepCount:
     """Count a step of a user's model, for which there is no formula."""
     mode = "forward" if workload.mode == "forward" else "forward-backward"
     launched = replace(workload, mode=mode, precision="fp32", compile="off", cuda_graph="off", device="cpu")
@@ -23,11 +123,11 @@ def count_step(workload: Workload) -> user_models.StepCount:
 
 
 @functools.lru_cache(maxsize=4)
-def _counted(workload: Workload) -> user_models.StepCount:
+def _counted(workload: Workload) -> StepCount:
     without_scaling = torch.amp.GradScaler("cpu", enabled=False)
     make_step = functools.partial(TrainStep, workload, torch.device("meta"), scaler=without_scaling)
     with attention_kept():
-        return user_models.count_on_meta_device(make_step, backward=workload.mode != "forward")
+        return count_on_meta_device(make_step, backward=workload.mode != "forward")
 
 
 def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
@@ -37,7 +137,7 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
         return {"parameters": workload.parameters}
     progress("counting")
     count = count_step(workload)
-    attention = user_models.AttentionCalls()
+    attention = AttentionCalls()
     # Compiled code shows no calls. To ask for eager execution imports the compiler.
     eager = contextlib.nullcontext() if workload.compile == "off" else torch.compiler.set_stance("force_eager")
     # Of a model that calls cs336_basics' attention, as one that calls torch's.
@@ -52,13 +152,13 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
         "parameters": parameters,
         "flops": flops,
         "notes": [
-            *user_models.hidden_warnings(str(workload.user.model), user_models.hidden_parameters(step.model)),
+            *hidden_warnings(str(workload.user.model), hidden_parameters(step.model)),
             *_notes(workload, count, attention),
         ],
     }
 
 
-def _notes(workload: Workload, count: user_models.StepCount, attention: user_models.AttentionCalls) -> list[str]:
+def _notes(workload: Workload, count: StepCount, attention: AttentionCalls) -> list[str]:
     name = str(workload.user.model)
     notes = []
     if workload.attention == "flash":

@@ -11,7 +11,7 @@ from torch import nn
 
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError
 from cs336sys.experiments import user_models
-from cs336sys.experiments.flop_counting import count_step
+from cs336sys.experiments.flop_counting import AttentionCalls, count_step
 from cs336sys.experiments.models import blocks_of, initializer_of
 from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.diagnosis.software import Check
@@ -134,7 +134,7 @@ def _blocks(workload: Workload) -> list[Check]:
 
 def _attention(workload: Workload) -> list[Check]:
     step = TrainStep(workload, _CPU)
-    attention = user_models.AttentionCalls()
+    attention = AttentionCalls()
     with torch.no_grad():
         step.compute_logits(attention.watching())
     calls = attention.calls

@@ -1,11 +1,10 @@
 """Models that are not ours, with their losses, batches and optimizers: what takes the place of what we know of ours.
 
 - ``loading.py``: how is the user's code found, called (with a ``cs336_basics`` of its own, too), and its errors told?
+  Which optimizer does a function of it make?
 - ``blocks.py``: which of its modules are the blocks, and which tensors look like parameters and are none?
 - ``attention.py``: how does another attention take the place of ``torch.nn.functional``'s?
-- ``optimizers.py``: how does a function make an optimizer of some of the parameters?
 - ``initialization.py``: how does a model get its first values one layer at a time?
-- ``flop_counting.py``: how many FLOPs does a step have, and how often does it call attention?
 """
 
 from cs336sys.experiments.user_models.attention import (
@@ -14,35 +13,35 @@ from cs336sys.experiments.user_models.attention import (
     nothing_dropped,
     replace_attention,
     torch_attention,
+    watched_attention,
+    why_not_ours,
     without_dropout,
 )
 from cs336sys.experiments.user_models.blocks import find_blocks, hidden_parameters, hidden_warnings
-from cs336sys.experiments.user_models.flop_counting import AttentionCalls, StepCount, count_on_meta_device
 from cs336sys.experiments.user_models.initialization import fill, layer_initializer, tiny_sizes, why_built_whole
 from cs336sys.experiments.user_models.loading import (
     build,
     call_model,
+    changeable,
     copied_code,
     first_part,
     load,
+    make_optimizer,
     make_user_batch,
+    optimizer_class,
     references_of,
     scalar_loss,
     telling_errors_of,
     telling_user_errors,
     token_logits,
 )
-from cs336sys.experiments.user_models.optimizers import changeable, make_optimizer, optimizer_class
 
 __all__ = [
-    "AttentionCalls",
-    "StepCount",
     "as_written",
     "build",
     "call_model",
     "changeable",
     "copied_code",
-    "count_on_meta_device",
     "fill",
     "find_blocks",
     "first_part",
@@ -63,6 +62,8 @@ __all__ = [
     "tiny_sizes",
     "token_logits",
     "torch_attention",
+    "watched_attention",
     "why_built_whole",
+    "why_not_ours",
     "without_dropout",
 ]
