@@ -8,7 +8,7 @@
 - ``collectives.py``: which collectives did a rank launch, from which line, and how is a rank made late?
 - ``held.py``: which tensor of the model are the slices that ranks hold?
 - ``comparison.py``: what is off, first and by how much?
-- ``diagnosis.py``: what does that mean? By the causes of ``evidence.py``; of gradients, ``gradient_diagnosis.py``.
+- ``diagnosis.py``: what does that mean? Of gradients, ``gradient_diagnosis.py``, which knows the causes.
 - ``measurement.py``: one cell of ``verify``, from its settings to its outcome.
 - ``library.py``: the same for a test in somebody's repository.
 """

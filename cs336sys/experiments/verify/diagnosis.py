@@ -9,8 +9,15 @@ from torch import Tensor
 
 from cs336sys.experiments.verify.cases import SAVED_AFTER, Program, build_subject
 from cs336sys.experiments.verify.comparison import ComparedCase, Finding, norm_of
-from cs336sys.experiments.verify.evidence import EXPLAINED, OF_GRADIENTS, Diagnosis, FaultEvidence, proportion, ratio_of
-from cs336sys.experiments.verify.gradient_diagnosis import of_gradient
+from cs336sys.experiments.verify.gradient_diagnosis import (
+    EXPLAINED,
+    OF_GRADIENTS,
+    Diagnosis,
+    FaultEvidence,
+    of_gradient,
+    proportion,
+    ratio_of,
+)
 from cs336sys.experiments.verify.rank import RankFindings
 from cs336sys.experiments.verify.reference import Reference
 from cs336sys.workload.verification import VerifiedWorkload

@@ -14,7 +14,7 @@ from cs336sys.experiments import user_models
 from cs336sys.experiments.verify.cases import PROGRAMS, SAVED_AFTER, Program
 from cs336sys.experiments.verify.comparison import CaseComparison, ComparedCase
 from cs336sys.experiments.verify.diagnosis import diagnose_case, diagnose_loss
-from cs336sys.experiments.verify.evidence import Diagnosis
+from cs336sys.experiments.verify.gradient_diagnosis import Diagnosis
 from cs336sys.experiments.verify.rank import RankFindings, RankSettings, is_sound, train_on_rank
 from cs336sys.experiments.verify.reference import (
     Reference,
