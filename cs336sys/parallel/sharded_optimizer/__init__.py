@@ -2,9 +2,8 @@
 
 - ``optimizer.py``: ``ShardedOptimizer``, used like any other optimizer. What is in its parameter
   groups, and do ranks agree on it (``groups.py``)?
-- ``partition.py``: what must a way of sharing out the work be able to do? There are whole parameters, and slices
-  (``slices.py``), which also averages gradients.
-- ``local.py``: what does this rank update, and by which classes of optimizers?
+- ``local.py``: what must a way of sharing out the work be able to do? There are whole parameters, and slices
+  (``slices.py``), which also averages gradients. What does this rank update, and by which classes of optimizers?
 - ``exchange.py``: how do updated parameters reach all ranks while the next forward pass runs?
 - ``checkpoint.py``: how is the state put together, and cut up for another number of ranks?
 """

@@ -37,8 +37,13 @@ from cs336sys.parallel.sharded_optimizer.groups import (
     parameters_of,
     refuse_slice,
 )
-from cs336sys.parallel.sharded_optimizer.local import CheckedOptions, LocalOptimizer, Partition, require_optimizer
-from cs336sys.parallel.sharded_optimizer.partition import ParameterPartition
+from cs336sys.parallel.sharded_optimizer.local import (
+    CheckedOptions,
+    LocalOptimizer,
+    ParameterPartition,
+    Partition,
+    require_optimizer,
+)
 from cs336sys.parallel.sharded_optimizer.slices import SlicePartition
 
 

@@ -265,7 +265,7 @@ class SliceSynchronizer(GradientSynchronizer):
 class SlicePartition:
     """Slices of parameters that this rank updates; averages their gradients, and sends updates to all ranks.
 
-    It has the methods of :class:`~cs336sys.parallel.sharded_optimizer.partition.ParameterPartition`.
+    It has the methods of :class:`~cs336sys.parallel.sharded_optimizer.local.ParameterPartition`.
 
     Args:
         cap_bytes: most bytes of gradients, and of parameters, in one operation.
