@@ -1,12 +1,48 @@
 """Processes: which rank this one is, and how those that it starts end. No torch, and nothing slow to import.
 
-- ``ranks.py``: which of the ranks started by torchrun or Slurm is this process?
 - ``parent.py``: how does a process start others that end with it, and what did they die of?
 - ``child.py``: what does a started process do from its first moment to its last?
 - ``guard.py``: the program that stands between the two and kills all that a child has started, at any depth.
 - ``folders.py``: temporary folders that are removed even when their process is killed.
 """
 
-from cs336sys.processes.ranks import RankIdentity, started_outside
+import os
+from dataclasses import dataclass
+
+from cs336sys.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """The rank of a process. ``local_rank`` counts the ranks of one machine, and selects the GPU."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+
+def started_outside() -> RankIdentity | None:
+    """Return the identity of a rank that torchrun or Slurm started; None if this process is none.
+
+    Raises:
+        UsageError: ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK`` name no rank.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank = _number("RANK")
+    world_size = _number("WORLD_SIZE")
+    if rank >= world_size:
+        raise UsageError(f"RANK={rank}: must be less than WORLD_SIZE, {world_size}")
+    return RankIdentity(rank, world_size, _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank)
+
+
+def _number(name: str) -> int:
+    text = os.environ[name]
+    if not text.isdecimal():
+        raise UsageError(
+            f"{name}={text}: must be a whole number, as torchrun sets it; unset it to let this command start the ranks"
+        )
+    return int(text)
+
 
 __all__ = ["RankIdentity", "started_outside"]
