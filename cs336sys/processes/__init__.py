@@ -43,6 +43,3 @@ def _number(name: str) -> int:
             f"{name}={text}: must be a whole number, as torchrun sets it; unset it to let this command start the ranks"
         )
     return int(text)
-
-
-__all__ = ["RankIdentity", "started_outside"]
