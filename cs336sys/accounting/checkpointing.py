@@ -206,9 +206,6 @@ def best_group_size(size: ModelSize, precision: str, mode: str, attention: str) 
     return GroupSize(min(peaks, key=peaks.__getitem__), rule, block_input, block)
 
 
-# The 2026 handout's problem ``gradient_checkpointing``: what strategies hold and compute again, as functions of N.
-
-
 _HANDOUT = "2026 handout, 3.2"
 _CHEN = "Chen et al., arXiv:1604.06174"
 

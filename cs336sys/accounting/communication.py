@@ -219,9 +219,6 @@ def _check_positive(**values: Number) -> None:
             raise UsageError(f"{name} {value}: must be positive")
 
 
-# What communication costs a step, and how much of it that hides.
-
-
 def exposed_communication(medians_ms: Mapping[str, float], running_ms: float | None = None) -> dict[str, float | None]:
     """Return how much longer the step is than the same one without communication, and what of the communication that
     hides.

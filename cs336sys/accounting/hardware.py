@@ -10,9 +10,6 @@ from typing import Any, Self
 from cs336sys.errors import UsageError
 from cs336sys.processes.atomic_write import written_whole
 
-# Peak matrix-multiplication rates of GPUs, and model FLOPs utilization (MFU).
-
-
 _COLUMNS = ("fp32", "tf32", "bf16", "fp16")
 
 # Name as torch.cuda.get_device_name gives it (a regular expression that must match all of it), and the dense TFLOP/s
@@ -107,9 +104,6 @@ def least_ms(gpu_name: str, precision: str, flops: float, moved_bytes: float) ->
     if tflops is None or bytes_per_s is None:
         return 0.0
     return 1e3 * max(flops / tflops / 1e12, moved_bytes / bytes_per_s)
-
-
-# Devices, their links, and what computing and communication cost each other.
 
 
 @dataclass(frozen=True)

@@ -162,9 +162,6 @@ def _format_of(format: str | None, output: Path | None) -> str:
     return written
 
 
-# Runs the commands of a write-up one after the other, each in a process of its own.
-
-
 # Commands that go on with what their --save file holds; the others take seconds.
 _NOT_RESUMABLE = ("precision",)
 
@@ -223,9 +220,6 @@ def _run(command: Command, folder: Path) -> int:
         # Ctrl-C has reached this process alone. Every cell that was measured is in the file.
         program.kill()
     return program.process.returncode
-
-
-# Which files a write-up is made from: results, and what pytest says of the course's tests.
 
 
 # What is looked for in folders, and taken of a pattern's matches.

@@ -150,9 +150,6 @@ def _plan(command: Any, context: Any, name: str, ranks: int | None) -> None:
             command.invoke(context)
 
 
-# A batch script for Slurm that runs a command of ours.
-
-
 # What sbatch's --time accepts: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on below.
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED")
 _OPTION = re.compile(r"[a-z][a-z-]*(=\S+)?")

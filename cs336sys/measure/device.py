@@ -4,8 +4,6 @@ import torch
 
 from cs336sys.errors import CapabilityError
 
-# Which device a measurement runs on.
-
 
 def choose_device(name: str) -> torch.device:
     """``auto`` is CUDA where there is one.
@@ -18,9 +16,6 @@ def choose_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
-
-
-# torch's dtypes by the names that commands and results give them.
 
 
 # In the order of workload.COLLECTIVE_DTYPES: first those of sizes.PRECISIONS.

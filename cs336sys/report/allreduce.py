@@ -249,9 +249,6 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table | Non
     return Table("fit", "latency and bandwidth of a message", columns, rows, notes=(note,))
 
 
-# The picture of ``allreduce``: time and bus bandwidth over the size, and time over the ranks.
-
-
 # Of more sizes than this, time over the ranks is drawn for some: more lines cannot be told apart.
 _MOST_SIZES = 8
 

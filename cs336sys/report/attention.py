@@ -219,9 +219,6 @@ def _growth(cells: Sequence[Cell]) -> Table | None:
     return Table("growth", "attn: memory held before backward, against the context", columns, rows, notes=(note,))
 
 
-# The pictures of ``flash`` and of ``attn`` (matplotlib, written to a file).
-
-
 # Of the implementations of attn, in their order.
 _LINES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 

@@ -37,9 +37,6 @@ from cs336sys.workload import COMPARED_SETTINGS, PHASES_OF_MODE, Workload
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# What a table of times says about the GPU's clock while they were taken.
-
-
 # A clock that is lower by more than this makes what computing limits slower by as much, more than the spread of steps.
 _FALLEN_PART = 0.03
 
@@ -359,9 +356,6 @@ def _interleaved(cells: Sequence[Cell]) -> set[tuple[str, str]]:
     """Settings whose values were measured alternately, each with its values."""
     configurations = [cell.configuration for cell in cells if "interleave" in cell.configuration]
     return {(configuration["interleave"], configuration["interleaved"]) for configuration in configurations}
-
-
-# The picture of ``bench``: how long each phase of a step takes, and what the compared settings gain.
 
 
 _COLORS = {"forward": "#4c72b0", "backward": "#c44e52", "optimizer": "#dd8452"}

@@ -325,9 +325,6 @@ def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     return Table("plan", "ddp: cells and the memory of their state (nothing was run)", columns, rows, notes)
 
 
-# Pictures of ``ddp``: when a rank computed and communicated, and bucket sizes next to the model of their overhead.
-
-
 _LANES = {"compute": (1, "C0"), "communicate": (0, "C1")}
 _PHASE_SHADES = {"step": "0.97", "forward": "0.97", "backward": "0.90", "synchronize": "#fbe9e7", "optimizer": "0.97"}
 

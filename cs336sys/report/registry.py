@@ -41,8 +41,6 @@ from cs336sys.results.model import (
 from cs336sys.results.statistics import Interval
 from cs336sys.workload import MemoryWorkload
 
-# How the cells of each command are shown again: a new command's entry is made here.
-
 
 @dataclass(frozen=True)
 class Presentation:
@@ -151,8 +149,6 @@ SAVED_COMMANDS: dict[str, SavedCommand] = {
     "verify": SavedCommand(lambda cells, run, asked: verify_tables(cells, run)),
 }
 
-# Which saved cells were one invocation of a command.
-
 
 @dataclass
 class Invocation:
@@ -209,17 +205,12 @@ def _is_resumed(earlier: Invocation, run: Run | None) -> bool:
 
 
 # What tables and pictures raise of cells that another version, or another program, has written.
-
-
 FAULTS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError, StopIteration)
 
 
 def fault_words(error: Exception) -> str:
     """Say what is wrong with the cells, to follow their name: ``lack 'timeline'``."""
     return f"lack {error}" if isinstance(error, KeyError) else f"hold something else than expected ({error})"
-
-
-# The cells, tables and pictures of an invocation, and what is said of cells that cannot be shown.
 
 
 Built = TypeVar("Built")
@@ -342,9 +333,6 @@ def _checked(invocation: Invocation, build: Callable[[], Built], done: str = "sh
         ) from error
 
 
-# The page of ``show --html``: the tables and pictures of saved results, by the invocation that measured them.
-
-
 # A picture takes a second, and a page may have hundreds.
 _SILENT_S = 5.0
 
@@ -397,22 +385,3 @@ def _parts(shown: Shown, picture: Callable[[Callable[[Path], None], str], str]) 
         *(picture(draw, f"{invocation.command}: {name}") for name, draw in shown.pictures.items()),
         *(html_table(table, "h3") for table in shown.tables),
     ]
-
-
-# Saved results shown again: which cells belong together (``invocation``), how a command's are shown (``commands``).
-
-
-__all__ = [
-    "SAVED_COMMANDS",
-    "Invocation",
-    "Pictures",
-    "Presentation",
-    "Shown",
-    "invocations",
-    "marked",
-    "saved_page",
-    "saved_pictures",
-    "saved_tables",
-    "shown_cells",
-    "sound_cells_and_tables",
-]

@@ -309,9 +309,6 @@ def _column_name(moment: str) -> str:
     return moment.replace(" ", "_")
 
 
-# The picture of ``shard``: what a rank's memory holds at six moments, and what was predicted.
-
-
 _COLORS = {"parameters": "#4c72b0", "gradients": "#c44e52", "optimizer_state": "#8172b3", "rest": "#55a868"}
 
 # More next to each other cannot be read on a page.

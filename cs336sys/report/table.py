@@ -134,9 +134,6 @@ def one_line(text: str) -> str:
     return " ".join(printable(text).splitlines())
 
 
-# Parts of tables: some of them, some of their columns, their rows in another order.
-
-
 def select_in_groups(
     groups: Sequence[Sequence[Table]], names: Sequence[str] = (), keys: Sequence[str] = (), order: str | None = None
 ) -> list[list[Table]]:

@@ -16,9 +16,6 @@ from cs336sys.results.model import Samples
 from cs336sys.sizes import PRECISIONS, ModelSize
 from cs336sys.user_code import is_user_code
 
-# What every workload is: plain data that a results file holds, and gets back.
-
-
 # A size's fields in a configuration, which calls its name "size"; its own default precision decides nothing.
 _SHAPE = tuple(field.name for field in fields(ModelSize) if field.name not in ("name", "precision"))
 
@@ -61,9 +58,6 @@ def check_choices(workload: Configured, choices: Mapping[str, Collection[str]]) 
 
 
 DEVICES = ("auto", "cuda", "cpu")
-
-# One model, its batch, and how its steps run.
-
 
 PHASES_OF_MODE = {
     "forward": ("forward",),

@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from cs336sys.measure.system import Capacity
     from cs336sys.report.table import Table
 
-# Which cells a resumed sweep need not measure again: those that would be measured now as they were.
-
-
 # A resumed sweep measures these again; every other status would come out the same.
 _WORTH_RETRYING = ("error", "timeout")
 

@@ -66,9 +66,6 @@ def random_inputs(workload: AttentionWorkload, device: torch.device) -> Inputs:
     return Inputs(*tensors)
 
 
-# Attention of packages that a user may have installed next to torch: FlashAttention 4 in the CuTe DSL.
-
-
 FA4_MODULE = "flash_attn.cute.interface"
 _DTYPES = ("bf16", "fp16")
 
@@ -177,9 +174,6 @@ def _flex(workload: AttentionWorkload, device: torch.device) -> Attention:
 
 def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
-
-
-# Attention in float64, and how far implementations are from it.
 
 
 # Rows of the score matrix that the float64 reference holds at a time: 0.5 GiB at context 65,536.

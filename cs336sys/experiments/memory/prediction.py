@@ -28,9 +28,6 @@ from cs336sys.measure.allocations.timeline import AllocationTimeline, largest_al
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload, Workload
 
-# What a cell of ``memprof`` keeps of a timeline: plain numbers, from which tables and pictures are made.
-
-
 # What a cell keeps of its timeline: enough for a picture a page wide.
 TIMELINE_POINTS = 400
 

@@ -45,8 +45,6 @@ from cs336sys.measure.timing import time_phases
 from cs336sys.results.model import Samples
 from cs336sys.workload import FULLY_SHARDED, SHARD_STRATEGIES, ParallelWorkload
 
-# What a rank's memory holds at six moments of training, by component, from the allocator's own events.
-
 
 def build_recorded(
     build: Callable[[], ParallelStep], device: torch.device

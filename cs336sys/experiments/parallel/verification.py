@@ -36,9 +36,6 @@ from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.workload import FULLY_SHARDED, ParallelWorkload, Workload
 
-# The mean gradients that a rank holds between backward pass and optimizer step, by the names of the plain model.
-
-
 _WRAPPERS = (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP, nn.parallel.DistributedDataParallel)
 
 

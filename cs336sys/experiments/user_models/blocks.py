@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from cs336sys.errors import UserCodeError
 
-# Which modules of a model are its blocks: those that come one after another, many of one class.
-
 
 def find_blocks(model: nn.Module, patterns: str | None) -> dict[str, nn.Module]:
     """The blocks by their names, in the order of the model's modules.
@@ -57,9 +55,6 @@ def _collect(module: nn.Module, name: str, by_class: dict[type[nn.Module], dict[
             return
     for own, child in children.items():
         _collect(child, own, by_class)
-
-
-# Tensors that a model computes with and that require gradients, but are no parameters of it: nothing trains them.
 
 
 # Of these modules know themselves.

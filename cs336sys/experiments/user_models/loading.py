@@ -28,9 +28,6 @@ from cs336sys.user_code import is_file, is_user_code, named_object, source_file,
 from cs336sys.workload import Workload
 from cs336sys.workload.course_package import PACKAGE, first_folder
 
-# Lets the user's code import a ``cs336_basics`` of its own, where this process has another already.
-
-
 # Of files of the user's that were loaded. Elsewhere they come last on ``sys.path``.
 user_folders: list[str] = []
 

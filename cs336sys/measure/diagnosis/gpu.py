@@ -191,9 +191,6 @@ def read_links(topology: str) -> dict[tuple[int, int], str]:
     return {(a, b): rows[a][1 + b] for a, b in combinations(range(len(rows)), 2)}
 
 
-# What connects GPUs to each other, in words: it decides what every collective can reach.
-
-
 @functools.cache
 def describe_links(uuids: Sequence[str]) -> str:
     """The links between these GPUs of this machine as ``nvidia-smi topo -m`` names them, with the sum of the NVLinks.

@@ -36,9 +36,6 @@ class Check:
     fix: str | None = None
 
 
-# Checks of Python, torch, Triton and what they need from the system.
-
-
 # The interpreter answers in 1.6 s on two cores; on a GPU Triton first compiles its C launcher and the kernel.
 PROBE_TIMEOUT_S = 60.0
 
@@ -176,9 +173,6 @@ def _supported_python() -> SpecifierSet:
         return SpecifierSet(importlib.metadata.metadata("cs336sys")["Requires-Python"] or "")
     except importlib.metadata.PackageNotFoundError:
         return SpecifierSet()
-
-
-# Checks of memory, disk and operating system.
 
 
 # A process with torch and one small layer takes 0.4 GiB (torch 2.13, CPU); a command has two, plus compilers.

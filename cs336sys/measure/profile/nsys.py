@@ -13,9 +13,6 @@ from cs336sys.measure.profile.capture import Capture, empty_tables, is_waiting_c
 from cs336sys.processes.parent import run_guarded_program
 from cs336sys.results.foreign import printable
 
-# Runs Nsight Systems: ``nsys profile`` around a program, ``nsys export`` to a database. Standard library only.
-
-
 NAME = "Nsight Systems"
 
 # CUDA and NVTX only: with nsys's defaults a program of three matrix products made a report of 2 GB, with these one of

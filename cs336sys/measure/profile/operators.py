@@ -122,9 +122,6 @@ def roofline(work: OperatorWork, seconds: float, gpu_name: str, ceilings: Ceilin
     return Roofline(100 * max(computing_s, moving_s) / seconds, bound, source)
 
 
-# Which operator launched which work.
-
-
 class CalledOperators:
     """The operators that launched some work.
 

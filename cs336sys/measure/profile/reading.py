@@ -64,9 +64,6 @@ def _export_and_read(report: Path) -> Capture:
         return read_nsys_database(database, str(report))
 
 
-# Several ranks.
-
-
 _ENDINGS = (".json", ".json.gz", ".sqlite", *REPORT_SUFFIXES)
 _RANK = re.compile(r"rank[-_ .]?(\d+)", re.IGNORECASE)
 

@@ -10,9 +10,6 @@ from cs336sys.errors import UsageError
 from cs336sys.measure.profile.capture import Capture
 from cs336sys.measure.range_names import ATTENTION_PARTS, STEP, STEP_PHASES
 
-# What takes the place of a step's phases in a capture of somebody's program, which has no ranges of ours.
-
-
 # torch.profiler numbers the steps that a program tells it of by profiler.step().
 _PROFILER_STEPS = "ProfilerStep#*"
 PROFILER_STEP = "ProfilerStep"

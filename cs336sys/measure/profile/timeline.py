@@ -320,9 +320,6 @@ def _collectives(
     return Collectives(index, kinds, groups, values[:, 0], values[:, 1], values[:, 2])
 
 
-# Which steps a timeline has.
-
-
 def _find_steps(capture: Capture, timeline: Timeline, asked: str | None) -> Steps:
     names = capture.range_names()
     if asked is not None:

@@ -138,9 +138,6 @@ def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:
     return "\n".join([step.strategy, *(words(step)[index] for index in differing)])
 
 
-# The tables of ``account keep``: what a rank holds and computes again, by how many blocks keep gate and up.
-
-
 # Rows between none and all.
 _ROWS = 4
 

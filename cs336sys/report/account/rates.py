@@ -242,9 +242,6 @@ def _seconds_per_flop(cell: Cell) -> float:
     return passes_ms / model_flops(Workload.from_configuration(cell.configuration).size)
 
 
-# Training steps in saved results, next to what the rates of their machine say.
-
-
 # A measured step may differ by so much from a predicted one before the table says that the model is wrong.
 _TOLERANCE = 0.10
 

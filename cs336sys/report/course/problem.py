@@ -12,9 +12,6 @@ from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.memory import GIB, training_state
 from cs336sys.sizes import SIZES, choose_size
 
-# For which handout and machine a write-up is planned, and its command lines with the time and memory they need.
-
-
 # Seconds, as measured on a machine with one H200 and on one with two CPU cores: a worker imports torch and starts CUDA;
 # a cell builds its model; torch.compile; nsys exports what it has recorded.
 _START_S = 8.0

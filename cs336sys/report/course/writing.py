@@ -88,9 +88,6 @@ _MARKDOWN = Markup(
 )
 
 
-# A whole file for pdflatex or tectonic.
-
-
 # Rows that fit a printed page; a LaTeX table is not broken across pages.
 _PAGE_ROWS = 40
 
@@ -157,9 +154,6 @@ _LATEX = Markup(
 )
 
 
-# A whole file for typst.
-
-
 _TYPST_HEAD = """#set page(margin: 2cm, numbering: "1")
 #set text(size: 10pt)
 #set par(justify: false)
@@ -188,9 +182,6 @@ _TYPST = Markup(
     head=_TYPST_HEAD,
     between=" ",
 )
-
-
-# One page with its pictures inside; nothing of it is loaded from anywhere.
 
 
 _STYLE = """

@@ -266,9 +266,6 @@ def axis_ticks(most: float) -> list[dict[str, float | str]]:
     return [{"bytes": step * i * most / highest, "label": f"{step * i:.4g} {unit}"} for i in range(count + 1)]
 
 
-# The files that ``memprof --snapshot DIR`` leaves next to each cell's memory snapshot.
-
-
 def check_directory(directory: Path | None) -> None:
     """Find out before anything is measured whether files can be written there.
 

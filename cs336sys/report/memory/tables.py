@@ -30,9 +30,6 @@ from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.sizes import ModelSize
 from cs336sys.workload import MemoryWorkload, Workload
 
-# Tables that compare strategies of activation checkpointing: measured next to predicted, and predicted alone.
-
-
 _PREDICTED = (
     Column("predicted_gib", "predicted peak", "gib"),
     Column("predicted_moment", "moment of the peak"),
@@ -354,9 +351,6 @@ def _first_strategy(cells: Sequence[Cell]) -> list[Cell]:
 
 def _workload(cell: Cell) -> MemoryWorkload:
     return MemoryWorkload.from_configuration(cell.configuration)
-
-
-# The tables of ``memprof --dry-run``: every cell predicted by the accounting and by a trace of fake tensors.
 
 
 def plan_tables(cells: Sequence[Cell], top: int) -> list[Table]:

@@ -24,8 +24,6 @@ from cs336sys.results.model import Cell, Samples
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# One profile as the tables see it.
-
 
 @dataclass(frozen=True)
 class MeasuredProfile:
@@ -209,9 +207,6 @@ def share_key(category: str) -> str:
 def _share_row(totals: Counter[str], count: int) -> dict[str, Any]:
     shares = {share_key(category): 100 * ns / totals.total() for category, ns in totals.items() if ns}
     return {"kernel_ms": totals.total() / count / 1e6} | shares
-
-
-# The picture of ``nsys``: of which kind the kernels of each phase are.
 
 
 # What matrix products take stands out from what moves memory.

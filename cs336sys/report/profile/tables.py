@@ -19,9 +19,6 @@ from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, 
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.workload import ProfileWorkload, Workload
 
-# Softmax against the matrix products inside attention, on the forward pass.
-
-
 _OTHER = "other"
 
 
@@ -80,9 +77,6 @@ def _row(measured: MeasuredProfile) -> dict[str, Any]:
             "softmax_gbps": softmax.bytes / softmax_ms / 1e6,
         }
     return row
-
-
-# Time of each phase, and fp32 against bf16.
 
 
 # From here on, two decimals would say 100.00.
