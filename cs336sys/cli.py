@@ -45,12 +45,7 @@ class CommandTable(LazyGroup):
             raise typer.Exit(interruption_code(interrupt)) from interrupt
 
 
-app = typer.Typer(
-    cls=CommandTable,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings=HELP_OPTIONS,
-)
+app = typer.Typer(cls=CommandTable, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP_OPTIONS)
 
 
 def _print_version(asked: bool) -> None:

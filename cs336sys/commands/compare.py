@@ -17,8 +17,7 @@ def compare(
     baseline: Annotated[str, typer.Argument(metavar="A.jsonl[,...]", help="The results to compare with.")],
     candidate: Annotated[str, typer.Argument(metavar="B.jsonl[,...]", help="The results that should be faster.")],
     metric: Annotated[
-        list[str],
-        typer.Option(help="Series to compare: step_ms,forward_ms. Default: step_ms, or else every time."),
+        list[str], typer.Option(help="Series to compare: step_ms,forward_ms. Default: step_ms, or else every time.")
     ] = [],
     confidence: Annotated[float, typer.Option(help="Percent; sets the interval and the significance.")] = 95.0,
     fail_above: Annotated[

@@ -100,11 +100,7 @@ def ddp(
             check_layers=check_layers,
             transport=sent_by,
         )
-        for ranks, training, sent_in in product(
-            choose_world_sizes(world_size),
-            workloads,
-            gradient_dtype,
-        )
+        for ranks, training, sent_in in product(choose_world_sizes(world_size), workloads, gradient_dtype)
         for strategy, bucket, sent_by in _strategies(mode, bucket_mb, transport)
     ]
     if is_first_rank():

@@ -89,12 +89,7 @@ def doctor(
         checks, subject = check_model(workload), f"in {model}"
     verdicts = [check.verdict for check in checks]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("ok", "warn", "missing"))
-    columns = (
-        Column("name", "check"),
-        Column("verdict", "verdict"),
-        Column("found", "found"),
-        Column("fix", "fix"),
-    )
+    columns = (Column("name", "check"), Column("verdict", "verdict"), Column("found", "found"), Column("fix", "fix"))
     table = Table("doctor", f"What cs336sys finds {subject}: {counts}", columns, [asdict(check) for check in checks])
     output.emit([table])
     if "missing" in verdicts:

@@ -154,12 +154,7 @@ def _plan(
 
 
 def _read_snapshots(
-    source: list[Path],
-    against: list[Path],
-    top: int,
-    snapshot: Path | None,
-    html: Path | None,
-    output: OutputOptions,
+    source: list[Path], against: list[Path], top: int, snapshot: Path | None, html: Path | None, output: OutputOptions
 ) -> None:
     from cs336sys.report.memory.page import check_directory
     from cs336sys.report.memory.snapshots import (

@@ -69,8 +69,7 @@ def report(
         ),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write to this file, not to stdout.", rich_help_panel=OUTPUT),
+        Path | None, typer.Option("--output", "-o", help="Write to this file, not to stdout.", rich_help_panel=OUTPUT)
     ] = None,
 ) -> None:
     """Write up a year of the course: each problem with its command, machine, table, picture and answer in words.

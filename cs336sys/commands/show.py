@@ -34,8 +34,7 @@ def show(
         list[str], typer.Option("--command", help="Only the cells of these commands.", show_default=False)
     ] = [],
     status: Annotated[
-        list[str],
-        choice(get_args(Status), f"Only cells of these: {', '.join(get_args(Status))}.", show_default=False),
+        list[str], choice(get_args(Status), f"Only cells of these: {', '.join(get_args(Status))}.", show_default=False)
     ] = [],
     plot: Annotated[
         Path | None, typer.Option(help="Draw to this picture file; of several, each adds its name to the file's.")

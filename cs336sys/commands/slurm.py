@@ -40,8 +40,7 @@ def slurm(
     partition: Annotated[str | None, typer.Option(help="Partition.", show_default=False)] = None,
     account: Annotated[str | None, typer.Option(help="Account.", show_default=False)] = None,
     sbatch: Annotated[
-        list[str],
-        typer.Option(help="Another option of sbatch, without dashes: constraint=h200.", metavar="<a=b>"),
+        list[str], typer.Option(help="Another option of sbatch, without dashes: constraint=h200.", metavar="<a=b>")
     ] = [],
     setup: Annotated[
         list[str], typer.Option(help="A line before the command: module load cuda.", metavar="<line>")

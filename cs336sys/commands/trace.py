@@ -25,8 +25,7 @@ def trace(
         typer.Argument(metavar="FILE...", help="Captures of torch.profiler or nsys, one a rank, or their folder."),
     ],
     against: Annotated[
-        list[Path],
-        typer.Option(help="A later capture (or ranks, or a folder): show what changed.", show_default=False),
+        list[Path], typer.Option(help="A later capture (or ranks, or a folder): show what changed.", show_default=False)
     ] = [],
     step: Annotated[str | None, typer.Option(help="Name of the ranges that are the steps.", show_default=False)] = None,
     top: Annotated[int, typer.Option(help="Kernels, operators and modules shown.", min=1)] = 10,

@@ -59,8 +59,7 @@ def tune(
         ),
     ] = [],
     micro_batch: Annotated[
-        list[int],
-        typer.Option(help="Sequences of a rank at once. Default: 1, 2, ... 64.", show_default=False, min=1),
+        list[int], typer.Option(help="Sequences of a rank at once. Default: 1, 2, ... 64.", show_default=False, min=1)
     ] = [],
     tokens_per_step: Annotated[
         int | None,
@@ -424,10 +423,7 @@ def _measure(
     keys = [configuration_key(configuration) for configuration in configurations]
     best_keys = {*keys[:wanted], *keys[len(chosen) :]}
     predictions: dict[str, Mapping[str, Any]] = {
-        key: {
-            "predicted_ms": None if one.time.unknown else 1e3 * one.time.step_s,
-            "predicted_gib": one.memory / GIB,
-        }
+        key: {"predicted_ms": None if one.time.unknown else 1e3 * one.time.step_s, "predicted_gib": one.memory / GIB}
         for key, one in zip(keys, candidates, strict=True)
     }
     started = time.monotonic()

@@ -41,8 +41,7 @@ def verify(
     ] = None,
     gradients: Annotated[str, choice(GRADIENTS, "Ranks' gradients become their mean, or sum.")] = "mean",
     finish: Annotated[
-        str | None,
-        typer.Option(help="Method that finishes gradients. Default: found.", show_default=False),
+        str | None, typer.Option(help="Method that finishes gradients. Default: found.", show_default=False)
     ] = None,
     backend: BackendOption = "auto",
     model: VerifiedModelOptions = VerifiedModelOptions(),

@@ -101,10 +101,7 @@ def _as_on_a_gpu(calls: list[tuple[int, int, int]]) -> Iterator[None]:
     def normalize(value: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         return _RMSNorm.apply(value, weight)
 
-    with (
-        mock.patch.object(F, "scaled_dot_product_attention", attend),
-        mock.patch.object(F, "rms_norm", normalize),
-    ):
+    with mock.patch.object(F, "scaled_dot_product_attention", attend), mock.patch.object(F, "rms_norm", normalize):
         yield
 
 

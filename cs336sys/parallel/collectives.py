@@ -121,11 +121,7 @@ class _Mean(_Launched):
     """
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        what: str = "tensors",
-        group: dist.ProcessGroup | None = None,
+        self, dtype: torch.dtype, device: torch.device, what: str = "tensors", group: dist.ProcessGroup | None = None
     ):
         super().__init__(what, group)
         self._dtype = dtype

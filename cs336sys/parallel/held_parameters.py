@@ -121,12 +121,7 @@ class HeldParameters:
             for attribute, parameter in owner._parameters.items():
                 if parameter is not None:
                     held[f"{prefix}.{attribute}" if prefix else attribute] = _Held(
-                        owner,
-                        parameter,
-                        parameter.shape,
-                        parameter.dtype,
-                        parameter.device,
-                        parameter.requires_grad,
+                        owner, parameter, parameter.shape, parameter.dtype, parameter.device, parameter.requires_grad
                     )
         return held
 

@@ -226,11 +226,7 @@ def _fitting(needed_gib: float, capacity: Capacity | None) -> dict[str, Any]:
 
 
 def _times(
-    cells: Sequence[Cell],
-    run: Run | None,
-    heading: str,
-    settings: dict[str, Column],
-    percentiles: Sequence[float],
+    cells: Sequence[Cell], run: Run | None, heading: str, settings: dict[str, Column], percentiles: Sequence[float]
 ) -> Table:
     phases = list(dict.fromkeys(phase for cell in cells for phase in PHASES_OF_MODE[cell.configuration["mode"]]))
     columns = [

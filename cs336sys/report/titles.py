@@ -212,10 +212,7 @@ def interpreted_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]
                 interpreted.add(f"{name} {one[name]}")
         if is_interpreted and one.get("kernels", "reference") != "reference":
             interpreted.add(f"kernels {one['kernels']}")
-    without_gpu = {
-        "in Triton's interpreter": interpreted,
-        "on a CPU FlashAttention-2 by tiles in PyTorch": tiled,
-    }
+    without_gpu = {"in Triton's interpreter": interpreted, "on a CPU FlashAttention-2 by tiles in PyTorch": tiled}
     return tuple(
         f"{', '.join(sorted(found))}: {what}, whose times say nothing of the kernels'"
         for what, found in without_gpu.items()

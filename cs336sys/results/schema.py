@@ -17,12 +17,7 @@ _NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
 _TEXT = {"type": "string"}
@@ -68,10 +63,7 @@ def results_schema() -> dict[str, Any]:
 def _record(kind: type) -> dict[str, Any]:
     described = _of_dataclass(kind)
     marks = {"schema_version": {"const": SCHEMA_VERSION}, "kind": {"const": kind.__name__.lower()}}
-    return described | {
-        "properties": marks | described["properties"],
-        "required": [*marks, *described["required"]],
-    }
+    return described | {"properties": marks | described["properties"], "required": [*marks, *described["required"]]}
 
 
 def _of_dataclass(kind: Any) -> dict[str, Any]:

@@ -38,16 +38,10 @@ COMPILE_BLOCKS = Change(
     "compile each block", ("for block in model.layers:", "    block.compile()"), "minutes of start-up"
 )
 COMPILE_MODEL = Change("compile the model", ("model = torch.compile(model)",), "minutes of start-up")
-SDPA = Change(
-    "torch's attention",
-    ("output = F.scaled_dot_product_attention(q, k, v, is_causal=True)",),
-)
+SDPA = Change("torch's attention", ("output = F.scaled_dot_product_attention(q, k, v, is_causal=True)",))
 FLASH = Change(
     "FlashAttention kernels",
-    (
-        "from cs336sys.kernels.attention import flash_attention",
-        "output = flash_attention(q, k, v, is_causal=True)",
-    ),
+    ("from cs336sys.kernels.attention import flash_attention", "output = flash_attention(q, k, v, is_causal=True)"),
 )
 FUSED_KERNELS = Change("fused kernels", ("from cs336sys.kernels.fuse import fuse", "fuse(model)"))
 FUSED_ADAMW = Change("torch's fused AdamW", ("optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",))
@@ -215,11 +209,7 @@ class Choice:
 
 
 def choose(
-    space: Space,
-    rates: Rates,
-    limit: float,
-    launch_s: float | None = None,
-    counted: CountedModel | None = None,
+    space: Space, rates: Rates, limit: float, launch_s: float | None = None, counted: CountedModel | None = None
 ) -> Choice:
     """Evaluate a whole space, of our model or of the user's."""
     configurations, refused = space.configurations()

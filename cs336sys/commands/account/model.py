@@ -35,10 +35,7 @@ def activations(
     output.emit(activations_tables(model.sizes(), precision, attention))
 
 
-def flops(
-    model: options.SizeOptions = options.SizeOptions(["2.7b"]),
-    output: OutputOptions = OutputOptions(),
-) -> None:
+def flops(model: options.SizeOptions = options.SizeOptions(["2.7b"]), output: OutputOptions = OutputOptions()) -> None:
     """FLOPs of a forward pass by component, softmax against the products of attention, and what AdamW moves.
 
     cs336sys account flops --size small,2.7b --context 1024

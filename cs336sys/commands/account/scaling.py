@@ -40,8 +40,7 @@ def scaling(
         ),
     ] = [],
     flops: Annotated[
-        float | None,
-        typer.Option(help="FLOP/s of a device, without --measured. Default: 4e+14.", show_default=False),
+        float | None, typer.Option(help="FLOP/s of a device, without --measured. Default: 4e+14.", show_default=False)
     ] = None,
     bandwidth: Annotated[
         float | None,

@@ -448,12 +448,7 @@ def _refuse_timeout(asked: SweepOptions, identity: RankIdentity | None) -> None:
 
 
 def _resumed(
-    results: Results | None,
-    command: str,
-    configurations: Sequence[dict[str, Any]],
-    run: Run | None,
-    *,
-    take_any: bool,
+    results: Results | None, command: str, configurations: Sequence[dict[str, Any]], run: Run | None, *, take_any: bool
 ) -> dict[str, Cell]:
     """The cells, by configuration, that were measured before; says which are not taken, and why."""
     # Without a worker it is not known which machine this is.

@@ -200,11 +200,7 @@ def _check_counting(
 
 
 def _check_replays(
-    workload: Workload,
-    launched: Workload,
-    expected: dict[str, Tensor] | None,
-    device: torch.device,
-    progress: Progress,
+    workload: Workload, launched: Workload, expected: dict[str, Tensor] | None, device: torch.device, progress: Progress
 ) -> tuple[WeightDifference, WeightDifference | None]:
     """Replayed steps compared with launched ones, which have trained the weights ``expected`` if these are known;
     where they are not the same bit by bit, launched ones with themselves.

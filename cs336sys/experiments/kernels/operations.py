@@ -280,10 +280,7 @@ OPERATIONS: dict[str, Operation] = {
         _classifier_inputs,
         lambda workload: _chunked_cross_entropy,
         _plain(
-            linear_cross_entropy,
-            _cross_entropy,
-            chunked=lambda: _chunked_cross_entropy,
-            liger=_liger_cross_entropy,
+            linear_cross_entropy, _cross_entropy, chunked=lambda: _chunked_cross_entropy, liger=_liger_cross_entropy
         ),
         # Logits, and the gradients of both inputs.
         products=lambda workload: 3 * 2 * workload.elements * (workload.vocab_size or 0),

@@ -116,10 +116,7 @@ class _OptimizerMemory:
         self._depth = 0
 
     def __enter__(self) -> "_OptimizerMemory":
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 # Prefixes that wrappers put before the names of parameters.
-_OF_WRAPPERS = {
-    "module",
-    "model",
-    "_orig_mod",
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-    "_forward_module",
-}
+_OF_WRAPPERS = {"module", "model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 
 
 def model_name(name: str, known: Sequence[str]) -> str | None:

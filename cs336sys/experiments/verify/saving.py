@@ -103,10 +103,7 @@ def load_distributed_checkpoint(trained: TrainingObjects, folder: str) -> None:
     state = _checkpoint_state(trained)
     checkpoint.load(state, checkpoint_id=folder)
     set_state_dict(
-        trained.wrapped.module,
-        trained.inner,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
+        trained.wrapped.module, trained.inner, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
 
 

@@ -10,13 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs336sys.measure.profile.analysis import Analysis, CollectiveTime, step_of
-from cs336sys.measure.profile.breakdown import (
-    COMPUTING_PART,
-    COPIES_PART,
-    IDLE_PARTS,
-    WAITING_PART,
-    Breakdown,
-)
+from cs336sys.measure.profile.breakdown import COMPUTING_PART, COPIES_PART, IDLE_PARTS, WAITING_PART, Breakdown
 from cs336sys.measure.profile.capture import SYNCHRONIZING
 from cs336sys.measure.profile.intervals import Cover, Times
 from cs336sys.measure.profile.timeline import Timeline

@@ -142,9 +142,7 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
     return Read(tuple(analyses), tuple(timeline for _, _, timeline, _ in found), ranks, notes)
 
 
-def _labels(
-    found: Sequence[tuple[Path, Capture, Timeline, int]],
-) -> tuple[list[str], tuple[str, ...], list[int]]:
+def _labels(found: Sequence[tuple[Path, Capture, Timeline, int]]) -> tuple[list[str], tuple[str, ...], list[int]]:
     """Return labels of GPUs and ranks, notes about them, and their order."""
     files = list(dict.fromkeys(path for path, *_ in found))
     if len(files) == 1:

@@ -53,7 +53,7 @@ def rank_memory_tables(steps: Sequence[ShardedStep]) -> list[Table]:
     """Parts, the handout's three times and the peak; then the derivation for each size and number of ranks."""
     notes = [
         "The fullest rank, eager mode; the batch is shared out equally. Forward alone makes no gradients and needs no "
-        "optimizer.",
+        "optimizer."
     ]
     if any(step.strategy in ("optimizer-flat", "fsdp") for step in steps):
         notes.append(

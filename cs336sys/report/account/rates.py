@@ -226,11 +226,7 @@ def _of(cell: Cell) -> str:
     return " ".join(words)
 
 
-_NAMED = {
-    "cuda_graph": ("CUDA graph", "off"),
-    "kernels": ("kernels", "reference"),
-    "state_dtype": ("state in", "fp32"),
-}
+_NAMED = {"cuda_graph": ("CUDA graph", "off"), "kernels": ("kernels", "reference"), "state_dtype": ("state in", "fp32")}
 
 
 def _shape(cell: Cell) -> tuple[Any, ...]:

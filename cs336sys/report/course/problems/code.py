@@ -72,10 +72,7 @@ def _say_checks(answer: Answer, cells: Sequence[Cell]) -> None:
 _ATTENTION, _DDP = "cs336sys.kernels.attention", "cs336sys.parallel.ddp"
 _TRITON_NAME, _TRITON_SETTINGS = f"{_ATTENTION}.FlashAttentionTriton", {"implementation": ("triton",)}
 TILED = Code(
-    f"{_ATTENTION}.FlashAttentionTorch",
-    ("test_flash_forward_pass_pytorch",),
-    "flash",
-    {"implementation": ("tiled",)},
+    f"{_ATTENTION}.FlashAttentionTorch", ("test_flash_forward_pass_pytorch",), "flash", {"implementation": ("tiled",)}
 )
 TRITON = Code(_TRITON_NAME, ("test_flash_forward_pass_triton",), "flash", _TRITON_SETTINGS)
 # Its backward pass is the formulas in PyTorch, compiled, as asked; nothing of `flash` is measured with it.
