@@ -29,15 +29,11 @@ _MOST_SIZES = 1000
 
 def allreduce(
     backend: Annotated[
-        list[str],
-        choice(
-            BACKEND_DEVICES, "gloo (tensors on the CPU), nccl (on GPUs). Default: the device's.", show_default=False
-        ),
+        list[str], choice(BACKEND_DEVICES, "gloo (tensors on the CPU), nccl (on GPUs). Default: the device's.")
     ] = [],
     collective: Annotated[list[str], choice(COLLECTIVES)] = ["all_reduce"],
     message: Annotated[
-        list[str],
-        typer.Option(help="Sizes of the whole array: 1MB (1e6 bytes), 1MiB (2^20), 8B:1GB.", show_default=False),
+        list[str], typer.Option(help="Sizes of the whole array: 1MB (1e6 bytes), 1MiB (2^20), 8B:1GB.")
     ] = [],
     factor: Annotated[float, typer.Option(help="From one size of a range FROM:TO to the next.")] = 2.0,
     world_size: WorldSizeOption = [],

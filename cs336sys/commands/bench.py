@@ -25,14 +25,11 @@ def bench(
     steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=10),
     rounds: Annotated[int, typer.Option(help="Repeat the sweep so often.", min=1, rich_help_panel=MEASURING)] = 1,
     interleave: Annotated[
-        str | None,
-        choice(_COMPARED, "Alternate steps of its values: attention.", show_default=False, rich_help_panel=MEASURING),
+        str | None, choice(_COMPARED, "Alternate steps of its values: attention.", rich_help_panel=MEASURING)
     ] = None,
     percentiles: Annotated[
         list[float],
-        typer.Option(
-            help="Also these percentiles of steps: 50,90.", show_default=False, min=0, max=100, rich_help_panel=OUTPUT
-        ),
+        typer.Option(help="Also these percentiles of steps: 50,90.", min=0, max=100, rich_help_panel=OUTPUT),
     ] = [],
     plot: Annotated[
         Path | None, typer.Option(help="Draw times by phase, and speed-ups.", rich_help_panel=OUTPUT)

@@ -26,7 +26,6 @@ def compare(
             metavar="PERCENT",
             help="Exit with 1 when a cell is significantly slower by more than this (5% or 5), no longer runs, is "
             "missing, or the samples cannot tell.",
-            show_default=False,
         ),
     ] = None,
     allow_undecided: Annotated[

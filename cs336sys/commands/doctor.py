@@ -38,10 +38,7 @@ def doctor(
     debug: DebugOption = False,
     ceilings: Annotated[
         Path | None,
-        typer.Option(
-            help="Measure products, copies, launches and links of this GPU, and write them to this file.",
-            show_default=False,
-        ),
+        typer.Option(help="Measure products, copies, launches and links of this GPU, and write them to this file."),
     ] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:

@@ -50,9 +50,7 @@ def flash(
         list[int] | None,
         typer.Option(help="Keys that a query sees, its own the last of them.", show_default="all", min=1),
     ] = None,
-    grid: Annotated[
-        str | None, choice(GRIDS, "Shapes of the handouts instead: course or board.", show_default=False)
-    ] = None,
+    grid: Annotated[str | None, choice(GRIDS, "Shapes of the handouts instead: course or board.")] = None,
     baseline: BaselineOption = None,
     warmup_ms: Annotated[float, typer.Option(help="Warm-up of each measurement.", min=0)] = 25.0,
     repetition_ms: Annotated[float, typer.Option(help="Duration of each measurement.", min=1)] = 100.0,

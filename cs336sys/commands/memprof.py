@@ -27,12 +27,9 @@ _OF_SNAPSHOTS = ("source", "against", "top", "snapshot", "html", *(field.name fo
 def memprof(
     ctx: typer.Context,
     source: Annotated[
-        list[Path],
-        typer.Option("--from", help="Read snapshots, or folders of them: .pickle of any program.", show_default=False),
+        list[Path], typer.Option("--from", help="Read snapshots, or folders of them: .pickle of any program.")
     ] = [],
-    against: Annotated[
-        list[Path], typer.Option("--against", help="Compare --from with these snapshots.", show_default=False)
-    ] = [],
+    against: Annotated[list[Path], typer.Option("--against", help="Compare --from with these snapshots.")] = [],
     html: Annotated[Path | None, typer.Option("--html", help="Also write --from to this page.")] = None,
     model: options.TrainedModelOptions = options.TrainedModelOptions(),
     mode: Annotated[list[str], choice(MODES, f"Phases of a step: {', '.join(MODES)}.")] = ["train"],
@@ -51,11 +48,9 @@ def memprof(
         list[int], typer.Option(help="Cut the batch into so many parts, whose gradients add up.", min=1)
     ] = [1],
     plan: Annotated[bool, typer.Option("--plan", help="Find the cheapest changes that fit into --memory.")] = False,
-    memory: Annotated[str | None, typer.Option(help="What --plan may use: 80GiB.", show_default=False)] = None,
+    memory: Annotated[str | None, typer.Option(help="What --plan may use: 80GiB.")] = None,
     top: Annotated[int, typer.Option(help="Largest allocations shown.", min=1, max=LARGEST_ALLOCATIONS)] = 5,
-    snapshot: Annotated[
-        Path | None, typer.Option(help="Write timelines, pages and snapshots to this folder.", show_default=False)
-    ] = None,
+    snapshot: Annotated[Path | None, typer.Option(help="Write timelines, pages and snapshots to this folder.")] = None,
     predict: Annotated[bool, typer.Option("--predict/--no-predict", help="Also predict by fake tensors.")] = True,
     steps: options.StepsOptions = options.StepsOptions(warmup=[1], steps=3),
     run: options.RunOptions = options.RunOptions(),

@@ -30,12 +30,8 @@ _NOT_UNDER_NSYS = (
 
 def nsys(
     ctx: typer.Context,
-    source: Annotated[
-        list[Path], typer.Option("--from", help="Read this: .nsys-rep, .sqlite, torch's .json.", show_default=False)
-    ] = [],
-    range_names: Annotated[
-        list[str], typer.Option("--range", help="Ranges that are the phases of that report.", show_default=False)
-    ] = [],
+    source: Annotated[list[Path], typer.Option("--from", help="Read this: .nsys-rep, .sqlite, torch's .json.")] = [],
+    range_names: Annotated[list[str], typer.Option("--range", help="Ranges that are the phases of that report.")] = [],
     model: options.TrainedModelOptions = options.TrainedModelOptions(),
     mode: options.ModesOption = ["train"],
     precision: options.PrecisionOptions = options.PrecisionOptions(),

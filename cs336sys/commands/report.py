@@ -39,31 +39,22 @@ def report(
     ] = None,
     year: Annotated[int, typer.Option(help="Of the handout: 2025 or 2026.", show_default=False)] = 0,
     source: Annotated[
-        list[str],
-        typer.Option(
-            "--from", help="Results, folders of them, patterns; the course's tests as .xml.", show_default=False
-        ),
+        list[str], typer.Option("--from", help="Results, folders of them, patterns; the course's tests as .xml.")
     ] = [],
     run: Annotated[bool, typer.Option("--run", help="First run the problems' measurements on this machine.")] = False,
-    folder: Annotated[
-        Path | None, typer.Option(help="Where --run saves. Default: report-YEAR.", show_default=False)
-    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Where --run saves. Default: report-YEAR.")] = None,
     size: Annotated[
-        str | None,
-        typer.Option(
-            help="In the place of all the handout's sizes: tiny.", show_default=False, autocompletion=among(SIZES)
-        ),
+        str | None, typer.Option(help="In the place of all the handout's sizes: tiny.", autocompletion=among(SIZES))
     ] = None,
     device: DeviceOption = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what --run would run, and run nothing.")] = False,
-    only: Annotated[list[str], typer.Option(help="Only these problems, by name.", show_default=False)] = [],
-    skip: Annotated[list[str], typer.Option(help="Not these problems.", show_default=False)] = [],
+    only: Annotated[list[str], typer.Option(help="Only these problems, by name.")] = [],
+    skip: Annotated[list[str], typer.Option(help="Not these problems.")] = [],
     format: Annotated[
         str | None,
         typer.Option(
             "--format",
             help="html, markdown, latex, typst. Default: the file name's.",
-            show_default=False,
             rich_help_panel=OUTPUT,
             autocompletion=among(tuple(dict.fromkeys(_FORMATS.values()))),
         ),

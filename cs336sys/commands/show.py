@@ -30,12 +30,8 @@ def _print_schema(asked: bool) -> None:
 def show(
     ctx: typer.Context,
     files: Annotated[list[Path], typer.Argument(metavar="FILE.jsonl", help="What --save has written.")],
-    command: Annotated[
-        list[str], typer.Option("--command", help="Only the cells of these commands.", show_default=False)
-    ] = [],
-    status: Annotated[
-        list[str], choice(get_args(Status), f"Only cells of these: {', '.join(get_args(Status))}.", show_default=False)
-    ] = [],
+    command: Annotated[list[str], typer.Option("--command", help="Only the cells of these commands.")] = [],
+    status: Annotated[list[str], choice(get_args(Status), f"Only cells of these: {', '.join(get_args(Status))}.")] = [],
     plot: Annotated[
         Path | None, typer.Option(help="Draw to this picture file; of several, each adds its name to the file's.")
     ] = None,

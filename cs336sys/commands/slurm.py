@@ -37,8 +37,8 @@ def slurm(
         int | None, typer.Option(help="GPUs of each. Default: as many as --world-size needs; 1 without ranks.", min=1)
     ] = None,
     time: Annotated[str, typer.Option(help="Limit: minutes, h:mm:ss, days-hours:mm:ss.", metavar="<time>")] = "1:00:00",
-    partition: Annotated[str | None, typer.Option(help="Partition.", show_default=False)] = None,
-    account: Annotated[str | None, typer.Option(help="Account.", show_default=False)] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account.")] = None,
     sbatch: Annotated[
         list[str], typer.Option(help="Another option of sbatch, without dashes: constraint=h200.", metavar="<a=b>")
     ] = [],

@@ -25,21 +25,19 @@ def trace(
         typer.Argument(metavar="FILE...", help="Captures of torch.profiler or nsys, one a rank, or their folder."),
     ],
     against: Annotated[
-        list[Path], typer.Option(help="A later capture (or ranks, or a folder): show what changed.", show_default=False)
+        list[Path], typer.Option(help="A later capture (or ranks, or a folder): show what changed.")
     ] = [],
-    step: Annotated[str | None, typer.Option(help="Name of the ranges that are the steps.", show_default=False)] = None,
+    step: Annotated[str | None, typer.Option(help="Name of the ranges that are the steps.")] = None,
     top: Annotated[int, typer.Option(help="Kernels, operators and modules shown.", min=1)] = 10,
     full_names: Annotated[bool, typer.Option("--full-names", help="Show the whole names of kernels.")] = False,
     roofline: Annotated[
         bool, typer.Option("--roofline", help="Compare operators with the GPU's peak FLOPs and bandwidth.")
     ] = False,
     ceilings: Annotated[
-        Path | None,
-        typer.Option(help="--roofline with what doctor --ceilings measured on that GPU.", show_default=False),
+        Path | None, typer.Option(help="--roofline with what doctor --ceilings measured on that GPU.")
     ] = None,
     allreduce: Annotated[
-        Path | None,
-        typer.Option(help="Results of allreduce on such GPUs, for collectives' bandwidth alone.", show_default=False),
+        Path | None, typer.Option(help="Results of allreduce on such GPUs, for collectives' bandwidth alone.")
     ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write timeline and tables to this page, and print the verdict.")

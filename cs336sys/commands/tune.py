@@ -53,40 +53,29 @@ def tune(
         list[str],
         typer.Option(
             help="Only these: none, block, every=K, keep=N.",
-            show_default=False,
             rich_help_panel=WHAT_RUNS,
             autocompletion=among(("none", "block", "every=", "keep=")),
         ),
     ] = [],
     micro_batch: Annotated[
-        list[int], typer.Option(help="Sequences of a rank at once. Default: 1, 2, ... 64.", show_default=False, min=1)
+        list[int], typer.Option(help="Sequences of a rank at once. Default: 1, 2, ... 64.", min=1)
     ] = [],
     tokens_per_step: Annotated[
-        int | None,
-        typer.Option(
-            help="Of all ranks together, in micro-batches. Default: one micro-batch.", show_default=False, min=1
-        ),
+        int | None, typer.Option(help="Of all ranks together, in micro-batches. Default: one micro-batch.", min=1)
     ] = None,
     world_size: Annotated[int, typer.Option(help="GPUs.", min=1, max=64)] = 1,
     strategy: Annotated[
-        list[str], choice(dict.fromkeys(name for name, _ in STRATEGIES), show_default=False, rich_help_panel=WHAT_RUNS)
+        list[str], choice(dict.fromkeys(name for name, _ in STRATEGIES), rich_help_panel=WHAT_RUNS)
     ] = [],
     gradient_dtype: Annotated[
-        str | None, typer.Option(help="What buckets are sent in: fp32, bf16. Default: both.", show_default=False)
+        str | None, typer.Option(help="What buckets are sent in: fp32, bf16. Default: both.")
     ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="What a rank may hold: 80GiB. Default: 95 % of the GPU.", show_default=False)
-    ] = None,
+    memory: Annotated[str | None, typer.Option(help="What a rank may hold: 80GiB. Default: 95 % of the GPU.")] = None,
     gpu: Annotated[
-        str | None,
-        choice(GPUS, f"Predict for {', '.join(GPUS)}. Default: this machine's GPU, or h200.", show_default=False),
+        str | None, choice(GPUS, f"Predict for {', '.join(GPUS)}. Default: this machine's GPU, or h200.")
     ] = None,
-    rates: Annotated[
-        Path | None, typer.Option(help="Rates of your GPU: account rates --write.", show_default=False)
-    ] = None,
-    launch_us: Annotated[
-        float | None, typer.Option(help="CPU time of a launch.", show_default=False, min=0, max=1e4)
-    ] = None,
+    rates: Annotated[Path | None, typer.Option(help="Rates of your GPU: account rates --write.")] = None,
+    launch_us: Annotated[float | None, typer.Option(help="CPU time of a launch.", min=0, max=1e4)] = None,
     lines: Annotated[int, typer.Option(help="Lines of PyTorch for so many of the best.", min=0, max=10)] = 1,
     measure: Annotated[
         int, typer.Option(help="Measure the best so many, and yours.", min=0, max=100, rich_help_panel=MEASURING)
@@ -96,9 +85,7 @@ def tune(
     ] = 600.0,
     steps: options.StepsOptions = options.StepsOptions(warmup=[3], steps=5),
     run: options.RunOptions = options.RunOptions(),
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw tokens/s over memory.", show_default=False, rich_help_panel=OUTPUT)
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw tokens/s over memory.", rich_help_panel=OUTPUT)] = None,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:

@@ -23,9 +23,7 @@ from cs336sys.workload.verification import CASES, GRADIENTS, SEQUENCES, SMALL, W
 class VerifiedModelOptions(options.SharedModelOptions):
     """Options for the model whose training is compared."""
 
-    size: Annotated[
-        Sequence[str], choice(options.SIZES, "As of bench. Default: 2 blocks of width 32.", show_default=False)
-    ] = ()
+    size: Annotated[Sequence[str], choice(options.SIZES, "As of bench. Default: 2 blocks of width 32.")] = ()
 
 
 def verify(
@@ -36,13 +34,10 @@ def verify(
     world_size: WorldSizeOption = [],
     case: Annotated[list[str], choice(CASES, f"{', '.join(CASES)}.", show_default=False)] = list(CASES),
     mesh: Annotated[
-        str | None,
-        typer.Option(help="What ranks share: data, context, tensor, pipeline; data=2,tensor=2.", show_default=False),
+        str | None, typer.Option(help="What ranks share: data, context, tensor, pipeline; data=2,tensor=2.")
     ] = None,
     gradients: Annotated[str, choice(GRADIENTS, "Ranks' gradients become their mean, or sum.")] = "mean",
-    finish: Annotated[
-        str | None, typer.Option(help="Method that finishes gradients. Default: found.", show_default=False)
-    ] = None,
+    finish: Annotated[str | None, typer.Option(help="Method that finishes gradients. Default: found.")] = None,
     backend: BackendOption = "auto",
     model: VerifiedModelOptions = VerifiedModelOptions(),
     run: options.RunOptions = options.RunOptions(),

@@ -53,9 +53,7 @@ def collectives(
 
 def buckets(
     size: Annotated[str, choice(SIZES, f"Whose gradients: {', '.join(SIZES)}.")] = "xl",
-    gradients: Annotated[
-        str | None, typer.Option(help="All gradients, s, instead of the size's: 8GB.", show_default=False)
-    ] = None,
+    gradients: Annotated[str | None, typer.Option(help="All gradients, s, instead of the size's: 8GB.")] = None,
     gradient_dtype: Annotated[str, choice(PRECISIONS, "What gradients are sent in.")] = "fp32",
     bucket_mb: Annotated[list[str], typer.Option(help="Bucket sizes, 1e6 bytes.")] = ["1,10,100,1000"],
     bandwidth: Annotated[float, typer.Option(help="Algorithm bandwidth of the all-reduce in bytes/s, w.")] = 320e9,
@@ -87,21 +85,14 @@ def parallel(
     d_model: Annotated[int, typer.Option(help="Model width, D.", min=1)] = SIZES["2.7b"].d_model,
     d_ff: Annotated[int, typer.Option(help="Feed-forward width, D_FF.", min=1)] = SIZES["2.7b"].d_ff,
     flops: Annotated[
-        float | None,
-        typer.Option(help=f"FLOP/s of a device, C. Default: as measured, else {_FLOPS:g}.", show_default=False),
+        float | None, typer.Option(help=f"FLOP/s of a device, C. Default: as measured, else {_FLOPS:g}.")
     ] = None,
     bandwidth: Annotated[
-        float | None,
-        typer.Option(
-            help=f"Bytes/s that a device sends, W. Default: as measured, else {_BANDWIDTH:g}.", show_default=False
-        ),
+        float | None, typer.Option(help=f"Bytes/s that a device sends, W. Default: as measured, else {_BANDWIDTH:g}.")
     ] = None,
     measured: Annotated[
         list[Path],
-        typer.Option(
-            help="Results of bench and allreduce, for C and W, and of ddp and shard, to compare their steps.",
-            show_default=False,
-        ),
+        typer.Option(help="Results of bench and allreduce, for C and W, and of ddp and shard, to compare their steps."),
     ] = [],
     dtype: Annotated[str, choice(PRECISIONS, "Of weights, gradients and activations.")] = "fp16",
     devices: Annotated[int | None, typer.Option(help="Devices, N. Default: the mesh's, or 8.", min=1)] = None,

@@ -80,7 +80,6 @@ def checkpointing(
         list[str],
         typer.Option(
             help="none, block, every=K (groups of K blocks), nested. Default: these, the best K and its neighbours.",
-            show_default=False,
             autocompletion=among(("none", "block", "every=", "nested")),
         ),
     ] = [],

@@ -35,16 +35,12 @@ def scaling(
         list[Path],
         typer.Option(
             help="Results of bench (one device's time), allreduce (bandwidth in a node, calls) and ddp (what "
-            "communication costs computing).",
-            show_default=False,
+            "communication costs computing)."
         ),
     ] = [],
-    flops: Annotated[
-        float | None, typer.Option(help="FLOP/s of a device, without --measured. Default: 4e+14.", show_default=False)
-    ] = None,
+    flops: Annotated[float | None, typer.Option(help="FLOP/s of a device, without --measured. Default: 4e+14.")] = None,
     bandwidth: Annotated[
-        float | None,
-        typer.Option(help="Bytes/s to devices of the node. Default: as measured, else 4.5e11.", show_default=False),
+        float | None, typer.Option(help="Bytes/s to devices of the node. Default: as measured, else 4.5e11.")
     ] = None,
     node_bandwidth: Annotated[
         float, typer.Option(help="Bytes/s that a device sends to other nodes; 400 Gbit/s.")

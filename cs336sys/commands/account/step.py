@@ -16,12 +16,9 @@ from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
 
 GpuOption = Annotated[str, choice(GPUS, f"{', '.join(GPUS)}, or as torch names it.")]
-RatesOption = Annotated[
-    Path | None, typer.Option(help="Rates of your GPU: what account rates --write wrote.", show_default=False)
-]
+RatesOption = Annotated[Path | None, typer.Option(help="Rates of your GPU: what account rates --write wrote.")]
 LaunchOption = Annotated[
-    float | None,
-    typer.Option(help="CPU time of a launch. Default: of the usual host.", show_default=False, min=0, max=1e4),
+    float | None, typer.Option(help="CPU time of a launch. Default: of the usual host.", min=0, max=1e4)
 ]
 
 
@@ -42,7 +39,6 @@ def step(
         str | None,
         typer.Option(
             help="bucketed, optimizer, optimizer-flat, fsdp, ... Default: bucketed with several ranks.",
-            show_default=False,
             autocompletion=among(PREDICTED_STRATEGIES),
         ),
     ] = None,
@@ -108,9 +104,7 @@ def rates(
     files: Annotated[
         list[Path], typer.Argument(help="Saved results of one GPU, or folders of them: bench, nsys, flash, ddp, shard.")
     ],
-    write: Annotated[
-        Path | None, typer.Option(help="Write the rates to this file, for --rates.", show_default=False)
-    ] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the rates to this file, for --rates.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Derive rates from saved measurements, and the error of what they predict, leave-one-out.

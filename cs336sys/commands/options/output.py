@@ -24,9 +24,7 @@ class OutputOptions:
     """Options for the tables and columns that are written, their format and place."""
 
     panel: ClassVar = OUTPUT
-    format: Annotated[
-        str | None, typer.Option(help=f"{', '.join(FORMATS)}.", show_default=False, autocompletion=among(FORMATS))
-    ] = None
+    format: Annotated[str | None, typer.Option(help=f"{', '.join(FORMATS)}.", autocompletion=among(FORMATS))] = None
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file: .csv, .md, ...")] = None
     table: Annotated[Sequence[str], typer.Option(help="Only the tables of these names.", parser=str)] = ()
     columns: Annotated[Sequence[str], typer.Option(help="Only these columns: size,step_ms.", parser=str)] = ()
@@ -112,11 +110,7 @@ class SweepOptions:
     cell_timeout: Annotated[
         float | None,
         typer.Option(
-            help="Give a cell up after this many seconds.",
-            metavar="<s>",
-            show_default=False,
-            max=LONGEST_S,
-            rich_help_panel=MEASURING,
+            help="Give a cell up after this many seconds.", metavar="<s>", max=LONGEST_S, rich_help_panel=MEASURING
         ),
     ] = None
     cool_down: Annotated[

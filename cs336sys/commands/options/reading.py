@@ -20,13 +20,10 @@ from cs336sys.user_code import is_user_code, read_reference
 # Panels of the help, besides that of the command's own options.
 MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output"
 
-BaselineOption = Annotated[
-    str | None, typer.Option(help="Which of them speed-ups are over. Default: eager.", show_default=False)
-]
+BaselineOption = Annotated[str | None, typer.Option(help="Which of them speed-ups are over. Default: eager.")]
 
 KernelOption = Annotated[
-    list[str] | None,
-    typer.Option(help="Yours, too: FILE.py:NAME (docs/own_kernel.md).", show_default=False, parser=read_reference),
+    list[str] | None, typer.Option(help="Yours, too: FILE.py:NAME (docs/own_kernel.md).", parser=read_reference)
 ]
 
 # Beyond these no option means anything: no machine holds as many tokens, or does as many FLOP/s.
@@ -130,6 +127,8 @@ def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspec
     types, option, default = _types(kind), copy.copy(metadata[0]), parameter.default
     option.rich_help_panel = option.rich_help_panel or panel
     option.metavar = option.metavar or next((word for one, word in _VALUE_WORDS.items() if one in types), "<name>")
+    if option.show_default is True:
+        option.show_default = default not in (None, [], ())
     convert = option.parser or _number(types, option)
     if convert is not None:
         is_list = bool({list, Sequence} & types)

@@ -44,17 +44,15 @@ def _rounded(parameters: int) -> str:
 
 _SIZES = ", ".join(f"{name} {_rounded(count_parameters(size))}" for name, size in SIZES.items())
 
-NumLayersOption = Annotated[int | None, typer.Option(help=f"Blocks. {_OWN}", show_default=False)]
+NumLayersOption = Annotated[int | None, typer.Option(help=f"Blocks. {_OWN}")]
 ModeOption = Annotated[str, choice(MODES, rich_help_panel=WHAT_RUNS)]
 ModesOption = Annotated[list[str], choice(MODES, rich_help_panel=WHAT_RUNS)]
 DeviceOption = Annotated[str, choice(DEVICES)]
 SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.", min=0, max=2**63 - 1)]
-ModelOption = Annotated[str | None, typer.Option(help="Yours: FILE.py:NAME (docs/your_model.md).", show_default=False)]
-LossOption = Annotated[str | None, typer.Option(help="Yours: (output, targets) -> scalar.", show_default=False)]
-BatchOption = Annotated[
-    str | None, typer.Option(help="Yours: (size, generator, device) -> (inputs, targets).", show_default=False)
-]
-BlocksOption = Annotated[str | None, typer.Option(help="Its blocks: 'layers.*'. Default: found.", show_default=False)]
+ModelOption = Annotated[str | None, typer.Option(help="Yours: FILE.py:NAME (docs/your_model.md).")]
+LossOption = Annotated[str | None, typer.Option(help="Yours: (output, targets) -> scalar.")]
+BatchOption = Annotated[str | None, typer.Option(help="Yours: (size, generator, device) -> (inputs, targets).")]
+BlocksOption = Annotated[str | None, typer.Option(help="Its blocks: 'layers.*'. Default: found.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks: your code, lost ranks.")]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Print cells and predicted memory alone.", rich_help_panel=MEASURING)
@@ -67,13 +65,13 @@ class SizeOptions:
 
     panel: ClassVar = MODEL
     size: Annotated[Sequence[str], choice(SIZES, f"{_SIZES}.")] = ()
-    context: Annotated[Sequence[int], typer.Option(help=f"Context lengths. {_OWN}", show_default=False, min=1)] = ()
-    batch_size: Annotated[Sequence[int], typer.Option(help=f"Batch sizes. {_OWN}", show_default=False, min=1)] = ()
-    vocab_size: Annotated[int | None, typer.Option(help=f"Vocabulary. {_OWN}", show_default=False)] = None
-    d_model: Annotated[int | None, typer.Option(help=f"Model width. {_OWN}", show_default=False)] = None
-    d_ff: Annotated[int | None, typer.Option(help=f"Feed-forward width. {_OWN}", show_default=False)] = None
+    context: Annotated[Sequence[int], typer.Option(help=f"Context lengths. {_OWN}", min=1)] = ()
+    batch_size: Annotated[Sequence[int], typer.Option(help=f"Batch sizes. {_OWN}", min=1)] = ()
+    vocab_size: Annotated[int | None, typer.Option(help=f"Vocabulary. {_OWN}")] = None
+    d_model: Annotated[int | None, typer.Option(help=f"Model width. {_OWN}")] = None
+    d_ff: Annotated[int | None, typer.Option(help=f"Feed-forward width. {_OWN}")] = None
     num_layers: NumLayersOption = None
-    num_heads: Annotated[int | None, typer.Option(help=f"Heads. {_OWN}", show_default=False)] = None
+    num_heads: Annotated[int | None, typer.Option(help=f"Heads. {_OWN}")] = None
 
     def sizes(self) -> list[ModelSize]:
         """Every combination of sizes, contexts and batch sizes, in their order.
@@ -100,9 +98,7 @@ class SizeOptions:
 class SharedSizeOptions(SizeOptions):
     """Options for sizes, and batches that the ranks share."""
 
-    batch_size: Annotated[
-        Sequence[int], typer.Option(help="Batches of all ranks. Default: by size.", show_default=False, min=1)
-    ] = ()
+    batch_size: Annotated[Sequence[int], typer.Option(help="Batches of all ranks. Default: by size.", min=1)] = ()
 
 
 @dataclass(frozen=True)
@@ -120,16 +116,14 @@ class ModelOptions(SizeOptions):
 class TrainedModelOptions(ModelOptions):
     """Options for models that are trained here."""
 
-    size: Annotated[Sequence[str], choice(SIZES, f"{_SIZES}. Default: small; CPU: tiny.", show_default=False)] = ()
+    size: Annotated[Sequence[str], choice(SIZES, f"{_SIZES}. Default: small; CPU: tiny.")] = ()
 
 
 @dataclass(frozen=True)
 class SharedModelOptions(TrainedModelOptions):
     """Options for models, and batches that the ranks share."""
 
-    batch_size: Annotated[
-        Sequence[int], typer.Option(help="Sequences of all ranks. Default: by size.", show_default=False, min=1)
-    ] = ()
+    batch_size: Annotated[Sequence[int], typer.Option(help="Sequences of all ranks. Default: by size.", min=1)] = ()
 
 
 @dataclass(frozen=True)

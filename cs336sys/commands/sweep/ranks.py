@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from cs336sys.measure.cells import Outcome, Progress
 
 WorldSizeOption = Annotated[
-    list[int],
-    typer.Option(help="Numbers of ranks. Default: 2, or torchrun's.", show_default=False, min=1, max=MOST_RANKS),
+    list[int], typer.Option(help="Numbers of ranks. Default: 2, or torchrun's.", min=1, max=MOST_RANKS)
 ]
 
 BackendOption = Annotated[str, choice(BACKENDS, f"{', '.join(BACKENDS)}; auto: by device.")]
