@@ -23,7 +23,6 @@ class _OwnCoursePackage:
 
 sys.meta_path.append(_OwnCoursePackage)
 
-
 # Public names, and the modules that they are imported from when asked for. ``kernels`` is the package of kernels; the
 # function of the command is ``cs336sys.api.kernels``. The types are in ``__init__.pyi``.
 _LAZY = {

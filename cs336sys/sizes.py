@@ -57,7 +57,6 @@ SIZES = {
     )
 }
 
-
 # What is shared is shared out rank by rank, tensor by tensor, which takes seconds for so many.
 MOST_RANKS = 16_384
 

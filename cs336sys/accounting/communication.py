@@ -19,7 +19,6 @@ from cs336sys.results.model import Cell
 # what an all-gather delivers to each rank, what each rank brings to a reduce-scatter. Source of sizes and bandwidths:
 # NVIDIA/nccl-tests, ``doc/PERFORMANCE.md``.
 
-
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 # Those of which nccl-tests define a bus bandwidth.

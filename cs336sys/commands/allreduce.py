@@ -22,7 +22,6 @@ BACKEND_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 # From where latency is everything to where bandwidth is; 1 MB to 1 GB are the handout's. The CPU's take seconds.
 DEFAULT_MESSAGES = {"gloo": "1KB,10KB,100KB,1MB,10MB", "nccl": "1KB,10KB,100KB,1MB,10MB,100MB,1GB"}
 
-
 # Of a range. From 1 byte to 1e18 by a factor of 1.05 there are 850.
 _MOST_SIZES = 1000
 

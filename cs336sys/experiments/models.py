@@ -42,7 +42,6 @@ def _flash(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tenso
 # What takes the place of cs336_basics.model.scaled_dot_product_attention, by the name of workload.ATTENTION.
 ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {"reference": _model_attention, "sdpa": _sdpa, "flash": _flash}
 
-
 _CAUSAL = torch.ones((), dtype=torch.bool)
 
 

@@ -19,7 +19,6 @@ OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]]
     "fused": (torch.optim.AdamW, {"fused": True}),
 }
 
-
 # torch's default.
 _LEARNING_RATE = 1e-3
 

@@ -18,7 +18,6 @@ from cs336sys.processes.guard import SET_PARENT_DEATH_SIGNAL, prctl
 # Set for programs that run under a profiler, which writes what it has seen when they exit.
 _PROFILER_VARIABLES = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "LD_PRELOAD")
 
-
 # Of 1000, how much sooner than others a process is killed where memory runs out: sooner than the user's shell.
 _SOONER = "500"
 

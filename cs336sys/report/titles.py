@@ -190,7 +190,6 @@ _IN_TRITON = {
     "optimizer": ("adamw",),
 }
 
-
 # Those that on a CPU choose the tiles in PyTorch.
 _TILED_ON_CPU = {"implementation": ("auto", "deterministic"), "attention": ("flash",)}
 

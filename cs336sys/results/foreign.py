@@ -14,7 +14,6 @@ from cs336sys.errors import UsageError
 
 # Text of strangers without the characters that command a terminal instead of being seen. Plain text, no torch.
 
-
 # C0 but for tab and newline, DEL, C1; marks, overrides and isolates that turn the direction of what follows; separators
 # that some programs take for newlines; tags, which nothing shows; halves of surrogate pairs, which no file can hold.
 _UNSEEN = re.compile(

@@ -46,7 +46,6 @@ _OF_THE_CODE = ("cs336sys", "git_commit", "git_dirty", "source_digest")
 _OF_NO_CONSEQUENCE = ("seed",)
 _MOMENTARY = re.compile(r"gpu\d+_(sm_clock_mhz|temperature_c|power_w|clock_limits)")
 
-
 # A time between CUDA events is a float32 of ms, of which 7 digits are sure. Written with the 17 digits of a double the
 # compressed results in docs/results took 4.2 MB, with 7 they take 2.4 MB.
 _TIME_DIGITS = 7

@@ -33,7 +33,6 @@ LARGEST_NUMBER = 1e18
 # Of options that are times to wait: 11 days. Above 24.8 days poll(2) overflows.
 LONGEST_S = 1e6
 
-
 # Options that name a file which the command writes.
 _WRITTEN = ("save", "output", "plot", "plot_buckets", "plot_scaling", "html")
 

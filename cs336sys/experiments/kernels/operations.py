@@ -32,7 +32,6 @@ from cs336sys.workload import KernelWorkload
 
 # The op ``adamw`` of ``kernels``: one step of an optimizer.
 
-
 # As many parameters share the elements out; steps are taken before results are compared.
 NUM_PARAMETERS = 16
 STEPS = 3

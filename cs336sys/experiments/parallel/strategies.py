@@ -41,7 +41,6 @@ from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 # compiles
 # have a backward pass of their own instead, :mod:`cs336sys.kernels.transformer_block`, which keeps the same.
 
-
 # Attention's operators: their outputs and logsumexps are kept.
 _ATTENTION = ("scaled_dot_product", "flash_attention_forward")
 

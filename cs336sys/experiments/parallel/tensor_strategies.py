@@ -243,7 +243,6 @@ PREPARE_TENSOR: dict[str, Prepare] = {
     "torch-tensor-sequence": _torch_tensor("torch-tensor-sequence"),
 }
 
-
 # Of SDPA, those that torch's ring knows: all but the one that keeps scores.
 _RING_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 

@@ -185,7 +185,6 @@ Ranks = SpawnedRanks | JoinedRanks
 
 _joined_groups = itertools.count()
 
-
 _outside_stores: list[dist.Store] = []
 
 

@@ -120,7 +120,6 @@ PROBLEMS: dict[int, tuple[Problem, ...]] = {
     year: tuple(problem for years, problem in _ALL if year in years) for year in _YEARS
 }
 
-
 # fp32 without tensor cores of a GPU that is in no table, and of a CPU core, in TFLOP/s.
 _GPU_TFLOPS = 20.0
 _CORE_TFLOPS = 0.03

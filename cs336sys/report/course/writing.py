@@ -87,7 +87,6 @@ _MARKDOWN = Markup(
     fault="- %s",
 )
 
-
 # Rows that fit a printed page; a LaTeX table is not broken across pages.
 _PAGE_ROWS = 40
 
@@ -153,7 +152,6 @@ _LATEX = Markup(
     item=r"\item %s",
 )
 
-
 _TYPST_HEAD = """#set page(margin: 2cm, numbering: "1")
 #set text(size: 10pt)
 #set par(justify: false)
@@ -182,7 +180,6 @@ _TYPST = Markup(
     head=_TYPST_HEAD,
     between=" ",
 )
-
 
 _STYLE = """
 nav ol { columns: 26em; } h2 small { display: block; font-weight: normal; }

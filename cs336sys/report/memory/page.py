@@ -33,7 +33,6 @@ CATEGORY_COLORS = {
     "temporary": "#dd8452",
 }
 
-
 # Characters of a phase's name that an inch of the plot holds, at its font size of 9 points.
 _CHARACTERS_PER_INCH = 14.0
 

@@ -128,7 +128,6 @@ FSDP = Code(
     explained=("test_fsdp_correctness[fp32]",),
 )
 
-
 # The handout's benchmark repeats steps for so long: less by no more than a step.
 _PROTOCOL_MS = 25_000.0
 
