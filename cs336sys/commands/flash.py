@@ -87,7 +87,7 @@ def flash(
         shapes, causal = GRIDS[grid].values(), True
     names = [*implementation, *(kernel or ())]
     codes = {reference: {"code": digest([reference])} for reference in kernel or ()}
-    over = check_baseline(baseline, names, "eager")
+    over = check_baseline(baseline, names)
     output.check(plot=plot)
     # A round goes through all implementations of a shape, so that what is compared is measured side by side.
     numbers: list[dict[str, int]] = [{"round": number} for number in range(1, rounds + 1)] if rounds > 1 else [{}]

@@ -59,7 +59,7 @@ def kernels(
         raise UsageError(f"--kernel {kernel[0]}: stands beside one op, a function; name it by --op, and not adamw")
     codes = {reference: {"code": digest([reference])} for reference in kernel or ()}
     names = [*implementation, *codes]
-    over = check_baseline(baseline, names, "eager")
+    over = check_baseline(baseline, names)
     output.check(plot=plot)
     default_tokens, default_width, default_vocab_size = DEFAULT_SHAPES[choose_device(device).type]
     for option, is_chosen, name in (

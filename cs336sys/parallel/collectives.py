@@ -367,12 +367,10 @@ def gather_numbers(number: Tensor, group: dist.ProcessGroup | None = None) -> Te
     return gathered.to(number.device)
 
 
-def broadcast_from_first(
-    tensors: Sequence[Tensor], what: str = "start values", group: dist.ProcessGroup | None = None
-) -> None:
+def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Overwrite each tensor with rank 0's. They must be laid out alike on every rank."""
     if tensors:
-        broadcasts = Broadcasts(tensors, [0] * len(tensors), what, group)
+        broadcasts = Broadcasts(tensors, [0] * len(tensors), "start values", group)
         broadcasts.start()
         broadcasts.wait()
 

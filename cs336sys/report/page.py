@@ -110,7 +110,7 @@ def html_picture(draw: Callable[[Path], None], caption: str) -> str:
     return f'<figure><img src="data:image/png;base64,{content}" alt="{text}"><figcaption>{text}</figcaption></figure>'
 
 
-def check_page(path: Path | None, option: str = "--html") -> None:
+def check_page(path: Path | None) -> None:
     """Find out before anything is measured whether a page with pictures can be written.
 
     Raises:
@@ -120,6 +120,6 @@ def check_page(path: Path | None, option: str = "--html") -> None:
     if path is None:
         return
     if path.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"{option} {path}: the file must end in .html")
-    check_drawing(f"{option} {path}")
-    check_writable(path, option)
+        raise UsageError(f"--html {path}: the file must end in .html")
+    check_drawing(f"--html {path}")
+    check_writable(path, "--html")

@@ -239,14 +239,12 @@ def _rank_sum(
     return _limits(np.sort(distances, axis=None).tolist(), _rank_sum_null(*counts), significance)
 
 
-def _signed_rank(
-    values: Sequence[float], worth: float, significance: float = SIGNIFICANCE
-) -> tuple[float, float, float]:
+def _signed_rank(values: Sequence[float], worth: float) -> tuple[float, float, float]:
     """Return the limits of the centre of ``values`` and p of 0: of the means of all pairs, each with itself, too."""
     count = _independent(len(values), worth)
     values = _thinned(values)
     means = sorted((one + other) / 2 for place, one in enumerate(values) for other in values[place:])
-    return _limits(means, _signed_rank_null(count), significance)
+    return _limits(means, _signed_rank_null(count), SIGNIFICANCE)
 
 
 @dataclass(frozen=True)

@@ -213,10 +213,10 @@ _OPTIONS = {
 }  # fmt: skip
 
 
-def command_line(workload: MemoryWorkload, command: str = "memprof") -> str:
-    """The command that runs a workload."""
+def command_line(workload: MemoryWorkload) -> str:
+    """The ``memprof`` that runs a workload."""
     training, size = workload.training, workload.training.size
-    words = ["cs336sys", command]
+    words = ["cs336sys", "memprof"]
     for field in fields(UserCode):
         value = getattr(training.user, field.name)
         if value is not None and field.name != "code_digest":

@@ -112,7 +112,7 @@ class FullShardingPeak:
 
 @_remembering
 def fully_sharded_peak(
-    size: ModelSize, element_bytes: int, world_size: int, *, rank: int = 0, prefetch: int = 1, keep_gathered: int = 0
+    size: ModelSize, element_bytes: int, world_size: int, *, prefetch: int = 1, keep_gathered: int = 0
 ) -> FullShardingPeak:
     """The bound for a model in blocks; errors as of :func:`fully_sharded_state`.
 
@@ -131,7 +131,7 @@ def fully_sharded_peak(
     ]
     unit_bytes = list(gathered_bytes(size, element_bytes, world_size).values())
     gathered = most_gathered(unit_bytes, prefetch, keep_gathered)
-    return FullShardingPeak(fully_sharded_state(size, rank, world_size), gathered, _widest(gradients, 2), max(received))
+    return FullShardingPeak(fully_sharded_state(size, 0, world_size), gathered, _widest(gradients, 2), max(received))
 
 
 @dataclass(frozen=True)

@@ -207,15 +207,15 @@ def check_choice(value: str, option: str, choices: Sequence[str]) -> str:
     return read_value(value, option, one_of(choices))
 
 
-def check_baseline(baseline: str | None, chosen: Sequence[str], default: str) -> str:
-    """The implementation that ratios are over: ``--baseline``, or else the default, which need not be measured.
+def check_baseline(baseline: str | None, chosen: Sequence[str]) -> str:
+    """The implementation that ratios are over: ``--baseline``, or else eager, which need not be measured.
 
     Raises:
         UsageError: the baseline that was asked for is not measured, so that there would be no ratio.
     """
     if baseline is not None and baseline not in chosen:
         raise UsageError(f"--baseline '{baseline}': is not measured: {choose_from(baseline, chosen)}")
-    return baseline or default
+    return baseline or "eager"
 
 
 def one_of(names: Collection[str]) -> Callable[[str], str]:

@@ -294,14 +294,14 @@ class StepShares:
     kernels: list[tuple[str, float, int]]
 
 
-def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.device, top: int = 24) -> StepShares | None:
+_NAMED_KERNELS = 24
+
+
+def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.device) -> StepShares | None:
     """Run one step as :func:`profile_step` does, and share out its time by kind of kernel.
 
-    Args:
-        top: how many kernels to name.
-
     Returns:
-        None when the profiler saw nothing.
+        The kernels that took most time are named; None when the profiler saw nothing.
     """
     kernels, _ = _profiled(phases, device)
     if not kernels:
@@ -324,7 +324,7 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
         before = now
     products_ms, attention_ms, other_ms, communication_ms = shares_ms
     span = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
-    longest = sorted(times.items(), key=lambda item: sum(item[1]), reverse=True)[:top]
+    longest = sorted(times.items(), key=lambda item: sum(item[1]), reverse=True)[:_NAMED_KERNELS]
     return StepShares(
         products_ms,
         attention_ms,
