@@ -93,7 +93,9 @@ def nsys(
         _run_under_nsys(workloads, profiler)
         return
     if keep is not None:
-        _check_folder(keep)
+        from cs336sys.report.outputs import check_writable
+
+        check_writable(keep / "trace.json.gz", "--keep")
     tell_what_does_not_fit(workloads, run.device)
     configurations = [
         ProfileWorkload(workload, name, str(keep) if keep else None).configuration()
@@ -148,9 +150,3 @@ def _run_under_nsys(workloads: Sequence[Workload], profilers: Sequence[str]) -> 
         typer.echo(f"{outcome.status}: {outcome.reason}", err=True)
         raise typer.Exit(1)
     print("done: read the report that nsys writes now with `cs336sys nsys --from REPORT`", file=sys.stderr)
-
-
-def _check_folder(folder: Path) -> None:
-    from cs336sys.report.outputs import check_writable
-
-    check_writable(folder / "trace.json.gz", "--keep")

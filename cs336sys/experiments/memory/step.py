@@ -17,7 +17,7 @@ from cs336sys.experiments.training import TrainStep
 from cs336sys.experiments.user_models import first_part
 from cs336sys.measure.allocations.recorder import SavedTensor, StepRecorder, saved_tensors
 from cs336sys.measure.allocations.timeline import RECOMPUTATION
-from cs336sys.workload import MemoryWorkload, Workload
+from cs336sys.workload import MemoryWorkload
 
 
 class MemoryStep(TrainStep):
@@ -38,7 +38,8 @@ class MemoryStep(TrainStep):
         self.passes = workload.micro_batches if passes is None else passes
         model = build_model(training, device)
         self.names = unique_names(model)
-        self.block_names, self.blocks = named_blocks(training, model)
+        blocks = blocks_of(training, model)
+        self.block_names, self.blocks = list(blocks), list(blocks.values())
         self.recorder: StepRecorder | None = None
         if training.is_ours and isinstance(getattr(model, "layers", None), nn.ModuleList):
             model.layers = checkpointed(self.blocks, workload.checkpointing, self.region)
@@ -178,12 +179,6 @@ class MemoryStep(TrainStep):
             return tensor.detach().requires_grad_(tensor is hidden and tensor.is_floating_point())
 
         return tree_map_only(Tensor, own, given[0])
-
-
-def named_blocks(training: Workload, model: nn.Module) -> tuple[list[str], list[nn.Module]]:
-    """The names and the modules of :func:`~cs336sys.experiments.models.blocks_of`."""
-    blocks = blocks_of(training, model)
-    return list(blocks), list(blocks.values())
 
 
 def checkpoint_calls(blocks: Sequence[nn.Module], region: "RegionContext") -> None:

@@ -1,7 +1,7 @@
 """Compare ranks with one process, moment by moment: find the first tensor that is off, and by how much."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -163,7 +163,7 @@ class CaseComparison:
             return
         expected = self.reference.record.gradients[step]
         others = [record.gradients[step] for record in self.reference.others]
-        total = _norm_of_all(expected)
+        total = math.hypot(*map(norm_of, expected.values()))
         leaves_none = not any(whole)
         for name, shape in self.shapes.items():
             if name in unknown or leaves_none:
@@ -282,10 +282,6 @@ class CaseComparison:
 def norm_of(values: Tensor) -> float:
     """The Euclidean norm, in float64."""
     return torch.linalg.vector_norm(values.double()).item() if values.numel() else 0.0
-
-
-def _norm_of_all(tensors: Mapping[str, Tensor]) -> float:
-    return math.hypot(*map(norm_of, tensors.values())) if tensors else 0.0
 
 
 def different_runs(first: Sequence[RankFindings], second: Sequence[RankFindings], allowed: float) -> str:

@@ -128,11 +128,6 @@ def mesh_of(workload: VerifiedWorkload, device: torch.device) -> DeviceMesh:
     return _meshes[key]
 
 
-def verified_device(workload: VerifiedWorkload) -> torch.device:
-    """The device of this rank: with Gloo the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-
-
 def is_sound(expected: int) -> bool:
     """Return whether this rank's collectives still meet those of the others."""
     numbers = torch.full((3,), float(dist.get_rank()))
@@ -191,7 +186,8 @@ class _Run:
 
     def __init__(self, workload: VerifiedWorkload, program: Program, settings: RankSettings, found: RankFindings):
         self.workload, self.program, self.settings, self.found = workload, program, settings, found
-        self.device = verified_device(workload)
+        on_gpu = dist.get_backend() == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.mesh = mesh_of(workload, self.device)
         self.rank = dist.get_rank()
         names: Any = self.mesh.mesh_dim_names

@@ -214,11 +214,6 @@ draw();
 """
 
 
-def memory_page(cell: Cell, title: str, tables: Sequence[Table]) -> str:
-    """The text of a cell's page."""
-    return timeline_page([("", cell.derived)], title, tables)
-
-
 def timeline_page(timelines: Sequence[tuple[str, Mapping[str, Any]]], title: str, tables: Sequence[Table]) -> str:
     """The text of a page.
 
@@ -288,7 +283,7 @@ def write_files(cells: Sequence[Cell], run: Run | None, directory: Path) -> None
         path = directory / workload.name
         title = timeline_title(cell, run)
         plot_timeline(cell, title, path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.svg"))
-        page = memory_page(cell, title, memory_tables([cell], run, LARGEST_ALLOCATIONS))
+        page = timeline_page([("", cell.derived)], title, memory_tables([cell], run, LARGEST_ALLOCATIONS))
         write_file(path.with_name(f"{path.name}.html"), page.encode(), "--snapshot")
 
 

@@ -226,20 +226,14 @@ def _say_expected(answer: Answer, group: Found, rows: Sequence[Row], best: Row) 
     every: list[Row] = [row for one in group.table("buckets") for row in one.rows]
     table = [dict(row) for row in every if row["predicted_ms"] is not None]
     if len(table) > 1:
-        order = [[row["bucket_mb"] for row in sorted(table, key=key)] for key in (_predicted_ms, _exposed_ms)]
+        predicted = sorted(table, key=lambda row: row["predicted_ms"])
+        measured = sorted(table, key=lambda row: row["exposed_ms"].estimate)
+        order = [[row["bucket_mb"] for row in ordered] for ordered in (predicted, measured)]
         answer.say("aligned" if order[0] == order[1] else "not aligned", parts=_parts(group, rows, order))
         answer.say("predicted", rows=[row | {"exposed": row["exposed_ms"].estimate} for row in table])
     same = [row for row in rows if row["calls"] == rows[0]["calls"]]
     if len(same) > 1:
         answer.say("same buckets", sizes=same, calls=rows[0]["calls"])
-
-
-def _predicted_ms(row: Row) -> float:
-    return row["predicted_ms"]
-
-
-def _exposed_ms(row: Row) -> float:
-    return row["exposed_ms"].estimate
 
 
 def _parts(group: Found, rows: Sequence[Row], order: Sequence[Sequence[float]]) -> Row | None:
