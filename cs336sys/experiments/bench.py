@@ -18,15 +18,15 @@ from cs336sys.experiments.models import use_attention
 from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps, training_warnings, with_notes
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import choose_device
-from cs336sys.measure.gpu_readings import reading_gpu
-from cs336sys.measure.memory import (
+from cs336sys.measure.device import (
+    choose_device,
     held_memory_gib,
     peak_memory_gib,
     peak_resident_gib,
     reset_peak_memory,
     reset_peak_resident,
 )
+from cs336sys.measure.gpu_readings import reading_gpu
 from cs336sys.measure.timing import StepTimer, gpu_busy_ms
 from cs336sys.results.model import Samples, configuration_key
 from cs336sys.workload import Workload

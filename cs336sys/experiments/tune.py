@@ -20,8 +20,7 @@ from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import DTYPES, choose_device
-from cs336sys.measure.memory import peak_memory_gib
+from cs336sys.measure.device import DTYPES, choose_device, peak_memory_gib
 from cs336sys.measure.timing import gpu_busy_ms
 from cs336sys.workload import MemoryWorkload, Workload
 

@@ -309,7 +309,7 @@ def release_memory() -> None:
     """Free what a cell left behind: compiled code, garbage, the GPU memory that torch and cuBLAS keep."""
     import torch
 
-    from cs336sys.measure.memory import free_gpu_memory
+    from cs336sys.measure.device import free_gpu_memory
 
     # Imports the compiler, which takes more than a second and about as long again when the process ends.
     if "torch._dynamo" in sys.modules:

@@ -13,9 +13,9 @@ from torch._subclasses import FakeTensorMode
 from torch.cuda import _memory_viz
 
 from cs336sys.errors import UsageError
+from cs336sys.measure.allocations.dump import as_snapshot, write_snapshot
 from cs336sys.measure.allocations.history import CpuHistory, CudaHistory, FakeHistory, ScalarsReadAsZero, code_line
 from cs336sys.measure.allocations.recorder import StepRecorder
-from cs336sys.measure.allocations.snapshot import as_snapshot, write_snapshot
 from cs336sys.measure.allocations.timeline import (
     MEMORY_CATEGORIES,
     RECOMPUTATION,

@@ -6,23 +6,23 @@ import sys
 
 import pytest
 
-from cs336sys.measure import memory
+from cs336sys.measure import device
 
 # In a process of its own: where an allocator has kept what others freed, new memory may raise no peak.
 PEAKS = """
 import json
-from cs336sys.measure import memory
+from cs336sys.measure import device
 
 def hold(mib):
     return bytearray(b"\\1" * (mib << 20))
 
 block = [hold(400)]
 del block[:]
-before_gib = memory.reset_peak_resident()
-after_reset_gib = memory.peak_resident_gib()
+before_gib = device.reset_peak_resident()
+after_reset_gib = device.peak_resident_gib()
 block.append(hold(100))
 del block[:]
-print(json.dumps([before_gib, after_reset_gib, memory.peak_resident_gib()]))
+print(json.dumps([before_gib, after_reset_gib, device.peak_resident_gib()]))
 """
 
 
@@ -38,5 +38,5 @@ def test_without_linux_no_peak_is_made_up(monkeypatch):
     def refused(self, text):
         raise PermissionError
 
-    monkeypatch.setattr(memory.Path, "write_text", refused)
-    assert memory.reset_peak_resident() is None
+    monkeypatch.setattr(device.Path, "write_text", refused)
+    assert device.reset_peak_resident() is None

@@ -20,8 +20,7 @@ from cs336sys.experiments.models import model_attention
 from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.kernels.attention.reference import plain_attention
 from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import DTYPES, choose_device
-from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
+from cs336sys.measure.device import DTYPES, choose_device, peak_memory_gib, reset_peak_memory
 from cs336sys.measure.relative_error import RelativeError, judged, relative_errors
 from cs336sys.measure.timing import time_calls, time_phases
 from cs336sys.results.model import Samples

@@ -19,7 +19,7 @@ from cs336sys.experiments.models import build_compared_model, build_model
 from cs336sys.experiments.optimizers import build_optimizer, choose_optimizer
 from cs336sys.experiments.training import TrainStep, train_for_check
 from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.memory import free_gpu_memory
+from cs336sys.measure.device import free_gpu_memory
 from cs336sys.workload import Workload
 
 # Replayed steps may be this many times as far from launched ones as those are from the same steps launched again; and

@@ -17,8 +17,7 @@ from cs336sys.experiments.kernels.operation import DifferentiatedFunction, Funct
 from cs336sys.experiments.user_models import load, telling_errors_of
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.checked_timing import KernelTimer, WrongKernelError, check_untouched
-from cs336sys.measure.device import choose_device
-from cs336sys.measure.memory import held_memory_gib, peak_memory_gib, reset_peak_memory
+from cs336sys.measure.device import choose_device, held_memory_gib, peak_memory_gib, reset_peak_memory
 from cs336sys.measure.relative_error import RelativeError, error_columns, judged, relative_errors, why_wrong
 from cs336sys.measure.timing import time_queued_calls
 from cs336sys.results.model import Samples

@@ -17,13 +17,12 @@ from cs336sys.experiments.memory.prediction import PhasePeak, predicted_timeline
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.training import set_matmul_precision, time_steps, training_warnings, with_notes
 from cs336sys.experiments.user_models import telling_user_errors
+from cs336sys.measure.allocations.dump import as_snapshot, write_snapshot
 from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
 from cs336sys.measure.allocations.recorder import StepRecorder
-from cs336sys.measure.allocations.snapshot import as_snapshot, write_snapshot
 from cs336sys.measure.allocations.timeline import AllocationTimeline
 from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import choose_device
-from cs336sys.measure.memory import free_gpu_memory
+from cs336sys.measure.device import choose_device, free_gpu_memory
 from cs336sys.workload import MemoryWorkload
 from cs336sys.workload.memory_changes import (
     SettingChange,

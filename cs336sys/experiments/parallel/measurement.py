@@ -34,8 +34,7 @@ from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.training import time_steps, with_notes
 from cs336sys.experiments.user_models import hidden_warnings, why_built_whole
 from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import choose_device
-from cs336sys.measure.memory import peak_memory_gib, reset_peak_memory
+from cs336sys.measure.device import choose_device, peak_memory_gib, reset_peak_memory
 from cs336sys.measure.phases import RecordFunctionMarks
 from cs336sys.parallel.ranks import launch
 from cs336sys.results.model import Samples, configuration_key

@@ -39,7 +39,7 @@ from cs336sys.experiments.training import time_steps, training_warnings
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
 from cs336sys.measure.allocations.timeline import AllocationTimeline, Region, build_timeline, peak_position
-from cs336sys.measure.memory import free_gpu_memory, peak_memory_gib, reset_peak_memory
+from cs336sys.measure.device import free_gpu_memory, peak_memory_gib, reset_peak_memory
 from cs336sys.measure.phases import RecordFunctionMarks
 from cs336sys.measure.timing import time_phases
 from cs336sys.results.model import Samples

@@ -1,16 +1,20 @@
-"""A snapshot of ``torch.cuda.memory._dump_snapshot``, by anybody and of any torch from 2.1 on, as plain records.
+"""Snapshots of ``torch.cuda.memory._dump_snapshot``, ours and anybody's of any torch from 2.1 on, as plain records.
 
 What versions write differs in what is missing: stacks (``frames``) of Python, of C++, or none; ``time_us``,
 ``compile_context``, ``user_metadata`` and ``pool_id`` of an entry; ``is_expandable`` and ``segment_pool_id`` of a
 segment; ``allocator_settings``. Sources: torch/csrc/cuda/Module.cpp, memory_snapshot.cpp. No torch.
 """
 
+import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cs336sys.errors import UsageError
+from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline
+from cs336sys.processes.atomic_write import written_whole
 from cs336sys.results.foreign import printable
 from cs336sys.results.plain_pickle import read_plain_pickle
 
@@ -319,3 +323,69 @@ def _pool_id(value: Any) -> tuple[int, int]:
     if isinstance(value, list | tuple) and len(value) == 2 and type(value[0]) is type(value[1]) is int:
         return value[0], value[1]
     return DEFAULT_POOL
+
+
+# The viewer in the browser cannot read protocol 5 (https://github.com/pytorch/pytorch/issues/183842).
+PICKLE_PROTOCOL = 4
+
+
+def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
+    """Raises:
+    UsageError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as whole, whole.open("wb") as file:
+            pickle.dump(snapshot, file, protocol=PICKLE_PROTOCOL)
+    except OSError as error:
+        raise UsageError(f"cannot write the snapshot {path}: {error.strerror or error}") from error
+
+
+def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
+    """A timeline in the form of ``torch.cuda.memory._snapshot()``, for memory that is not CUDA's.
+
+    Every allocation gets an address of its own in one segment, which shows what is left after the last event; from that
+    and the events, viewers find out what was there before.
+    """
+    events: list[tuple[int, dict[str, Any]]] = []
+    blocks: list[dict[str, Any]] = []
+    address = 0
+    for allocation in timeline.allocations:
+        frames = _frames(allocation)
+        entry = {"addr": address, "size": allocation.size, "stream": 0, "frames": frames}
+        if allocation.start > 0:
+            events.append((allocation.start, entry | {"action": "alloc", "time_us": allocation.start}))
+        is_left = allocation.end > timeline.length
+        if not is_left:
+            events.append((allocation.end, entry | {"action": "free_requested", "time_us": allocation.end}))
+            events.append((allocation.end, entry | {"action": "free_completed", "time_us": allocation.end}))
+        block = {"address": address, "size": allocation.size, "requested_size": allocation.size, "frames": frames}
+        blocks.append(block | {"state": "active_allocated" if is_left else "inactive"})
+        address += allocation.size
+    held = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+    segment = {
+        "device": 0,
+        "address": 0,
+        "total_size": address,
+        "allocated_size": held,
+        "active_size": held,
+        "requested_size": held,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [],
+        "blocks": blocks,
+    }
+    trace = [entry for _, entry in sorted(events, key=lambda event: event[0])]
+    return {"segments": [segment], "device_traces": [trace]}
+
+
+def _frames(allocation: Allocation) -> list[dict[str, Any]]:
+    origin = allocation.origin
+    what = " ".join(filter(None, [origin.module or allocation.parameter, origin.operation, allocation.category]))
+    frames = [{"filename": allocation.category, "line": 0, "name": what}]
+    code = re.fullmatch(r"(.*):(\d+) (.*)", origin.code)
+    if code:
+        frames.append({"filename": code[1], "line": int(code[2]), "name": code[3]})
+    return [*frames, {"filename": allocation.phase or "before the step", "line": 0, "name": ""}]

@@ -23,7 +23,7 @@ from cs336sys.experiments.memory.prediction import (
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.measure.allocations.timeline import RECOMPUTATION
 from cs336sys.measure.cells import guarded, release_memory
-from cs336sys.measure.memory import peak_resident_gib, reset_peak_resident
+from cs336sys.measure.device import peak_resident_gib, reset_peak_resident
 from cs336sys.sizes import ModelSize, choose_size
 from cs336sys.workload import MemoryWorkload, UserCode, Workload
 
