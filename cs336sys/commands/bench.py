@@ -80,11 +80,7 @@ def bench(
 
 
 def _interleaved(workloads: Sequence[Workload], option: str) -> list[dict[str, Any]]:
-    """The workloads' configurations with what ``measure_interleaved`` needs, those measured together side by side.
-
-    Raises:
-        UsageError: the workloads cannot be compared this way.
-    """
+    """The workloads' configurations with what ``measure_interleaved`` needs, those measured together side by side."""
     setting = option.replace("-", "_")
     if len({workload.warmup for workload in workloads}) > 1:
         raise UsageError("--interleave takes one value of --warmup: a warm-up study needs a process for every cell")

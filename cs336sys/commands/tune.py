@@ -140,11 +140,7 @@ def _plain_workload(
     steps: options.StepsOptions,
     run: options.RunOptions,
 ) -> Workload:
-    """Return what all configurations share.
-
-    Raises:
-        UsageError: there are several models, batches or precisions.
-    """
+    """Return what all configurations share."""
     workloads = options.expand_workloads(model, ["train"], precision, options.ImplementationOptions(), steps, run)
     if len(workloads) > 1:
         raise UsageError("tune chooses for one model: give one --size, --context, --batch-size and --precision")
@@ -152,11 +148,7 @@ def _plain_workload(
 
 
 def _counted(plain: Workload) -> "CountedModel":
-    """Count a user's model, in a process of its own.
-
-    Raises:
-        CapabilityError: it cannot be counted.
-    """
+    """Count a user's model, in a process of its own."""
     from cs336sys.accounting.step_time.work import CountedModel
     from cs336sys.measure.cells import Worker
 

@@ -109,11 +109,7 @@ def _check(workload: Workload, device: torch.device, progress: Progress) -> tupl
 
 
 def _choose_nsys(profiler: str, device: torch.device) -> tuple[Profiler | None, str | None]:
-    """The nsys to use, or None for torch.profiler, and why not nsys where one might expect it.
-
-    Raises:
-        CapabilityError: nsys was asked for and cannot be used.
-    """
+    """The nsys to use, or None for torch.profiler, and why not nsys where one might expect it."""
     if profiler == "torch" or (profiler == "auto" and device.type == "cpu"):
         return None, None
     if device.type == "cpu":

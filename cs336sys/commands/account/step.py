@@ -133,11 +133,7 @@ def rates(
 
 
 def _results_in(folder: Path) -> list[Path]:
-    """Return the results files of a folder.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """Return the results files of a folder."""
     found = sorted(path for path in folder.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
     if not found:
         raise UsageError(f"{folder}: holds no results, whose names end in .jsonl or .jsonl.gz")

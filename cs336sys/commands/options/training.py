@@ -196,11 +196,7 @@ class RunOptions:
 
 
 def _user_code(model: ModelOptions, optimizers: list[tuple[str, str, str]]) -> UserCode:
-    """Collect the user's code, with the digest of its files: one for all cells, which differ in what they name.
-
-    Raises:
-        UsageError: a file does not exist, or an option is about a model that is not given.
-    """
+    """Collect the user's code, with the digest of its files: one for all cells, which differ in what they name."""
     given = {"model": model.model, "loss": model.loss, "batch": model.batch}
     for option, reference in given.items():
         if reference is not None:

@@ -149,11 +149,7 @@ class ParallelStep(TrainStep):
 
 
 def _refuse_unsupported(workload: ParallelWorkload) -> None:
-    """Refuse optimizers that cannot update what the strategy shards.
-
-    Raises:
-        CapabilityError: they cannot.
-    """
+    """Refuse optimizers that cannot update what the strategy shards."""
     if workload.training.state_dtype == "split" and workload.strategy in PREPARE_SHARDED.keys() - {"none", "fsdp"}:
         raise CapabilityError(f"strategy '{workload.strategy}' shards weights in fp32: choose another --state-dtype")
     if workload.training.optimizer == "adamw" and workload.strategy == "torch-fsdp":

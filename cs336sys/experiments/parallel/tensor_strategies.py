@@ -340,11 +340,7 @@ def _own_group(default: dist.ProcessGroup, timeout_s: float, ranks: int) -> dist
 
 
 def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """torch's ``context_parallel``: a ring in zigzag order under ``scaled_dot_product_attention``.
-
-    Raises:
-        CapabilityError: it cannot do this.
-    """
+    """torch's ``context_parallel``: a ring in zigzag order under ``scaled_dot_product_attention``."""
     training, world_size = workload.training, workload.world_size
     if device.type != "cuda":
         raise CapabilityError("strategy 'torch-context': torch's context_parallel supports only SDPA's CUDA kernels")
