@@ -62,11 +62,12 @@ MORE_TRITON_CONFIGURATIONS = {
     "grouped window, 4096": ((1, 16, 4096, 64), torch.float16, True, 4, 512),
 }
 HOPPER_CONFIGURATIONS = {
-    "hopper, head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True),
+    "hopper, head dim 128 grouped": ((1, 16, 2048, 128), torch.bfloat16, True, 4),
 }
 # Compiled with the argument "all"; those of head dimension 64 take turns only if they are causal.
 MORE_HOPPER_CONFIGURATIONS = {
     "hopper, head dim 64": ((1, 16, 16384, 64), torch.bfloat16, True),
+    "hopper, head dim 16": ((1, 16, 16384, 16), torch.bfloat16, True),
     "hopper, head dim 32": ((1, 16, 16384, 32), torch.bfloat16, True),
     "hopper, head dim 64 full": ((1, 16, 16384, 64), torch.float16, False),
     "hopper, head dim 128": ((1, 16, 16384, 128), torch.bfloat16, True),
@@ -91,7 +92,6 @@ MORE_HOPPER_CONFIGURATIONS = {
     "hopper, head dim 16 grouped": ((1, 16, 2048, 16), torch.bfloat16, True, 4),
     "hopper, head dim 32 grouped": ((1, 16, 2048, 32), torch.bfloat16, True, 4),
     "hopper, head dim 64 grouped": ((1, 16, 2048, 64), torch.bfloat16, True, 4),
-    "hopper, head dim 128 grouped": ((1, 16, 2048, 128), torch.bfloat16, True, 4),
     "hopper, head dim 256 grouped": ((1, 16, 2048, 256), torch.bfloat16, True, 4),
     "hopper, head dim 64 grouped full": ((1, 16, 2048, 64), torch.bfloat16, False, 4),
     "hopper, head dim 128 grouped full": ((1, 16, 2048, 128), torch.bfloat16, False, 4),

@@ -70,9 +70,7 @@ def children():
     return {process.pid for process in multiprocessing.active_children()}
 
 
-@pytest.mark.usefixtures("pair")
-def test_run_returns_what_ranks_returned_and_leaves_nothing(temporary_directory):
-    """But for what the first ranks of the tests leave: the process from which they are forked."""
+def test_run_returns_what_ranks_returned_and_leaves_nothing(real_processes, temporary_directory):
     before = children()
     results = launch.run(launch_ranks.rank_and_sum, 5, world_size=2, backend="gloo")
     assert [(rank, size) for rank, size, _ in results] == [(0, 2), (1, 2)]
@@ -262,28 +260,26 @@ if __name__ == "__main__":
     # A shell starts background jobs, of which these tests may be one, with Ctrl-C ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        launch.run(launch_ranks.say_and_hang, sys.argv[1], world_size=int(sys.argv[2]), backend="gloo")
+        launch.run(launch_ranks.say_and_hang, sys.argv[1], world_size=2, backend="gloo")
     except KeyboardInterrupt:
         print("interrupted", flush=True)
         sys.exit(130)
 """
 
 
-def start_parent(tmp_path, world_size):
+def start_parent(tmp_path):
     script, ids, temporary = tmp_path / "parent.py", tmp_path / "ids", tmp_path / "temporary"
     script.write_text(PARENT)
     ids.mkdir()
     temporary.mkdir()
     environment = ENVIRONMENT | {"TMPDIR": str(temporary)}
-    command = [sys.executable, script, ids, str(world_size)]
-    parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    files = [ids / str(rank) for rank in range(world_size)]
-    wait_until(lambda: all(file.exists() for file in files) or parent.poll() is not None, 60)
-    return parent, [int(file.read_text()) for file in files], temporary
+    parent = subprocess.Popen([sys.executable, script, ids], env=environment, stdout=subprocess.PIPE, text=True)
+    wait_until(lambda: {path.name for path in ids.iterdir()} >= {"0", "1"} or parent.poll() is not None, 60)
+    return parent, [int((ids / str(rank)).read_text()) for rank in range(2)], temporary
 
 
 def test_ranks_die_with_their_parent_and_others_remove_their_folder(tmp_path, monkeypatch):
-    parent, ranks, temporary = start_parent(tmp_path, world_size=2)
+    parent, ranks, temporary = start_parent(tmp_path)
     parent.kill()
     parent.communicate()
     wait_until(lambda: not any(is_running(pid) for pid in ranks), 60)
@@ -293,8 +289,8 @@ def test_ranks_die_with_their_parent_and_others_remove_their_folder(tmp_path, mo
     assert list(temporary.iterdir()) == []
 
 
-def test_ctrl_c_ends_ranks_and_reaches_the_caller(tmp_path):
-    parent, ranks, temporary = start_parent(tmp_path, world_size=1)
+def test_ctrl_c_ends_all_ranks_and_reaches_the_caller(tmp_path):
+    parent, ranks, temporary = start_parent(tmp_path)
     parent.send_signal(signal.SIGINT)
     output, _ = parent.communicate(timeout=60)
     assert (output, parent.returncode) == ("interrupted\n", 130)

@@ -210,7 +210,7 @@ def backward_kernel(
 
     All tensors but the last four are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
     writes them, the others (batch, head, row, element). grad_query_sum is in the order that ``convert.py`` describes.
-    ``turns`` and ``pieces``: as ``BackwardConfig`` says.
+    ``turns`` and ``pieces``: as ``HopperBackwardConfig`` says.
     """
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     STAGES: gl.constexpr = CONFIG.stages

@@ -244,7 +244,7 @@ def reducer_backward_kernel(
 
     All tensors but the last three are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
     writes them, grad_query_sum rows of 128 float32 numbers in the order that ``convert.py`` describes, the others
-    (batch, head, row, element). ``turns`` and ``pieces``: as ``BackwardConfig`` says.
+    (batch, head, row, element). ``turns`` and ``pieces``: as ``HopperBackwardConfig`` says.
     """
     gl.static_assert(CONFIG.stages >= 2, "the scores of a tile are computed while the tile before it is in use")
     HEAD_DIM: gl.constexpr = CONFIG.head_dim

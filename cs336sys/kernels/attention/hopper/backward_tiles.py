@@ -33,7 +33,7 @@ Shared = namedtuple("Shared", "tensors buffers barriers schedule shape")
 
 
 @dataclass(frozen=True)
-class BackwardConfig:
+class HopperBackwardConfig:
     """Constants of a backward kernel.
 
     ``ordered``: programs add to dQ in turn, which ``turns`` counts (``pass_turns``). ``grouped``: group_size heads of

@@ -238,7 +238,7 @@ def wide_backward_kernel(
 
     All tensors but the last four are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
     writes them, the others (batch, head, row, element). grad_query_sum is in the order that ``convert.py`` describes.
-    ``turns`` and ``pieces``: as ``BackwardConfig`` says, a piece having 64 keys.
+    ``turns`` and ``pieces``: as ``HopperBackwardConfig`` says, a piece having 64 keys.
     """
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     STAGES: gl.constexpr = CONFIG.stages

@@ -77,7 +77,7 @@ Shape = namedtuple("Shape", "num_heads num_queries num_keys window")
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
+class HopperForwardConfig:
     """``grouped``: group_size heads of queries side by side share a head of keys and values."""
 
     head_dim: int

@@ -9,10 +9,10 @@ from triton.experimental.gluon import language as gl
 
 from cs336sys.kernels.attention.hopper.backward import backward_kernel
 from cs336sys.kernels.attention.hopper.backward_reducer import reducer_backward_kernel
-from cs336sys.kernels.attention.hopper.backward_tiles import BackwardConfig
+from cs336sys.kernels.attention.hopper.backward_tiles import HopperBackwardConfig
 from cs336sys.kernels.attention.hopper.backward_wide import wide_backward_kernel
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
-from cs336sys.kernels.attention.hopper.forward import ForwardConfig, forward_kernel
+from cs336sys.kernels.attention.hopper.forward import HopperForwardConfig, forward_kernel
 from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, TensorDescriptor
 from cs336sys.kernels.attention.hopper.schedule import (
     as_table,
@@ -150,7 +150,7 @@ class HopperForwardPlan(Plan):
                 problem.window or 0,
             ),
             (
-                ForwardConfig(
+                HopperForwardConfig(
                     head_dim=problem.head_dim,
                     consumers=settings.consumers,
                     key_rows=settings.key_rows,
@@ -212,7 +212,7 @@ class HopperBackwardPlan(BackwardPlan):
                 self._window_tiles,
             ),
             (
-                BackwardConfig(
+                HopperBackwardConfig(
                     problem.head_dim,
                     settings.num_stages,
                     _mask(problem),

@@ -38,7 +38,7 @@ Numbers = namedtuple(
 
 @dataclass(frozen=True)
 class BackwardConfig(TileConfig):
-    """Which passes there are, and what they share.
+    """Constants of a backward pass: the kinds of program it has, and what they share.
 
     ``grouped``: heads of queries share one of keys. ``prepared``: prepare_kernel came before, and the output is not
     touched. ``key_sums``: num_splits programs share a tile of keys.

@@ -24,7 +24,7 @@ class Dims:
 
 @dataclass(frozen=True)
 class TileConfig(Dims):
-    """What is constant in all passes over tiles of queries and keys; ``precision``: of their products."""
+    """Constants of all passes over tiles of queries and keys; ``precision``: of their products."""
 
     query_rows: int
     key_rows: int
