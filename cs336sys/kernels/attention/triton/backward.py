@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from cs336sys.kernels.attention.triton.tiles import (
+    LOG2_E,
     Rows,
     TileConfig,
     is_visible,
@@ -50,12 +51,6 @@ class BackwardConfig(TileConfig):
     prepared: bool
     fused: bool
     key_sums: bool
-
-
-# What the kernels of the backward pass share: a query's logsumexp and D, and float32 sums of gradients in memory.
-
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

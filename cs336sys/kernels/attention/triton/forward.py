@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from cs336sys.kernels.attention.triton.tiles import (
+    LOG2_E,
     Dims,
     Rows,
     TileConfig,
@@ -22,7 +23,6 @@ from cs336sys.kernels.attention.triton.tiles import (
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 ForwardStrides = namedtuple("ForwardStrides", "query key value out")

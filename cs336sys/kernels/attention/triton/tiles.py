@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 # What a kernel reads or writes of a tensor: the rows of one sequence, ``num_rows`` of them.
 Rows = namedtuple("Rows", "tensor strides batch head num_rows")
 
