@@ -128,6 +128,9 @@ def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspec
     option.metavar = option.metavar or next((word for one, word in _VALUE_WORDS.items() if one in types), "<name>")
     if option.show_default is True:
         option.show_default = default not in (None, [], ())
+    if Path in types:
+        # typer before 0.29 makes a path of a text only when it calls the command; slurm reads options without.
+        option.path_type = Path  # type: ignore[assignment]  # it takes any class
     convert = option.parser or _number(types, option)
     if convert is not None:
         is_list = bool({list, Sequence} & types)
