@@ -7,6 +7,7 @@ import torch
 from cs336_basics.model import BasicsTransformerLM
 from fsdp_models import batch, gathered_units, loss_of, transformer, whole_gradients
 from fsdp_training_ranks import shard_like_torch
+from running import wait_until
 from small_models import share
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -134,11 +135,17 @@ def memory_after_wrapping():
     gc.collect()
     # Held, so that what an earlier test left cannot be freed meanwhile.
     earlier = alive_tensors()
-    sharded = FSDP(transformer())
-    gc.collect()
     known = {tensor.untyped_storage().data_ptr() for tensor in earlier}
-    new = [tensor for tensor in alive_tensors() if tensor.untyped_storage().data_ptr() not in known]
-    return bytes_of(new), bytes_of(list(sharded.parameters())), bytes_of(list(sharded.module.buffers()))
+    sharded = FSDP(transformer())
+    slices, buffers = bytes_of(list(sharded.parameters())), bytes_of(list(sharded.module.buffers()))
+
+    def alive():
+        gc.collect()
+        return bytes_of([tensor for tensor in alive_tensors() if tensor.untyped_storage().data_ptr() not in known])
+
+    # A generator's state and the like. Gloo's thread lets go of what it sent a moment after the wait for it has ended.
+    wait_until(lambda: alive() < slices + buffers + 1000, 60)
+    return alive(), slices, buffers
 
 
 def alive_tensors():

@@ -74,7 +74,6 @@ def test_communication_is_what_accounting_says(ranks, compute_dtype, element_byt
 
 def test_whole_parameters_are_gone_after_wrapping(ranks):
     for alive, slices, buffers in ranks(2).run(fsdp_memory_ranks.memory_after_wrapping):
-        # A generator's state and the like.
         assert slices + buffers <= alive < slices + buffers + 1000
 
 
