@@ -120,6 +120,12 @@ def pytest_collection_finish():
     atexit.register(gc.unfreeze)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Draw what a test draws from one seed, whatever ran before it in its worker."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def gpus_alone(request, tmp_path_factory):
     """No other test uses a GPU beside one that needs several: what these time and hide would take longer."""
