@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from cs336sys.errors import UsageError
 
-_shape_and_dtype = operator.attrgetter("shape", "dtype")
+_shape_and_dtype, _device = operator.attrgetter("shape", "dtype"), operator.attrgetter("device")
+_trained = operator.attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,16 @@ class _Held:
     """One name of a parameter, and what the name stood for."""
 
     owner: nn.Module
-    parameter: Tensor
+    reference: "weakref.ref[Tensor]"
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     trained: bool
+
+    @property
+    def parameter(self) -> Tensor | None:
+        """None if it exists no longer."""
+        return self.reference()
 
 
 class HeldParameters:
@@ -32,6 +38,8 @@ class HeldParameters:
     It sees parameters that were added, removed, replaced, moved, tied or untied, that have another shape or dtype, and
     those that were frozen and are trained now. Parameters that were trained may be frozen and unfrozen again, as GANs
     do. Modules without parameters may come and go.
+
+    It keeps no parameter alive: what another wrapper has cut into slices is freed.
 
     Args:
         module: the module, or a wrapper that has it as a child.
@@ -89,30 +97,32 @@ class HeldParameters:
         self._children = [owner._modules for owner in owners if isinstance(owner._modules, dict)]
         self._children_then = [dict(children) for children in self._children]
         self._parameters = [owner._parameters for owner in owners if isinstance(owner._parameters, dict)]
-        self._parameters_then = [dict(parameters) for parameters in self._parameters]
-        self._values_then = list(itertools.chain.from_iterable(map(dict.values, self._parameters)))
+        self._attributes_then, self._values_then = self._attributes(), self._values()
         each = {id(held.parameter): held for held in self._names.values()}.values()
-        self._each = [held.parameter for held in each]
+        # Those that exist no longer, whose ids others may have now.
+        self._gone: list[weakref.ref[Tensor]] = []
+        self._each = [weakref.ref(held.parameter, self._gone.append) for held in each if held.parameter is not None]
         self._layouts_then = [(held.shape, held.dtype) for held in each]
-        self._frozen = [held.parameter for held in each if not held.trained]
+        self._frozen = [held.reference for held in each if not held.trained]
         # A module is moved as a whole, and the device of every parameter would take half as long again as the rest.
-        self._device = [(held.parameter, held.device) for held in itertools.islice(each, 1)]
+        self._device = [(held.reference, held.device) for held in itertools.islice(each, 1)]
+
+    def _attributes(self) -> tuple[list[int], list[str]]:
+        return list(map(len, self._parameters)), list(itertools.chain.from_iterable(self._parameters))
+
+    def _values(self) -> list[int]:
+        return list(map(id, itertools.chain.from_iterable(map(dict.values, self._parameters))))
 
     def _is_unchanged(self) -> bool:
-        values = itertools.chain.from_iterable(map(dict.values, self._parameters))
-        try:
-            return (
-                self._children == self._children_then
-                and all(map(operator.is_, values, self._values_then))
-                # Compares lengths and attributes: the values are known to be identical.
-                and self._parameters == self._parameters_then
-                and list(map(_shape_and_dtype, self._each)) == self._layouts_then
-                and not any(parameter.requires_grad for parameter in self._frozen)
-                and all(parameter.device == device for parameter, device in self._device)
-            )
-        except RuntimeError:
-            # Two parameters have changed their attributes and not their order, so their values were compared.
-            return False
+        return (
+            self._children == self._children_then
+            and self._values() == self._values_then
+            and self._attributes() == self._attributes_then
+            and not self._gone
+            and [_shape_and_dtype(reference()) for reference in self._each] == self._layouts_then
+            and not any(_trained(reference()) for reference in self._frozen)
+            and all(_device(reference()) == device for reference, device in self._device)
+        )
 
     def _look(self) -> dict[str, _Held]:
         """Everything that the module holds now, by full name; tied parameters once for each name."""
@@ -121,7 +131,12 @@ class HeldParameters:
             for attribute, parameter in owner._parameters.items():
                 if parameter is not None:
                     held[f"{prefix}.{attribute}" if prefix else attribute] = _Held(
-                        owner, parameter, parameter.shape, parameter.dtype, parameter.device, parameter.requires_grad
+                        owner,
+                        weakref.ref(parameter),
+                        parameter.shape,
+                        parameter.dtype,
+                        parameter.device,
+                        parameter.requires_grad,
                     )
         return held
 
@@ -140,7 +155,7 @@ class HeldParameters:
             if others_now:
                 return f"tied to {self._shown(others_now)}"
             others_then = [o for o, held in self._names.items() if held.parameter is old.parameter and o != name]
-            if others_then:
+            if others_then and old.parameter is not None:
                 return f"untied from {self._shown(others_then)}"
             return "replaced (as load_state_dict() with assign=True does)"
         differences: list[tuple[Any, Any]] = [

@@ -4,17 +4,20 @@ import copy
 import gc
 
 import torch
+import torch.distributed as dist
 from cs336_basics.model import BasicsTransformerLM
 from fsdp_models import batch, gathered_units, loss_of, transformer, whole_gradients
 from fsdp_training_ranks import shard_like_torch
 from running import wait_until
 from small_models import share
 from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.parallel import collectives
 from cs336sys.parallel.fsdp import FSDP
+from cs336sys.parallel.tensor_parallel import TensorParallel
 from cs336sys.sizes import ModelSize
 
 
@@ -130,13 +133,19 @@ def bytes_of_argument(argument):
     return 0
 
 
-def memory_after_wrapping():
-    """Bytes of tensors that are alive because of a wrapped module."""
+def memory_after_wrapping(tensor_ranks=1):
+    """Bytes of tensors that are alive because of a wrapped module, whose layers so many ranks share."""
     gc.collect()
     # Held, so that what an earlier test left cannot be freed meanwhile.
     earlier = alive_tensors()
     known = {tensor.untyped_storage().data_ptr() for tensor in earlier}
-    sharded = FSDP(transformer())
+    plain, group, shared = transformer(), None, None
+    if tensor_ranks > 1:
+        shape = dist.get_world_size() // tensor_ranks, tensor_ranks
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tp"))
+        shared, group = TensorParallel(plain, mesh["tp"]), mesh["data"]
+    sharded = FSDP(plain, group=group)
+    del plain
     slices, buffers = bytes_of(list(sharded.parameters())), bytes_of(list(sharded.module.buffers()))
 
     def alive():
@@ -145,6 +154,7 @@ def memory_after_wrapping():
 
     # A generator's state and the like. Gloo's thread lets go of what it sent a moment after the wait for it has ended.
     wait_until(lambda: alive() < slices + buffers + 1000, 60)
+    assert shared is None or shared.module is sharded.module
     return alive(), slices, buffers
 
 

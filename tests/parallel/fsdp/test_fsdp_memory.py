@@ -72,8 +72,10 @@ def test_communication_is_what_accounting_says(ranks, compute_dtype, element_byt
         assert means + sent["allreduce_"] == expected.all_reduce + 21
 
 
-def test_whole_parameters_are_gone_after_wrapping(ranks):
-    for alive, slices, buffers in ranks(2).run(fsdp_memory_ranks.memory_after_wrapping):
+@pytest.mark.parametrize("tensor_ranks", [1, 2])
+def test_whole_parameters_are_gone_after_wrapping(ranks, tensor_ranks):
+    found = ranks(2 * tensor_ranks).run(fsdp_memory_ranks.memory_after_wrapping, tensor_ranks)
+    for alive, slices, buffers in found:
         assert slices + buffers <= alive < slices + buffers + 1000
 
 
