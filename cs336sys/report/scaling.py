@@ -158,7 +158,8 @@ def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scalin
             drawing.set_ylim(bottom=0)
             drawing.grid(alpha=0.3)
         row[0].set_title(f"{scaling} scaling; dotted: linear", fontsize=9)
-        row[2].set_title("dashed: predicted", fontsize=9)
+        if any(line.get_linestyle() == "--" for line in row[2].lines):
+            row[2].set_title("dashed: predicted", fontsize=9)
         if drawn:
             row[0].legend(fontsize=7)
     write_figure(figure, path, option)
@@ -168,7 +169,11 @@ def _name(curve: Curve, settings: Sequence[str]) -> str:
     configuration = curve.cells[-1].configuration
     batch = configuration["batch_size"]
     share = f"batch {batch}" if curve.scaling == "strong" else f"{batch / configuration['world_size']:g} a rank"
-    varied = (str(configuration[name]) for name in settings if configuration.get(name) is not None)
+    known = {name: configuration[name] for name in settings if configuration.get(name) is not None}
+    # A number alone would say nothing.
+    varied = (
+        f"{name.replace('_', ' ')} {one:g}" if isinstance(one, int | float) else str(one) for name, one in known.items()
+    )
     return ", ".join([configuration["strategy"], *varied, share])
 
 
@@ -194,7 +199,8 @@ def _draw_curve(row: Sequence["Axes"], curve: Curve, name: str) -> None:
     )
     for source, marker, line_style in (("measured", "o", "-"), ("predicted", "_", "--")):
         held = [_or_nan(_peak_gib(cell, source)) for cell in curve.cells]
-        peaks.plot(ranks, held, marker=marker, linestyle=line_style, color=color)
+        if any(map(math.isfinite, held)):
+            peaks.plot(ranks, held, marker=marker, linestyle=line_style, color=color)
 
 
 def _or_nan(value: float | None) -> float:
