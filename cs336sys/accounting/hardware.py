@@ -98,6 +98,23 @@ def memory_bytes_per_s(gpu_name: str) -> float | None:
     return next((rate for name, rate in _MEMORY_BYTES_PER_S if re.fullmatch(name, gpu_name)), None)
 
 
+# Bandwidth between two GPUs of a host by name, in bytes/s of both directions: NVLink where the datasheet has it as a
+# part of the board, else PCIe.
+_LINK_BYTES_PER_S = (
+    (r"(NVIDIA )?A100-SXM4?-[48]0GB", 600e9),
+    (r"(NVIDIA )?A100-PCIE-[48]0GB|NVIDIA A100 80GB PCIe|NVIDIA GeForce RTX 4090", 64e9),
+    (r"NVIDIA H100 PCIe|NVIDIA GeForce RTX 5090", 128e9),
+    (r"NVIDIA H100 NVL", 600e9),
+    (r"NVIDIA H100 80GB HBM3|NVIDIA H200( NVL)?", 900e9),
+    (r"NVIDIA B200", 1800e9),
+)
+
+
+def link_bytes_per_s(gpu_name: str) -> float | None:
+    """The bandwidth to another GPU of the host; None for one that is not in the table."""
+    return next((rate for name, rate in _LINK_BYTES_PER_S if re.fullmatch(name, gpu_name)), None)
+
+
 def least_ms(gpu_name: str, precision: str, flops: float, moved_bytes: float) -> float:
     """The least that FLOPs and bytes take at the peaks of the datasheet; 0 where they are not known."""
     tflops, bytes_per_s = peak_tflops(gpu_name, precision, tf32=True), memory_bytes_per_s(gpu_name)

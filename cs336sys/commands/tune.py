@@ -74,7 +74,9 @@ def tune(
     gpu: Annotated[
         str | None, choice(GPUS, f"Predict for {', '.join(GPUS)}. Default: this machine's GPU, or h200.")
     ] = None,
-    rates: Annotated[Path | None, typer.Option(help="Rates of your GPU: account rates --write.")] = None,
+    rates: Annotated[
+        Path | None, typer.Option(help="Of your GPU: account rates --write, or doctor --ceilings.")
+    ] = None,
     launch_us: Annotated[float | None, typer.Option(help="CPU time of a launch.", min=0, max=1e4)] = None,
     lines: Annotated[int, typer.Option(help="Lines of PyTorch for so many of the best.", min=0, max=10)] = 1,
     measure: Annotated[
@@ -272,7 +274,7 @@ def _rates(gpu: str | None, path: Path | None, device: str, plain: Workload, *, 
         return rates_of("h200", measured) if measured is None else measured
     if measured is None and not is_scalable(here.device):
         raise CapabilityError(
-            f"{here.device}: its rates are not known; measure them (bench, nsys, flash with --save) and give --rates"
+            f"{here.device}: its rates are not known; run doctor --ceilings mine.json, and give --rates mine.json"
         )
     return rates_of(here.device, measured)
 

@@ -11,6 +11,7 @@ import pytest
 import scipy
 
 from cs336sys.accounting.flops import count_parameters
+from cs336sys.accounting.hardware import Ceilings
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time import calibration, rates, work
 from cs336sys.accounting.step_time.memory import allocated_bytes, step_memory
@@ -190,14 +191,36 @@ def test_other_gpus_are_scaled_by_their_datasheets():
     h200, b200 = rates.h200_rates(), rates.rates_of("b200")
     assert b200.seconds["half_products"] == pytest.approx(h200.seconds["half_products"] * 989.4 / 2250)
     assert b200.seconds["fused_bytes"] == pytest.approx(h200.seconds["fused_bytes"] * 4.8 / 7.7)
+    assert b200.exposures["bucketed"].bytes_per_s == pytest.approx(2 * h200.exposures["bucketed"].bytes_per_s)
+    without_nvlink = rates.rates_of("rtx4090").exposures["fsdp"]
+    assert without_nvlink.bytes_per_s == pytest.approx(h200.exposures["fsdp"].bytes_per_s * 64 / 900)
     assert "scaled by datasheets" in b200.error_note
     with pytest.raises(UsageError, match="no datasheet is known"):
         rates.rates_of("h20")
 
 
+def test_ceilings_scale_the_rates_of_the_h200(tmp_path):
+    h200, results = rates.h200_rates(), Path(__file__).parents[2] / "docs/results"
+    own = rates.read_rates(results / "ceilings-h200.json")
+    assert own.seconds == pytest.approx(h200.seconds, rel=1e-3)
+    assert own.usual_launch_s == pytest.approx(h200.usual_launch_s, rel=1e-3)
+
+    path = tmp_path / "ceilings.json"
+    Ceilings("NVIDIA L40S", {"fp32": 51.12 / 2, "bf16": 769.3 / 3}, 4244 / 5, 9.161 / 2, link_gbps=20.0).write(path)
+    found = rates.read_rates(path)
+    times = {"full_products": 2, "full_scores": 2, "half_products": 3, "flash_forward": 3, "fused_bytes": 5, "gaps": 1}
+    for term, factor in times.items():
+        assert found.seconds[term] == pytest.approx(factor * h200.seconds[term]), term
+    assert found.launch_s == pytest.approx(h200.launch_s / 2)
+    assert not found.exposures, "no link of the H200 was measured, so none can be scaled"
+    assert found.error_note.endswith("Rates of NVIDIA L40S are scaled by what doctor --ceilings measured.")
+    with pytest.raises(UsageError, match="those of NVIDIA L40S, not of NVIDIA H200"):
+        rates.rates_of("h200", found)
+
+
 def test_files_that_hold_no_rates_are_refused(tmp_path):
     path = tmp_path / "rates.json"
-    for text in ("", "[]", "{}", '{"seconds": 3}'):
+    for text in ("", "[]", "{}", '{"seconds": 3}', '{"tflops": 3}', '{"gpu": "A", "tflops": {"fp32": 1, "bf16": 0}}'):
         path.write_text(text)
         with pytest.raises(UsageError, match="holds no rates"):
             rates.read_rates(path)

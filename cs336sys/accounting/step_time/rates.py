@@ -1,7 +1,8 @@
 """Hold the rates that turn work into time: of one GPU, from saved measurements, with their error and their reach.
 
 The rates of this project's own measurements stand in ``h200.json``, which ``account rates docs/results/*.jsonl.gz``
-derives; a file of the user's takes its place with ``--rates``.
+derives; a file of the user's takes its place with ``--rates``. Other GPUs have those of the H200, scaled by datasheets
+or by what ``doctor --ceilings`` measured.
 """
 
 import functools
@@ -12,11 +13,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from cs336sys.accounting.hardware import memory_bytes_per_s, peak_tflops
+from cs336sys.accounting.hardware import Ceilings, link_bytes_per_s, memory_bytes_per_s, peak_tflops
 from cs336sys.accounting.step_time.work import TERMS
 from cs336sys.errors import UsageError, choose_from
 
 H200 = Path(__file__).with_name("h200.json")
+
+# Of that GPU, by doctor --ceilings: docs/results/ceilings-h200.json.
+_H200_CEILINGS = Ceilings("NVIDIA H200", {"fp32": 51.12, "bf16": 769.3}, copy_gbps=4244.0, launch_us=9.161)
 
 # The kinds of rates that were measured by themselves, as a CPU's are: of every step.
 UNMEASURED = ("any",)
@@ -33,6 +37,7 @@ GPUS = {
 
 # Terms whose rate is set by memory, and those set by matrix products of half precision; the others compute in fp32.
 _OF_MEMORY = ("eager_bytes", "fused_bytes", "score_bytes", "course_parameters", "state_bytes")
+_OF_NEITHER = ("kernels", "gaps")
 _OF_HALF_PRODUCTS = ("half_products", "flash_forward", "flash_backward", "sdpa_forward", "sdpa_backward")
 
 
@@ -85,7 +90,8 @@ class Rates:
             were measured.
         kinds: that were measured: :func:`kind_of`.
         errors: of predictions, by group.
-        scaled_from: the GPU that was measured, where the rates are another one's scaled by datasheets.
+        scaled_from: the GPU that was measured, where the rates are another one's, scaled.
+        scaled_by: what: ``datasheets`` or ``ceilings``.
         files: that the rates were derived from.
     """
 
@@ -98,6 +104,7 @@ class Rates:
     kinds: Sequence[str] = ()
     errors: Sequence[GroupError] = ()
     scaled_from: str | None = None
+    scaled_by: str | None = None
     files: Sequence[str] = ()
 
     @classmethod
@@ -127,7 +134,12 @@ class Rates:
         ]
         note = f"Error on {self.scaled_from or self.gpu}, leave-one-out over saved cells: {'; '.join(parts)}."
         if self.scaled_from is not None:
-            note += f" Rates of {self.gpu} are scaled by datasheets and were not measured."
+            by = (
+                "what doctor --ceilings measured"
+                if self.scaled_by == "ceilings"
+                else "datasheets and were not measured"
+            )
+            note += f" Rates of {self.gpu} are scaled by {by}."
         return note
 
 
@@ -146,17 +158,20 @@ def h200_rates() -> Rates:
 
 
 def read_rates(path: Path) -> Rates:
-    """Read a file that ``account rates --output`` wrote.
+    """Read a file that ``account rates --write`` or ``doctor --ceilings`` wrote.
 
     Raises:
         UsageError: it holds something else.
     """
     try:
-        return Rates.from_json(path.read_text())
+        text = path.read_text()
+        return _by_ceilings(Ceilings.from_json(json.loads(text))) if '"tflops"' in text else Rates.from_json(text)
     except OSError as error:
         raise UsageError(f"--rates {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"--rates {path}: holds no rates; write them by account rates --write {path}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UsageError(
+            f"--rates {path}: holds no rates; write them by account rates --write {path} or doctor --ceilings {path}"
+        ) from error
 
 
 def rates_of(gpu: str, measured: Rates | None = None) -> Rates:
@@ -167,29 +182,54 @@ def rates_of(gpu: str, measured: Rates | None = None) -> Rates:
         measured: rates to scale; None: the H200's.
 
     Raises:
-        UsageError: the tables of :mod:`cs336sys.accounting.hardware` lack this GPU.
+        UsageError: the tables of :mod:`cs336sys.accounting.hardware` lack this GPU, or ``measured`` is scaled already.
     """
     measured = measured or h200_rates()
     name = GPUS.get(gpu.lower(), gpu)
     if name == measured.gpu:
         return measured
-    known = {kind: (peak_tflops(name, kind), peak_tflops(measured.gpu, kind)) for kind in ("bf16", "fp32")}
-    memory = memory_bytes_per_s(name), memory_bytes_per_s(measured.gpu)
-    if None in memory or any(None in pair for pair in known.values()):
+    if measured.scaled_from is not None:
+        raise UsageError(f"--rates are those of {measured.gpu}, not of {name}: give the file of that GPU, or none")
+    ours, theirs = _datasheet(measured.gpu), _datasheet(name)
+    if not ours or not theirs:
         raise UsageError(f"--gpu {gpu}: no datasheet is known; {choose_from(gpu, GPUS)}, or give --rates of yours")
-    seconds = {}
-    for term, second in measured.seconds.items():
-        kind = "bf16" if term in _OF_HALF_PRODUCTS else "fp32"
-        theirs, ours = memory if term in _OF_MEMORY else known[kind]
-        assert theirs is not None
-        assert ours is not None
-        seconds[term] = second if term in ("kernels", "gaps") else second * ours / theirs
-    return replace(measured, gpu=name, seconds=seconds, scaled_from=measured.gpu)
+    return _scaled(measured, name, ours, theirs, "datasheets")
+
+
+def _datasheet(gpu: str) -> tuple[float, ...]:
+    """TFLOP/s of products in half precision and in fp32, bytes/s of memory and of links; empty if one is not known."""
+    rates = peak_tflops(gpu, "bf16"), peak_tflops(gpu, "fp32"), memory_bytes_per_s(gpu), link_bytes_per_s(gpu)
+    known = tuple(rate for rate in rates if rate is not None)
+    return known if len(known) == len(rates) else ()
+
+
+def _by_ceilings(found: Ceilings) -> Rates:
+    ours, theirs = (
+        (one.tflops["bf16"], one.tflops["fp32"], one.copy_gbps, one.link_gbps) for one in (_H200_CEILINGS, found)
+    )
+    scaled = _scaled(h200_rates(), found.gpu, ours, theirs, "ceilings")
+    launch = found.launch_us / _H200_CEILINGS.launch_us
+    return replace(scaled, launch_s=launch * scaled.launch_s, usual_launch_s=launch * scaled.usual_launch_s)
+
+
+def _scaled(measured: Rates, gpu: str, ours: Sequence[Any], theirs: Sequence[Any], by: str) -> Rates:
+    """Rates of a GPU with ``theirs`` in the place of ``ours``, as of :func:`_datasheet`; links may be None."""
+    half, full, memory = (mine / other for mine, other in zip(ours[:3], theirs[:3], strict=True))
+    times = dict.fromkeys(measured.seconds, full) | dict.fromkeys(_OF_HALF_PRODUCTS, half)
+    times |= dict.fromkeys(_OF_MEMORY, memory) | dict.fromkeys(_OF_NEITHER, 1.0)
+    seconds = {term: second * times[term] for term, second in measured.seconds.items()}
+    exposures: dict[str, Exposure] = {}
+    if ours[3] and theirs[3]:
+        faster = theirs[3] / ours[3]
+        exposures = {
+            name: replace(one, bytes_per_s=one.bytes_per_s * faster) for name, one in measured.exposures.items()
+        }
+    return replace(measured, gpu=gpu, seconds=seconds, exposures=exposures, scaled_from=measured.gpu, scaled_by=by)
 
 
 def is_scalable(gpu: str) -> bool:
     """Return whether datasheets of a GPU are known."""
-    return peak_tflops(gpu, "bf16") is not None and memory_bytes_per_s(gpu) is not None
+    return bool(_datasheet(gpu))
 
 
 def short_gpu_name(gpu: str) -> str:

@@ -15,8 +15,8 @@ from cs336sys.commands.options.reading import among
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
 
-GpuOption = Annotated[str, choice(GPUS, f"{', '.join(GPUS)}, or as torch names it.")]
-RatesOption = Annotated[Path | None, typer.Option(help="Rates of your GPU: what account rates --write wrote.")]
+GpuOption = Annotated[str | None, choice(GPUS, f"{', '.join(GPUS)}, or as torch names it. Default: --rates', or h200.")]
+RatesOption = Annotated[Path | None, typer.Option(help="Of your GPU: account rates --write, or doctor --ceilings.")]
 LaunchOption = Annotated[
     float | None, typer.Option(help="CPU time of a launch. Default: of the usual host.", min=0, max=1e4)
 ]
@@ -43,7 +43,7 @@ def step(
         ),
     ] = None,
     gradient_dtype: Annotated[str, choice(PRECISIONS, "What buckets are sent in.")] = "fp32",
-    gpu: GpuOption = "h200",
+    gpu: GpuOption = None,
     rates: RatesOption = None,
     launch_us: LaunchOption = None,
     output: OutputOptions = OutputOptions(),
@@ -55,7 +55,7 @@ def step(
     cs336sys account step --size xl --compile off,block --attention flash --optimizer fused --cuda-graph off,on
     """
     from cs336sys.accounting.step_time.prediction import StepConfiguration
-    from cs336sys.accounting.step_time.rates import rates_of, read_rates
+    from cs336sys.accounting.step_time.rates import h200_rates, rates_of, read_rates
     from cs336sys.accounting.step_time.space import refusal
     from cs336sys.commands.options.reading import check_choice
     from cs336sys.report.account.step import step_tables
@@ -66,7 +66,8 @@ def step(
         if world_size == 1:
             raise UsageError(f"--strategy {strategy}: one rank shares nothing; add --world-size")
     check_choice(gradient_dtype, "--gradient-dtype", PRECISIONS)
-    known = rates_of(gpu, None if rates is None else read_rates(rates))
+    measured = h200_rates() if rates is None else read_rates(rates)
+    known = measured if gpu is None else rates_of(gpu, measured)
     output.check()
     choices = product(
         model.sizes(),
