@@ -2,13 +2,15 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from cs336sys.errors import UsageError
 from cs336sys.processes.atomic_write import written_whole
+
+_Value = TypeVar("_Value")
 
 _COLUMNS = ("fp32", "tf32", "bf16", "fp16")
 
@@ -48,7 +50,12 @@ def peak_tflops(gpu_name: str, precision: str, tf32: bool = False) -> float | No
         tf32: whether fp32 matrix products may run in TF32 on the tensor cores; it changes no other precision.
     """
     column = _COLUMNS.index("tf32" if tf32 and precision == "fp32" else precision)
-    return next((peaks[column] for name, peaks in _PEAK_TFLOPS if re.fullmatch(name, gpu_name)), None)
+    peaks = _of(gpu_name, _PEAK_TFLOPS)
+    return None if peaks is None else peaks[column]
+
+
+def _of(gpu_name: str, table: Sequence[tuple[str, _Value]]) -> _Value | None:
+    return next((value for name, value in table if re.fullmatch(name, gpu_name)), None)
 
 
 def model_flops_utilization(flops: int, seconds: float, peak_tflops: float | None) -> float | None:
@@ -75,7 +82,7 @@ _MEMORY_BYTES = (
 
 def memory_bytes(gpu_name: str) -> int | None:
     """The memory of one GPU; None for one that is not in the table, named as for :func:`peak_tflops`."""
-    return next((size for name, size in _MEMORY_BYTES if re.fullmatch(name, gpu_name)), None)
+    return _of(gpu_name, _MEMORY_BYTES)
 
 
 # Memory bandwidth by name, in bytes/s: the datasheets named above.
@@ -95,7 +102,7 @@ _MEMORY_BYTES_PER_S = (
 
 def memory_bytes_per_s(gpu_name: str) -> float | None:
     """The memory bandwidth of one GPU; None for one that is not in the table, named as for :func:`peak_tflops`."""
-    return next((rate for name, rate in _MEMORY_BYTES_PER_S if re.fullmatch(name, gpu_name)), None)
+    return _of(gpu_name, _MEMORY_BYTES_PER_S)
 
 
 # Bandwidth between two GPUs of a host by name, in bytes/s of both directions: NVLink where the datasheet has it as a
@@ -112,7 +119,7 @@ _LINK_BYTES_PER_S = (
 
 def link_bytes_per_s(gpu_name: str) -> float | None:
     """The bandwidth to another GPU of the host; None for one that is not in the table."""
-    return next((rate for name, rate in _LINK_BYTES_PER_S if re.fullmatch(name, gpu_name)), None)
+    return _of(gpu_name, _LINK_BYTES_PER_S)
 
 
 def least_ms(gpu_name: str, precision: str, flops: float, moved_bytes: float) -> float:
