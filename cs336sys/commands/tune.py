@@ -109,7 +109,7 @@ def tune(
     on_cpu = _is_on_cpu(run.device, gpu, measure)
     if on_cpu:
         plain = replace(plain, device="cpu")
-    limit = _limit(memory, gpu, run.device)
+    limit = _limit(memory, gpu, rates, run.device)
     fixed = _fixed(ctx, implementation, checkpoint, micro_batch, strategy, gradient_dtype, world_size, on_cpu=on_cpu)
     if model.batch_size and not micro_batch:
         # The batch of a step of all ranks, as in other commands.
@@ -191,8 +191,9 @@ def _is_on_cpu(device: str, gpu: str | None, measure: int) -> bool:
     return bool(measure) and gpu_capacity(device) is None
 
 
-def _limit(memory: str | None, gpu: str | None, device: str) -> float:
+def _limit(memory: str | None, gpu: str | None, rates: Path | None, device: str) -> float:
     from cs336sys.accounting.hardware import memory_bytes
+    from cs336sys.accounting.step_time.rates import read_rates
     from cs336sys.measure.system import capacity, gpu_capacity
 
     if memory is not None:
@@ -206,9 +207,10 @@ def _limit(memory: str | None, gpu: str | None, device: str) -> float:
     here = gpu_capacity(device) if gpu is None else None
     if here is not None:
         return _FILLED * here.memory_gib * GIB
-    size = memory_bytes(GPUS.get((gpu or "h200").lower(), gpu or ""))
+    name = gpu or ("h200" if rates is None else read_rates(rates).gpu)
+    size = memory_bytes(GPUS.get(name.lower(), name))
     if size is None:
-        raise UsageError(f"--gpu {gpu}: its memory is not known; give --memory, such as 80GiB")
+        raise UsageError(f"the memory of {name} is not known: give --memory, such as 80GiB")
     return _FILLED * size
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from typer.testing import CliRunner
 
+from cs336sys.accounting.hardware import Ceilings
 from cs336sys.accounting.step_time import space
 from cs336sys.accounting.step_time.choice import choose
 from cs336sys.accounting.step_time.prediction import StepConfiguration
@@ -78,6 +79,17 @@ def test_each_of_the_best_has_a_command_that_means_it(chosen):
         assert result.exit_code in (0, 3), result.output
     lines = [row["line"] for row in chosen["lines"]]
     assert "from cs336sys.kernels.adamw import AdamW" in lines
+
+
+def test_the_gpu_of_a_file_of_ceilings_limits_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("cs336sys.measure.system.gpu_capacity", lambda device: None)
+    path, rates = tmp_path / "ceilings.json", {"fp32": 51.12, "bf16": 769.3}
+    Ceilings("NVIDIA GeForce RTX 4090", rates, copy_gbps=4244.0, launch_us=9.161).write(path)
+    found = tables("--size", "xl", "--bf16", "--kernels", "fused", "--rates", str(path))
+    assert 0 < max(row["peak_gib"] for row in found["best"]) <= 0.95 * 24
+    assert all(row["over_gib"] == pytest.approx(row["peak_gib"] - 0.95 * 24) for row in found["rejected"])
+    Ceilings("NVIDIA L40S", rates, copy_gbps=4244.0, launch_us=9.161).write(path)
+    assert "the memory of NVIDIA L40S is not known: give --memory" in tune("--rates", str(path)).stderr
 
 
 def test_more_memory_is_never_slower(chosen):
