@@ -2,43 +2,71 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from cs336sys.errors import UsageError
 from cs336sys.processes.atomic_write import written_whole
 
-_Value = TypeVar("_Value")
-
 _COLUMNS = ("fp32", "tf32", "bf16", "fp16")
 
-# Name as torch.cuda.get_device_name gives it (a regular expression that must match all of it), and the dense TFLOP/s
-# of each column (fp32 without tensor cores). A name must match whole because near names are other GPUs: "NVIDIA
-# GB200", "GeForce RTX 4090 Laptop GPU", "RTX 5090 D", or a MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb").
-# Data-centre datasheets print rates with 2:4 sparsity; those were halved. GeForce tensor cores run fp16 with fp32
-# accumulation at half the rate of fp16 accumulation; cuBLAS accumulates in fp32, so that rate stands here.
-_PEAK_TFLOPS = (
-    # NVIDIA A100 Tensor Core GPU datasheet (same rates for SXM4 and PCIe).
-    (r"(NVIDIA )?A100-(SXM4?|PCIE)-[48]0GB|NVIDIA A100 80GB PCIe", (19.5, 156.0, 312.0, 312.0)),
-    # NVIDIA H100 datasheet, PCIe; unrounded dense figures in the H100 architecture whitepaper, table 2.
-    (r"NVIDIA H100 PCIe", (51.2, 378.0, 756.0, 756.0)),
+
+@dataclass(frozen=True)
+class Datasheet:
+    """A GPU on paper.
+
+    Attributes:
+        tflops: dense products of matrices in fp32 (without tensor cores), tf32, bf16 and fp16.
+        memory_bytes: what ``doctor`` found on such a GPU, else the datasheet's.
+        memory_bytes_per_s: of reads and writes together.
+        link_bytes_per_s: to the other GPUs of its host, both directions: NVLink where it is a part of the board, else
+            PCIe.
+    """
+
+    tflops: tuple[float, float, float, float]
+    memory_bytes: int
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+
+
+_A100, _NVL = (19.5, 156.0, 312.0, 312.0), (60.0, 417.5, 835.5, 835.5)
+_SXM = (66.9, 494.7, 989.4, 989.4)
+# docs/results/doctor-h200.md
+_H200_MEMORY = int(140.4 * 2**30)
+
+# Name as torch.cuda.get_device_name gives it, a regular expression that must match all of it, because near names are
+# other GPUs: "NVIDIA GB200", "GeForce RTX 4090 Laptop GPU", "RTX 5090 D", or a MIG slice ("NVIDIA H100 80GB HBM3 MIG
+# 1g.10gb"). Data-centre datasheets print rates with 2:4 sparsity; those were halved. GeForce tensor cores run fp16 with
+# fp32 accumulation at half the rate of fp16 accumulation; cuBLAS accumulates in fp32, so that rate stands here.
+_DATASHEETS = (
+    # NVIDIA A100 Tensor Core GPU datasheet.
+    (r"(NVIDIA )?A100-SXM4?-40GB", Datasheet(_A100, 40 * 2**30, 1.555e12, 600e9)),
+    (r"(NVIDIA )?A100-SXM4?-80GB", Datasheet(_A100, 80 * 2**30, 2.039e12, 600e9)),
+    (r"(NVIDIA )?A100-PCIE-40GB", Datasheet(_A100, 40 * 2**30, 1.555e12, 64e9)),
+    (r"(NVIDIA )?A100-PCIE-80GB", Datasheet(_A100, 80 * 2**30, 2.039e12, 64e9)),
+    (r"NVIDIA A100 80GB PCIe", Datasheet(_A100, 80 * 2**30, 1.935e12, 64e9)),
+    # NVIDIA H100 datasheet; unrounded dense figures in the H100 architecture whitepaper, table 2.
+    (r"NVIDIA H100 PCIe", Datasheet((51.2, 378.0, 756.0, 756.0), 80 * 2**30, 2.0e12, 128e9)),
+    (r"NVIDIA H100 80GB HBM3", Datasheet(_SXM, 80 * 2**30, 3.35e12, 900e9)),
     # NVIDIA H100 NVL datasheet.
-    (r"NVIDIA H100 NVL", (60.0, 417.5, 835.5, 835.5)),
-    # NVIDIA H100 datasheet, SXM; unrounded dense figures in the H100 architecture whitepaper, table 2.
-    (r"NVIDIA H100 80GB HBM3", (66.9, 494.7, 989.4, 989.4)),
-    # NVIDIA H200 datasheet, NVL.
-    (r"NVIDIA H200 NVL", (60.0, 417.5, 835.5, 835.5)),
-    # NVIDIA H200 datasheet, SXM: the H100 SXM's rates.
-    (r"NVIDIA H200", (66.9, 494.7, 989.4, 989.4)),
+    (r"NVIDIA H100 NVL", Datasheet(_NVL, 94 * 2**30, 3.9e12, 600e9)),
+    # NVIDIA H200 datasheet: the rates of the H100's.
+    (r"NVIDIA H200 NVL", Datasheet(_NVL, _H200_MEMORY, 4.8e12, 900e9)),
+    (r"NVIDIA H200", Datasheet(_SXM, _H200_MEMORY, 4.8e12, 900e9)),
     # NVIDIA Blackwell datasheet, column HGX B200.
-    (r"NVIDIA B200", (75.0, 1100.0, 2250.0, 2250.0)),
+    (r"NVIDIA B200", Datasheet((75.0, 1100.0, 2250.0, 2250.0), 180 * 10**9, 7.7e12, 1800e9)),
     # NVIDIA Ada GPU architecture whitepaper, appendix A.
-    (r"NVIDIA GeForce RTX 4090", (82.6, 82.6, 165.2, 165.2)),
+    (r"NVIDIA GeForce RTX 4090", Datasheet((82.6, 82.6, 165.2, 165.2), 24 * 2**30, 1.008e12, 64e9)),
     # NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A.
-    (r"NVIDIA GeForce RTX 5090", (104.8, 104.8, 209.5, 209.5)),
+    (r"NVIDIA GeForce RTX 5090", Datasheet((104.8, 104.8, 209.5, 209.5), 32 * 2**30, 1.792e12, 128e9)),
 )
+
+
+def datasheet(gpu_name: str) -> Datasheet | None:
+    """The datasheet of a GPU, named as ``torch.cuda.get_device_name`` does; None for one that is not in the table."""
+    return next((sheet for name, sheet in _DATASHEETS if re.fullmatch(name, gpu_name)), None)
 
 
 def peak_tflops(gpu_name: str, precision: str, tf32: bool = False) -> float | None:
@@ -50,12 +78,8 @@ def peak_tflops(gpu_name: str, precision: str, tf32: bool = False) -> float | No
         tf32: whether fp32 matrix products may run in TF32 on the tensor cores; it changes no other precision.
     """
     column = _COLUMNS.index("tf32" if tf32 and precision == "fp32" else precision)
-    peaks = _of(gpu_name, _PEAK_TFLOPS)
-    return None if peaks is None else peaks[column]
-
-
-def _of(gpu_name: str, table: Sequence[tuple[str, _Value]]) -> _Value | None:
-    return next((value for name, value in table if re.fullmatch(name, gpu_name)), None)
+    sheet = datasheet(gpu_name)
+    return None if sheet is None else sheet.tflops[column]
 
 
 def model_flops_utilization(flops: int, seconds: float, peak_tflops: float | None) -> float | None:
@@ -66,68 +90,12 @@ def model_flops_utilization(flops: int, seconds: float, peak_tflops: float | Non
     return None if peak_tflops is None else flops / seconds / (peak_tflops * 1e12)
 
 
-# Memory by name, in bytes: what doctor found on a GPU of that name, else what its datasheet says.
-_MEMORY_BYTES = (
-    (r"(NVIDIA )?A100-(SXM4?|PCIE)-40GB", 40 * 2**30),
-    (r"(NVIDIA )?A100-(SXM4?|PCIE)-80GB|NVIDIA A100 80GB PCIe", 80 * 2**30),
-    (r"NVIDIA H100 PCIe|NVIDIA H100 80GB HBM3", 80 * 2**30),
-    (r"NVIDIA H100 NVL", 94 * 2**30),
-    # docs/results/doctor-h200.md
-    (r"NVIDIA H200( NVL)?", int(140.4 * 2**30)),
-    (r"NVIDIA B200", 180 * 10**9),
-    (r"NVIDIA GeForce RTX 4090", 24 * 2**30),
-    (r"NVIDIA GeForce RTX 5090", 32 * 2**30),
-)
-
-
-def memory_bytes(gpu_name: str) -> int | None:
-    """The memory of one GPU; None for one that is not in the table, named as for :func:`peak_tflops`."""
-    return _of(gpu_name, _MEMORY_BYTES)
-
-
-# Memory bandwidth by name, in bytes/s: the datasheets named above.
-_MEMORY_BYTES_PER_S = (
-    (r"(NVIDIA )?A100-(SXM4?|PCIE)-40GB", 1.555e12),
-    (r"(NVIDIA )?A100-(SXM4?|PCIE)-80GB", 2.039e12),
-    (r"NVIDIA A100 80GB PCIe", 1.935e12),
-    (r"NVIDIA H100 PCIe", 2.0e12),
-    (r"NVIDIA H100 NVL", 3.9e12),
-    (r"NVIDIA H100 80GB HBM3", 3.35e12),
-    (r"NVIDIA H200( NVL)?", 4.8e12),
-    (r"NVIDIA B200", 7.7e12),
-    (r"NVIDIA GeForce RTX 4090", 1.008e12),
-    (r"NVIDIA GeForce RTX 5090", 1.792e12),
-)
-
-
-def memory_bytes_per_s(gpu_name: str) -> float | None:
-    """The memory bandwidth of one GPU; None for one that is not in the table, named as for :func:`peak_tflops`."""
-    return _of(gpu_name, _MEMORY_BYTES_PER_S)
-
-
-# Bandwidth between two GPUs of a host by name, in bytes/s of both directions: NVLink where the datasheet has it as a
-# part of the board, else PCIe.
-_LINK_BYTES_PER_S = (
-    (r"(NVIDIA )?A100-SXM4?-[48]0GB", 600e9),
-    (r"(NVIDIA )?A100-PCIE-[48]0GB|NVIDIA A100 80GB PCIe|NVIDIA GeForce RTX 4090", 64e9),
-    (r"NVIDIA H100 PCIe|NVIDIA GeForce RTX 5090", 128e9),
-    (r"NVIDIA H100 NVL", 600e9),
-    (r"NVIDIA H100 80GB HBM3|NVIDIA H200( NVL)?", 900e9),
-    (r"NVIDIA B200", 1800e9),
-)
-
-
-def link_bytes_per_s(gpu_name: str) -> float | None:
-    """The bandwidth to another GPU of the host; None for one that is not in the table."""
-    return _of(gpu_name, _LINK_BYTES_PER_S)
-
-
 def least_ms(gpu_name: str, precision: str, flops: float, moved_bytes: float) -> float:
     """The least that FLOPs and bytes take at the peaks of the datasheet; 0 where they are not known."""
-    tflops, bytes_per_s = peak_tflops(gpu_name, precision, tf32=True), memory_bytes_per_s(gpu_name)
-    if tflops is None or bytes_per_s is None:
+    sheet, tflops = datasheet(gpu_name), peak_tflops(gpu_name, precision, tf32=True)
+    if sheet is None or tflops is None:
         return 0.0
-    return 1e3 * max(flops / tflops / 1e12, moved_bytes / bytes_per_s)
+    return 1e3 * max(flops / tflops / 1e12, moved_bytes / sheet.memory_bytes_per_s)
 
 
 @dataclass(frozen=True)

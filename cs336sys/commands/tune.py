@@ -192,7 +192,7 @@ def _is_on_cpu(device: str, gpu: str | None, measure: int) -> bool:
 
 
 def _limit(memory: str | None, gpu: str | None, rates: Path | None, device: str) -> float:
-    from cs336sys.accounting.hardware import memory_bytes
+    from cs336sys.accounting.hardware import datasheet
     from cs336sys.accounting.step_time.rates import read_rates
     from cs336sys.measure.system import capacity, gpu_capacity
 
@@ -208,10 +208,10 @@ def _limit(memory: str | None, gpu: str | None, rates: Path | None, device: str)
     if here is not None:
         return _FILLED * here.memory_gib * GIB
     name = gpu or ("h200" if rates is None else read_rates(rates).gpu)
-    size = memory_bytes(GPUS.get(name.lower(), name))
-    if size is None:
+    sheet = datasheet(GPUS.get(name.lower(), name))
+    if sheet is None:
         raise UsageError(f"the memory of {name} is not known: give --memory, such as 80GiB")
-    return _FILLED * size
+    return _FILLED * sheet.memory_bytes
 
 
 def _fixed(

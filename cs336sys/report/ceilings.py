@@ -1,6 +1,6 @@
 """The table of ``doctor --ceilings``."""
 
-from cs336sys.accounting.hardware import Ceilings, memory_bytes_per_s, peak_tflops
+from cs336sys.accounting.hardware import Ceilings, datasheet, peak_tflops
 from cs336sys.report.table import Column, Table
 
 
@@ -10,11 +10,11 @@ def ceilings_table(found: Ceilings) -> Table:
     for precision, tflops in found.tflops.items():
         peak = peak_tflops(found.gpu, precision.replace("tf32", "fp32"), tf32=precision == "tf32")
         rows.append({"what": f"product of matrices in {precision}", **_pair(tflops, peak), "unit": "TFLOP/s"})
-    memory = memory_bytes_per_s(found.gpu)
+    sheet = datasheet(found.gpu)
     rows.append(
         {
             "what": "copy in memory, bytes read and written",
-            **_pair(found.copy_gbps, None if memory is None else memory / 1e9),
+            **_pair(found.copy_gbps, None if sheet is None else sheet.memory_bytes_per_s / 1e9),
             "unit": "GB/s",
         }
     )

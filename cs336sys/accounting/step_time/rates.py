@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from cs336sys.accounting.hardware import Ceilings, link_bytes_per_s, memory_bytes_per_s, peak_tflops
+from cs336sys.accounting.hardware import Ceilings, Datasheet, datasheet
 from cs336sys.accounting.step_time.work import TERMS
 from cs336sys.errors import UsageError, choose_from
 
@@ -190,46 +190,52 @@ def rates_of(gpu: str, measured: Rates | None = None) -> Rates:
         return measured
     if measured.scaled_from is not None:
         raise UsageError(f"--rates are those of {measured.gpu}, not of {name}: give the file of that GPU, or none")
-    ours, theirs = _datasheet(measured.gpu), _datasheet(name)
-    if not ours or not theirs:
+    ours, theirs = datasheet(measured.gpu), datasheet(name)
+    if ours is None or theirs is None:
         raise UsageError(f"--gpu {gpu}: no datasheet is known; {choose_from(gpu, GPUS)}, or give --rates of yours")
-    return _scaled(measured, name, ours, theirs, "datasheets")
+    return _scaled(measured, name, _on_paper(ours), _on_paper(theirs), "datasheets")
 
 
-def _datasheet(gpu: str) -> tuple[float, ...]:
-    """TFLOP/s of products in half precision and in fp32, bytes/s of memory and of links; empty if one is not known."""
-    rates = peak_tflops(gpu, "bf16"), peak_tflops(gpu, "fp32"), memory_bytes_per_s(gpu), link_bytes_per_s(gpu)
-    known = tuple(rate for rate in rates if rate is not None)
-    return known if len(known) == len(rates) else ()
+class _Peaks(NamedTuple):
+    """TFLOP/s of products in half precision and in fp32, and any unit of memory and of links, None if not known."""
+
+    half: float
+    full: float
+    memory: float
+    link: float | None
+
+
+def _on_paper(sheet: Datasheet) -> _Peaks:
+    full, _, half, _ = sheet.tflops
+    return _Peaks(half, full, sheet.memory_bytes_per_s, sheet.link_bytes_per_s)
+
+
+def _measured(found: Ceilings) -> _Peaks:
+    return _Peaks(found.tflops["bf16"], found.tflops["fp32"], found.copy_gbps, found.link_gbps)
 
 
 def _by_ceilings(found: Ceilings) -> Rates:
-    ours, theirs = (
-        (one.tflops["bf16"], one.tflops["fp32"], one.copy_gbps, one.link_gbps) for one in (_H200_CEILINGS, found)
-    )
-    scaled = _scaled(h200_rates(), found.gpu, ours, theirs, "ceilings")
+    scaled = _scaled(h200_rates(), found.gpu, _measured(_H200_CEILINGS), _measured(found), "ceilings")
     launch = found.launch_us / _H200_CEILINGS.launch_us
     return replace(scaled, launch_s=launch * scaled.launch_s, usual_launch_s=launch * scaled.usual_launch_s)
 
 
-def _scaled(measured: Rates, gpu: str, ours: Sequence[Any], theirs: Sequence[Any], by: str) -> Rates:
-    """Rates of a GPU with ``theirs`` in the place of ``ours``, as of :func:`_datasheet`; links may be None."""
-    half, full, memory = (mine / other for mine, other in zip(ours[:3], theirs[:3], strict=True))
-    times = dict.fromkeys(measured.seconds, full) | dict.fromkeys(_OF_HALF_PRODUCTS, half)
-    times |= dict.fromkeys(_OF_MEMORY, memory) | dict.fromkeys(_OF_NEITHER, 1.0)
+def _scaled(measured: Rates, gpu: str, ours: _Peaks, theirs: _Peaks, by: str) -> Rates:
+    """Rates of a GPU with ``theirs`` in the place of ``ours``; of communication none, where links are not known."""
+    times = dict.fromkeys(measured.seconds, ours.full / theirs.full)
+    times |= dict.fromkeys(_OF_HALF_PRODUCTS, ours.half / theirs.half)
+    times |= dict.fromkeys(_OF_MEMORY, ours.memory / theirs.memory) | dict.fromkeys(_OF_NEITHER, 1.0)
     seconds = {term: second * times[term] for term, second in measured.seconds.items()}
     exposures: dict[str, Exposure] = {}
-    if ours[3] and theirs[3]:
-        faster = theirs[3] / ours[3]
-        exposures = {
-            name: replace(one, bytes_per_s=one.bytes_per_s * faster) for name, one in measured.exposures.items()
-        }
+    if ours.link and theirs.link:
+        for name, one in measured.exposures.items():
+            exposures[name] = replace(one, bytes_per_s=one.bytes_per_s * theirs.link / ours.link)
     return replace(measured, gpu=gpu, seconds=seconds, exposures=exposures, scaled_from=measured.gpu, scaled_by=by)
 
 
 def is_scalable(gpu: str) -> bool:
     """Return whether datasheets of a GPU are known."""
-    return bool(_datasheet(gpu))
+    return datasheet(gpu) is not None
 
 
 def short_gpu_name(gpu: str) -> str:

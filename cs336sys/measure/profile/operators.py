@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.accounting.hardware import Ceilings, memory_bytes_per_s, peak_tflops
+from cs336sys.accounting.hardware import Ceilings, datasheet, peak_tflops
 
 _BYTES = {
     **dict.fromkeys(("double", "long", "long int", "int64"), 8),
@@ -114,7 +114,8 @@ def roofline(work: OperatorWork, seconds: float, gpu_name: str, ceilings: Ceilin
     else:
         source = f"peaks of the datasheet of {gpu_name}, which no program reaches"
         tflops = peak_tflops(gpu_name, work.precision) if work.precision else None
-        bytes_per_s = memory_bytes_per_s(gpu_name)
+        sheet = datasheet(gpu_name)
+        bytes_per_s = None if sheet is None else sheet.memory_bytes_per_s
     if tflops is None or bytes_per_s is None:
         return Roofline(None, None, f"the peaks of {gpu_name or 'this GPU'} are not known")
     computing_s, moving_s = work.flops / tflops / 1e12, work.bytes / bytes_per_s

@@ -5,7 +5,7 @@ from itertools import pairwise
 from operator import itemgetter
 
 from cs336sys.accounting.activations import attention_memory
-from cs336sys.accounting.hardware import memory_bytes
+from cs336sys.accounting.hardware import datasheet
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers
 from cs336sys.report.attention import predicted_eager_memory
@@ -99,15 +99,15 @@ def _say_first_out_of_memory(answer: Answer, cells: Sequence[Cell], found: Seque
         context, head_dim = min(failed, key=lambda shape: needed(*shape).peak)
         answer.say("out of memory", context=context, head_dim=head_dim)
     else:
-        capacity = memory_bytes(run.machine.get("gpu") or "") if run is not None else None
-        if capacity is None:
+        sheet = datasheet(run.machine.get("gpu") or "") if run is not None else None
+        if sheet is None:
             answer.say("nothing out of memory")
             return
         contexts, head_dims = zip(*map(_shape, cells), strict=True)
         context, head_dim = max(contexts), min(head_dims)
-        while needed(context, head_dim).peak <= capacity:
+        while needed(context, head_dim).peak <= sheet.memory_bytes:
             context *= 2
-        answer.say("no shape out of memory", capacity=capacity / GIB, context=context, head_dim=head_dim)
+        answer.say("no shape out of memory", capacity=sheet.memory_bytes / GIB, context=context, head_dim=head_dim)
     memory = needed(context, head_dim)
     answer.say("memory held", held=memory.held / GIB, peak=memory.peak / GIB, probabilities=memory.probabilities / GIB)
     answers = attention_answers(sequences, context, head_dim, dtype, **settings)
