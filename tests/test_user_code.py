@@ -76,14 +76,17 @@ def test_a_cell_of_ours_is_configured_as_before_there_were_others():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"kernels": "fused"}, "--kernels fused takes the place of modules of cs336_basics"),
+        (
+            {"kernels": "rope+linear-cross-entropy", "user": UserCode("mine.py:build", loss="mine.py:loss")},
+            "linear-cross-entropy computes cross-entropy, and --loss mine.py:loss another loss",
+        ),
         ({"state_dtype": "split", "optimizer": "adamw", "precision": "bf16"}, "--state-dtype split keeps weights"),
         ({"optimizer": "none"}, "unknown optimizer 'none'"),
     ],
 )
 def test_option_that_a_user_s_model_cannot_train_with_is_refused(settings, sentence):
     with pytest.raises(UsageError, match=sentence):
-        Workload(SIZE, user=UserCode("mine.py:build"), **settings)
+        Workload(SIZE, **{"user": UserCode("mine.py:build")} | settings)
 
 
 def test_options_about_a_model_need_one():

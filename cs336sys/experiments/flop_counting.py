@@ -118,6 +118,7 @@ def count_step(workload: Workload) -> StepCount:
     """Count a step of a user's model, for which there is no formula."""
     mode = "forward" if workload.mode == "forward" else "forward-backward"
     launched = replace(workload, mode=mode, precision="fp32", compile="off", cuda_graph="off", device="cpu")
+    launched = replace(launched, kernels="reference")
     # Calls of torch's attention are not counted: whoever calls it decides by what a tensor holds, sometimes.
     return _counted(replace(launched, attention="sdpa", warmup=0, steps=1))
 
@@ -154,8 +155,26 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
         "notes": [
             *hidden_warnings(str(workload.user.model), hidden_parameters(step.model)),
             *_notes(workload, count, attention),
+            *fused_notes(step),
         ],
     }
+
+
+def fused_notes(step: "TrainStep") -> list[str]:
+    """A sentence on what fused kernels compute of a user's model, where there are any."""
+    if not step.workload.fused_kernels:
+        return []
+    from cs336sys.kernels.fuse import fused_kernels
+
+    handle = fused_kernels(step.model)
+    if handle is None or not handle.recognized:
+        return []
+    found = dict(handle.recognized)
+    if not step.computes_loss_without_logits:
+        found.pop("linear-cross-entropy", None)
+    words = ", ".join(f"{name} {times} times" if times > 1 else f"{name} once" for name, times in found.items())
+    copies = f"; {len(list(handle.copies))} weights have copies" if handle.copies is not None else ""
+    return [f"{step.workload.user.model}: fused kernels compute {words or 'nothing'}{copies}"]
 
 
 def _notes(workload: Workload, count: StepCount, attention: AttentionCalls) -> list[str]:

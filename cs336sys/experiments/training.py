@@ -101,6 +101,11 @@ class TrainStep:
             self.phases_with_loss = {"forward": self.compute_logits, "loss": self.compute_loss} | others
         self._launched, self._launched_with_loss = self.phases, self.phases_with_loss
 
+    @property
+    def computes_loss_without_logits(self) -> bool:
+        """Return whether a fused kernel computes logits and loss together."""
+        return self._loss_without_logits is not None
+
     def _use_fused_kernels(self) -> None:
         """Let the loss, the weights' copies and the additions between blocks be those of the model's fused kernels."""
         from cs336sys.kernels.fuse import fused_kernels
@@ -109,7 +114,8 @@ class TrainStep:
         self._fused = fused_kernels(self.model)
         if self._fused is None:
             return
-        if "linear-cross-entropy" in workload.fused_kernels:
+        has_head = workload.is_ours or self._fused.computes_loss
+        if has_head and workload.user.loss is None and "linear-cross-entropy" in workload.fused_kernels:
             self._loss_without_logits = self._fused.loss
         half = AUTOCAST_DTYPES.get(workload.precision)
         has_copies = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
@@ -237,7 +243,8 @@ class TrainStep:
             self.compute_loss()
             return
         with self._precision():
-            self.loss = self._loss_without_logits(self.model, self.inputs, self.targets)
+            call = functools.partial(user_models.call_model, self.model)
+            self.loss = self._loss_without_logits(call, self.inputs, self.targets)
 
     def compute_logits(self, watching: AbstractContextManager[None] = contextlib.nullcontext()) -> None:
         with self._precision(), watching:

@@ -1,10 +1,11 @@
-"""Puts the fused kernels into a model of ``cs336_basics``' names, its own or anybody's, and takes them out again."""
+"""Puts the fused kernels into a model, of ``cs336_basics``' names or anybody's, and takes them out again."""
 
 import functools
 import sys
 import types
-from collections.abc import Callable, Collection
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from cs336sys.errors import CapabilityError, UsageError, choose_from
 from cs336sys.kernels.embedding import embedding_rows
 from cs336sys.kernels.linear import linear_of_copy
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
+from cs336sys.kernels.recognition import Gate, find_head, gate_layers, is_linear, norm_epsilon
 from cs336sys.kernels.rms_norm import rms_norm
 from cs336sys.kernels.rope import rope, rope_qkv
 from cs336sys.kernels.swiglu import swiglu, swiglu_linear_of_copy
@@ -38,14 +40,6 @@ def _embedding_forward(embedding: Any, token_ids: Tensor) -> Tensor:
     return embedding_rows(embedding.weight, token_ids)
 
 
-def _feed_forward(ffn: Any, x: Tensor) -> Tensor:
-    if ffn.gate_up_copy is None:
-        return ffn.w2(swiglu(ffn.w1(x), ffn.w3(x)))
-    dtype = ffn.gradient_dtype
-    gate_up = linear_of_copy(x, ffn.gate_up_copy, ffn.w1.weight, ffn.w3.weight, gradient_dtype=dtype)
-    return swiglu_linear_of_copy(gate_up, ffn.down_copy, ffn.w2.weight, dtype)
-
-
 def _block_forward(block: Any, x: Tensor) -> Tensor:
     normalized, x = block.ln1(x, returns_x=True)
     normalized, x = block.ln2(block.attn(normalized), residual=x)
@@ -58,6 +52,37 @@ def _block_forward(block: Any, x: Tensor) -> Tensor:
 
 
 # One function for all modules that compute alike: compiled code is theirs together.
+@functools.cache
+def gate_forward(layers: Gate) -> Callable:
+    def forward(ffn: Any, x: Tensor) -> Tensor:
+        gate, up, down = (getattr(ffn, name) for name in layers)
+        if ffn.gate_up_copy is None:
+            return down(swiglu(gate(x), up(x)))
+        dtype = ffn.gradient_dtype
+        gate_up = linear_of_copy(x, ffn.gate_up_copy, gate.weight, up.weight, gradient_dtype=dtype)
+        return swiglu_linear_of_copy(gate_up, ffn.down_copy, down.weight, dtype)
+
+    return forward
+
+
+@functools.cache
+def norm_forward(eps: float) -> Callable:
+    """Of norms that are not ours, which know nothing of a block's additions."""
+
+    def forward(norm: Any, x: Tensor) -> Tensor:
+        y = rms_norm(x, norm.weight, eps)
+        assert isinstance(y, Tensor)
+        return y
+
+    return forward
+
+
+def _linear_forward(linear: Any, x: Tensor) -> Tensor:
+    if linear.weight_copy is None:
+        return type(linear).forward(linear, x)
+    return linear_of_copy(x, linear.weight_copy, linear.weight, gradient_dtype=linear.gradient_dtype)
+
+
 @functools.cache
 def rotation_forward(theta: float) -> Callable:
     def forward(rotation: Any, x: Tensor, pos_ids: Tensor | None = None) -> Tensor:
@@ -94,9 +119,11 @@ def attention_of(module: types.ModuleType) -> Attention:
     return attention
 
 
+_COURSE_GATE = Gate("w1", "w3", "w2")
+
 FORWARDS: dict[str, Callable] = {
     "RMSNorm": _norm_forward,
-    "SwiGLU": _feed_forward,
+    "SwiGLU": gate_forward(_COURSE_GATE),
     "TransformerBlock": _block_forward,
     "Embedding": _embedding_forward,
 }
@@ -160,34 +187,59 @@ KERNELS: dict[str, tuple[str, ...]] = {
 _HANDLE = "fused_kernels"
 
 
+class Replacement(NamedTuple):
+    """What a module computes once it is fused.
+
+    Attributes:
+        forward: its forward pass.
+        stacks: by the name of each copy of weights, the layers whose weights lie side by side in it.
+    """
+
+    forward: Callable
+    stacks: Mapping[str, tuple[nn.Module, ...]] = {}
+
+
 class Fused:
     """A model whose modules call fused kernels, until :meth:`undo`.
 
     Attributes:
         copies: of the blocks' weights, after :meth:`keep_copies` or :meth:`stack_weights`.
+        recognized: how many modules each kernel computes, where they are known by what they compute.
     """
 
-    def __init__(self, model: nn.Module, forwards: dict[nn.Module, Callable], kernels: Collection[str]):
+    def __init__(
+        self,
+        model: nn.Module,
+        replacements: Mapping[nn.Module, Replacement],
+        kernels: Collection[str],
+        head: nn.Module | None,
+        recognized: Mapping[str, int] | None = None,
+    ):
         self.copies: WeightCopies | None = None
+        self.recognized = recognized or {}
         self._model = model
-        self._modules = tuple(forwards)
+        self._replacements = dict(replacements)
         self._lacks = [name for name in KERNELS if name not in kernels]
-        for module, forward in forwards.items():
+        for module, (forward, stacks) in replacements.items():
             # Before the class's own forward pass, which stays as it is.
             module.__dict__["forward"] = types.MethodType(forward, module)
-            for name in STACKED.get(type(module).__name__, ()):
+            for name in stacks:
                 module.__dict__[name] = module.__dict__["gradient_dtype"] = None
-        head = getattr(model, HEAD, None)
-        self._head = head if head in forwards else None
-        if self._head is not None:
-            self._head.__dict__.update(targets=None, copy=None, gradient_dtype=None)
+        self._head: Any = head
+        if head is not None:
+            head.__dict__.update(targets=None, copy=None, gradient_dtype=None)
         model.__dict__[_HANDLE] = self
 
-    def loss(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    @property
+    def computes_loss(self) -> bool:
+        """Return whether :meth:`loss` does: the model has a last layer, without a bias, and its kernel."""
+        return self._head is not None and getattr(self._head, "bias", None) is None
+
+    def loss(self, model: Callable[[Any], Any], tokens: Any, targets: Tensor) -> Tensor:
         """Mean cross-entropy of the next tokens, without their logits: ``lm_head`` and loss are one kernel.
 
         Args:
-            model: the fused one, or a wrapper around it that returns what it returns.
+            model: the fused one, or what calls it and returns what it returns: logits, or an object with ``.logits``.
             tokens: int64 (batch, sequence).
             targets: int64 (batch, sequence).
 
@@ -196,14 +248,15 @@ class Fused:
         """
         if "linear-cross-entropy" in self._lacks:
             raise UsageError("the loss without logits is linear-cross-entropy: the model was fused without it")
-        if self._head is None or getattr(self._head, "bias", None) is not None:
+        if not self.computes_loss:
             name = type(self._model).__name__
             raise UsageError(f"the loss without logits needs {HEAD}, without a bias: {name} has none")
         if self.copies is not None:
             self.copies.refresh_changed()
         self._head.__dict__["targets"] = targets
         try:
-            return model(tokens)
+            output = model(tokens)
+            return getattr(output, "logits", output)
         finally:
             self._head.__dict__["targets"] = None
 
@@ -229,8 +282,8 @@ class Fused:
         if gradient_dtype != torch.float32 and not hasattr(Tensor, "grad_dtype"):
             raise CapabilityError(f"gradients in {gradient_dtype} of float32 weights need torch 2.10 or newer")
         copies = self._stack(dtype, apart=True)
-        for module in self._modules:
-            if type(module).__name__ in STACKED or module is self._head:
+        for module, replacement in self._replacements.items():
+            if replacement.stacks or module is self._head:
                 module.__dict__["gradient_dtype"] = gradient_dtype
         for weight, _ in copies:
             if gradient_dtype != torch.float32:
@@ -256,9 +309,9 @@ class Fused:
         if self._lacks:
             raise UsageError(f"copies of weights need all fused kernels: {', '.join(self._lacks)} is left out")
         self.copies = WeightCopies(apart=apart)
-        for module in self._modules:
-            for name, layers in STACKED.get(type(module).__name__, {}).items():
-                weights = [getattr(module, layer).weight for layer in layers]
+        for module, replacement in self._replacements.items():
+            for name, layers in replacement.stacks.items():
+                weights = [layer.get_parameter("weight") for layer in layers]
                 shape = sum(len(weight) for weight in weights), weights[0].shape[1]
                 copy = torch.empty(shape, dtype=dtype, device=weights[0].device)
                 module.__dict__[name] = copy
@@ -286,24 +339,24 @@ class Fused:
         """
         if "rms-norm" in self._lacks:
             raise UsageError("a block's last addition is rms-norm's: the model was fused without it")
-        blocks: list[Any] = [module for module in self._modules if type(module).__name__ == "TransformerBlock"]
+        blocks: list[Any] = [module for module in self._replacements if type(module).__name__ == "TransformerBlock"]
         inside = {part for block in blocks for part in block.modules()}
-        last = [norm for norm in self._modules if type(norm).__name__ == "RMSNorm" and norm not in inside]
+        last = [norm for norm in self._replacements if type(norm).__name__ == "RMSNorm" and norm not in inside]
         for block, norm in zip(blocks, [*(block.ln1 for block in blocks[1:]), *last[:1]], strict=False):
             # Past torch's list of a module's parts: the state dict has it once.
             block.__dict__["next_norm"] = norm
 
     def undo(self) -> None:
         """The model computes as before; a second call does nothing."""
-        for module in self._modules:
+        for module, replacement in self._replacements.items():
             module.__dict__.pop("forward", None)
-            for name in (*STACKED.get(type(module).__name__, ()), "gradient_dtype", "next_norm", "computed"):
+            for name in (*replacement.stacks, "gradient_dtype", "next_norm", "computed"):
                 module.__dict__.pop(name, None)
         if self._head is not None:
             for name in ("targets", "copy", "gradient_dtype"):
                 self._head.__dict__.pop(name, None)
         self._model.__dict__.pop(_HANDLE, None)
-        self._modules = ()
+        self._replacements = {}
         self.copies = None
 
 
@@ -327,7 +380,7 @@ def _refresh_changed_copies(model: nn.Module, _: object) -> None:
 def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[str] | None = None) -> Fused:
     """Lets a Transformer's norms, rotations, gates, residual additions and loss run as fused kernels.
 
-    Modules are known by the names of their classes and attributes, those of ``cs336_basics.model``:
+    Modules are known by the names of their classes and attributes where the model has those of ``cs336_basics.model``:
 
     - ``RMSNorm`` (``weight``, ``eps``) computes ``rms_norm``,
     - ``SwiGLU`` (``w1``, ``w2``, ``w3``) ``w2(swiglu(w1(x), w3(x)))``,
@@ -339,42 +392,46 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
       ``positional_encoder``) ``rope_qkv``, once the handle keeps copies of the weights,
     - ``Embedding`` (``weight``), where there is one that is not torch's own, ``embedding_rows``.
 
+    In any other model they are known by what they compute, which is tried (:mod:`~cs336sys.kernels.recognition`):
+    RMSNorms, SwiGLUs, the last layer, where the model returns what it computes, and, once the handle keeps copies of
+    the weights, every linear layer without a bias. Rotations and additions stay as they are.
+
     Parameters, their names and the state dict stay as they are. Fuse before ``torch.compile`` compiles.
 
     Args:
         attention: causal attention of query, key and value, each (..., heads, S, D), where there are copies of weights;
-            None stands for ``scaled_dot_product_attention`` of the model's module, as without copies.
+            None stands for ``scaled_dot_product_attention`` of the model's module, as without copies. Of a model with
+            the names of ``cs336_basics``.
         only: names of ``KERNELS``: ``rms-norm`` (with the block's addition), ``rope``, ``swiglu``,
-            ``linear-cross-entropy``. None stands for all; copies of weights need them all.
+            ``linear-cross-entropy``. None stands for all that the model has; copies of weights need them all.
 
     Returns:
         A handle with ``undo()``, ``loss()``, ``keep_copies()`` and ``stack_weights()``.
 
     Raises:
-        UsageError: a class or an attribute is missing, ``only`` has a name that does not exist, or the model is fused
-            already; the model is as it was.
+        UsageError: an attribute is missing, nothing can be replaced, ``only`` has a name that does not exist or that
+            nothing in the model computes, or the model is fused already; the model is as it was.
     """
-    kernels = KERNELS if only is None else only
-    for name in kernels:
+    for name in only or ():
         if name not in KERNELS:
             raise UsageError(f"kernel '{name}': {choose_from(name, KERNELS)}")
-    replaced = {name for kernel in kernels for name in KERNELS[kernel]}
-    if only is None or set(only) == set(KERNELS):
-        replaced |= {"CausalMultiHeadSelfAttention", "Embedding"}
+    kernels = KERNELS if only is None or set(only) == set(KERNELS) else tuple(only)
     names = {type(module).__name__ for module in model.modules()}
-    for name in ATTRIBUTES:
-        if name not in names:
-            raise UsageError(
-                f"fused kernels replace modules of the classes {', '.join(ATTRIBUTES)}: "
-                f"{type(model).__name__} has no {name}"
-            )
-    forwards: dict[nn.Module, Callable] = {}
+    if names.issuperset(ATTRIBUTES):
+        return _fuse_named(model, attention, kernels)
+    return _fuse_recognized(model, kernels)
+
+
+def _fuse_named(model: nn.Module, attention: Attention | None, kernels: Collection[str]) -> Fused:
+    replaced = {name for kernel in kernels for name in KERNELS[kernel]}
+    if kernels is KERNELS:
+        replaced |= {"CausalMultiHeadSelfAttention", "Embedding"}
+    replacements: dict[nn.Module, Replacement] = {}
     for path, module in model.named_modules():
         name = type(module).__name__
         if name not in (*ATTRIBUTES, *OPTIONAL) or isinstance(module, nn.Embedding):
             continue
-        if "forward" in module.__dict__:
-            raise UsageError(f"{path} ({name}) has a forward pass of its own already: undo what put it there first")
+        _refuse_own_forward(path, module)
         missing = [attribute for attribute in ATTRIBUTES.get(name, ()) if not hasattr(module, attribute)]
         if missing:
             raise UsageError(
@@ -383,15 +440,70 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
         if name not in replaced:
             continue
         if name == "RotaryEmbedding":
-            forwards[module] = rotation_forward(rotation_base(model, path, module))
+            forward = rotation_forward(rotation_base(model, path, module))
         elif name == "CausalMultiHeadSelfAttention":
             rotation: Any = module.positional_encoder
             theta = None if rotation is None else rotation_base(model, path, rotation)
             own = attention or attention_of(sys.modules[type(module).__module__])
-            forwards[module] = attention_forward(theta, own)
+            forward = attention_forward(theta, own)
         else:
-            forwards[module] = FORWARDS[name]
-    head = getattr(model, HEAD, None)
-    if head is not None and "linear-cross-entropy" in kernels:
-        forwards[head] = head_forward
-    return Fused(model, forwards, kernels)
+            forward = FORWARDS[name]
+        stacks = {
+            copy: tuple(getattr(module, layer) for layer in layers) for copy, layers in STACKED.get(name, {}).items()
+        }
+        replacements[module] = Replacement(forward, stacks)
+    head = getattr(model, HEAD, None) if "linear-cross-entropy" in kernels else None
+    if head is not None:
+        replacements[head] = Replacement(head_forward)
+    return Fused(model, replacements, kernels, head)
+
+
+def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
+    """As :func:`fuse`, of a model whose modules are known by what they compute."""
+    if fused_kernels(model) is not None:
+        raise UsageError(f"{type(model).__name__} is fused already: undo that first")
+    head = find_head(model) if "linear-cross-entropy" in kernels else None
+    replacements: dict[nn.Module, Replacement] = {}
+    inside_gates: set[nn.Module] = set()
+    found = Counter({} if head is None else {"linear-cross-entropy": 1})
+    owners = Counter(one for module in model.modules() for one in module._parameters.values())
+    for path, module in model.named_modules():
+        if "rms-norm" in kernels and (eps := norm_epsilon(module)) is not None:
+            found["rms-norm"] += 1
+            replacement = Replacement(norm_forward(eps))
+        elif "swiglu" in kernels and (gate := gate_layers(module)) is not None:
+            found["swiglu"] += 1
+            layers = [module.get_submodule(name) for name in gate]
+            inside_gates.update(layers)
+            replacement = Replacement(
+                gate_forward(gate), {"gate_up_copy": tuple(layers[:2]), "down_copy": tuple(layers[2:])}
+            )
+        elif module is head:
+            replacement = Replacement(head_forward)
+        elif (
+            kernels is KERNELS
+            and is_linear(module)
+            and module not in inside_gates
+            and owners[module.get_parameter("weight")] == 1
+        ):
+            replacement = Replacement(_linear_forward, {"weight_copy": (module,)})
+        else:
+            continue
+        _refuse_own_forward(path, module)
+        replacements[module] = replacement
+    missing = [kernel for kernel in kernels if kernel not in found]
+    if not found or (missing and kernels is not KERNELS):
+        raise UsageError(
+            f"{type(model).__name__} has nothing for {', '.join(missing)}: of a model without the classes "
+            f"{', '.join(ATTRIBUTES)} fused kernels compute RMSNorms, SwiGLUs of three linear layers without biases, "
+            "and such a layer at its end whose result it returns"
+        )
+    recognized = {kernel: found[kernel] for kernel in KERNELS if kernel in found}
+    return Fused(model, replacements, kernels, head, recognized)
+
+
+def _refuse_own_forward(path: str, module: nn.Module) -> None:
+    if "forward" in module.__dict__:
+        raise UsageError(
+            f"{path} ({type(module).__name__}) has a forward pass of its own already: undo what put it there first"
+        )

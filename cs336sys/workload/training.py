@@ -188,9 +188,10 @@ class Workload(Configured):
             object.__setattr__(self, "kernels", parse_kernels(self.kernels))
         except UsageError as error:
             raise UsageError(f"--kernels '{self.kernels}': {error}") from error
-        if not self.is_ours and self.fused_kernels:
+        if self.user.loss is not None and "linear-cross-entropy" in self.kernels:
             raise UsageError(
-                f"--kernels {self.kernels} takes the place of modules of cs336_basics: leave it out with --model"
+                f"--kernels {self.kernels}: linear-cross-entropy computes cross-entropy, and --loss {self.user.loss} "
+                "another loss; leave one out"
             )
         if not self.is_ours and self.state_dtype == "split":
             raise UsageError("--state-dtype split keeps weights of cs336_basics in bf16: choose another with --model")

@@ -1,6 +1,7 @@
 """Checks a user's model step by step, small and on the CPU, and says what each command can do with it."""
 
 import contextlib
+import importlib.util
 import math
 import re
 import warnings
@@ -32,7 +33,7 @@ def check_model(workload: Workload) -> list[Check]:
     checks: list[Check] = []
     try:
         with user_models.telling_user_errors(workload):
-            for check in (_imports, _trains, _blocks, _attention, _compiles, _waits, _starts_in_parts):
+            for check in (_imports, _trains, _blocks, _attention, _kernels, _compiles, _waits, _starts_in_parts):
                 checks += check(workload)
     except (UsageError, CapabilityError, UserCodeError) as error:
         failed = {_imports: "imports", _trains: "trains", _blocks: "blocks"}
@@ -157,6 +158,19 @@ def _attention(workload: Workload) -> list[Check]:
             reasons or None,
         )
     ]
+
+
+def _kernels(workload: Workload) -> list[Check]:
+    if importlib.util.find_spec("triton") is None:
+        return []
+    from cs336sys.kernels.fuse import fuse
+
+    try:
+        handle = fuse(TrainStep(workload, _CPU).model)
+    except UsageError:
+        return [Check("kernels", "--kernels fused finds nothing that it can compute")]
+    found = ", ".join(f"{times} x {name}" for name, times in handle.recognized.items())
+    return [Check("kernels", f"--kernels fused computes {found or 'it, as a model of cs336_basics'}")]
 
 
 def _compiles(workload: Workload) -> list[Check]:

@@ -1,0 +1,309 @@
+"""Modules of anybody's model are known by what they compute, and trained as they are without fused kernels."""
+
+import copy
+from types import SimpleNamespace
+
+import cs336_basics.model
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cs336sys.errors import UsageError
+from cs336sys.kernels import fuse as module
+from cs336sys.kernels.adamw import AdamW
+from cs336sys.kernels.fuse import fuse
+from cs336sys.kernels.recognition import Gate, find_head, gate_layers, is_linear, norm_epsilon
+
+WIDTH, INNER, VOCABULARY = 16, 24, 23
+
+
+class Norm(nn.Module):
+    """As in Llama of transformers."""
+
+    def __init__(self, width=WIDTH, eps=1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        wide = hidden_states.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * wide.to(hidden_states.dtype)
+
+
+class OffsetNorm(Norm):
+    """As in Gemma: the weight is an offset from 1."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) / self.weight * (1 + self.weight)
+
+
+class EpsilonOutside(Norm):
+    def forward(self, hidden_states):
+        return self.weight * hidden_states / (hidden_states.square().mean(-1, keepdim=True).sqrt() + 1e-5)
+
+
+class MeanToo(Norm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, activation=F.silu, bias=False, dropout=0.0):
+        super().__init__()
+        self.down_proj = nn.Linear(INNER, WIDTH, bias)
+        self.up_proj = nn.Linear(WIDTH, INNER, bias)
+        self.gate_proj = nn.Linear(WIDTH, INNER, bias)
+        self.activation, self.dropout = activation, nn.Dropout(dropout)
+
+    def forward(self, hidden):
+        return self.dropout(self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden)))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.input_norm, self.mlp_norm, self.mlp = Norm(), nn.RMSNorm(WIDTH, eps=1e-6), FeedForward()
+        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        x = x + self.mix(self.input_norm(x)).cumsum(1)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Model(nn.Module):
+    """A language model without any name of cs336_basics'."""
+
+    def __init__(self, scale=1.0, tied=False, output=lambda logits: SimpleNamespace(logits=logits)):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.unembed = Norm(eps=1e-4), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.unembed.weight = self.embed.weight
+        self.scale, self.output = scale, output
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.unembed(self.norm(hidden))
+        return self.output(logits if self.scale == 1.0 else self.scale * logits)
+
+
+@pytest.fixture
+def model(device):
+    torch.manual_seed(0)
+    with device:
+        return Model()
+
+
+@pytest.mark.parametrize(
+    ("norm", "eps"),
+    [
+        (Norm(), 1e-5),
+        (nn.RMSNorm(WIDTH, eps=1e-6), 1e-6),
+        (OffsetNorm(), None),
+        (EpsilonOutside(), None),
+        (MeanToo(), None),
+        (nn.RMSNorm(WIDTH, eps=1e-6, elementwise_affine=False), None),
+        (nn.RMSNorm(WIDTH), None),
+        (nn.LayerNorm(WIDTH, bias=False), None),
+        (nn.Linear(WIDTH, 1, bias=False), None),
+    ],
+)
+def test_norms(norm, eps):
+    assert norm_epsilon(norm) == eps
+
+
+def test_a_norm_that_adds_another_epsilon_than_it_says_is_none():
+    norm = nn.RMSNorm(WIDTH, eps=1e-6)
+    norm.eps, norm.epsilon = 1e-6, 1e-3
+    assert norm_epsilon(norm) == 1e-6
+    norm.forward = lambda x: F.rms_norm(x, (WIDTH,), norm.weight, 1e-5)
+    assert norm_epsilon(norm) is None
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"),
+    [
+        (FeedForward(), Gate("gate_proj", "up_proj", "down_proj")),
+        (FeedForward(dropout=0.5), None),
+        (FeedForward(F.gelu), None),
+        (FeedForward(bias=True), None),
+        (Block(), None),
+    ],
+)
+def test_gates(layers, found):
+    state = torch.get_rng_state()
+    assert gate_layers(layers) == found
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_where_a_step_is_traced_without_values():
+    with torch.device("meta"):
+        assert norm_epsilon(Norm()) == 1e-5
+        assert gate_layers(FeedForward()) is not None
+        assert find_head(Model()) is not None
+    with torch._subclasses.FakeTensorMode():
+        assert norm_epsilon(Norm()) == 1e-5
+        assert gate_layers(FeedForward()) is not None
+        assert find_head(Model()) is not None
+
+
+@pytest.mark.parametrize(
+    ("build", "is_head"),
+    [
+        (Model, True),
+        (lambda: Model(output=lambda logits: logits), True),
+        (lambda: Model(scale=0.5), False),
+        (lambda: Model(output=lambda logits: logits.tanh()), False),
+        (lambda: Model(output=lambda logits: logits[:, -1]), False),
+        (lambda: Model(output=lambda logits: (logits,)), False),
+        (lambda: nn.Sequential(nn.Linear(3, 3, bias=False)), False),
+        (lambda: nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3)), False),
+    ],
+    ids=["object", "tensor", "scaled", "capped", "last alone", "tuple", "not of tokens", "bias"],
+)
+def test_heads(build, is_head):
+    model = build()
+    assert (find_head(model) is not None) == is_head
+    assert all("forward" not in part.__dict__ for part in model.modules())
+
+
+def batches(steps, device):
+    torch.manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (steps, 2, 9), device=device)
+    return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]
+
+
+def train(model, loss, device, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.5)
+    for tokens, targets in batches(3, device):
+        optimizer.zero_grad()
+        value = loss(tokens, targets)
+        value.backward()
+        optimizer.step()
+        yield value.item()
+
+
+def plain_loss(model):
+    return lambda tokens, targets: F.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("only", [None, ["rms-norm"], ["swiglu"], ["linear-cross-entropy"], ["rms-norm", "swiglu"]])
+def test_trains_as_without(model, only, device, monkeypatch):
+    called = set()
+
+    def noted(name, kernel):
+        def run(*given, **named):
+            called.add(name.replace("_", "-"))
+            return kernel(*given, **named)
+
+        return run
+
+    for name in ("rms_norm", "swiglu", "linear_cross_entropy"):
+        monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
+    plain = copy.deepcopy(model)
+    keys = list(model.state_dict())
+    handle = fuse(model, only=only)
+    counts = {"rms-norm": 5, "swiglu": 2, "linear-cross-entropy": 1}
+    assert handle.recognized == {name: times for name, times in counts.items() if only is None or name in only}
+    loss = (lambda *batch: handle.loss(model, *batch)) if handle.computes_loss else plain_loss(model)
+    assert list(train(model, loss, device)) == pytest.approx(list(train(plain, plain_loss(plain), device)), abs=1e-5)
+    assert called == set(handle.recognized)
+    assert list(model.state_dict()) == keys
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, other, rtol=1e-4, atol=1e-5, msg=name)
+    handle.undo()
+    tokens, _ = batches(1, device)[0]
+    torch.testing.assert_close(model(tokens).logits, plain(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_layer_computes_with_its_copy(tied, device):
+    torch.manual_seed(0)
+    with device:
+        model = Model(tied=tied)
+    plain = copy.deepcopy(model)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    handle = fuse(model)
+    handle.keep_copies(torch.bfloat16, optimizer)
+    with_copies = {id(weight) for weight, _ in handle.copies}
+    matrices = {name for name, parameter in model.named_parameters() if id(parameter) in with_copies}
+    of_block = ("mix", "mlp.down_proj", "mlp.up_proj", "mlp.gate_proj")
+    layers = {f"blocks.{block}.{layer}.weight" for block in (0, 1) for layer in of_block}
+    assert matrices == layers | (set() if tied else {"unembed.weight"})
+
+    def in_bf16(loss):
+        def run(tokens, targets):
+            with torch.autocast(device.type, torch.bfloat16):
+                return loss(tokens, targets)
+
+        return run
+
+    losses = list(train(model, in_bf16(lambda *batch: handle.loss(model, *batch)), device, optimizer))
+    expected = train(plain, in_bf16(plain_loss(plain)), device, torch.optim.AdamW(plain.parameters(), lr=1e-3))
+    assert losses == pytest.approx(list(expected), rel=5e-3)
+    # Nothing reads the weights themselves any more.
+    tokens, targets = batches(1, device)[0]
+    with torch.no_grad():
+        before = in_bf16(lambda *batch: handle.loss(model, *batch))(tokens, targets)
+        for name, parameter in model.named_parameters():
+            if name in matrices:
+                parameter.data = torch.full_like(parameter, torch.nan)
+        assert torch.equal(in_bf16(lambda *batch: handle.loss(model, *batch))(tokens, targets), before)
+
+
+def test_compiled_layers_are_those_of_copies(model, device):
+    handle = fuse(model)
+    handle.keep_copies(torch.bfloat16)
+    tokens, _ = batches(1, device)[0]
+    block, x = model.blocks[0], model.embed(tokens).detach()
+    block.mix.weight.data = torch.full_like(block.mix.weight, torch.nan)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert not torch.compile(block.mix, backend="eager", fullgraph=True)(x).isnan().any()
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+@pytest.mark.parametrize(
+    ("layer", "found"),
+    [
+        (nn.Linear(WIDTH, 3, bias=False), True),
+        (cs336_basics.model.Linear(WIDTH, 3), True),
+        (nn.Linear(WIDTH, 3), False),
+        (ScaledLinear(WIDTH, 3, bias=False), False),
+        (nn.Embedding(3, WIDTH), False),
+        (nn.Bilinear(2, 2, 2, bias=False), False),
+    ],
+)
+def test_linear_layers(layer, found):
+    assert is_linear(layer) == found
+
+
+def test_model_of_the_course_with_other_names(device):
+    with device:
+        model = cs336_basics.model.BasicsTransformerLM(VOCABULARY, 12, 24, num_layers=2, num_heads=2, d_ff=40)
+    plain = copy.deepcopy(model)
+    for layer in model.layers:
+        layer.ffn.__class__ = type("GatedMLP", (type(layer.ffn),), {})
+    handle = fuse(model)
+    assert handle.recognized == {"rms-norm": 5, "swiglu": 2, "linear-cross-entropy": 1}
+    tokens, _ = batches(1, device)[0]
+    torch.testing.assert_close(model(tokens), plain(tokens))
+
+
+def test_what_is_not_there_is_refused(model):
+    with pytest.raises(UsageError, match="Model has nothing for rope: of a model without the classes RMSNorm, SwiGLU"):
+        fuse(model, only=["rope", "swiglu"])
+    with pytest.raises(UsageError, match="Sequential has nothing for rms-norm, rope, swiglu, linear-cross-entropy"):
+        fuse(nn.Sequential(nn.Linear(3, 3, bias=False)))
+    assert all("forward" not in part.__dict__ for part in model.modules())
+    fuse(model)
+    with pytest.raises(UsageError, match="Model is fused already"):
+        fuse(model)
