@@ -77,6 +77,30 @@ def test_a_model_without_tokens_is_measured():
     assert outcome.derived["flops"] == SIZE.batch_size * (3 * forward - stem)
 
 
+def test_fused_kernels_compute_a_model_of_the_users():
+    """Gradients are those of PyTorch's operations, FLOPs those of the model's own, and a note says what was found."""
+    plain, fused = (TrainStep(workload("Gated", kernels=kernels), CPU) for kernels in ("reference", "fused"))
+    for one in (plain, fused):
+        one.forward()
+        one.backward()
+    for (name, parameter), other in zip(fused.model.named_parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
+    counted, expected = (counted_columns(one, lambda stage: None) for one in (fused, plain))
+    assert counted["flops"] == expected["flops"]
+    found = "fused kernels compute rms-norm 5 times, swiglu 2 times, linear-cross-entropy once"
+    assert set(counted["notes"]) - set(expected["notes"]) == {f"{FILE}:Gated: {found}"}
+
+
+@pytest.mark.parametrize("user", [UserCode(f"{FILE}:Gated", loss=f"{FILE}:half"), UserCode(loss=f"{FILE}:half")])
+def test_a_loss_of_the_users_is_computed_beside_fused_kernels(user):
+    def loss_of(kernels):
+        one = TrainStep(Workload(SIZE, device="cpu", user=user, kernels=kernels), CPU)
+        one.forward()
+        return one.loss.item()
+
+    assert loss_of("fused") == pytest.approx(loss_of("reference"), rel=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["train", "forward"])
 @pytest.mark.parametrize("attention", ["reference", "flash"])
 def test_counts_of_our_model_are_those_of_the_formulas(attention, mode):
