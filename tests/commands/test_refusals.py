@@ -139,7 +139,10 @@ REFUSED = [
     (f"bench {SMALL} --model gone.py:build", "--model 'gone.py:build': there is no file gone.py"),
     (f"bench {SMALL} --optimizer gone.py:adam", "--optimizer 'gone.py:adam': 'gone.py:adam': there is no file"),
     (f"bench {SMALL} --batch {MODELS}:images", "is about a model of yours; give --model, too"),
-    (f"bench {SMALL} --model {MODELS}:ours --kernels fused", "--kernels fused takes the place of modules"),
+    (
+        f"bench {SMALL} --model {MODELS}:ours --loss {MODELS}:half --kernels linear-cross-entropy",
+        "linear-cross-entropy computes cross-entropy",
+    ),
     ("bench --context 1e12 --dry-run", "--context 1000000000000: must be at most 1,000,000,000"),
     # nsys
     (f"nsys {SMALL} --profiler nsys", "profiler 'nsys' traces work on a GPU: with device cpu choose torch"),

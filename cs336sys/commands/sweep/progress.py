@@ -12,6 +12,7 @@ from cs336sys.results.model import Cell, distinguishing_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 
 # Written by torch.profiler for tracers of the kernel, whenever it starts and stops.
@@ -52,10 +53,12 @@ def showing_progress(
     elif Console(stderr=True).is_terminal and os.environ.get("TERM") != "dumb":
         # Not closed here: processes that outlive the sweep may still have something to say.
         console = Console(file=open(os.dup(2), "w"))  # noqa: SIM115
-        # What workers write would be written into the bar.
-        write = functools.partial(_print_above, console)
-        with _stderr_by_lines(write, is_read=not measured_here), _bar(console, command, len(configurations)) as bar:
-            yield bar
+        with (
+            _drawn_bar(console) as drawn,
+            # What workers write would be written into the bar.
+            _stderr_by_lines(functools.partial(_print_above, drawn), is_read=not measured_here),
+        ):
+            yield _Bar(drawn, command, len(configurations))
     else:
         with (
             _stderr_by_lines(functools.partial(_write_to, os.dup(2)), is_read=not measured_here),
@@ -170,8 +173,10 @@ def _pass_on(descriptor: int, write: Callable[[bytes], None], all_is_passed_on: 
                 all_is_passed_on.set()
 
 
-def _print_above(console: "Console", line: bytes) -> None:
-    console.print(line.decode(errors="replace").rstrip(), markup=False, highlight=False)
+def _print_above(drawn: "Progress", line: bytes) -> None:
+    # rich looks where the bar stands and writes later: its thread must not draw in between.
+    with drawn.live._lock:
+        drawn.console.print(line.decode(errors="replace").rstrip(), markup=False, highlight=False)
 
 
 def _write_to(descriptor: int, line: bytes) -> None:
@@ -179,8 +184,7 @@ def _write_to(descriptor: int, line: bytes) -> None:
         line = line[os.write(descriptor, line) :]
 
 
-@contextlib.contextmanager
-def _bar(console: "Console", command: str, count: int) -> Iterator[SweepProgress]:
+def _drawn_bar(console: "Console") -> "Progress":
     from rich import progress
 
     columns = (
@@ -191,14 +195,16 @@ def _bar(console: "Console", command: str, count: int) -> Iterator[SweepProgress
         progress.TimeRemainingColumn(),
         progress.TextColumn("{task.fields[stage]}"),
     )
-    with progress.Progress(*columns, console=console, transient=True) as drawn:
-        task = drawn.add_task(command, total=count, stage="")
+    return progress.Progress(*columns, console=console, transient=True)
 
-        class Bar:
-            def at_stage(self, stage: str) -> None:
-                drawn.update(task, stage=stage)
 
-            def cell_done(self, cell: Cell, took_s: float | None) -> None:
-                drawn.advance(task)
+class _Bar:
+    def __init__(self, drawn: "Progress", command: str, count: int):
+        self._drawn = drawn
+        self._task = drawn.add_task(command, total=count, stage="")
 
-        yield Bar()
+    def at_stage(self, stage: str) -> None:
+        self._drawn.update(self._task, stage=stage)
+
+    def cell_done(self, cell: Cell, took_s: float | None) -> None:
+        self._drawn.advance(self._task)
