@@ -212,7 +212,13 @@ def test_ceilings_scale_the_rates_of_the_h200(tmp_path):
     for term, factor in times.items():
         assert found.seconds[term] == pytest.approx(factor * h200.seconds[term]), term
     assert found.launch_s == pytest.approx(h200.launch_s / 2)
-    assert not found.exposures, "no link of the H200 was measured, so none can be scaled"
+    exposed = {name: one.bytes_per_s for name, one in h200.exposures.items()}
+    assert {name: one.bytes_per_s for name, one in found.exposures.items()} == pytest.approx(
+        {name: rate * 20 / 393 for name, rate in exposed.items()}
+    )
+    assert not own.exposures, "one GPU has no link"
+    two = rates.read_rates(results / "ceilings-x2-h200.json")
+    assert {name: one.bytes_per_s for name, one in two.exposures.items()} == pytest.approx(exposed, rel=1e-3)
     assert found.error_note.endswith("Rates of NVIDIA L40S are scaled by what doctor --ceilings measured.")
     with pytest.raises(UsageError, match="those of NVIDIA L40S, not of NVIDIA H200"):
         rates.rates_of("h200", found)

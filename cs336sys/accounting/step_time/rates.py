@@ -19,8 +19,10 @@ from cs336sys.errors import UsageError, choose_from
 
 H200 = Path(__file__).with_name("h200.json")
 
-# Of that GPU, by doctor --ceilings: docs/results/ceilings-h200.json.
-_H200_CEILINGS = Ceilings("NVIDIA H200", {"fp32": 51.12, "bf16": 769.3}, copy_gbps=4244.0, launch_us=9.161)
+# Of that GPU, by doctor --ceilings: docs/results/ceilings-h200.json, and the link's of ceilings-x2-h200.json.
+_H200_CEILINGS = Ceilings(
+    "NVIDIA H200", {"fp32": 51.12, "bf16": 769.3}, copy_gbps=4244.0, launch_us=9.161, link_gbps=393.0
+)
 
 # The kinds of rates that were measured by themselves, as a CPU's are: of every step.
 UNMEASURED = ("any",)
