@@ -36,7 +36,7 @@ class WeightCopies:
     @torch.no_grad()
     def refresh(self) -> None:
         """Write all copies anew."""
-        if self._apart:
+        if self._apart and self._pairs:
             weights, copies = zip(*self._pairs, strict=True)
             torch._foreach_copy_(copies, weights)
         self._versions = self._versions_now()

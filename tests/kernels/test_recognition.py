@@ -130,14 +130,17 @@ def test_a_norm_that_adds_another_epsilon_than_it_says_is_none():
     [
         (FeedForward(), Gate("gate_proj", "up_proj", "down_proj")),
         (FeedForward(dropout=0.5), None),
+        (FeedForward(dropout=0.5).eval(), None),
+        (FeedForward(lambda x: F.silu(x.clamp(max=7.0))), None),
         (FeedForward(F.gelu), None),
         (FeedForward(bias=True), None),
         (Block(), None),
     ],
 )
 def test_gates(layers, found):
-    state = torch.get_rng_state()
+    state, modes = torch.get_rng_state(), [part.training for part in layers.modules()]
     assert gate_layers(layers) == found
+    assert [part.training for part in layers.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -256,6 +259,16 @@ def test_every_layer_computes_with_its_copy(tied, device):
         assert torch.equal(in_bf16(lambda *batch: handle.loss(model, *batch))(tokens, targets), before)
 
 
+def test_a_model_whose_layers_all_have_biases_keeps_no_copies(device):
+    with device:
+        model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), Norm(), nn.Linear(WIDTH, VOCABULARY))
+    handle = fuse(model)
+    handle.keep_copies(torch.bfloat16)
+    assert handle.recognized == {"rms-norm": 1}
+    assert not list(handle.copies)
+    assert model(torch.zeros(1, 2, dtype=torch.int64, device=device)).shape == (1, 2, VOCABULARY)
+
+
 def test_compiled_layers_are_those_of_copies(model, device):
     handle = fuse(model)
     handle.keep_copies(torch.bfloat16)
@@ -271,6 +284,11 @@ class ScaledLinear(nn.Linear):
         return super().forward(x) / 2
 
 
+class CutLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).clamp(-100, 100)
+
+
 @pytest.mark.parametrize(
     ("layer", "found"),
     [
@@ -278,6 +296,7 @@ class ScaledLinear(nn.Linear):
         (cs336_basics.model.Linear(WIDTH, 3), True),
         (nn.Linear(WIDTH, 3), False),
         (ScaledLinear(WIDTH, 3, bias=False), False),
+        (CutLinear(WIDTH, 3, bias=False), False),
         (nn.Embedding(3, WIDTH), False),
         (nn.Bilinear(2, 2, 2, bias=False), False),
     ],
