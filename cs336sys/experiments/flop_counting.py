@@ -161,7 +161,7 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
 
 
 def fused_notes(step: "TrainStep") -> list[str]:
-    """A sentence on what fused kernels compute of a user's model, where there are any."""
+    """Return a note that counts the modules of a user's model that fused kernels replace, or no note."""
     if not step.workload.fused_kernels:
         return []
     from cs336sys.kernels.fuse import fused_kernels
@@ -172,9 +172,9 @@ def fused_notes(step: "TrainStep") -> list[str]:
     found = dict(handle.recognized)
     if not step.computes_loss_without_logits:
         found.pop("linear-cross-entropy", None)
-    words = ", ".join(f"{name} {times} times" if times > 1 else f"{name} once" for name, times in found.items())
+    words = ", ".join(f"{times} x {name}" for name, times in found.items())
     copies = f"; {len(list(handle.copies))} weights have copies" if handle.copies is not None else ""
-    return [f"{step.workload.user.model}: fused kernels compute {words or 'nothing'}{copies}"]
+    return [f"{step.workload.user.model}: fused kernels replace {words or 'no module'}{copies}"]
 
 
 def _notes(workload: Workload, count: StepCount, attention: AttentionCalls) -> list[str]:

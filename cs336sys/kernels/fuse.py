@@ -67,7 +67,7 @@ def gate_forward(layers: Gate) -> Callable:
 
 @functools.cache
 def norm_forward(eps: float) -> Callable:
-    """Of norms that are not ours, which know nothing of a block's additions."""
+    """Return the forward pass of an RMSNorm outside our blocks, without a residual."""
 
     def forward(norm: Any, x: Tensor) -> Tensor:
         y = rms_norm(x, norm.weight, eps)
@@ -188,11 +188,11 @@ _HANDLE = "fused_kernels"
 
 
 class Replacement(NamedTuple):
-    """What a module computes once it is fused.
+    """How a fused module computes.
 
     Attributes:
-        forward: its forward pass.
-        stacks: by the name of each copy of weights, the layers whose weights lie side by side in it.
+        forward: replaces the forward pass of its class.
+        stacks: layers whose weights lie side by side in one copy, by the name of the copy.
     """
 
     forward: Callable
@@ -204,7 +204,7 @@ class Fused:
 
     Attributes:
         copies: of the blocks' weights, after :meth:`keep_copies` or :meth:`stack_weights`.
-        recognized: how many modules each kernel computes, where they are known by what they compute.
+        recognized: number of modules that each kernel replaces, for a model fused by its outputs.
     """
 
     def __init__(
@@ -232,14 +232,14 @@ class Fused:
 
     @property
     def computes_loss(self) -> bool:
-        """Return whether :meth:`loss` does: the model has a last layer, without a bias, and its kernel."""
+        """Return whether :meth:`loss` works: the model has its kernel, and a last layer without a bias."""
         return self._head is not None and getattr(self._head, "bias", None) is None
 
     def loss(self, model: Callable[[Any], Any], tokens: Any, targets: Tensor) -> Tensor:
         """Mean cross-entropy of the next tokens, without their logits: ``lm_head`` and loss are one kernel.
 
         Args:
-            model: the fused one, or what calls it and returns what it returns: logits, or an object with ``.logits``.
+            model: the fused model or a wrapper; returns logits, or an object with ``.logits``.
             tokens: int64 (batch, sequence).
             targets: int64 (batch, sequence).
 
@@ -392,16 +392,16 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
       ``positional_encoder``) ``rope_qkv``, once the handle keeps copies of the weights,
     - ``Embedding`` (``weight``), where there is one that is not torch's own, ``embedding_rows``.
 
-    In any other model they are known by what they compute, which is tried (:mod:`~cs336sys.kernels.recognition`):
-    RMSNorms, SwiGLUs, the last layer, where the model returns what it computes, and, once the handle keeps copies of
-    the weights, every linear layer without a bias. Rotations and additions stay as they are.
+    In any other model, modules are recognized by their outputs (:mod:`~cs336sys.kernels.recognition`): RMSNorms,
+    SwiGLUs, a last layer whose output the model returns unchanged, and, once the handle keeps copies of the weights,
+    every linear layer without a bias. Rotations and residual additions stay as they are.
 
     Parameters, their names and the state dict stay as they are. Fuse before ``torch.compile`` compiles.
 
     Args:
         attention: causal attention of query, key and value, each (..., heads, S, D), where there are copies of weights;
-            None stands for ``scaled_dot_product_attention`` of the model's module, as without copies. Of a model with
-            the names of ``cs336_basics``.
+            None stands for ``scaled_dot_product_attention`` of the model's module, as without copies. Only for a model
+            with the names of ``cs336_basics``.
         only: names of ``KERNELS``: ``rms-norm`` (with the block's addition), ``rope``, ``swiglu``,
             ``linear-cross-entropy``. None stands for all that the model has; copies of weights need them all.
 
@@ -459,7 +459,7 @@ def _fuse_named(model: nn.Module, attention: Attention | None, kernels: Collecti
 
 
 def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
-    """As :func:`fuse`, of a model whose modules are known by what they compute."""
+    """Fuse a model whose modules are recognized by their outputs, see :func:`fuse`."""
     if fused_kernels(model) is not None:
         raise UsageError(f"{type(model).__name__} is fused already: undo that first")
     head = find_head(model) if "linear-cross-entropy" in kernels else None
@@ -494,9 +494,9 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
     missing = [kernel for kernel in kernels if kernel not in found]
     if not found or (missing and kernels is not KERNELS):
         raise UsageError(
-            f"{type(model).__name__} has nothing for {', '.join(missing)}: of a model without the classes "
-            f"{', '.join(ATTRIBUTES)} fused kernels compute RMSNorms, SwiGLUs of three linear layers without biases, "
-            "and such a layer at its end whose result it returns"
+            f"{type(model).__name__} has no module that {', '.join(missing)} can replace: in a model without the "
+            f"classes {', '.join(ATTRIBUTES)}, fused kernels replace RMSNorms, SwiGLUs of three linear layers without "
+            "biases, and such a layer at the end whose output the model returns"
         )
     recognized = {kernel: found[kernel] for kernel in KERNELS if kernel in found}
     return Fused(model, replacements, kernels, head, recognized)

@@ -1,4 +1,4 @@
-"""Finds the modules of anybody's model that fused kernels can compute, by what they compute, not by their names."""
+"""Finds the modules that fused kernels can replace in any model, by comparing their outputs instead of their names."""
 
 import contextlib
 import itertools
@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from cs336sys.kernels.rms_norm import reference_rms_norm
 from cs336sys.kernels.swiglu import reference_swiglu
 
-# Attributes that hold what a norm adds to the mean square.
+# Attributes in which norms keep their epsilon.
 _EPSILONS = ("eps", "variance_epsilon", "epsilon")
 
-# Width and inner width of what a gate is tried with: different, so that no other order of layers fits.
+# Widths of the trial weights of a SwiGLU. They differ, so that no other order of layers fits.
 _WIDTH, _INNER_WIDTH = 4, 6
-# Of the sequence that a last layer is tried with.
+# Length of the sequence in the trial of a last layer.
 _TOKENS = 2
 
 
@@ -31,10 +31,10 @@ class Gate(NamedTuple):
 
 
 def norm_epsilon(module: nn.Module) -> float | None:
-    """What an RMSNorm adds to the mean square; None where the module computes anything else.
+    """Return the epsilon of an RMSNorm, or None for any other module.
 
-    It is tried on random rows with random weights, in float32 on the CPU: an RMSNorm whose weight is an offset from 1,
-    such as Gemma's, is none.
+    The module runs on random rows with random weights, in float32 on the CPU. So Gemma's norm, whose weight is an
+    offset from 1, is not taken for an RMSNorm.
     """
     parameters = dict(module.named_parameters())
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or any(module.children()):
@@ -48,9 +48,9 @@ def norm_epsilon(module: nn.Module) -> float | None:
 
 
 def gate_layers(module: nn.Module) -> Gate | None:
-    """Which layers of a module are gate, up and down projection; None where it computes anything else.
+    """Return the gate, up and down projections of a SwiGLU, or None for any other module.
 
-    It is tried with small random weights in the place of its own, in float32 on the CPU.
+    The module runs with small random weights instead of its own, in float32 on the CPU.
     """
     layers = {name: child for name, child in module.named_children() if is_linear(child)}
     if len(layers) != 3 or len(list(module.parameters())) != 3:
@@ -63,7 +63,7 @@ def gate_layers(module: nn.Module) -> Gate | None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes ``x @ weight.T`` and nothing else: ``torch.nn.Linear`` or anybody's, tried."""
+    """Return whether a module computes exactly ``x @ weight.T``, as ``torch.nn.Linear`` without a bias does."""
     parameters = dict(module.named_parameters())
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 2 or any(module.children()):
         return False
@@ -76,10 +76,10 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
-    """The last layer, if the model returns what it computes: as it is, or as ``.logits``.
+    """Return the last linear layer if the model returns its output unchanged, directly or as ``.logits``.
 
-    Tried by a forward pass of two tokens, without attention, whose values do not matter here. A model that does
-    something with its logits, such as scaling them, has no head.
+    The model runs on two tokens, without attention, whose values do not matter here. A model that changes its logits,
+    for example by scaling them, has no head.
     """
     layers = [module for module in model.modules() if is_linear(module)]
     if not layers:
@@ -92,7 +92,7 @@ def find_head(model: nn.Module) -> nn.Module | None:
         if hidden.shape == (1, _TOKENS, weight.shape[1]):
             marks.append(hidden.new_zeros(()))
             return marks[-1]
-        raise ValueError("logits of something else than each token")
+        raise ValueError("this layer does not compute the logits of every token")
 
     def no_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
@@ -115,7 +115,7 @@ def find_head(model: nn.Module) -> nn.Module | None:
 
 
 class _Trial(NamedTuple):
-    """Weights by their names in a module, an input, and what should come out."""
+    """Weights by their names in a module, an input, and the expected output."""
 
     weights: dict[str, Tensor]
     x: Tensor
@@ -147,7 +147,7 @@ def _linear_trial() -> _Trial:
 
 
 def _rows(width: int, seeded: torch.Generator, sizes: tuple[float, ...] = (0.1, 1.0, 1e3)) -> Tensor:
-    """A row of each size, (sizes, width): what cuts off large values is seen in the last."""
+    """Return one random row of each size, (sizes, width). The last one reveals modules that clamp large values."""
     return _random((len(sizes), width), seeded) * torch.tensor(sizes, device="cpu")[:, None]
 
 
@@ -157,13 +157,13 @@ def _random(shape: Any, seeded: torch.Generator) -> Tensor:
 
 @contextlib.contextmanager
 def _tried_apart() -> Iterator[None]:
-    """Compute with values where a step is traced without, and leave random numbers as they are: dropout draws some."""
+    """Compute with real tensors inside fake tensor modes, and restore the random state, which dropout advances."""
     with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
         yield
 
 
 def _computes(module: nn.Module, trial: _Trial) -> bool:
-    """Return whether it does in training and out of it."""
+    """Return whether the outputs are as expected, in training mode and in evaluation mode."""
     modes = {part: part.training for part in module.modules()}
     try:
         return all(_agrees(module.train(mode), trial) for mode in (True, False))
@@ -176,7 +176,7 @@ def _agrees(module: nn.Module, trial: _Trial) -> bool:
     try:
         found = torch.func.functional_call(module, trial.weights, (trial.x,))
     except Exception:
-        # Shapes or arguments that do not fit: it is something else.
+        # Other shapes or arguments: the module computes something else.
         return False
     if not isinstance(found, Tensor) or found.shape != trial.expected.shape:
         return False

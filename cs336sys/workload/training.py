@@ -190,8 +190,8 @@ class Workload(Configured):
             raise UsageError(f"--kernels '{self.kernels}': {error}") from error
         if self.user.loss is not None and "linear-cross-entropy" in self.kernels:
             raise UsageError(
-                f"--kernels {self.kernels}: linear-cross-entropy computes cross-entropy, and --loss {self.user.loss} "
-                "another loss; leave one out"
+                f"--kernels {self.kernels}: linear-cross-entropy cannot compute --loss {self.user.loss}; "
+                "leave one of them out"
             )
         if not self.is_ours and self.state_dtype == "split":
             raise UsageError("--state-dtype split keeps weights of cs336_basics in bf16: choose another with --model")

@@ -141,7 +141,7 @@ REFUSED = [
     (f"bench {SMALL} --batch {MODELS}:images", "is about a model of yours; give --model, too"),
     (
         f"bench {SMALL} --model {MODELS}:ours --loss {MODELS}:half --kernels linear-cross-entropy",
-        "linear-cross-entropy computes cross-entropy",
+        "linear-cross-entropy cannot compute --loss",
     ),
     ("bench --context 1e12 --dry-run", "--context 1000000000000: must be at most 1,000,000,000"),
     # nsys

@@ -77,8 +77,8 @@ def test_a_model_without_tokens_is_measured():
     assert outcome.derived["flops"] == SIZE.batch_size * (3 * forward - stem)
 
 
-def test_fused_kernels_compute_a_model_of_the_users():
-    """Gradients are those of PyTorch's operations, FLOPs those of the model's own, and a note says what was found."""
+def test_fused_kernels_match_pytorch_in_a_users_model():
+    """Gradients and FLOPs equal those of the plain model, and a note counts the replaced modules."""
     plain, fused = (TrainStep(workload("Gated", kernels=kernels), CPU) for kernels in ("reference", "fused"))
     for one in (plain, fused):
         one.forward()
@@ -87,12 +87,12 @@ def test_fused_kernels_compute_a_model_of_the_users():
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
     counted, expected = (counted_columns(one, lambda stage: None) for one in (fused, plain))
     assert counted["flops"] == expected["flops"]
-    found = "fused kernels compute rms-norm 5 times, swiglu 2 times, linear-cross-entropy once"
+    found = "fused kernels replace 5 x rms-norm, 2 x swiglu, 1 x linear-cross-entropy"
     assert set(counted["notes"]) - set(expected["notes"]) == {f"{FILE}:Gated: {found}"}
 
 
 @pytest.mark.parametrize("user", [UserCode(f"{FILE}:Gated", loss=f"{FILE}:half"), UserCode(loss=f"{FILE}:half")])
-def test_a_loss_of_the_users_is_computed_beside_fused_kernels(user):
+def test_users_loss_is_computed_with_fused_kernels(user):
     def loss_of(kernels):
         one = TrainStep(Workload(SIZE, device="cpu", user=user, kernels=kernels), CPU)
         one.forward()

@@ -204,7 +204,7 @@ def test_model_that_fuse_does_not_know_is_refused(model, change, sentence):
 
 
 def test_any_other_model_is_refused():
-    with pytest.raises(UsageError, match="Linear has nothing for rms-norm, rope, swiglu"):
+    with pytest.raises(UsageError, match="Linear has no module that rms-norm, rope, swiglu"):
         fuse(nn.Linear(2, 2))
 
 

@@ -1,4 +1,4 @@
-"""Modules of anybody's model are known by what they compute, and trained as they are without fused kernels."""
+"""Modules of any model are recognized by their outputs, and train with fused kernels as without."""
 
 import copy
 from types import SimpleNamespace
@@ -113,11 +113,11 @@ def model(device):
         (nn.Linear(WIDTH, 1, bias=False), None),
     ],
 )
-def test_norms(norm, eps):
+def test_rms_norms_are_recognized(norm, eps):
     assert norm_epsilon(norm) == eps
 
 
-def test_a_norm_that_adds_another_epsilon_than_it_says_is_none():
+def test_norm_with_another_epsilon_than_its_attribute_is_rejected():
     norm = nn.RMSNorm(WIDTH, eps=1e-6)
     norm.eps, norm.epsilon = 1e-6, 1e-3
     assert norm_epsilon(norm) == 1e-6
@@ -137,14 +137,14 @@ def test_a_norm_that_adds_another_epsilon_than_it_says_is_none():
         (Block(), None),
     ],
 )
-def test_gates(layers, found):
+def test_swiglus_are_recognized(layers, found):
     state, modes = torch.get_rng_state(), [part.training for part in layers.modules()]
     assert gate_layers(layers) == found
     assert [part.training for part in layers.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_where_a_step_is_traced_without_values():
+def test_modules_are_recognized_on_meta_and_fake_tensors():
     with torch.device("meta"):
         assert norm_epsilon(Norm()) == 1e-5
         assert gate_layers(FeedForward()) is not None
@@ -169,7 +169,7 @@ def test_where_a_step_is_traced_without_values():
     ],
     ids=["object", "tensor", "scaled", "capped", "last alone", "tuple", "not of tokens", "bias"],
 )
-def test_heads(build, is_head):
+def test_head_is_recognized_if_the_model_returns_its_output(build, is_head):
     model = build()
     assert (find_head(model) is not None) == is_head
     assert all("forward" not in part.__dict__ for part in model.modules())
@@ -196,7 +196,7 @@ def plain_loss(model):
 
 
 @pytest.mark.parametrize("only", [None, ["rms-norm"], ["swiglu"], ["linear-cross-entropy"], ["rms-norm", "swiglu"]])
-def test_trains_as_without(model, only, device, monkeypatch):
+def test_fused_model_trains_like_the_plain_one(model, only, device, monkeypatch):
     called = set()
 
     def noted(name, kernel):
@@ -225,7 +225,7 @@ def test_trains_as_without(model, only, device, monkeypatch):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_layer_computes_with_its_copy(tied, device):
+def test_every_layer_reads_its_copy(tied, device):
     torch.manual_seed(0)
     with device:
         model = Model(tied=tied)
@@ -259,7 +259,7 @@ def test_every_layer_computes_with_its_copy(tied, device):
         assert torch.equal(in_bf16(lambda *batch: handle.loss(model, *batch))(tokens, targets), before)
 
 
-def test_a_model_whose_layers_all_have_biases_keeps_no_copies(device):
+def test_model_of_layers_with_biases_keeps_no_copies(device):
     with device:
         model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), Norm(), nn.Linear(WIDTH, VOCABULARY))
     handle = fuse(model)
@@ -269,7 +269,7 @@ def test_a_model_whose_layers_all_have_biases_keeps_no_copies(device):
     assert model(torch.zeros(1, 2, dtype=torch.int64, device=device)).shape == (1, 2, VOCABULARY)
 
 
-def test_compiled_layers_are_those_of_copies(model, device):
+def test_compiled_layers_read_their_copies(model, device):
     handle = fuse(model)
     handle.keep_copies(torch.bfloat16)
     tokens, _ = batches(1, device)[0]
@@ -301,11 +301,11 @@ class CutLinear(nn.Linear):
         (nn.Bilinear(2, 2, 2, bias=False), False),
     ],
 )
-def test_linear_layers(layer, found):
+def test_linear_layers_are_recognized(layer, found):
     assert is_linear(layer) == found
 
 
-def test_model_of_the_course_with_other_names(device):
+def test_course_model_with_renamed_classes_is_fused(device):
     with device:
         model = cs336_basics.model.BasicsTransformerLM(VOCABULARY, 12, 24, num_layers=2, num_heads=2, d_ff=40)
     plain = copy.deepcopy(model)
@@ -317,10 +317,10 @@ def test_model_of_the_course_with_other_names(device):
     torch.testing.assert_close(model(tokens), plain(tokens))
 
 
-def test_what_is_not_there_is_refused(model):
-    with pytest.raises(UsageError, match="Model has nothing for rope: of a model without the classes RMSNorm, SwiGLU"):
+def test_missing_modules_and_fusing_twice_are_refused(model):
+    with pytest.raises(UsageError, match="Model has no module that rope can replace: in a model without"):
         fuse(model, only=["rope", "swiglu"])
-    with pytest.raises(UsageError, match="Sequential has nothing for rms-norm, rope, swiglu, linear-cross-entropy"):
+    with pytest.raises(UsageError, match="Sequential has no module that rms-norm, rope, swiglu, linear"):
         fuse(nn.Sequential(nn.Linear(3, 3, bias=False)))
     assert all("forward" not in part.__dict__ for part in model.modules())
     fuse(model)

@@ -174,7 +174,7 @@ def _pass_on(descriptor: int, write: Callable[[bytes], None], all_is_passed_on: 
 
 
 def _print_above(drawn: "Progress", line: bytes) -> None:
-    # rich looks where the bar stands and writes later: its thread must not draw in between.
+    # rich first computes where the bar is and writes later; its thread must not redraw the bar in between.
     with drawn.live._lock:
         drawn.console.print(line.decode(errors="replace").rstrip(), markup=False, highlight=False)
 

@@ -168,9 +168,9 @@ def _kernels(workload: Workload) -> list[Check]:
     try:
         handle = fuse(TrainStep(workload, _CPU).model)
     except UsageError:
-        return [Check("kernels", "--kernels fused finds nothing that it can compute")]
+        return [Check("kernels", "--kernels fused finds no module that it can replace")]
     found = ", ".join(f"{times} x {name}" for name, times in handle.recognized.items())
-    return [Check("kernels", f"--kernels fused computes {found or 'it, as a model of cs336_basics'}")]
+    return [Check("kernels", f"--kernels fused replaces {found or 'the modules of cs336_basics'}")]
 
 
 def _compiles(workload: Workload) -> list[Check]:

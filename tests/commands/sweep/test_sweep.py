@@ -435,7 +435,7 @@ def test_output_of_workers_stands_above_the_bar():
     assert not any("USDT" in line for line in lines)
 
 
-def test_nothing_is_drawn_between_finding_the_bar_and_writing_above_it():
+def test_bar_is_not_redrawn_while_a_line_is_printed_above_it():
     lines = on_a_terminal(
         "import os, threading\n"
         "from rich.live import Live\n"
