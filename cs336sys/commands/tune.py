@@ -114,6 +114,8 @@ def tune(
     if model.batch_size and not micro_batch:
         # The batch of a step of all ranks, as in other commands.
         tokens_per_step = tokens_per_step or model.batch_size[0] * plain.size.context
+    if not plain.is_ours and fixed.get("kernels", ["reference"]) != ["reference"]:
+        raise UsageError("--kernels: tune predicts --model with reference only: leave it out, or measure with bench")
     counted = None if plain.is_ours else _counted(plain)
     if counted is not None:
         fixed = _fixed_of_users(fixed, counted, world_size)

@@ -139,6 +139,7 @@ REFUSED = [
     (f"bench {SMALL} --model gone.py:build", "--model 'gone.py:build': there is no file gone.py"),
     (f"bench {SMALL} --optimizer gone.py:adam", "--optimizer 'gone.py:adam': 'gone.py:adam': there is no file"),
     (f"bench {SMALL} --batch {MODELS}:images", "is about a model of yours; give --model, too"),
+    (f"tune --model {MODELS}:ours --kernels fused", "tune predicts --model with reference only"),
     (
         f"bench {SMALL} --model {MODELS}:ours --loss {MODELS}:half --kernels linear-cross-entropy",
         "linear-cross-entropy cannot compute --loss",
