@@ -188,7 +188,7 @@ _HANDLE = "fused_kernels"
 
 
 class Replacement(NamedTuple):
-    """How a fused module computes.
+    """The computation of a fused module.
 
     Attributes:
         forward: replaces the forward pass of its class.
@@ -467,25 +467,30 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
     inside_gates: set[nn.Module] = set()
     found = Counter({} if head is None else {"linear-cross-entropy": 1})
     owners = Counter(one for module in model.modules() for one in module._parameters.values())
+
+    def owns(*layers: nn.Module) -> bool:
+        # A weight that another module reads, too, would have two copies, of which an optimizer writes one.
+        return all(owners[layer.get_parameter("weight")] == 1 for layer in layers)
+
     for path, module in model.named_modules():
+        if module in inside_gates:
+            continue
         if "rms-norm" in kernels and (eps := norm_epsilon(module)) is not None:
             found["rms-norm"] += 1
             replacement = Replacement(norm_forward(eps))
-        elif "swiglu" in kernels and (gate := gate_layers(module)) is not None:
+        elif (
+            "swiglu" in kernels
+            and (gate := gate_layers(module)) is not None
+            and owns(*(layers := [module.get_submodule(name) for name in gate]))
+        ):
             found["swiglu"] += 1
-            layers = [module.get_submodule(name) for name in gate]
             inside_gates.update(layers)
             replacement = Replacement(
                 gate_forward(gate), {"gate_up_copy": tuple(layers[:2]), "down_copy": tuple(layers[2:])}
             )
         elif module is head:
             replacement = Replacement(head_forward)
-        elif (
-            kernels is KERNELS
-            and is_linear(module)
-            and module not in inside_gates
-            and owners[module.get_parameter("weight")] == 1
-        ):
+        elif kernels is KERNELS and is_linear(module) and owns(module):
             replacement = Replacement(_linear_forward, {"weight_copy": (module,)})
         else:
             continue

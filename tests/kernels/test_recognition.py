@@ -269,6 +269,18 @@ def test_model_of_layers_with_biases_keeps_no_copies(device):
     assert model(torch.zeros(1, 2, dtype=torch.int64, device=device)).shape == (1, 2, VOCABULARY)
 
 
+def test_shared_weights_have_no_copies(device):
+    with device:
+        model = Model()
+    model.blocks[1].mlp.up_proj.weight = model.blocks[0].mlp.up_proj.weight
+    handle = fuse(model)
+    handle.keep_copies(torch.bfloat16)
+    copied = [weight for weight, _ in handle.copies]
+    assert handle.recognized == {"rms-norm": 5, "linear-cross-entropy": 1}
+    assert len({id(weight) for weight in copied}) == len(copied)
+    assert all(weight is not model.blocks[0].mlp.up_proj.weight for weight in copied)
+
+
 def test_compiled_layers_read_their_copies(model, device):
     handle = fuse(model)
     handle.keep_copies(torch.bfloat16)
