@@ -22,7 +22,7 @@ from cs336sys.experiments.user_models import (
     watched_attention,
     why_not_ours,
 )
-from cs336sys.measure.allocations.history import ScalarsReadAsZero
+from cs336sys.measure.allocations.history import WithoutValues
 from cs336sys.measure.cells import Progress
 from cs336sys.workload import Workload
 
@@ -37,26 +37,35 @@ class CountedStep(Protocol):
     def backward(self) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepCount:
     """The work of one step, as far as the shapes of its tensors show it.
 
     Attributes:
         parameters: of the model, tied ones once; None where it cannot even be built without memory.
-        flops: model FLOPs as ``accounting.flops`` counts them, those of torch's attention aside; None where they could
-            not be counted.
+        flops: model FLOPs as ``accounting.flops`` counts them, those of torch's attention and Triton's kernels aside;
+            None where they could not be counted.
         reads: lines that wait for the GPU because they read a number from a tensor, with how often.
-        failure: why there are no FLOPs.
+        launches: kernels of Triton, with how often.
+        failure: why there are no FLOPs, or why those of the backward pass were not counted.
         drops: whether it has layers of dropout.
         hidden: tensors that look like parameters and are none.
     """
 
-    parameters: int | None
+    parameters: int | None = None
     flops: int | None = None
     reads: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)
     failure: str = ""
     drops: bool = False
     hidden: list[str] = field(default_factory=list)
+
+    @property
+    def not_counted(self) -> str:
+        """What :attr:`failure` left uncounted."""
+        if self.flops is None:
+            return "no FLOPs, its step does not run on the meta device"
+        return "FLOPs of the backward pass are taken as twice the forward pass's, as it does not run on the meta device"
 
 
 def count_on_meta_device(make_step: Callable[[], CountedStep], *, backward: bool) -> StepCount:
@@ -66,23 +75,27 @@ def count_on_meta_device(make_step: Callable[[], CountedStep], *, backward: bool
         make_step: builds it there, launched, in fp32.
         backward: count the backward pass, too.
     """
-    parameters = None
-    numbers = ScalarsReadAsZero()
+    count = StepCount()
+    numbers = WithoutValues()
     try:
         with copied_code(), numbers:
             step = make_step()
             numbers.guessed.clear()
-            parameters = sum(parameter.numel() for parameter in step.model.parameters())
-            hidden = hidden_parameters(step.model)
-            drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
+            count.parameters = sum(parameter.numel() for parameter in step.model.parameters())
+            count.hidden = hidden_parameters(step.model)
+            count.drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
             with watched_attention(lambda *arguments: None, computes=False), FlopCounterMode(display=False) as counter:
                 step.forward()
+                # The backward pass of a product is two of its size.
+                count.flops = counter.get_total_flops() * (3 if backward else 1)
                 if backward:
                     step.backward()
+                    count.flops = counter.get_total_flops()
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return StepCount(parameters, failure=f"{type(error).__name__}: {lines[0]}")
-    return StepCount(parameters, counter.get_total_flops(), _lines(numbers.guessed), drops=drops, hidden=hidden)
+        count.failure = f"{type(error).__name__}: {lines[0]}"
+    count.reads, count.launches = _lines(numbers.guessed), numbers.launches
+    return count
 
 
 @dataclass
@@ -192,8 +205,14 @@ def _notes(workload: Workload, count: StepCount, attention: AttentionCalls) -> l
             if reason
         ]
     if count.failure:
-        notes.append(f"{name}: no FLOPs, its step does not run on the meta device ({count.failure})")
+        notes.append(f"{name}: {count.not_counted} ({count.failure})")
+    if count.launches:
+        notes.append(f"{name}: no FLOPs are counted in kernels of Triton: {_with_times(count.launches)}")
     if count.reads:
-        lines = ", ".join(f"{line} ({times} times)" for line, times in count.reads.items())
+        lines = _with_times(count.reads)
         notes.append(f"{name}: a step reads numbers from tensors, and waits for the GPU each time: {lines}")
     return notes
+
+
+def _with_times(counted: Counter[str]) -> str:
+    return ", ".join(f"{name} ({times} times)" for name, times in counted.items())

@@ -16,7 +16,7 @@ from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.memory.prediction import predicted_timeline, timeline_peaks
 from cs336sys.experiments.training import TrainStep
-from cs336sys.measure.allocations.history import ScalarsReadAsZero
+from cs336sys.measure.allocations.history import WithoutValues
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.workload import MemoryWorkload, Workload
 
@@ -122,7 +122,7 @@ def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
 
         without_scaling = torch.amp.GradScaler("cpu", enabled=False)
         try:
-            with user_models.copied_code(), ScalarsReadAsZero():
+            with user_models.copied_code(), WithoutValues() as unlaunched:
                 step = TrainStep(launched, torch.device("meta"), scaler=without_scaling)
                 with _as_on_a_gpu(calls):
                     for name, run in (("forward", step.forward), ("backward", step.backward)):
@@ -134,6 +134,11 @@ def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
                 f"{workload.user.model}: cannot be counted, as its step does not run on tensors without values "
                 f"({error!s:.300}); measure it by bench"
             ) from error
+        if unlaunched.launches:
+            raise CapabilityError(
+                f"{workload.user.model}: launches kernels of Triton ({', '.join(unlaunched.launches)}), whose time is "
+                "not predicted; measure it by bench"
+            )
     assert step is not None
     peaks: dict[str, list[int]] = {}
     for checkpointing in _CHECKPOINTING:

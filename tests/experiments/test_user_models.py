@@ -14,17 +14,22 @@ from cs336sys.experiments import flop_counting, user_models
 from cs336sys.experiments.bench import measure_training
 from cs336sys.experiments.checks import step
 from cs336sys.experiments.flop_counting import count_step, counted_columns
+from cs336sys.experiments.memory.prediction import predicted_timeline
 from cs336sys.experiments.models import blocks_of
+from cs336sys.experiments.operation_counting import count_model
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.training import TrainStep, training_warnings
 from cs336sys.experiments.user_models.loading import user_folders
 from cs336sys.measure.cells import guarded
 from cs336sys.sizes import choose_size
-from cs336sys.workload import UserCode, Workload
+from cs336sys.workload import MemoryWorkload, UserCode, Workload
 
 SIZE = choose_size("tiny", context=16, batch_size=2, vocab_size=50, d_model=32, d_ff=64, num_heads=4)
 CPU = torch.device("cpu")
+# Where kernels run: on a CPU in the interpreter, where there is no GPU.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FILE = Path(__file__).parents[1] / "user_models.py"
+TRITON = FILE.with_name("triton_model.py")
 IMAGES = {"batch": f"{FILE}:images", "loss": f"{FILE}:classes"}
 
 needs_transformers = pytest.mark.skipif(
@@ -79,7 +84,9 @@ def test_a_model_without_tokens_is_measured():
 
 def test_fused_kernels_match_pytorch_in_a_users_model():
     """Gradients and FLOPs equal those of the plain model, and a note counts the replaced modules."""
-    plain, fused = (TrainStep(workload("Gated", kernels=kernels), CPU) for kernels in ("reference", "fused"))
+    plain, fused = (
+        TrainStep(workload("Gated", kernels=kernels, device=DEVICE.type), DEVICE) for kernels in ("reference", "fused")
+    )
     for one in (plain, fused):
         one.forward()
         one.backward()
@@ -94,7 +101,7 @@ def test_fused_kernels_match_pytorch_in_a_users_model():
 @pytest.mark.parametrize("user", [UserCode(f"{FILE}:Gated", loss=f"{FILE}:half"), UserCode(loss=f"{FILE}:half")])
 def test_users_loss_is_computed_with_fused_kernels(user):
     def loss_of(kernels):
-        one = TrainStep(Workload(SIZE, device="cpu", user=user, kernels=kernels), CPU)
+        one = TrainStep(Workload(SIZE, device=DEVICE.type, user=user, kernels=kernels), DEVICE)
         one.forward()
         return one.loss.item()
 
@@ -289,6 +296,27 @@ def test_a_traceback_is_shown_to_who_asks_for_it(monkeypatch, capfd):
 def test_a_line_that_reads_a_number_is_named():
     reads = count_step(workload("Synchronizing")).reads
     assert list(reads) == [f"tests/user_models.py:{line_with('.item() < 0')} forward"]
+
+
+@pytest.mark.parametrize(("model", "launches", "failures"), [("Doubled", 4, 0), ("DoubledOneWay", 2, 1)])
+def test_kernels_of_triton_are_launched_where_tensors_have_values_alone(model, launches, failures):
+    """Counting launched them with null pointers: an illegal memory access, after which the process has no GPU."""
+    triton_workload = replace(workload("ours"), user=UserCode(f"{TRITON}:{model}"))
+    count = count_step(triton_workload)
+    products = SIZE.batch_size * SIZE.context * SIZE.d_model * (2 * SIZE.d_model + SIZE.vocab_size)
+    assert (count.flops, count.launches) == (6 * products, {"double_kernel": launches})
+    assert len(count.failure.splitlines()) == failures
+    held = SIZE.batch_size * SIZE.context * SIZE.d_model * 4
+    traced = predicted_timeline(MemoryWorkload(triton_workload), follow_operations=True).timeline
+    outputs = [one for one in traced.allocations if (one.phase, one.origin.operation) == ("forward", "empty_like")]
+    assert [one.size for one in outputs] == [held] * 2
+    with pytest.raises(CapabilityError, match="tensors without values" if failures else r"Triton \(double_kernel\)"):
+        count_model(triton_workload.configuration(), lambda stage: None)
+    outcome = outcome_of(replace(triton_workload, device=DEVICE.type))
+    assert outcome.status == "ok", outcome.reason
+    assert outcome.derived["notes"][failures:] == [
+        f"{TRITON}:{model}: no FLOPs are counted in kernels of Triton: double_kernel ({launches} times)"
+    ]
 
 
 def test_a_course_package_of_the_users_is_found_beside_its_file(tmp_path):

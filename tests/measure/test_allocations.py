@@ -14,7 +14,7 @@ from torch.cuda import _memory_viz
 
 from cs336sys.errors import UsageError
 from cs336sys.measure.allocations.dump import as_snapshot, write_snapshot
-from cs336sys.measure.allocations.history import CpuHistory, CudaHistory, FakeHistory, ScalarsReadAsZero, code_line
+from cs336sys.measure.allocations.history import CpuHistory, CudaHistory, FakeHistory, WithoutValues, code_line
 from cs336sys.measure.allocations.recorder import StepRecorder
 from cs336sys.measure.allocations.timeline import (
     MEMORY_CATEGORIES,
@@ -315,7 +315,7 @@ def test_nested_recomputations_count_once():
 
 
 def test_fake_numbers_read_as_zero():
-    with FakeTensorMode(), ScalarsReadAsZero():
+    with FakeTensorMode(), WithoutValues():
         assert not (torch.ones(2) > 0).any()
         assert torch.ones(2).sum().item() == 0.0
         assert torch.ones(2, dtype=torch.int64).sum().item() == 0

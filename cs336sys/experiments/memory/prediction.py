@@ -22,7 +22,7 @@ from cs336sys.experiments.models import ATTENTION_FUNCTIONS
 from cs336sys.experiments.training import with_notes
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.kernels.attention import flash_attention
-from cs336sys.measure.allocations.history import DecisionsRead, FakeHistory, ScalarsReadAsZero
+from cs336sys.measure.allocations.history import DecisionsRead, FakeHistory, WithoutValues
 from cs336sys.measure.allocations.recorder import StepRecorder
 from cs336sys.measure.allocations.timeline import AllocationTimeline, largest_allocations, peak_position, thinned
 from cs336sys.measure.cells import Outcome, Progress
@@ -172,7 +172,7 @@ def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False
         mock.patch.object(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, create=True),
         _decided_as_with_values(),
         FakeTensorMode(),
-        ScalarsReadAsZero(decisions) as numbers,
+        WithoutValues(decisions) as numbers,
     ):
         # The second pass finds the gradients of the first, as does every later one.
         step = MemoryStep(workload, torch.device("cpu"), passes=min(2, workload.micro_batches))

@@ -5,15 +5,17 @@ All three are used alike: entered around a step, in which :meth:`AllocationHisto
 :attr:`~AllocationHistory.events` and :meth:`~AllocationHistory.position` say what happened when.
 """
 
+import contextlib
 import os
 import sys
 import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -252,20 +254,50 @@ def unfolded_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     return columns * image.element_size()
 
 
-class ScalarsReadAsZero(TorchDispatchMode):
-    """Lets code go on that reads a number from a fake tensor, as initialisation by rejection does.
+class WithoutValues(TorchDispatchMode):
+    """Lets code go on with tensors that have no values, fake ones or those of the meta device.
+
+    What it reads from one is zero, as in initialisation by rejection. Kernels of Triton are not launched: they would
+    write to address 0, after which the process has no GPU. What they would have written is allocated by their callers.
 
     Args:
         decisions: truth values to read instead of False, by line.
 
     Attributes:
         guessed: lines that have read anything else, with how often.
+        launches: kernels of Triton that were not launched, with how often.
     """
 
     def __init__(self, decisions: Mapping[str, bool] | None = None) -> None:
         super().__init__()
         self._decisions = decisions or {}
         self.guessed: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        self._unlaunched = contextlib.ExitStack()
+
+    def __enter__(self) -> "WithoutValues":
+        # Here, as the import takes 0.2 s.
+        from triton.runtime import Autotuner, Heuristics, JITFunction
+        from triton.runtime.interpreter import InterpretedFunction
+
+        for kind in (Autotuner, Heuristics, JITFunction, InterpretedFunction):
+            self._unlaunched.enter_context(mock.patch.object(kind, "run", self._counting(kind.run)))
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._unlaunched.close()
+        super().__exit__(*raised)
+
+    def _counting(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def count(kernel: Any, *args: Any, warmup: bool = False, **named: Any) -> Any:
+            if warmup:
+                return run(kernel, *args, warmup=warmup, **named)
+            while hasattr(kernel, "fn"):
+                kernel = kernel.fn
+            self.launches[kernel.__name__] += 1
+            return None
+
+        return count
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is not torch.ops.aten._local_scalar_dense.default:
