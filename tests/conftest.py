@@ -9,7 +9,6 @@ import gc
 import os
 import signal
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -175,10 +174,10 @@ def one_thread_a_rank():
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_processes():
-    """Fork ranks and workers where there is no GPU, whose driver does not survive that."""
+    """Fork ranks and workers where there is no GPU."""
     from forked_processes import forked
 
-    with nullcontext() if torch.cuda.is_available() else forked():
+    with forked():
         yield
 
 

@@ -31,9 +31,13 @@ def _started_by(context, call):
         yield
 
 
+# A driver of GPUs does not survive a fork.
+START = "spawn" if torch.cuda.is_available() else "forkserver"
+
+
 def forked():
-    """Within this, ranks and workers are forked."""
-    return _started_by(ForkedContext(), call_forked)
+    """Within this, ranks and workers are forked where there is no GPU, and started as users' are where there is."""
+    return started_as_by_users() if START == "spawn" else _started_by(ForkedContext(), call_forked)
 
 
 def started_as_by_users():
@@ -54,7 +58,7 @@ class ForkedContext:
     """Take the place of multiprocessing's context "spawn" in :mod:`cs336sys.parallel.ranks.spawned`."""
 
     def __init__(self):
-        self._context = multiprocessing.get_context("forkserver")
+        self._context = multiprocessing.get_context(START)
         self._context.set_forkserver_preload(PRELOADED)
         self.Pipe = self._context.Pipe
 

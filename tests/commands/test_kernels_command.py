@@ -16,7 +16,8 @@ def invoke(*arguments):
     return CliRunner().invoke(app, arguments)
 
 
-def test_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path):
+def test_shows_what_the_machine_has_and_says_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     picture = tmp_path / "kernels.png"
     result = invoke(
         *(*KERNELS, "--op", "swiglu,rope", "--head-dim", "8", "--implementation", "ours,eager,liger"),

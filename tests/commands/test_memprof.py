@@ -61,7 +61,15 @@ def test_peaks_of_every_cell(sweep):
 
 
 def test_a_cell_out_of_memory_is_a_result(tmp_path):
-    arguments = ["--batch-size", "200000000000", "--no-predict", "--snapshot", str(tmp_path / "s"), "--format", "json"]
+    arguments = [
+        "--batch-size",
+        "1000000000000",
+        "--no-predict",
+        "--snapshot",
+        str(tmp_path / "s"),
+        "--format",
+        "json",
+    ]
     found = tables(invoke(*arguments))
     assert not any(note.startswith("On a CPU") for note in found["memprof"]["notes"])
     small, huge = found["memprof"]["rows"]

@@ -41,7 +41,7 @@ def sweep(tmp_path_factory):
         "1",
         "--compare-precision",
         "--batch-size",
-        "200000000000",
+        "1000000000000",
         "--keep",
         folder / "kept",
     )

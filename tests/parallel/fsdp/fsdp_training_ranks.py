@@ -7,6 +7,7 @@ import torch.distributed as dist
 from fsdp_models import OPTIMIZERS, batch, loss_of, network, on_cpu, on_rank, transformer, whole_gradients
 from small_models import share
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -162,9 +163,11 @@ class WithoutNorms(nn.Module):
 
 
 def shard_like_torch(model, parts, compute_dtype):
+    # Else it is of GPUs wherever there are any.
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
     for part in (*parts, model):
-        fully_shard(part, mp_policy=policy)
+        fully_shard(part, mesh=mesh, mp_policy=policy)
 
 
 def beside_fully_shard(compute_dtype):
