@@ -319,6 +319,45 @@ def test_kernels_of_triton_are_launched_where_tensors_have_values_alone(model, l
     ]
 
 
+def test_a_package_that_imports_its_parts_late_is_copied_whole(tmp_path):
+    """Where a copy was only of what had been imported by then, parts were registered with it, or with the other one."""
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").write_text("known = {}\n")
+    (tmp_path / "parts" / "late.py").write_text("import parts\n\nparts.known['rate'] = 2\n")
+    (tmp_path / "late_model.py").write_text(
+        "import parts\nfrom torch import nn\n\n\n"
+        "class Model(nn.Sequential):\n"
+        "    def __init__(self, size):\n"
+        "        super().__init__(nn.Embedding(size.vocab_size, 8), nn.Linear(8, size.vocab_size))\n\n"
+        "    def forward(self, tokens):\n"
+        "        import parts.late\n\n"
+        "        return super().forward(tokens) * parts.known['rate']\n"
+    )
+    one = replace(workload("ours"), user=UserCode(f"{tmp_path}/late_model.py:Model"))
+    real = TrainStep(one, CPU)
+    for forwards in range(2):
+        flop_counting._counted.cache_clear()
+        assert count_step(one).failure == "", f"after {forwards} forward passes"
+        real.forward()
+
+
+def test_a_model_with_our_kernels_is_traced(tmp_path):
+    """Copying the user's code copied ours, too, where it is installed in place: operators were defined again."""
+    (tmp_path / "with_ours.py").write_text(
+        "from cs336sys.kernels.swiglu import swiglu\nfrom torch import nn\n\n\n"
+        "class Model(nn.Module):\n"
+        "    def __init__(self, size):\n"
+        "        super().__init__()\n"
+        "        self.embedding, self.head = nn.Embedding(size.vocab_size, 16), nn.Linear(16, size.vocab_size)\n\n"
+        "    def forward(self, tokens):\n"
+        "        x = self.embedding(tokens)\n"
+        "        return self.head(swiglu(x, x))\n"
+    )
+    one = replace(workload("ours"), user=UserCode(f"{tmp_path}/with_ours.py:Model"))
+    traced = predicted_timeline(MemoryWorkload(one)).timeline
+    assert max(traced.totals()) > 3 * 4 * 16 * 2 * SIZE.vocab_size
+
+
 def test_a_course_package_of_the_users_is_found_beside_its_file(tmp_path):
     package = tmp_path / "cs336_basics"
     package.mkdir()

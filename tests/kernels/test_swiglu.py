@@ -12,6 +12,7 @@ from kernel_checks import (
     dtype_id,
     shape_id,
 )
+from torch._subclasses import FakeTensorMode
 
 from cs336sys.errors import CapabilityError
 from cs336sys.kernels import swiglu as module
@@ -132,6 +133,8 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch):
     monkeypatch.setattr(module, "_swiglu_forward_kernel", triton.JITFunction(module._swiglu_forward_kernel.fn))
     with pytest.raises(CapabilityError, match="got cpu: set TRITON_INTERPRET=1"):
         swiglu(torch.ones(3), torch.ones(3))
+    with FakeTensorMode():
+        assert swiglu(torch.ones(3), torch.ones(3)).shape == (3,), "fake tensors need no kernel"
 
 
 def test_second_derivative_is_refused(device):

@@ -122,9 +122,9 @@ class _Known(importlib.abc.Loader):
 _STDLIB = Path(sysconfig.get_path("stdlib"))
 _PYTHONS_OWN = (_STDLIB, _STDLIB / "lib-dynload")
 
-# What has been loaded, and the modules that were imported with it, except those of installed packages.
+# What has been loaded, and the packages and files that were imported with it, installed ones and ours apart.
 _loaded: dict[str, Callable[..., Any]] = {}
-_modules: set[str] = set()
+_packages: set[str] = set()
 
 
 def load(reference: str) -> Callable[..., Any]:
@@ -143,7 +143,7 @@ def load(reference: str) -> Callable[..., Any]:
     before = set(sys.modules)
     with _telling([reference], f"{where} cannot be imported"), their_course_package():
         module = _import_file(file) if is_file(where) else importlib.import_module(where)
-    _modules.update(name for name in set(sys.modules) - before if _is_users(sys.modules[name]))
+    _packages.update(name.partition(".")[0] for name in set(sys.modules) - before if _is_users(name))
     if not hasattr(module, name):
         public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
         raise UserCodeError(f"{where} has no {name}; it has {', '.join(public) or 'nothing to call'}")
@@ -154,11 +154,12 @@ def load(reference: str) -> Callable[..., Any]:
     return found
 
 
-def _is_users(module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None) or ""
+def _is_users(name: str) -> bool:
+    file = getattr(sys.modules[name], "__file__", None) or ""
     installed = sysconfig.get_paths()
     return (
         bool(file)
+        and name.partition(".")[0] not in ("cs336sys", PACKAGE)
         and not any(file.startswith(installed[kind] + os.sep) for kind in ("stdlib", "purelib", "platlib"))
         and f"{os.sep}site-packages{os.sep}" not in file
     )
@@ -171,15 +172,17 @@ def copied_code() -> Iterator[None]:
     For models on the meta device, or of fake tensors: a module that keeps a table of rotations for all models, for one,
     would go on with a table that holds nothing.
     """
-    modules = {name: sys.modules.pop(name) for name in _modules if name in sys.modules}
-    loaded = dict(_loaded)
+    names = [name for name in sys.modules if name.partition(".")[0] in _packages and _is_users(name)]
+    modules = {name: sys.modules.pop(name) for name in names}
+    loaded, others = dict(_loaded), set(sys.modules)
     _loaded.clear()
     with their_course_package_apart():
         try:
             yield
         finally:
-            for name in _modules:
-                sys.modules.pop(name, None)
+            for name in set(sys.modules) - others:
+                if _is_users(name):
+                    del sys.modules[name]
             sys.modules.update(modules)
             _loaded.clear()
             _loaded.update(loaded)
