@@ -24,7 +24,9 @@ TRAINING = [("train_ddp", "step 20: loss 0."), ("train_fsdp", "saved and loaded"
 
 
 @pytest.mark.parametrize(("example", "last"), TRAINING)
-def test_training_example_runs_on_two_ranks(example, last, tmp_path):
+def test_training_example_runs_on_two_ranks(example, last, tmp_path, monkeypatch):
+    # There may be one.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     first, second = run_two_ranks(EXAMPLES / f"{example}.py", folder=tmp_path)
     assert (first.exit_code, second.exit_code) == (0, 0), first.stderr + second.stderr
     assert first.stdout.splitlines()[-1].startswith(last)

@@ -20,7 +20,7 @@ from cs336sys.results.model import read_results
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
-TINY = ["bench", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--steps", "2"]
+TINY = ["bench", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "24", "--steps", "2"]
 
 IN_TURN = ["--interleave", "attention", "--attention", "sdpa,flash"]
 
@@ -54,7 +54,7 @@ def test_sweep_reports_every_cell_and_ends_well(sweep):
     for row in rows[:2]:
         phases = sum(row[f"{phase}_ms_mean"] for phase in ("forward", "backward", "optimizer"))
         assert phases == pytest.approx(row["step_ms_mean"])
-        assert row["tokens_per_s"] == pytest.approx(32e3 / row["step_ms_mean"])
+        assert row["tokens_per_s"] == pytest.approx(48e3 / row["step_ms_mean"])
     assert all(row["step_ms_mean"] is None for row in rows[2:]), "a cell out of memory has no number"
     # The model's training state is 16 bytes a parameter, 0.05 GiB; a process that has imported torch holds 0.2 or more.
     before_gib = [cell.derived["resident_before_gib"] for cell in read_results(path).cells[:2]]
@@ -151,7 +151,7 @@ def test_rounds_go_through_the_sweep_again_and_resume_measures_the_one_that_is_m
         assert rows[name]["status"] == "ok"
         assert rows[name]["step_ms_mean"] == pytest.approx(statistics.fmean(samples))
         assert rows[name]["step_ms_median"] == pytest.approx(statistics.median(samples))
-        assert rows[name]["tokens_per_s"] == pytest.approx(32e3 / statistics.fmean(samples))
+        assert rows[name]["tokens_per_s"] == pytest.approx(48e3 / statistics.fmean(samples))
     (speedup,) = found["speedup"]["rows"]
     medians = {name: statistics.median(samples) for name, samples in measured.items()}
     assert (speedup["attention"], speedup["over"]) == ("sdpa", "reference")
@@ -328,7 +328,7 @@ def interruptible(command):
 
 def test_interrupted_sweep_prints_what_was_measured(tmp_path):
     path = tmp_path / "r.jsonl"
-    arguments = [*TINY, "--warmup", "0", "--context", "16", "--mode", "forward", "--seed", "1", "--save", str(path)]
+    arguments = [*TINY, "--warmup", "0", "--mode", "forward", "--seed", "1", "--save", str(path)]
     # Many steps: the second cell must outlast the way of the signal on a loaded machine.
     command = [sys.executable, "-m", "cs336sys", *arguments, "--batch-size", "1000", "--steps", "100"]
     with interruptible(command) as process:
@@ -392,7 +392,7 @@ def mine(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n\n"
         "def build(size):\n"
-        "    if size.context > 16:\n"
+        "    if size.context > 24:\n"
         "        raise ValueError('too long')\n"
         "    return nn.Sequential(nn.Embedding(size.vocab_size, 8), nn.Linear(8, size.vocab_size))\n"
     )
@@ -406,10 +406,10 @@ def test_a_sweep_goes_on_after_a_model_that_fails_and_measures_an_edited_one_aga
     result = invoke(*arguments)
     assert result.exit_code == 1
     (table, *_) = json.loads(result.stdout)["tables"]
-    assert [(row["context"], row["status"]) for row in table["rows"]] == [(16, "ok"), (32, "error")]
+    assert [(row["context"], row["status"]) for row in table["rows"]] == [(24, "ok"), (32, "error")]
     assert table["rows"][0]["parameters"] == 8 * 10_000 + 8 * 10_000 + 10_000
     # The gradients of the embedding are no product.
-    assert table["rows"][0]["tflops"] == pytest.approx(6e-9 * 32 * 80_000 / table["rows"][0]["step_ms_mean"])
+    assert table["rows"][0]["tflops"] == pytest.approx(6e-9 * 48 * 80_000 / table["rows"][0]["step_ms_mean"])
     assert f"model {mine}:build, code " in table["title"]
     assert "error: mine.py, line 5: ValueError: too long" in table["notes"]
     assert "Traceback" not in result.stderr

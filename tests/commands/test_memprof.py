@@ -17,7 +17,7 @@ from cs336sys.results.model import read_results
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
-TINY = ["memprof", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--steps", "1"]
+TINY = ["memprof", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "24", "--steps", "1"]
 
 
 def invoke(*arguments, tiny=True):
@@ -107,7 +107,7 @@ def test_largest_allocations_have_an_origin(sweep):
 def test_block_and_its_saved_tensors(sweep):
     found = tables(sweep[0])
     forward, train = found["block"]["rows"]
-    assert (forward["stream_bytes"], forward["stream_derivation"]) == (2 * 16 * 128 * 4, "2 x 16 x 128 x 4")
+    assert (forward["stream_bytes"], forward["stream_derivation"]) == (2 * 24 * 128 * 4, "2 x 24 x 128 x 4")
     assert forward["saved_bytes"] is None
     assert train["saved_bytes"] == train["saved_predicted_bytes"]
     assert train["gradients_bytes"] == train["gradients_expected_bytes"] == 4 * (4 * 128**2 + 3 * 128 * 512 + 2 * 128)

@@ -19,7 +19,7 @@ from cs336sys.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
-TINY = ["nsys", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "16", "--steps", "2"]
+TINY = ["nsys", "--size", "tiny", "--device", "cpu", "--batch-size", "2", "--context", "24", "--steps", "2"]
 
 
 def invoke(*arguments, **settings):
