@@ -81,6 +81,7 @@ def count_on_meta_device(make_step: Callable[[], CountedStep], *, backward: bool
         with copied_code(), numbers:
             step = make_step()
             numbers.guessed.clear()
+            numbers.launches.clear()
             count.parameters = sum(parameter.numel() for parameter in step.model.parameters())
             count.hidden = hidden_parameters(step.model)
             count.drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())

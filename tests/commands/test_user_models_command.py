@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
@@ -55,6 +56,14 @@ def test_doctor_says_that_nothing_is_compiled(tmp_path):
     )
     _, rows = doctor("--model", f"{model}:build")
     assert rows["compiles"]["found"] == "nothing: torch.compile leaves the model as it is"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_doctor_compiles_no_interpreter():
+    """It warned of an InterpreterError and said to choose --compile off."""
+    _, rows = doctor("--model", f"{FILE.with_name('triton_model.py')}:Doubled")
+    assert (rows["compiles"]["verdict"], rows["compiles"]["found"].partition(":")[0]) == ("ok", "not tried")
+    assert "double_kernel" in rows["compiles"]["found"]
 
 
 def test_doctor_names_a_line_that_waits():

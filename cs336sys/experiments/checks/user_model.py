@@ -20,6 +20,7 @@ from cs336sys.user_code import source_file
 from cs336sys.workload import Workload
 
 _PAGE = "compare it with the examples of docs/your_model.md"
+_GPU_ALONE = f"{_PAGE}; if it needs a GPU, measure it by bench: it is tried on the CPU here"
 
 _CPU = torch.device("cpu")
 
@@ -37,7 +38,8 @@ def check_model(workload: Workload) -> list[Check]:
                 checks += check(workload)
     except (UsageError, CapabilityError, UserCodeError) as error:
         failed = {_imports: "imports", _trains: "trains", _blocks: "blocks"}
-        checks.append(Check(failed.get(check, "model"), str(error), "missing", _PAGE))
+        fix = _PAGE if check is _imports else _GPU_ALONE
+        checks.append(Check(failed.get(check, "model"), str(error), "missing", fix))
         return checks
     return [*checks, *_commands(checks)]
 
@@ -174,6 +176,9 @@ def _kernels(workload: Workload) -> list[Check]:
 
 
 def _compiles(workload: Workload) -> list[Check]:
+    if launches := count_step(workload).launches:
+        found = f"not tried: Triton's interpreter runs {', '.join(launches)} here, and cannot be compiled"
+        return [Check("compiles", found)]
     step = TrainStep(workload, _CPU)
     try:
         explained = torch._dynamo.explain(user_models.call_model)(step.model, step.inputs)
