@@ -321,16 +321,6 @@ def test_fake_numbers_read_as_zero():
         assert torch.ones(2, dtype=torch.int64).sum().item() == 0
 
 
-def test_a_device_without_values_has_the_properties_of_the_gpu(monkeypatch):
-    """Kernels' callers choose grids by the multiprocessors of a tensor's device."""
-    asked = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", asked.append)
-    with WithoutValues():
-        for device in (torch.device("meta"), "cpu", None, 1, "cuda:1"):
-            torch.cuda.get_device_properties(device)
-    assert asked == [None, None, None, 1, "cuda:1"]
-
-
 def test_code_line_skips_torch_and_the_recorder():
     frames = [(CpuHistory.__enter__.__code__.co_filename, 1, "mark"), (torch.__file__, 2, "call")]
     assert code_line([*frames, ("/x/y/my_model.py", 3, "forward"), ("/x/z.py", 4, "main")]) == "y/my_model.py:3 forward"

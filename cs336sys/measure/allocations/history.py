@@ -258,8 +258,7 @@ class WithoutValues(TorchDispatchMode):
     """Lets code go on with tensors that have no values, fake ones or those of the meta device.
 
     What it reads from one is zero, as in initialisation by rejection. Kernels of Triton are not launched: they would
-    write to address 0, after which the process has no GPU. What they would have written is allocated by their callers,
-    who often ask for the properties of its device: they are given those of the GPU.
+    write to address 0, after which the process has no GPU. What they would have written is allocated by their callers.
 
     Args:
         decisions: truth values to read instead of False, by line.
@@ -274,7 +273,7 @@ class WithoutValues(TorchDispatchMode):
         self._decisions = decisions or {}
         self.guessed: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
-        self._patches = contextlib.ExitStack()
+        self._unlaunched = contextlib.ExitStack()
 
     def __enter__(self) -> "WithoutValues":
         # Here, as the import takes 0.2 s.
@@ -282,13 +281,11 @@ class WithoutValues(TorchDispatchMode):
         from triton.runtime.interpreter import InterpretedFunction
 
         for kind in (Autotuner, Heuristics, JITFunction, InterpretedFunction):
-            self._patches.enter_context(mock.patch.object(kind, "run", self._counting(kind.run)))
-        properties = _of_a_gpu(torch.cuda.get_device_properties)
-        self._patches.enter_context(mock.patch.object(torch.cuda, "get_device_properties", properties))
+            self._unlaunched.enter_context(mock.patch.object(kind, "run", self._counting(kind.run)))
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        self._patches.close()
+        self._unlaunched.close()
         super().__exit__(*raised)
 
     def _counting(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -311,14 +308,6 @@ class WithoutValues(TorchDispatchMode):
             return self._decisions[line]
         self.guessed[line] += 1
         return False if is_decision else 0.0 if args[0].is_floating_point() else 0
-
-
-def _of_a_gpu(properties: Callable[..., Any]) -> Callable[..., Any]:
-    def answer(device: Any = None) -> Any:
-        is_on_gpu = device is None or isinstance(device, int) or torch.device(device).type == "cuda"
-        return properties(device if is_on_gpu else None)
-
-    return answer
 
 
 class DecisionsRead(TorchDispatchMode):
