@@ -47,7 +47,7 @@ class StepCount:
             None where they could not be counted.
         reads: lines that wait for the GPU because they read a number from a tensor, with how often.
         launches: kernels of Triton, with how often.
-        failure: why there are no FLOPs, or why those of the backward pass were not counted.
+        failure: why there are no FLOPs.
         drops: whether it has layers of dropout.
         hidden: tensors that look like parameters and are none.
     """
@@ -59,13 +59,6 @@ class StepCount:
     failure: str = ""
     drops: bool = False
     hidden: list[str] = field(default_factory=list)
-
-    @property
-    def not_counted(self) -> str:
-        """What :attr:`failure` left uncounted."""
-        if self.flops is None:
-            return "no FLOPs, its step does not run on the meta device"
-        return "FLOPs of the backward pass are taken as twice the forward pass's, as it does not run on the meta device"
 
 
 def count_on_meta_device(make_step: Callable[[], CountedStep], *, backward: bool) -> StepCount:
@@ -87,11 +80,9 @@ def count_on_meta_device(make_step: Callable[[], CountedStep], *, backward: bool
             count.drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
             with watched_attention(lambda *arguments: None, computes=False), FlopCounterMode(display=False) as counter:
                 step.forward()
-                # The backward pass of a product is two of its size.
-                count.flops = counter.get_total_flops() * (3 if backward else 1)
                 if backward:
                     step.backward()
-                    count.flops = counter.get_total_flops()
+            count.flops = counter.get_total_flops()
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         count.failure = f"{type(error).__name__}: {lines[0]}"
@@ -206,7 +197,7 @@ def _notes(workload: Workload, count: StepCount, attention: AttentionCalls) -> l
             if reason
         ]
     if count.failure:
-        notes.append(f"{name}: {count.not_counted} ({count.failure})")
+        notes.append(f"{name}: no FLOPs, its step does not run on the meta device ({count.failure})")
     if count.launches:
         notes.append(f"{name}: no FLOPs are counted in kernels of Triton: {_with_times(count.launches)}")
     if count.reads:

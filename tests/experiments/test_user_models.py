@@ -298,24 +298,22 @@ def test_a_line_that_reads_a_number_is_named():
     assert list(reads) == [f"tests/user_models.py:{line_with('.item() < 0')} forward"]
 
 
-@pytest.mark.parametrize(("model", "launches", "failures"), [("Doubled", 4, 0), ("DoubledOneWay", 2, 1)])
-def test_kernels_of_triton_are_launched_where_tensors_have_values_alone(model, launches, failures):
+def test_kernels_of_triton_are_launched_where_tensors_have_values_alone():
     """Counting launched them with null pointers: an illegal memory access, after which the process has no GPU."""
-    triton_workload = replace(workload("ours"), user=UserCode(f"{TRITON}:{model}"))
+    triton_workload = replace(workload("ours"), user=UserCode(f"{TRITON}:Doubled"))
     count = count_step(triton_workload)
     products = SIZE.batch_size * SIZE.context * SIZE.d_model * (2 * SIZE.d_model + SIZE.vocab_size)
-    assert (count.flops, count.launches) == (6 * products, {"double_kernel": launches})
-    assert len(count.failure.splitlines()) == failures
+    assert (count.flops, count.launches, count.failure) == (6 * products, {"double_kernel": 4}, "")
     held = SIZE.batch_size * SIZE.context * SIZE.d_model * 4
     traced = predicted_timeline(MemoryWorkload(triton_workload), follow_operations=True).timeline
     outputs = [one for one in traced.allocations if (one.phase, one.origin.operation) == ("forward", "empty_like")]
     assert [one.size for one in outputs] == [held] * 2
-    with pytest.raises(CapabilityError, match="tensors without values" if failures else r"Triton \(double_kernel\)"):
+    with pytest.raises(CapabilityError, match=r"Triton \(double_kernel\)"):
         count_model(triton_workload.configuration(), lambda stage: None)
     outcome = outcome_of(replace(triton_workload, device=DEVICE.type))
     assert outcome.status == "ok", outcome.reason
-    assert outcome.derived["notes"][failures:] == [
-        f"{TRITON}:{model}: no FLOPs are counted in kernels of Triton: double_kernel ({launches} times)"
+    assert outcome.derived["notes"] == [
+        f"{TRITON}:Doubled: no FLOPs are counted in kernels of Triton: double_kernel (4 times)"
     ]
 
 
