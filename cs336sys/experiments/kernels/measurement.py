@@ -13,7 +13,6 @@ from torch import Tensor
 from cs336sys.accounting.hardware import least_ms
 from cs336sys.errors import UserCodeError
 from cs336sys.experiments.kernels.operation import DifferentiatedFunction, Function, Operation, as_tuple
-from cs336sys.experiments.kernels.operations import OPERATIONS
 from cs336sys.experiments.user_models import load, telling_errors_of
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.checked_timing import KernelTimer, WrongKernelError, check_untouched
@@ -49,6 +48,13 @@ def copy_gbps(device: torch.device) -> float:
     return 2 * source.nbytes / samples.median / 1e6
 
 
+def _operation(op: str) -> Operation:
+    # Here, as without Triton a cell is unsupported, and its worker goes on.
+    from cs336sys.experiments.kernels.operations import OPERATIONS
+
+    return OPERATIONS[op]
+
+
 def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Check, then time one implementation of one op: a cell of ``kernels``, run in the worker process.
 
@@ -59,7 +65,7 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
     """
     workload = KernelWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
-    operation = OPERATIONS[workload.op]
+    operation = _operation(workload.op)
     # A compiled backward pass is repeated on one graph: it must not write its results into saved tensors.
     with torch._functorch.config.patch(donated_buffer=False):
         function = operation.implementations[workload.implementation](workload)
@@ -164,7 +170,7 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
     if not is_user_code(workload.implementation):
         return measure_kernel(configuration, progress)
     device = choose_device(workload.device)
-    operation = OPERATIONS[workload.op]
+    operation = _operation(workload.op)
     assert isinstance(operation, DifferentiatedFunction), "the command refuses others"
     reference = workload.implementation
     try:
