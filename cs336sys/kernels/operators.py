@@ -67,7 +67,7 @@ def check_tensors(function: str, kernel: object, **tensors: torch.Tensor) -> Non
     if devices[0].type == "cuda" or (is_interpreted and devices[0].type == "cpu"):
         return
     # Of fake tensors operators have shapes on any device, and launch nothing.
-    if not isinstance(tensor, FakeTensor):
+    if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
         raise CapabilityError(
             f"{function} runs on CUDA tensors, got {devices[0]}: set TRITON_INTERPRET=1 before the first import to run "
             "it on the CPU in Triton's interpreter"
