@@ -1,7 +1,6 @@
 """``doctor`` as a user runs it."""
 
 import json
-import os
 
 from typer.testing import CliRunner
 
@@ -18,12 +17,8 @@ def doctor(*arguments):
     return CliRunner().invoke(app, ["doctor", *arguments])
 
 
-def test_this_machine_is_described_in_time():
-    before = os.times()
+def test_this_machine_is_described():
     result = doctor("--format", "json")
-    after = os.times()
-    # Of the processor: others may share the cores.
-    assert sum(after[:4]) - sum(before[:4]) < 20
     assert result.exit_code == 0, result.output
     (table,) = json.loads(result.stdout)["tables"]
     rows = {row["name"]: row for row in table["rows"]}

@@ -89,7 +89,8 @@ def test_events_see_the_gpus_time_and_not_the_launch():
     samples = time_phases({"sleep": lambda: torch.cuda._sleep(cycles)}, warmup=1, steps=3, device=device)
     assert samples["sleep"].method == "cuda events"
     assert min(samples["sleep"].measured) > 20
-    assert samples["wall"].median == pytest.approx(samples["step"].median, rel=0.05)
+    # A busy CPU may take longer than the GPU, and never less.
+    assert samples["wall"].median > 0.95 * samples["step"].median
 
 
 @pytest.mark.gpu
