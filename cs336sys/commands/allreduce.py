@@ -5,11 +5,9 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from cs336sys.accounting.communication import COLLECTIVES
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import byte_count, choice, split_list
+from cs336sys.commands.options.reading import byte_count, choice, setting, split_list, writes_file
 from cs336sys.commands.options.training import DeviceOption
 from cs336sys.commands.sweep.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes, is_first_rank
 from cs336sys.commands.sweep.run import run_sweep, show_plan
@@ -31,18 +29,16 @@ def allreduce(
         list[str], choice(BACKEND_DEVICES, "gloo (tensors on the CPU), nccl (on GPUs). Default: the device's.")
     ] = [],
     collective: Annotated[list[str], choice(COLLECTIVES)] = ["all_reduce"],
-    message: Annotated[
-        list[str], typer.Option(help="Sizes of the whole array: 1MB (1e6 bytes), 1MiB (2^20), 8B:1GB.")
-    ] = [],
-    factor: Annotated[float, typer.Option(help="From one size of a range FROM:TO to the next.")] = 2.0,
+    message: Annotated[list[str], setting(help="Sizes of the whole array: 1MB (1e6 bytes), 1MiB (2^20), 8B:1GB.")] = [],
+    factor: Annotated[float, setting(help="From one size of a range FROM:TO to the next.")] = 2.0,
     world_size: WorldSizeOption = [],
     dtype: Annotated[list[str], choice(COLLECTIVE_DTYPES)] = ["fp32"],
-    warmup: Annotated[int, typer.Option(help="Warm-up calls in each way of timing.", min=0)] = 5,
-    steps: Annotated[int, typer.Option(help="Measured calls, back to back and synchronized.", min=1)] = 20,
+    warmup: Annotated[int, setting(help="Warm-up calls in each way of timing.", min=0)] = 5,
+    steps: Annotated[int, setting(help="Measured calls, back to back and synchronized.", min=1)] = 20,
     timeout: TimeoutOption = 120.0,
     device: DeviceOption = "auto",
-    plot: Annotated[Path | None, typer.Option(help="Draw time and bandwidth.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print cells and memory of tensors alone.")] = False,
+    plot: Annotated[Path | None, writes_file(help="Draw time and bandwidth.")] = None,
+    dry_run: Annotated[bool, setting("--dry-run", help="Print cells and memory of tensors alone.")] = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:

@@ -4,10 +4,8 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice
+from cs336sys.commands.options.reading import choice, setting, writes_file
 from cs336sys.commands.options.training import DeviceOption, DryRunOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.sizes import PRECISIONS
@@ -16,14 +14,14 @@ from cs336sys.workload import PLAIN_ATTENTION, AttentionWorkload
 
 def attn(
     implementation: Annotated[list[str], choice(PLAIN_ATTENTION)] = ["eager", "compiled"],
-    batch_size: Annotated[int, typer.Option(help="Batch size; there is one head.", min=1)] = 8,
-    head_dim: Annotated[list[int], typer.Option(help="Head dimensions.", min=1)] = [16, 32, 64, 128],
-    context: Annotated[list[int], typer.Option(help="Sequence lengths.", min=1)] = [256, 1024, 4096, 8192, 16384],
+    batch_size: Annotated[int, setting(help="Batch size; there is one head.", min=1)] = 8,
+    head_dim: Annotated[list[int], setting(help="Head dimensions.", min=1)] = [16, 32, 64, 128],
+    context: Annotated[list[int], setting(help="Sequence lengths.", min=1)] = [256, 1024, 4096, 8192, 16384],
     dtype: Annotated[list[str], choice(PRECISIONS)] = ["fp32"],
-    causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
-    warmup: Annotated[int, typer.Option(help="Warm-up passes.", min=0)] = 10,
-    steps: Annotated[int, typer.Option(help="Measured passes, forward and backward each.", min=1)] = 100,
-    plot: Annotated[Path | None, typer.Option(help="Draw time and memory over the context.")] = None,
+    causal: Annotated[bool, setting("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
+    warmup: Annotated[int, setting(help="Warm-up passes.", min=0)] = 10,
+    steps: Annotated[int, setting(help="Measured passes, forward and backward each.", min=1)] = 100,
+    plot: Annotated[Path | None, writes_file(help="Draw time and memory over the context.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
     dry_run: DryRunOption = False,

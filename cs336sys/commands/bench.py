@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, OUTPUT, choice
+from cs336sys.commands.options.reading import MEASURING, OUTPUT, choice, setting, writes_file
 from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.results.model import configuration_key
@@ -23,16 +21,16 @@ def bench(
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=10),
-    rounds: Annotated[int, typer.Option(help="Repeat the sweep so often.", min=1, rich_help_panel=MEASURING)] = 1,
+    rounds: Annotated[int, setting(help="Repeat the sweep so often.", min=1, rich_help_panel=MEASURING)] = 1,
     interleave: Annotated[
         str | None, choice(_COMPARED, "Alternate steps of its values: attention.", rich_help_panel=MEASURING)
     ] = None,
     percentiles: Annotated[
         list[float],
-        typer.Option(help="Also these percentiles of steps: 50,90.", min=0, max=100, rich_help_panel=OUTPUT),
+        setting(help="Also these percentiles of steps: 50,90.", min=0, max=100, rich_help_panel=OUTPUT),
     ] = [],
     plot: Annotated[
-        Path | None, typer.Option(help="Draw times by phase, and speed-ups.", rich_help_panel=OUTPUT)
+        Path | None, writes_file(help="Draw times by phase, and speed-ups.", rich_help_panel=OUTPUT)
     ] = None,
     run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,

@@ -7,7 +7,7 @@ import typer
 
 from cs336sys.commands.faults import say
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import split_list
+from cs336sys.commands.options.reading import setting, split_list
 from cs336sys.errors import UsageError
 from cs336sys.results.comparison import compare_pairs, match_cells, nearest_difference
 from cs336sys.results.model import read_several
@@ -17,19 +17,19 @@ def compare(
     baseline: Annotated[str, typer.Argument(metavar="A.jsonl[,...]", help="The results to compare with.")],
     candidate: Annotated[str, typer.Argument(metavar="B.jsonl[,...]", help="The results that should be faster.")],
     metric: Annotated[
-        list[str], typer.Option(help="Series to compare: step_ms,forward_ms. Default: step_ms, or else every time.")
+        list[str], setting(help="Series to compare: step_ms,forward_ms. Default: step_ms, or else every time.")
     ] = [],
-    confidence: Annotated[float, typer.Option(help="Percent; sets the interval and the significance.")] = 95.0,
+    confidence: Annotated[float, setting(help="Percent; sets the interval and the significance.")] = 95.0,
     fail_above: Annotated[
         str | None,
-        typer.Option(
+        setting(
             metavar="PERCENT",
             help="Exit with 1 when a cell is significantly slower by more than this (5% or 5), no longer runs, is "
             "missing, or the samples cannot tell.",
         ),
     ] = None,
     allow_undecided: Annotated[
-        bool, typer.Option("--allow-undecided", help="With --fail-above: missing or undecided rows do not fail.")
+        bool, setting("--allow-undecided", help="With --fail-above: missing or undecided rows do not fail.")
     ] = False,
     output: OutputOptions = OutputOptions(),
 ) -> None:

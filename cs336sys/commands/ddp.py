@@ -5,12 +5,10 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, between, choice
+from cs336sys.commands.options.reading import MEASURING, between, choice, setting, writes_file
 from cs336sys.commands.sweep.ranks import (
     BackendOption,
     CheckLayersOption,
@@ -40,7 +38,7 @@ def ddp(
     ] = list(DATA_PARALLEL_STRATEGIES),
     bucket_mb: Annotated[
         list[str],
-        typer.Option(
+        setting(
             parser=_bucket_size,
             help=f"For {BUCKETED}: the most gradients in one all-reduce, in 1e6 bytes; {WHOLE_BLOCKS}: whole blocks.",
         ),
@@ -59,16 +57,16 @@ def ddp(
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=10),
     rounds: Annotated[
-        int, typer.Option(help="Repeat all cells, every second time backwards.", min=1, rich_help_panel=MEASURING)
+        int, setting(help="Repeat all cells, every second time backwards.", min=1, rich_help_panel=MEASURING)
     ] = 1,
     run: options.RunOptions = options.RunOptions(),
     timeout: TimeoutOption = 120.0,
     check_layers: CheckLayersOption = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw timelines of computing and communication.")] = None,
-    plot_buckets: Annotated[Path | None, typer.Option(help="Draw bucket sizes and their model.")] = None,
+    plot: Annotated[Path | None, writes_file(help="Draw timelines of computing and communication.")] = None,
+    plot_buckets: Annotated[Path | None, writes_file(help="Draw bucket sizes and their model.")] = None,
     plot_scaling: PlotScalingOption = None,
     trace: TraceOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print cells and memory of state alone.")] = False,
+    dry_run: Annotated[bool, setting("--dry-run", help="Print cells and memory of state alone.")] = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from cs336sys.commands.faults import say
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import choice, name_or_code
+from cs336sys.commands.options.reading import name_or_code, writes_file
 from cs336sys.commands.options.training import (
     BatchOption,
     BlocksOption,
@@ -33,12 +33,12 @@ def doctor(
     model: ModelOption = None,
     loss: LossOption = None,
     batch: BatchOption = None,
-    optimizer: Annotated[str, choice(OPTIMIZERS, "As of bench.", parser=name_or_code(OPTIMIZERS))] = "course",
+    optimizer: Annotated[str, name_or_code(OPTIMIZERS, "As of bench.")] = "course",
     blocks: BlocksOption = None,
     debug: DebugOption = False,
     ceilings: Annotated[
         Path | None,
-        typer.Option(help="Measure products, copies, launches and links of this GPU, and write them to this file."),
+        writes_file(help="Measure products, copies, launches and links of this GPU, and write them to this file."),
     ] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from cs336sys.commands.options.board import goes_before
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import BaselineOption, KernelOption, check_baseline, choice
+from cs336sys.commands.options.reading import BaselineOption, KernelOption, check_baseline, choice, setting, writes_file
 from cs336sys.commands.options.training import DeviceOption, DryRunOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.errors import UsageError
@@ -36,28 +36,26 @@ def flash(
         list[str], choice(IMPLEMENTATIONS, f"Any of {', '.join(IMPLEMENTATIONS)}.", show_default="all")
     ] = list(IMPLEMENTATIONS),
     kernel: KernelOption = None,
-    batch_size: Annotated[list[int], typer.Option(help="Batch sizes.", min=1)] = [1],
-    num_heads: Annotated[list[int], typer.Option(help="Numbers of heads.", min=1)] = [16],
+    batch_size: Annotated[list[int], setting(help="Batch sizes.", min=1)] = [1],
+    num_heads: Annotated[list[int], setting(help="Numbers of heads.", min=1)] = [16],
     kv_heads: Annotated[
         list[int] | None,
-        typer.Option(help="Heads of keys and values, divisors of --num-heads.", show_default="all", min=1),
+        setting(help="Heads of keys and values, divisors of --num-heads.", show_default="all", min=1),
     ] = None,
-    head_dim: Annotated[list[int], typer.Option(help="Head dimensions, 1 to 256.", min=1, max=256)] = [64],
-    context: Annotated[list[int], typer.Option(help="Sequence lengths.", min=1)] = [1024, 4096],
+    head_dim: Annotated[list[int], setting(help="Head dimensions, 1 to 256.", min=1, max=256)] = [64],
+    context: Annotated[list[int], setting(help="Sequence lengths.", min=1)] = [1024, 4096],
     dtype: Annotated[list[str], choice(PRECISIONS)] = ["bf16"],
-    causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = True,
+    causal: Annotated[bool, setting("--causal/--full", help="Mask what follows a query, or nothing.")] = True,
     window: Annotated[
         list[int] | None,
-        typer.Option(help="Keys that a query sees, its own the last of them.", show_default="all", min=1),
+        setting(help="Keys that a query sees, its own the last of them.", show_default="all", min=1),
     ] = None,
     grid: Annotated[str | None, choice(GRIDS, "Shapes of the handouts instead: course or board.")] = None,
     baseline: BaselineOption = None,
-    warmup_ms: Annotated[float, typer.Option(help="Warm-up of each measurement.", min=0)] = 25.0,
-    repetition_ms: Annotated[float, typer.Option(help="Duration of each measurement.", min=1)] = 100.0,
-    rounds: Annotated[
-        int, typer.Option(help="Times to go through a shape's implementations, samples pooled.", min=1)
-    ] = 1,
-    plot: Annotated[Path | None, typer.Option(help="Draw TFLOP/s over the context.")] = None,
+    warmup_ms: Annotated[float, setting(help="Warm-up of each measurement.", min=0)] = 25.0,
+    repetition_ms: Annotated[float, setting(help="Duration of each measurement.", min=1)] = 100.0,
+    rounds: Annotated[int, setting(help="Times to go through a shape's implementations, samples pooled.", min=1)] = 1,
+    plot: Annotated[Path | None, writes_file(help="Draw TFLOP/s over the context.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
     dry_run: DryRunOption = False,

@@ -4,10 +4,8 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import BaselineOption, KernelOption, check_baseline, choice
+from cs336sys.commands.options.reading import BaselineOption, KernelOption, check_baseline, choice, setting, writes_file
 from cs336sys.commands.options.training import DeviceOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
@@ -26,21 +24,21 @@ def kernels(
     ] = list(KERNEL_IMPLEMENTATIONS),
     kernel: KernelOption = None,
     tokens: Annotated[
-        list[int] | None, typer.Option(help="Numbers of rows.", show_default="32768, on a CPU 32", min=1)
+        list[int] | None, setting(help="Numbers of rows.", show_default="32768, on a CPU 32", min=1)
     ] = None,
     width: Annotated[
-        list[int] | None, typer.Option(help="Lengths of a row.", show_default="4096, on a CPU 128", min=1)
+        list[int] | None, setting(help="Lengths of a row.", show_default="4096, on a CPU 128", min=1)
     ] = None,
-    head_dim: Annotated[int, typer.Option(help="Of the heads that rope rotates.", min=2)] = 64,
+    head_dim: Annotated[int, setting(help="Of the heads that rope rotates.", min=2)] = 64,
     vocab_size: Annotated[
         list[int] | None,
-        typer.Option(help="Vocabularies of linear-cross-entropy.", show_default="151936, on a CPU 97", min=2),
+        setting(help="Vocabularies of linear-cross-entropy.", show_default="151936, on a CPU 97", min=2),
     ] = None,
     dtype: Annotated[list[str], choice(PRECISIONS)] = ["bf16"],
     baseline: BaselineOption = None,
-    warmup_ms: Annotated[float, typer.Option(help="Warm-up of each measurement.", min=0)] = 25.0,
-    repetition_ms: Annotated[float, typer.Option(help="Duration of each measurement.", min=1)] = 100.0,
-    plot: Annotated[Path | None, typer.Option(help="Draw shares of the copy rate.")] = None,
+    warmup_ms: Annotated[float, setting(help="Warm-up of each measurement.", min=0)] = 25.0,
+    repetition_ms: Annotated[float, setting(help="Duration of each measurement.", min=1)] = 100.0,
+    plot: Annotated[Path | None, writes_file(help="Draw shares of the copy rate.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
     sweeping: SweepOptions = SweepOptions(),

@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
+from cs336sys.commands.options.reading import reads_file, setting, writes_file
 from cs336sys.commands.sweep.run import run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.workload import LossWorkload
@@ -15,15 +14,15 @@ from cs336sys.workload.profiling_options import text_digest
 
 def losses(
     text: Annotated[
-        list[Path], typer.Option(help="A file to learn from, or a folder with .md and .txt: bytes are tokens.")
+        list[Path], reads_file(help="A file to learn from, or a folder with .md and .txt: bytes are tokens.")
     ] = [],
     model: options.TrainedModelOptions = options.TrainedModelOptions(),
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
-    steps: Annotated[int, typer.Option(help="Steps, each on a batch of its own.", min=1)] = 300,
-    learning_rate: Annotated[float, typer.Option(help="Learning rate, constant.")] = 3e-4,
-    weight_decay: Annotated[float, typer.Option(help="Weight decay.", min=0)] = 0.1,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curves to this picture file.")] = None,
+    steps: Annotated[int, setting(help="Steps, each on a batch of its own.", min=1)] = 300,
+    learning_rate: Annotated[float, setting(help="Learning rate, constant.")] = 3e-4,
+    weight_decay: Annotated[float, setting(help="Weight decay.", min=0)] = 0.1,
+    plot: Annotated[Path | None, writes_file(help="Draw the curves to this picture file.")] = None,
     run: options.RunOptions = options.RunOptions(),
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),

@@ -11,7 +11,7 @@ from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.board import read_memory_limit
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, refuse_given
+from cs336sys.commands.options.reading import choice, reads_file, refuse_given, setting, writes_file
 from cs336sys.commands.sweep.run import check_planned, run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell
@@ -27,10 +27,10 @@ _OF_SNAPSHOTS = ("source", "against", "top", "snapshot", "html", *(field.name fo
 def memprof(
     ctx: typer.Context,
     source: Annotated[
-        list[Path], typer.Option("--from", help="Read snapshots, or folders of them: .pickle of any program.")
+        list[Path], reads_file("--from", help="Read snapshots, or folders of them: .pickle of any program.")
     ] = [],
-    against: Annotated[list[Path], typer.Option("--against", help="Compare --from with these snapshots.")] = [],
-    html: Annotated[Path | None, typer.Option("--html", help="Also write --from to this page.")] = None,
+    against: Annotated[list[Path], reads_file("--against", help="Compare --from with these snapshots.")] = [],
+    html: Annotated[Path | None, writes_file("--html", help="Also write --from to this page.")] = None,
     model: options.TrainedModelOptions = options.TrainedModelOptions(),
     mode: Annotated[list[str], choice(MODES, f"Phases of a step: {', '.join(MODES)}.")] = ["train"],
     precision: options.PrecisionOptions = options.PrecisionOptions(),
@@ -45,13 +45,13 @@ def memprof(
         ),
     ] = ["none"],
     micro_batches: Annotated[
-        list[int], typer.Option(help="Cut the batch into so many parts, whose gradients add up.", min=1)
+        list[int], setting(help="Cut the batch into so many parts, whose gradients add up.", min=1)
     ] = [1],
-    plan: Annotated[bool, typer.Option("--plan", help="Find the cheapest changes that fit into --memory.")] = False,
-    memory: Annotated[str | None, typer.Option(help="What --plan may use: 80GiB.")] = None,
-    top: Annotated[int, typer.Option(help="Largest allocations shown.", min=1, max=LARGEST_ALLOCATIONS)] = 5,
-    snapshot: Annotated[Path | None, typer.Option(help="Write timelines, pages and snapshots to this folder.")] = None,
-    predict: Annotated[bool, typer.Option("--predict/--no-predict", help="Also predict by fake tensors.")] = True,
+    plan: Annotated[bool, setting("--plan", help="Find the cheapest changes that fit into --memory.")] = False,
+    memory: Annotated[str | None, setting(help="What --plan may use: 80GiB.")] = None,
+    top: Annotated[int, setting(help="Largest allocations shown.", min=1, max=LARGEST_ALLOCATIONS)] = 5,
+    snapshot: Annotated[Path | None, writes_file(help="Write timelines, pages and snapshots to this folder.")] = None,
+    predict: Annotated[bool, setting("--predict/--no-predict", help="Also predict by fake tensors.")] = True,
     steps: options.StepsOptions = options.StepsOptions(warmup=[1], steps=3),
     run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,

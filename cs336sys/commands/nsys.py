@@ -10,7 +10,7 @@ import typer
 
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, refuse_given, split_list
+from cs336sys.commands.options.reading import choice, reads_file, refuse_given, setting, split_list, writes_file
 from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import PROFILERS, ProfileWorkload, Workload
@@ -30,22 +30,22 @@ _NOT_UNDER_NSYS = (
 
 def nsys(
     ctx: typer.Context,
-    source: Annotated[list[Path], typer.Option("--from", help="Read this: .nsys-rep, .sqlite, torch's .json.")] = [],
-    range_names: Annotated[list[str], typer.Option("--range", help="Ranges that are the phases of that report.")] = [],
+    source: Annotated[list[Path], reads_file("--from", help="Read this: .nsys-rep, .sqlite, torch's .json.")] = [],
+    range_names: Annotated[list[str], setting("--range", help="Ranges that are the phases of that report.")] = [],
     model: options.TrainedModelOptions = options.TrainedModelOptions(),
     mode: options.ModesOption = ["train"],
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     compare_precision: Annotated[
-        bool, typer.Option("--compare-precision", help="Run fp32 and bf16, and compare phases.")
+        bool, setting("--compare-precision", help="Run fp32 and bf16, and compare phases.")
     ] = False,
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=5),
     run: options.RunOptions = options.RunOptions(),
     profiler: Annotated[list[str], choice(PROFILERS, "nsys, torch; auto: nsys if it is there.")] = ["auto"],
-    keep: Annotated[Path | None, typer.Option(help="Keep the profiler's files in this folder.")] = None,
-    top: Annotated[int, typer.Option(help="Kernels shown of each phase.", min=1)] = 5,
-    full_names: Annotated[bool, typer.Option("--full-names", help="Show the whole names of kernels.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw shares of kinds of kernels.")] = None,
+    keep: Annotated[Path | None, writes_file(help="Keep the profiler's files in this folder.")] = None,
+    top: Annotated[int, setting(help="Kernels shown of each phase.", min=1)] = 5,
+    full_names: Annotated[bool, setting("--full-names", help="Show the whole names of kernels.")] = False,
+    plot: Annotated[Path | None, writes_file(help="Draw shares of kinds of kernels.")] = None,
     dry_run: options.DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),

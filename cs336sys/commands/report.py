@@ -11,7 +11,16 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands.faults import say
-from cs336sys.commands.options.reading import OUTPUT, among, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import (
+    OUTPUT,
+    among,
+    check_choice,
+    one_of,
+    reads_file,
+    setting,
+    split_list,
+    writes_file,
+)
 from cs336sys.commands.options.training import DeviceOption
 from cs336sys.errors import CapabilityError, UsageError, require_known
 from cs336sys.processes.parent import Guarded, python_module
@@ -37,22 +46,22 @@ def report(
     files: Annotated[
         list[str] | None, typer.Argument(metavar="[FILE]...", help="More files for --from, as a shell expands *.")
     ] = None,
-    year: Annotated[int, typer.Option(help="Of the handout: 2025 or 2026.", show_default=False)] = 0,
+    year: Annotated[int, setting(help="Of the handout: 2025 or 2026.", show_default=False)] = 0,
     source: Annotated[
-        list[str], typer.Option("--from", help="Results, folders of them, patterns; the course's tests as .xml.")
+        list[str], reads_file("--from", help="Results, folders of them, patterns; the course's tests as .xml.")
     ] = [],
-    run: Annotated[bool, typer.Option("--run", help="First run the problems' measurements on this machine.")] = False,
-    folder: Annotated[Path | None, typer.Option(help="Where --run saves. Default: report-YEAR.")] = None,
+    run: Annotated[bool, writes_file("--run", help="First run the problems' measurements on this machine.")] = False,
+    folder: Annotated[Path | None, writes_file(help="Where --run saves. Default: report-YEAR.")] = None,
     size: Annotated[
-        str | None, typer.Option(help="In the place of all the handout's sizes: tiny.", autocompletion=among(SIZES))
+        str | None, setting(help="In the place of all the handout's sizes: tiny.", autocompletion=among(SIZES))
     ] = None,
     device: DeviceOption = "auto",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what --run would run, and run nothing.")] = False,
-    only: Annotated[list[str], typer.Option(help="Only these problems, by name.")] = [],
-    skip: Annotated[list[str], typer.Option(help="Not these problems.")] = [],
+    dry_run: Annotated[bool, setting("--dry-run", help="Print what --run would run, and run nothing.")] = False,
+    only: Annotated[list[str], setting(help="Only these problems, by name.")] = [],
+    skip: Annotated[list[str], setting(help="Not these problems.")] = [],
     format: Annotated[
         str | None,
-        typer.Option(
+        setting(
             "--format",
             help="html, markdown, latex, typst. Default: the file name's.",
             rich_help_panel=OUTPUT,
@@ -60,7 +69,7 @@ def report(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write to this file, not to stdout.", rich_help_panel=OUTPUT)
+        Path | None, writes_file("--output", "-o", help="Write to this file, not to stdout.", rich_help_panel=OUTPUT)
     ] = None,
 ) -> None:
     """Write up a year of the course: each problem with its command, machine, table, picture and answer in words.

@@ -21,7 +21,7 @@ from cs336sys.commands.options.board import (
     room_for_tensors,
 )
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice
+from cs336sys.commands.options.reading import choice, setting, writes_file
 from cs336sys.commands.options.training import ImplementationOptions, StepsOptions
 from cs336sys.commands.sweep.ranks import (
     BackendOption,
@@ -66,10 +66,10 @@ class ShardingOptions:
             show_default=False,
         ),
     ] = SHARDING_STRATEGIES
-    prefetch: Annotated[Sequence[int], typer.Option(help="For fsdp: blocks gathered ahead of use.", min=0)] = (1,)
+    prefetch: Annotated[Sequence[int], setting(help="For fsdp: blocks gathered ahead of use.", min=0)] = (1,)
     keep_gathered: Annotated[
         Sequence[int],
-        typer.Option(help="For fsdp: last blocks that stay gathered. --checkpoint auto: as many as fit.", min=0),
+        setting(help="For fsdp: last blocks that stay gathered. --checkpoint auto: as many as fit.", min=0),
     ] = (0,)
     checkpoint: Annotated[
         Sequence[str],
@@ -79,9 +79,9 @@ class ShardingOptions:
             parser=_checkpointing,
         ),
     ] = ("none",)
-    memory_limit: Annotated[str | None, typer.Option(help="130GiB, for --checkpoint auto. Default: by GPU.")] = None
-    board: Annotated[bool, typer.Option("--board", help="The leaderboard's step, by the fastest parts.")] = False
-    mesh: Annotated[str | None, typer.Option(help="Ranks in two dimensions: fsdp=2,tp=2; cp: sequences.")] = None
+    memory_limit: Annotated[str | None, setting(help="130GiB, for --checkpoint auto. Default: by GPU.")] = None
+    board: Annotated[bool, setting("--board", help="The leaderboard's step, by the fastest parts.")] = False
+    mesh: Annotated[str | None, setting(help="Ranks in two dimensions: fsdp=2,tp=2; cp: sequences.")] = None
 
     @property
     def ranks_of_mesh(self) -> list[int]:
@@ -194,10 +194,10 @@ def shard(
     run: options.RunOptions = options.RunOptions(),
     timeout: TimeoutOption = 120.0,
     check_layers: CheckLayersOption = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw a rank's memory at six moments.")] = None,
+    plot: Annotated[Path | None, writes_file(help="Draw a rank's memory at six moments.")] = None,
     plot_scaling: PlotScalingOption = None,
     trace: TraceOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print cells and predicted memory alone.")] = False,
+    dry_run: Annotated[bool, setting("--dry-run", help="Print cells and predicted memory alone.")] = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:

@@ -10,7 +10,7 @@ import typer
 from cs336sys.commands.faults import say
 from cs336sys.commands.invocation import LazyGroup
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import choice, one_of, split_list
+from cs336sys.commands.options.reading import choice, one_of, setting, split_list, writes_file
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Results, Status, passed_over_words, read_results
 
@@ -30,17 +30,17 @@ def _print_schema(asked: bool) -> None:
 def show(
     ctx: typer.Context,
     files: Annotated[list[Path], typer.Argument(metavar="FILE.jsonl", help="What --save has written.")],
-    command: Annotated[list[str], typer.Option("--command", help="Only the cells of these commands.")] = [],
+    command: Annotated[list[str], setting("--command", help="Only the cells of these commands.")] = [],
     status: Annotated[list[str], choice(get_args(Status), f"Only cells of these: {', '.join(get_args(Status))}.")] = [],
     plot: Annotated[
-        Path | None, typer.Option(help="Draw to this picture file; of several, each adds its name to the file's.")
+        Path | None, writes_file(help="Draw to this picture file; of several, each adds its name to the file's.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write all tables and pictures to this page, and print nothing.")
+        Path | None, writes_file("--html", help="Write all tables and pictures to this page, and print nothing.")
     ] = None,
     schema: Annotated[
         bool,
-        typer.Option(
+        setting(
             "--schema", callback=_print_schema, is_eager=True, help="Print the JSON Schema of a line of these files."
         ),
     ] = False,

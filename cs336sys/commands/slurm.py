@@ -15,15 +15,14 @@ import typer
 from cs336sys.accounting.sharding.partition import mesh_ranks, read_mesh
 from cs336sys.commands.faults import say
 from cs336sys.commands.invocation import LazyGroup
-from cs336sys.commands.options.reading import OUTPUT
+from cs336sys.commands.options.reading import OUTPUT, Effect, effect_of, runs_code, setting, writes_file
 from cs336sys.errors import UsageError, choose_from
 
 # Commands whose --dry-run starts no process.
 _PLANNED = ("bench", "nsys", "allreduce", "ddp", "shard")
-# Options about files and trackers of the machine that the job runs on, and options that choose among the results'
+# Options about trackers and saved cells of the machine that the job runs on, and options that choose among the results'
 # tables, which a plan does not have.
-_OF_THE_JOB = frozenset(("output", "save", "plot", "plot_buckets", "plot_scaling", "trace", "keep", "sort"))
-_EMPTY = {"table": (), "columns": (), "track": [], "resume": False, "resume_any": False}
+_EMPTY = {"table": (), "columns": (), "sort": None, "track": [], "resume": False, "resume_any": False}
 
 # What stands behind the command's name is its own.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
@@ -32,22 +31,20 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 def slurm(
     ctx: typer.Context,
     arguments: Annotated[list[str], typer.Argument(metavar="COMMAND", help="A command that saves, and its options.")],
-    nodes: Annotated[int, typer.Option(help="Machines.", min=1)] = 1,
+    nodes: Annotated[int, setting(help="Machines.", min=1)] = 1,
     gpus_per_node: Annotated[
-        int | None, typer.Option(help="GPUs of each. Default: as many as --world-size needs; 1 without ranks.", min=1)
+        int | None, setting(help="GPUs of each. Default: as many as --world-size needs; 1 without ranks.", min=1)
     ] = None,
-    time: Annotated[str, typer.Option(help="Limit: minutes, h:mm:ss, days-hours:mm:ss.", metavar="<time>")] = "1:00:00",
-    partition: Annotated[str | None, typer.Option(help="Partition.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account.")] = None,
+    time: Annotated[str, setting(help="Limit: minutes, h:mm:ss, days-hours:mm:ss.", metavar="<time>")] = "1:00:00",
+    partition: Annotated[str | None, setting(help="Partition.")] = None,
+    account: Annotated[str | None, setting(help="Account.")] = None,
     sbatch: Annotated[
-        list[str], typer.Option(help="Another option of sbatch, without dashes: constraint=h200.", metavar="<a=b>")
+        list[str], runs_code(help="Another option of sbatch, without dashes: constraint=h200.", metavar="<a=b>")
     ] = [],
-    setup: Annotated[
-        list[str], typer.Option(help="A line before the command: module load cuda.", metavar="<line>")
-    ] = [],
+    setup: Annotated[list[str], runs_code(help="A line before the command: module load cuda.", metavar="<line>")] = [],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the script to this file, not to stdout.", rich_help_panel=OUTPUT),
+        writes_file("--output", "-o", help="Write the script to this file, not to stdout.", rich_help_panel=OUTPUT),
     ] = None,
 ) -> None:
     """Write a batch script for Slurm that runs a command and saves what it measures; nothing is submitted.
@@ -140,7 +137,9 @@ def _plan(command: Any, context: Any, name: str, ranks: int | None) -> None:
         if ranks is not None:
             asked["world_size"] = [ranks]
         # It writes nothing here.
-        context.params |= dict.fromkeys(_OF_THE_JOB.intersection(asked)) | {"dry_run": True}
+        declared = command.callback.declared
+        written = [option for option in asked if effect_of(declared.get(option)) is Effect.WRITES_FILE]
+        context.params |= dict.fromkeys(written) | {"dry_run": True}
         context.params |= {option: value for option, value in _EMPTY.items() if option in asked}
         if asked.get("device") == "cuda":
             # The job's machine has one.

@@ -11,6 +11,7 @@ import typer
 from cs336sys import __version__
 from cs336sys.commands.faults import say
 from cs336sys.commands.options.output import OutputOptions, SaveOption
+from cs336sys.commands.options.reading import reads_file, setting, writes_file
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.results.model import Cell, Run
 
@@ -24,23 +25,21 @@ def trace(
         list[Path],
         typer.Argument(metavar="FILE...", help="Captures of torch.profiler or nsys, one a rank, or their folder."),
     ],
-    against: Annotated[
-        list[Path], typer.Option(help="A later capture (or ranks, or a folder): show what changed.")
-    ] = [],
-    step: Annotated[str | None, typer.Option(help="Name of the ranges that are the steps.")] = None,
-    top: Annotated[int, typer.Option(help="Kernels, operators and modules shown.", min=1)] = 10,
-    full_names: Annotated[bool, typer.Option("--full-names", help="Show the whole names of kernels.")] = False,
+    against: Annotated[list[Path], reads_file(help="A later capture (or ranks, or a folder): show what changed.")] = [],
+    step: Annotated[str | None, setting(help="Name of the ranges that are the steps.")] = None,
+    top: Annotated[int, setting(help="Kernels, operators and modules shown.", min=1)] = 10,
+    full_names: Annotated[bool, setting("--full-names", help="Show the whole names of kernels.")] = False,
     roofline: Annotated[
-        bool, typer.Option("--roofline", help="Compare operators with the GPU's peak FLOPs and bandwidth.")
+        bool, setting("--roofline", help="Compare operators with the GPU's peak FLOPs and bandwidth.")
     ] = False,
     ceilings: Annotated[
-        Path | None, typer.Option(help="--roofline with what doctor --ceilings measured on that GPU.")
+        Path | None, reads_file(help="--roofline with what doctor --ceilings measured on that GPU.")
     ] = None,
     allreduce: Annotated[
-        Path | None, typer.Option(help="Results of allreduce on such GPUs, for collectives' bandwidth alone.")
+        Path | None, reads_file(help="Results of allreduce on such GPUs, for collectives' bandwidth alone.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Write timeline and tables to this page, and print the verdict.")
+        Path | None, writes_file("--html", help="Write timeline and tables to this page, and print the verdict.")
     ] = None,
     save: SaveOption = None,
     output: OutputOptions = OutputOptions(),

@@ -18,7 +18,18 @@ from cs336sys.commands.faults import say
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.board import is_given, read_memory_limit
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, OUTPUT, WHAT_RUNS, among, choice, one_of, split_list
+from cs336sys.commands.options.reading import (
+    MEASURING,
+    OUTPUT,
+    WHAT_RUNS,
+    among,
+    choice,
+    one_of,
+    reads_file,
+    setting,
+    split_list,
+    writes_file,
+)
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.results.model import Cell, configuration_key
@@ -51,43 +62,37 @@ def tune(
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     checkpoint: Annotated[
         list[str],
-        typer.Option(
+        setting(
             help="Only these: none, block, every=K, keep=N.",
             rich_help_panel=WHAT_RUNS,
             autocompletion=among(("none", "block", "every=", "keep=")),
         ),
     ] = [],
-    micro_batch: Annotated[
-        list[int], typer.Option(help="Sequences of a rank at once. Default: 1, 2, ... 64.", min=1)
-    ] = [],
+    micro_batch: Annotated[list[int], setting(help="Sequences of a rank at once. Default: 1, 2, ... 64.", min=1)] = [],
     tokens_per_step: Annotated[
-        int | None, typer.Option(help="Of all ranks together, in micro-batches. Default: one micro-batch.", min=1)
+        int | None, setting(help="Of all ranks together, in micro-batches. Default: one micro-batch.", min=1)
     ] = None,
-    world_size: Annotated[int, typer.Option(help="GPUs.", min=1, max=64)] = 1,
+    world_size: Annotated[int, setting(help="GPUs.", min=1, max=64)] = 1,
     strategy: Annotated[
         list[str], choice(dict.fromkeys(name for name, _ in STRATEGIES), rich_help_panel=WHAT_RUNS)
     ] = [],
-    gradient_dtype: Annotated[
-        str | None, typer.Option(help="What buckets are sent in: fp32, bf16. Default: both.")
-    ] = None,
-    memory: Annotated[str | None, typer.Option(help="What a rank may hold: 80GiB. Default: 95 % of the GPU.")] = None,
+    gradient_dtype: Annotated[str | None, setting(help="What buckets are sent in: fp32, bf16. Default: both.")] = None,
+    memory: Annotated[str | None, setting(help="What a rank may hold: 80GiB. Default: 95 % of the GPU.")] = None,
     gpu: Annotated[
         str | None, choice(GPUS, f"Predict for {', '.join(GPUS)}. Default: this machine's GPU, or h200.")
     ] = None,
-    rates: Annotated[
-        Path | None, typer.Option(help="Of your GPU: account rates --write, or doctor --ceilings.")
-    ] = None,
-    launch_us: Annotated[float | None, typer.Option(help="CPU time of a launch.", min=0, max=1e4)] = None,
-    lines: Annotated[int, typer.Option(help="Lines of PyTorch for so many of the best.", min=0, max=10)] = 1,
+    rates: Annotated[Path | None, reads_file(help="Of your GPU: account rates --write, or doctor --ceilings.")] = None,
+    launch_us: Annotated[float | None, setting(help="CPU time of a launch.", min=0, max=1e4)] = None,
+    lines: Annotated[int, setting(help="Lines of PyTorch for so many of the best.", min=0, max=10)] = 1,
     measure: Annotated[
-        int, typer.Option(help="Measure the best so many, and yours.", min=0, max=100, rich_help_panel=MEASURING)
+        int, setting(help="Measure the best so many, and yours.", min=0, max=100, rich_help_panel=MEASURING)
     ] = 0,
     budget: Annotated[
-        float, typer.Option(help="Seconds after which no more is measured.", min=1, rich_help_panel=MEASURING)
+        float, setting(help="Seconds after which no more is measured.", min=1, rich_help_panel=MEASURING)
     ] = 600.0,
     steps: options.StepsOptions = options.StepsOptions(warmup=[3], steps=5),
     run: options.RunOptions = options.RunOptions(),
-    plot: Annotated[Path | None, typer.Option(help="Draw tokens/s over memory.", rich_help_panel=OUTPUT)] = None,
+    plot: Annotated[Path | None, writes_file(help="Draw tokens/s over memory.", rich_help_panel=OUTPUT)] = None,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:

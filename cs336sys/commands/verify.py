@@ -6,11 +6,9 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, name_or_code
+from cs336sys.commands.options.reading import choice, name_or_code, runs_code, setting, writes_file
 from cs336sys.commands.sweep.ranks import BackendOption, WorldSizeOption, choose_world_sizes, is_first_rank
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
@@ -29,20 +27,20 @@ class VerifiedModelOptions(options.SharedModelOptions):
 def verify(
     wrap: Annotated[
         list[str],
-        choice(WRAPS, f"Yours: FILE.py:NAME, module:NAME. Ready: {', '.join(WRAPS)}.", parser=name_or_code(WRAPS)),
+        name_or_code(WRAPS, f"Yours: FILE.py:NAME, module:NAME. Ready: {', '.join(WRAPS)}."),
     ] = [],
     world_size: WorldSizeOption = [],
     case: Annotated[list[str], choice(CASES, f"{', '.join(CASES)}.", show_default=False)] = list(CASES),
     mesh: Annotated[
-        str | None, typer.Option(help="What ranks share: data, context, tensor, pipeline; data=2,tensor=2.")
+        str | None, setting(help="What ranks share: data, context, tensor, pipeline; data=2,tensor=2.")
     ] = None,
     gradients: Annotated[str, choice(GRADIENTS, "Ranks' gradients become their mean, or sum.")] = "mean",
-    finish: Annotated[str | None, typer.Option(help="Method that finishes gradients. Default: found.")] = None,
+    finish: Annotated[str | None, runs_code(help="Method that finishes gradients. Default: found.")] = None,
     backend: BackendOption = "auto",
     model: VerifiedModelOptions = VerifiedModelOptions(),
     run: options.RunOptions = options.RunOptions(),
-    timeout: Annotated[float, typer.Option(help="Seconds after which ranks that wait count as hanging.", min=1)] = 20.0,
-    html: Annotated[Path | None, typer.Option("--html", help="Write the tables to this page, too.")] = None,
+    timeout: Annotated[float, setting(help="Seconds after which ranks that wait count as hanging.", min=1)] = 20.0,
+    html: Annotated[Path | None, writes_file("--html", help="Write the tables to this page, too.")] = None,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:

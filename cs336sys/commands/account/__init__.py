@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import typer
 
 from cs336sys.commands.invocation import LazyGroup
-from cs336sys.commands.options.reading import among
+from cs336sys.commands.options.reading import among, setting
 from cs336sys.errors import UsageError
 
 # Subjects, and the commands that each module has.
@@ -42,7 +42,7 @@ def _account() -> None:
 
 def choice(names: Collection[str], text: str | None = None) -> Any:
     """An option that takes one of the names, or several; its help is ``text``, or else the names."""
-    return typer.Option(help=text or f"{', '.join(names)}.", autocompletion=among(names))
+    return setting(help=text or f"{', '.join(names)}.", autocompletion=among(names))
 
 
 def require_positive(value: float | None, option: str) -> None:

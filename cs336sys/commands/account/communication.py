@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer, Mesh
@@ -18,7 +16,10 @@ from cs336sys.commands.options.reading import (
     check_choice,
     one_of,
     read_value,
+    reads_file,
+    setting,
     split_list,
+    writes_file,
 )
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size
@@ -31,11 +32,11 @@ _FLOPS = _TFLOPS * 1e12
 
 
 def collectives(
-    message: Annotated[list[str], typer.Option(help="Sizes of the whole tensor, S: 1MB (1e6 bytes).")] = [
+    message: Annotated[list[str], setting(help="Sizes of the whole tensor, S: 1MB (1e6 bytes).")] = [
         "1MB,10MB,100MB,1GB"
     ],
-    devices: Annotated[list[str], typer.Option(help="Numbers of devices, N.")] = ["2,4,6"],
-    bandwidth: Annotated[float, typer.Option(help="Bytes/s that a device sends, W.")] = _BANDWIDTH,
+    devices: Annotated[list[str], setting(help="Numbers of devices, N.")] = ["2,4,6"],
+    bandwidth: Annotated[float, setting(help="Bytes/s that a device sends, W.")] = _BANDWIDTH,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Time ring collectives on paper, next to the handout's alternate ring all-reduce.
@@ -53,11 +54,11 @@ def collectives(
 
 def buckets(
     size: Annotated[str, choice(SIZES, f"Whose gradients: {', '.join(SIZES)}.")] = "xl",
-    gradients: Annotated[str | None, typer.Option(help="All gradients, s, instead of the size's: 8GB.")] = None,
+    gradients: Annotated[str | None, setting(help="All gradients, s, instead of the size's: 8GB.")] = None,
     gradient_dtype: Annotated[str, choice(PRECISIONS, "What gradients are sent in.")] = "fp32",
-    bucket_mb: Annotated[list[str], typer.Option(help="Bucket sizes, 1e6 bytes.")] = ["1,10,100,1000"],
-    bandwidth: Annotated[float, typer.Option(help="Algorithm bandwidth of the all-reduce in bytes/s, w.")] = 320e9,
-    call_us: Annotated[float, typer.Option(help="Cost of a communication call in microseconds, o.")] = 20.0,
+    bucket_mb: Annotated[list[str], setting(help="Bucket sizes, 1e6 bytes.")] = ["1,10,100,1000"],
+    bandwidth: Annotated[float, setting(help="Algorithm bandwidth of the all-reduce in bytes/s, w.")] = 320e9,
+    call_us: Annotated[float, setting(help="Cost of a communication call in microseconds, o.")] = 20.0,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Find the bucket size with the least wait after the backward pass of data parallel training, and that wait.
@@ -81,27 +82,23 @@ def buckets(
 
 def parallel(
     strategy: Annotated[list[str], choice(PARALLELISMS)] = [",".join(PARALLELISMS)],
-    tokens: Annotated[int, typer.Option(help="Tokens of the whole batch, B.", min=1)] = 131072,
-    d_model: Annotated[int, typer.Option(help="Model width, D.", min=1)] = SIZES["2.7b"].d_model,
-    d_ff: Annotated[int, typer.Option(help="Feed-forward width, D_FF.", min=1)] = SIZES["2.7b"].d_ff,
+    tokens: Annotated[int, setting(help="Tokens of the whole batch, B.", min=1)] = 131072,
+    d_model: Annotated[int, setting(help="Model width, D.", min=1)] = SIZES["2.7b"].d_model,
+    d_ff: Annotated[int, setting(help="Feed-forward width, D_FF.", min=1)] = SIZES["2.7b"].d_ff,
     flops: Annotated[
-        float | None, typer.Option(help=f"FLOP/s of a device, C. Default: as measured, else {_FLOPS:g}.")
+        float | None, setting(help=f"FLOP/s of a device, C. Default: as measured, else {_FLOPS:g}.")
     ] = None,
     bandwidth: Annotated[
-        float | None, typer.Option(help=f"Bytes/s that a device sends, W. Default: as measured, else {_BANDWIDTH:g}.")
+        float | None, setting(help=f"Bytes/s that a device sends, W. Default: as measured, else {_BANDWIDTH:g}.")
     ] = None,
     measured: Annotated[
         list[Path],
-        typer.Option(help="Results of bench and allreduce, for C and W, and of ddp and shard, to compare their steps."),
+        reads_file(help="Results of bench and allreduce, for C and W, and of ddp and shard, to compare their steps."),
     ] = [],
     dtype: Annotated[str, choice(PRECISIONS, "Of weights, gradients and activations.")] = "fp16",
-    devices: Annotated[int | None, typer.Option(help="Devices, N. Default: the mesh's, or 8.", min=1)] = None,
-    mesh: Annotated[
-        str | None, typer.Option(help="N_FSDPxN_TP of fsdp-tp, such as 4x2. Default: the fastest one.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Also draw the times over the devices to this picture file.")
-    ] = None,
+    devices: Annotated[int | None, setting(help="Devices, N. Default: the mesh's, or 8.", min=1)] = None,
+    mesh: Annotated[str | None, setting(help="N_FSDPxN_TP of fsdp-tp, such as 4x2. Default: the fastest one.")] = None,
+    plot: Annotated[Path | None, writes_file(help="Also draw the times over the devices to this picture file.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """FLOPs and communication of a feed-forward layer, and how many devices it takes to become communication-bound.
@@ -149,22 +146,22 @@ def _read_mesh(text: str, devices: int | None) -> Mesh:
 
 
 def xxl(
-    d_model: Annotated[int, typer.Option(help="Width, D.", min=1)] = XXL_SHAPE["d_model"],
-    d_ff: Annotated[int, typer.Option(help="Feed-forward width, F.", min=1)] = XXL_SHAPE["d_ff"],
-    num_blocks: Annotated[int, typer.Option(help="Blocks of two linear layers, L.", min=1)] = XXL_SHAPE["num_blocks"],
-    tokens: Annotated[int, typer.Option(help="Tokens whose activations are saved, T.", min=1)] = 4 * 512,
+    d_model: Annotated[int, setting(help="Width, D.", min=1)] = XXL_SHAPE["d_model"],
+    d_ff: Annotated[int, setting(help="Feed-forward width, F.", min=1)] = XXL_SHAPE["d_ff"],
+    num_blocks: Annotated[int, setting(help="Blocks of two linear layers, L.", min=1)] = XXL_SHAPE["num_blocks"],
+    tokens: Annotated[int, setting(help="Tokens whose activations are saved, T.", min=1)] = 4 * 512,
     weight_copies: Annotated[
-        bool, typer.Option("--weight-copies", help="Also count bf16 copies of the weights, saved for backward.")
+        bool, setting("--weight-copies", help="Also count bf16 copies of the weights, saved for backward.")
     ] = False,
-    gpu_gb: Annotated[float, typer.Option(help="Memory of a GPU, 1e9 bytes, in (a).", min=1e-9)] = 80.0,
-    device_gb: Annotated[float, typer.Option(help="Memory of a device, 1e9 bytes, in (b).", min=1e-9)] = 95.0,
-    flops: Annotated[float, typer.Option(help="FLOP/s of a device, C.")] = 4.6e14,
-    bandwidth: Annotated[float, typer.Option(help="Bytes/s of an axis of links, W_ici.")] = 2 * 9e10,
-    x: Annotated[int, typer.Option(help="Devices for FSDP, X.", min=1)] = 16,
-    y: Annotated[int, typer.Option(help="Devices for TP, Y.", min=1)] = 4,
-    m_x: Annotated[int, typer.Option(help="Axes of links for FSDP, M_X.", min=1)] = 2,
-    m_y: Annotated[int, typer.Option(help="Axes of links for TP, M_Y.", min=1)] = 1,
-    devices: Annotated[int | None, typer.Option(help="All devices: checks that X Y is that.")] = None,
+    gpu_gb: Annotated[float, setting(help="Memory of a GPU, 1e9 bytes, in (a).", min=1e-9)] = 80.0,
+    device_gb: Annotated[float, setting(help="Memory of a device, 1e9 bytes, in (b).", min=1e-9)] = 95.0,
+    flops: Annotated[float, setting(help="FLOP/s of a device, C.")] = 4.6e14,
+    bandwidth: Annotated[float, setting(help="Bytes/s of an axis of links, W_ici.")] = 2 * 9e10,
+    x: Annotated[int, setting(help="Devices for FSDP, X.", min=1)] = 16,
+    y: Annotated[int, setting(help="Devices for TP, Y.", min=1)] = 4,
+    m_x: Annotated[int, setting(help="Axes of links for FSDP, M_X.", min=1)] = 2,
+    m_y: Annotated[int, setting(help="Axes of links for TP, M_Y.", min=1)] = 1,
+    devices: Annotated[int | None, setting(help="All devices: checks that X Y is that.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Memory, sharding and batch of a stack of feed-forward layers too large for any device; the handout's XXL.

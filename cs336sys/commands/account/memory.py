@@ -4,18 +4,16 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.board import read_memory_limit
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import at_least, check_choice, one_of, setting, split_list, writes_file
 from cs336sys.sizes import ELEMENT_BYTES, MOST_RANKS, PRECISIONS
 from cs336sys.workload import ATTENTION, MODES, STATE_DTYPES
 
-WorldSizeOption = Annotated[list[str], typer.Option(help="Numbers of ranks.")]
+WorldSizeOption = Annotated[list[str], setting(help="Numbers of ranks.")]
 
 
 def memory(
@@ -28,7 +26,7 @@ def memory(
         str, choice(PRECISIONS, "Of parameters and gradients; bf16 and fp16 have fp32 masters.")
     ] = "fp32",
     attention: Annotated[str, choice(ATTENTION)] = "reference",
-    plot: Annotated[Path | None, typer.Option(help="Also draw the peaks to this picture file.")] = None,
+    plot: Annotated[Path | None, writes_file(help="Also draw the peaks to this picture file.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Memory of a rank by component, at the handout's three times and at its peak, for each way of sharing out state.
@@ -69,7 +67,7 @@ def keep(
     state_dtype: Annotated[
         list[str], choice(STATE_DTYPES, f"Of slices and AdamW's state: {', '.join(STATE_DTYPES)}.")
     ] = [",".join(STATE_DTYPES)],
-    memory_limit: Annotated[str, typer.Option(help="What a rank may hold: 130GiB or 140GB.")] = "130GiB",
+    memory_limit: Annotated[str, setting(help="What a rank may hold: 130GiB or 140GB.")] = "130GiB",
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Explain the choice of shard --checkpoint auto: peak of a rank and FLOPs again for each number of blocks.

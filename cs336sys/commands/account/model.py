@@ -2,13 +2,11 @@
 
 from typing import Annotated
 
-import typer
-
 from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import among, at_least, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import among, at_least, check_choice, one_of, setting, split_list
 from cs336sys.sizes import PRECISIONS, SIZES
 from cs336sys.workload import ATTENTION, MODES
 
@@ -47,13 +45,13 @@ def flops(model: options.SizeOptions = options.SizeOptions(["2.7b"]), output: Ou
 
 
 def attention(
-    batch_size: Annotated[int, typer.Option(help="Batch size times heads.", min=1)] = 8,
-    head_dim: Annotated[list[str], typer.Option(help="Head dimensions.")] = ["16,32,64,128"],
-    context: Annotated[list[str], typer.Option(help="Sequence lengths.")] = ["256,1024,4096,8192,16384"],
+    batch_size: Annotated[int, setting(help="Batch size times heads.", min=1)] = 8,
+    head_dim: Annotated[list[str], setting(help="Head dimensions.")] = ["16,32,64,128"],
+    context: Annotated[list[str], setting(help="Sequence lengths.")] = ["256,1024,4096,8192,16384"],
     dtype: Annotated[str, choice(PRECISIONS)] = "fp32",
-    causal: Annotated[bool, typer.Option("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
+    causal: Annotated[bool, setting("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
     implementation: Annotated[list[str], choice(_IMPLEMENTATIONS)] = [",".join(_IMPLEMENTATIONS)],
-    capacity_gib: Annotated[float, typer.Option(help="Memory of the GPU.", min=1e-3, max=1e6)] = 80.0,
+    capacity_gib: Annotated[float, setting(help="Memory of the GPU.", min=1e-3, max=1e6)] = 80.0,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Memory of attention alone over the handout's grid, its growth, and the smallest shape that does not fit.
@@ -73,12 +71,12 @@ def attention(
 
 def checkpointing(
     size: Annotated[str, choice(SIZES, "Model size.")] = "2.7b",
-    context: Annotated[int, typer.Option(help="Context length.")] = 2048,
-    batch_size: Annotated[int, typer.Option(help="Batch size.")] = 4,
+    context: Annotated[int, setting(help="Context length.")] = 2048,
+    batch_size: Annotated[int, setting(help="Batch size.")] = 4,
     num_layers: options.NumLayersOption = None,
     checkpoint: Annotated[
         list[str],
-        typer.Option(
+        setting(
             help="none, block, every=K (groups of K blocks), nested. Default: these, the best K and its neighbours.",
             autocompletion=among(("none", "block", "every=", "nested")),
         ),

@@ -8,7 +8,15 @@ import typer
 from cs336sys.commands.account import choice, require_positive, require_triable
 from cs336sys.commands.options.board import is_given, read_memory_limit
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import (
+    at_least,
+    check_choice,
+    one_of,
+    reads_file,
+    setting,
+    split_list,
+    writes_file,
+)
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, choose_size
 from cs336sys.workload import STATE_DTYPES
@@ -21,33 +29,31 @@ _CHECKPOINTING = ("none", "block")
 def scaling(
     ctx: typer.Context,
     size: Annotated[str, choice(SIZES)] = "10b",
-    context: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: the size's own.")] = None,
+    context: Annotated[int | None, setting(help="Tokens of a sequence. Default: the size's own.")] = None,
     precision: Annotated[str, choice(PRECISIONS, "What is computed in.")] = "bf16",
     gradient_dtype: Annotated[str, choice(PRECISIONS, "What ddp sends gradients in.")] = "fp32",
     state_dtype: Annotated[str, choice(STATE_DTYPES, f"AdamW's state: {', '.join(STATE_DTYPES)}.")] = "fp32",
-    devices: Annotated[list[str], typer.Option(help="Numbers of devices.")] = ["8,16,32,64,128,256,512,1024,2048,4096"],
+    devices: Annotated[list[str], setting(help="Numbers of devices.")] = ["8,16,32,64,128,256,512,1024,2048,4096"],
     scaling: Annotated[list[str], choice(_SCALINGS, "strong: one batch; weak: one a device.")] = [",".join(_SCALINGS)],
     mesh: Annotated[list[str], choice(_MESHES, "any: the fastest; ddp, fsdp, tp: all devices in one.")] = ["any"],
-    batch_size: Annotated[int, typer.Option(help="Sequences of all devices, for strong scaling.", min=1)] = 4096,
-    device_batch_size: Annotated[int, typer.Option(help="Sequences of each device, for weak scaling.", min=1)] = 4,
+    batch_size: Annotated[int, setting(help="Sequences of all devices, for strong scaling.", min=1)] = 4096,
+    device_batch_size: Annotated[int, setting(help="Sequences of each device, for weak scaling.", min=1)] = 4,
     checkpoint: Annotated[str, choice(_CHECKPOINTING)] = "none",
     measured: Annotated[
         list[Path],
-        typer.Option(
+        reads_file(
             help="Results of bench (one device's time), allreduce (bandwidth in a node, calls) and ddp (what "
             "communication costs computing)."
         ),
     ] = [],
-    flops: Annotated[float | None, typer.Option(help="FLOP/s of a device, without --measured. Default: 4e+14.")] = None,
+    flops: Annotated[float | None, setting(help="FLOP/s of a device, without --measured. Default: 4e+14.")] = None,
     bandwidth: Annotated[
-        float | None, typer.Option(help="Bytes/s to devices of the node. Default: as measured, else 4.5e11.")
+        float | None, setting(help="Bytes/s to devices of the node. Default: as measured, else 4.5e11.")
     ] = None,
-    node_bandwidth: Annotated[
-        float, typer.Option(help="Bytes/s that a device sends to other nodes; 400 Gbit/s.")
-    ] = 50e9,
-    node_size: Annotated[int, typer.Option(help="Devices of a node.", min=1)] = 8,
-    memory_limit: Annotated[str, typer.Option(help="What a rank may hold: 130GiB or 140GB.")] = "135GiB",
-    plot: Annotated[Path | None, typer.Option(help="Also draw tokens/s and memory over the devices.")] = None,
+    node_bandwidth: Annotated[float, setting(help="Bytes/s that a device sends to other nodes; 400 Gbit/s.")] = 50e9,
+    node_size: Annotated[int, setting(help="Devices of a node.", min=1)] = 8,
+    memory_limit: Annotated[str, setting(help="What a rank may hold: 130GiB or 140GB.")] = "135GiB",
+    plot: Annotated[Path | None, writes_file(help="Also draw tokens/s and memory over the devices.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """The fastest mesh of ddp, fsdp and tp for 8 to 4096 devices: step, memory, what limits; a simulation.

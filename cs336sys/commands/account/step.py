@@ -11,14 +11,14 @@ from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import among
+from cs336sys.commands.options.reading import among, reads_file, setting, writes_file
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
 
 GpuOption = Annotated[str | None, choice(GPUS, f"{', '.join(GPUS)}, or as torch names it. Default: --rates', or h200.")]
-RatesOption = Annotated[Path | None, typer.Option(help="Of your GPU: account rates --write, or doctor --ceilings.")]
+RatesOption = Annotated[Path | None, reads_file(help="Of your GPU: account rates --write, or doctor --ceilings.")]
 LaunchOption = Annotated[
-    float | None, typer.Option(help="CPU time of a launch. Default: of the usual host.", min=0, max=1e4)
+    float | None, setting(help="CPU time of a launch. Default: of the usual host.", min=0, max=1e4)
 ]
 
 
@@ -28,16 +28,16 @@ def step(
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     checkpoint: Annotated[
         str,
-        typer.Option(
+        setting(
             help="none, block, every=K, nested, keep=N (fused kernels).",
             autocompletion=among(("none", "block", "every=", "nested", "keep=")),
         ),
     ] = "none",
-    accumulation: Annotated[int, typer.Option(help="Micro-batches of a step.", min=1)] = 1,
-    world_size: Annotated[int, typer.Option(help="Ranks, each with a batch of its own.", min=1)] = 1,
+    accumulation: Annotated[int, setting(help="Micro-batches of a step.", min=1)] = 1,
+    world_size: Annotated[int, setting(help="Ranks, each with a batch of its own.", min=1)] = 1,
     strategy: Annotated[
         str | None,
-        typer.Option(
+        setting(
             help="bucketed, optimizer, optimizer-flat, fsdp, ... Default: bucketed with several ranks.",
             autocompletion=among(PREDICTED_STRATEGIES),
         ),
@@ -105,7 +105,7 @@ def rates(
     files: Annotated[
         list[Path], typer.Argument(help="Saved results of one GPU, or folders of them: bench, nsys, flash, ddp, shard.")
     ],
-    write: Annotated[Path | None, typer.Option(help="Write the rates to this file, for --rates.")] = None,
+    write: Annotated[Path | None, writes_file(help="Write the rates to this file, for --rates.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Derive rates from saved measurements, and the error of what they predict, leave-one-out.

@@ -5,9 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import typer
-
-from cs336sys.commands.options.reading import LONGEST_S, MEASURING, OUTPUT, among, choice
+from cs336sys.commands.options.reading import (
+    LONGEST_S,
+    MEASURING,
+    OUTPUT,
+    among,
+    choice,
+    connects,
+    setting,
+    writes_file,
+)
 from cs336sys.commands.sweep.tracking import TRACKERS
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMATS
@@ -16,7 +23,7 @@ from cs336sys.results.file import check_name
 if TYPE_CHECKING:
     from cs336sys.report.table import Table
 
-SaveOption = Annotated[Path | None, typer.Option(help="Append cells to this .jsonl or .jsonl.gz.")]
+SaveOption = Annotated[Path | None, writes_file(help="Append cells to this .jsonl or .jsonl.gz.")]
 
 
 @dataclass(frozen=True)
@@ -24,12 +31,12 @@ class OutputOptions:
     """Options for the tables and columns that are written, their format and place."""
 
     panel: ClassVar = OUTPUT
-    format: Annotated[str | None, typer.Option(help=f"{', '.join(FORMATS)}.", autocompletion=among(FORMATS))] = None
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to this file: .csv, .md, ...")] = None
-    table: Annotated[Sequence[str], typer.Option(help="Only the tables of these names.", parser=str)] = ()
-    columns: Annotated[Sequence[str], typer.Option(help="Only these columns: size,step_ms.", parser=str)] = ()
-    sort: Annotated[str | None, typer.Option(help="Sort by a column; -step_ms: descending.")] = None
-    wide: Annotated[bool, typer.Option("--wide", help="Rows as wide as they are, for less -S.")] = False
+    format: Annotated[str | None, setting(help=f"{', '.join(FORMATS)}.", autocompletion=among(FORMATS))] = None
+    output: Annotated[Path | None, writes_file("--output", "-o", help="Write to this file: .csv, .md, ...")] = None
+    table: Annotated[Sequence[str], setting(help="Only the tables of these names.", parser=str)] = ()
+    columns: Annotated[Sequence[str], setting(help="Only these columns: size,step_ms.", parser=str)] = ()
+    sort: Annotated[str | None, setting(help="Sort by a column; -step_ms: descending.")] = None
+    wide: Annotated[bool, setting("--wide", help="Rows as wide as they are, for less -S.")] = False
 
     def check(self, **plots: Path | None) -> None:
         """Find out before anything is measured whether :meth:`emit` will be able to write, and these can be drawn.
@@ -100,22 +107,20 @@ class SweepOptions:
 
     panel: ClassVar = OUTPUT
     save: SaveOption = None
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Skip cells of the --save file that were measured alike.")
-    ] = False
-    resume_any: Annotated[
-        bool, typer.Option("--resume-any", help="As --resume, whatever the cells were measured with.")
-    ] = False
-    track: Annotated[Sequence[str], choice(TRACKERS, "Make each cell a run of mlflow, wandb.")] = ()
+    resume: Annotated[bool, setting("--resume", help="Skip cells of the --save file that were measured alike.")] = False
+    resume_any: Annotated[bool, setting("--resume-any", help="As --resume, whatever the cells were measured with.")] = (
+        False
+    )
+    track: Annotated[Sequence[str], choice(TRACKERS, "Make each cell a run of mlflow, wandb.", declare=connects)] = ()
     cell_timeout: Annotated[
         float | None,
-        typer.Option(
+        setting(
             help="Give a cell up after this many seconds.", metavar="<s>", max=LONGEST_S, rich_help_panel=MEASURING
         ),
     ] = None
     cool_down: Annotated[
         float,
-        typer.Option(
+        setting(
             help="Seconds to wait between cells.",
             metavar="<s>",
             show_default=False,

@@ -1,6 +1,7 @@
 """Options that several commands share, and the reading of their values."""
 
 import copy
+import enum
 import functools
 import inspect
 import math
@@ -20,10 +21,40 @@ from cs336sys.user_code import is_user_code, read_reference
 # Panels of the help, besides that of the command's own options.
 MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output"
 
-BaselineOption = Annotated[str | None, typer.Option(help="Which of them speed-ups are over. Default: eager.")]
+
+class Effect(enum.StrEnum):
+    """What an option can do beyond choosing what is computed and shown: see :func:`_declared`."""
+
+    HARMLESS = "is harmless"
+    READS_FILE = "reads a file"
+    WRITES_FILE = "writes a file"
+    RUNS_CODE = "names code to run"
+    CONNECTS = "opens connections"
+    UNDECLARED = "does not declare what it may do"
+
+
+def _declared(effect: Effect, *names: str, **settings: Any) -> Any:
+    """Declare an option of a command and its effect; a settings file that was found sets harmless options alone.
+
+    Args:
+        settings: of ``typer.Option``.
+    """
+    option = typer.Option(*names, **settings)
+    option.effect = effect
+    return option
+
+
+# An option declared by typer.Option itself is Effect.UNDECLARED: no settings file that was found sets it.
+setting = functools.partial(_declared, Effect.HARMLESS)
+reads_file = functools.partial(_declared, Effect.READS_FILE)
+writes_file = functools.partial(_declared, Effect.WRITES_FILE)
+runs_code = functools.partial(_declared, Effect.RUNS_CODE)
+connects = functools.partial(_declared, Effect.CONNECTS)
+
+BaselineOption = Annotated[str | None, setting(help="Which of them speed-ups are over. Default: eager.")]
 
 KernelOption = Annotated[
-    list[str] | None, typer.Option(help="Yours, too: FILE.py:NAME (docs/own_kernel.md).", parser=read_reference)
+    list[str] | None, runs_code(help="Yours, too: FILE.py:NAME (docs/own_kernel.md).", parser=read_reference)
 ]
 
 # Beyond these no option means anything: no machine holds as many tokens, or does as many FLOP/s.
@@ -32,9 +63,6 @@ LARGEST_NUMBER = 1e18
 
 # Of options that are times to wait: 11 days. Above 24.8 days poll(2) overflows.
 LONGEST_S = 1e6
-
-# Options that name a file which the command writes.
-_WRITTEN = ("save", "output", "plot", "plot_buckets", "plot_scaling", "html")
 
 # What help calls the value of an option, by its type. A flag has none.
 _VALUE_WORDS = {list: "<a,b>", Sequence: "<a,b>", bool: " ", int: "<int>", float: "<number>", Path: "<file>"}
@@ -46,7 +74,8 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
     A group is a dataclass each of whose fields is an option, annotated as one. The parameter that takes it has an
     instance as its default, which holds the defaults of the options.
 
-    The attribute ``read_options`` of what is returned makes the groups and checks options as the command does.
+    The attribute ``read_options`` of what is returned makes the groups and checks options as the command does. Its
+    ``declared`` has each option's declaration by the name of its parameter.
     """
     groups: dict[str, Any] = {}
     options = []
@@ -60,9 +89,11 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
         else:
             options.append(_read_by_callback(parameter, None))
 
+    declared = {option.name: get_args(option.annotation)[1] for option in options if get_args(option.annotation)}
+
     def read(values: dict[str, Any]) -> dict[str, Any]:
         values = dict(values)
-        _refuse_one_file_for_two(values)
+        _refuse_one_file_for_two(values, declared)
         made = {
             name: group(**{field.name: values.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
@@ -74,6 +105,7 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
         command(**read(values))
 
     run.read_options = read  # type: ignore[attr-defined]  # for who has the command alone
+    run.declared = declared  # type: ignore[attr-defined]
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]  # what inspect.signature looks for
     return run
 
@@ -86,31 +118,51 @@ def refuse_given(ctx: typer.Context, names: Collection[str], why: str) -> None:
             raise UsageError(f"{parameter.opts[0]}: {why}; leave it out")
 
 
-def _refuse_one_file_for_two(values: Mapping[str, Any]) -> None:
+def effect_of(declaration: Any) -> Effect:
+    """Return the effect that an option's declaration names."""
+    return getattr(declaration, "effect", Effect.UNDECLARED)
+
+
+def _refuse_one_file_for_two(values: Mapping[str, Any], declared: Mapping[str, Any]) -> None:
     """Raise a UsageError where an option would write the file of another: the table over the results, or the text."""
     written: dict[str, str] = {}
-    for name in _WRITTEN:
-        path = values.get(name)
-        if isinstance(path, Path) and str(path) != "-":
-            option = f"--{name.replace('_', '-')} {path}"
-            other = written.setdefault(os.path.realpath(path), option)
-            if other != option:
-                raise UsageError(f"{other} and {option}: one file cannot hold both; give another")
+    others = []
     for name, value in values.items():
-        paths = value if isinstance(value, list) else [value]
-        for path in paths if name not in _WRITTEN else []:
-            if isinstance(path, Path) and os.path.realpath(path) in written:
-                raise UsageError(f"{written[os.path.realpath(path)]}: would overwrite an input file; give another name")
+        paths = [path for path in (value if isinstance(value, list) else [value]) if isinstance(path, Path)]
+        if effect_of(declared.get(name)) is not Effect.WRITES_FILE:
+            others += paths
+            continue
+        for path in paths:
+            if str(path) != "-" and not path.is_dir():
+                option = f"--{name.replace('_', '-')} {path}"
+                other = written.setdefault(os.path.realpath(path), option)
+                if other != option:
+                    raise UsageError(f"{other} and {option}: one file cannot hold both; give another")
+    for path in others:
+        if os.path.realpath(path) in written:
+            raise UsageError(f"{written[os.path.realpath(path)]}: would overwrite an input file; give another name")
 
 
-def choice(names: Collection[str], help: str | None = None, **settings: Any) -> Any:
+def choice(
+    names: Collection[str], help: str | None = None, declare: Callable[..., Any] = setting, **settings: Any
+) -> Any:
     """An option that takes one of the names or, if it is a list, several. Its help lists them unless it says otherwise.
 
     Args:
+        declare: declares what the option may do, as :func:`setting` does.
         settings: of ``typer.Option``; with ``parser`` it takes more than these names, which shells offer.
     """
     help = f"{', '.join(names)}." if help is None else help
-    return typer.Option(help=help, autocompletion=among(names), **{"parser": one_of(names)} | settings)
+    return declare(help=help, autocompletion=among(names), **{"parser": one_of(names)} | settings)
+
+
+def name_or_code(names: Collection[str], help: str) -> Any:
+    """An option that takes one of the names, or several, and functions of the user's; the names are harmless."""
+    option = choice(
+        names, help, runs_code, parser=lambda text: read_reference(text) if is_user_code(text) else one_of(names)(text)
+    )
+    option.harmless_values = names
+    return option
 
 
 def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspect.Parameter:
@@ -230,11 +282,6 @@ def one_of(names: Collection[str]) -> Callable[[str], str]:
         return text
 
     return convert
-
-
-def name_or_code(names: Collection[str]) -> Callable[[str], str]:
-    """A converter that takes the given names, and functions of the user's."""
-    return lambda text: read_reference(text) if is_user_code(text) else one_of(names)(text)
 
 
 def at_least(minimum: int, most: int = LARGEST_WHOLE_NUMBER) -> Callable[[str], int]:

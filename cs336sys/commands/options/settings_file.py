@@ -3,8 +3,8 @@
 They are defaults: an option of the command line or its variable goes before. The tables of a file become click's
 ``default_map``, level by level; the keys of a command are read when that command runs.
 
-A file that nobody has named may come from a stranger: it is refused if another user owns it, and may name no code that
-the command would run.
+A file that nobody has named may come from a stranger: it is refused if another user owns it, and sets only options that
+are declared harmless (:class:`cs336sys.commands.options.reading.Effect`).
 """
 
 import contextlib
@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.commands.faults import say
+from cs336sys.commands.options.reading import Effect, effect_of
 from cs336sys.errors import DEBUG_VARIABLE, UsageError, choose_from
 from cs336sys.processes import started_outside
-from cs336sys.user_code import is_user_code
 
 # Options that stand in for each other: one that is given leaves what the file says of the others without effect.
 _ALTERNATIVES = (("precision", "bf16", "fp16"),)
-
-# Options that may name code to run: functions of the user, and lines of a job's script.
-_NAMING_CODE = ("model", "loss", "batch", "optimizer", "setup")
 
 # The keys under which a context keeps how errors begin the name of a command's table in the file, the file, and whether
 # the user has named it.
@@ -144,10 +141,11 @@ def defaults_of(ctx: Any, parameters: Sequence[Any]) -> dict[str, Any]:
             hint = f"did you mean {nearest[0]}?" if nearest else f"{ctx.command_path} --help shows those that it has"
             raise UsageError(f"{place}{key}: {ctx.info_name} has no such option; {hint}")
         option = options[name]
-        if option.name in _NAMING_CODE and not ctx.meta[_IS_NAMED] and _names_code(name, value):
+        declaration = ctx.command.callback.declared[option.name]
+        if not ctx.meta[_IS_NAMED] and not _is_harmless(declaration, value):
             raise UsageError(
-                f"{place}{key} = {value!r}: names code to run, which a file that was found may not; give --{name} on "
-                f"the command line, or name the file: --config {ctx.meta[_FILE]}"
+                f"{place}{key} = {value!r}: {effect_of(declaration)}, which a file that was found may not; give "
+                f"--{name} on the command line, or name the file: --config {ctx.meta[_FILE]}"
             )
         if getattr(option, "is_flag", False):
             if not isinstance(value, bool):
@@ -161,9 +159,9 @@ def defaults_of(ctx: Any, parameters: Sequence[Any]) -> dict[str, Any]:
     return defaults
 
 
-def _names_code(name: str, value: Any) -> bool:
-    values = value if isinstance(value, list) else [value]
-    return name == "setup" or any(is_user_code(str(one)) for one in values)
+def _is_harmless(declaration: Any, value: Any) -> bool:
+    texts = [text.strip() for item in (value if isinstance(value, list) else [value]) for text in str(item).split(",")]
+    return effect_of(declaration) is Effect.HARMLESS or set(texts) <= set(getattr(declaration, "harmless_values", ()))
 
 
 def tell_settings(ctx: Any) -> None:

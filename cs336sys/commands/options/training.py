@@ -11,10 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Annotated, ClassVar
 
-import typer
-
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, choice, name_or_code
+from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, choice, name_or_code, runs_code, setting
 from cs336sys.errors import DEBUG_VARIABLE, UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size
 from cs336sys.user_code import digest, is_user_code, source_file
@@ -44,18 +42,18 @@ def _rounded(parameters: int) -> str:
 
 _SIZES = ", ".join(f"{name} {_rounded(count_parameters(size))}" for name, size in SIZES.items())
 
-NumLayersOption = Annotated[int | None, typer.Option(help=f"Blocks. {_OWN}")]
+NumLayersOption = Annotated[int | None, setting(help=f"Blocks. {_OWN}")]
 ModeOption = Annotated[str, choice(MODES, rich_help_panel=WHAT_RUNS)]
 ModesOption = Annotated[list[str], choice(MODES, rich_help_panel=WHAT_RUNS)]
 DeviceOption = Annotated[str, choice(DEVICES)]
-SeedOption = Annotated[int, typer.Option(help="Seed of weights and batch.", min=0, max=2**63 - 1)]
-ModelOption = Annotated[str | None, typer.Option(help="Yours: FILE.py:NAME (docs/your_model.md).")]
-LossOption = Annotated[str | None, typer.Option(help="Yours: (output, targets) -> scalar.")]
-BatchOption = Annotated[str | None, typer.Option(help="Yours: (size, generator, device) -> (inputs, targets).")]
-BlocksOption = Annotated[str | None, typer.Option(help="Its blocks: 'layers.*'. Default: found.")]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks: your code, lost ranks.")]
+SeedOption = Annotated[int, setting(help="Seed of weights and batch.", min=0, max=2**63 - 1)]
+ModelOption = Annotated[str | None, runs_code(help="Yours: FILE.py:NAME (docs/your_model.md).")]
+LossOption = Annotated[str | None, runs_code(help="Yours: (output, targets) -> scalar.")]
+BatchOption = Annotated[str | None, runs_code(help="Yours: (size, generator, device) -> (inputs, targets).")]
+BlocksOption = Annotated[str | None, setting(help="Its blocks: 'layers.*'. Default: found.")]
+DebugOption = Annotated[bool, setting("--debug", help="Show tracebacks: your code, lost ranks.")]
 DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Print cells and predicted memory alone.", rich_help_panel=MEASURING)
+    bool, setting("--dry-run", help="Print cells and predicted memory alone.", rich_help_panel=MEASURING)
 ]
 
 
@@ -65,13 +63,13 @@ class SizeOptions:
 
     panel: ClassVar = MODEL
     size: Annotated[Sequence[str], choice(SIZES, f"{_SIZES}.")] = ()
-    context: Annotated[Sequence[int], typer.Option(help=f"Context lengths. {_OWN}", min=1)] = ()
-    batch_size: Annotated[Sequence[int], typer.Option(help=f"Batch sizes. {_OWN}", min=1)] = ()
-    vocab_size: Annotated[int | None, typer.Option(help=f"Vocabulary. {_OWN}")] = None
-    d_model: Annotated[int | None, typer.Option(help=f"Model width. {_OWN}")] = None
-    d_ff: Annotated[int | None, typer.Option(help=f"Feed-forward width. {_OWN}")] = None
+    context: Annotated[Sequence[int], setting(help=f"Context lengths. {_OWN}", min=1)] = ()
+    batch_size: Annotated[Sequence[int], setting(help=f"Batch sizes. {_OWN}", min=1)] = ()
+    vocab_size: Annotated[int | None, setting(help=f"Vocabulary. {_OWN}")] = None
+    d_model: Annotated[int | None, setting(help=f"Model width. {_OWN}")] = None
+    d_ff: Annotated[int | None, setting(help=f"Feed-forward width. {_OWN}")] = None
     num_layers: NumLayersOption = None
-    num_heads: Annotated[int | None, typer.Option(help=f"Heads. {_OWN}")] = None
+    num_heads: Annotated[int | None, setting(help=f"Heads. {_OWN}")] = None
 
     def sizes(self) -> list[ModelSize]:
         """Every combination of sizes, contexts and batch sizes, in their order.
@@ -98,7 +96,7 @@ class SizeOptions:
 class SharedSizeOptions(SizeOptions):
     """Options for sizes, and batches that the ranks share."""
 
-    batch_size: Annotated[Sequence[int], typer.Option(help="Batches of all ranks. Default: by size.", min=1)] = ()
+    batch_size: Annotated[Sequence[int], setting(help="Batches of all ranks. Default: by size.", min=1)] = ()
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class TrainedModelOptions(ModelOptions):
 class SharedModelOptions(TrainedModelOptions):
     """Options for models, and batches that the ranks share."""
 
-    batch_size: Annotated[Sequence[int], typer.Option(help="Sequences of all ranks. Default: by size.", min=1)] = ()
+    batch_size: Annotated[Sequence[int], setting(help="Sequences of all ranks. Default: by size.", min=1)] = ()
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,8 @@ class PrecisionOptions:
     precision: Annotated[
         Sequence[str], choice(PRECISIONS, f"{', '.join(PRECISIONS)} (autocast). {_OWN}", show_default=False)
     ] = ()
-    bf16: Annotated[bool, typer.Option("--bf16", help="Short for --precision bf16.")] = False
-    fp16: Annotated[bool, typer.Option("--fp16", help="Short for --precision fp16.")] = False
+    bf16: Annotated[bool, setting("--bf16", help="Short for --precision bf16.")] = False
+    fp16: Annotated[bool, setting("--fp16", help="Short for --precision fp16.")] = False
 
     def precisions(self) -> Sequence[str] | Sequence[None]:
         """Those that were asked for, else None: the size's own.
@@ -158,9 +156,7 @@ class ImplementationOptions:
     kernels: Annotated[Sequence[str], choice(MODEL_KERNELS, "reference, fused, rope+swiglu.", parser=parse_kernels)] = (
         "reference",
     )
-    optimizer: Annotated[
-        Sequence[str], choice(OPTIMIZERS, "course, fused, adamw, FILE.py:NAME", parser=name_or_code(OPTIMIZERS))
-    ] = ("course",)
+    optimizer: Annotated[Sequence[str], name_or_code(OPTIMIZERS, "course, fused, adamw, FILE.py:NAME")] = ("course",)
     state_dtype: Annotated[Sequence[str], choice(STATE_DTYPES, "Of adamw: fp32, bf16, split.")] = ("fp32",)
     update: Annotated[Sequence[str], choice(UPDATES, "Of adamw: step, or within backward.")] = ("step",)
     cuda_graph: Annotated[Sequence[str], choice(CUDA_GRAPH, "off, on: phases replayed from graphs.")] = ("off",)
@@ -180,8 +176,8 @@ class StepsOptions:
     """Options for the number of steps."""
 
     panel: ClassVar = MEASURING
-    warmup: Annotated[Sequence[int], typer.Option(help="Warm-up steps, or several.", min=0)]
-    steps: Annotated[int, typer.Option(help="Measured steps.")]
+    warmup: Annotated[Sequence[int], setting(help="Warm-up steps, or several.", min=0)]
+    steps: Annotated[int, setting(help="Measured steps.")]
 
 
 @dataclass(frozen=True)
@@ -191,7 +187,7 @@ class RunOptions:
     panel: ClassVar = MEASURING
     device: DeviceOption = "auto"
     seed: SeedOption = 0
-    tf32: Annotated[bool, typer.Option("--tf32/--no-tf32", help="Let fp32 matrix products use TF32.")] = False
+    tf32: Annotated[bool, setting("--tf32/--no-tf32", help="Let fp32 matrix products use TF32.")] = False
     synchronize: Annotated[str, choice(SYNCHRONIZE, "step (waits), none.")] = "step"
 
 

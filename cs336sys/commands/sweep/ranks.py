@@ -36,9 +36,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-import typer
-
-from cs336sys.commands.options.reading import LONGEST_S, choice
+from cs336sys.commands.options.reading import LONGEST_S, choice, setting, writes_file
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.processes import RankIdentity, started_outside
 from cs336sys.results.model import Run
@@ -50,19 +48,19 @@ if TYPE_CHECKING:
     from cs336sys.measure.cells import Outcome, Progress
 
 WorldSizeOption = Annotated[
-    list[int], typer.Option(help="Numbers of ranks. Default: 2, or torchrun's.", min=1, max=MOST_RANKS)
+    list[int], setting(help="Numbers of ranks. Default: 2, or torchrun's.", min=1, max=MOST_RANKS)
 ]
 
 BackendOption = Annotated[str, choice(BACKENDS, f"{', '.join(BACKENDS)}; auto: by device.")]
 
-PlotScalingOption = Annotated[Path | None, typer.Option(help="Draw speed and memory over the ranks.")]
-HighPriorityOption = Annotated[bool, typer.Option("--high-priority", help="Let NCCL's kernels go before others.")]
+PlotScalingOption = Annotated[Path | None, writes_file(help="Draw speed and memory over the ranks.")]
+HighPriorityOption = Annotated[bool, setting("--high-priority", help="Let NCCL's kernels go before others.")]
 
-TraceOption = Annotated[Path | None, typer.Option(help="Keep a Chrome trace of each cell in this folder.")]
+TraceOption = Annotated[Path | None, writes_file(help="Keep a Chrome trace of each cell in this folder.")]
 
-TimeoutOption = Annotated[float, typer.Option(help="Seconds to wait for other ranks.", min=1, max=LONGEST_S)]
+TimeoutOption = Annotated[float, setting(help="Seconds to wait for other ranks.", min=1, max=LONGEST_S)]
 
-CheckLayersOption = Annotated[int | None, typer.Option(help="Blocks of the check, at most. Default: all.")]
+CheckLayersOption = Annotated[int | None, setting(help="Blocks of the check, at most. Default: all.")]
 
 # How long ranks that failed wait for rank 0 to print what was measured: their exit makes torchrun end it. A failed run
 # must be over within 10 s.

@@ -5,8 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.commands.options import reading
-from cs336sys.commands.options.reading import at_least, between, one_of, split_list
+from cs336sys.commands.options.reading import Effect, at_least, between, effect_of, one_of, split_list
 from cs336sys.errors import UsageError
 
 
@@ -176,7 +175,7 @@ def test_wide_text_is_not_cut_or_turned():
     ("files", "sentence"),
     [
         (["--save", "r.md", "--output", "./r.md"], "--save r.md and --output r.md: one file cannot hold both"),
-        (["--output", "p.txt", "--plot", "p.txt"], "--output p.txt and --plot p.txt: one file cannot hold both"),
+        (["--output", "p.txt", "--plot", "p.txt"], "--plot p.txt and --output p.txt: one file cannot hold both"),
     ],
 )
 def test_a_file_is_not_written_twice(files, sentence, tmp_path, monkeypatch):
@@ -188,11 +187,36 @@ def test_a_file_is_not_written_twice(files, sentence, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_option_that_names_a_file_to_write_is_known(every_command):
-    """ddp's --plot-buckets was drawn over its --plot."""
-    names = {option.name for _, command in every_command for option in command.params if option.name.startswith("plot")}
-    assert names == {"plot", "plot_buckets", "plot_scaling"}
-    assert names < set(reading._WRITTEN)
+# Every option that may do more than choose what is computed and shown: a settings file that was found sets none.
+EFFECTS = {
+    Effect.READS_FILE: {"--from", "--against", "--allreduce", "--measured", "--rates", "--text", "trace --ceilings"},
+    Effect.WRITES_FILE: {
+        *("--output", "--save", "--plot", "--plot-buckets", "--plot-scaling", "--html", "--snapshot", "--keep"),
+        *("--trace", "--write", "--folder", "--run", "doctor --ceilings"),
+    },
+    Effect.RUNS_CODE: {
+        *("--model", "--loss", "--batch", "--optimizer", "--wrap", "--finish", "--kernel", "--setup", "--sbatch"),
+    },
+    Effect.CONNECTS: {"--track"},
+    Effect.UNDECLARED: set(),
+}
+
+
+def test_every_option_declares_its_effect(every_command):
+    """verify's --wrap and flash's --kernel were missing from a list kept elsewhere, and so was every file to write."""
+    names = {effect: set() for effect in Effect}
+    for _, command in every_command:
+        for option in command.params:
+            if option.param_type_name == "option" and not option.is_eager:
+                effect = effect_of(command.callback.declared.get(option.name))
+                name = max(option.opts, key=len)
+                names[effect].add(f"{command.name} {name}" if name == "--ceilings" else name)
+                if option.metavar == "<file>":
+                    assert effect in (Effect.READS_FILE, Effect.WRITES_FILE), (command.name, name)
+    harmless = names.pop(Effect.HARMLESS)
+    assert names == EFFECTS
+    assert len(harmless) > 100
+    assert not harmless.intersection(*EFFECTS.values())
 
 
 @pytest.mark.parametrize(

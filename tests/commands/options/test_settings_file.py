@@ -2,11 +2,16 @@
 
 import json
 import os
+from typing import Annotated
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
+from cs336sys.commands.options import settings_file
+from cs336sys.commands.options.reading import Effect, effect_of, setting, with_read_options
+from cs336sys.errors import UsageError
 
 SETTINGS = """
 [bench]
@@ -136,32 +141,99 @@ def test_a_line_says_which_file_gave_settings(folder):
     assert run("bench", "--dry-run", "--context", "32", RANK="1", WORLD_SIZE="2").stderr == ""
 
 
+CODE, WRITES, READS, CONNECTS = "names code to run", "writes a file", "reads a file", "opens connections"
+
+
 @pytest.mark.parametrize(
-    ("command", "setting"),
+    ("command", "setting", "effect"),
     [
-        ("bench", "model = 'mine.py:build'"),
-        ("bench", "loss = 'package.module:loss'"),
-        ("bench", "batch = 'mine.py:batch'"),
-        ("bench", "optimizer = ['fused', 'mine.py:build']"),
-        ("bench", "optimizer = 'fused,mine.py:build'"),
-        ("slurm", "setup = 'rm -r x'"),
+        ("bench", "model = 'mine.py:build'", CODE),
+        ("bench", "loss = 'package.module:loss'", CODE),
+        ("bench", "optimizer = ['fused', 'mine.py:build']", CODE),
+        ("bench", "optimizer = 'fused, mine.py:build'", CODE),
+        ("bench", "OPTIMIZER = 'mine.py:build'", "no such option"),
+        ("verify", "wrap = 'mine.py:f'", CODE),
+        ("verify", "wrap = 'ddp,mine.py:f'", CODE),
+        ("verify", "finish = 'system'", CODE),
+        ("flash", "kernel = 'mine.py:f'", CODE),
+        ("kernels", "kernel = ['mine.py:f']", CODE),
+        ("slurm", "setup = 'rm -r x'", CODE),
+        ("slurm", "sbatch = 'output=/home/you/.bashrc'", CODE),
+        ("account.memory", "output = 'precious.md'", WRITES),
+        ("account.rates", "write = 'precious.md'", WRITES),
+        ("bench", "plot = 'precious.md'", WRITES),
+        ("bench", "save = 'precious.md'", WRITES),
+        ("memprof", "snapshot = '.'", WRITES),
+        ("nsys", "keep = '.'", WRITES),
+        ("report", "run = true", WRITES),
+        ("losses", "text = 'precious.md'", READS),
+        ("nsys", "from = 'report.nsys-rep'", READS),
+        ("bench", "track = 'wandb'", CONNECTS),
     ],
 )
-def test_a_file_that_was_found_may_not_name_code_to_run(command, setting, folder):
+def test_a_file_that_was_found_sets_only_harmless_options(command, setting, effect, folder):
     path = folder / "pyproject.toml"
     path.write_text(f"[tool.cs336sys.{command}]\n{setting}\n")
     (folder / "mine.py").write_text("raise SystemExit('code of a stranger')")
+    (folder / "precious.md").write_text("precious")
     key = setting.partition(" ")[0]
-    refused = run(command, "bench") if command == "slurm" else run(command, "--dry-run")
+    arguments = [*command.split("."), *{"slurm": ["bench"], "account.rates": ["x.jsonl"]}.get(command, [])]
+    refused = run(*arguments)
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert refused.stderr.startswith(f"error: {path}: tool.cs336sys.{command}.{key} = ")
-    assert refused.stderr.endswith(
-        f": names code to run, which a file that was found may not; give --{key} on the command line, or name the "
-        f"file: --config {path}\n"
-    )
-    path.write_text(f"[tool.cs336sys.{command}]\n{setting}\n".replace("['fused', 'mine.py:build']", "'fused'"))
-    named = run("--config", str(path), command, *(["bench"] if command == "slurm" else ["--dry-run"]))
-    assert "names code to run" not in named.stderr
+    assert refused.stderr.startswith(f"error: {path}: tool.cs336sys.{command}.{key}")
+    assert effect in refused.stderr
+    if effect != "no such option":
+        assert refused.stderr.endswith(
+            f": {effect}, which a file that was found may not; give --{key} on the command line, or name the file: "
+            f"--config {path}\n"
+        )
+    assert (folder / "precious.md").read_text() == "precious"
+    path.write_text(path.read_text().replace("tool.cs336sys.", ""))
+    named = run("--config", str(path), *arguments, "--no-such")
+    assert "which a file that was found may not" not in named.stderr
+
+
+@pytest.fixture
+def refusal(folder):
+    """Why a found file may not set an option of a command, or an empty text."""
+
+    def refused(command, name, value):
+        context = typer.Context(command, info_name=command.name)
+        context.meta.update(
+            {settings_file._PLACE: "p: ", settings_file._FILE: "pyproject.toml", settings_file._IS_NAMED: False}
+        )
+        context.default_map = {name: value}
+        try:
+            settings_file.defaults_of(context, command.params)
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    return refused
+
+
+def test_a_found_file_sets_no_option_of_any_command_that_is_not_harmless(every_command, refusal):
+    for _, command in every_command:
+        for option in command.params:
+            if option.param_type_name == "option" and option.expose_value and not option.is_eager:
+                effect = effect_of(command.callback.declared[option.name])
+                name = max(option.opts, key=len).removeprefix("--")
+                sentence = refusal(command, name, True if getattr(option, "is_flag", False) else "x.py:f")
+                assert (effect.value in sentence) == (effect is not Effect.HARMLESS), (command.name, name)
+    harmless_names = [("verify", "wrap", "ddp"), ("bench", "optimizer", ["fused", "adamw"]), ("bench", "optimizer", [])]
+    commands = {command.name: command for _, command in every_command}
+    for command, name, value in harmless_names:
+        assert refusal(commands[command], name, value) == ""
+
+
+def test_an_option_without_a_declared_effect_is_refused(refusal):
+    def new(upload: Annotated[str, typer.Option(help="New.")] = "", count: Annotated[int, setting()] = 1) -> None: ...
+
+    app = typer.Typer()
+    app.command()(with_read_options(new))
+    command = typer.main.get_command(app)
+    assert "upload = 'x': does not declare what it may do, which" in refusal(command, "upload", "x")
+    assert refusal(command, "count", 3) == ""
 
 
 def test_a_file_of_another_user_is_refused_unless_it_is_named(folder, monkeypatch):
