@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, CaptureError, LostProcessError, UsageError, UserCodeError
+from cs336sys.processes.caches import use_private_caches
 from cs336sys.processes.child import imported
 from cs336sys.processes.parent import Guarded, call_guarded, cause_of_death, out_of_memory_kills
 from cs336sys.results.model import Run, Samples, Status
@@ -206,6 +207,7 @@ class WorkerHere:
     """
 
     def __init__(self, measure: str, arguments: tuple[str, ...] = ()):
+        use_private_caches()
         self._measure_cell = imported(measure)
         self.run: Run | None = imported("cs336sys.measure.environment:new_run")(arguments)
 

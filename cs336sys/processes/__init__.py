@@ -3,6 +3,7 @@
 - ``parent.py``: how does a process start others that end with it, and what did they die of?
 - ``child.py``: what does a started process do from its first moment to its last?
 - ``guard.py``: the program that stands between the two and kills all that a child has started, at any depth.
+- ``caches.py``: from which folders may compiled code be loaded?
 - ``folders.py``: temporary folders that are removed even when their process is killed.
 """
 

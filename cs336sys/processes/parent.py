@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cs336sys.processes.caches import use_private_caches
+
 _GUARD = str(Path(__file__).with_name("guard.py"))
 
 # Longer than a guard waits for what it has killed.
@@ -130,7 +132,11 @@ def call_guarded(function: str, *args: Any) -> tuple[Guarded, multiprocessing.co
 
     Returns:
         The process and the other end of its connection, where the end of file is read after its death.
+
+    Raises:
+        CapabilityError: compiled code would be loaded from a folder that others can write to.
     """
+    use_private_caches()
     ours, theirs = multiprocessing.Pipe()
     command = [*_python(), "-c", _PROGRAM, str(theirs.fileno())]
     guarded = Guarded(command, descriptors=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2)

@@ -26,6 +26,7 @@ import triton
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
 from cs336sys.kernels.attention.plan import Launch, Plan, Scratch
+from cs336sys.processes.caches import require_private
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 BUILDER = Path(__file__).with_name("native_build.py")
@@ -80,7 +81,7 @@ class Library:
         self._is_off = False
 
     def start(self) -> None:
-        """Has the C++ compiled in a process next to this one, unless it is or cannot be; says so once a machine.
+        """Compile the C++ in a process next to this one, unless it is or cannot be; says so once a machine.
 
         Compiling takes 17 to 47 seconds on the slow CPUs of the H200 machines, once: Triton's cache keeps the result.
         The other process goes on when this one ends, so that the next finds the library; of several that compile at
@@ -204,7 +205,13 @@ def _build_command() -> list[str]:
 
 
 def import_from(path: str, package: str = "") -> ModuleType:
-    """The module in a file. A process has one of a name, whatever its file: ``package`` in front makes another name."""
+    """Import the module in a file. A process has one of a name: ``package`` in front makes another name.
+
+    Raises:
+        CapabilityError: others can write to the file's folder.
+        ImportError: the file cannot be loaded.
+    """
+    require_private(Path(path).parent, "TRITON_CACHE_DIR")
     spec = importlib.util.spec_from_file_location(f"{package}.{SOURCE.stem}".lstrip("."), path)
     assert spec is not None
     assert spec.loader is not None

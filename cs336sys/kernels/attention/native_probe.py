@@ -6,6 +6,7 @@ Usage: ``python -m cs336sys.kernels.attention.native_probe``.
 
 import json
 
+from cs336sys.errors import CapabilityError
 from cs336sys.kernels.attention import native_call
 
 
@@ -21,6 +22,8 @@ def found_and_fix() -> tuple[str, str | None]:
         return f"in C++, which {native_call.compiler()} compiles in the background at the first call", None
     try:
         native_call.import_from(str(path))
+    except CapabilityError as error:
+        return f"not at all: {error}", "Set TRITON_CACHE_DIR to a folder that only you can write to."
     except ImportError as error:
         return f"through Python: {error}", f"Have it compiled again: `rm {path}`."
     return f"in C++, compiled by {native_call.compiler()}", None

@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from cs336sys.processes.caches import use_private_caches
+
 
 @triton.jit
 def _sum_kernel(x_ptr, sum_ptr, n, BLOCK: tl.constexpr):
@@ -26,6 +28,7 @@ def main(device: str) -> None:
     x = torch.arange(100, dtype=torch.float32, device=device)
     result = torch.zeros(1, device=device)
     try:
+        use_private_caches()
         _sum_kernel[(1,)](x, result, x.numel(), BLOCK=16)
         found = result.item()
     except Exception as error:

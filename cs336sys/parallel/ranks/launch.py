@@ -23,6 +23,7 @@ from cs336sys.errors import CapabilityError, CaptureError, UsageError, require_k
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ranks.spawned import SpawnedRanks, join_process_group, leave_process_group
 from cs336sys.processes import RankIdentity, started_outside
+from cs336sys.processes.caches import use_private_caches
 
 BACKENDS = ("gloo", "nccl")
 
@@ -47,7 +48,8 @@ def run(
     Raises:
         UsageError: the world size is not positive or not that of the ranks started from outside, the backend is
             unknown, or the function cannot be pickled.
-        CapabilityError: there are more ranks than GPUs, or than memory has room for; nothing was started.
+        CapabilityError: there are more ranks than GPUs, or than memory has room for, or compiled code would be loaded
+            from a folder that others can write to; nothing was started.
         UsageError, CapabilityError: a rank raised this.
         cs336sys.parallel.ranks.spawned.RankError: a spawned rank raised anything else, was killed, exited or hangs.
     """
@@ -72,6 +74,7 @@ def start(
         return JoinedRanks(outside, backend, timeout_s, high_priority)
     _check_gpus(world_size, backend)
     _check_memory(world_size)
+    use_private_caches()
     return SpawnedRanks(world_size, backend, timeout_s, high_priority)
 
 
@@ -154,7 +157,7 @@ class JoinedRanks:
         # Each process group has its own keys in the store: those of an earlier group name connections that are closed.
         store = dist.PrefixStore(f"cs336sys-{next(_joined_groups)}", outside_store(timeout_s))
         store.set_timeout(datetime.timedelta(seconds=timeout_s))
-        _check_gpus_of_all(identity, backend, store)
+        _check_every_machine(identity, backend, store)
         join_process_group(identity, backend, store, timeout_s, high_priority)
         self.alive = True
 
@@ -213,11 +216,12 @@ def outside_store(timeout_s: float = 120.0) -> dist.Store:
     return _outside_stores[0]
 
 
-def _check_gpus_of_all(identity: RankIdentity, backend: str, store: dist.Store) -> None:
+def _check_every_machine(identity: RankIdentity, backend: str, store: dist.Store) -> None:
     """Let every rank refuse if one must: machines may differ, and the others would wait for it to join the group."""
     refusal = ""
     try:
         _check_gpus(identity.local_rank + 1, backend)
+        use_private_caches()
     except CapabilityError as error:
         refusal = str(error)
     store.set(f"refusal-{identity.rank}", refusal)

@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 import time
 import traceback
 import weakref
@@ -107,6 +108,9 @@ def serve(
     directory: Path,
 ) -> None:
     """Run pickled ``(function, args)`` jobs until an empty one; answer each with its pickled result or a Failure."""
+    # Neither Gloo nor NCCL's bootstrap asks who connects, and by default both listen on an address of the network.
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     stacks = stacks_path(directory, identity.rank).open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)

@@ -59,6 +59,14 @@ def pair():
         yield ranks
 
 
+@pytest.mark.skipif(not pathlib.Path("/proc/net/tcp").exists(), reason="needs Linux")
+def test_spawned_ranks_listen_on_loopback_alone(pair):
+    """Gloo listened on the address of the host's name, and anybody on the network may connect."""
+    for addresses in pair.run(launch_ranks.listening_addresses):
+        assert addresses
+        assert set(addresses) <= {"0100007F", "00000000000000000000000001000000"}
+
+
 @pytest.fixture
 def temporary_directory(tmp_path, monkeypatch):
     """Where this test's ranks meet, to see what they leave there."""

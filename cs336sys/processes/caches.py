@@ -1,0 +1,86 @@
+"""Caches of compiled code, from folders that no other user can write to. No torch."""
+
+import grp
+import os
+import pwd
+import stat
+import tempfile
+from pathlib import Path
+
+from cs336sys.errors import CapabilityError
+
+_INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def use_private_caches() -> None:
+    """Check the caches that Inductor and Triton load compiled code from, before a process does.
+
+    Inductor's own default is a folder in the system's temporary one, which another user may have made. Here it is below
+    the user's cache folder, or in the temporary one with this user's number where the home folder takes no files,
+    unless the user has set ``TORCHINDUCTOR_CACHE_DIR``.
+
+    Raises:
+        CapabilityError: another user can write to one of the folders.
+    """
+    if _INDUCTOR_VARIABLE not in os.environ:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+        folder = home / "torchinductor"
+        if not home.is_absolute() or not _can_write(folder):
+            folder = Path(tempfile.gettempdir(), f"torchinductor-{os.geteuid()}")
+        os.environ[_INDUCTOR_VARIABLE] = str(folder)
+    require_private(Path(os.environ[_INDUCTOR_VARIABLE]), _INDUCTOR_VARIABLE)
+    triton_home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    require_private(Path(os.environ.get("TRITON_CACHE_DIR") or f"{triton_home}/.triton/cache"), "TRITON_CACHE_DIR")
+
+
+def require_private(folder: Path, variable: str) -> None:
+    """Make a folder for compiled code unless it is there, and refuse one that another user can write to.
+
+    Args:
+        variable: names another folder.
+
+    Raises:
+        CapabilityError: it belongs to another user; or its permissions, or those of a folder above it, let others
+            replace what is in it.
+    """
+    _can_write(folder)
+    named, resolved = folder.absolute(), folder.resolve()
+    for path in dict.fromkeys((named, *named.parents, resolved, *resolved.parents)):
+        try:
+            status = path.lstat()
+        except OSError:
+            continue
+        is_link = stat.S_ISLNK(status.st_mode)
+        if (is_link or path == resolved) and status.st_uid not in (os.geteuid(), 0):
+            reason = f"{path} belongs to another user, {status.st_uid}"
+        # In a folder with the sticky bit, as /tmp has, others cannot replace what is not theirs.
+        elif not is_link and _is_writable_by_others(status, may_be_sticky=path != resolved):
+            reason = f"other users can write to {path}"
+        else:
+            continue
+        raise CapabilityError(
+            f"{folder}: compiled code is not loaded from this folder, because {reason}; set {variable} to a folder "
+            "that only you can write to"
+        )
+
+
+def _can_write(folder: Path) -> bool:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def _is_writable_by_others(status: os.stat_result, *, may_be_sticky: bool) -> bool:
+    if may_be_sticky and status.st_mode & stat.S_ISVTX:
+        return False
+    if status.st_mode & stat.S_IWOTH or not status.st_mode & stat.S_IWGRP:
+        return bool(status.st_mode & stat.S_IWOTH)
+    try:
+        user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(status.st_gid)
+    except KeyError:
+        return True
+    # Distributions make a group for each user, and let it write.
+    return group.gr_name not in (user, "root") or not set(group.gr_mem) <= {user, "root"}
