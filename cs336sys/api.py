@@ -10,7 +10,6 @@ import importlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from cs336sys.cli import app
 from cs336sys.commands.faults import say, sentence_of
 from cs336sys.errors import INTERRUPTED, TERMINATED, OutputError, UsageError, a_value
 from cs336sys.processes import started_outside
+from cs336sys.processes.folders import OwnedFolder
 from cs336sys.report.page import html_table
 from cs336sys.report.render import collecting, render
 from cs336sys.report.table import Table
@@ -125,8 +125,8 @@ class Results(Tables):
         Raises:
             UsageError: the cells hold no picture's data, or the file cannot be written.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            saved = Path(folder, "cells.jsonl")
+        with OwnedFolder() as folder:
+            saved = folder / "cells.jsonl"
             self.save(saved)
             _run("show", [str(saved), f"--plot={path}"])
 
@@ -249,12 +249,12 @@ def compare(a: str | Path | Results, b: str | Path | Results, /, **settings: Set
     Raises:
         UsageError: the two have no configuration in common.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with OwnedFolder() as folder:
         sides = []
         for name, side in (("a", a), ("b", b)):
             if isinstance(side, Results):
-                side.save(Path(folder, f"{name}.jsonl"))
-            sides.append(str(Path(folder, f"{name}.jsonl")) if isinstance(side, Results) else str(side))
+                side.save(folder / f"{name}.jsonl")
+            sides.append(str(folder / f"{name}.jsonl") if isinstance(side, Results) else str(side))
         tables, code = _run("compare", [*sides, *_arguments(settings, "compare")])
     return Tables(tables, code == 0)
 
@@ -284,9 +284,9 @@ def _measure(command: str, settings: dict[str, Setting], files: Sequence[str] = 
                 f"{name}: {command}() returns what it measures; resume with cs336sys {command}, and read()"
             )
     arguments = [*files, *_arguments(settings, command)]
-    with tempfile.TemporaryDirectory() as folder:
+    with OwnedFolder() as folder:
         asked = settings.get("save")
-        path = Path(str(asked)) if asked is not None else Path(folder, "cells.jsonl")
+        path = Path(str(asked)) if asked is not None else folder / "cells.jsonl"
         before = set(read_results(path).runs) if asked is not None and path.exists() and path.stat().st_size else set()
         # Without --measure tune only predicts, and refuses to save.
         is_saved_here = asked is None and (command != "tune" or bool(settings.get("measure")))

@@ -22,7 +22,7 @@ from cs336sys.errors import UsageError, choose_from
 _PLANNED = ("bench", "nsys", "allreduce", "ddp", "shard")
 # Options about trackers and saved cells of the machine that the job runs on, and options that choose among the results'
 # tables, which a plan does not have.
-_EMPTY = {"table": (), "columns": (), "sort": None, "track": [], "resume": False, "resume_any": False}
+_EMPTY: dict[str, Any] = {"table": (), "columns": (), "sort": None, "track": [], "resume": False, "resume_any": False}
 
 # What stands behind the command's name is its own.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}

@@ -6,11 +6,11 @@ A page is :func:`html_page` around parts: :func:`html_table`, :func:`html_pictur
 import base64
 import hashlib
 import html
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cs336sys.errors import UsageError
+from cs336sys.processes.folders import OwnedFolder
 from cs336sys.report.outputs import check_drawing, check_writable
 from cs336sys.report.table import Table, grid_of, one_line
 
@@ -102,8 +102,8 @@ def html_picture(draw: Callable[[Path], None], caption: str) -> str:
     Args:
         draw: draws to the file that it is given.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "picture.png")
+    with OwnedFolder() as folder:
+        path = folder / "picture.png"
         draw(path)
         content = base64.b64encode(path.read_bytes()).decode()
     text = html.escape(caption)

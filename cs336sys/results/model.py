@@ -6,10 +6,13 @@ sweep loses nothing that was measured, and files can be concatenated. Numbers th
 ``Infinity`` and ``-Infinity``, or bare as other programs write them.
 """
 
+import contextlib
+import functools
 import gzip
 import io
 import json
 import math
+import os
 import re
 import statistics
 import zlib
@@ -131,6 +134,7 @@ class Run:
     """One invocation of a command and the machine it ran on.
 
     Attributes:
+        arguments: the command line, with ``~`` for the user's home folder, so that files can be published.
         machine: devices and software that timings depend on; two runs are comparable when it is equal.
         environment: everything else worth knowing later (git commit, matmul precision, clocks, temperature, ...).
     """
@@ -141,6 +145,9 @@ class Run:
     machine: dict[str, Any]
     environment: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", tuple(map(hide_home, self.arguments)))
+
     @property
     def conditions(self) -> dict[str, Any]:
         """All but the code that a timing depends on: the machine, threads, matmul precision, variables.
@@ -150,6 +157,27 @@ class Run:
         apart = (*_OF_THE_CODE, *_OF_NO_CONSEQUENCE)
         settings = {name: value for name, value in self.environment.items() if name not in apart}
         return self.machine | {name: value for name, value in settings.items() if not _MOMENTARY.fullmatch(name)}
+
+
+def hide_home(text: str) -> str:
+    """Return the text with ``~`` for the path of the user's home folder."""
+    return _homes(os.environ.get("HOME", "")).sub("~", text)
+
+
+@functools.cache
+def _homes(home: str) -> re.Pattern[str]:
+    """Return what matches the home folder, by its name in the environment or in the list of users, or resolved."""
+    names = {home}
+    with contextlib.suppress(ImportError, KeyError):
+        import pwd
+
+        names.add(pwd.getpwuid(os.getuid()).pw_dir)
+    names = {name.rstrip("/") for path in filter(os.path.isabs, names) for name in (path, os.path.realpath(path))} - {
+        ""
+    }
+    # As a whole name of folders: /home/me is in neither /data/home/me nor /home/me2.
+    paths = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.compile(rf"(?<![\w-])(?:{paths})(?![\w-])" if names else r"(?!)")
 
 
 def differing_conditions(first: Run | None, second: Run | None) -> dict[str, tuple[Any, Any]]:

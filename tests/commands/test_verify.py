@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from running import wait_until
 from typer.testing import CliRunner
 
 import cs336sys
@@ -114,3 +115,27 @@ def test_bad_settings_are_refused_in_one_sentence(arguments, sentence):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert sentence in result.stderr
+
+
+HANGING = """
+import pathlib
+import time
+
+
+def parallelize(model, group):
+    pathlib.Path(__file__).with_name("began").write_text("by a rank\\n")
+    time.sleep(3600)
+"""
+
+
+def test_a_killed_command_leaves_no_folder(tmp_path):
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "hanging.py").write_text(HANGING)
+    arguments = ["--wrap", f"{tmp_path}/hanging.py:parallelize", "--case", "step", "--device", "cpu"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "temporary")}
+    command = [sys.executable, "-m", "cs336sys", "verify", *arguments]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as verify:
+        wait_until((tmp_path / "began").exists, 120)
+        assert any((tmp_path / "temporary").iterdir())
+        verify.kill()
+    wait_until(lambda: not any((tmp_path / "temporary").iterdir()), 60)

@@ -1,5 +1,6 @@
 """Whose kernel is it: rows are given to phases by launch, process and thread, in reports of nsys and in traces."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -9,11 +10,13 @@ import pytest
 from profile_files import PUSH_POP, ChromeTrace, NsysReport, global_thread, train_step
 
 from cs336sys.errors import UsageError
+from cs336sys.measure.profile import capture, chrome_trace, nsys, reading
 from cs336sys.measure.profile.nsys import read_nsys_database
 from cs336sys.measure.profile.reading import open_capture
 from cs336sys.measure.profile.summary import Profile, summarize
 from cs336sys.measure.range_names import run_name
 from cs336sys.report.profile import report_tables
+from cs336sys.results.foreign import MIB
 
 
 @pytest.fixture
@@ -603,3 +606,62 @@ def test_kernels_are_read_at_a_million_in_10_seconds_and_1_gib(report):
     assert kernels == count
     assert seconds < limit
     assert gib < 0.25
+
+
+@pytest.mark.parametrize("content", [b"{},", b" ", b'{"ph": "X", "cat": "cpu_op", "name": "add", "ts": 1, "dur": 1},'])
+def test_a_gzip_bomb_is_refused_before_anything_in_it_is_decoded(content, tmp_path, monkeypatch):
+    path = tmp_path / "bomb.json.gz"
+    with gzip.open(path, "wb") as stream:
+        stream.write(b'{"traceEvents": [')
+        for _ in range(70):
+            stream.write(content * (MIB // len(content)))
+        stream.write(b"{}]}")
+    monkeypatch.setattr(chrome_trace, "_Events", None)
+    with pytest.raises(UsageError, match=r"bomb\.json\.gz has 0\.\d MiB and holds more than 64, which is the most"):
+        open_capture(path)
+
+
+def _trace(path):
+    trace = ChromeTrace(path / "t.json")
+    train_step(trace)
+    return trace.write()
+
+
+def _report(path):
+    report = NsysReport(path / "r.sqlite")
+    train_step(report)
+    return report.write()
+
+
+@pytest.mark.parametrize("write", [_trace, _report])
+@pytest.mark.parametrize(
+    ("limit", "value", "sentence"),
+    [
+        ("EVENTS", 3, "holds more than 3 "),
+        ("READING_S", -1, "is not read within 600 s of CPU time: profile fewer steps"),
+        ("FILE_BYTES", 100, "holds more than 0 MiB"),
+    ],
+)
+def test_a_capture_beyond_a_limit_is_refused(write, limit, value, sentence, tmp_path, monkeypatch):
+    path = write(tmp_path)
+    open_capture(path).close()
+    for module in (capture, chrome_trace, nsys, reading):
+        if hasattr(module, limit):
+            monkeypatch.setattr(module, limit, value)
+    interval = 1 if limit == "READING_S" else 100_000
+    monkeypatch.setattr(capture, "_STATEMENTS_BETWEEN_CHECKS", interval)
+    with pytest.raises(UsageError, match=sentence):
+        open_capture(path)
+
+
+def test_an_event_of_many_chunks_is_decoded_a_few_times(tmp_path, monkeypatch):
+    """It was decoded anew with each chunk: a file of large events took a time quadratic in their size."""
+    trace = ChromeTrace(tmp_path / "t.json")
+    train_step(trace)
+    trace.operation("x" * 1_000_000, 0, 1)
+    monkeypatch.setattr(chrome_trace, "_CHUNK_CHARACTERS", 1000)
+    reads = []
+    read = chrome_trace._Events._read
+    monkeypatch.setattr(chrome_trace._Events, "_read", lambda self, size: reads.append(size) or read(self, size))
+    open_capture(trace.write()).close()
+    assert len(reads) < 100

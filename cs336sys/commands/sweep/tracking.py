@@ -5,7 +5,6 @@ import importlib.util
 import logging
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 
 from cs336sys.commands.faults import say
 from cs336sys.errors import CapabilityError, OutputError
+from cs336sys.processes.folders import OwnedFolder
 from cs336sys.results.model import Cell, Run, folders_of, json_text
 
 # Of MLflow's experiment and W&B's project, where their variables name no other.
@@ -212,8 +212,8 @@ def _as_tracked(
     texts |= {"status": cell.status} | ({"reason": cell.reason} if cell.reason else {})
     folders = folders_of(configuration).values()
     left = [path for folder in folders for path in sorted(Path(folder).glob("*")) if path.is_file()]
-    with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder, "cell.json")
+    with OwnedFolder() as folder:
+        whole = folder / "cell.json"
         whole.write_text(json_text({"cell": asdict(cell), "run": None if run is None else asdict(run)}))
         yield TrackedCell(
             " ".join([command, *told_apart]),

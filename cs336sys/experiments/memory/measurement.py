@@ -23,6 +23,7 @@ from cs336sys.measure.allocations.recorder import StepRecorder
 from cs336sys.measure.allocations.timeline import AllocationTimeline
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device, free_gpu_memory
+from cs336sys.results.model import hide_home
 from cs336sys.workload import MemoryWorkload
 from cs336sys.workload.memory_changes import (
     SettingChange,
@@ -188,11 +189,11 @@ class _Planner:
             "tried": len(self._known),
         }
         if plan is not None and not any(change.setting == "ranks" for change in plan):
-            derived["command"] = command_line(changed(self._workload, plan) or self._workload)
+            derived["command"] = hide_home(command_line(changed(self._workload, plan) or self._workload))
         elif plan:
             *own, ranks = plan
             single = changed(self._workload, own) or self._workload
-            words = command_line(single).split(" ")
+            words = hide_home(command_line(single)).split(" ")
             derived["command"] = " ".join([*words[:1], ranks.option, *words[2:]])
         return derived
 

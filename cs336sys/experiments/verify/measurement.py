@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +28,7 @@ from cs336sys.measure.device import choose_device
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
 from cs336sys.processes import started_outside
+from cs336sys.processes.folders import OwnedFolder
 from cs336sys.user_code import is_user_code
 from cs336sys.workload.verification import VerifiedWorkload
 
@@ -65,9 +65,8 @@ def measure_case(configuration: dict[str, Any], progress: Progress) -> Outcome:
     if workload.case != "step" and plain in _hopeless:
         return _refused(f"not run: {_hopeless[plain]}")
     try:
-        with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cs336sys-verify-"))
-            outcome = _Case(workload, folder, progress).outcome()
+        with OwnedFolder() as folder:
+            outcome = _Case(workload, str(folder), progress).outcome()
     except CapabilityError as error:
         return _refused(str(error), "does not apply")
     except UserCodeError:

@@ -3,11 +3,13 @@
 import json
 import re
 import sqlite3
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from cs336sys.measure.range_names import run_configuration
+from cs336sys.results.foreign import MIB
 
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
@@ -18,6 +20,15 @@ OTHER = "other"
 
 # The key under which torch's record of a collective's parameters names it.
 COLLECTIVE_ARGUMENT = "Collective name"
+
+# Limits of a stranger's capture. A trace of torch.profiler has 10 to 25 times as many bytes as gzip makes of it.
+FILE_BYTES = 4 * 2**30
+EXPANSION = 40
+EXPANDED_FREELY_BYTES = 64 * MIB
+EVENTS = 10_000_000
+READING_S = 600.0
+# Of SQLite's virtual machine: some milliseconds.
+_STATEMENTS_BETWEEN_CHECKS = 100_000
 
 # All ranks leave these together, for each needs what every other has sent.
 SYNCHRONIZING = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER)
@@ -150,6 +161,9 @@ class Capture:
     gpu_names: Mapping[int, str] = field(default_factory=dict)
     peak_bytes: Mapping[int, int] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.tables.set_progress_handler(None, 0)
+
     def close(self) -> None:
         self.tables.close()
 
@@ -165,9 +179,23 @@ class Capture:
         return run_configuration(row[0]) if row else None
 
 
+TOO_SLOW = f"is not read within {READING_S:g} s of CPU time: profile fewer steps"
+
+
+def why_unreadable(error: Exception, kind: str) -> str:
+    """Say why a file cannot be read as that kind of capture, to follow its name."""
+    is_interrupted = getattr(error, "sqlite_errorname", None) == "SQLITE_INTERRUPT"
+    return TOO_SLOW if is_interrupted else f"cannot be read as {kind}: {error}"
+
+
 def empty_tables() -> sqlite3.Connection:
-    """A database of the schema, in a temporary file of SQLite's own, so that a long capture need not fit in memory."""
+    """Make a database of the schema, in a temporary file of SQLite's own: a long capture need not fit in memory.
+
+    Its statements are interrupted after READING_S seconds of CPU time, until a :class:`Capture` is made of it.
+    """
     tables = sqlite3.connect("", uri=True)
     # It dies with the connection, so nothing of it need be safe. 100 MB of it are kept in memory.
     tables.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -100000;" + _SCHEMA)
+    deadline = time.process_time() + READING_S
+    tables.set_progress_handler(lambda: time.process_time() > deadline, _STATEMENTS_BETWEEN_CHECKS)
     return tables

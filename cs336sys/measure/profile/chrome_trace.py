@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import sqlite3
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,13 +13,20 @@ from typing import Any, TextIO
 from cs336sys.errors import UsageError
 from cs336sys.measure.profile.capture import (
     COLLECTIVE_ARGUMENT,
+    EVENTS,
+    EXPANDED_FREELY_BYTES,
+    EXPANSION,
+    FILE_BYTES,
+    READING_S,
+    TOO_SLOW,
     Capture,
     collective_bytes,
     collective_kind,
     empty_tables,
     is_waiting_call,
+    why_unreadable,
 )
-from cs336sys.results.foreign import printable
+from cs336sys.results.foreign import MIB, printable
 from cs336sys.results.model import json_text
 
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -92,12 +100,14 @@ def read_chrome_trace(path: Path, called: str | None = None) -> Capture:
         raise UsageError(f"{called or path} {error}") from error
     except (OSError, EOFError, zlib.error, ArithmeticError, RecursionError, sqlite3.Error, *_OF_VALUES) as error:
         tables.close()
-        raise UsageError(f"{called or path} cannot be read as a trace of torch.profiler: {error}") from error
+        raise UsageError(f"{called or path} {why_unreadable(error, 'a trace of torch.profiler')}") from error
 
 
 def _load(tables: sqlite3.Connection, path: Path) -> Capture:
     with path.open("rb") as binary:
         is_zipped = binary.read(2) == GZIP_MAGIC
+    if is_zipped:
+        _check_expansion(path)
     loader = _Loader(tables)
     with gzip.open(path, "rt", encoding="utf-8") if is_zipped else path.open(encoding="utf-8") as stream:
         events = _Events(stream)
@@ -133,6 +143,25 @@ def _load(tables: sqlite3.Connection, path: Path) -> Capture:
         gpu_names={int(one["id"]): printable(str(one["name"])) for one in devices if {"id", "name"} <= one.keys()},
         peak_bytes=loader.peak_bytes,
     )
+
+
+def _check_expansion(path: Path) -> None:
+    """Refuse a gzip file that holds far more than traces do, before anything in it is decoded: which takes far longer.
+
+    Raises:
+        UsageError: it holds more than FILE_BYTES, or more than EXPANSION times its own size.
+    """
+    size = path.stat().st_size
+    limit = min(FILE_BYTES, max(EXPANDED_FREELY_BYTES, EXPANSION * size))
+    expanded = 0
+    with gzip.open(path) as stream:
+        while part := stream.read(_CHUNK_CHARACTERS):
+            expanded += len(part)
+            if expanded > limit:
+                raise UsageError(
+                    f"has {size / MIB:.1f} MiB and holds more than {limit // MIB:,}, which is the most that is read of "
+                    "such a file"
+                )
 
 
 def _integer(value: Any) -> int | None:
@@ -260,7 +289,7 @@ class _Loader:
             types = arguments.get("Input type", arguments.get("Input Type", []))
             text = json_text([sizes, types])
             shape = self.shape_ids.get(text)
-            if shape is None and len(self.shape_ids) < _MOST_SHAPES:
+            if shape is None and len(self.shape_ids) < _MOST_SHAPES and len(text) <= _NAME_CHARACTERS:
                 shape = self.shape_ids[text] = len(self.shape_ids)
         number = _integer(arguments.get("External id", arguments.get("external id")))
         sequence = _integer(arguments.get("Sequence number"))
@@ -371,12 +400,14 @@ class _Events:
     def __init__(self, stream: TextIO):
         self._stream = stream
         self._around = ""
+        self._deadline = time.process_time() + READING_S
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         decode = json.JSONDecoder().raw_decode
         skip = _SEPARATORS.match
         text, position = self._find_list()
         self._around = text[:position]
+        count = 0
         while True:
             position = skip(text, position).end()  # type: ignore[union-attr]  # it matches nothing, too
             try:
@@ -384,16 +415,25 @@ class _Events:
             except json.JSONDecodeError:
                 if text[position : position + 1] == "]":
                     break
-                more = self._stream.read(_CHUNK_CHARACTERS)
+                # As much again of an event of many chunks, which is decoded from its start each time.
+                more = self._read(max(_CHUNK_CHARACTERS, len(text) - position))
                 if not more:
                     raise UsageError("is cut off: its list of events has no end") from None
                 if len(text) - position > _EVENT_CHARACTERS:
                     raise UsageError(f"holds an event of more than {_EVENT_CHARACTERS:,} characters") from None
                 text, position = text[position:] + more, 0
                 continue
+            count += 1
+            if count > EVENTS:
+                raise UsageError(f"holds more than {EVENTS:,} events, the most that are read: profile fewer steps")
             if isinstance(event, dict):
                 yield event
         self._around += text[position:] + self._stream.read(_TAIL_CHARACTERS)
+
+    def _read(self, characters: int) -> str:
+        if time.process_time() > self._deadline:
+            raise UsageError(TOO_SLOW)
+        return self._stream.read(characters)
 
     def value(self, key: str, default: Any) -> Any:
         """The value of a key that stands before or after the events; the default if it is missing or of another type.
@@ -414,7 +454,7 @@ class _Events:
         if text.lstrip().startswith("["):
             return text, text.index("[") + 1
         while not (found := key.search(text)):
-            more = self._stream.read(_CHUNK_CHARACTERS)
+            more = self._read(_CHUNK_CHARACTERS)
             if not more or len(text) > _EVENT_CHARACTERS:
                 raise UsageError("is no trace of torch.profiler: it has no list of traceEvents")
             text += more

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.measure.diagnosis.profilers import Profiler, makes_reports
-from cs336sys.measure.profile.capture import Capture, empty_tables, is_waiting_call
+from cs336sys.measure.profile.capture import EVENTS, Capture, empty_tables, is_waiting_call, why_unreadable
 from cs336sys.processes.parent import run_guarded_program
 from cs336sys.results.foreign import printable
 
@@ -128,13 +128,15 @@ def read_nsys_database(path: Path, called: str | None = None) -> Capture:
     tables.create_function("printable", 1, lambda text: printable(str(text)), deterministic=True)
     tables.create_function("is_waiting_call", 1, lambda name: is_waiting_call(str(name)), deterministic=True)
     try:
+        # Neither what a stranger's schema computes nor its virtual tables are trusted.
+        tables.execute("PRAGMA trusted_schema = OFF")
         tables.execute("ATTACH ? AS report", (f"{path.absolute().as_uri()}?mode=ro",))
         gpu_names = _load(tables)
         tables.commit()
         tables.execute("DETACH report")
     except sqlite3.DatabaseError as error:
         tables.close()
-        raise UsageError(f"{called or path} cannot be read as an SQLite database: {error}") from error
+        raise UsageError(f"{called or path} {why_unreadable(error, 'an SQLite database')}") from error
     except UsageError as error:
         tables.close()
         raise UsageError(f"{called or path} {error}") from error
@@ -235,6 +237,9 @@ def _load_work(tables: sqlite3.Connection, columns: Mapping[str, set[str]], tabl
 def _columns(tables: sqlite3.Connection) -> dict[str, set[str]]:
     """The columns of each table of the report; a view of a stranger could compute for ever."""
     names = [row[0] for row in tables.execute("SELECT name FROM report.sqlite_master WHERE type = 'table'")]
+    for name in {_KERNELS, _COPIES, _FILLS, _CALLS, _RANGES, _STRINGS}.intersection(names):
+        if tables.execute(f"SELECT 1 FROM report.{name} LIMIT 1 OFFSET {EVENTS}").fetchone():
+            raise UsageError(f"holds more than {EVENTS:,} rows in {name}, the most that are read: profile fewer steps")
     info = "SELECT name FROM pragma_table_info(?, 'report')"
     return {name: {row[0] for row in tables.execute(info, (name,))} for name in names}
 

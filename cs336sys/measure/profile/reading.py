@@ -1,5 +1,6 @@
 """Opens a profiler's file, of whatever kind it is, and the files of several ranks."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +10,13 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.measure.diagnosis.profilers import find_nsys
 from cs336sys.measure.profile.analysis import Analysis, analyze, with_waiting
 from cs336sys.measure.profile.breakdown import break_down
-from cs336sys.measure.profile.capture import Capture
+from cs336sys.measure.profile.capture import FILE_BYTES, Capture
 from cs336sys.measure.profile.chrome_trace import GZIP_MAGIC, read_chrome_trace
 from cs336sys.measure.profile.nsys import REPORT_SUFFIXES, export, read_nsys_database
 from cs336sys.measure.profile.ranks import RanksAnalysis, exposed_waiting, match_ranks, waited_collectives
 from cs336sys.measure.profile.timeline import Timeline, timelines
 from cs336sys.processes.folders import OwnedFolder
+from cs336sys.results.foreign import MIB
 
 _SQLITE_MAGIC = b"SQLite format 3\x00"
 
@@ -30,9 +32,13 @@ def open_capture(path: Path) -> Capture:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UsageError(f"{path} is a pipe or a device, and a report is read more than once: give a file")
         with path.open("rb") as stream:
-            head = stream.read(4096)
+            head, size = stream.read(4096), os.fstat(stream.fileno()).st_size
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    if size > FILE_BYTES:
+        raise UsageError(
+            f"{path} holds more than {FILE_BYTES // MIB:,} MiB, which is the most that is read: profile fewer steps"
+        )
     if head.startswith(_SQLITE_MAGIC):
         return read_nsys_database(path)
     if path.suffix in REPORT_SUFFIXES:
