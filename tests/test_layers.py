@@ -41,6 +41,7 @@ SHARED_AMONG_SIBLINGS = {
             "invocation",
             "options",
             "options.board",
+            "options.effects",
             "options.output",
             "options.reading",
             "options.settings_file",

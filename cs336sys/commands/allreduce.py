@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from cs336sys.accounting.communication import COLLECTIVES
+from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import byte_count, choice, setting, split_list, writes_file
+from cs336sys.commands.options.reading import byte_count, choice, split_list
 from cs336sys.commands.options.training import DeviceOption
 from cs336sys.commands.sweep.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes, is_first_rank
 from cs336sys.commands.sweep.run import run_sweep, show_plan

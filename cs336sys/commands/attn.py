@@ -4,8 +4,9 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
+from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, setting, writes_file
+from cs336sys.commands.options.reading import choice
 from cs336sys.commands.options.training import DeviceOption, DryRunOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.sizes import PRECISIONS

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cs336sys.commands.options import training as options
+from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, OUTPUT, choice, setting, writes_file
+from cs336sys.commands.options.reading import MEASURING, OUTPUT, choice
 from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.results.model import configuration_key

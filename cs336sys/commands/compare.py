@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands.faults import say
+from cs336sys.commands.options.effects import setting
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import setting, split_list
+from cs336sys.commands.options.reading import split_list
 from cs336sys.errors import UsageError
 from cs336sys.results.comparison import compare_pairs, match_cells, nearest_difference
 from cs336sys.results.model import read_several

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS
 from cs336sys.commands.options import training as options
+from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, between, choice, setting, writes_file
+from cs336sys.commands.options.reading import MEASURING, between, choice
 from cs336sys.commands.sweep.ranks import (
     BackendOption,
     CheckLayersOption,

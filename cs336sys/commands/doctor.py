@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cs336sys.commands.faults import say
+from cs336sys.commands.options.effects import writes_file
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import name_or_code, writes_file
+from cs336sys.commands.options.reading import name_or_code
 from cs336sys.commands.options.training import (
     BatchOption,
     BlocksOption,

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from cs336sys.commands.options.board import goes_before
+from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import BaselineOption, KernelOption, check_baseline, choice, setting, writes_file
+from cs336sys.commands.options.reading import BaselineOption, KernelOption, check_baseline, choice
 from cs336sys.commands.options.training import DeviceOption, DryRunOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.errors import UsageError

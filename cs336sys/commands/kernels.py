@@ -4,8 +4,9 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
+from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import BaselineOption, KernelOption, check_baseline, choice, setting, writes_file
+from cs336sys.commands.options.reading import BaselineOption, KernelOption, check_baseline, choice
 from cs336sys.commands.options.training import DeviceOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 from cs336sys.commands.options import training as options
+from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import reads_file, setting, writes_file
 from cs336sys.commands.sweep.run import run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.workload import LossWorkload

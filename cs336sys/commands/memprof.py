@@ -10,8 +10,9 @@ import typer
 from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.board import read_memory_limit
+from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, reads_file, refuse_given, setting, writes_file
+from cs336sys.commands.options.reading import choice, refuse_given
 from cs336sys.commands.sweep.run import check_planned, run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell

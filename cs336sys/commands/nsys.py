@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cs336sys.commands.options import training as options
+from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, reads_file, refuse_given, setting, split_list, writes_file
+from cs336sys.commands.options.reading import choice, refuse_given, split_list
 from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import PROFILERS, ProfileWorkload, Workload

@@ -11,16 +11,8 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands.faults import say
-from cs336sys.commands.options.reading import (
-    OUTPUT,
-    among,
-    check_choice,
-    one_of,
-    reads_file,
-    setting,
-    split_list,
-    writes_file,
-)
+from cs336sys.commands.options.effects import reads_file, setting, writes_file
+from cs336sys.commands.options.reading import OUTPUT, among, check_choice, one_of, split_list
 from cs336sys.commands.options.training import DeviceOption
 from cs336sys.errors import CapabilityError, UsageError, require_known
 from cs336sys.processes.parent import Guarded, python_module

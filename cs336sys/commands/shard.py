@@ -20,8 +20,9 @@ from cs336sys.commands.options.board import (
     require_for_board,
     room_for_tensors,
 )
+from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, setting, writes_file
+from cs336sys.commands.options.reading import choice
 from cs336sys.commands.options.training import ImplementationOptions, StepsOptions
 from cs336sys.commands.sweep.ranks import (
     BackendOption,

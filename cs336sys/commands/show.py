@@ -9,8 +9,9 @@ import typer
 
 from cs336sys.commands.faults import say
 from cs336sys.commands.invocation import LazyGroup
+from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import choice, one_of, setting, split_list, writes_file
+from cs336sys.commands.options.reading import choice, one_of, split_list
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Results, Status, passed_over_words, read_results
 

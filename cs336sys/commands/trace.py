@@ -10,8 +10,8 @@ import typer
 
 from cs336sys import __version__
 from cs336sys.commands.faults import say
+from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SaveOption
-from cs336sys.commands.options.reading import reads_file, setting, writes_file
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.results.model import Cell, Run
 

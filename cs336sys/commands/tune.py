@@ -17,19 +17,9 @@ from cs336sys.accounting.step_time.space import STRATEGIES, Space, refusal, trai
 from cs336sys.commands.faults import say
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.board import is_given, read_memory_limit
+from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import (
-    MEASURING,
-    OUTPUT,
-    WHAT_RUNS,
-    among,
-    choice,
-    one_of,
-    reads_file,
-    setting,
-    split_list,
-    writes_file,
-)
+from cs336sys.commands.options.reading import MEASURING, OUTPUT, WHAT_RUNS, among, choice, one_of, split_list
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.results.model import Cell, configuration_key

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 from cs336sys.commands.options import training as options
+from cs336sys.commands.options.effects import runs_code, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, name_or_code, runs_code, setting, writes_file
+from cs336sys.commands.options.reading import choice, name_or_code
 from cs336sys.commands.sweep.ranks import BackendOption, WorldSizeOption, choose_world_sizes, is_first_rank
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError

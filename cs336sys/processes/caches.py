@@ -13,19 +13,17 @@ _INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def use_private_caches() -> None:
-    """Check the caches that Inductor and Triton load compiled code from, before a process does.
+    """Set Inductor's cache unless the user has, and check it and Triton's before a process loads code from them.
 
-    Inductor's own default is a folder in the system's temporary one, which another user may have made. Here it is below
-    the user's cache folder, or in the temporary one with this user's number where the home folder takes no files,
-    unless the user has set ``TORCHINDUCTOR_CACHE_DIR``.
+    Inductor's own default is in the system's temporary folder, where another user may have made it. Here it is in the
+    user's cache folder, or where that takes no files in a temporary folder with the user's number.
 
     Raises:
         CapabilityError: another user can write to one of the folders.
     """
     if _INDUCTOR_VARIABLE not in os.environ:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-        folder = home / "torchinductor"
-        if not home.is_absolute() or not _can_write(folder):
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torchinductor")
+        if not folder.is_absolute() or not _can_write(folder):
             folder = Path(tempfile.gettempdir(), f"torchinductor-{os.geteuid()}")
         os.environ[_INDUCTOR_VARIABLE] = str(folder)
     require_private(Path(os.environ[_INDUCTOR_VARIABLE]), _INDUCTOR_VARIABLE)

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 import typer
 
 from cs336sys.commands.invocation import LazyGroup
-from cs336sys.commands.options.reading import among, setting
+from cs336sys.commands.options.effects import setting
+from cs336sys.commands.options.reading import among
 from cs336sys.errors import UsageError
 
 # Subjects, and the commands that each module has.

@@ -8,6 +8,7 @@ from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer, Mesh
 from cs336sys.accounting.xxl import XXL_SHAPE, FeedForwardStack, TpuMesh
 from cs336sys.commands.account import choice, require_positive, require_triable
+from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import (
     at_least,
@@ -16,10 +17,7 @@ from cs336sys.commands.options.reading import (
     check_choice,
     one_of,
     read_value,
-    reads_file,
-    setting,
     split_list,
-    writes_file,
 )
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size

@@ -5,8 +5,9 @@ from typing import Annotated
 from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
+from cs336sys.commands.options.effects import setting
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import among, at_least, check_choice, one_of, setting, split_list
+from cs336sys.commands.options.reading import among, at_least, check_choice, one_of, split_list
 from cs336sys.sizes import PRECISIONS, SIZES
 from cs336sys.workload import ATTENTION, MODES
 

@@ -7,16 +7,9 @@ import typer
 
 from cs336sys.commands.account import choice, require_positive, require_triable
 from cs336sys.commands.options.board import is_given, read_memory_limit
+from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import (
-    at_least,
-    check_choice,
-    one_of,
-    reads_file,
-    setting,
-    split_list,
-    writes_file,
-)
+from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, choose_size
 from cs336sys.workload import STATE_DTYPES

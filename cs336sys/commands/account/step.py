@@ -10,8 +10,9 @@ from cs336sys.accounting.step_time.prediction import PREDICTED_STRATEGIES
 from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
+from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import among, reads_file, setting, writes_file
+from cs336sys.commands.options.reading import among
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
 

@@ -5,16 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from cs336sys.commands.options.reading import (
-    LONGEST_S,
-    MEASURING,
-    OUTPUT,
-    among,
-    choice,
-    connects,
-    setting,
-    writes_file,
-)
+from cs336sys.commands.options.effects import connects, setting, writes_file
+from cs336sys.commands.options.reading import LONGEST_S, MEASURING, OUTPUT, among, choice
 from cs336sys.commands.sweep.tracking import TRACKERS
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMATS

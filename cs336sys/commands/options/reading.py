@@ -1,7 +1,6 @@
 """Options that several commands share, and the reading of their values."""
 
 import copy
-import enum
 import functools
 import inspect
 import math
@@ -15,41 +14,12 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import typer
 from typer.models import OptionInfo
 
+from cs336sys.commands.options.effects import Effect, effect_of, runs_code, setting
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.user_code import is_user_code, read_reference
 
 # Panels of the help, besides that of the command's own options.
 MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output"
-
-
-class Effect(enum.StrEnum):
-    """What an option can do beyond choosing what is computed and shown: see :func:`_declared`."""
-
-    HARMLESS = "is harmless"
-    READS_FILE = "reads a file"
-    WRITES_FILE = "writes a file"
-    RUNS_CODE = "names code to run"
-    CONNECTS = "opens connections"
-    UNDECLARED = "does not declare what it may do"
-
-
-def _declared(effect: Effect, *names: str, **settings: Any) -> Any:
-    """Declare an option of a command and its effect; a settings file that was found sets harmless options alone.
-
-    Args:
-        settings: of ``typer.Option``.
-    """
-    option = typer.Option(*names, **settings)
-    option.effect = effect
-    return option
-
-
-# An option declared by typer.Option itself is Effect.UNDECLARED: no settings file that was found sets it.
-setting = functools.partial(_declared, Effect.HARMLESS)
-reads_file = functools.partial(_declared, Effect.READS_FILE)
-writes_file = functools.partial(_declared, Effect.WRITES_FILE)
-runs_code = functools.partial(_declared, Effect.RUNS_CODE)
-connects = functools.partial(_declared, Effect.CONNECTS)
 
 BaselineOption = Annotated[str | None, setting(help="Which of them speed-ups are over. Default: eager.")]
 
@@ -116,11 +86,6 @@ def refuse_given(ctx: typer.Context, names: Collection[str], why: str) -> None:
         given = ctx.get_parameter_source(parameter.name)
         if parameter.name in names and given is not None and given.name == "COMMANDLINE":
             raise UsageError(f"{parameter.opts[0]}: {why}; leave it out")
-
-
-def effect_of(declaration: Any) -> Effect:
-    """Return the effect that an option's declaration names."""
-    return getattr(declaration, "effect", Effect.UNDECLARED)
 
 
 def _refuse_one_file_for_two(values: Mapping[str, Any], declared: Mapping[str, Any]) -> None:

@@ -12,7 +12,8 @@ from itertools import product
 from typing import Annotated, ClassVar
 
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, choice, name_or_code, runs_code, setting
+from cs336sys.commands.options.effects import runs_code, setting
+from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, choice, name_or_code
 from cs336sys.errors import DEBUG_VARIABLE, UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size
 from cs336sys.user_code import digest, is_user_code, source_file

@@ -36,7 +36,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-from cs336sys.commands.options.reading import LONGEST_S, choice, setting, writes_file
+from cs336sys.commands.options.effects import setting, writes_file
+from cs336sys.commands.options.reading import LONGEST_S, choice
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.processes import RankIdentity, started_outside
 from cs336sys.results.model import Run
