@@ -1,8 +1,10 @@
 """Caches of compiled code, from folders that no other user can write to. No torch."""
 
+import getpass
 import grp
 import os
 import pwd
+import re
 import stat
 import tempfile
 from pathlib import Path
@@ -16,17 +18,20 @@ def use_private_caches() -> None:
     """Set Inductor's cache unless the user has, and check it and Triton's before a process loads code from them.
 
     Inductor's own default is in the system's temporary folder, where another user may have made it. Here it is in the
-    user's cache folder, or where that takes no files in a temporary folder with the user's number.
+    user's cache folder, or where that takes no files in the default one, which is checked in any case.
 
     Raises:
         CapabilityError: another user can write to one of the folders.
     """
+    default = Path(tempfile.gettempdir(), f"torchinductor_{_user_name()}")
     if _INDUCTOR_VARIABLE not in os.environ:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torchinductor")
         if not folder.is_absolute() or not _can_write(folder):
-            folder = Path(tempfile.gettempdir(), f"torchinductor-{os.geteuid()}")
+            folder = default
         os.environ[_INDUCTOR_VARIABLE] = str(folder)
     require_private(Path(os.environ[_INDUCTOR_VARIABLE]), _INDUCTOR_VARIABLE)
+    # Inductor keeps the headers that it precompiles in its default folder, whatever the variable says.
+    require_private(default, "TMPDIR")
     triton_home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     require_private(Path(os.environ.get("TRITON_CACHE_DIR") or f"{triton_home}/.triton/cache"), "TRITON_CACHE_DIR")
 
@@ -60,6 +65,14 @@ def require_private(folder: Path, variable: str) -> None:
             f"{folder}: compiled code is not loaded from this folder, because {reason}; set {variable} to a folder "
             "that only you can write to"
         )
+
+
+def _user_name() -> str:
+    """Return the user's name as it stands in Inductor's default folder."""
+    try:
+        return re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, OSError):
+        return f"uid_{os.getuid()}"
 
 
 def _can_write(folder: Path) -> bool:

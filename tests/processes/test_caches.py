@@ -1,5 +1,6 @@
 """Compiled code is loaded from folders that nobody else can write to."""
 
+import getpass
 import os
 import stat
 import tempfile
@@ -51,12 +52,14 @@ def test_without_a_home_folder_inductor_caches_in_a_private_temporary_folder(hom
         ("TORCHINDUCTOR_CACHE_DIR", ".cache/torchinductor"),
         ("TRITON_CACHE_DIR", ".triton/cache"),
         ("TRITON_CACHE_DIR", "elsewhere/.triton/cache"),
+        ("TMPDIR", f"tmp/torchinductor_{getpass.getuser()}"),
     ],
 )
 @pytest.mark.parametrize("fault", ["writable", "writable above", "another owner", "link of another owner"])
 def test_a_cache_that_others_can_write_to_is_refused_before_a_start(variable, folder, fault, home, monkeypatch):
     path = home / folder
     path.mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(home / "tmp"))
     if folder.startswith("elsewhere"):
         monkeypatch.setenv("TRITON_HOME", str(home / "elsewhere"))
     if fault == "writable":
