@@ -83,10 +83,8 @@ def test_a_cache_that_others_can_write_to_is_refused_before_a_start(variable, fo
     ("mode", "members", "is_private"), [(0o775, [], True), (0o775, ["eve"], False), (0o1777, [], 0)]
 )
 def test_only_a_group_of_this_user_alone_may_write(mode, members, is_private, tmp_path, monkeypatch):
-    own = caches.grp.getgrgid(tmp_path.stat().st_gid)
-    monkeypatch.setattr(
-        caches.grp, "getgrgid", lambda _: caches.grp.struct_group((own.gr_name, "x", own.gr_gid, members))
-    )
+    group = caches.grp.struct_group((caches.pwd.getpwuid(os.geteuid()).pw_name, "x", os.getegid(), members))
+    monkeypatch.setattr(caches.grp, "getgrgid", lambda _: group)
     folder = tmp_path / "cache"
     folder.mkdir()
     folder.chmod(mode)
