@@ -114,8 +114,7 @@ class TrainStep:
         self._fused = fused_kernels(self.model)
         if self._fused is None:
             return
-        has_head = workload.is_ours or self._fused.computes_loss
-        if has_head and workload.user.loss is None and "linear-cross-entropy" in workload.fused_kernels:
+        if self._fused.computes_loss and workload.user.loss is None:
             self._loss_without_logits = self._fused.loss
         half = AUTOCAST_DTYPES.get(workload.precision)
         has_copies = self.optimizer is None or hasattr(self.optimizer, "attach_copy")

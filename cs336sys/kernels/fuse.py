@@ -14,14 +14,20 @@ from cs336sys.errors import CapabilityError, UsageError, choose_from
 from cs336sys.kernels.embedding import embedding_rows
 from cs336sys.kernels.linear import linear_of_copy
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
-from cs336sys.kernels.recognition import Gate, find_head, gate_layers, is_linear, norm_epsilon
+from cs336sys.kernels.recognition import (
+    Gate,
+    find_head,
+    gate_layers,
+    is_embedding,
+    is_linear,
+    is_prenorm_block,
+    is_rotation,
+    norm_epsilon,
+)
 from cs336sys.kernels.rms_norm import rms_norm
 from cs336sys.kernels.rope import rope, rope_qkv
 from cs336sys.kernels.swiglu import swiglu, swiglu_linear_of_copy
 from cs336sys.kernels.weight_copies import WeightCopies
-
-# What a module of ``cs336_basics``' names computes once it is fused: its forward pass, by its class's name.
-
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -54,9 +60,10 @@ def _block_forward(block: Any, x: Tensor) -> Tensor:
 # One function for all modules that compute alike: compiled code is theirs together.
 @functools.cache
 def gate_forward(layers: Gate) -> Callable:
-    def forward(ffn: Any, x: Tensor) -> Tensor:
+    def forward(ffn: Any, *inputs: Tensor, **named: Tensor) -> Tensor:
+        (x,) = (*inputs, *named.values())
         gate, up, down = (getattr(ffn, name) for name in layers)
-        if ffn.gate_up_copy is None:
+        if not _reads_copy(ffn.gate_up_copy, x):
             return down(swiglu(gate(x), up(x)))
         dtype = ffn.gradient_dtype
         gate_up = linear_of_copy(x, ffn.gate_up_copy, gate.weight, up.weight, gradient_dtype=dtype)
@@ -69,7 +76,11 @@ def gate_forward(layers: Gate) -> Callable:
 def norm_forward(eps: float) -> Callable:
     """Return the forward pass of an RMSNorm outside our blocks, without a residual."""
 
-    def forward(norm: Any, x: Tensor) -> Tensor:
+    def forward(norm: Any, *inputs: Tensor, **named: Tensor) -> Tensor:
+        (x,) = (*inputs, *named.values())
+        if x.dtype != norm.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            # Norms differ in which of the two dtypes they return.
+            return type(norm).forward(norm, x)
         y = rms_norm(x, norm.weight, eps)
         assert isinstance(y, Tensor)
         return y
@@ -77,8 +88,14 @@ def norm_forward(eps: float) -> Callable:
     return forward
 
 
-def _linear_forward(linear: Any, x: Tensor) -> Tensor:
-    if linear.weight_copy is None:
+def _reads_copy(copy: Tensor | None, x: Tensor) -> bool:
+    """Return whether a layer computes with a copy of its weight: not where a model switches autocast off."""
+    return copy is not None and (x.dtype == copy.dtype or torch.is_autocast_enabled(x.device.type))
+
+
+def _linear_forward(linear: Any, *inputs: Tensor, **named: Tensor) -> Tensor:
+    (x,) = (*inputs, *named.values())
+    if not _reads_copy(linear.weight_copy, x):
         return type(linear).forward(linear, x)
     return linear_of_copy(x, linear.weight_copy, linear.weight, gradient_dtype=linear.gradient_dtype)
 
@@ -380,7 +397,8 @@ def _refresh_changed_copies(model: nn.Module, _: object) -> None:
 def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[str] | None = None) -> Fused:
     """Lets a Transformer's norms, rotations, gates, residual additions and loss run as fused kernels.
 
-    Modules are known by the names of their classes and attributes where the model has those of ``cs336_basics.model``:
+    Modules are known by the names of their classes and attributes where the model has those of ``cs336_basics.model``,
+    and are left alone where they compute something else under these names:
 
     - ``RMSNorm`` (``weight``, ``eps``) computes ``rms_norm``,
     - ``SwiGLU`` (``w1``, ``w2``, ``w3``) ``w2(swiglu(w1(x), w3(x)))``,
@@ -393,7 +411,7 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
     - ``Embedding`` (``weight``), where there is one that is not torch's own, ``embedding_rows``.
 
     In any other model, modules are recognized by their outputs (:mod:`~cs336sys.kernels.recognition`): RMSNorms,
-    SwiGLUs, a last layer whose output the model returns unchanged, and, once the handle keeps copies of the weights,
+    SwiGLUs, a last layer whose output the model returns unchanged and does not read, and, once the handle keeps copies of the weights,
     every linear layer without a bias. Rotations and residual additions stay as they are.
 
     Parameters, their names and the state dict stay as they are. Fuse before ``torch.compile`` compiles.
@@ -426,36 +444,65 @@ def _fuse_named(model: nn.Module, attention: Attention | None, kernels: Collecti
     replaced = {name for kernel in kernels for name in KERNELS[kernel]}
     if kernels is KERNELS:
         replaced |= {"CausalMultiHeadSelfAttention", "Embedding"}
-    replacements: dict[nn.Module, Replacement] = {}
-    for path, module in model.named_modules():
-        name = type(module).__name__
-        if name not in (*ATTRIBUTES, *OPTIONAL) or isinstance(module, nn.Embedding):
-            continue
+    named = {
+        path: module
+        for path, module in model.named_modules()
+        if type(module).__name__ in (*ATTRIBUTES, *OPTIONAL) and not isinstance(module, nn.Embedding)
+    }
+    for path, module in named.items():
         _refuse_own_forward(path, module)
+        name = type(module).__name__
         missing = [attribute for attribute in ATTRIBUTES.get(name, ()) if not hasattr(module, attribute)]
         if missing:
             raise UsageError(
                 f"{path} ({name}) has no {' and no '.join(missing)}: fused kernels need {', '.join(ATTRIBUTES[name])}"
             )
-        if name not in replaced:
-            continue
-        if name == "RotaryEmbedding":
-            forward = rotation_forward(rotation_base(model, path, module))
-        elif name == "CausalMultiHeadSelfAttention":
-            rotation: Any = module.positional_encoder
-            theta = None if rotation is None else rotation_base(model, path, rotation)
-            own = attention or attention_of(sys.modules[type(module).__module__])
-            forward = attention_forward(theta, own)
-        else:
-            forward = FORWARDS[name]
-        stacks = {
-            copy: tuple(getattr(module, layer) for layer in layers) for copy, layers in STACKED.get(name, {}).items()
-        }
-        replacements[module] = Replacement(forward, stacks)
-    head = getattr(model, HEAD, None) if "linear-cross-entropy" in kernels else None
-    if head is not None:
+    replacements: dict[nn.Module, Replacement] = {}
+    for path, module in named.items():
+        name = type(module).__name__
+        forward = _named_forward(model, path, module, attention) if name in replaced else None
+        if forward is not None:
+            stacks = {
+                copy: tuple(getattr(module, layer) for layer in layers)
+                for copy, layers in STACKED.get(name, {}).items()
+            }
+            replacements[module] = Replacement(forward, stacks)
+    head = find_head(model) if "linear-cross-entropy" in kernels else None
+    if head is not None and head is getattr(model, HEAD, None):
         replacements[head] = Replacement(head_forward)
+    else:
+        head = None
+    if not replacements:
+        raise UsageError(
+            f"{type(model).__name__} has the class names of cs336_basics, but none of its modules computes what "
+            f"{', '.join(kernels)} would compute in its place"
+        )
     return Fused(model, replacements, kernels, head)
+
+
+def _named_forward(model: nn.Module, path: str, module: Any, attention: Attention | None) -> Callable | None:
+    """Return the fused forward pass of a module with a name of ``cs336_basics``, or None if it computes otherwise."""
+    name = type(module).__name__
+    if name == "RotaryEmbedding":
+        theta = rotation_base(model, path, module)
+        heads: Any = next(part for part in model.modules() if type(part).__name__ == "CausalMultiHeadSelfAttention")
+        head_dim = len(heads.q_proj.weight) // heads.num_heads
+        return rotation_forward(theta) if is_rotation(module, theta, head_dim) else None
+    if name == "CausalMultiHeadSelfAttention":
+        rotation: Any = module.positional_encoder
+        if {part for part, _ in module.named_parameters()} != {
+            f"{layer}.weight" for layers in STACKED[name].values() for layer in layers
+        }:
+            return None
+        theta = None if rotation is None else rotation_base(model, path, rotation)
+        return attention_forward(theta, attention or attention_of(sys.modules[type(module).__module__]))
+    is_same = {
+        "RMSNorm": lambda: norm_epsilon(module) == module.eps,
+        "SwiGLU": lambda: gate_layers(module) == _COURSE_GATE,
+        "TransformerBlock": lambda: is_prenorm_block(module),
+        "Embedding": lambda: is_embedding(module),
+    }
+    return FORWARDS[name] if is_same[name]() else None
 
 
 def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:

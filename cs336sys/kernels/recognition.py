@@ -1,16 +1,19 @@
 """Finds the modules that fused kernels can replace in any model, by comparing their outputs instead of their names."""
 
 import contextlib
+import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from cs336sys.kernels.rms_norm import reference_rms_norm
+from cs336sys.kernels.rope import reference_rope
 from cs336sys.kernels.swiglu import reference_swiglu
 
 # Attributes in which norms keep their epsilon.
@@ -18,8 +21,14 @@ _EPSILONS = ("eps", "variance_epsilon", "epsilon")
 
 # Widths of the trial weights of a SwiGLU. They differ, so that no other order of layers fits.
 _WIDTH, _INNER_WIDTH = 4, 6
-# Length of the sequence in the trial of a last layer.
-_TOKENS = 2
+# Scales of the rows of an input. The last one reveals modules that clamp large values.
+_SCALES = (0.1, 1.0, 1e3)
+# Leading dimensions of the inputs. A module may refuse all but the first, which are those of a batch of sequences.
+_LEADING = ((2,), (), (1, 2))
+# Largest error of an output, relative to the largest element of its row, by the dtype of input and weights.
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+# Largest error of a gradient in float32, likewise.
+_GRADIENT_TOLERANCE = 1e-3
 
 
 class Gate(NamedTuple):
@@ -33,33 +42,47 @@ class Gate(NamedTuple):
 def norm_epsilon(module: nn.Module) -> float | None:
     """Return the epsilon of an RMSNorm, or None for any other module.
 
-    The module runs on random rows with random weights, in float32 on the CPU. So Gemma's norm, whose weight is an
-    offset from 1, is not taken for an RMSNorm.
+    The module runs on random rows with random weights, on the CPU. So Gemma's norm, whose weight is an offset from 1,
+    is not taken for an RMSNorm, and neither is one that returns float32 for a bfloat16 input.
     """
     parameters = dict(module.named_parameters())
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or any(module.children()):
         return None
-    with _tried_apart():
-        for name in _EPSILONS:
-            eps = getattr(module, name, None)
-            if isinstance(eps, float) and _computes(module, _norm_trial(len(parameters["weight"]), eps)):
-                return eps
+    shapes = {"weight": tuple(parameters["weight"].shape)}
+    for name in _EPSILONS:
+        eps = getattr(module, name, None)
+        # In the first row eps counts as much as the mean square.
+        if isinstance(eps, float) and _computes(
+            module, lambda x, weight, eps=eps: reference_rms_norm(x, weight, eps), shapes, (eps**0.5, *_SCALES[1:])
+        ):
+            return eps
     return None
 
 
 def gate_layers(module: nn.Module) -> Gate | None:
     """Return the gate, up and down projections of a SwiGLU, or None for any other module.
 
-    The module runs with small random weights instead of its own, in float32 on the CPU.
+    The module runs with small random weights instead of its own, on the CPU. Layers with hooks, which fused kernels do
+    not call once they read copies of the weights, are left alone.
     """
-    layers = {name: child for name, child in module.named_children() if is_linear(child)}
+    layers = {name: child for name, child in module.named_children() if is_linear(child) and not _has_hooks(child)}
     if len(layers) != 3 or len(list(module.parameters())) != 3:
         return None
-    with _tried_apart():
-        for gate in itertools.starmap(Gate, itertools.permutations(layers)):
-            if _computes(module, _gate_trial(gate)):
-                return gate
+    for gate in itertools.starmap(Gate, itertools.permutations(layers)):
+        shapes = dict.fromkeys((f"{gate.gate}.weight", f"{gate.up}.weight"), (_INNER_WIDTH, _WIDTH))
+        if _computes(module, _gate, shapes | {f"{gate.down}.weight": (_WIDTH, _INNER_WIDTH)}):
+            return gate
     return None
+
+
+def _gate(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return reference_swiglu(x @ gate.T, x @ up.T) @ down.T
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -71,116 +94,221 @@ def is_linear(module: nn.Module) -> bool:
         return False
     if type(module) is nn.Linear:
         return True
+    return _computes(module, lambda x, weight: x @ weight.T, {"weight": (_INNER_WIDTH, _WIDTH)})
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Return whether a module computes exactly ``weight[token_ids]``."""
     with _tried_apart():
-        return _computes(module, _linear_trial())
+        weight, ids = torch.randn((_INNER_WIDTH, _WIDTH), device="cpu"), torch.tensor([[0, 5, 2]], device="cpu")
+        return _takes_one_tensor(module) and all(
+            _agrees(
+                lambda weight: torch.func.functional_call(module, {"weight": weight}, (ids,)),
+                lambda weight: weight[ids],
+                [weight.to(dtype)],
+            )
+            for dtype in _TOLERANCES
+        )
+
+
+def is_rotation(module: nn.Module, theta: float, head_dim: int) -> bool:
+    """Return whether a module rotates pairs of neighbours, (..., S, head_dim) by positions (S,), with this base.
+
+    On the meta device, where its tables have no values, the module is taken at its word.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor) for tensor in tensors):
+        return True
+    device = tensors[0].device if tensors else torch.device("cpu")
+    with _tried_apart():
+        x, positions = torch.randn((2, 2, head_dim), device="cpu").to(device), torch.tensor([1, 0], device=device)
+        return all(
+            _agrees(lambda x: module(x, positions), lambda x: reference_rope(x, positions, theta=theta), [x.to(dtype)])
+            for dtype in _TOLERANCES
+        )
+
+
+def is_prenorm_block(block: nn.Module) -> bool:
+    """Return whether a block computes ``x + attn(ln1(x))`` and then ``x + ffn(ln2(x))``, whatever its parts compute."""
+
+    def part(scale: float) -> Callable[[Tensor], Tensor]:
+        return lambda x: torch.sin(scale * x)
+
+    parts = {name: part(scale) for scale, name in enumerate(("ln1", "attn", "ln2", "ffn"), 1)}
+
+    def expected(x: Tensor) -> Tensor:
+        x = x + parts["attn"](parts["ln1"](x))
+        return x + parts["ffn"](parts["ln2"](x))
+
+    with contextlib.ExitStack() as stack:
+        for name, compute in parts.items():
+            stack.enter_context(mock.patch.dict(getattr(block, name).__dict__, {"forward": compute}))
+        return _computes(block, expected, {})
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
     """Return the last linear layer if the model returns its output unchanged, directly or as ``.logits``.
 
-    The model runs on two tokens, without attention, whose values do not matter here. A model that changes its logits,
-    for example by scaling them, has no head.
+    The model runs twice on two tokens, without attention, whose values do not matter here: in training mode and in
+    evaluation mode. A model that reads its logits or changes them, in place too, has no head.
     """
     layers = [module for module in model.modules() if is_linear(module)]
     if not layers:
         return None
     head = layers[-1]
+    with _restored_modes(model):
+        return head if all(_returns_output(model.train(mode), head, batch=1 + mode) for mode in (True, False)) else None
+
+
+def _returns_output(model: nn.Module, head: nn.Module, batch: int) -> bool:
     weight = head.get_parameter("weight")
-    marks: list[Tensor] = []
+    device, tokens = weight.device, (batch, 2)
+    watch = _Watch()
 
     def mark(hidden: Tensor) -> Tensor:
-        if hidden.shape == (1, _TOKENS, weight.shape[1]):
-            marks.append(hidden.new_zeros(()))
-            return marks[-1]
-        raise ValueError("this layer does not compute the logits of every token")
+        if hidden.shape != (*tokens, weight.shape[1]):
+            raise ValueError("this layer does not compute the logits of every token")
+        watch.marks.append(hidden.new_zeros(()))
+        return watch.marks[-1]
 
     def no_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
 
-    head.__dict__["forward"] = mark
-    device = weight.device
     try:
         with (
             torch.no_grad(),
             torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
             mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", no_attention),
+            mock.patch.dict(head.__dict__, {"forward": mark}),
+            watch,
         ):
-            output = model(torch.zeros((1, _TOKENS), dtype=torch.int64, device=device))
+            output = model(torch.full(tokens, batch - 1, dtype=torch.int64, device=device))
     except Exception:
-        return None
-    finally:
-        del head.__dict__["forward"]
+        return False
     logits = getattr(output, "logits", output)
-    return head if len(marks) == 1 and logits is marks[0] else None
+    return len(watch.marks) == 1 and logits is watch.marks[0] and not watch.is_used
 
 
-class _Trial(NamedTuple):
-    """Weights by their names in a module, an input, and the expected output."""
+class _Watch(TorchDispatchMode):
+    """Notes whether an operation takes one of some tensors, or another one of the same memory."""
 
-    weights: dict[str, Tensor]
-    x: Tensor
-    expected: Tensor
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: list[Tensor] = []
+        self.is_used = False
 
-
-def _norm_trial(width: int, eps: float) -> _Trial:
-    seeded = torch.Generator("cpu").manual_seed(0)
-    weight = _random(width, seeded)
-    # In the first row eps counts as much as the mean square.
-    x = _rows(width, seeded, (eps**0.5, 1.0, 1e3))
-    expected = reference_rms_norm(x, weight, eps)
-    assert isinstance(expected, Tensor)
-    return _Trial({"weight": weight}, x, expected)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.marks:
+            memory = {mark.untyped_storage()._cdata for mark in self.marks}
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self.is_used |= any(tensor.untyped_storage()._cdata in memory for tensor in tensors)
+        return func(*args, **(kwargs or {}))
 
 
-def _gate_trial(layers: Gate) -> _Trial:
-    seeded = torch.Generator("cpu").manual_seed(0)
-    gate, up = (_random((_INNER_WIDTH, _WIDTH), seeded) for _ in range(2))
-    down, x = _random((_WIDTH, _INNER_WIDTH), seeded), _rows(_WIDTH, seeded)
-    weights = {f"{name}.weight": weight for name, weight in zip(layers, (gate, up, down), strict=True)}
-    return _Trial(weights, x, reference_swiglu(x @ gate.T, x @ up.T) @ down.T)
+def _computes(
+    module: nn.Module,
+    reference: Callable[..., Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    scales: Sequence[float] = _SCALES,
+) -> bool:
+    """Return whether ``module(x)`` is ``reference(x, *weights)`` in values, dtype and gradients, in both modes.
+
+    Tried with random weights in float32 and in bfloat16. A module with more arguments or with buffers is another one.
+
+    Args:
+        shapes: of the weights, by their names in the module.
+        scales: of the rows of an input.
+    """
+    if not _takes_one_tensor(module) or any(True for _ in module.buffers(recurse=False)):
+        return False
+
+    def compute(x: Tensor, *values: Tensor) -> Any:
+        return torch.func.functional_call(module, dict(zip(shapes, values, strict=True)), (x,))
+
+    with _tried_apart(), _restored_modes(module):
+        weights = [torch.randn(shape, device="cpu") for shape in shapes.values()]
+        width = next(iter(shapes.values()))[-1] if shapes else _WIDTH
+        rows = torch.tensor(scales, device="cpu")[:, None]
+        inputs = [torch.randn((*leading, len(scales), width), device="cpu") * rows for leading in _LEADING]
+        for mode, dtype in itertools.product((True, False), _TOLERANCES):
+            module.train(mode)
+            for x in inputs:
+                trial = [tensor.to(dtype) for tensor in (x, *weights)]
+                if not _agrees(compute, reference, trial, must_run=x is inputs[0]):
+                    return False
+    return True
 
 
-def _linear_trial() -> _Trial:
-    seeded = torch.Generator("cpu").manual_seed(0)
-    weight, x = _random((_INNER_WIDTH, _WIDTH), seeded), _rows(_WIDTH, seeded)
-    return _Trial({"weight": weight}, x, x @ weight.T)
-
-
-def _rows(width: int, seeded: torch.Generator, sizes: tuple[float, ...] = (0.1, 1.0, 1e3)) -> Tensor:
-    """Return one random row of each size, (sizes, width). The last one reveals modules that clamp large values."""
-    return _random((len(sizes), width), seeded) * torch.tensor(sizes, device="cpu")[:, None]
-
-
-def _random(shape: Any, seeded: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=seeded, device="cpu")
+def _takes_one_tensor(module: nn.Module) -> bool:
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    kinds = [parameter.kind for parameter in parameters]
+    return kinds in ([inspect.Parameter.POSITIONAL_OR_KEYWORD], [inspect.Parameter.POSITIONAL_ONLY])
 
 
 @contextlib.contextmanager
 def _tried_apart() -> Iterator[None]:
-    """Compute with real tensors inside fake tensor modes, and restore the random state, which dropout advances."""
-    with torch.no_grad(), _disable_current_modes(), torch.random.fork_rng(devices=[]):
+    """Compute with real tensors in their own dtypes, and restore the random state, which dropout advances."""
+    with (
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        _disable_current_modes(),
+        torch.random.fork_rng(devices=[]),
+    ):
+        # The CPU's alone: torch.manual_seed would seed GPUs, too.
+        torch.default_generator.manual_seed(0)
         yield
 
 
-def _computes(module: nn.Module, trial: _Trial) -> bool:
-    """Return whether the outputs are as expected, in training mode and in evaluation mode."""
+@contextlib.contextmanager
+def _restored_modes(module: nn.Module) -> Iterator[None]:
     modes = {part: part.training for part in module.modules()}
     try:
-        return all(_agrees(module.train(mode), trial) for mode in (True, False))
+        yield
     finally:
         for part, mode in modes.items():
             part.training = mode
 
 
-def _agrees(module: nn.Module, trial: _Trial) -> bool:
+def _agrees(
+    compute: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[Tensor], *, must_run: bool = True
+) -> bool:
+    """Return whether both compute alike, and ``compute`` leaves its inputs as they are and returns new memory.
+
+    Args:
+        must_run: whether ``compute`` may not raise.
+    """
     try:
-        found = torch.func.functional_call(module, trial.weights, (trial.x,))
+        output, gradients, leaves = _differentiated(compute, inputs)
     except Exception:
-        # Other shapes or arguments: the module computes something else.
+        return not must_run
+    expected, expected_gradients, _ = _differentiated(reference, inputs)
+    if output.dtype != expected.dtype or not _is_close(output, expected, _TOLERANCES[expected.dtype]):
         return False
-    if not isinstance(found, Tensor) or found.shape != trial.expected.shape:
+    if any(output.untyped_storage()._cdata == leaf.untyped_storage()._cdata for leaf in leaves):
         return False
-    return all(
-        torch.allclose(row, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
-        for row, expected in zip(found.float(), trial.expected, strict=True)
+    if not all(torch.equal(leaf, tensor) for leaf, tensor in zip(leaves, inputs, strict=True)):
+        return False
+    # Those in bfloat16 are sums of rounded numbers.
+    return expected.dtype != torch.float32 or all(
+        _is_close(gradient, other, _GRADIENT_TOLERANCE)
+        for gradient, other in zip(gradients, expected_gradients, strict=True)
     )
+
+
+def _differentiated(
+    compute: Callable[..., Any], inputs: Sequence[Tensor]
+) -> tuple[Tensor, tuple[Tensor, ...], list[Tensor]]:
+    """Return the output, its gradients, and the copies of the inputs that it was computed from."""
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    output = compute(*leaves)
+    return output, torch.autograd.grad(output, leaves, torch.ones_like(output)), leaves
+
+
+def _is_close(output: Tensor, expected: Tensor, tolerance: float) -> bool:
+    if output.shape != expected.shape:
+        return False
+    largest = expected.abs().amax(-1, keepdim=True)
+    return bool(((output - expected).abs() <= tolerance * largest).all())
