@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from cs336sys.errors import UsageError
+from cs336sys.experiments.checks.step import check_few_blocks
 from cs336sys.experiments.models import build_model
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.training import TrainStep, set_matmul_precision, training_warnings, with_notes
+from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.results.model import Samples
@@ -53,6 +55,19 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
     batches = text_batches(workload)
     device = choose_device(training.device)
     set_matmul_precision(training)
+    with telling_user_errors(training):
+        checked, wrong = check_few_blocks(training, device, progress)
+        return wrong or _measure(workload, batches, device, checked, progress)
+
+
+def _measure(
+    workload: LossWorkload,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    device: torch.device,
+    checked: list[str],
+    progress: Progress,
+) -> Outcome:
+    training = workload.training
     progress("building the model")
     model = build_model(training, device)
     optimizer = build_optimizer(training, model, lr=workload.learning_rate, weight_decay=workload.weight_decay)
@@ -65,7 +80,9 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
         {"loss": Samples("nats", "of every step", values)},
         with_notes(
             {"parameters": sum(parameter.numel() for parameter in model.parameters())},
-            [] if finite else training_warnings(next(value for value in values if not math.isfinite(value)), training),
+            checked
+            if finite
+            else training_warnings(next(value for value in values if not math.isfinite(value)), training),
         ),
         None if finite else "a loss is no number",
     )

@@ -411,8 +411,8 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
     - ``Embedding`` (``weight``), where there is one that is not torch's own, ``embedding_rows``.
 
     In any other model, modules are recognized by their outputs (:mod:`~cs336sys.kernels.recognition`): RMSNorms,
-    SwiGLUs, a last layer whose output the model returns unchanged and does not read, and, once the handle keeps copies of the weights,
-    every linear layer without a bias. Rotations and residual additions stay as they are.
+    SwiGLUs, a last layer whose output the model returns unchanged and does not read, and, once the handle keeps copies
+    of the weights, every linear layer without a bias. Rotations and residual additions stay as they are.
 
     Parameters, their names and the state dict stay as they are. Fuse before ``torch.compile`` compiles.
 

@@ -1,6 +1,8 @@
 """Check that a step in CUDA graphs, or with our kernels, trains like a plain one."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +13,12 @@ from cs336sys.experiments.checks.weights import (
     OPTIMIZER_SETTINGS,
     STEPS,
     WeightDifference,
+    distances,
+    farthest,
     plainly_trained,
+    rounding_explains,
+    rounding_note,
     tolerance,
-    weight_difference,
 )
 from cs336sys.experiments.models import build_compared_model, build_model
 from cs336sys.experiments.optimizers import build_optimizer, choose_optimizer
@@ -35,8 +40,14 @@ _SAME_REPEATS = 3
 # three times as far off as the first launched steps that differed.
 _ROUNDED = 0.01
 
+# Factors of the loss, by which gradients are divided again: what one process can make of a gradient by rounding alone.
+_LOSS_SCALES = (1.1, 0.9, 0.7)
+
 # How much of a GPU's free memory training may be predicted to take besides weights that wait there.
 _FILLED = 0.8
+
+# The name of a step's loss among the weights that are compared, before the step's number.
+_LOSS = "the loss of step "
 
 # Blocks that are checked for what looks into steps: with two, a norm also computes the addition that ends a block.
 _FEW_BLOCKS = 2
@@ -57,7 +68,7 @@ class Checked:
     replayed: WeightDifference | None = None
     repeated: WeightDifference | None = None
 
-    def columns(self) -> dict[str, float]:
+    def columns(self) -> dict[str, Any]:
         columns = _difference_columns(self.off)
         for name, other in (("replayed", self.replayed), ("repeated", self.repeated)):
             if other is not None:
@@ -89,7 +100,8 @@ def check_few_blocks(workload: Workload, device: torch.device, progress: Progres
     blocks = f"{off.num_layers} block{'s' if off.num_layers > 1 else ''}"
     return [
         f"checked first, {blocks} against PyTorch's operations: after {STEPS} steps off by at most "
-        f"{100 * off.relative:.2g} % ({off.parameter})"
+        f"{100 * off.relative:.2g} % ({off.parameter})",
+        *off.notes,
     ], wrong
 
 
@@ -175,7 +187,12 @@ def _check_kernels(
     expected = _put_aside(expected, launched, device)
     progress("checking: our kernels")
     found = _trained_for_check(launched, device, build_model(launched, device), optimizer_of)
-    return _apart(launched, device, expected, found), found
+
+    def again(loss_scale: float) -> dict[str, Tensor]:
+        model = build_compared_model(launched, device)
+        return _trained_for_check(plain, device, model, loss_scale=loss_scale)
+
+    return _apart(launched, device, expected, found, again), found
 
 
 def _counts_otherwise(workload: Workload, launched: Workload) -> bool:
@@ -196,7 +213,11 @@ def _check_counting(
     expected = _trained_for_check(launched, device, build_model(launched, device))
     expected = _put_aside(expected, launched, device)
     found = _trained_for_check(launched, device, build_model(launched, device), workload)
-    return _apart(launched, device, expected, found)
+
+    def again(loss_scale: float) -> dict[str, Tensor]:
+        return _trained_for_check(launched, device, build_model(launched, device), loss_scale=loss_scale)
+
+    return _apart(launched, device, expected, found, again)
 
 
 def _check_replays(
@@ -215,7 +236,7 @@ def _check_replays(
         expected = train(launched)
     expected = _put_aside(expected, workload, device)
     progress("checking: replayed steps")
-    replayed = _apart(workload, device, expected, train(workload))
+    replayed = _apart(workload, device, expected, train(workload), lambda _: train(launched))
     if replayed.relative == 0 or not replayed.relative <= tolerance(workload):
         return replayed, None
     repeated = None
@@ -238,17 +259,48 @@ def _allowed_of_replays(workload: Workload, repeated: WeightDifference | None) -
 
 
 def _apart(
-    workload: Workload, device: torch.device, expected: dict[str, Tensor], found: dict[str, Tensor]
+    workload: Workload,
+    device: torch.device,
+    expected: dict[str, Tensor],
+    found: dict[str, Tensor],
+    again: Callable[[float], dict[str, Tensor]] | None = None,
 ) -> WeightDifference:
+    """Compare what two trainings return, but for what the rounding of the reference explains.
+
+    Args:
+        again: trains the reference with the loss multiplied by a factor, and gradients divided by it; None explains
+            nothing.
+    """
     _free_memory(device)
     start: dict[str, Tensor] = dict(build_compared_model(workload, device).named_parameters())
     start |= {name: torch.zeros_like(value) for name, value in found.items() if name not in start}
     # What the other side lacks is the difference of a copy from its weight, which should be zero.
     expected = expected | {name: torch.zeros_like(value) for name, value in found.items() if name not in expected}
-    apart = weight_difference(start, expected, found, workload.size.num_layers)
-    del start, expected
+    measured = distances(start, expected, found)
+    del start
     _free_memory(device)
-    return apart
+    allowed = tolerance(workload)
+    far = {
+        name: (found[name].cpu(), expected[name].cpu())
+        for name, distance in measured.items()
+        if not distance.relative <= allowed
+    }
+    del expected
+    explained = []
+    # Losses are no rounding errors.
+    if far and again is not None and not any(name.startswith(_LOSS) for name in far):
+        others = []
+        for loss_scale in _LOSS_SCALES:
+            trained = again(loss_scale)
+            others.append({name: trained[name].cpu() for name in far if name in trained})
+            del trained
+            _free_memory(device)
+        for name, pair in far.items():
+            repeated = [other[name] for other in others if name in other]
+            if rounding_explains(measured[name], *pair, repeated, allowed):
+                explained.append(name)
+    difference = farthest(measured, workload.size.num_layers, explained)
+    return replace(difference, notes=(rounding_note(explained, len(measured), allowed),)) if explained else difference
 
 
 def _put_aside(weights: dict[str, Tensor], workload: Workload, device: torch.device) -> dict[str, Tensor]:
@@ -284,21 +336,34 @@ def _allowed(workload: Workload) -> str:
     return f"{100 * tolerance(workload):g} %"
 
 
-def _difference_columns(off: WeightDifference) -> dict[str, float]:
-    return {"largest_difference": off.largest, "relative_difference_percent": 100 * off.relative}
+def _difference_columns(off: WeightDifference) -> dict[str, Any]:
+    notes = {"notes": list(off.notes)} if off.notes else {}
+    return {"largest_difference": off.largest, "relative_difference_percent": 100 * off.relative, **notes}
 
 
 def _trained_for_check(
-    workload: Workload, device: torch.device, model: nn.Module, optimizer_of: Workload | None = None
+    workload: Workload,
+    device: torch.device,
+    model: nn.Module,
+    optimizer_of: Workload | None = None,
+    loss_scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """The weights after :func:`train_for_check`, and the losses of its steps; with another workload's optimizer."""
-    optimizer = None
+    """The weights after :func:`train_for_check`, and the losses of its steps; with another workload's optimizer.
+
+    Args:
+        loss_scale: multiplies the loss, and divides the gradients.
+    """
+    optimizer = scaler = None
+    if loss_scale != 1.0:
+        scaler = torch.amp.GradScaler(
+            device.type, init_scale=loss_scale * (2**16 if workload.precision == "fp16" else 1)
+        )
     if workload.mode == "train":
         optimizer = build_optimizer(optimizer_of or workload, model, **OPTIMIZER_SETTINGS)
-    step = TrainStep(workload, device, model=model, optimizer=optimizer)
+    step = TrainStep(workload, device, model=model, optimizer=optimizer, scaler=scaler)
     losses = train_for_check(step, step.warmup_of_capture)
     weights, stale = step.weights(dict(model.named_parameters()))
-    return {f"the loss of step {number}": loss for number, loss in enumerate(losses, 1)} | weights | stale
+    return {f"{_LOSS}{number}": loss for number, loss in enumerate(losses, 1)} | weights | stale
 
 
 def _free_memory(device: torch.device) -> None:

@@ -17,7 +17,10 @@ from cs336sys.experiments.checks.weights import (
     WeightDifference,
     distances,
     farthest,
+    norm,
     plainly_trained,
+    rounding_explains,
+    rounding_note,
 )
 from cs336sys.experiments.flop_counting import count_step
 from cs336sys.experiments.parallel.reference import (
@@ -68,9 +71,6 @@ def mean_gradients(model: nn.Module, *, is_sharded: bool) -> dict[str, tuple[Ten
     }
 
 
-# A parameter may be this many times as far from what one process trains as that is from itself in another order.
-_REPEATED = 4.0
-
 # Losses of one batch as a whole and as the mean of its shares differ by rounding alone, relatively, by the loss's
 # dtype; what is computed in half precision before it differs by more.
 _MEAN_LOSS = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -87,9 +87,6 @@ _LARGEST_ROUNDING = 0.2
 _HOLD_GRADIENTS = frozenset(
     ("naive", "flat", "overlap", "bucketed", "torch", "none", "optimizer", "torch-zero", "fsdp", "torch-fsdp")
 )
-
-# Parameters that a note names.
-_NAMED = 3
 
 
 @dataclass
@@ -289,12 +286,14 @@ class _Comparison:
         explained_gradients = [
             name for name, (_, rows) in self._far_gradients.items() if self._explains(name, self.gradients[name], rows)
         ]
-        found = _without(self.weights, explained_weights, num_layers)
-        of_gradients = _without(self.gradients, explained_gradients, num_layers)
+        found = farthest(self.weights, num_layers, explained_weights)
+        of_gradients = farthest(self.gradients, num_layers, explained_gradients)
         if of_gradients.relative > allowed >= found.relative:
             found = replace(of_gradients, of_gradients=True)
         names = list(dict.fromkeys([*explained_weights, *explained_gradients]))
-        notes = () if not names else (self._note(names),)
+        notes: tuple[str, ...] = ()
+        if names:
+            notes = (f"{self.workload.strategy}: {rounding_note(names, len(self.weights), allowed)}",)
         if not self.reference.is_repeatable:
             reason = (
                 f"{self.workload.training.user.model}: built twice from one seed it is not the same model, so no "
@@ -313,19 +312,14 @@ class _Comparison:
 
     def _explains(self, name: str, distance: Distance, rows: slice | None) -> bool:
         """Return whether one process in other orders is as far from itself; ``rows`` are those of a gradient."""
-        if not math.isfinite(distance.off):
-            return False
         if rows is None:
-            found, expected = self._far_weights[name], self.reference.trained.weights[name].cpu()
+            trained, expected = self._far_weights[name], self.reference.trained.weights[name].cpu()
+            others = (other.weights[name].cpu() for other in self._others())
         else:
-            found = self._far_gradients[name][0]
-            expected = _gradient(self.reference.trained, name, found, rows)
-        repeated, nearest = 0.0, distance.off
-        for other in self._others():
-            own = other.weights[name].cpu() if rows is None else _gradient(other, name, found, rows)
-            repeated = max(repeated, _norm(own - expected))
-            nearest = min(nearest, _norm(own - found))
-        return nearest <= parallel_tolerance(self.workload) * distance.moved + _REPEATED * repeated
+            trained = self._far_gradients[name][0]
+            expected = _gradient(self.reference.trained, name, trained, rows)
+            others = (_gradient(other, name, trained, rows) for other in self._others())
+        return rounding_explains(distance, trained, expected, others, parallel_tolerance(self.workload))
 
     def _others(self) -> list[Trained]:
         reference = self.reference
@@ -345,35 +339,18 @@ class _Comparison:
                     reference.others.append(trained)
         return reference.others
 
-    def _note(self, names: list[str]) -> str:
-        named = ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
-        allowed = parallel_tolerance(self.workload)
-        return (
-            f"{self.workload.strategy}: {len(names)} of {len(self.weights)} parameters ({named}) are off by more than "
-            f"{100 * allowed:g} %, as those of one process are that sums the batch in another order"
-        )
-
-
-def _norm(values: Tensor) -> float:
-    return torch.linalg.vector_norm(values, dtype=torch.float64).item()
-
 
 def _total(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
     """Norm of all differences over the norm of all that is expected."""
     if expected.keys() != found.keys():
         return math.inf
-    off = math.hypot(*(_norm(found[name] - value) for name, value in expected.items()))
-    return off / (math.hypot(*map(_norm, expected.values())) or math.inf)
+    off = math.hypot(*(norm(found[name] - value) for name, value in expected.items()))
+    return off / (math.hypot(*map(norm, expected.values())) or math.inf)
 
 
 def _gradient(trained: Trained, name: str, found: Tensor, rows: slice) -> Tensor:
     gradient = trained.gradients.get(name)
     return torch.zeros_like(found) if gradient is None else gradient[rows]
-
-
-def _without(found: Mapping[str, Distance], explained: list[str], num_layers: int) -> WeightDifference:
-    judged = {name: distance for name, distance in found.items() if name not in explained}
-    return farthest(judged, num_layers) if judged else WeightDifference(0.0, 0.0, "", num_layers)
 
 
 def _why_not(workload: ParallelWorkload, reference: _Reference) -> str:

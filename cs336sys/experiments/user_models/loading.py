@@ -345,7 +345,10 @@ def _telling(references: list[str], failed: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         line = line_of(error, [source_file(reference) for reference in references])
-        told = f"{line or failed}: {type(error).__name__}: {_first_line(error)}"
+        place = line or failed
+        if _is_raised_by_kernels(error):
+            place = f"our kernels failed, called from {line or references[0]}"
+        told = f"{place}: {type(error).__name__}: {_first_line(error)}"
         if "modified by an inplace operation" in told:
             # In the backward pass no line of the user's runs.
             told = (
@@ -368,6 +371,13 @@ def line_of(error: BaseException, files: list[Path]) -> str:
             return f"{Path(frame.filename).name}, line {frame.lineno}"
     cause = error.__cause__ or error.__context__
     return "" if cause is None else line_of(cause, files)
+
+
+def _is_raised_by_kernels(error: BaseException) -> bool:
+    """Return whether our kernels raised an error, or torch or Triton when our kernels called them."""
+    files = (Path(frame.filename) for frame in reversed(traceback.extract_tb(error.__traceback__)))
+    innermost = next((file for file in files if not {"torch", "triton"} & set(file.parts)), None)
+    return innermost is not None and innermost.is_relative_to(Path(__file__).parents[2] / "kernels")
 
 
 def _first_line(error: BaseException) -> str:
