@@ -6,7 +6,15 @@ from pathlib import Path
 
 from cs336sys.report.outputs import write_figure
 from cs336sys.report.table import Column, Table
-from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, reasons, setting_of, shown_settings, title
+from cs336sys.report.titles import (
+    SETTING_COLUMNS,
+    SIZE_COLUMNS,
+    found_in_user_code,
+    reasons,
+    setting_of,
+    shown_settings,
+    title,
+)
 from cs336sys.results.model import Cell, Run
 
 # The loss of one step depends on its batch: means are of so many steps, where there are as many.
@@ -48,7 +56,7 @@ def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         notes.append(
             f"the mean of {averaged} comes later in rows of more steps; off compares the steps that both rows have"
         )
-    notes += reasons(cells)
+    notes += [*found_in_user_code(cells), *reasons(cells)]
     return [Table("losses", title("losses", cells, run, _SETTINGS, shown), columns, rows, notes=notes)]
 
 

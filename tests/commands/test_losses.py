@@ -4,12 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
+from cs336sys.experiments.losses import measure_losses
 from cs336sys.report.losses import loss_tables
 from cs336sys.results.model import Cell, Samples, configuration_key
+from cs336sys.sizes import choose_size
+from cs336sys.workload import LossWorkload, Workload
+
+# Where kernels run: on a CPU in the interpreter, where there is no GPU.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 LOSSES = ["losses", "--device", "cpu", "--size", "tiny", "--context", "4", "--batch-size", "1", "--vocab-size", "256"]
 LOSSES += ["--num-layers", "1", "--d-model", "16", "--d-ff", "32", "--num-heads", "2"]
@@ -47,6 +54,22 @@ def test_curves_of_two_ways(tmp_path):
 
     shown = CliRunner().invoke(app, ["show", str(saved), "--format", "json"])
     assert json.loads(shown.stdout)["tables"][0]["rows"] == table["rows"]
+
+
+def test_wrong_kernel_is_found_before_training(tmp_path, monkeypatch):
+    text = tmp_path / "a.md"
+    text.write_text("a text of few words, again and again. " * 20)
+    size = choose_size("tiny", context=4, batch_size=1, vocab_size=256, num_layers=1, d_model=16, d_ff=32, num_heads=2)
+    training = Workload(size, device=DEVICE.type, warmup=0, steps=2, kernels="fused")
+    configuration = LossWorkload(training, str(text)).configuration()
+    outcome = measure_losses(configuration, lambda stage: None)
+    assert outcome.status == "ok", outcome.reason
+    assert outcome.derived["notes"][0].startswith("checked first, 1 block against PyTorch's operations")
+    monkeypatch.setattr("cs336sys.kernels.fuse.swiglu", lambda gate, up: 2 * gate * up)
+    monkeypatch.setattr("cs336sys.experiments.checks.step._of_few_blocks", {})
+    outcome = measure_losses(configuration, lambda stage: None)
+    assert outcome.status == "wrong"
+    assert outcome.reason.startswith("with our kernels: after 5 steps ")
 
 
 def test_losses_are_compared_on_the_same_batches_alone():

@@ -20,6 +20,7 @@ from cs336sys.experiments.operation_counting import count_model
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.training import TrainStep, training_warnings
 from cs336sys.experiments.user_models.loading import user_folders
+from cs336sys.kernels.adamw import AdamW
 from cs336sys.measure.cells import guarded
 from cs336sys.sizes import choose_size
 from cs336sys.workload import MemoryWorkload, UserCode, Workload
@@ -96,6 +97,39 @@ def test_fused_kernels_match_pytorch_in_a_users_model():
     assert counted["flops"] == expected["flops"]
     found = "fused kernels replace 5 x rms-norm, 2 x swiglu, 1 x linear-cross-entropy"
     assert set(counted["notes"]) - set(expected["notes"]) == {f"{FILE}:Gated: {found}"}
+
+
+def test_gradient_that_is_zero_but_for_rounding_is_not_wrong():
+    one = workload("KeyBias", optimizer="adamw", device=DEVICE.type)
+    checked, wrong = step.check_training(one, DEVICE, lambda stage: None)
+    assert wrong is None, wrong.reason
+    (note,) = checked.columns()["notes"]
+    assert note.startswith("1 of 8 parameters (key.bias) are off by more than 0.1 %")
+
+
+def test_wrong_gradient_is_not_explained_by_rounding(monkeypatch):
+    write = AdamW.step
+
+    def step_without_query(self, closure=None):
+        query = self.param_groups[0]["params"][1]
+        before = query.detach().clone()
+        write(self, closure)
+        query.data.copy_(before)
+
+    monkeypatch.setattr(AdamW, "step", step_without_query)
+    one = workload("KeyBias", optimizer="adamw", device=DEVICE.type)
+    _, wrong = step.check_training(one, DEVICE, lambda stage: None)
+    assert wrong.status == "wrong"
+    assert "with our kernels: after 5 steps query.weight is off by" in wrong.reason
+
+
+def test_error_of_our_kernels_is_not_put_down_to_the_users_file(monkeypatch):
+    monkeypatch.setattr("cs336sys.kernels.rms_norm.launch_forward", None)
+    one = workload("Gated", kernels="fused", device=DEVICE.type)
+    outcome = outcome_of(one)
+    assert outcome.status == "error"
+    assert outcome.reason.startswith("our kernels failed, called from user_models.py, line ")
+    assert outcome.reason.endswith(": TypeError: 'NoneType' object is not callable")
 
 
 @pytest.mark.parametrize("user", [UserCode(f"{FILE}:Gated", loss=f"{FILE}:half"), UserCode(loss=f"{FILE}:half")])

@@ -140,6 +140,72 @@ def test_each_kernel_by_itself(model, called, only, calls):
     assert torch.equal(cross_entropy(model(tokens), tokens), expected)
 
 
+def _replace_forward(name, change):
+    """Let all modules of a class with this name compute something else, as a subclass of the same name."""
+
+    def replace(model):
+        for part in model.modules():
+            if type(part).__name__ == name:
+                forward = type(part).forward
+                changed = {"forward": lambda self, *inputs, forward=forward: change(self, forward, *inputs)}
+                part.__class__ = type(name, (type(part),), changed)
+
+    return replace
+
+
+def _post_norm(block, _, x):
+    x = block.ln1(x + block.attn(x))
+    return block.ln2(x + block.ffn(x))
+
+
+def _halves(rotation, _, x, positions=None):
+    """Rotate element i with i + D / 2."""
+    cos, sin = rotation.cos_sin[:, : x.size(-2)]
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
+
+
+def _normalize_queries(model):
+    for block in model.layers:
+        block.attn.scale = nn.Parameter(torch.full((), 0.5))
+    _replace_forward("CausalMultiHeadSelfAttention", lambda attn, forward, x: attn.scale * forward(attn, x))(model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _replace_forward("RMSNorm", lambda norm, forward, x: forward(norm, x) * (1 + norm.weight)),
+        _replace_forward("SwiGLU", lambda ffn, _, x: ffn.w2(torch.nn.functional.gelu(ffn.w1(x)) * ffn.w3(x))),
+        _replace_forward("Embedding", lambda embedding, forward, ids: 4 * forward(embedding, ids)),
+        _replace_forward("TransformerBlock", _post_norm),
+        _replace_forward("RotaryEmbedding", _halves),
+        _replace_forward("BasicsTransformerLM", lambda model, forward, tokens: forward(model, tokens).mul_(0.25)),
+        _normalize_queries,
+    ],
+    ids=["norm", "gate", "embedding", "block", "rotation", "logits in place", "attention"],
+)
+def test_modules_that_compute_something_else_under_the_same_name_are_left_alone(model, change):
+    change(model)
+    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
+
+    def loss_of(model):
+        return cross_entropy(model(tokens), tokens)
+
+    expected = loss_of(model)
+    handle = fuse(model)
+    handle.chain_blocks()
+    torch.testing.assert_close(handle.loss(model, tokens, tokens) if handle.computes_loss else loss_of(model), expected)
+    handle.keep_copies(torch.bfloat16)
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        torch.testing.assert_close(loss_of(model), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_model_of_which_nothing_computes_alike_is_refused(model):
+    _replace_forward("RotaryEmbedding", _halves)(model)
+    with pytest.raises(UsageError, match="class names of cs336_basics, but none of its modules computes what rope"):
+        fuse(model, only=["rope"])
+
+
 def test_a_kernel_that_does_not_exist(model):
     with pytest.raises(UsageError, match=r"kernel 'rmsnorm': choose from rms-norm, rope, .*; did you mean rms-norm?"):
         fuse(model, only=["rmsnorm"])

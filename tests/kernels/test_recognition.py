@@ -49,6 +49,48 @@ class MeanToo(Norm):
         return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
 
 
+class Gated(Norm):
+    """As in Mamba2: the gate is optional."""
+
+    def forward(self, hidden_states, gate=None):
+        return super().forward(hidden_states if gate is None else hidden_states * F.silu(gate))
+
+
+class Counting(Norm):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden_states):
+        self.calls += 1
+        return super().forward(hidden_states)
+
+
+class Changed(Norm):
+    """A norm whose input or output is changed.
+
+    Args:
+        before, after: of (module, tensor).
+    """
+
+    def __init__(self, before=lambda _, x: x, after=lambda _, y: y):
+        super().__init__()
+        self.before, self.after = before, after
+
+    def forward(self, hidden_states):
+        return self.after(self, super().forward(self.before(self, hidden_states)))
+
+
+class DetachedMean(Norm):
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.detach().square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class OverTheSecondDimension(Norm):
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(min(1, x.dim() - 1), keepdim=True) + 1e-5)
+
+
 class FeedForward(nn.Module):
     def __init__(self, activation=F.silu, bias=False, dropout=0.0):
         super().__init__()
@@ -107,6 +149,16 @@ def model(device):
         (OffsetNorm(), None),
         (EpsilonOutside(), None),
         (MeanToo(), None),
+        (Gated(), None),
+        (Counting(), None),
+        (DetachedMean(), None),
+        (OverTheSecondDimension(), None),
+        (Changed(), 1e-5),
+        (Changed(after=lambda _, y: y.float()), None),
+        (Changed(before=lambda _, x: x.float()), None),
+        (Changed(before=lambda _, x: x.data.mul_(2)), None),
+        (Changed(after=lambda norm, y: y if norm.training else 2 * y), None),
+        (Changed(after=lambda _, y: y.clamp(-1, 1) if y.dtype == torch.bfloat16 else y), None),
         (nn.RMSNorm(WIDTH, eps=1e-6, elementwise_affine=False), None),
         (nn.RMSNorm(WIDTH), None),
         (nn.LayerNorm(WIDTH, bias=False), None),
@@ -115,6 +167,30 @@ def model(device):
 )
 def test_rms_norms_are_recognized(norm, eps):
     assert norm_epsilon(norm) == eps
+
+
+def test_replaced_modules_take_their_input_by_name_and_keep_their_dtype():
+    model = nn.Sequential(nn.RMSNorm(WIDTH, eps=1e-5), FeedForward())
+    x = torch.randn(2, 3, WIDTH)
+    expected, mixed = model(x), model[0](x.bfloat16())
+    fuse(model)
+    torch.testing.assert_close(model[1](hidden=model[0](input=x)), expected)
+    assert torch.equal(model[0](x.bfloat16()), mixed)
+
+
+def test_gate_whose_layers_have_hooks_is_left_alone():
+    layers = FeedForward()
+    layers.up_proj.register_forward_hook(lambda *_: None)
+    assert gate_layers(layers) is None
+
+
+def test_layers_compute_with_their_weights_where_a_model_switches_autocast_off(model, device):
+    tokens, _ = batches(1, device)[0]
+    x = model.embed(tokens).detach()
+    expected = model.blocks[0].mix(x), model.blocks[0].mlp(x)
+    fuse(model).keep_copies(torch.bfloat16)
+    found = model.blocks[0].mix(x), model.blocks[0].mlp(x)
+    torch.testing.assert_close(found, expected)
 
 
 def test_norm_with_another_epsilon_than_its_attribute_is_rejected():
@@ -173,6 +249,47 @@ def test_head_is_recognized_if_the_model_returns_its_output(build, is_head):
     model = build()
     assert (find_head(model) is not None) == is_head
     assert all("forward" not in part.__dict__ for part in model.modules())
+
+
+def _multiply(logits):
+    logits *= 0.25
+    return logits
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda logits: logits.mul_(0.25),
+        _multiply,
+        lambda logits: logits.div_(4),
+        lambda logits: logits.clamp_(-1, 1),
+        lambda logits: logits.masked_fill_(logits > 0, -1.0),
+        lambda logits: logits.add_(1),
+        lambda logits: (logits.detach().mul_(2), logits)[1],
+        lambda logits: (logits.data.mul_(2), logits)[1],
+        lambda logits: (torch._foreach_mul_([logits], 2), logits)[1],
+        lambda logits: (logits.exp(), logits)[1],
+    ],
+    ids=["mul_", "*=", "div_", "clamp_", "masked_fill_", "add_", "detach", "data", "foreach", "read"],
+)
+def test_head_is_left_alone_if_its_output_is_changed_in_place_or_read(change):
+    assert find_head(Model(output=change)) is None
+    assert find_head(Model(output=lambda logits: SimpleNamespace(logits=change(logits)))) is None
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_head_is_left_alone_if_its_output_is_changed_in_one_mode(mode):
+    model = Model()
+    model.output = lambda logits: 2 * logits if model.training == mode else logits
+    model.train(not mode)
+    assert find_head(model) is None
+    assert model.training != mode
+
+
+def test_head_with_a_hook_that_changes_its_output_is_left_alone():
+    model = Model()
+    model.unembed.register_forward_hook(lambda module, inputs, output: 2 * output)
+    assert find_head(model) is None
 
 
 def batches(steps, device):

@@ -1,5 +1,6 @@
 """Check that a step in CUDA graphs, or with our kernels, trains like a plain one."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -183,16 +184,12 @@ def _check_kernels(
     if replace(plain, attention=launched.attention, compile=launched.compile) == launched:
         launched, plain = _of_one_block(launched), _of_one_block(plain)
     progress("checking: PyTorch's operations")
-    expected = _trained_for_check(plain, device, build_compared_model(launched, device))
-    expected = _put_aside(expected, launched, device)
+    build_plain = functools.partial(build_compared_model, launched, device)
+    train_plainly = functools.partial(_trained_for_check, plain, device, build_plain)
+    expected = _put_aside(train_plainly(), launched, device)
     progress("checking: our kernels")
-    found = _trained_for_check(launched, device, build_model(launched, device), optimizer_of)
-
-    def again(loss_scale: float) -> dict[str, Tensor]:
-        model = build_compared_model(launched, device)
-        return _trained_for_check(plain, device, model, loss_scale=loss_scale)
-
-    return _apart(launched, device, expected, found, again), found
+    found = _trained_for_check(launched, device, optimizer_of=optimizer_of)
+    return _apart(launched, device, expected, found, train_plainly), found
 
 
 def _counts_otherwise(workload: Workload, launched: Workload) -> bool:
@@ -210,14 +207,9 @@ def _check_counting(
     if launched.is_ours:
         launched = _of_one_block(launched)
     progress("checking: the optimizer")
-    expected = _trained_for_check(launched, device, build_model(launched, device))
-    expected = _put_aside(expected, launched, device)
-    found = _trained_for_check(launched, device, build_model(launched, device), workload)
-
-    def again(loss_scale: float) -> dict[str, Tensor]:
-        return _trained_for_check(launched, device, build_model(launched, device), loss_scale=loss_scale)
-
-    return _apart(launched, device, expected, found, again)
+    train_launched = functools.partial(_trained_for_check, launched, device)
+    expected = _put_aside(train_launched(), launched, device)
+    return _apart(launched, device, expected, train_launched(optimizer_of=workload), train_launched)
 
 
 def _check_replays(
@@ -229,14 +221,14 @@ def _check_replays(
 
     def train(how: Workload) -> dict[str, Tensor]:
         # Even where its steps are launched, the optimizer counts them on the device, as it must in a graph.
-        return _trained_for_check(how, device, build_model(how, device), workload)
+        return _trained_for_check(how, device, optimizer_of=workload)
 
     if expected is None:
         progress("checking: launched steps")
         expected = train(launched)
     expected = _put_aside(expected, workload, device)
     progress("checking: replayed steps")
-    replayed = _apart(workload, device, expected, train(workload), lambda _: train(launched))
+    replayed = _apart(workload, device, expected, train(workload), lambda loss_scale: train(launched))
     if replayed.relative == 0 or not replayed.relative <= tolerance(workload):
         return replayed, None
     repeated = None
@@ -263,13 +255,12 @@ def _apart(
     device: torch.device,
     expected: dict[str, Tensor],
     found: dict[str, Tensor],
-    again: Callable[[float], dict[str, Tensor]] | None = None,
+    again: Callable[..., dict[str, Tensor]] | None = None,
 ) -> WeightDifference:
     """Compare what two trainings return, but for what the rounding of the reference explains.
 
     Args:
-        again: trains the reference with the loss multiplied by a factor, and gradients divided by it; None explains
-            nothing.
+        again: trains the reference again, with a ``loss_scale``; None explains nothing.
     """
     _free_memory(device)
     start: dict[str, Tensor] = dict(build_compared_model(workload, device).named_parameters())
@@ -285,22 +276,28 @@ def _apart(
         for name, distance in measured.items()
         if not distance.relative <= allowed
     }
+    losses = {name: loss.item() for name, loss in expected.items() if name.startswith(_LOSS)}
     del expected
-    explained = []
-    # Losses are no rounding errors.
-    if far and again is not None and not any(name.startswith(_LOSS) for name in far):
-        others = []
+    others = []
+    if again is not None and far and not far.keys() & losses.keys():
         for loss_scale in _LOSS_SCALES:
-            trained = again(loss_scale)
-            others.append({name: trained[name].cpu() for name in far if name in trained})
+            trained = again(loss_scale=loss_scale)
+            # Training that runs away repeats nothing.
+            if all(abs(trained[name].item() - loss) <= allowed * abs(loss) for name, loss in losses.items()):
+                others.append({name: trained[name].cpu() for name in far if name in trained})
             del trained
             _free_memory(device)
-        for name, pair in far.items():
-            repeated = [other[name] for other in others if name in other]
-            if rounding_explains(measured[name], *pair, repeated, allowed):
-                explained.append(name)
+    explained = [
+        name
+        for name, pair in far.items()
+        if rounding_explains(measured[name], *pair, [other[name] for other in others if name in other], allowed)
+    ]
     difference = farthest(measured, workload.size.num_layers, explained)
-    return replace(difference, notes=(rounding_note(explained, len(measured), allowed),)) if explained else difference
+    return (
+        replace(difference, notes=(rounding_note(explained, len(measured) - len(losses), allowed),))
+        if explained
+        else difference
+    )
 
 
 def _put_aside(weights: dict[str, Tensor], workload: Workload, device: torch.device) -> dict[str, Tensor]:
@@ -344,15 +341,18 @@ def _difference_columns(off: WeightDifference) -> dict[str, Any]:
 def _trained_for_check(
     workload: Workload,
     device: torch.device,
-    model: nn.Module,
+    build: Callable[[], nn.Module] | None = None,
     optimizer_of: Workload | None = None,
     loss_scale: float = 1.0,
 ) -> dict[str, Tensor]:
-    """The weights after :func:`train_for_check`, and the losses of its steps; with another workload's optimizer.
+    """The weights after :func:`train_for_check`, and the losses of its steps.
 
     Args:
-        loss_scale: multiplies the loss, and divides the gradients.
+        build: makes the model; None is the workload's.
+        optimizer_of: whose optimizer takes the place of the workload's.
+        loss_scale: multiplies the loss, and divides the gradients, which are rounded elsewhere then.
     """
+    model = build_model(workload, device) if build is None else build()
     optimizer = scaler = None
     if loss_scale != 1.0:
         scaler = torch.amp.GradScaler(
