@@ -57,34 +57,20 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
     set_matmul_precision(training)
     with telling_user_errors(training):
         checked, wrong = check_few_blocks(training, device, progress)
-        return wrong or _measure(workload, batches, device, checked, progress)
-
-
-def _measure(
-    workload: LossWorkload,
-    batches: Sequence[tuple[Tensor, Tensor]],
-    device: torch.device,
-    checked: list[str],
-    progress: Progress,
-) -> Outcome:
-    training = workload.training
-    progress("building the model")
-    model = build_model(training, device)
-    optimizer = build_optimizer(training, model, lr=workload.learning_rate, weight_decay=workload.weight_decay)
-    step = TrainStep(training, device, model=model, optimizer=optimizer)
-    losses = _train(step, batches, progress)
+        if wrong is not None:
+            return wrong
+        progress("building the model")
+        model = build_model(training, device)
+        optimizer = build_optimizer(training, model, lr=workload.learning_rate, weight_decay=workload.weight_decay)
+        losses = _train(TrainStep(training, device, model=model, optimizer=optimizer), batches, progress)
     values = tuple(torch.stack(losses).double().tolist())
-    finite = all(map(math.isfinite, values))
+    first_infinite = next((value for value in values if not math.isfinite(value)), None)
+    notes = checked if first_infinite is None else training_warnings(first_infinite, training)
     return Outcome(
-        "ok" if finite else "wrong",
+        "ok" if first_infinite is None else "wrong",
         {"loss": Samples("nats", "of every step", values)},
-        with_notes(
-            {"parameters": sum(parameter.numel() for parameter in model.parameters())},
-            checked
-            if finite
-            else training_warnings(next(value for value in values if not math.isfinite(value)), training),
-        ),
-        None if finite else "a loss is no number",
+        with_notes({"parameters": sum(parameter.numel() for parameter in model.parameters())}, notes),
+        None if first_infinite is None else "a loss is no number",
     )
 
 

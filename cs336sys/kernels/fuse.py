@@ -138,11 +138,22 @@ def attention_of(module: types.ModuleType) -> Attention:
 
 _COURSE_GATE = Gate("w1", "w3", "w2")
 
-FORWARDS: dict[str, Callable] = {
-    "RMSNorm": _norm_forward,
-    "SwiGLU": gate_forward(_COURSE_GATE),
-    "TransformerBlock": _block_forward,
-    "Embedding": _embedding_forward,
+
+def _is_rms_norm(norm: Any) -> bool:
+    return type(norm).__name__ == "RMSNorm" and norm_epsilon(norm) == norm.eps
+
+
+def _is_block(block: Any) -> bool:
+    # Its fused forward pass calls the norms with the residual.
+    return is_prenorm_block(block) and _is_rms_norm(block.ln1) and _is_rms_norm(block.ln2)
+
+
+# By the name of a module's class in ``cs336_basics``: its fused forward pass, and whether a module computes the same.
+FORWARDS: dict[str, tuple[Callable, Callable[[Any], bool]]] = {
+    "RMSNorm": (_norm_forward, _is_rms_norm),
+    "SwiGLU": (gate_forward(_COURSE_GATE), lambda ffn: gate_layers(ffn) == _COURSE_GATE),
+    "TransformerBlock": (_block_forward, _is_block),
+    "Embedding": (_embedding_forward, is_embedding),
 }
 
 
@@ -249,8 +260,8 @@ class Fused:
 
     @property
     def computes_loss(self) -> bool:
-        """Return whether :meth:`loss` works: the model has its kernel, and a last layer without a bias."""
-        return self._head is not None and getattr(self._head, "bias", None) is None
+        """Return whether :meth:`loss` works: the model has its kernel, and returns what a last layer computes."""
+        return self._head is not None
 
     def loss(self, model: Callable[[Any], Any], tokens: Any, targets: Tensor) -> Tensor:
         """Mean cross-entropy of the next tokens, without their logits: ``lm_head`` and loss are one kernel.
@@ -261,13 +272,16 @@ class Fused:
             targets: int64 (batch, sequence).
 
         Raises:
-            UsageError: the model has no ``lm_head``, or one with a bias, or was fused without this kernel.
+            UsageError: no last layer without a bias computes what the model returns, or this kernel was left out.
         """
         if "linear-cross-entropy" in self._lacks:
             raise UsageError("the loss without logits is linear-cross-entropy: the model was fused without it")
         if not self.computes_loss:
             name = type(self._model).__name__
-            raise UsageError(f"the loss without logits needs {HEAD}, without a bias: {name} has none")
+            raise UsageError(
+                f"the loss without logits needs a last layer without a bias, whose output the model returns unchanged "
+                f"({HEAD} in models of cs336_basics): {name} has none"
+            )
         if self.copies is not None:
             self.copies.refresh_changed()
         self._head.__dict__["targets"] = targets
@@ -490,19 +504,13 @@ def _named_forward(model: nn.Module, path: str, module: Any, attention: Attentio
         return rotation_forward(theta) if is_rotation(module, theta, head_dim) else None
     if name == "CausalMultiHeadSelfAttention":
         rotation: Any = module.positional_encoder
-        if {part for part, _ in module.named_parameters()} != {
-            f"{layer}.weight" for layers in STACKED[name].values() for layer in layers
-        }:
+        if len(list(module.parameters())) != 4:
+            # It has biases, or norms of queries and keys.
             return None
         theta = None if rotation is None else rotation_base(model, path, rotation)
         return attention_forward(theta, attention or attention_of(sys.modules[type(module).__module__]))
-    is_same = {
-        "RMSNorm": lambda: norm_epsilon(module) == module.eps,
-        "SwiGLU": lambda: gate_layers(module) == _COURSE_GATE,
-        "TransformerBlock": lambda: is_prenorm_block(module),
-        "Embedding": lambda: is_embedding(module),
-    }
-    return FORWARDS[name] if is_same[name]() else None
+    forward, is_same = FORWARDS[name]
+    return forward if is_same(module) else None
 
 
 def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:

@@ -131,10 +131,9 @@ def is_rotation(module: nn.Module, theta: float, head_dim: int) -> bool:
 def is_prenorm_block(block: nn.Module) -> bool:
     """Return whether a block computes ``x + attn(ln1(x))`` and then ``x + ffn(ln2(x))``, whatever its parts compute."""
 
-    def part(scale: float) -> Callable[[Tensor], Tensor]:
-        return lambda x: torch.sin(scale * x)
-
-    parts = {name: part(scale) for scale, name in enumerate(("ln1", "attn", "ln2", "ffn"), 1)}
+    parts: dict[str, Callable[[Tensor], Tensor]] = {
+        "ln1": torch.sin, "attn": torch.tanh, "ln2": torch.cos, "ffn": torch.sigmoid
+    }  # fmt: skip
 
     def expected(x: Tensor) -> Tensor:
         x = x + parts["attn"](parts["ln1"](x))

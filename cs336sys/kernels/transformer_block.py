@@ -197,8 +197,9 @@ def choose_kept(model: nn.Module, blocks_with_gate_and_up: int, attention: Atten
     blocks: list[Any] = [module for module in model.modules() if type(module).__name__ == "TransformerBlock"]
     if not blocks or not 0 <= blocks_with_gate_and_up <= len(blocks):
         raise UsageError(f"{blocks_with_gate_and_up} blocks to keep gate and up in: the model has {len(blocks)}")
-    if any("forward" not in block.__dict__ for block in blocks):
-        raise UsageError("what blocks keep can be chosen where they are fused: call fuse(model) first")
+    parts = [part for block in blocks for part in (block, block.ln1, block.attn, block.ln2, block.ffn)]
+    if any("forward" not in part.__dict__ for part in parts):
+        raise UsageError("what blocks keep can be chosen where all of them are fused: call fuse(model) first")
     for index, block in enumerate(blocks):
         rotation = block.attn.positional_encoder
         settings = BlockSettings(

@@ -115,6 +115,8 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
     )
     if worst.reason:
         reason += f"; {worst.reason}"
+    elif workload.training.fused_kernels:
+        reason += f"; bench --kernels {workload.training.kernels} tells whether our kernels are off without ranks"
     return derived, Outcome("wrong", derived=derived, reason=reason)
 
 
