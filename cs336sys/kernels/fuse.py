@@ -482,10 +482,10 @@ def _fuse_named(model: nn.Module, attention: Attention | None, kernels: Collecti
             }
             replacements[module] = Replacement(forward, stacks)
     head = find_head(model) if "linear-cross-entropy" in kernels else None
-    if head is not None and head is getattr(model, HEAD, None):
-        replacements[head] = Replacement(head_forward)
-    else:
+    if head is not getattr(model, HEAD, None):
         head = None
+    if head is not None:
+        replacements[head] = Replacement(head_forward)
     if not replacements:
         raise UsageError(
             f"{type(model).__name__} has the class names of cs336_basics, but none of its modules computes what "
@@ -498,10 +498,10 @@ def _named_forward(model: nn.Module, path: str, module: Any, attention: Attentio
     """Return the fused forward pass of a module with a name of ``cs336_basics``, or None if it computes otherwise."""
     name = type(module).__name__
     if name == "RotaryEmbedding":
-        theta = rotation_base(model, path, module)
+        base = rotation_base(model, path, module)
         heads: Any = next(part for part in model.modules() if type(part).__name__ == "CausalMultiHeadSelfAttention")
         head_dim = len(heads.q_proj.weight) // heads.num_heads
-        return rotation_forward(theta) if is_rotation(module, theta, head_dim) else None
+        return rotation_forward(base) if is_rotation(module, base, head_dim) else None
     if name == "CausalMultiHeadSelfAttention":
         rotation: Any = module.positional_encoder
         if len(list(module.parameters())) != 4:

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -162,6 +163,8 @@ def find_head(model: nn.Module) -> nn.Module | None:
 def _returns_output(model: nn.Module, head: nn.Module, batch: int) -> bool:
     weight = head.get_parameter("weight")
     device, tokens = weight.device, (batch, 2)
+    # Fake tensors may be on a GPU that this machine lacks.
+    has_random_numbers = device.type == "cuda" and torch.cuda.is_available()
     watch = _Watch()
 
     def mark(hidden: Tensor) -> Tensor:
@@ -170,17 +173,23 @@ def _returns_output(model: nn.Module, head: nn.Module, batch: int) -> bool:
         watch.marks.append(hidden.new_zeros(()))
         return watch.marks[-1]
 
-    def no_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    def no_attention(*inputs: Any, **named: Any) -> Tensor:
+        query, _, value, *_ = (*inputs, *named.values())
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
 
+    name = "scaled_dot_product_attention"
+    sources = [torch.nn.functional, *(sys.modules.get(type(part).__module__) for part in model.modules())]
     try:
         with (
+            contextlib.ExitStack() as stack,
             torch.no_grad(),
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-            mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", no_attention),
+            torch.random.fork_rng(devices=[device] if has_random_numbers else []),
             mock.patch.dict(head.__dict__, {"forward": mark}),
             watch,
         ):
+            for source in dict.fromkeys(sources):
+                if hasattr(source, name):
+                    stack.enter_context(mock.patch.object(source, name, no_attention))
             output = model(torch.full(tokens, batch - 1, dtype=torch.int64, device=device))
     except Exception:
         return False
