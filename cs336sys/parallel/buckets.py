@@ -58,14 +58,13 @@ class BucketRule:
     def __str__(self) -> str:
         return f"cap_bytes={self.cap_bytes}" + (" of whole blocks" if self.whole_blocks else "")
 
-    def closes(self, bucket: Sequence[TensorSpec], following: TensorSpec) -> bool:
-        """Return whether a bucket with these tensors, at least one, must not take another."""
+    def closes(self, filled_bytes: int, last: TensorSpec, following: TensorSpec) -> bool:
+        """Return whether a bucket with so many bytes, whose last tensor is ``last``, must not take another."""
         if self.cap_bytes is None:
             return False
-        filled = sum(tensor.size_bytes for tensor in bucket)
         if self.whole_blocks:
-            return filled >= self.cap_bytes and bucket[-1].block != following.block
-        return filled + following.size_bytes > self.cap_bytes
+            return filled_bytes >= self.cap_bytes and last.block != following.block
+        return filled_bytes + following.size_bytes > self.cap_bytes
 
 
 def bucket_rule(bucket_size: float | str | None) -> BucketRule:
@@ -107,13 +106,16 @@ def assign_buckets(tensors: Sequence[TensorSpec], cap_bytes: float | BucketRule 
 
     buckets: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}
+    filled_bytes: dict[Hashable, int] = {}
     for index in reversed(first_index.values()):
         tensor = tensors[index]
         open_bucket = filling.get(tensor.kind)
-        if open_bucket is None or rule.closes([tensors[other] for other in open_bucket], tensor):
+        if open_bucket is None or rule.closes(filled_bytes[tensor.kind], tensors[open_bucket[-1]], tensor):
             open_bucket = filling[tensor.kind] = []
+            filled_bytes[tensor.kind] = 0
             buckets.append(open_bucket)
         open_bucket.append(index)
+        filled_bytes[tensor.kind] += tensor.size_bytes
     return sorted(buckets, key=lambda bucket: bucket[-1], reverse=True)
 
 

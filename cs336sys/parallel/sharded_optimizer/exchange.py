@@ -64,9 +64,9 @@ class ParameterExchange:
         self._saving: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._awaited_at_once: list[ExchangeBucket] = []
 
-    def append(self, bucket: ExchangeBucket) -> None:
-        """Add a bucket; add them in the order in which the forward pass needs them."""
-        self._buckets.append(bucket)
+    def extend(self, buckets: Iterable[ExchangeBucket]) -> None:
+        """Add buckets in the order in which the forward pass needs them."""
+        self._buckets.extend(buckets)
         self._assign()
 
     def start(self, updated: Iterable[nn.Parameter]) -> None:

@@ -51,14 +51,12 @@ class ParameterPartition:
         self._owners |= zip(adopted, owners, strict=True)
         self._names |= {parameter: name for name, parameter in parameters.items()}
 
+        exchanged = []
         for indices in reversed(assign_buckets(specs, self._cap_bytes)):
-            bucket = [adopted[index] for index in reversed(indices)]
-            names = ", ".join(self._names[parameter] for parameter in bucket)
-            tensors, sources = zip(*self._lay_together(bucket), strict=True)
-            broadcasts = Broadcasts(tensors, sources, names)
-            self.exchange.append(
-                ExchangeBucket({self._names[parameter]: parameter for parameter in bucket}, broadcasts)
-            )
+            bucket = {self._names[adopted[index]]: adopted[index] for index in reversed(indices)}
+            tensors, sources = zip(*self._lay_together(list(bucket.values())), strict=True)
+            exchanged.append(ExchangeBucket(bucket, Broadcasts(tensors, sources, ", ".join(bucket))))
+        self.exchange.extend(exchanged)
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return what this rank's optimizer updates: the parameter itself, a slice of it, (n,), or nothing (None)."""

@@ -313,9 +313,10 @@ class SlicePartition:
         for earlier, later in zip(self._buckets, self._buckets[2:], strict=False):
             later.predecessor = earlier
         self._synchronizer.extend(adopted)
-        for bucket in reversed(adopted):
-            gather = SliceGather(bucket.pieces, ", ".join(bucket.parameters))
-            self.exchange.append(ExchangeBucket(bucket.parameters, gather))
+        self.exchange.extend(
+            ExchangeBucket(bucket.parameters, SliceGather(bucket.pieces, ", ".join(bucket.parameters)))
+            for bucket in reversed(adopted)
+        )
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
         segment = self._segments.get(parameter)
