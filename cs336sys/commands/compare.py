@@ -53,7 +53,7 @@ def compare(
     a, b = read_several(baseline), read_several(candidate)
     matched = match_cells(a, b)
     if not matched.pairs:
-        nearest = ", ".join(f"{name} ({one} and {other})" for name, (one, other) in nearest_difference(a, b).items())
+        nearest = ", ".join(f"{name} ({one} and {other})" for name, (one, other) in nearest_difference(matched).items())
         hint = f"; those nearest to each other differ in {nearest}" if nearest else ""
         raise UsageError(f"{baseline} and {candidate} have no configuration in common{hint}")
     compared = compare_pairs(matched.pairs, asked, confidence_percent=confidence)

@@ -1,9 +1,12 @@
 """``cs336sys show``: the tables and pictures of saved results again, on any machine."""
 
+import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -74,10 +77,11 @@ def show(
     cells: list[tuple[Invocation, list[Cell]]] = []
     tables: list[list[Table]] = []
     faults: list[UsageError] = []
+    presentation = _saved_presentations(ctx)
     for invocation in found:
         try:
             of_invocation = sound_cells_and_tables(
-                invocation, status, _presentation(ctx, invocation), lambda sentence: say(f"warning: {sentence}")
+                invocation, status, presentation(invocation), lambda sentence: say(f"warning: {sentence}")
             )
         except UsageError as fault:
             faults.append(fault)
@@ -89,9 +93,9 @@ def show(
         raise faults[0]
     if not cells:
         raise UsageError(f"--status {','.join(status)}: no cell has this status")
-    names = [invocation.command for invocation, _ in cells]
+    names = Counter(invocation.command for invocation, _ in cells)
     tables = [
-        marked(invocation, some) if names.count(invocation.command) > 1 else some
+        marked(invocation, some) if names[invocation.command] > 1 else some
         for (invocation, _), some in zip(cells, tables, strict=True)
     ]
     tables = output.chosen(tables)
@@ -122,47 +126,58 @@ def _read(path: Path) -> Results:
     return results
 
 
-def _presentation(ctx: typer.Context, invocation: "Invocation") -> "Presentation":
-    """Read from saved arguments how the command was asked to show the cells, as far as it still knows them."""
+def _saved_presentations(ctx: typer.Context) -> Callable[["Invocation"], "Presentation"]:
+    """Return a function that reads from saved arguments how a command was asked to show its cells.
+
+    Options that the command no longer has are ignored. Equal command lines, and all without such an option, are parsed
+    once: a file may hold thousands of runs.
+    """
     from cs336sys.report.registry import SAVED_COMMANDS, Presentation
 
     default = Presentation()
-    if invocation.command not in SAVED_COMMANDS:
-        return default
-    name, *arguments = (invocation.runs[-1].arguments if invocation.runs else ()) or ("",)
-    assert ctx.parent is not None
-    assert isinstance(ctx.parent.command, LazyGroup)
-    command = ctx.parent.command.get_command(ctx.parent, invocation.command)
-    # A context without a parent, so that no variable of today's environment is read.
-    asked = command.make_context(
-        invocation.command,
-        arguments if name == invocation.command else [],
-        resilient_parsing=True,
-        ignore_unknown_options=True,
-        allow_extra_args=True,
-    ).params
-    return Presentation(
-        asked.get("baseline") or default.baseline,
-        asked.get("percentiles") or (),
-        asked.get("top") or default.top,
-        bool(asked.get("full_names")),
-        bool(asked.get("compare_precision")),
-    )
+
+    @functools.cache
+    def presenting(name: str) -> Any:
+        """Return the command with the options about presentation alone."""
+        assert ctx.parent is not None
+        assert isinstance(ctx.parent.command, LazyGroup)
+        command = ctx.parent.command.get_command(ctx.parent, name)
+        names = {field.name for field in fields(Presentation)}
+        command.params = [parameter for parameter in command.params if parameter.name in names]
+        return command
+
+    @functools.cache
+    def parsed(name: str, arguments: tuple[str, ...]) -> Presentation:
+        # A context without a parent, so that no variable of today's environment is read.
+        context = presenting(name).make_context(
+            name, list(arguments), resilient_parsing=True, ignore_unknown_options=True, allow_extra_args=True
+        )
+        return replace(default, **{name: value for name, value in context.params.items() if value})
+
+    def presentation(invocation: "Invocation") -> Presentation:
+        if invocation.command not in SAVED_COMMANDS:
+            return default
+        name, *arguments = (invocation.runs[-1].arguments if invocation.runs else ()) or ("",)
+        options = {option for parameter in presenting(invocation.command).params for option in parameter.opts}
+        is_asked = any(argument.partition("=")[0] in options for argument in arguments)
+        return parsed(invocation.command, tuple(arguments) if is_asked and name == invocation.command else ())
+
+    return presentation
 
 
 def _drawings(
-    pictures: Sequence["Pictures"], plot: Path, commands: Sequence[str]
+    pictures: Sequence["Pictures"], plot: Path, commands: Iterable[str]
 ) -> Iterator[tuple[Path, Callable[[Path], None]]]:
     """Each picture with its file: the one asked for, or where there are several, one named after picture and place."""
     from cs336sys.report.outputs import check_writable
 
     named = [(name, draw) for drawn in pictures for name, draw in drawn.items()]
     if not named:
-        raise UsageError(f"--plot {plot}: the cells of {', '.join(dict.fromkeys(commands))} hold no picture's data")
-    total = {name: sum(name == other for other, _ in named) for name, _ in named}
-    seen: dict[str, int] = {}
+        raise UsageError(f"--plot {plot}: the cells of {', '.join(commands)} hold no picture's data")
+    total = Counter(name for name, _ in named)
+    seen: Counter[str] = Counter()
     for name, draw in named:
-        seen[name] = seen.get(name, 0) + 1
+        seen[name] += 1
         number = f"-{seen[name]}" if total[name] > 1 else ""
         path = plot if len(named) == 1 else plot.with_name(f"{plot.stem}-{name}{number}{plot.suffix}")
         check_writable(path, "--plot")

@@ -2,25 +2,25 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from cs336sys.report.numbers import Value, format_quantity
 from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.results.comparison import (
     HIGHER_IS_BETTER,
-    SAMPLING_SETTINGS,
     Compared,
     Comparison,
     Matched,
     Pair,
     Side,
+    cell_settings,
     machine_differences,
     shared_metrics,
     significance_level,
 )
-from cs336sys.results.model import Cell, Results, distinguishing_settings, passed_over_words
+from cs336sys.results.model import Results, distinguishing_settings, passed_over_words
 
 # From here on a table says that means tell something else than medians.
 _NOTED_STALLS = 0.02
@@ -62,12 +62,6 @@ def _names(pairs: Sequence[Pair], alone: Sequence[Side] = ()) -> Callable[[Side]
 def _identifying_settings(sides: Sequence[Side]) -> list[str]:
     """The fewest leading settings that tell sides apart: ``size``, without the ``d_model`` that follows from it."""
     return distinguishing_settings([cell_settings(side.shown) for side in sides])
-
-
-def cell_settings(cell: Cell) -> dict[str, Any]:
-    """Command and configuration of a cell, but for what only decides how it was sampled."""
-    configuration = {name: value for name, value in cell.configuration.items() if name not in SAMPLING_SETTINGS}
-    return {"command": cell.command} | configuration
 
 
 def _shared_settings(pairs: Sequence[Pair]) -> str:
@@ -190,8 +184,7 @@ def comparison_warnings(
     methods = {(comparison.a.method, comparison.b.method) for comparison in comparisons}
     for of_a, of_b in sorted(method for method in methods if method[0] != method[1]):
         yield f"samples were taken by {of_a} in A and by {of_b} in B"
-    for reason in dict.fromkeys(comparison.reason for comparison in comparisons if comparison.reason):
-        count = sum(comparison.reason == reason for comparison in comparisons)
+    for reason, count in Counter(comparison.reason for comparison in comparisons if comparison.reason).items():
         yield f"undecided, {_count(count, 'comparison')} of {len(comparisons)}: {reason}"
 
 

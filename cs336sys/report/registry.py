@@ -34,9 +34,7 @@ from cs336sys.results.model import (
     Run,
     Samples,
     configuration_key,
-    differing_conditions,
     distinguishing_settings,
-    same_code,
 )
 from cs336sys.results.statistics import Interval
 from cs336sys.workload import MemoryWorkload
@@ -180,28 +178,32 @@ def invocations(files: Sequence[Results]) -> list[Invocation]:
     A run with ``--resume`` goes on with what its file held before it, if that was measured alike; of cells that it
     measured again the later ones are kept, as it printed them.
     """
-    found: dict[tuple[str, str], Invocation] = {}
+    by_run: dict[tuple[str, str], Invocation] = {}
     for results in files:
-        in_file: dict[str, list[Invocation]] = {}
+        in_file: set[tuple[str, str]] = set()
+        # Of this file, by command and conditions: the invocation of the last run under these, or under any ("").
+        latest: dict[tuple[str, str], Invocation] = {}
         for cell in results.cells:
-            run, key = results.runs.get(cell.run_id), (cell.command, cell.run_id)
-            earlier = in_file.setdefault(cell.command, [])
-            if key not in found:
-                resumed = next((one for one in reversed(earlier) if _is_resumed(one, run)), None)
-                found[key] = resumed or Invocation(cell.command)
-                found[key].runs += [run] if run is not None else []
-            if found[key] not in earlier:
-                earlier.append(found[key])
-            found[key].cells[configuration_key(cell.configuration)] = cell
-    return list({id(invocation): invocation for invocation in found.values()}.values())
+            key = (cell.command, cell.run_id)
+            if key not in in_file:
+                in_file.add(key)
+                run = results.runs.get(cell.run_id)
+                conditions = _conditions_key(run) if run is not None else ""
+                if key not in by_run:
+                    arguments = run.arguments if run is not None else ()
+                    resumed = "" if "--resume-any" in arguments else conditions if "--resume" in arguments else None
+                    earlier = None if resumed is None else latest.get((cell.command, resumed))
+                    by_run[key] = earlier or Invocation(cell.command)
+                    by_run[key].runs += [run] if run is not None else []
+                if run is not None:
+                    latest[cell.command, ""] = latest[cell.command, conditions] = by_run[key]
+            by_run[key].cells[configuration_key(cell.configuration)] = cell
+    return list({id(invocation): invocation for invocation in by_run.values()}.values())
 
 
-def _is_resumed(earlier: Invocation, run: Run | None) -> bool:
-    if run is None or not earlier.runs:
-        return False
-    before = earlier.runs[-1]
-    alike = not differing_conditions(before, run) and same_code(before, run) is not False
-    return "--resume-any" in run.arguments or ("--resume" in run.arguments and alike)
+def _conditions_key(run: Run) -> str:
+    """Return a key that is equal for runs of the same code under the same conditions."""
+    return configuration_key(run.conditions | {"source_digest": run.environment.get("source_digest")})
 
 
 # What tables and pictures raise of cells that another version, or another program, has written.

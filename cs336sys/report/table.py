@@ -144,16 +144,21 @@ def select_in_groups(
     """
     chosen = [list(group) for group in groups]
 
-    def all_tables() -> list[Table]:
-        return [table for group in chosen for table in group]
+    def kinds() -> list[Table]:
+        """Return one table of each name and columns: files of thousands of runs have as many tables of each."""
+        tables = (table for group in chosen for table in group)
+        return list({(table.name, *(column.title for column in table.columns)): table for table in tables}.values())
 
     if names:
-        chosen = [select_tables(group, names, all_tables()) for group in chosen]
+        among = kinds()
+        chosen = [select_tables(group, names, among) for group in chosen]
     # Before columns are left out: rows may be sorted by another one.
     if order is not None:
-        chosen = [sort_rows(group, order, all_tables()) for group in chosen]
+        among = kinds()
+        chosen = [sort_rows(group, order, among) for group in chosen]
     if keys:
-        chosen = [select_columns(group, keys, all_tables()) for group in chosen]
+        among = kinds()
+        chosen = [select_columns(group, keys, among) for group in chosen]
     return chosen
 
 

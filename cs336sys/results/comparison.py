@@ -1,7 +1,8 @@
 """Did it get faster: matches what results files hold of one configuration and compares the raw samples."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
@@ -56,9 +57,9 @@ class Side:
 
     def series(self) -> dict[str, tuple[tuple[Samples, ...], ...]]:
         """The measured series that all cells have, by name and unit (``step_ms``): runs, and of each the rounds."""
-        by_cell = [_series(cell) for cell in self.cells]
-        names = [name for name in by_cell[-1] if all(name in series for series in by_cell)]
-        return {name: tuple(tuple(_series(cell)[name] for cell in run) for run in self.runs) for name in names}
+        by_run = [[_series(cell) for cell in run] for run in self.runs]
+        names = [name for name in by_run[-1][-1] if all(name in series for run in by_run for series in run)]
+        return {name: tuple(tuple(series[name] for series in run) for run in by_run) for name in names}
 
 
 def _series(cell: Cell) -> dict[str, Samples]:
@@ -105,51 +106,72 @@ def match_cells(a: Results, b: Results) -> Matched:
     )
 
 
-def nearest_difference(a: Results, b: Results) -> dict[str, tuple[Any, Any]]:
+# Of each side: every pair of their configurations is compared.
+_NEAREST_OF = 100
+
+
+def nearest_difference(matched: Matched) -> dict[str, tuple[Any, Any]]:
     """The settings in which those cells of two sides differ that differ in fewest, with both values.
 
-    Empty where no command has cells on both sides.
+    Empty where no command has cells on both sides. Only the first configurations of each side are compared.
     """
-    settings = [[cell.configuration | {"command": cell.command} for cell in side.cells] for side in (a, b)]
+    settings_a, settings_b = (
+        [cell_settings(side.shown) for side in sides[:_NEAREST_OF]] for sides in (matched.only_a, matched.only_b)
+    )
     differences = (
-        {name: (one.get(name), other.get(name)) for name in one | other if one.get(name) != other.get(name)}
-        for one in settings[0]
-        for other in settings[1]
-        if one["command"] == other["command"]
+        {name: (a.get(name), b.get(name)) for name in a | b if a.get(name) != b.get(name)}
+        for a in settings_a
+        for b in settings_b
+        if a["command"] == b["command"]
     )
-    return min(
-        ({name: pair for name, pair in found.items() if name not in SAMPLING_SETTINGS} for found in differences),
-        key=len,
-        default={},
-    )
+    return min(differences, key=len, default={})
+
+
+def cell_settings(cell: Cell) -> dict[str, Any]:
+    """Command and configuration of a cell, but for what only decides how it was sampled."""
+    configuration = {name: value for name, value in cell.configuration.items() if name not in SAMPLING_SETTINGS}
+    return {"command": cell.command} | configuration
 
 
 def _sides(results: Results) -> dict[tuple[str, str], Side]:
     cells: dict[tuple[str, str], list[Cell]] = {}
+    seen: set[tuple[Hashable, ...]] = set()
     for cell in results.cells:
-        key = (cell.command, configuration_key(cell.configuration, SAMPLING_SETTINGS))
         # A file given twice, or copied into another, is no second run.
-        if cell not in (found := cells.setdefault(key, [])):
-            found.append(cell)
-    return {key: _side(found, results.runs) for key, found in cells.items()}
+        configuration = configuration_key(cell.configuration)
+        identity = (cell.run_id, cell.command, configuration, cell.status, *cell.samples.items())
+        if identity not in seen:
+            seen.add(identity)
+            key = (cell.command, configuration_key(cell.configuration, SAMPLING_SETTINGS))
+            cells.setdefault(key, []).append(cell)
+    return {key: _side(same, results.runs) for key, same in cells.items()}
 
 
 def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
-    last = runs.get(cells[-1].run_id)
-    alike = [cell for cell in cells if cell.run_id == cells[-1].run_id or _is_alike(runs.get(cell.run_id), last)]
+    last_id = cells[-1].run_id
+    last = runs.get(last_id)
+    is_alike = {id: id == last_id or _is_alike(runs.get(id), last) for id in {cell.run_id for cell in cells}}
+    alike = [cell for cell in cells if is_alike[cell.run_id]]
     latest = {configuration_key(cell.configuration): number for number, cell in enumerate(alike)}
-    by_round: list[dict[int | None, Cell]] = []
+    by_run: list[dict[int | None, Cell]] = []
+    # The runs whose rounds have numbers, and how many of these have each: the first ones.
+    numbered: list[dict[int | None, Cell]] = []
+    run_count: Counter[int] = Counter()
     for number, cell in enumerate(alike):
         if cell.status != "ok" and latest[configuration_key(cell.configuration)] > number:
             # It failed, and a resumed sweep measured it again.
             continue
         # Rounds of one run have numbers of their own; a run that an interruption cut in two is still one.
-        its_round = cell.configuration.get("round")
-        run = next((run for run in by_round if None not in (*run, its_round) and its_round not in run), None)
-        if run is None:
-            by_round.append(run := {})
-        run[its_round] = cell
-    return Side(tuple(tuple(run.values()) for run in by_round), left_out=len(cells) - len(alike))
+        round_number = cell.configuration.get("round")
+        if round_number is None:
+            by_run.append({None: cell})
+            continue
+        if run_count[round_number] == len(numbered):
+            numbered.append({})
+            by_run.append(numbered[-1])
+        numbered[run_count[round_number]][round_number] = cell
+        run_count[round_number] += 1
+    return Side(tuple(tuple(run.values()) for run in by_run), left_out=len(cells) - len(alike))
 
 
 def _is_alike(run: Run | None, last: Run | None) -> bool:

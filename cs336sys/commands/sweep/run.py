@@ -71,9 +71,8 @@ def known_cells(
     together: dict[str, list[Mapping[str, Any]]] = {}
     for configuration in configurations:
         together.setdefault(turn_key(configuration), []).append(configuration)
-    differences = {
-        run_id: _differences(results.runs.get(run_id), run) for cells in measured.values() for run_id in cells
-    }
+    run_ids = {run_id for cells in measured.values() for run_id in cells}
+    differences = {run_id: _differences(results.runs.get(run_id), run) for run_id in run_ids}
     known: dict[str, Cell] = {}
     otherwise: list[str] = []
     differing: dict[str, tuple[Any, Any]] = {}
