@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.errors import UsageError
+from cs336sys.results.foreign import FileUsage
 from cs336sys.results.gzip_members import Member, as_member, is_compressed, read_members
 from cs336sys.results.model import SCHEMA_VERSION, Cell, Run, check_version, configuration_key, json_text, read_record
+
+# Of the limits within which a file is read.
+_WARNED_PERCENT = 80
 
 # Names that promise something else than JSON lines to whoever opens the file.
 _OTHER_ENDINGS = (".csv", ".tsv", ".json", ".md", ".markdown", ".txt", ".tex", ".typ", ".html", ".png", ".svg", ".pdf")
@@ -93,17 +97,29 @@ class ResultsFile:
 
     def _close_damaged_end(self) -> None:
         self._stream.seek(0)
+        self._usage = FileUsage()
         if is_compressed(self.path):
             self._close_cut_member()
         else:
             _check_first_line(self.path, self._stream.readline(2**20))
+            self._stream.seek(0)
+            while chunk := self._stream.read(2**20):
+                self._usage.add(chunk)
             self._end_truncated_line()
+        if self._usage.percent > 100:
+            raise UsageError(f"cannot write results to {self.path}: it holds as much as can be read; give another file")
         self._size = os.fstat(self._stream.fileno()).st_size
 
     def append(self, record: Run | Cell) -> None:
         """Write a record, after those that could not be written before; see :attr:`fault`."""
         line = {"schema_version": SCHEMA_VERSION, "kind": type(record).__name__.lower()} | asdict(record)
         text = json_text(line).encode() + b"\n"
+        was_warned = self._usage.percent > _WARNED_PERCENT
+        self._usage.add(text)
+        if self._usage.percent > _WARNED_PERCENT and not was_warned:
+            self.notices.append(
+                f"{self.path} holds {_WARNED_PERCENT} % of what can be read again: give another file next time"
+            )
         self._unwritten.append(as_member(text) if is_compressed(self.path) else text)
         self._records.append((_key(line), self._unwritten[-1]))
         self._write()
@@ -206,6 +222,7 @@ class ResultsFile:
     def _close_cut_member(self) -> None:
         """Close a line and a member that an earlier, killed run left half written."""
         whole, cut = _check_members(self.path, self._stream.read())
+        self._usage.add(whole)
         lost = b"" if cut is None else cut.content
         if not (whole + lost or b"\n").endswith(b"\n"):
             lost += b"\n"

@@ -24,12 +24,11 @@ from typing import Any, Literal, get_args
 from cs336sys.errors import UsageError
 from cs336sys.results.foreign import (
     FILE_BYTES,
-    FILE_CONTAINERS,
-    FILE_LINES,
-    FILE_VALUES,
+    FILE_MEMORY_BYTES,
     LINE_BYTES,
     LINE_CONTAINERS,
     MIB,
+    FileUsage,
     check_samples,
     checked_value,
     printable,
@@ -256,12 +255,16 @@ def configuration_key(configuration: Mapping[str, Any], ignore: tuple[str, ...] 
 def distinguishing_settings(configurations: Sequence[Mapping[str, Any]]) -> list[str]:
     """The fewest leading settings that tell them apart: ``size``, without the ``d_model`` that follows from it."""
     distinguishing: list[str] = []
-    told_apart = 1
+    groups, group_count = [0] * len(configurations), 1
     for name in dict.fromkeys(name for configuration in configurations for name in configuration):
-        shown = [*distinguishing, name]
-        keys = {configuration_key({name: values.get(name) for name in shown}) for values in configurations}
-        if len(keys) > told_apart:
-            distinguishing, told_apart = shown, len(keys)
+        numbers: dict[tuple[int, str], int] = {}
+        divided = [
+            numbers.setdefault((group, configuration_key({name: values.get(name)})), len(numbers))
+            for group, values in zip(groups, configurations, strict=True)
+        ]
+        if len(numbers) > group_count:
+            distinguishing.append(name)
+            groups, group_count = divided, len(numbers)
     return distinguishing
 
 
@@ -315,16 +318,15 @@ def read_results(path: Path) -> Results:
     runs: dict[str, Run] = {}
     cells: list[Cell] = []
     passed_over: list[str] = []
-    values = containers = 0
+    usage = FileUsage()
     for number, line in enumerate(_lines(_contents(path, passed_over)), 1):
-        here = line.count(b"{") + line.count(b"[")
-        values, containers = values + line.count(b","), containers + here
-        if number > FILE_LINES or values > FILE_VALUES or containers > FILE_CONTAINERS:
+        usage.add(line + b"\n")
+        if usage.percent > 100:
             raise UsageError(
-                f"{path} holds more than {FILE_LINES:,} lines, {FILE_VALUES:,} values or {FILE_CONTAINERS:,} lists and "
-                "objects, the most that cs336sys reads: split it"
+                f"{path} holds records of more than {FILE_MEMORY_BYTES // MIB} MiB of memory, which is the most that "
+                "is read: split it"
             )
-        if len(line) > LINE_BYTES or here > LINE_CONTAINERS:
+        if len(line) > LINE_BYTES or line.count(b"{") + line.count(b"[") > LINE_CONTAINERS:
             passed_over.append(f"line {number} is larger than any record of results")
             continue
         record = read_record(line)

@@ -297,7 +297,7 @@ def test_a_bomb_is_refused_within_a_gibibyte(tmp_path, kind):
     )
     result = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True)
     assert result.stderr.endswith(
-        "bomb.jsonl.gz holds more than 128 MiB when decompressed, which is the most that is read\n"
+        "bomb.jsonl.gz holds more than 512 MiB when decompressed, which is the most that is read\n"
     )
 
 
@@ -331,7 +331,7 @@ def test_a_pipe_without_end_is_refused(tmp_path):
     os.mkfifo(pipe)
     with (
         subprocess.Popen(["bash", "-c", 'exec cat /dev/zero > "$0"', str(pipe)], stderr=subprocess.DEVNULL),
-        pytest.raises(UsageError, match="pipe holds more than 128 MiB, which is the most that is read"),
+        pytest.raises(UsageError, match="pipe holds more than 512 MiB, which is the most that is read"),
     ):
         read_results(pipe)
 
