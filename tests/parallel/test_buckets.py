@@ -1,5 +1,7 @@
 """Bucket assignment: plain arithmetic on sizes."""
 
+import cProfile
+import pstats
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -87,3 +89,11 @@ def test_buckets_of_whole_blocks_hold_at_least_25_mb():
     assert sorted(index for bucket in assign_buckets(mixed, rule) for index in bucket) == list(range(8))
     with pytest.raises(UsageError, match="bucket size 'blocks': choose 'block', or megabytes, or None"):
         bucket_rule("blocks")
+
+
+@pytest.mark.parametrize("cap_bytes", [100, 1e9])
+def test_calls_grow_with_the_tensors(cap_bytes):
+    few, many = cProfile.Profile(), cProfile.Profile()
+    few.runcall(assign_buckets, specs(*[10] * 60), cap_bytes)
+    many.runcall(assign_buckets, specs(*[10] * 240), cap_bytes)
+    assert pstats.Stats(many).total_calls < 5 * pstats.Stats(few).total_calls

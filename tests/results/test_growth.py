@@ -1,0 +1,126 @@
+"""Cost that grows with the number of runs and cells: four times as many may take four times as many calls, not 16."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from cs336sys.errors import UsageError
+from cs336sys.report.registry import invocations
+from cs336sys.report.table import Column, Table, select_in_groups
+from cs336sys.results import foreign
+from cs336sys.results.comparison import match_cells, nearest_difference
+from cs336sys.results.file import ResultsFile
+from cs336sys.results.model import Cell, Results, Run, Samples, distinguishing_settings, read_results
+
+COUNT = 60
+
+
+def calls(run: Callable[[], object]) -> int:
+    """Count the calls of Python and C functions, which does not depend on the clock; comparisons of lists are none."""
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def require_linear(make: Callable[[int], Callable[[], object]]) -> None:
+    few, many = (calls(make(count)) for count in (COUNT, 4 * COUNT))
+    assert many < 5 * few, f"{few} calls for {COUNT}, {many} for {4 * COUNT}"
+
+
+def saved(count: int, *arguments: str, **settings: int) -> Results:
+    """Results of ``count`` runs, each of other code, with a cell of the same configuration but for ``settings``."""
+    runs = {
+        f"run {number}": Run(f"run {number}", "", ("bench", *arguments), {"cpu": "x"}, {"source_digest": str(number)})
+        for number in range(count)
+    }
+    cells = [
+        Cell(
+            "bench",
+            {"size": "tiny"} | {name: number + start for name, start in settings.items()},
+            "ok",
+            {"step": Samples("ms", "cpu clock", (1.0 + number, 2.0))},
+            run_id=run_id,
+        )
+        for number, run_id in enumerate(runs)
+    ]
+    return Results(runs, tuple(cells))
+
+
+@pytest.mark.parametrize("arguments", [(), ("--resume",), ("--resume-any",)], ids=str)
+def test_invocations_grow_with_their_runs(arguments):
+    require_linear(lambda count: lambda results=saved(count, *arguments): invocations([results]))
+
+
+@pytest.mark.parametrize("same_code", [False, True])
+def test_matching_grows_with_the_runs_of_a_configuration(same_code):
+    def make(count: int) -> Callable[[], object]:
+        results = saved(count)
+        if same_code:
+            runs = {run_id: replace(run, environment={"source_digest": "0"}) for run_id, run in results.runs.items()}
+            results = replace(results, runs=runs)
+        return lambda: match_cells(results, results)
+
+    require_linear(make)
+
+
+def test_nearest_difference_is_bounded():
+    def make(count: int) -> Callable[[], object]:
+        matched = match_cells(saved(4 * count, context=0), saved(4 * count, context=10_000))
+        return lambda: nearest_difference(matched)
+
+    few, many = (calls(make(count)) for count in (COUNT, 4 * COUNT))
+    assert many == few
+
+
+def test_distinguishing_settings_grow_with_the_settings():
+    def make(count: int) -> Callable[[], object]:
+        settings = {f"setting {number}": number for number in range(count)}
+        return lambda: distinguishing_settings([{**settings, "seed": seed} for seed in range(3)])
+
+    require_linear(make)
+
+
+def test_selecting_grows_with_the_tables():
+    table = Table("times", "times", (Column("step_ms", "step", "ms"),), [{"step_ms": 1.0}])
+    require_linear(lambda count: lambda: select_in_groups([[table]] * count, ["times"], ["step_ms"], "step_ms"))
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
+def test_save_warns_before_a_file_is_too_large_to_be_read(tmp_path, monkeypatch, ending):
+    path = tmp_path / f"r.{ending}"
+    results = saved(20, context=0)
+    monkeypatch.setattr(foreign, "FILE_MEMORY_BYTES", 20_000)
+    file = ResultsFile(path)
+    written = 0
+    for cell in results.cells:
+        file.append(cell)
+        written += 1
+        if file.notices:
+            break
+    assert file.notices == [f"{path} holds 80 % of what can be read again: give another file next time"]
+    assert 5 < written < 20
+    file.close()
+    assert len(read_results(path).cells) == written
+    file = ResultsFile(path)
+    for cell in results.cells[written:]:
+        file.append(cell)
+    assert len(file.notices) <= 1
+    for cell in results.cells:
+        file.append(cell)
+    file.close()
+    with pytest.raises(UsageError, match="it holds as much as can be read; give another file"):
+        ResultsFile(path)
+    with pytest.raises(UsageError, match="the most that is read: split it"):
+        read_results(path)
