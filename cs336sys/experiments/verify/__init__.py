@@ -6,7 +6,7 @@
 - ``rank.py``: what does a rank do in a case, and what does it hold at each moment?
 - ``saving.py``: how is it saved, and loaded into new objects?
 - ``collectives.py``: which collectives did a rank launch, from which line, and how is a rank made late?
-- ``held.py``: which tensor of the model are the slices that ranks hold?
+- ``assembly.py``: which tensor of the model do the slices of the ranks make?
 - ``comparison.py``: what is off, first and by how much?
 - ``diagnosis.py``: what does that mean? Of gradients, ``gradient_diagnosis.py``, which knows the causes.
 - ``measurement.py``: one cell of ``verify``, from its settings to its outcome.

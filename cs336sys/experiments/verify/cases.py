@@ -198,22 +198,26 @@ def _freeze(model: nn.Module) -> str:
 def _make_switchable(workload: VerifiedWorkload, model: nn.Module, switch: Switch, dtype: torch.dtype) -> None:
     if workload.data_ranks == 1:
         raise CapabilityError("the ranks share each sequence, so a parameter that one of them uses all do")
-    found: list[nn.Module] = []
+    independent_modules: list[nn.Module] = []
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
         tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors and not any(tensor.requires_grad for tensor in tensors):
-            found.append(module)
+            independent_modules.append(module)
 
-    own = [module for module in model.modules() if any(one.requires_grad for one in module.parameters(recurse=False))]
-    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in own]
+    parameter_modules = [
+        module
+        for module in model.modules()
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    ]
+    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in parameter_modules]
     inputs, _ = batch_of(workload, next(model.parameters()).device, dtype, 0)
     user_models.call_model(model, inputs)
     for handle in handles:
         handle.remove()
-    if not found:
+    if not independent_modules:
         raise CapabilityError("every layer with parameters depends on others, so none can be unused by itself")
-    layer = found[0]
+    layer = independent_modules[0]
     forward = layer.forward
 
     def switchable(*args: Any, **kwargs: Any) -> Any:
@@ -230,7 +234,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 def batch_of(workload: VerifiedWorkload, device: torch.device, dtype: torch.dtype, step: int) -> tuple[Any, Any]:
     """The batch of all ranks in a step, its floating point tensors in ``dtype``."""
     batch = make_batch(workload.training, device, step)
-    return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, batch)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
 
 
 def evaluation_batch(workload: VerifiedWorkload, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -254,7 +258,7 @@ class Share:
     sequences: slice
 
     def of(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        return tree_map_only(Tensor, lambda one: one[self.sequences], batch)
+        return tree_map_only(Tensor, lambda tensor: tensor[self.sequences], batch)
 
 
 def shares_of(workload: VerifiedWorkload, program: Program, micro: int) -> list[Share]:
@@ -262,13 +266,13 @@ def shares_of(workload: VerifiedWorkload, program: Program, micro: int) -> list[
     size, ranks = workload.training.size.batch_size, workload.data_ranks
     total = size - 1 if program.uneven else size
     each = size // ranks // micro
-    found = []
+    shares = []
     for rank in range(ranks):
         for number in range(micro):
             first = (rank * micro + number) * each
             last = min(first + each, total)
-            found.append(Share(rank, number, (last - first) / total, slice(first, last)))
-    return found
+            shares.append(Share(rank, number, (last - first) / total, slice(first, last)))
+    return shares
 
 
 def loss_of(workload: VerifiedWorkload, output: Any, targets: Any) -> Tensor:

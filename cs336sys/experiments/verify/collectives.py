@@ -46,7 +46,7 @@ class CollectiveLaunch:
     incomplete: tuple[str, ...] = ()
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         where = f" at {self.line}" if self.line else ""
         return f"{self.name.strip('_').removesuffix('_base')} of {self.elements:,} {self.dtype}{where}"
 
@@ -84,7 +84,11 @@ class CollectiveWatcher(DispatchMode):
             # DTensors launch theirs below.
             return NotImplemented
         name = str(operator)
-        if self.phase != OBSERVED and operator.namespace in _NAMESPACES and not any(one in name for one in _NO_LAUNCH):
+        if (
+            self.phase != OBSERVED
+            and operator.namespace in _NAMESPACES
+            and not any(operation in name for operation in _NO_LAUNCH)
+        ):
             self._see(operator, args)
         result = operator(*args, **(kwargs or {}))
         if self.phase != "wrap" and operator._schema.name in _PRODUCTS and isinstance(result, Tensor):
@@ -100,9 +104,11 @@ class CollectiveWatcher(DispatchMode):
         name = operator.name().partition("::")[2].partition(".")[0]
         if name == "barrier" or not tensors:
             return
-        self.dtypes |= set() if self.phase == "wrap" else {one.dtype for one in tensors if one.is_floating_point()}
+        self.dtypes |= (
+            set() if self.phase == "wrap" else {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        )
         dtype = str(tensors[0].dtype).removeprefix("torch.")
-        elements = max(sum(one.numel() for one in tree_leaves(arg) if isinstance(one, Tensor)) for arg in args)
+        elements = max(sum(leaf.numel() for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args)
         self.launches.append(CollectiveLaunch(name, elements, dtype, *moment, self._line(), self._incomplete(tensors)))
 
     def _line(self) -> str:
@@ -138,4 +144,4 @@ class CollectiveWatcher(DispatchMode):
 
             return done
 
-        return [one.register_hook(complete(name)) for name, one in named.items() if one.requires_grad]
+        return [parameter.register_hook(complete(name)) for name, parameter in named.items() if parameter.requires_grad]

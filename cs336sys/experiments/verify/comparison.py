@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cs336sys.experiments.verify.assembly import assemble
 from cs336sys.experiments.verify.cases import Program
-from cs336sys.experiments.verify.held import assemble
-from cs336sys.experiments.verify.rank import RankFindings
+from cs336sys.experiments.verify.rank import RankReport
 from cs336sys.experiments.verify.reference import Record, Reference
 from cs336sys.workload.verification import VerifiedWorkload
 
@@ -28,29 +28,31 @@ class Finding:
     """Something that is off.
 
     Attributes:
-        what: ``start``, ``loss``, ``gradient``, ``norm``, ``weight``, ``state``, ``buffer``, ``evaluation``.
+        kind: ``start``, ``loss``, ``gradient``, ``norm``, ``weight``, ``state``, ``buffer``, ``evaluation``.
         step: counted from 1; of weights and states, after which.
         name: of the parameter or buffer; of a state, ``layers.0.weight exp_avg``; empty for numbers.
         rank: the first rank on which it is off.
         relative: the norm of the difference over that of what is expected.
         allowed: how large rounding explains.
-        found, expected: the tensors; None where there is none.
+        actual, expected: the tensors; None where there is none.
     """
 
-    what: str
+    kind: str
     step: int
     name: str
     rank: int
     relative: float
     allowed: float
-    found: Tensor | None = None
+    actual: Tensor | None = None
     expected: Tensor | None = None
 
     @property
-    def told(self) -> str:
+    def message(self) -> str:
         names = {"weight": "weight of", "gradient": "gradient of", "state": "optimizer state of", "buffer": "buffer"}
-        subject = f"{names[self.what]} {self.name}" if self.what in names else _SUBJECTS[self.what].format(self.name)
-        by = "missing" if self.found is None and self.what == "gradient" else f"off by {format_relative(self.relative)}"
+        subject = f"{names[self.kind]} {self.name}" if self.kind in names else _SUBJECTS[self.kind].format(self.name)
+        by = (
+            "missing" if self.actual is None and self.kind == "gradient" else f"off by {format_relative(self.relative)}"
+        )
         when = "before the first step" if self.step == 0 else f"step {self.step}"
         return f"{when}, rank {self.rank}: {subject} is {by}"
 
@@ -100,15 +102,17 @@ class CaseComparison:
     """Compares a case's ranks with one process."""
 
     def __init__(
-        self, workload: VerifiedWorkload, program: Program, reference: Reference, found: Sequence[RankFindings]
+        self, workload: VerifiedWorkload, program: Program, reference: Reference, reports: Sequence[RankReport]
     ):
-        self.workload, self.program, self.reference, self.found = workload, program, reference, found
+        self.workload, self.program, self.reference, self.reports = workload, program, reference, reports
         self.groups = rank_groups(workload)
         self.shapes = {name: value.shape for name, value in reference.record.weights[0].items()}
         self.findings: list[Finding] = []
         self.largest, self.largest_of = 0.0, ""
         self.unknown: set[str] = set()
-        self.records = [Record(one.record.losses, one.record.evaluations, norms=one.record.norms) for one in found]
+        self.records = [
+            Record(report.record.losses, report.record.evaluations, norms=report.record.norms) for report in reports
+        ]
 
     def compare(self, first: int = 0) -> ComparedCase:
         """Compare everything that ranks have.
@@ -116,9 +120,9 @@ class CaseComparison:
         Args:
             first: steps that others have trained before.
         """
-        for index, one in enumerate(self.found):
-            self.records[index].buffers = one.record.buffers
-            self.records[index].outputs = one.record.outputs
+        for index, report in enumerate(self.reports):
+            self.records[index].buffers = report.record.buffers
+            self.records[index].outputs = report.record.outputs
         self._weights(0, "start")
         for step in range(first, self.program.steps):
             self._number("loss", step + 1, step - first)
@@ -132,15 +136,15 @@ class CaseComparison:
         self._buffers()
         return ComparedCase(self.findings, self.records, self.largest, self.largest_of, tuple(sorted(self.unknown)))
 
-    def _weights(self, step: int, what: str) -> None:
-        held = [one.record.weights.get(step, {}) for one in self.found]
-        if not any(held):
+    def _weights(self, step: int, kind: str) -> None:
+        rank_weights = [report.record.weights.get(step, {}) for report in self.reports]
+        if not any(rank_weights):
             return
         # Shapes of slices are known from the first moment on.
-        whole, unknown = assemble(held, self.shapes, self.groups)
+        whole, unknown = assemble(rank_weights, self.shapes, self.groups)
         self.unknown |= unknown
         expected = self.reference.record.weights[step]
-        if what == "start" and self.workload.case == "start":
+        if kind == "start" and self.workload.case == "start":
             others = [expected]
         else:
             others = [record.weights[step] for record in self.reference.others]
@@ -151,12 +155,14 @@ class CaseComparison:
             for rank, tensors in enumerate(whole):
                 self.records[rank].weights[step] = tensors
                 if name in tensors:
-                    rounding = self._rounding(value, [one[name] for one in others])
-                    self._compare(what, step, name, rank, tensors[name], value, rounding)
+                    rounding = self._rounding(value, [weights[name] for weights in others])
+                    self._compare(kind, step, name, rank, tensors[name], value, rounding)
 
     def _gradients(self, step: int, index: int) -> None:
-        held = [one.record.gradients[index] if index < len(one.record.gradients) else {} for one in self.found]
-        whole, unknown = assemble(held, self.shapes, self.groups)
+        rank_gradients = [
+            report.record.gradients[index] if index < len(report.record.gradients) else {} for report in self.reports
+        ]
+        whole, unknown = assemble(rank_gradients, self.shapes, self.groups)
         for record, tensors in zip(self.records, whole, strict=True):
             record.gradients.append(tensors)
         if self.program.scale and step == 1:
@@ -170,27 +176,33 @@ class CaseComparison:
                 continue
             value = expected.get(name)
             for rank, tensors in enumerate(whole):
-                own = tensors.get(name)
-                if name not in self.found[rank].owned or (own is None and value is None):
+                gradient = tensors.get(name)
+                if name not in self.reports[rank].owned or (gradient is None and value is None):
                     continue
-                wanted = torch.zeros(shape, dtype=self.reference.dtype) if value is None else value
-                rounding = self._rounding(wanted, [one.get(name, wanted) for one in others], total)
-                given = torch.zeros_like(wanted) if own is None else own
-                self._compare("gradient", step + 1, name, rank, given, wanted, rounding, is_missing=own is None)
+                expected_gradient = torch.zeros(shape, dtype=self.reference.dtype) if value is None else value
+                rounding = self._rounding(
+                    expected_gradient, [gradients.get(name, expected_gradient) for gradients in others], total
+                )
+                actual = torch.zeros_like(expected_gradient) if gradient is None else gradient
+                self._compare(
+                    "gradient", step + 1, name, rank, actual, expected_gradient, rounding, is_missing=gradient is None
+                )
 
     def _states(self, step: int) -> None:
         expected = self.reference.record.states.get(step, {})
-        held = [one.record.states.get(step, {}) for one in self.found]
+        rank_states = [report.record.states.get(step, {}) for report in self.reports]
         keys = {key for state in expected.values() for key in state}
         for key in sorted(keys):
             shapes = {name: state[key].shape for name, state in expected.items() if key in state}
-            own = [{name: state[key] for name, state in states.items() if key in state} for states in held]
-            whole, _ = assemble(own, shapes, self.groups)
+            rank_tensors = [
+                {name: state[key] for name, state in states.items() if key in state} for states in rank_states
+            ]
+            whole, _ = assemble(rank_tensors, shapes, self.groups)
             for name in shapes:
                 value = expected[name][key]
                 others = [record.states[step][name][key] for record in self.reference.others]
                 for rank, tensors in enumerate(whole):
-                    if name in tensors and name in self.found[rank].owned:
+                    if name in tensors and name in self.reports[rank].owned:
                         rounding = self._rounding(value, others)
                         self._compare("state", step, f"{name} {key}", rank, tensors[name], value, rounding)
 
@@ -201,45 +213,47 @@ class CaseComparison:
             return
         for name, value in expected.items():
             for rank, record in enumerate(self.records):
-                own = record.buffers.get(name)
-                if own is None or own.shape != value.shape:
+                buffer = record.buffers.get(name)
+                if buffer is None or buffer.shape != value.shape:
                     continue
-                others = [one.buffers[name] for one in self.reference.others]
+                others = [other_record.buffers[name] for other_record in self.reference.others]
                 if value.is_floating_point():
                     if not torch.equal(torch.nan_to_num(value), torch.nan_to_num(others[0])) and self.program.steps:
                         # What depends on how a batch is cut is each rank's own.
                         continue
-                    self._compare("buffer", self.program.steps, name, rank, own, value, self._rounding(value, others))
-                elif not torch.equal(own, value) and torch.equal(value, others[0]):
-                    self._find(Finding("buffer", self.program.steps, name, rank, math.inf, 0.0, own, value))
+                    self._compare(
+                        "buffer", self.program.steps, name, rank, buffer, value, self._rounding(value, others)
+                    )
+                elif not torch.equal(buffer, value) and torch.equal(value, others[0]):
+                    self._find(Finding("buffer", self.program.steps, name, rank, math.inf, 0.0, buffer, value))
 
-    def _number(self, what: str, step: int, index: int) -> None:
+    def _number(self, kind: str, step: int, index: int) -> None:
         """A loss or norm of all ranks: losses are of shares and add up, norms are the same on every rank."""
-        attribute = {"loss": "losses", "norm": "norms", "evaluation": "evaluations"}[what]
-        at = index if what == "evaluation" else step - 1
+        attribute = {"loss": "losses", "norm": "norms", "evaluation": "evaluations"}[kind]
+        at = index if kind == "evaluation" else step - 1
         expected_of = [getattr(record, attribute) for record in (self.reference.record, *self.reference.others)]
         if at >= len(expected_of[0]):
             return
         value, *others = (torch.tensor(numbers[at], dtype=torch.float64) for numbers in expected_of)
-        own = [getattr(one.record, attribute) for one in self.found]
-        if any(index >= len(numbers) for numbers in own):
+        rank_numbers = [getattr(report.record, attribute) for report in self.reports]
+        if any(index >= len(numbers) for numbers in rank_numbers):
             return
-        numbers = [one[index] for one in own]
-        if what == "norm":
+        numbers = [series[index] for series in rank_numbers]
+        if kind == "norm":
             values = numbers
         else:
             values = [self._added(numbers)]
         for rank, number in enumerate(values):
-            given = torch.tensor(number, dtype=torch.float64)
-            self._compare(what, step, "", rank, given, value, self._rounding(value, others))
+            actual = torch.tensor(number, dtype=torch.float64)
+            self._compare(kind, step, "", rank, actual, value, self._rounding(value, others))
 
     def _added(self, numbers: Sequence[float]) -> float:
         """The loss of the batch from those of ranks, each weighted by its sequences."""
         total = 0.0
         for data in range(self.workload.data_ranks):
-            own = [rank for rank in range(self.workload.world_size) if self.workload.data_place(rank) == data]
+            sharing_ranks = [rank for rank in range(self.workload.world_size) if self.workload.data_place(rank) == data]
             # Ranks that share sequences have parts of their loss, or all of it, each.
-            total += sum(numbers[rank] for rank in own) / len(own)
+            total += sum(numbers[rank] for rank in sharing_ranks) / len(sharing_ranks)
         return total
 
     def _rounding(self, value: Tensor, others: Sequence[Tensor], scale: float = 0.0) -> float:
@@ -253,27 +267,27 @@ class CaseComparison:
 
     def _compare(
         self,
-        what: str,
+        kind: str,
         step: int,
         name: str,
         rank: int,
-        found: Tensor,
+        actual: Tensor,
         expected: Tensor,
         rounding: float,
         *,
         is_missing: bool = False,
     ) -> None:
         size = norm_of(expected)
-        off = norm_of(found.to(expected.dtype) - expected)
+        off = norm_of(actual.to(expected.dtype) - expected)
         relative = off / size if size else (math.inf if off else 0.0)
         allowed = rounding / size if size else math.inf if off <= rounding else 0.0
         if math.isnan(relative):
             relative = math.inf
         is_off = not off <= rounding
         if relative > self.largest and size and not is_off:
-            self.largest, self.largest_of = relative, f"{what} {name}".strip()
+            self.largest, self.largest_of = relative, f"{kind} {name}".strip()
         if is_off:
-            self._find(Finding(what, step, name, rank, relative, allowed, None if is_missing else found, expected))
+            self._find(Finding(kind, step, name, rank, relative, allowed, None if is_missing else actual, expected))
 
     def _find(self, finding: Finding) -> None:
         self.findings.append(finding)
@@ -284,16 +298,18 @@ def norm_of(values: Tensor) -> float:
     return torch.linalg.vector_norm(values.double()).item() if values.numel() else 0.0
 
 
-def different_runs(first: Sequence[RankFindings], second: Sequence[RankFindings], allowed: float) -> str:
+def different_runs(first: Sequence[RankReport], second: Sequence[RankReport], allowed: float) -> str:
     """The first parameter whose gradient or weight differs between two runs of a case, or nothing."""
-    for one, other in zip(first, second, strict=True):
-        for own, again in zip(one.record.gradients, other.record.gradients, strict=False):
-            for name, value in own.items():
-                if name in again and norm_of(again[name] - value) > allowed * max(norm_of(value), 1e-30):
+    for report, other_report in zip(first, second, strict=True):
+        for gradients, other_gradients in zip(report.record.gradients, other_report.record.gradients, strict=False):
+            for name, value in gradients.items():
+                if name in other_gradients and norm_of(other_gradients[name] - value) > allowed * max(
+                    norm_of(value), 1e-30
+                ):
                     return name
-        for step, weights in one.record.weights.items():
+        for step, weights in report.record.weights.items():
             for name, value in weights.items():
-                again_of = other.record.weights.get(step, {}).get(name)
-                if again_of is not None and norm_of(again_of - value) > allowed * max(norm_of(value), 1e-30):
+                other_weight = other_report.record.weights.get(step, {}).get(name)
+                if other_weight is not None and norm_of(other_weight - value) > allowed * max(norm_of(value), 1e-30):
                     return name
     return ""

@@ -11,14 +11,14 @@ from cs336sys.experiments.verify.cases import SAVED_AFTER, Program, build_subjec
 from cs336sys.experiments.verify.comparison import ComparedCase, Finding, norm_of
 from cs336sys.experiments.verify.gradient_diagnosis import (
     EXPLAINED,
-    OF_GRADIENTS,
+    GRADIENT_PHASES,
     Diagnosis,
     FaultEvidence,
-    of_gradient,
+    diagnose_gradient,
     proportion,
     ratio_of,
 )
-from cs336sys.experiments.verify.rank import RankFindings
+from cs336sys.experiments.verify.rank import RankReport
 from cs336sys.experiments.verify.reference import Reference
 from cs336sys.workload.verification import VerifiedWorkload
 
@@ -28,35 +28,35 @@ def diagnose_case(
     program: Program,
     reference: Reference,
     compared: ComparedCase,
-    found: Sequence[RankFindings],
-    watched: Sequence[RankFindings],
+    reports: Sequence[RankReport],
+    watched: Sequence[RankReport],
     wrap_line: str,
-    known: Diagnosis | None,
+    plain_diagnosis: Diagnosis | None,
 ) -> Diagnosis:
     """Say what a case's findings mean.
 
     Args:
         watched: of the same case run again, with its collectives recorded; empty where it was not.
-        known: what was wrong with the plain step; None if that is right.
+        plain_diagnosis: the plain step's fault; None if that step is right.
     """
     first = compared.findings[0]
-    if known is not None and known.first == (first.what, first.step, first.name):
-        return replace(known, meaning=f"as in the plain step: {known.meaning}")
-    case = FaultEvidence(workload, program, reference, compared, found, watched, wrap_line, known is None)
+    if plain_diagnosis is not None and plain_diagnosis.first == (first.kind, first.step, first.name):
+        return replace(plain_diagnosis, meaning=f"as in the plain step: {plain_diagnosis.meaning}")
+    case = FaultEvidence(workload, program, reference, compared, reports, watched, wrap_line, plain_diagnosis is None)
     if (race := _race(case)) is not None:
         return race
     by_kind = {
-        "start": _of_start,
-        "loss": _of_loss,
-        "gradient": of_gradient,
-        "norm": _of_norm,
-        "weight": _of_weight,
-        "state": _of_state,
-        "buffer": _of_buffer,
-        "evaluation": _of_evaluation,
+        "start": diagnose_start,
+        "loss": diagnose_forward_loss,
+        "gradient": diagnose_gradient,
+        "norm": diagnose_norm,
+        "weight": diagnose_weight,
+        "state": diagnose_state,
+        "buffer": diagnose_buffer,
+        "evaluation": diagnose_evaluation,
     }
-    told = by_kind[first.what](case, first)
-    return _in_its_case(case, told)
+    diagnosis = by_kind[first.kind](case, first)
+    return attribute_to_case(case, diagnosis)
 
 
 # Cases that, where the plain step is right, are themselves what is wrong.
@@ -75,21 +75,23 @@ _OWN_CAUSES = {
 }
 
 
-def _in_its_case(case: FaultEvidence, told: Diagnosis) -> Diagnosis:
+def attribute_to_case(case: FaultEvidence, diagnosis: Diagnosis) -> Diagnosis:
     program = case.program
     if not case.is_new:
-        return told
-    if program.resume is not None and told.cause != "wrong slices":
-        return replace(told, cause="resume", meaning=_resumed(case))
+        return diagnosis
+    if program.resume is not None and diagnosis.cause != "wrong slices":
+        return replace(diagnosis, cause="resume", meaning=_resumed(case))
     if case.workload.case in _OWN_CAUSES:
         cause, when = _OWN_CAUSES[case.workload.case]
-        if told.cause != cause:
-            return replace(told, cause=cause, meaning=f"{told.meaning}; {when}")
-    names = {finding.name for finding in case.compared.findings if finding.what == "gradient"}
+        if diagnosis.cause != cause:
+            return replace(diagnosis, cause=cause, meaning=f"{diagnosis.meaning}; {when}")
+    names = {finding.name for finding in case.compared.findings if finding.kind == "gradient"}
     shared = _tied_names(case)
     if names and shared and names <= shared:
-        return replace(told, cause="tied", meaning=f"only the weight that several layers share is off: {told.meaning}")
-    return told
+        return replace(
+            diagnosis, cause="tied", meaning=f"only the weight that several layers share is off: {diagnosis.meaning}"
+        )
+    return diagnosis
 
 
 def _tied_names(case: FaultEvidence) -> set[str]:
@@ -99,7 +101,7 @@ def _tied_names(case: FaultEvidence) -> set[str]:
 
 def _race(case: FaultEvidence) -> Diagnosis | None:
     if case.workload.case == "late" and case.is_new:
-        sent = case.launches(OF_GRADIENTS)
+        sent = case.launches(GRADIENT_PHASES)
         meaning = (
             f"right while ranks are equally fast, wrong when rank {case.program.late} is late: something is read "
             "before its collective is done"
@@ -108,32 +110,32 @@ def _race(case: FaultEvidence) -> Diagnosis | None:
     if not case.watched:
         return None
     first = case.compared.findings[0]
-    for own, again in zip(case.found, case.watched, strict=True):
-        for step, gradients in enumerate(own.record.gradients[: len(again.record.gradients)]):
+    for report, rerun in zip(case.reports, case.watched, strict=True):
+        for step, gradients in enumerate(report.record.gradients[: len(rerun.record.gradients)]):
             for name, value in gradients.items():
-                other = again.record.gradients[step].get(name)
+                other = rerun.record.gradients[step].get(name)
                 if other is not None and other.shape == value.shape:
                     size = max(norm_of(value), 1e-300)
                     if norm_of(other - value) / size > max(first.allowed, 1e-12) and math.isfinite(first.allowed):
-                        sent = case.launches(OF_GRADIENTS)
+                        sent = case.launches(GRADIENT_PHASES)
                         meaning = f"the gradient of {name} in step {step + 1} changes from run to run"
                         return case.conclude("race", meaning, launches=sent[-1:])
     return None
 
 
-def _of_start(case: FaultEvidence, first: Finding) -> Diagnosis:
+def diagnose_start(case: FaultEvidence, first: Finding) -> Diagnosis:
     if case.workload.case == "start":
         meaning = (
             f"rank {first.rank} starts with weights of its own: broadcast those of the first rank when the model is "
             "wrapped, or build all ranks from one seed"
         )
         return case.conclude("not broadcast", meaning)
-    assert first.found is not None
+    assert first.actual is not None
     assert first.expected is not None
-    same = sorted(first.found.flatten().tolist()) == sorted(first.expected.flatten().tolist())
+    same = sorted(first.actual.flatten().tolist()) == sorted(first.expected.flatten().tolist())
     if same:
         return case.conclude("wrong slices", f"the ranks' slices of {first.name} are in another order than its rows")
-    if _holds_twice(first.found):
+    if _holds_twice(first.actual):
         return case.conclude("wrong slices", f"several ranks hold the same slice of {first.name}")
     return case.conclude("wrong slices", f"wrapping changes {first.name}", ratio_of(first))
 
@@ -143,13 +145,13 @@ def _holds_twice(values: Tensor) -> bool:
     return len(torch.unique(rows, dim=0)) < len(rows)
 
 
-def _of_loss(case: FaultEvidence, first: Finding) -> Diagnosis:
+def diagnose_forward_loss(case: FaultEvidence, first: Finding) -> Diagnosis:
     program = case.program
     if program.resume is not None and first.step > SAVED_AFTER:
         return case.conclude("resume", "the weights after loading are not those that were saved")
     if first.step > 1:
         meaning = f"step {first.step} computes with other weights than the last step left: they are gathered too early"
-        gathers = [one for one in case.launches(("forward", "optimizer")) if "gather" in one.name]
+        gathers = [launch for launch in case.launches(("forward", "optimizer")) if "gather" in launch.name]
         return case.conclude("stale weights", meaning, launches=gathers[-1:])
     outputs = _first_output_off(case)
     sent = case.launches(("forward",), 0)
@@ -176,46 +178,46 @@ def _first_output_off(case: FaultEvidence) -> tuple[str, str, float | None] | No
     is_shared = sizes.get("data", 1) * sizes.get("context", 1) == 1
     partial = ""
     for name, value in expected.items():
-        outputs = [one.record.outputs.get(name) for one in case.watched]
-        own = outputs[0]
-        if own is None:
+        outputs = [report.record.outputs.get(name) for report in case.watched]
+        output = outputs[0]
+        if output is None:
             continue
         if not is_shared:
             shape = list(value.shape)
-            if own.dim() != len(shape) or not shape or own.dim() == 0:
+            if output.dim() != len(shape) or not shape or output.dim() == 0:
                 continue
-            wanted = value[: own.shape[0]]
-            if own.dim() > 1 and sizes.get("context", 1) > 1:
-                wanted = wanted[:, : own.shape[1]]
+            wanted = value[: output.shape[0]]
+            if output.dim() > 1 and sizes.get("context", 1) > 1:
+                wanted = wanted[:, : output.shape[1]]
         else:
             wanted = value
-        if own.shape != wanted.shape:
+        if output.shape != wanted.shape:
             continue
-        if norm_of(own - wanted) <= 1e-6 * norm_of(wanted):
+        if norm_of(output - wanted) <= 1e-6 * norm_of(wanted):
             partial = "" if name == partial.rpartition(".")[0] else partial
             continue
-        if is_shared and all(one is not None and one.shape == wanted.shape for one in outputs):
-            total = sum(one for one in outputs if one is not None)
+        if is_shared and all(part is not None and part.shape == wanted.shape for part in outputs):
+            total = sum(part for part in outputs if part is not None)
             if isinstance(total, Tensor) and norm_of(total - wanted) < EXPLAINED * norm_of(wanted):
                 # A layer's output may be a part of a sum that the module around it adds up.
                 partial = name
                 if expected.get(name.rpartition(".")[0]) is not None and name.count(".") > 2:
                     continue
                 return name, "partial", None
-        return name, "", proportion(own, wanted)
+        return name, "", proportion(output, wanted)
     if partial:
         return partial, "partial", None
     return None
 
 
-def _of_norm(case: FaultEvidence, first: Finding) -> Diagnosis:
+def diagnose_norm(case: FaultEvidence, first: Finding) -> Diagnosis:
     step = first.step - 1
-    norms = [one.record.norms[step] for one in case.found]
+    norms = [report.record.norms[step] for report in case.reports]
     expected = case.reference.record.norms[step]
     if len(set(norms)) > 1:
         together = math.hypot(*norms)
         fits = ", and their squares add up to its square" if abs(together - expected) < 1e-3 * expected else ""
-        meaning = f"each rank clips by the norm of what it has ({', '.join(f'{one:.3g}' for one in norms)}){fits}"
+        meaning = f"each rank clips by the norm of what it has ({', '.join(f'{norm:.3g}' for norm in norms)}){fits}"
         return case.conclude("clipping", meaning)
     ratio = norms[0] / expected if expected else None
     meaning = (
@@ -224,25 +226,25 @@ def _of_norm(case: FaultEvidence, first: Finding) -> Diagnosis:
     return case.conclude("clipping", meaning, ratio)
 
 
-def _of_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
+def diagnose_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
     program, step = case.program, first.step
     if program.resume is not None and step > SAVED_AFTER:
         return case.conclude("resume", _resumed(case))
-    assert first.found is not None
+    assert first.actual is not None
     assert first.expected is not None
-    findings = [one for one in case.compared.findings if one.what == "weight" and one.step == step]
-    names = list(dict.fromkeys(one.name for one in findings))
+    findings = [finding for finding in case.compared.findings if finding.kind == "weight" and finding.step == step]
+    names = list(dict.fromkeys(finding.name for finding in findings))
     start = case.reference.record.weights[0][first.name]
     sent = case.launches(("optimizer",))
     is_frozen = torch.equal(first.expected, start)
     if is_frozen and program.frozen:
         return case.conclude("frozen", f"{first.name} is frozen and was changed", launches=sent[-1:])
-    if norm_of(first.found - start) <= 1e-12 * max(norm_of(start), 1e-300):
-        owners = [rank for rank, one in enumerate(case.found) if first.name in one.owned]
+    if norm_of(first.actual - start) <= 1e-12 * max(norm_of(start), 1e-300):
+        owners = [rank for rank, report in enumerate(case.reports) if first.name in report.owned]
         if not owners:
             return case.conclude("left out", f"no rank's optimizer has {first.name}")
-        off_on = sorted({one.rank for one in findings if one.name == first.name})
-        if len(off_on) < len(case.found):
+        off_on = sorted({finding.rank for finding in findings if finding.name == first.name})
+        if len(off_on) < len(case.reports):
             who = ", ".join(map(str, off_on))
             meaning = f"rank {who} does not get the new values of {first.name}: send them after the step"
             return case.conclude("not sent", meaning, launches=sent[-1:])
@@ -253,8 +255,8 @@ def _of_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
         return case.conclude(
             "clipping", "gradients are not clipped by the norm that was found", _update_ratio(case, first)
         )
-    off_on = sorted({one.rank for one in findings})
-    if len(off_on) < len(case.found):
+    off_on = sorted({finding.rank for finding in findings})
+    if len(off_on) < len(case.reports):
         who = ", ".join(map(str, off_on))
         meaning = f"only rank {who} has wrong weights, with the right gradients: {', '.join(names[:3])}"
         return case.conclude("not sent", meaning, launches=sent[-1:])
@@ -268,9 +270,9 @@ def _of_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
 
 def _sent_unsynchronized(case: FaultEvidence) -> Diagnosis | None:
     """Diagnose a run without visible gradients in which no collective sends any."""
-    if any(one.record.gradients and one.record.gradients[0] for one in case.found) or not case.watched:
+    if any(report.record.gradients and report.record.gradients[0] for report in case.reports) or not case.watched:
         return None
-    sent = case.launches(OF_GRADIENTS)
+    sent = case.launches(GRADIENT_PHASES)
     if sent:
         return None
     return case.conclude("not synchronized", "no collective follows the backward pass")
@@ -278,56 +280,60 @@ def _sent_unsynchronized(case: FaultEvidence) -> Diagnosis | None:
 
 def _update_ratio(case: FaultEvidence, first: Finding) -> float | None:
     start = case.reference.record.weights[0][first.name]
-    assert first.found is not None
+    assert first.actual is not None
     assert first.expected is not None
-    return proportion(first.found - start, first.expected - start)
+    return proportion(first.actual - start, first.expected - start)
 
 
-def _of_state(case: FaultEvidence, first: Finding) -> Diagnosis:
+def diagnose_state(case: FaultEvidence, first: Finding) -> Diagnosis:
     if case.program.resume is not None and first.step > SAVED_AFTER:
         return case.conclude("resume", _resumed(case))
     return case.conclude("optimizer", f"the optimizer's {first.name} is off, with the right weights", ratio_of(first))
 
 
 def _resumed(case: FaultEvidence) -> str:
-    kinds = [finding.what for finding in case.compared.findings]
+    kinds = [finding.kind for finding in case.compared.findings]
     if "loss" in kinds:
         return "the weights after loading are not those that were saved"
-    states = [finding.name for finding in case.compared.findings if finding.what == "state"]
+    states = [finding.name for finding in case.compared.findings if finding.kind == "state"]
     of = f" ({states[0]})" if states else ""
     return f"loaded weights are right, the optimizer's state is not{of}: save and load it"
 
 
-def _of_buffer(case: FaultEvidence, first: Finding) -> Diagnosis:
+def diagnose_buffer(case: FaultEvidence, first: Finding) -> Diagnosis:
     cause = "not broadcast" if case.workload.case == "start" else "buffers"
     return case.conclude(cause, f"rank {first.rank} has a buffer {first.name} of its own: broadcast it")
 
 
-def _of_evaluation(case: FaultEvidence, first: Finding) -> Diagnosis:
+def diagnose_evaluation(case: FaultEvidence, first: Finding) -> Diagnosis:
     return case.conclude("evaluation", "the model evaluates with other weights, or otherwise, than it trains")
 
 
-def diagnose_loss(reason: str, is_hang: bool, found: Sequence[RankFindings], wrap_line: str) -> Diagnosis:
+def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport], wrap_line: str) -> Diagnosis:
     """Say why ranks wait for each other or died, by the collectives that they launched."""
     cause = "hang" if is_hang else "died"
-    launches = [one.launches for one in found]
+    launches = [report.launches for report in reports]
     if not any(launches):
         return Diagnosis(cause, reason, line=wrap_line)
-    shortest = min(len(one) for one in launches)
+    shortest = min(len(rank_launches) for rank_launches in launches)
     for number in range(shortest):
-        here = [own[number] for own in launches]
-        if len({(one.name, one.elements, one.dtype) for one in here}) > 1:
-            told = ", ".join(f"rank {rank} launches {one.told}" for rank, one in enumerate(here))
-            line = next((one.line for one in here if one.line), wrap_line)
-            return Diagnosis(cause, f"the ranks' collectives differ: {told}", None, here[-1].told, line)
+        simultaneous = [rank_launches[number] for rank_launches in launches]
+        if len({(launch.name, launch.elements, launch.dtype) for launch in simultaneous}) > 1:
+            differing = ", ".join(
+                f"rank {rank} launches {launch.description}" for rank, launch in enumerate(simultaneous)
+            )
+            line = next((launch.line for launch in simultaneous if launch.line), wrap_line)
+            return Diagnosis(
+                cause, f"the ranks' collectives differ: {differing}", None, simultaneous[-1].description, line
+            )
     longest = max(launches, key=len)
     if len(longest) > shortest:
         extra = longest[shortest]
-        missing = [rank for rank, own in enumerate(launches) if len(own) == shortest]
+        missing = [rank for rank, rank_launches in enumerate(launches) if len(rank_launches) == shortest]
         meaning = (
-            f"rank {', '.join(map(str, missing))} does not launch the {extra.told} of {extra.phase} in step "
+            f"rank {', '.join(map(str, missing))} does not launch the {extra.description} of {extra.phase} in step "
             f"{extra.step + 1} that the others wait in"
         )
-        return Diagnosis(cause, meaning, None, extra.told, extra.line or wrap_line)
+        return Diagnosis(cause, meaning, None, extra.description, extra.line or wrap_line)
     last = longest[-1]
-    return Diagnosis(cause, f"{reason}, after {last.told}", None, last.told, last.line or wrap_line)
+    return Diagnosis(cause, f"{reason}, after {last.description}", None, last.description, last.line or wrap_line)

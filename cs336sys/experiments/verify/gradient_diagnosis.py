@@ -9,7 +9,7 @@ from torch import Tensor
 from cs336sys.experiments.verify.cases import Program, shares_of
 from cs336sys.experiments.verify.collectives import CollectiveLaunch
 from cs336sys.experiments.verify.comparison import ComparedCase, Finding, norm_of
-from cs336sys.experiments.verify.rank import RankFindings
+from cs336sys.experiments.verify.rank import RankReport
 from cs336sys.experiments.verify.reference import Reference, parts_of_gradients
 from cs336sys.workload.verification import VerifiedWorkload
 
@@ -18,7 +18,7 @@ EXPLAINED = 1e-3
 EQUAL = 2e-2
 
 # Phases in which gradients are sent.
-OF_GRADIENTS = ("backward", "finish", "optimizer")
+GRADIENT_PHASES = ("backward", "finish", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class FaultEvidence:
     program: Program
     reference: Reference
     compared: ComparedCase
-    found: Sequence[RankFindings]
-    watched: Sequence[RankFindings]
+    reports: Sequence[RankReport]
+    watched: Sequence[RankReport]
     wrap_line: str
     is_new: bool
 
@@ -108,67 +108,69 @@ class FaultEvidence:
 
     def launches(self, phases: Sequence[str], step: int | None = None) -> list[CollectiveLaunch]:
         """Collectives of the first rank in these phases."""
-        own = self.watched[0].launches if self.watched else []
-        return [one for one in own if one.phase in phases and step in (None, one.step)]
+        watched_launches = self.watched[0].launches if self.watched else []
+        return [launch for launch in watched_launches if launch.phase in phases and step in (None, launch.step)]
 
     def conclude(
         self, cause: str, meaning: str, ratio: float | None = None, launches: Sequence[CollectiveLaunch] = ()
     ) -> Diagnosis:
-        lines = [one.line for one in launches if one.line]
-        collective = launches[-1].told if launches else ""
+        lines = [launch.line for launch in launches if launch.line]
+        collective = launches[-1].description if launches else ""
         first = self.compared.findings[0]
-        place = first.what, first.step, first.name
+        place = first.kind, first.step, first.name
         return Diagnosis(cause, meaning, ratio, collective, lines[-1] if lines else self.wrap_line, place)
 
 
 def ratio_of(finding: Finding) -> float | None:
-    if finding.found is None or finding.expected is None:
+    if finding.actual is None or finding.expected is None:
         return None
-    return proportion(finding.found, finding.expected)
+    return proportion(finding.actual, finding.expected)
 
 
-def proportion(found: Tensor, expected: Tensor) -> float | None:
+def proportion(actual: Tensor, expected: Tensor) -> float | None:
     """Return the factor from ``expected``; None if they are not in proportion."""
     size = norm_of(expected)
-    if not size or found.shape != expected.shape or not torch.isfinite(found).all():
+    if not size or actual.shape != expected.shape or not torch.isfinite(actual).all():
         return None
-    ratio = float((found.double() * expected.double()).sum()) / size**2
-    return ratio if norm_of(found.double() - ratio * expected.double()) <= EXPLAINED * size and ratio else None
+    ratio = float((actual.double() * expected.double()).sum()) / size**2
+    return ratio if norm_of(actual.double() - ratio * expected.double()) <= EXPLAINED * size and ratio else None
 
 
 def is_near(value: float, other: float) -> bool:
     return abs(value - other) <= EQUAL * max(abs(other), 1e-300)
 
 
-def of_gradient(case: FaultEvidence, first: Finding) -> Diagnosis:
+def diagnose_gradient(case: FaultEvidence, first: Finding) -> Diagnosis:
     """Explain the first gradient that is off."""
     step = first.step - 1
-    early = [one for one in case.launches(("backward",)) if one.incomplete]
+    early = [launch for launch in case.launches(("backward",)) if launch.incomplete]
     if early:
         meaning = f"the gradient of {early[0].incomplete[0]} was sent before the backward pass had completed it"
         return case.conclude("too early", meaning, launches=early[:1])
-    sent = case.launches(OF_GRADIENTS, step)
-    if first.found is None:
+    sent = case.launches(GRADIENT_PHASES, step)
+    if first.actual is None:
         every = all(first.name not in record.gradients[step] for record in case.compared.records if record.gradients)
         who = "on every rank" if every else f"on rank {first.rank}"
         return case.conclude(
             "left out", f"{first.name} has no gradient {who}: the wrap leaves it out", launches=sent[-1:]
         )
-    findings = [one for one in case.compared.findings if one.what == "gradient" and one.step == first.step]
-    told = _of_parts(case, step, findings, sent)
-    if told is not None:
-        return told
+    findings = [
+        finding for finding in case.compared.findings if finding.kind == "gradient" and finding.step == first.step
+    ]
+    diagnosis = diagnose_combination(case, step, findings, sent)
+    if diagnosis is not None:
+        return diagnosis
     for name, gradient in case.reference.record.gradients[step].items():
         assert first.expected is not None
         is_alike = name != first.name and gradient.shape == first.expected.shape
-        if is_alike and proportion(first.found, gradient) is not None:
+        if is_alike and proportion(first.actual, gradient) is not None:
             return case.conclude("mixed up", f"{first.name} has the gradient of {name}", launches=sent[-1:])
     ratio = ratio_of(first)
     if ratio is not None:
-        return _of_ratio(case, ratio, sent)
-    if (told := _added_up(case, first, sent)) is not None:
-        return told
-    names = list(dict.fromkeys(one.name for one in findings))
+        return diagnose_ratio(case, ratio, sent)
+    if (diagnosis := _added_up(case, first, sent)) is not None:
+        return diagnosis
+    names = list(dict.fromkeys(finding.name for finding in findings))
     correct = [name for name in case.reference.record.gradients[step] if name not in names]
     near = f"; those of {', '.join(correct[-2:])} are right" if correct else ""
     meaning = f"{len(names)} gradients are off, the last one in the model that of {names[-1]}{near}"
@@ -179,7 +181,7 @@ def _shares_layers(case: FaultEvidence) -> bool:
     return any(case.workload.dimensions.get(name, 1) > 1 for name in ("tensor", "pipeline", "context"))
 
 
-def _of_ratio(case: FaultEvidence, ratio: float, sent: Sequence[CollectiveLaunch]) -> Diagnosis:
+def diagnose_ratio(case: FaultEvidence, ratio: float, sent: Sequence[CollectiveLaunch]) -> Diagnosis:
     ranks, all_ranks = case.ranks, case.workload.world_size
     if is_near(ratio, ranks) and ranks > 1:
         return case.conclude(
@@ -200,11 +202,11 @@ def _of_ratio(case: FaultEvidence, ratio: float, sent: Sequence[CollectiveLaunch
 def _added_up(case: FaultEvidence, first: Finding, sent: Sequence[CollectiveLaunch]) -> Diagnosis | None:
     """Ranks that share layers and each have a part of a gradient's sum."""
     step = first.step - 1
-    own = [record.gradients[step].get(first.name) for record in case.compared.records]
+    parts = [record.gradients[step].get(first.name) for record in case.compared.records]
     assert first.expected is not None
-    if any(one is None or one.shape != first.expected.shape for one in own):
+    if any(part is None or part.shape != first.expected.shape for part in parts):
         return None
-    total = sum(one for one in own if one is not None)
+    total = sum(part for part in parts if part is not None)
     assert isinstance(total, Tensor)
     ratio = proportion(total, first.expected)
     if ratio is None:
@@ -219,15 +221,15 @@ class _Mixture:
     """A gradient as a combination of what it could be made of.
 
     Attributes:
-        own: coefficients of micro-batches, by data rank and micro-batch, over those that are right.
+        coefficients: of micro-batches, by data rank and micro-batch, over those that are right.
         before: of the gradient of the step before.
     """
 
-    own: Mapping[tuple[int, int], float]
+    coefficients: Mapping[tuple[int, int], float]
     before: float
 
 
-def _of_parts(
+def diagnose_combination(
     case: FaultEvidence, step: int, findings: Sequence[Finding], sent: Sequence[CollectiveLaunch]
 ) -> Diagnosis | None:
     """Explain gradients as combinations of those that each rank's micro-batches have by themselves."""
@@ -244,20 +246,20 @@ def _of_parts(
     mixtures: dict[int, _Mixture] = {}
     name = findings[0].name
     for finding in findings:
-        if finding.name == name and finding.found is not None:
+        if finding.name == name and finding.actual is not None:
             mixture = _mixture(case, parts, finding, step)
             if mixture is None:
                 return None
             mixtures[finding.rank] = mixture
     if not mixtures:
         return None
-    return _of_mixtures(case, name, mixtures, sent)
+    return diagnose_mixtures(case, name, mixtures, sent)
 
 
 def _mixture(
     case: FaultEvidence, parts: Mapping[tuple[int, int], Mapping[str, Tensor]], finding: Finding, step: int
 ) -> _Mixture | None:
-    assert finding.found is not None
+    assert finding.actual is not None
     shares = {
         (share.data, share.micro): share.weight for share in shares_of(case.workload, case.program, case.program.micro)
     }
@@ -265,9 +267,9 @@ def _mixture(
     columns = [parts[key][finding.name].flatten().double() * shares[key] for key in keys]
     if step > 0 and finding.name in case.reference.record.gradients[step - 1]:
         columns.append(case.reference.record.gradients[step - 1][finding.name].flatten().double())
-    if not columns or len(columns[0]) < len(columns) or not torch.isfinite(finding.found).all():
+    if not columns or len(columns[0]) < len(columns) or not torch.isfinite(finding.actual).all():
         return None
-    matrix, wanted = torch.stack(columns, 1), finding.found.flatten().double()
+    matrix, wanted = torch.stack(columns, 1), finding.actual.flatten().double()
     solution = torch.linalg.lstsq(matrix, wanted[:, None]).solution[:, 0]
     if norm_of(matrix @ solution - wanted) > EXPLAINED * max(norm_of(wanted), 1e-300):
         return None
@@ -276,67 +278,72 @@ def _mixture(
     return _Mixture({key: coefficients[number] for number, key in enumerate(keys)}, before)
 
 
-def _of_mixtures(
+def diagnose_mixtures(
     case: FaultEvidence, name: str, mixtures: Mapping[int, _Mixture], sent: Sequence[CollectiveLaunch]
 ) -> Diagnosis | None:
     workload, program = case.workload, case.program
     data, micro = workload.data_ranks, program.micro
     rank, mixture = next(iter(mixtures.items()))
-    own = dict(mixture.own)
-    values = list(own.values())
+    coefficients_by_micro = dict(mixture.coefficients)
+    values = list(coefficients_by_micro.values())
     if not values:
         return None
     if abs(mixture.before) > EQUAL:
-        what = (
+        origin = (
             "is that of the step before"
-            if all(abs(one) < EQUAL for one in values)
+            if all(abs(coefficient) < EQUAL for coefficient in values)
             else "has that of the step before in it"
         )
         return case.conclude(
-            "stale gradient", f"the gradient of {name} {what}: it was not set to zero, or is sent late"
+            "stale gradient", f"the gradient of {name} {origin}: it was not set to zero, or is sent late"
         )
-    if all(is_near(one, values[0]) for one in values):
-        return None if is_near(values[0], 1) else _of_ratio(case, values[0], sent)
-    by_rank = {one: [own.get((one, number), 0.0) for number in range(micro)] for one in range(data)}
-    used = [one for one, coefficients in by_rank.items() if any(abs(value) > EQUAL for value in coefficients)]
+    if all(is_near(coefficient, values[0]) for coefficient in values):
+        return None if is_near(values[0], 1) else diagnose_ratio(case, values[0], sent)
+    by_rank = {
+        data_rank: [coefficients_by_micro.get((data_rank, number), 0.0) for number in range(micro)]
+        for data_rank in range(data)
+    }
+    used = [
+        data_rank for data_rank, coefficients in by_rank.items() if any(abs(value) > EQUAL for value in coefficients)
+    ]
     if micro > 1 and len({round(value, 3) for value in values}) > 1 and len(used) == data:
-        means = [sum(by_rank[one][number] for one in range(data)) / data for number in range(micro)]
-        told = ", ".join(f"{round(mean, 6):.3g}" for mean in means)
+        means = [sum(by_rank[data_rank][number] for data_rank in range(data)) / data for number in range(micro)]
+        counts = ", ".join(f"{round(mean, 6):.3g}" for mean in means)
         meaning = (
-            f"of the micro-batches of a step, each counts {told} times: gradients that were averaged are again, or "
+            f"of the micro-batches of a step, each counts {counts} times: gradients that were averaged are again, or "
             "only the last are"
         )
         return case.conclude("accumulation", meaning, launches=sent[-1:])
     if len(used) == 1 and len(mixtures) > 1:
-        alone = {one: _only(mixture.own) for one, mixture in mixtures.items()}
+        alone = {at_rank: _only(rank_mixture.coefficients) for at_rank, rank_mixture in mixtures.items()}
         if len(set(alone.values())) == 1:
             which = used[0]
-            told = "the last rank" if which == data - 1 else "the first rank" if which == 0 else f"rank {which}"
-            return case.conclude("one rank's", f"every rank has the gradient of {told} alone", launches=sent[-1:])
+            sender = "the last rank" if which == data - 1 else "the first rank" if which == 0 else f"rank {which}"
+            return case.conclude("one rank's", f"every rank has the gradient of {sender} alone", launches=sent[-1:])
         return _not_synchronized(case, name, sent)
     if len(used) == 1:
         if used[0] == case.workload.data_place(rank):
             return _not_synchronized(case, name, sent)
         return case.conclude("one rank's", f"rank {rank} has the gradient of rank {used[0]} alone", launches=sent[-1:])
     if len(used) < data:
-        missing = ", ".join(str(one) for one in range(data) if one not in used)
+        missing = ", ".join(str(data_rank) for data_rank in range(data) if data_rank not in used)
         return case.conclude("rank left out", f"the gradient of rank {missing} is not in the mean", launches=sent[-1:])
     if program.uneven:
         return case.conclude(
             "uneven", "ranks are averaged evenly that have different numbers of sequences", launches=sent[-1:]
         )
-    told = ", ".join(f"{sum(coefficients):.3g}" for coefficients in by_rank.values())
-    return case.conclude("scaled", f"the ranks' gradients count {told} times what they should", launches=sent[-1:])
+    counts = ", ".join(f"{sum(coefficients):.3g}" for coefficients in by_rank.values())
+    return case.conclude("scaled", f"the ranks' gradients count {counts} times what they should", launches=sent[-1:])
 
 
-def _only(own: Mapping[tuple[int, int], float]) -> int:
-    return max(own, key=lambda key: abs(own[key]))[0]
+def _only(coefficients: Mapping[tuple[int, int], float]) -> int:
+    return max(coefficients, key=lambda key: abs(coefficients[key]))[0]
 
 
 def _not_synchronized(case: FaultEvidence, name: str, sent: Sequence[CollectiveLaunch]) -> Diagnosis:
     total = sum(value.numel() for value in case.reference.record.gradients[0].values()) * case.program.micro
-    fitting = [one for one in sent if "gather" not in one.name]
-    elements = sum(one.elements for one in fitting)
+    fitting = [launch for launch in sent if "gather" not in launch.name]
+    elements = sum(launch.elements for launch in fitting)
     if fitting and elements >= total / case.program.micro and not case.program.no_sync:
         meaning = (
             f"each rank keeps its own gradient of {name}, though as many elements are sent as there are: the result is "

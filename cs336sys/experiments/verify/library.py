@@ -51,8 +51,10 @@ class Verification:
         """A line for each case."""
         lines = []
         for case in self.cases.values():
-            found = ", ".join(filter(None, (case.cause, case.line)))
-            lines.append(" ".join(filter(None, (f"{case.name}: {case.verdict}", found and f"({found})", case.reason))))
+            diagnosis = ", ".join(filter(None, (case.cause, case.line)))
+            lines.append(
+                " ".join(filter(None, (f"{case.name}: {case.verdict}", diagnosis and f"({diagnosis})", case.reason)))
+            )
         return "\n".join(lines)
 
 
@@ -90,7 +92,7 @@ def verify(
     for name in cases or ():
         require_known("case", name, CASES)
     user = UserCode(model=model, loss=loss, batch=batch, blocks=blocks)
-    found = {}
+    verifications = {}
     try:
         for name in CASES if cases is None else cases:
             workload = small_workload(
@@ -105,10 +107,10 @@ def verify(
                 seed=seed,
                 timeout_s=timeout_s,
             )
-            found[name] = _case(name, measure_case(workload.configuration(), lambda stage: None))
+            verifications[name] = _case(name, measure_case(workload.configuration(), lambda stage: None))
     finally:
         launch.end_kept()
-    return Verification(found)
+    return Verification(verifications)
 
 
 def small_workload(

@@ -12,9 +12,9 @@ from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.verify.cases import PROGRAMS, SAVED_AFTER, Program
 from cs336sys.experiments.verify.comparison import CaseComparison, ComparedCase
-from cs336sys.experiments.verify.diagnosis import diagnose_case, diagnose_loss
+from cs336sys.experiments.verify.diagnosis import diagnose_case, diagnose_lost_ranks
 from cs336sys.experiments.verify.gradient_diagnosis import Diagnosis
-from cs336sys.experiments.verify.rank import RankFindings, RankSettings, is_sound, train_on_rank
+from cs336sys.experiments.verify.rank import RankReport, RankSettings, is_sound, train_on_rank
 from cs336sys.experiments.verify.reference import (
     Reference,
     clipped_norm,
@@ -33,13 +33,13 @@ from cs336sys.user_code import is_user_code
 from cs336sys.workload.verification import VerifiedWorkload
 
 # Plain steps after which no other case of the same wrap can say more, with why.
-_hopeless: dict[VerifiedWorkload, str] = {}
+_unusable_wraps: dict[VerifiedWorkload, str] = {}
 
 # Plain steps of wraps that raise errors in float64, and none in float32.
-_in_single: set[VerifiedWorkload] = set()
+_float32_only: set[VerifiedWorkload] = set()
 
 # What was wrong with the plain step: other cases that are wrong alike are not run again.
-_of_plain_step: dict[VerifiedWorkload, Diagnosis] = {}
+_plain_step_diagnoses: dict[VerifiedWorkload, Diagnosis] = {}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Lost:
     """Ranks that died or hang: what was said of them, and what each had done as far as that is known."""
 
     reason: str
-    found: tuple[RankFindings, ...] = ()
+    reports: tuple[RankReport, ...] = ()
     is_hang: bool = True
 
 
@@ -62,8 +62,8 @@ def measure_case(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """
     workload = VerifiedWorkload.from_configuration(configuration)
     plain = replace(workload, case="step")
-    if workload.case != "step" and plain in _hopeless:
-        return _refused(f"not run: {_hopeless[plain]}")
+    if workload.case != "step" and plain in _unusable_wraps:
+        return _refused(f"not run: {_unusable_wraps[plain]}")
     try:
         with OwnedFolder() as folder:
             outcome = _Case(workload, str(folder), progress).outcome()
@@ -71,14 +71,14 @@ def measure_case(configuration: dict[str, Any], progress: Progress) -> Outcome:
         return _refused(str(error), "does not apply")
     except UserCodeError:
         # The model or its loss, not the wrap.
-        _hopeless[plain] = f"the plain step {_HOPELESS['raises']}"
+        _unusable_wraps[plain] = f"the plain step {_UNUSABLE_BECAUSE['raises']}"
         raise
     if workload.case == "step" and outcome.derived.get("cause") in ("hang", "died", "raises"):
-        _hopeless[plain] = f"the plain step {_HOPELESS[outcome.derived['cause']]}"
+        _unusable_wraps[plain] = f"the plain step {_UNUSABLE_BECAUSE[outcome.derived['cause']]}"
     return outcome
 
 
-_HOPELESS = {"hang": "hangs", "died": "ends a rank", "raises": "fails"}
+_UNUSABLE_BECAUSE = {"hang": "hangs", "died": "ends a rank", "raises": "fails"}
 
 
 def _refused(reason: str, verdict: str = "refused") -> Outcome:
@@ -95,15 +95,15 @@ def _leaves_unused_gradients(compared: ComparedCase) -> bool:
 
     They are each rank's own then, and the weights of all ranks are the same.
     """
-    if not any(one.what == "weight" for one in compared.findings):
+    if not any(finding.kind == "weight" for finding in compared.findings):
         return True
     first, *others = [record.weights.get(1, {}) for record in compared.records]
-    agree = all(torch.equal(first[name], one[name]) for one in others for name in first.keys() & one.keys())
+    agree = all(torch.equal(first[name], weights[name]) for weights in others for name in first.keys() & weights.keys())
     gradients = [record.gradients[0] if record.gradients else {} for record in compared.records]
     differ = any(
-        name in one and not torch.equal(value, one[name])
+        name in other_gradients and not torch.equal(value, other_gradients[name])
         for name, value in gradients[0].items()
-        for one in gradients[1:]
+        for other_gradients in gradients[1:]
     )
     return agree and differ
 
@@ -123,7 +123,7 @@ class _Case:
             # What ranks send back may be of classes of the wrap's file.
             with contextlib.suppress(UserCodeError):
                 user_models.load(workload.wrap)
-        self.dtype = torch.float32 if self.plain in _in_single else reference_dtype(workload, self.device)
+        self.dtype = torch.float32 if self.plain in _float32_only else reference_dtype(workload, self.device)
         self.learning_rate = learning_rate_of(workload, self.device, self.dtype)
         clips = self.program.clip
         self.max_norm = clipped_norm(workload, self.program, self.device, self.dtype) if clips else None
@@ -138,35 +138,35 @@ class _Case:
         outcome = self._outcome_of(self.program)
         if outcome.derived.get("cause") == "raises" and self.dtype == torch.float64:
             # The wrap may be what computes in no float64.
-            _in_single.add(self.plain)
+            _float32_only.add(self.plain)
             single = _Case(self.workload, self.folder, self.progress)
             again = single._outcome_of(self.program)
             if again.derived.get("cause") != "raises":
                 return again
-            _in_single.discard(self.plain)
+            _float32_only.discard(self.plain)
         return outcome
 
     def _outcome_of(self, program: Program) -> Outcome:
         self.progress(f"{self.workload.case}: ranks")
-        found = self.run(program)
-        if isinstance(found, Lost):
-            return self._lost(program, found)
-        if (refusal := self._refusal(found)) is not None:
+        reports = self.run(program)
+        if isinstance(reports, Lost):
+            return self._lost(program, reports)
+        if (refusal := self._refusal(reports)) is not None:
             return refusal
         if self.workload.case == "dropout":
-            return self._masks(found)
+            return self._masks(reports)
         self.progress(f"{self.workload.case}: one process")
-        reference = self.reference(program, found)
+        reference = self.reference(program, reports)
         first = _first_step(program)
-        compared = self._compare(program, reference, found)
-        if found[0].runs_steps and _leaves_unused_gradients(compared):
-            compared.findings = [one for one in compared.findings if one.what != "gradient"]
-        if program.start and compared.findings and any(one.is_sliced for one in found):
+        compared = self._compare(program, reference, reports)
+        if reports[0].runs_steps and _leaves_unused_gradients(compared):
+            compared.findings = [finding for finding in compared.findings if finding.kind != "gradient"]
+        if program.start and compared.findings and any(report.is_sliced for report in reports):
             return _refused("its slices are of what each rank starts with: build all from one seed", "does not apply")
-        unmatched = sorted({name for one in found for name in one.unmatched})
+        unmatched = sorted({name for report in reports for name in report.unmatched})
         missing = sorted(
             set(reference.record.weights[0])
-            - {name for one in compared.records for name in one.weights.get(first, one.weights.get(0, {}))}
+            - {name for record in compared.records for name in record.weights.get(first, record.weights.get(0, {}))}
         )
         if not compared.findings and missing and first == 0 and not set(missing) <= set(compared.unknown):
             return _refused(
@@ -175,11 +175,9 @@ class _Case:
             )
         if not compared.findings:
             return self._right(reference, compared)
-        return self._wrong(program, reference, found, compared)
+        return self._wrong(program, reference, reports, compared)
 
-    def run(
-        self, program: Program, *, watch: bool = False, timeout_s: float | None = None
-    ) -> list[RankFindings] | Lost:
+    def run(self, program: Program, *, watch: bool = False, timeout_s: float | None = None) -> list[RankReport] | Lost:
         """Run the program on ranks, which are started where there are none."""
         settings = RankSettings(self.dtype, self.learning_rate, self.max_norm, watch, self.folder)
         backend = None if self.workload.backend == "auto" else self.workload.backend
@@ -188,23 +186,25 @@ class _Case:
         timeout_s = timeout_s or self.workload.timeout_s
         ranks = launch.kept(self.workload.world_size, backend=backend, timeout_s=timeout_s)
         try:
-            found = ranks.run(train_on_rank, self.workload, program, settings)
-            if any(one.failure for one in found) and not self._is_sound(ranks, found):
+            reports = ranks.run(train_on_rank, self.workload, program, settings)
+            if any(report.failure for report in reports) and not self._is_sound(ranks, reports):
                 launch.end_kept()
-                if any(one.is_timeout for one in found):
-                    told = next((one.failure for one in found if one.failure and not one.is_timeout), "")
-                    if not told:
-                        return Lost("the ranks wait for each other", tuple(found))
-            if program.resume == "ranks" and not any(one.failure for one in found):
-                found = self._loaded_by_others(program, replace(settings, loads=True), backend, found)
+                if any(report.is_timeout for report in reports):
+                    failure = next(
+                        (report.failure for report in reports if report.failure and not report.is_timeout), ""
+                    )
+                    if not failure:
+                        return Lost("the ranks wait for each other", tuple(reports))
+            if program.resume == "ranks" and not any(report.failure for report in reports):
+                reports = self._loaded_by_others(program, replace(settings, loads=True), backend, reports)
         except (RankError, LostProcessError) as error:
             launch.end_kept()
             first_line = str(error).splitlines()[0]
             return Lost(first_line, is_hang="hang" in first_line or "imed out" in first_line)
-        return found
+        return reports
 
-    def _is_sound(self, ranks: launch.Ranks, found: Sequence[RankFindings]) -> bool:
-        if any(one.is_timeout for one in found):
+    def _is_sound(self, ranks: launch.Ranks, reports: Sequence[RankReport]) -> bool:
+        if any(report.is_timeout for report in reports):
             return False
         try:
             return all(ranks.run(is_sound, self.workload.world_size))
@@ -212,8 +212,8 @@ class _Case:
             return False
 
     def _loaded_by_others(
-        self, program: Program, settings: RankSettings, backend: str | None, found: list[RankFindings]
-    ) -> list[RankFindings]:
+        self, program: Program, settings: RankSettings, backend: str | None, reports: list[RankReport]
+    ) -> list[RankReport]:
         workload = self.workload
         if started_outside() is not None:
             raise CapabilityError("ranks that torchrun started cannot be joined by others: run verify by itself")
@@ -226,28 +226,28 @@ class _Case:
         self.workload = smaller
         return loaded
 
-    def reference(self, program: Program, found: Sequence[RankFindings]) -> Reference:
+    def reference(self, program: Program, reports: Sequence[RankReport]) -> Reference:
         return reference_of(
             replace(self.workload, world_size=self.workload.world_size),
             program,
             self.device,
             self.dtype,
             self.learning_rate,
-            found[0].optimizer,
+            reports[0].optimizer,
             self.max_norm,
         )
 
-    def _compare(self, program: Program, reference: Reference, found: Sequence[RankFindings]) -> ComparedCase:
-        return CaseComparison(self.workload, program, reference, found).compare(_first_step(program))
+    def _compare(self, program: Program, reference: Reference, reports: Sequence[RankReport]) -> ComparedCase:
+        return CaseComparison(self.workload, program, reference, reports).compare(_first_step(program))
 
-    def _refusal(self, found: Sequence[RankFindings]) -> Outcome | None:
-        failed = [(rank, one) for rank, one in enumerate(found) if one.failure]
+    def _refusal(self, reports: Sequence[RankReport]) -> Outcome | None:
+        failed = [(rank, report) for rank, report in enumerate(reports) if report.failure]
         if not failed:
             return None
-        rank, first = next(((rank, one) for rank, one in failed if not one.is_timeout), failed[0])
+        rank, first = next(((rank, report) for rank, report in failed if not report.is_timeout), failed[0])
         if not first.applies:
             return _refused(first.failure, "does not apply")
-        where = "" if len(failed) == len(found) else f" (on rank {rank})"
+        where = "" if len(failed) == len(reports) else f" (on rank {rank})"
         reason = f"{first.failure}{where}"
         if self.workload.case == "step":
             return Outcome("wrong", derived={"verdict": "wrong", "cause": "raises", "when": first.at}, reason=reason)
@@ -275,56 +275,58 @@ class _Case:
         }
         return Outcome("ok", derived=derived)
 
-    def _masks(self, found: Sequence[RankFindings]) -> Outcome:
+    def _masks(self, reports: Sequence[RankReport]) -> Outcome:
         by_data: dict[int, list[torch.Tensor]] = {}
-        for rank, one in enumerate(found):
-            assert one.masks is not None
-            by_data.setdefault(self.workload.data_place(rank), []).append(one.masks)
+        for rank, report in enumerate(reports):
+            assert report.masks is not None
+            by_data.setdefault(self.workload.data_place(rank), []).append(report.masks)
         for masks in by_data.values():
-            if any(one.shape == masks[0].shape and not torch.equal(one, masks[0]) for one in masks):
+            if any(mask.shape == masks[0].shape and not torch.equal(mask, masks[0]) for mask in masks):
                 reason = "ranks that share sequences drop different elements of them: seed them alike"
                 return self._diagnosed(Diagnosis("dropout", reason, line=self._line()))
         firsts = [masks[0] for masks in by_data.values()]
-        if any(one.shape == firsts[0].shape and torch.equal(one, firsts[0]) for one in firsts[1:]):
+        if any(mask.shape == firsts[0].shape and torch.equal(mask, firsts[0]) for mask in firsts[1:]):
             reason = "every rank drops the same elements of its own sequences: seed each rank by its number"
             return self._diagnosed(Diagnosis("dropout", reason, line=self._line()))
         return Outcome("ok", derived={"verdict": "ok", "notes": []})
 
     def _wrong(
-        self, program: Program, reference: Reference, found: Sequence[RankFindings], compared: ComparedCase
+        self, program: Program, reference: Reference, reports: Sequence[RankReport], compared: ComparedCase
     ) -> Outcome:
         self.progress(f"{self.workload.case}: diagnosis")
-        known = _of_plain_step.get(replace(self.workload, case="step"))
-        again: list[RankFindings] | Lost = []
-        if known is None or self.workload.case == "late":
+        plain_diagnosis = _plain_step_diagnoses.get(replace(self.workload, case="step"))
+        again: list[RankReport] | Lost = []
+        if plain_diagnosis is None or self.workload.case == "late":
             again = self.run(program, watch=True) if program.resume != "ranks" else []
         watched = [] if isinstance(again, Lost) else again
-        dtypes = [dtype for one in (*found, *watched) for dtype in one.dtypes]
+        dtypes = [dtype for report in (*reports, *watched) for dtype in report.dtypes]
         if program.resume == "ranks":
             # Others than these have trained what was loaded: they show their precision in the plain step.
             step = _Case(self.plain, self.folder, self.progress).run(PROGRAMS["step"], watch=True)
-            dtypes += [] if isinstance(step, Lost) else [dtype for one in step for dtype in one.dtypes]
+            dtypes += [] if isinstance(step, Lost) else [dtype for report in step for dtype in report.dtypes]
         if dtypes and reference.half is None:
             half = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
             reference = in_half_precision(
-                reference, self.workload, program, self.device, found[0].optimizer, self.max_norm, half
+                reference, self.workload, program, self.device, reports[0].optimizer, self.max_norm, half
             )
-            compared = self._compare(program, reference, found)
+            compared = self._compare(program, reference, reports)
             if not compared.findings:
                 return self._right(reference, compared)
-        diagnosis = diagnose_case(self.workload, program, reference, compared, found, watched, self._line(), known)
+        diagnosis = diagnose_case(
+            self.workload, program, reference, compared, reports, watched, self._line(), plain_diagnosis
+        )
         if self.workload.case == "step":
-            _of_plain_step[self.workload] = diagnosis
+            _plain_step_diagnoses[self.workload] = diagnosis
         return self._diagnosed(diagnosis, compared, reference)
 
     def _lost(self, program: Program, lost: Lost) -> Outcome:
         self.progress(f"{self.workload.case}: diagnosis")
-        found = lost.found
-        if lost.is_hang and not any(one.launches for one in found):
+        reports = lost.reports
+        if lost.is_hang and not any(report.launches for report in reports):
             # That they hang is known; what they compile is in its caches by now.
             again = self.run(program, watch=True, timeout_s=self.workload.timeout_s / 4)
-            found = again.found if isinstance(again, Lost) else tuple(again)
-        return self._diagnosed(diagnose_loss(lost.reason, lost.is_hang, found, self._line()))
+            reports = again.reports if isinstance(again, Lost) else tuple(again)
+        return self._diagnosed(diagnose_lost_ranks(lost.reason, lost.is_hang, reports, self._line()))
 
     def _diagnosed(
         self, diagnosis: Diagnosis, compared: ComparedCase | None = None, reference: Reference | None = None
@@ -333,13 +335,13 @@ class _Case:
         first = ""
         if compared is not None and compared.findings:
             finding = compared.findings[0]
-            first = f"{finding.told}; "
+            first = f"{finding.message}; "
             derived |= {
                 "relative_difference": min(finding.relative, 1e300),
                 "allowed_difference": min(finding.allowed, 1e300),
-                "farthest": f"{finding.what} {finding.name}".strip(),
+                "farthest": f"{finding.kind} {finding.name}".strip(),
                 "at_step": finding.step,
-                "off": len({(one.what, one.name) for one in compared.findings}),
+                "off": len({(difference.kind, difference.name) for difference in compared.findings}),
             }
         if reference is not None:
             derived |= {

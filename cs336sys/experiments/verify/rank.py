@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError
 from cs336sys.experiments import user_models
+from cs336sys.experiments.verify.assembly import model_name
 from cs336sys.experiments.verify.cases import (
     LOSS_SCALE,
     SAVED_AFTER,
@@ -30,7 +31,6 @@ from cs336sys.experiments.verify.cases import (
     turned_off,
 )
 from cs336sys.experiments.verify.collectives import OBSERVED, CollectiveLaunch, CollectiveWatcher
-from cs336sys.experiments.verify.held import model_name
 from cs336sys.experiments.verify.reference import (
     OptimizerSpec,
     Record,
@@ -62,7 +62,7 @@ _OF_NO_CONSEQUENCE = ("initial_lr", "foreach", "fused", "capturable", "different
 
 
 @dataclass
-class RankFindings:
+class RankReport:
     """Findings of a rank in a case.
 
     Attributes:
@@ -137,27 +137,27 @@ def is_sound(expected: int) -> bool:
     return bool((numbers == expected * (expected - 1) / 2).all())
 
 
-def train_on_rank(workload: VerifiedWorkload, program: Program, settings: RankSettings) -> RankFindings:
+def train_on_rank(workload: VerifiedWorkload, program: Program, settings: RankSettings) -> RankReport:
     """Run the program on this rank. Whatever is raised comes back as a failure."""
-    found = RankFindings()
-    run = _Run(workload, program, settings, found)
+    report = RankReport()
+    run = _Run(workload, program, settings, report)
     try:
         with user_models.nothing_dropped() if workload.case != "dropout" else contextlib.nullcontext(), run.watched():
             run.all_steps()
     except CapabilityError as error:
-        found.failure, found.applies = str(error), False
+        report.failure, report.applies = str(error), False
     except (UsageError, UserCodeError) as error:
-        found.failure = str(error)
-        found.is_timeout = _is_timeout(error)
+        report.failure = str(error)
+        report.is_timeout = _is_timeout(error)
     except Exception as error:
-        found.is_timeout = _is_timeout(error)
-        found.failure = _sentence(workload, error)
-    found.at = f"step {run.watcher.step + 1}, {run.watcher.phase}"
-    found.launches = run.watcher.launches
+        report.is_timeout = _is_timeout(error)
+        report.failure = _sentence(workload, error)
+    report.at = f"step {run.watcher.step + 1}, {run.watcher.phase}"
+    report.launches = run.watcher.launches
     precise = torch.finfo(settings.dtype).eps
-    seen = run.watcher.dtypes | run.held
-    found.dtypes = tuple(sorted({one for one in seen if torch.finfo(one).eps > precise}, key=str))
-    return found
+    seen = run.watcher.dtypes | run.updated_dtypes
+    report.dtypes = tuple(sorted({dtype for dtype in seen if torch.finfo(dtype).eps > precise}, key=str))
+    return report
 
 
 def _is_timeout(error: BaseException | None) -> bool:
@@ -184,8 +184,8 @@ def _sentence(workload: VerifiedWorkload, error: Exception) -> str:
 class _Run:
     """A program on this rank, its present model and optimizer."""
 
-    def __init__(self, workload: VerifiedWorkload, program: Program, settings: RankSettings, found: RankFindings):
-        self.workload, self.program, self.settings, self.found = workload, program, settings, found
+    def __init__(self, workload: VerifiedWorkload, program: Program, settings: RankSettings, report: RankReport):
+        self.workload, self.program, self.settings, self.report = workload, program, settings, report
         on_gpu = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.mesh = mesh_of(workload, self.device)
@@ -196,7 +196,7 @@ class _Run:
         folder = source_file(workload.wrap).resolve().parent if is_user_code(workload.wrap) else None
         self.watcher = CollectiveWatcher(folder, is_late=program.late == self.rank)
         # Dtypes of what the optimizer updates, which may be a copy of the weights.
-        self.held: set[torch.dtype] = set()
+        self.updated_dtypes: set[torch.dtype] = set()
 
     def watched(self) -> contextlib.AbstractContextManager[Any]:
         if self.settings.watch or self.program.late is not None:
@@ -208,16 +208,16 @@ class _Run:
         self.watcher.phase = "wrap"
         self.subject: Subject = build_subject(workload, self.program, self.device, settings.dtype, seed_shift)
         model = self.subject.model
-        known = dict(model.named_parameters())
-        self.shapes = {name: parameter.shape for name, parameter in known.items()}
+        parameters = dict(model.named_parameters())
+        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
         buffers = [name for name, _ in model.named_buffers()]
-        identities = {id(parameter): name for name, parameter in known.items()}
+        identities = {id(parameter): name for name, parameter in parameters.items()}
         # Other masks on ranks that have other sequences.
         torch.manual_seed(workload.training.seed + _OTHER_SEED * self.data)
         random.seed(workload.training.seed)
-        self.outputs = captured_outputs(model, self.found.record.outputs) if settings.watch else None
+        self.outputs = captured_outputs(model, self.report.record.outputs) if settings.watch else None
         self.wrapped: Wrapped = wrap(workload, model, self.mesh, settings.learning_rate)
-        self.found.runs_steps = self.wrapped.step is not None
+        self.report.runs_steps = self.wrapped.step is not None
         module = self.wrapped.module
         with user_models.telling_errors_of(workload.wrap) if is_user_code(workload.wrap) else contextlib.nullcontext():
             self.optimizer: Any = self.wrapped.optimizer or default_optimizer(
@@ -226,26 +226,29 @@ class _Run:
         self.named: dict[str, nn.Parameter] = {}
         unmatched = []
         for name, parameter in module.named_parameters():
-            own = identities.get(id(parameter)) or model_name(name, list(known))
-            if own is None:
+            plain_name = identities.get(id(parameter)) or model_name(name, list(parameters))
+            if plain_name is None:
                 unmatched.append(name)
             else:
-                self.named[own] = parameter
+                self.named[plain_name] = parameter
         self.buffers = {
-            own: buffer for name, buffer in module.named_buffers() if (own := model_name(name, buffers)) is not None
+            plain_name: buffer
+            for name, buffer in module.named_buffers()
+            if (plain_name := model_name(name, buffers)) is not None
         }
         self.names = {id(parameter): name for name, parameter in self.named.items()}
-        self.found.unmatched = tuple(unmatched)
-        self.found.is_sliced = any(
-            hasattr(one, "to_local") or one.shape != self.shapes[name] for name, one in self.named.items()
+        self.report.unmatched = tuple(unmatched)
+        self.report.is_sliced = any(
+            hasattr(parameter, "to_local") or parameter.shape != self.shapes[name]
+            for name, parameter in self.named.items()
         )
         self.inner: Any = innermost(self.optimizer)
         groups = getattr(self.inner, "param_groups", [{"params": self.named.values()}])
-        updated = [one for group in groups for one in group["params"]]
-        self.held |= {one.dtype for one in updated if one.is_floating_point()}
-        self.found.owned = tuple(self.names[id(one)] for one in updated if id(one) in self.names)
+        updated = [parameter for group in groups for parameter in group["params"]]
+        self.updated_dtypes |= {parameter.dtype for parameter in updated if parameter.is_floating_point()}
+        self.report.owned = tuple(self.names[id(parameter)] for parameter in updated if id(parameter) in self.names)
         if self.wrapped.optimizer is not None:
-            self.found.optimizer = self._spec()
+            self.report.optimizer = self._spec()
 
     def _spec(self) -> OptimizerSpec | None:
         kind = type(self.inner)
@@ -255,17 +258,19 @@ class _Run:
             return None
         settings: dict[str, Any] = {}
         for group in self.inner.param_groups:
-            own = {key: value for key, value in group.items() if isinstance(value, int | float | bool | tuple | None)}
-            own = {key: value for key, value in own.items() if key not in _OF_NO_CONSEQUENCE}
-            names = [self.names[id(one)] for one in group["params"] if id(one) in self.names]
+            group_settings = {
+                key: value for key, value in group.items() if isinstance(value, int | float | bool | tuple | None)
+            }
+            group_settings = {key: value for key, value in group_settings.items() if key not in _OF_NO_CONSEQUENCE}
+            names = [self.names[id(parameter)] for parameter in group["params"] if id(parameter) in self.names]
             if group["params"] and not names and len(self.inner.param_groups) == 1:
                 # It updates copies of the weights.
                 names = list(self.named)
-            settings |= dict.fromkeys(names, own)
+            settings |= dict.fromkeys(names, group_settings)
         return OptimizerSpec(kind, settings)
 
     def all_steps(self) -> None:
-        program, record = self.program, self.found.record
+        program, record = self.program, self.report.record
         if self.settings.loads:
             # What was trained before is another program's.
             self.prepare(_OTHER_SEED)
@@ -301,15 +306,17 @@ class _Run:
             record.buffers = {name: clone(buffer) for name, buffer in self.buffers.items()}
 
     def shares(self, micro: int) -> list[Share]:
-        return [one for one in shares_of(self.workload, self.program, micro) if one.data == self.data]
+        return [share for share in shares_of(self.workload, self.program, micro) if share.data == self.data]
 
-    def own(self, share: Share, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+    def own_share(self, share: Share, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         """This rank's part of a share: of its sequences, or of each of them."""
         part = share.of(batch)
         ranks = self.workload.dimensions.get("context", 1)
         if ranks == 1:
             return part
-        return tree_map_only(Tensor, lambda one: one.chunk(ranks, 1)[self.context] if one.dim() > 1 else one, part)
+        return tree_map_only(
+            Tensor, lambda tensor: tensor.chunk(ranks, 1)[self.context] if tensor.dim() > 1 else tensor, part
+        )
 
     def loss(self, inputs: Any, targets: Any) -> Tensor:
         output = user_models.call_model(self.wrapped.module, inputs)
@@ -318,7 +325,7 @@ class _Run:
         return loss_of(self.workload, output, targets)
 
     def one_step(self, step: int) -> None:
-        program, watcher, record, wrapped = self.program, self.watcher, self.found.record, self.wrapped
+        program, watcher, record, wrapped = self.program, self.watcher, self.report.record, self.wrapped
         batch = batch_of(self.workload, self.device, self.settings.dtype, step)
         shares = self.shares(program.micro)
         if wrapped.step is not None:
@@ -334,7 +341,7 @@ class _Run:
             unsynchronized = program.no_sync and number < len(shares) - 1
             with wrapped.without_synchronization(self.optimizer) if unsynchronized else contextlib.nullcontext():
                 watcher.phase = "forward"
-                inputs, targets = self.own(share, batch)
+                inputs, targets = self.own_share(share, batch)
                 outputs = self.outputs if step == 0 and number == 0 and self.outputs is not None else None
                 off = program.unused and self.data == self.workload.data_ranks - 1
                 with turned_off(self.subject.switch, off):
@@ -367,7 +374,7 @@ class _Run:
 
     def _unscaled(self) -> None:
         # Optimizers that hold gradients themselves are unscaled by the step.
-        if any(one.grad is not None for one in self.named.values()):
+        if any(parameter.grad is not None for parameter in self.named.values()):
             self.scaler.unscale_(self.optimizer)
 
     def _own_step(self, batch: tuple[Any, Any], shares: list[Share]) -> None:
@@ -378,9 +385,9 @@ class _Run:
         off = program.unused and self.data == self.workload.data_ranks - 1
         assert self.wrapped.step is not None
         with turned_off(self.subject.switch, off):
-            loss = self.wrapped.step(self.own(share, batch))
-        self.found.record.losses.append(float(loss) * share.weight)
-        self.found.record.gradients.append(self.gradients())
+            loss = self.wrapped.step(self.own_share(share, batch))
+        self.report.record.losses.append(float(loss) * share.weight)
+        self.report.record.gradients.append(self.gradients())
 
     def evaluate(self) -> float:
         module = self.wrapped.module
@@ -388,7 +395,7 @@ class _Run:
         batch = evaluation_batch(self.workload, self.device, self.settings.dtype)
         (share,) = self.shares(1)
         with torch.no_grad():
-            loss = self.loss(*self.own(share, batch)).item() * share.weight
+            loss = self.loss(*self.own_share(share, batch)).item() * share.weight
         module.train()
         return loss
 
@@ -399,16 +406,18 @@ class _Run:
         return self._held(self.named)
 
     def gradients(self) -> dict[str, Tensor]:
-        return self._held({name: one.grad for name, one in self.named.items() if one.grad is not None})
+        return self._held(
+            {name: parameter.grad for name, parameter in self.named.items() if parameter.grad is not None}
+        )
 
     def _held(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         whole: dict[str, Any] = dict(tensors)
         phase, self.watcher.phase = self.watcher.phase, OBSERVED
-        for name, one in whole.items():
-            if hasattr(one, "full_tensor"):
-                whole[name] = one.detach().full_tensor()
+        for name, tensor in whole.items():
+            if hasattr(tensor, "full_tensor"):
+                whole[name] = tensor.detach().full_tensor()
         self.watcher.phase = phase
-        return {name: clone(one.to_dense() if one.is_sparse else one) for name, one in whole.items()}
+        return {name: clone(tensor.to_dense() if tensor.is_sparse else tensor) for name, tensor in whole.items()}
 
     def states(self) -> dict[str, dict[str, Tensor]]:
         if type(self.inner).__module__.startswith("cs336sys.parallel"):
@@ -423,20 +432,20 @@ class _Run:
             if isinstance(output, Tensor) and module.p > 0:
                 masks.append(output.detach() == 0)
 
-        layers = [one for one in self.subject.model.modules() if isinstance(one, nn.Dropout)]
+        layers = [module for module in self.subject.model.modules() if isinstance(module, nn.Dropout)]
         handles = [layer.register_forward_hook(look) for layer in layers]
         batch = batch_of(self.workload, self.device, self.settings.dtype, 0)
-        self.loss(*self.own(self.shares(1)[0], batch))
+        self.loss(*self.own_share(self.shares(1)[0], batch))
         for handle in handles:
             handle.remove()
         if not masks:
             raise CapabilityError("the model has no torch.nn.Dropout that drops anything")
-        self.found.masks = clone(masks[0])
+        self.report.masks = clone(masks[0])
 
     @property
     def trained(self) -> TrainingObjects:
-        is_distributed = any(hasattr(one, "to_local") for one in self.named.values())
-        return TrainingObjects(self.wrapped, self.optimizer, self.inner, self.found.is_sliced, is_distributed)
+        is_distributed = any(hasattr(parameter, "to_local") for parameter in self.named.values())
+        return TrainingObjects(self.wrapped, self.optimizer, self.inner, self.report.is_sliced, is_distributed)
 
     def _save_and_load(self) -> None:
         if self.program.resume == "dcp":

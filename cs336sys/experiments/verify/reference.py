@@ -226,7 +226,7 @@ def evaluate_alone(
 
 def gradients_of(named: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor]:
     """The gradients that there are, dense."""
-    return {name: clone(one.grad.to_dense()) for name, one in named.items() if one.grad is not None}
+    return {name: clone(parameter.grad.to_dense()) for name, parameter in named.items() if parameter.grad is not None}
 
 
 _dtypes: dict[Any, torch.dtype] = {}
@@ -324,12 +324,12 @@ def reference_of(
     records = [train(order, outputs=order is whole) for order in (whole, *orders)]
     is_mean = abs(records[0].losses[0] - records[1].losses[0]) <= _MEAN_LOSS[dtype] * abs(records[0].losses[0])
     if is_mean:
-        found = Reference(records[0], records[1:], True, dtype, learning_rate)
+        reference = Reference(records[0], records[1:], True, dtype, learning_rate)
     else:
         # Sequences of a batch look at each other, as in batch norm: ranks see their own shares.
-        found = Reference(records[1], [train(list(reversed(by_rank)))], False, dtype, learning_rate)
-    _references[key] = found
-    return found
+        reference = Reference(records[1], [train(list(reversed(by_rank)))], False, dtype, learning_rate)
+    _references[key] = reference
+    return reference
 
 
 def parts_of_gradients(

@@ -36,7 +36,7 @@ def own_state(trained: TrainingObjects) -> Any:
         state = owner.state_dict()
     else:
         state = {"model": trained.wrapped.module.state_dict(), "optimizer": _optimizer_state(trained.optimizer)}
-    return tree_map_only(Tensor, lambda one: one.detach().clone(), state)
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
 
 
 def _saves_all(trained: TrainingObjects, name: str) -> bool:

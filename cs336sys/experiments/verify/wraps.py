@@ -59,19 +59,19 @@ class Wrapped:
         Raises:
             CapabilityError: it has no way to.
         """
-        anyone: tuple[Any, ...] = (self.owner, self.module, optimizer)
-        for one in anyone:
-            if hasattr(one, "no_sync"):
-                takes_module = len(inspect.signature(one.no_sync).parameters) > 0
-                return one.no_sync(self.module) if takes_module else one.no_sync()
+        candidates: tuple[Any, ...] = (self.owner, self.module, optimizer)
+        for candidate in candidates:
+            if hasattr(candidate, "no_sync"):
+                takes_module = len(inspect.signature(candidate.no_sync).parameters) > 0
+                return candidate.no_sync(self.module) if takes_module else candidate.no_sync()
         if hasattr(self.module, "set_requires_gradient_sync"):
             return _switched(self.module.set_requires_gradient_sync)
         raise CapabilityError("it has no no_sync()")
 
     def clip(self, optimizer: Any, max_norm: float) -> float:
         """Clip gradients by what the wrap has for it, else by torch's function; their norm before."""
-        for one in (self.owner, self.module, optimizer):
-            method = getattr(one, "clip_grad_norm_", None)
+        for candidate in (self.owner, self.module, optimizer):
+            method = getattr(candidate, "clip_grad_norm_", None)
             if method is not None:
                 norm = method(max_norm)
                 break
@@ -116,7 +116,11 @@ def _call(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> A
         value = group if parameter.name in _GROUP_NAMES else mesh if parameter.name in _MESH_NAMES else None
         if value is not None:
             return function(model, **{parameter.name: value})
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    positional = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
     if len(positional) > 1 and positional[1].default is inspect.Parameter.empty:
         return function(model, mesh)
     return function(model)
@@ -145,10 +149,12 @@ def _parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> Wrapp
     if optimizer is not None and not hasattr(optimizer, "zero_grad"):
         raise UserCodeError(f"{name} returned {a_value(optimizer)} for an optimizer: it has no zero_grad()")
     finish = None
-    for one in (owner, module, optimizer):
-        finish = finish or getattr(one, workload.finish or FINISH, None)
+    for candidate in (owner, module, optimizer):
+        finish = finish or getattr(candidate, workload.finish or FINISH, None)
     if workload.finish is not None and finish is None:
-        methods = [one for one in dir(type(owner)) if not one.startswith("_") and not hasattr(nn.Module, one)]
+        methods = [
+            method for method in dir(type(owner)) if not method.startswith("_") and not hasattr(nn.Module, method)
+        ]
         raise UserCodeError(f"--finish {workload.finish}: {choose_from(workload.finish, methods or ['none'])}")
     loss = getattr(owner, "loss", None) if owner is not model else None
     scaler_class = getattr(owner, "scaler_class", torch.amp.GradScaler)
@@ -160,7 +166,7 @@ def _parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> Wrapp
 def innermost(optimizer: Any) -> Any:
     """The optimizer that updates this rank's parameters, where others wrap it."""
     while not type(optimizer).__module__.startswith("cs336sys.parallel"):
-        inner = {id(one): one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)}
+        inner = {id(value): value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)}
         if len(inner) != 1 or id(optimizer) in inner:
             break
         (optimizer,) = inner.values()
@@ -225,10 +231,10 @@ def _tensor_plan(workload: VerifiedWorkload, model: nn.Module, ranks: int) -> di
     for name, module in model.named_modules():
         children = dict(module.named_children())
         for *columns, rows in _PAIRS:
-            if all(one in children for one in (*columns, rows)):
+            if all(layer_name in children for layer_name in (*columns, rows)):
                 width = children[rows].weight.shape[-1]
                 if isinstance(width, int) and width % ranks == 0:
-                    plan |= {f"{name}.{one}".lstrip("."): "columns" for one in columns}
+                    plan |= {f"{name}.{layer_name}".lstrip("."): "columns" for layer_name in columns}
                     plan[f"{name}.{rows}".lstrip(".")] = "rows"
     if not plan:
         listed = "; ".join(", ".join(pair) for pair in _PAIRS)
@@ -248,8 +254,8 @@ def _use_torch_layers(model: nn.Module, names: list[str]) -> None:
             with torch.device("meta"):
                 layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
             layer.weight = weight
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, layer)
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, layer)
 
 
 def _ours(class_name: str, *arguments: Any) -> Ready:

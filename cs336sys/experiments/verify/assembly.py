@@ -9,32 +9,40 @@ from torch import Tensor
 _OF_WRAPPERS = {"module", "model", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 
 
-def model_name(name: str, known: Sequence[str]) -> str | None:
+def model_name(name: str, plain_names: Sequence[str]) -> str | None:
     """The name in the plain model of a parameter of the wrapped one; None if it is none of its."""
-    if name in known:
+    if name in plain_names:
         return name
     parts = name.split(".")
     cleaned = ".".join(part for part in parts if part not in _OF_WRAPPERS)
-    candidates = [one for one in known if ".".join(p for p in one.split(".") if p not in _OF_WRAPPERS) == cleaned]
+    candidates = [
+        plain_name
+        for plain_name in plain_names
+        if ".".join(p for p in plain_name.split(".") if p not in _OF_WRAPPERS) == cleaned
+    ]
     if not candidates:
-        candidates = [one for one in known if one.endswith(f".{cleaned}") or cleaned.endswith(f".{one}")]
+        candidates = [
+            plain_name
+            for plain_name in plain_names
+            if plain_name.endswith(f".{cleaned}") or cleaned.endswith(f".{plain_name}")
+        ]
     return candidates[0] if len(candidates) == 1 else None
 
 
 def assemble(
-    held: Sequence[Mapping[str, Tensor]], shapes: Mapping[str, torch.Size], groups: Sequence[Sequence[int]]
+    rank_tensors: Sequence[Mapping[str, Tensor]], shapes: Mapping[str, torch.Size], groups: Sequence[Sequence[int]]
 ) -> tuple[list[dict[str, Tensor]], set[str]]:
     """Whole tensors on every rank that has a part of them, and the names of those that do not fit together.
 
     Args:
-        held: of each rank.
+        rank_tensors: slices or whole tensors of each rank, by name.
         shapes: of whole tensors.
         groups: ranks that may hold slices of one tensor, the smallest groups first.
     """
-    whole: list[dict[str, Tensor]] = [{} for _ in held]
+    whole: list[dict[str, Tensor]] = [{} for _ in rank_tensors]
     unknown = set()
     for name, shape in shapes.items():
-        for rank, tensors in enumerate(held):
+        for rank, tensors in enumerate(rank_tensors):
             if name not in tensors:
                 continue
             if tensors[name].shape == shape:
@@ -43,7 +51,7 @@ def assemble(
             joined = None
             for group in groups:
                 if rank in group and joined is None:
-                    joined = _joined([held[other].get(name) for other in group], shape)
+                    joined = _joined([rank_tensors[other].get(name) for other in group], shape)
             if joined is None:
                 unknown.add(name)
             else:
