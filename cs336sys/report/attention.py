@@ -107,7 +107,7 @@ def _flash_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
 
 def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], capacity: Capacity | None) -> Table:
     """Build the table of ``--dry-run``: each cell with the memory that plain attention of its shape needs."""
-    cells = [Cell(command, dict(one), "ok") for one in configurations]
+    cells = [Cell(command, dict(configuration), "ok") for configuration in configurations]
     plain = [cell for cell in cells if cell.configuration["implementation"] in PLAIN_ATTENTION]
     rows: list[dict[str, Any]] = []
     for cell in cells:

@@ -4,22 +4,22 @@ from cs336sys.accounting.hardware import Ceilings, datasheet, peak_tflops
 from cs336sys.report.table import Column, Table
 
 
-def ceilings_table(found: Ceilings) -> Table:
+def ceilings_table(ceilings: Ceilings) -> Table:
     """Build the table: what was measured, beside the datasheet."""
     rows = []
-    for precision, tflops in found.tflops.items():
-        peak = peak_tflops(found.gpu, precision.replace("tf32", "fp32"), tf32=precision == "tf32")
+    for precision, tflops in ceilings.tflops.items():
+        peak = peak_tflops(ceilings.gpu, precision.replace("tf32", "fp32"), tf32=precision == "tf32")
         rows.append({"what": f"product of matrices in {precision}", **_pair(tflops, peak), "unit": "TFLOP/s"})
-    sheet = datasheet(found.gpu)
+    sheet = datasheet(ceilings.gpu)
     rows.append(
         {
             "what": "copy in memory, bytes read and written",
-            **_pair(found.copy_gbps, None if sheet is None else sheet.memory_bytes_per_s / 1e9),
+            **_pair(ceilings.copy_gbps, None if sheet is None else sheet.memory_bytes_per_s / 1e9),
             "unit": "GB/s",
         }
     )
-    rows.append({"what": "launch of a small kernel, CPU time", "measured": found.launch_us, "unit": "us"})
-    rows.append({"what": "copy to another GPU, one way", "measured": found.link_gbps, "unit": "GB/s"})
+    rows.append({"what": "launch of a small kernel, CPU time", "measured": ceilings.launch_us, "unit": "us"})
+    rows.append({"what": "copy to another GPU, one way", "measured": ceilings.link_gbps, "unit": "GB/s"})
     columns = (
         Column("what", "what"),
         Column("measured", "measured", "value"),
@@ -28,7 +28,7 @@ def ceilings_table(found: Ceilings) -> Table:
         Column("unit", "unit"),
     )
     notes = ("medians of repetitions, of random numbers; products: the faster of squares of 4096 and 8192",)
-    return Table("ceilings", f"doctor: what {found.gpu} reaches at most", columns, rows, notes)
+    return Table("ceilings", f"doctor: what {ceilings.gpu} reaches at most", columns, rows, notes)
 
 
 def _pair(measured: float, datasheet: float | None) -> dict[str, float | None]:

@@ -112,7 +112,9 @@ def _metric_table(
 
 def _drift(comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Say how few independent samples the fewest are worth, and where stalls hide from medians."""
-    differences = [(one.difference, one) for one in comparisons if one.difference is not None]
+    differences = [
+        (comparison.difference, comparison) for comparison in comparisons if comparison.difference is not None
+    ]
     of_samples = [(found, one) for found, one in differences if found.level == "samples"]
     worth, count = min(((found.independent[0], one.a.count) for found, one in of_samples), default=(0, 0))
     if worth < count:

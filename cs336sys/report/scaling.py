@@ -131,7 +131,7 @@ def _peak_gib(cell: Cell, source: str) -> float | None:
     if source == "measured" and peaks:
         return max(peaks)
     moments = memory_of(cell)[source] if "memory" in cell.derived else []
-    return next((held.total_gib for held in moments if held.moment == "peak"), None)
+    return next((moment.total_gib for moment in moments if moment.moment == "peak"), None)
 
 
 def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scaling") -> None:

@@ -350,12 +350,12 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
 
 
 def _draw_bars(drawing: "Axes", moments: Sequence[RankMemory], source: str) -> None:
-    for held in moments:
+    for moment in moments:
         bottom = 0.0
         for name, color in _COLORS.items():
-            height = getattr(held, name) / GIB
+            height = getattr(moment, name) / GIB
             fill = color if source == "measured" else "none"
-            middle = MOMENTS.index(held.moment) + _OFFSETS[source]
+            middle = MOMENTS.index(moment.moment) + _OFFSETS[source]
             drawing.bar(middle, height, _WIDTH * 0.92, bottom, linewidth=0.8, facecolor=fill, edgecolor=color)
             bottom += height
 

@@ -89,7 +89,7 @@ def plan_settings(workloads: Sequence[Workload], settings: Mapping[str, Column])
 def unknown_memory(workloads: Sequence[Workload]) -> tuple[str, ...]:
     """Return a plan's notes on models whose memory has no formula."""
     names = dict.fromkeys(workload.user.model for workload in workloads if workload.user.model is not None)
-    is_unknown = any(one.is_ours and not one.memory_is_known for one in workloads)
+    is_unknown = any(workload.is_ours and not workload.memory_is_known for workload in workloads)
     return (
         *planned_package_notes(workloads),
         *(f"{name}: cs336sys memprof --model {name} --dry-run traces its memory" for name in names),
@@ -99,7 +99,7 @@ def unknown_memory(workloads: Sequence[Workload]) -> tuple[str, ...]:
 
 def planned_package_notes(workloads: Sequence[Workload]) -> tuple[str, ...]:
     """A note on a plan whose formulas are not those of the ``cs336_basics`` that would be trained."""
-    package = course_package() if any(one.is_ours for one in workloads) else None
+    package = course_package() if any(workload.is_ours for workload in workloads) else None
     return () if package is None or package.is_ours else _formula_notes(package.name)
 
 

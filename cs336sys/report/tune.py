@@ -182,7 +182,9 @@ def fastest(groups: dict[str, list[Cell]]) -> str | None:
     measured = running(groups)
     return min(
         measured,
-        key=lambda key: statistics.median(value for one in token_ms(measured[key]).rounds for value in one.measured),
+        key=lambda key: statistics.median(
+            value for round in token_ms(measured[key]).rounds for value in round.measured
+        ),
         default=None,
     )
 

@@ -37,7 +37,7 @@ def kernels(seed, *, slow=None):
 def test_a_kernel_made_3_percent_slower_is_found_and_few_others_are_marked():
     found = compare_captures(capture(kernels(1)), capture(kernels(2, slow=7)))
     assert verdicts(found)["k7"] == "slower"
-    assert sum(change.is_told for change in found.changes) <= 3
+    assert sum(change.is_significant for change in found.changes) <= 3
     (slow,) = [change for change in found.changes if change.what == "k7"]
     assert slow.low_ms < 0.03 * slow.before_ms < slow.high_ms
 
@@ -52,7 +52,7 @@ def test_few_kernels_of_equal_captures_are_marked():
     told = total = 0
     for seed in range(20):
         found = compare_captures(capture(kernels(2 * seed)), capture(kernels(2 * seed + 1)))
-        told += sum(change.is_told for change in found.changes)
+        told += sum(change.is_significant for change in found.changes)
         total += len(found.changes)
     assert told <= 0.05 * total
 

@@ -361,7 +361,7 @@ def longer_batch(diagnoses: Sequence[MemoryDiagnosis]) -> Longer | None:
     """Find a rank that has the same parameters as the others, and larger activations by the same lines."""
     if len(diagnoses) < 2:
         return None
-    sizes = [_largest_of_lines(one) for one in diagnoses]
+    sizes = [_largest_of_lines(diagnosis) for diagnosis in diagnoses]
     found = []
     for number, own in enumerate(sizes):
         others = [other for place, other in enumerate(sizes) if place != number]
@@ -375,7 +375,7 @@ def longer_batch(diagnoses: Sequence[MemoryDiagnosis]) -> Longer | None:
         ratio = median(ratios)
         alike = sum(abs(one / ratio - 1) < 0.02 for one in ratios) / len(ratios)
         if ratio > 1.05 and alike >= 0.5:
-            held = median(one.held for place, one in enumerate(diagnoses) if place != number)
+            held = median(diagnosis.held for place, diagnosis in enumerate(diagnoses) if place != number)
             found.append(Longer(diagnoses[number].name, ratio, int(diagnoses[number].held - held)))
     return max(found, key=lambda one: one.ratio, default=None)
 

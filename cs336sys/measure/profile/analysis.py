@@ -182,7 +182,7 @@ def step_of(timeline: Timeline, times: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where((step >= 0) & (times < bounds[np.maximum(step, 0), 1]), step, -1)
 
 
-def _kernels(timeline: Timeline, found: Breakdown) -> tuple[KernelGroup, ...]:
+def _kernels(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGroup, ...]:
     steps = len(timeline.steps.bounds)
     table = np.column_stack((timeline.name, timeline.module, timeline.operator, timeline.shape))
     groups, group_of = np.unique(table, axis=0, return_inverse=True)
@@ -194,8 +194,8 @@ def _kernels(timeline: Timeline, found: Breakdown) -> tuple[KernelGroup, ...]:
     size = len(groups) * steps
     counts = np.bincount(place, minlength=size).reshape(-1, steps)
     sums = np.bincount(place, weights=length[inside], minlength=size).reshape(-1, steps) / 1e6
-    place = group_of[found.work] * steps + found.step
-    own = np.bincount(place, weights=found.credit, minlength=size).reshape(-1, steps) / 1e6
+    place = group_of[breakdown.work] * steps + breakdown.step
+    own = np.bincount(place, weights=breakdown.credit, minlength=size).reshape(-1, steps) / 1e6
     order = [
         number
         for number in np.argsort(-sums.sum(axis=1), kind="stable").tolist()

@@ -140,7 +140,9 @@ def _load(tables: sqlite3.Connection, path: Path) -> Capture:
         is_gpu,
         rank=_integer(about.get("rank")),
         ranks=_integer(about.get("world_size")),
-        gpu_names={int(one["id"]): printable(str(one["name"])) for one in devices if {"id", "name"} <= one.keys()},
+        gpu_names={
+            int(device["id"]): printable(str(device["name"])) for device in devices if {"id", "name"} <= device.keys()
+        },
         peak_bytes=loader.peak_bytes,
     )
 

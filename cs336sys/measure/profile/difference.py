@@ -55,7 +55,7 @@ class TimeChange:
         return self.after_ms - self.before_ms
 
     @property
-    def is_told(self) -> bool:
+    def is_significant(self) -> bool:
         """It is more than noise."""
         return self.verdict not in ("~", "undecided")
 
@@ -83,7 +83,7 @@ class CaptureDifference:
     @property
     def explained_ms(self) -> float:
         """The sum of the changes that are no noise."""
-        return sum(change.delta_ms for change in self.changes if change.is_told)
+        return sum(change.delta_ms for change in self.changes if change.is_significant)
 
 
 @dataclass

@@ -267,12 +267,12 @@ def find_straggler(analyses: Sequence[Analysis]) -> Straggler | None:
     The excess of the rank over the median of the others in each step is compared with Student's t, for one of many;
     ranks of a handful of steps could not say anything with so few false alarms.
     """
-    if len(analyses) < 2 or not all(one.has_steps for one in analyses):
+    if len(analyses) < 2 or not all(analysis.has_steps for analysis in analyses):
         return None
-    count = min(len(one.step_ms) for one in analyses)
+    count = min(len(analysis.step_ms) for analysis in analyses)
     if count < _LEAST_STEPS:
         return None
-    own = [own_ms(one)[:count] for one in analyses]
+    own = [own_ms(analysis)[:count] for analysis in analyses]
     means = [statistics.fmean(values) for values in own]
     slowest = max(range(len(means)), key=means.__getitem__)
     others = [values for number, values in enumerate(own) if number != slowest]
@@ -302,10 +302,10 @@ def _upper_tail(degrees: int, t: float) -> float:
 
 def _why(analyses: Sequence[Analysis], slowest: int, excess: float) -> str:
     """The parts, and of computing the kinds of kernel, that are longer on the slowest rank, in words."""
-    others = [one for number, one in enumerate(analyses) if number != slowest]
+    others = [analysis for number, analysis in enumerate(analyses) if number != slowest]
     longer = []
     for part in _OWN_PARTS:
-        more = analyses[slowest].mean(part) - statistics.median(one.mean(part) for one in others)
+        more = analyses[slowest].mean(part) - statistics.median(other.mean(part) for other in others)
         if more < 0.2 * excess:
             continue
         words = f"{part} {more:.3g} ms"
@@ -316,7 +316,7 @@ def _why(analyses: Sequence[Analysis], slowest: int, excess: float) -> str:
 
 
 def _kinds(slowest: Analysis, others: Sequence[Analysis], excess: float) -> str:
-    of_slowest, of_others = _by_kind(slowest), [_by_kind(one) for one in others]
+    of_slowest, of_others = _by_kind(slowest), [_by_kind(other) for other in others]
     more = {
         kind: ms - statistics.median(other.get(kind, 0.0) for other in of_others) for kind, ms in of_slowest.items()
     }

@@ -161,8 +161,8 @@ def _labels(found: Sequence[tuple[Path, Capture, Timeline, int]]) -> tuple[list[
     notes: tuple[str, ...] = ()
     if None in told or len(set(told)) < len(told):
         names = [_RANK.search(path.name) for path in files]
-        if all(names) and len({one[1] for one in names if one}) == len(files):
-            told, notes = [int(one[1]) for one in names if one], ("ranks by the names of the files",)
+        if all(names) and len({name[1] for name in names if name}) == len(files):
+            told, notes = [int(name[1]) for name in names if name], ("ranks by the names of the files",)
         elif None in told:
             told, notes = list(range(len(files))), ("the files do not say their ranks, which are their order here",)
         else:

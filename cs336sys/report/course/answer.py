@@ -272,7 +272,7 @@ class Answer:
         """The pictures of all groups (of these names, if any is given), numbered where several have one of a name."""
         for group in groups:
             for name, draw in group.pictures(*names).items():
-                number = 1 + sum(known.split(",")[0] == name for known in self.pictures)
+                number = 1 + sum(picture.split(",")[0] == name for picture in self.pictures)
                 self.pictures[name if number == 1 else f"{name}, {number}"] = draw
 
 

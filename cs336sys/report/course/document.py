@@ -115,7 +115,9 @@ def build_document(
     problems: Sequence[Problem], evidences: Sequence[Evidence], target: Target, faults: Sequence[str] = ()
 ) -> Document:
     """Answer every part from the cells of each machine; those of two machines are never put together."""
-    document = Document(target.handout.year, [one.machine for one in evidences if one.machine], [], faults=list(faults))
+    document = Document(
+        target.handout.year, [evidence.machine for evidence in evidences if evidence.machine], [], faults=list(faults)
+    )
     answered = [
         (problem, [_section(problem, part, evidences, target, document.faults) for part in problem.parts])
         for problem in problems

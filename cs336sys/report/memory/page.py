@@ -73,8 +73,8 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     highest = max(range(len(totals)), key=totals.__getitem__)
     peak, unit = in_shown_unit(totals[highest], "bytes")
     scale = peak / totals[highest] if totals[highest] else 1.0
-    held = {category: [scale * size for size in timeline[category]] for category in categories}
-    shown = {category: sizes for category, sizes in held.items() if any(sizes)}
+    scaled = {category: [scale * size for size in timeline[category]] for category in categories}
+    shown = {category: sizes for category, sizes in scaled.items() if any(sizes)}
     if shown:
         axes.stackplot(
             positions,
@@ -241,7 +241,9 @@ def _timeline(number: int, name: str, derived: Mapping[str, Any]) -> tuple[str, 
         "unit": {"bytes": most / highest if most else 1, "label": unit},
         "ticks": axis_ticks(most),
     }
-    legend = "".join(f'<span class="swatch" style="background:{color}"></span>{one}' for one, color in colors.items())
+    legend = "".join(
+        f'<span class="swatch" style="background:{color}"></span>{category}' for category, color in colors.items()
+    )
     # "</script" would end the script element inside of a string, and "<!--<script" would keep its end from ending it.
     script = _DATA.format(data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"), script=_SCRIPT)
     heading = html.escape(one_line(name))

@@ -24,20 +24,20 @@ _CATEGORIES = tuple(Column(f"{name.replace(' ', '_')}_bytes", name, "bytes") for
 
 def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Table]:
     """The verdict first; then who holds what, the largest kinds and lines, causes, and what can be saved."""
-    found = verdicts(diagnoses)
-    rows = [{"snapshot": one.name, "verdict": sentence} for one, sentence, _ in found]
+    diagnosed = verdicts(diagnoses)
+    rows = [{"snapshot": diagnosis.name, "verdict": sentence} for diagnosis, sentence, _ in diagnosed]
     verdict = Table("verdict", "why memory ran out", (_SNAPSHOT, Column("verdict", "verdict")), rows)
-    ordered = [one for one, _, _ in found]
+    ordered = [diagnosis for diagnosis, _, _ in diagnosed]
     return [
         verdict,
         *with_rows(
-            _causes(found), _holders(ordered), _ranks(ordered), _kinds(ordered, top), _lines(ordered, top),
+            _causes(diagnosed), _holders(ordered), _ranks(ordered), _kinds(ordered, top), _lines(ordered, top),
             _provable(ordered),
         ),
     ]  # fmt: skip
 
 
-def _causes(found: Sequence[tuple[MemoryDiagnosis, str, Sequence[Any]]]) -> Table:
+def _causes(diagnosed: Sequence[tuple[MemoryDiagnosis, str, Sequence[Any]]]) -> Table:
     columns = (
         _SNAPSHOT,
         Column("cause", "cause"),
@@ -46,8 +46,14 @@ def _causes(found: Sequence[tuple[MemoryDiagnosis, str, Sequence[Any]]]) -> Tabl
         Column("advice", "what to do"),
     )
     rows: list[dict[str, Any]] = [
-        {"snapshot": one.name, "cause": cause.name, "cause_bytes": cause.size, "why": cause.why, "advice": cause.advice}
-        for one, _, causes in found
+        {
+            "snapshot": diagnosis.name,
+            "cause": cause.name,
+            "cause_bytes": cause.size,
+            "why": cause.why,
+            "advice": cause.advice,
+        }
+        for diagnosis, _, causes in diagnosed
         for cause in causes
     ]
     return Table("causes", "mistakes that the snapshot proves", columns, rows)
@@ -71,38 +77,38 @@ def _holders(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
     )
     rows: list[dict[str, Any]] = []
     notes: dict[str, None] = {}
-    for one in diagnoses:
+    for diagnosis in diagnoses:
         row: dict[str, Any] = {
-            "snapshot": one.name,
-            "moment": "failure" if one.is_failed else "peak",
-            "held_bytes": one.held,
-            "peak_bytes": one.peak,
-            "reserved_bytes": one.reserved or None,
-            "free_bytes": one.free.usable,
-            "largest_free_bytes": one.free.largest,
-            "elsewhere_bytes": one.free.elsewhere or None,
-            "events": one.record.length,
-            "steps": one.steps or None,
+            "snapshot": diagnosis.name,
+            "moment": "failure" if diagnosis.is_failed else "peak",
+            "held_bytes": diagnosis.held,
+            "peak_bytes": diagnosis.peak,
+            "reserved_bytes": diagnosis.reserved or None,
+            "free_bytes": diagnosis.free.usable,
+            "largest_free_bytes": diagnosis.free.largest,
+            "elsewhere_bytes": diagnosis.free.elsewhere or None,
+            "events": diagnosis.record.length,
+            "steps": diagnosis.steps or None,
         }
-        if one.failure is not None:
-            row |= {"asked_bytes": one.failure.size, "device_free_bytes": one.failure.device_free}
-        row |= {f"{category.replace(' ', '_')}_bytes": size or None for category, size in one.by_category.items()}
+        if diagnosis.failure is not None:
+            row |= {"asked_bytes": diagnosis.failure.size, "device_free_bytes": diagnosis.failure.device_free}
+        row |= {f"{category.replace(' ', '_')}_bytes": size or None for category, size in diagnosis.by_category.items()}
         rows.append(row)
-        notes[_how_known(one)] = None
-        if one.record.unknown_frees and not one.is_recorded:
+        notes[_how_known(diagnosis)] = None
+        if diagnosis.record.unknown_frees and not diagnosis.is_recorded:
             notes[
-                f"{one.name}: {one.record.unknown_frees} blocks are older than the record and freed within it; they "
-                "count from its beginning"
+                f"{diagnosis.name}: {diagnosis.record.unknown_frees} blocks are older than the record and freed within it; "
+                "they count from its beginning"
             ] = None
     return Table("memory", "who holds memory at that moment", columns, rows, notes=tuple(notes))
 
 
-def _how_known(one: MemoryDiagnosis) -> str:
-    if one.is_recorded:
+def _how_known(diagnosis: MemoryDiagnosis) -> str:
+    if diagnosis.is_recorded:
         return "Categories are those that memprof has recorded."
-    if not one.has_stacks:
+    if not diagnosis.has_stacks:
         return (
-            f"{one.name}: no stacks were recorded, so categories are unknown: record with "
+            f"{diagnosis.name}: no stacks were recorded, so categories are unknown: record with "
             "_record_memory_history(stacks='python')"
         )
     return (
@@ -117,16 +123,16 @@ def _ranks(diagnoses: Sequence[MemoryDiagnosis]) -> Table | None:
     if len(diagnoses) < 2:
         return None
     columns = (_SNAPSHOT, Column("held_bytes", "held over the median", "bytes"), *_CATEGORIES)
-    held = median(one.held for one in diagnoses)
-    middle = {name: median(one.by_category[name] for one in diagnoses) for name in FOREIGN_CATEGORIES}
+    median_held = median(diagnosis.held for diagnosis in diagnoses)
+    middle = {name: median(diagnosis.by_category[name] for diagnosis in diagnoses) for name in FOREIGN_CATEGORIES}
     rows: list[dict[str, Any]] = [
-        {"snapshot": one.name, "held_bytes": one.held - held}
+        {"snapshot": diagnosis.name, "held_bytes": diagnosis.held - median_held}
         | {
             f"{name.replace(' ', '_')}_bytes": difference
-            for name, size in one.by_category.items()
+            for name, size in diagnosis.by_category.items()
             if (difference := size - middle[name])
         }
-        for one in diagnoses
+        for diagnosis in diagnoses
     ]
     return Table("ranks", "who holds more than the median of all snapshots", columns, rows)
 
@@ -143,11 +149,11 @@ def _kinds(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
         Column("code", "code"),
     )
     rows: list[dict[str, Any]] = [
-        {"snapshot": one.name, "size_bytes": kind.size, "count": kind.count, "total_bytes": kind.total}
-        | {"share_percent": 100 * kind.total / max(1, one.held), "category": kind.category}
+        {"snapshot": diagnosis.name, "size_bytes": kind.size, "count": kind.count, "total_bytes": kind.total}
+        | {"share_percent": 100 * kind.total / max(1, diagnosis.held), "category": kind.category}
         | {"operation": kind.operation or None, "code": kind.code or None}
-        for one in diagnoses
-        for kind in one.kinds[:top]
+        for diagnosis in diagnoses
+        for kind in diagnosis.kinds[:top]
     ]
     return Table("kinds", f"the {top} largest kinds of memory", columns, rows)
 
@@ -160,13 +166,15 @@ def _lines(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
         Column("share_percent", "share", "percent"),
     )
     rows: list[dict[str, Any]] = []
-    for one in diagnoses:
-        held: Counter[str] = Counter()
-        for kind in one.kinds:
-            held[kind.code] += kind.total
-        for code, size in held.most_common(top):
-            share = 100 * size / max(1, one.held)
-            rows.append({"snapshot": one.name, "code": code or "no stack", "total_bytes": size, "share_percent": share})
+    for diagnosis in diagnoses:
+        bytes_by_line: Counter[str] = Counter()
+        for kind in diagnosis.kinds:
+            bytes_by_line[kind.code] += kind.total
+        for code, size in bytes_by_line.most_common(top):
+            share = 100 * size / max(1, diagnosis.held)
+            rows.append(
+                {"snapshot": diagnosis.name, "code": code or "no stack", "total_bytes": size, "share_percent": share}
+            )
     return Table("lines", "memory by the line of code that made it", columns, rows)
 
 
@@ -179,16 +187,21 @@ def _provable(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
         Column("proof", "because"),
     )
     rows: list[dict[str, Any]] = []
-    for one in diagnoses:
+    for diagnosis in diagnoses:
         offered = (
             ("activations", "checkpoint the layers", "they are kept from the forward to the backward pass"),
             ("optimizer state", "shard or offload it", "it is used in the optimizer's step alone"),
             ("gradients", "update parameters within the backward pass", "they outlive it until the step"),
         )
         rows += [
-            {"snapshot": one.name, "change": change, "at_most_bytes": one.by_category[category], "proof": proof}
+            {
+                "snapshot": diagnosis.name,
+                "change": change,
+                "at_most_bytes": diagnosis.by_category[category],
+                "proof": proof,
+            }
             for category, change, proof in offered
-            if one.by_category[category]
+            if diagnosis.by_category[category]
         ]
     note = (
         "From a snapshot alone. For a model that is there, memprof --memory 80GiB --plan predicts what each change "
@@ -205,25 +218,25 @@ def snapshot_difference_tables(
     rows: list[dict[str, Any]] = []
     sentences = []
     for old, new in pairs:
-        found = changes(old, new)
+        size_changes = changes(old, new)
         name = f"{old.name} to {new.name}"
-        for change in found[:top]:
+        for change in size_changes[:top]:
             rows.append(_change_row(name, change.what, change.category, change.code, change.before, change.after))
-        rest = found[top:]
+        rest = size_changes[top:]
         if rest:
             sizes = [sum(change.before for change in rest), sum(change.after for change in rest)]
             rows.append(_change_row(name, f"{len(rest)} more", "", "", *sizes))
-        same = old.held - sum(change.before for change in found)
+        same = old.held - sum(change.before for change in size_changes)
         rows.append(_change_row(name, "the same", "", "", same, same))
         rows.append(_change_row(name, "all", "", "", old.held, new.held))
-        most = found[0] if found else None
-        told = f"{size_words(new.held)} is held after {size_words(old.held)}"
+        most = size_changes[0] if size_changes else None
+        sentence = f"{size_words(new.held)} is held after {size_words(old.held)}"
         if most is not None:
-            told += (
+            sentence += (
                 f"; the largest change is {most.what}: {most.category} from {most.code or 'no stack'}, "
                 f"{size_words(most.before)} to {size_words(most.after)}"
             )
-        sentences.append({"snapshot": name, "verdict": f"{told}."})
+        sentences.append({"snapshot": name, "verdict": f"{sentence}."})
     verdict = Table("verdict", "what has changed", (_SNAPSHOT, Column("verdict", "verdict")), sentences)
     columns = (
         _SNAPSHOT,
@@ -238,26 +251,26 @@ def snapshot_difference_tables(
     return [verdict, Table("against", "memory by category and line, before and after", columns, rows, notes=(note,))]
 
 
-def _change_row(name: str, what: str, category: str, code: str, before: int, after: int) -> dict[str, Any]:
+def _change_row(name: str, label: str, category: str, code: str, before: int, after: int) -> dict[str, Any]:
     return {
-        "snapshot": name, "what": what, "category": category or None, "code": code or None,
+        "snapshot": name, "what": label, "category": category or None, "code": code or None,
         "before_bytes": before, "after_bytes": after, "difference_bytes": after - before,
     }  # fmt: skip
 
 
-def timeline_data(one: MemoryDiagnosis) -> dict[str, Any]:
+def timeline_data(diagnosis: MemoryDiagnosis) -> dict[str, Any]:
     """Return the data of a snapshot's picture: bytes by category after each event, and where steps begin."""
-    categories = one.inference.categories
+    categories = diagnosis.inference.categories
     allocations = [
         Allocation(block.address, block.size, block.start, block.end, "", category)
-        for block, category in zip(one.record.blocks, categories, strict=True)
+        for block, category in zip(diagnosis.record.blocks, categories, strict=True)
     ]
-    starts = one.inference.steps if len(one.inference.steps) < _MOST_REGIONS else []
-    bounds = [0, *starts, one.record.length]
+    starts = diagnosis.inference.steps if len(diagnosis.inference.steps) < _MOST_REGIONS else []
+    bounds = [0, *starts, diagnosis.record.length]
     regions = [
         Region(f"step {number}", start, end) for number, (start, end) in enumerate(pairwise(bounds), 1) if starts
     ]
-    timeline = AllocationTimeline(allocations, one.record.length, regions, categories=FOREIGN_CATEGORIES)
+    timeline = AllocationTimeline(allocations, diagnosis.record.length, regions, categories=FOREIGN_CATEGORIES)
     return {
         "timeline": thinned(timeline, _TIMELINE_POINTS),
         "regions": [{"name": region.name, "start": region.start, "end": region.end} for region in regions],
@@ -270,8 +283,8 @@ def write_snapshot_page(diagnoses: Sequence[MemoryDiagnosis], tables: Sequence[T
     Raises:
         OutputError: the file cannot be written.
     """
-    timelines = [(one.name, timeline_data(one)) for one in diagnoses]
-    page = timeline_page(timelines, "memory: " + ", ".join(one.name for one in diagnoses), tables)
+    timelines = [(diagnosis.name, timeline_data(diagnosis)) for diagnosis in diagnoses]
+    page = timeline_page(timelines, "memory: " + ", ".join(diagnosis.name for diagnosis in diagnoses), tables)
     write_file(path, page.encode(), "--html")
 
 
@@ -281,9 +294,9 @@ def write_snapshot_files(diagnoses: Sequence[MemoryDiagnosis], top: int, directo
     Raises:
         OutputError: a file cannot be written.
     """
-    for one in diagnoses:
-        stem = Path(one.source).stem + (f"-device{one.device}" if one.device else "")
-        data = timeline_data(one)
-        plot_derived(data, one.name, directory / f"{stem}.png", directory / f"{stem}.svg")
-        page = timeline_page([(one.name, data)], f"memory: {one.name}", snapshot_tables([one], top))
+    for diagnosis in diagnoses:
+        stem = Path(diagnosis.source).stem + (f"-device{diagnosis.device}" if diagnosis.device else "")
+        data = timeline_data(diagnosis)
+        plot_derived(data, diagnosis.name, directory / f"{stem}.png", directory / f"{stem}.svg")
+        page = timeline_page([(diagnosis.name, data)], f"memory: {diagnosis.name}", snapshot_tables([diagnosis], top))
         write_file(directory / f"{stem}.html", page.encode(), "--snapshot")

@@ -72,10 +72,10 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table | N
 
     None where no workload has checkpoints: nobody asked.
     """
-    asked = {workload.training: None for workload in workloads if workload.checkpointing != "none"}
+    trainings = {workload.training: None for workload in workloads if workload.checkpointing != "none"}
     rows = []
     notes: dict[str, None] = {}
-    for training in asked:
+    for training in trainings:
         if training.mode == "forward" or not training.is_ours:
             continue
         layers = training.size.num_layers
@@ -109,18 +109,18 @@ def _predicted(workload: MemoryWorkload) -> dict[str, Any]:
 def best_strategy(training: Workload) -> str:
     """The answer to which strategy without nesting holds the least, by trying all and by the formula."""
     size = training.size
-    found = best_group_size(size, training.precision, training.mode, training.attention)
-    strategy = "block" if found.best == 1 else f"every={found.best}"
+    optimum = best_group_size(size, training.precision, training.mode, training.attention)
+    strategy = "block" if optimum.best == 1 else f"every={optimum.best}"
     settings = (size, training.precision, training.mode, training.attention)
-    peak, smaller = (predicted_peak(*settings, one).total_gib for one in (strategy, "sublayer"))
+    peak, smaller = (predicted_peak(*settings, candidate).total_gib for candidate in (strategy, "sublayer"))
     if smaller < peak:
         strategy = "sublayer"
     return (
         f"{size.name}, context {size.context}, {training.precision}, {training.attention} attention, {training.mode}: "
         f"without nesting {strategy} is predicted to hold the least. Checkpoints of K blocks hold about N s / K + K b "
-        f"bytes, least at sqrt(N s / b) = {found.rule:.2g} with N = {size.num_layers} blocks, a block's input "
-        f"s = {format_quantity(found.block_input, 'bytes')} and its activations "
-        f"b = {format_quantity(found.block_activations, 'bytes')}. Groups of {found.best} peak at "
+        f"bytes, least at sqrt(N s / b) = {optimum.rule:.2g} with N = {size.num_layers} blocks, a block's input "
+        f"s = {format_quantity(optimum.block_input, 'bytes')} and its activations "
+        f"b = {format_quantity(optimum.block_activations, 'bytes')}. Groups of {optimum.best} peak at "
         f"{format_quantity(peak, 'gib')}, checkpoints around attention and feed-forward layers each at "
         f"{format_quantity(smaller, 'gib')}"
     )

@@ -39,22 +39,22 @@ def size_words(size: float) -> str:
     return format_quantity(size, "bytes")
 
 
-def causes(one: MemoryDiagnosis, longer: Longer | None = None) -> list[Cause]:
+def causes(diagnosis: MemoryDiagnosis, longer: Longer | None = None) -> list[Cause]:
     """The mistakes that a snapshot proves, in the order in which to mend them."""
-    found = []
-    free, failure = one.free, one.failure
-    if one.twice is not None:
-        found.append(
+    proved = []
+    free, failure = diagnosis.free, diagnosis.failure
+    if diagnosis.twice is not None:
+        proved.append(
             Cause(
                 "optimizer state twice",
-                one.twice.held,
-                f"the optimizer's state exists twice, {size_words(one.twice.held)} more than once, made at "
-                f"{one.twice.code}",
+                diagnosis.twice.held,
+                f"the optimizer's state exists twice, {size_words(diagnosis.twice.held)} more than once, made at "
+                f"{diagnosis.twice.code}",
                 "step one optimizer alone, and drop the old one before its state is loaded into another",
             )
         )
-    if one.leak is not None:
-        leak = one.leak
+    if diagnosis.leak is not None:
+        leak = diagnosis.leak
         grows = f"grows by {size_words(leak.step_bytes)} a step from {leak.code or 'code without a stack'}"
         if leak.is_graph:
             cause = Cause(
@@ -71,9 +71,9 @@ def causes(one: MemoryDiagnosis, longer: Longer | None = None) -> list[Cause]:
                 f"memory {grows}, {size_words(leak.held)} after {leak.steps} steps",
                 "something, such as a list, keeps the tensors that this line makes; keep a number, or .detach().cpu()",
             )
-        found.append(cause)
-    if longer is not None and longer.name == one.name:
-        found.append(
+        proved.append(cause)
+    if longer is not None and longer.name == diagnosis.name:
+        proved.append(
             Cause(
                 "longer batch",
                 max(0, longer.difference),
@@ -83,7 +83,7 @@ def causes(one: MemoryDiagnosis, longer: Longer | None = None) -> list[Cause]:
         )
     if free.is_cause and failure is not None:
         expand = "" if free.is_expandable else "; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        found.append(
+        proved.append(
             Cause(
                 "fragmentation",
                 free.usable,
@@ -92,45 +92,59 @@ def causes(one: MemoryDiagnosis, longer: Longer | None = None) -> list[Cause]:
                 f"fragmentation{expand}",
             )
         )
-    if one.logits is not None:
-        found.append(
+    if diagnosis.logits is not None:
+        proved.append(
             Cause(
                 "fp32 logits",
-                one.logits.held,
-                f"fp32 copies of half-precision logits take {size_words(one.logits.held)} ({one.logits.code})",
+                diagnosis.logits.held,
+                f"fp32 copies of half-precision logits take {size_words(diagnosis.logits.held)} "
+                f"({diagnosis.logits.code})",
                 "compute the loss in chunks, or with a fused cross entropy that holds no logits",
             )
         )
-    return found
+    return proved
 
 
 def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[tuple[MemoryDiagnosis, str, list[Cause]]]:
     """The sentences on each snapshot, the one that failed first: what is held, and why."""
     longer = longer_batch(diagnoses)
-    ordered = sorted(diagnoses, key=lambda one: (not one.is_failed, -one.held))
-    return [(one, _verdict(one, found), found) for one in ordered for found in [causes(one, longer)]]
+    ordered = sorted(diagnoses, key=lambda diagnosis: (not diagnosis.is_failed, -diagnosis.held))
+    return [
+        (diagnosis, _verdict(diagnosis, proved), proved)
+        for diagnosis in ordered
+        for proved in [causes(diagnosis, longer)]
+    ]
 
 
-def _verdict(one: MemoryDiagnosis, found: Sequence[Cause]) -> str:
-    held = [(size, category) for category, size in one.by_category.items() if size]
-    held.sort(reverse=True)
-    parts = ", ".join(f"{category} {size_words(size)}" for size, category in held[:_LISTED])
-    if one.failure is not None:
-        where = f" at {one.failed_at}" if one.failed_at else " in the backward pass" if one.has_stacks else ""
-        what = f"An allocation of {size_words(one.failure.size)}{where} failed with {size_words(one.held)} held"
+def _verdict(diagnosis: MemoryDiagnosis, proved: Sequence[Cause]) -> str:
+    sizes = [(size, category) for category, size in diagnosis.by_category.items() if size]
+    sizes.sort(reverse=True)
+    parts = ", ".join(f"{category} {size_words(size)}" for size, category in sizes[:_LISTED])
+    if diagnosis.failure is not None:
+        where = (
+            f" at {diagnosis.failed_at}"
+            if diagnosis.failed_at
+            else " in the backward pass"
+            if diagnosis.has_stacks
+            else ""
+        )
+        event = (
+            f"An allocation of {size_words(diagnosis.failure.size)}{where} failed with "
+            f"{size_words(diagnosis.held)} held"
+        )
     else:
-        what = f"Nothing failed: the record holds {size_words(one.held)} at its peak"
-    first = f"{what}: {parts}." if parts else f"{what}."
-    if found:
-        words = "; also, ".join(cause.sentence for cause in found)
-        return f"{first} {words[0].upper()}{words[1:]}."
-    if not one.kinds:
+        event = f"Nothing failed: the record holds {size_words(diagnosis.held)} at its peak"
+    first = f"{event}: {parts}." if parts else f"{event}."
+    if proved:
+        sentences = "; also, ".join(cause.sentence for cause in proved)
+        return f"{first} {sentences[0].upper()}{sentences[1:]}."
+    if not diagnosis.kinds:
         return first
-    kind = one.kinds[0]
-    made = f" from {kind.code}" if kind.code else ""
+    kind = diagnosis.kinds[0]
+    origin = f" from {kind.code}" if kind.code else ""
     return (
         f"{first} No leak, no copy and no fragmentation is proved; the largest kind is {kind.count} x "
-        f"{size_words(kind.size)} of {kind.category}{made}."
+        f"{size_words(kind.size)} of {kind.category}{origin}."
     )
 
 

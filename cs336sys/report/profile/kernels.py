@@ -251,10 +251,10 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
     groups: dict[str, list[tuple[str, dict[str, Mapping[str, Any]]]]] = {}
     for row in rows:
         bars = groups.setdefault(str(row.get("size", "")), [])
-        words = {label.key: str(row[label.key]) for label in labels if label.key not in ("size", "parameters")}
-        if "context" in words:
-            words["context"] = f"context {words['context']}"
-        name = ", ".join(words.values())
+        labels_of_row = {label.key: str(row[label.key]) for label in labels if label.key not in ("size", "parameters")}
+        if "context" in labels_of_row:
+            labels_of_row["context"] = f"context {labels_of_row['context']}"
+        name = ", ".join(labels_of_row.values())
         if not bars or bars[-1][0] != name or row["phase"] in bars[-1][1]:
             bars.append((name, {}))
         bars[-1][1][str(row["phase"])] = row
@@ -295,7 +295,7 @@ def _draw_bar(drawing: "Axes", height: int, shares: Mapping[str, Any]) -> None:
             continue
         drawing.barh(height, share, 0.8, left, color=color)
         if share >= _LEAST_LABELLED_PERCENT:
-            words: dict[str, Any] = {"fontsize": 6.5, "color": "white", "ha": "center", "va": "center"}
-            drawing.text(left + share / 2, height, f"{share:.0f}", **words)
+            text_style: dict[str, Any] = {"fontsize": 6.5, "color": "white", "ha": "center", "va": "center"}
+            drawing.text(left + share / 2, height, f"{share:.0f}", **text_style)
         left += share
     drawing.text(100, height, f" {format_number(shares['kernel_ms'], 'ms')} ms", fontsize=6.5, va="center")

@@ -163,7 +163,7 @@ def _notes(measured: Sequence[MeasuredProfile]) -> list[str]:
     for m in measured:
         kernels = {row.name: row.kernels for row in m.profile.phases}
         if kernels.get("backward", 0) < kernels.get("forward", 0) and "backward" in kernels:
-            notes.append(f"warning: {_words(m)}the backward pass has fewer launches than the forward pass")
+            notes.append(f"warning: {_workload_prefix(m)}the backward pass has fewer launches than the forward pass")
     if any(m.profile.of_gpus for m in measured):
         notes.append("the tables of kernels add up what all GPUs ran")
     if any(m.profile.configuration and not m.profile.parts for m in measured):
@@ -174,9 +174,9 @@ def _notes(measured: Sequence[MeasuredProfile]) -> list[str]:
     return notes
 
 
-def _words(measured: MeasuredProfile) -> str:
-    words = [str(measured.labels[name]) for name in ("size", "context", "precision") if name in measured.labels]
-    return f"{' '.join(words)}: " if words else ""
+def _workload_prefix(measured: MeasuredProfile) -> str:
+    parts = [str(measured.labels[name]) for name in ("size", "context", "precision") if name in measured.labels]
+    return f"{' '.join(parts)}: " if parts else ""
 
 
 def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:

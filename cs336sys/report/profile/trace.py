@@ -53,7 +53,7 @@ _GPU = Column("gpu", "GPU")
 
 def file_words(analyses: Sequence[Analysis]) -> str:
     """The files' names, for a title: of more than two the first and how many more."""
-    files = list(dict.fromkeys(one.file for one in analyses))
+    files = list(dict.fromkeys(analysis.file for analysis in analyses))
     return " and ".join(files) if len(files) <= 2 else f"{files[0]} and {len(files) - 1} more"
 
 
@@ -69,26 +69,31 @@ def step_samples(values: Sequence[float]) -> Samples | float:
 def part_table(analyses: Sequence[Analysis]) -> Table:
     """Build the table of a step's parts, which add up to the step."""
     rows = [
-        {"gpu": one.label or None, "part": part, "ms": step_samples(values), "share_percent": 100 * one.share(part)}
-        for one in analyses
-        for part, values in [*one.parts.items(), ("step", one.step_ms)]
-        if part != "step" or one.parts
+        {
+            "gpu": analysis.label or None,
+            "part": part,
+            "ms": step_samples(values),
+            "share_percent": 100 * analysis.share(part),
+        }
+        for analysis in analyses
+        for part, values in [*analysis.parts.items(), ("step", analysis.step_ms)]
+        if part != "step" or analysis.parts
     ]
     for row in rows:
         if row["part"] == "step":
             row["share_percent"] = 100.0
     columns = (_GPU, Column("part", "part"), Column("ms", "a step", "ms"), Column("share_percent", "share", "percent"))
-    notes = [f"steps: {words}" for words in dict.fromkeys(one.steps_are for one in analyses)]
-    if any(one.is_gpu and one.share(LAUNCHING) >= _MUCH_LAUNCHING for one in analyses):
+    notes = [f"steps: {definition}" for definition in dict.fromkeys(analysis.steps_are for analysis in analyses)]
+    if any(analysis.is_gpu and analysis.share(LAUNCHING) >= _MUCH_LAUNCHING for analysis in analyses):
         notes.append("a profiler slows the CPU down and not the GPU: without it launching takes less of a step")
-    if not all(one.is_gpu for one in analyses):
+    if not all(analysis.is_gpu for analysis in analyses):
         notes.append("no GPU: CPU operators replace kernels; launching is Python's time between them")
     return Table("parts", "trace: where the step goes", columns, rows, notes=notes)
 
 
 def step_table(analyses: Sequence[Analysis]) -> Table:
     """Each step by itself."""
-    parts = dict.fromkeys(part for one in analyses for part in one.parts)
+    parts = dict.fromkeys(part for analysis in analyses for part in analysis.parts)
     columns = (
         _GPU,
         Column("step", "step", "count"),
@@ -97,16 +102,16 @@ def step_table(analyses: Sequence[Analysis]) -> Table:
     )
     rows = [
         {
-            "gpu": one.label or None,
+            "gpu": analysis.label or None,
             "step": number,
-            "step_ms": one.step_ms[number],
-            **{_part_column(part).key: values[number] for part, values in one.parts.items()},
+            "step_ms": analysis.step_ms[number],
+            **{_part_column(part).key: values[number] for part, values in analysis.parts.items()},
         }
-        for one in analyses
-        if one.has_steps
-        for number in range(min(len(one.step_ms), _MOST_STEPS))
+        for analysis in analyses
+        if analysis.has_steps
+        for number in range(min(len(analysis.step_ms), _MOST_STEPS))
     ]
-    longest = max((len(one.step_ms) for one in analyses), default=0)
+    longest = max((len(analysis.step_ms) for analysis in analyses), default=0)
     notes = [f"the first {_MOST_STEPS} of {longest} steps"] if longest > _MOST_STEPS else []
     return Table("steps", "trace: each step", columns, rows, notes=notes)
 
@@ -146,12 +151,12 @@ _TIMES = (
 
 def _times(analysis: Analysis, row: tuple[str, list[KernelGroup], float, float, float]) -> dict[str, Any]:
     total = sum(sum(kernel.ms) for kernel in analysis.kernels) / len(analysis.step_ms)
-    _, _, count, ms, own = row
+    _, _, count, ms, exclusive_ms = row
     return {
         "gpu": analysis.label or None,
         "count": count,
         "ms": ms,
-        "own_ms": own,
+        "own_ms": exclusive_ms,
         "share_percent": 100 * ms / total if total else None,
     }
 
@@ -159,14 +164,14 @@ def _times(analysis: Analysis, row: tuple[str, list[KernelGroup], float, float, 
 def kind_table(analyses: Sequence[Analysis]) -> Table:
     """Kernels by kind."""
     rows = [
-        {**_times(one, row), "category": row[0]}
-        for one in analyses
-        for row in _grouped(one, lambda kernel: kernel.kind)
+        {**_times(analysis, row), "category": row[0]}
+        for analysis in analyses
+        for row in _grouped(analysis, lambda kernel: kernel.kind)
     ]
     unknown = {
         short_name(kernel.name): sum(kernel.ms)
-        for one in analyses
-        for kernel in one.kernels
+        for analysis in analyses
+        for kernel in analysis.kernels
         if kernel.kind == UNCLASSIFIED
     }
     names = sorted(unknown, key=lambda name: -unknown[name])[:10]
@@ -178,10 +183,10 @@ def kind_table(analyses: Sequence[Analysis]) -> Table:
 def module_table(analyses: Sequence[Analysis], top: int) -> Table:
     """Kernels by the module, or the range, that launched them."""
     rows = [
-        {**_times(one, row), "module": row[0] or "(none)"}
-        for one in analyses
-        if any(kernel.module for kernel in one.kernels)
-        for row in _grouped(one, lambda kernel: kernel.module)[:top]
+        {**_times(analysis, row), "module": row[0] or "(none)"}
+        for analysis in analyses
+        if any(kernel.module for kernel in analysis.kernels)
+        for row in _grouped(analysis, lambda kernel: kernel.module)[:top]
     ]
     notes = ["in the backward pass, the module of the forward operator; without recorded modules, the innermost range"]
     return Table("modules", "trace: kernels by module", (_GPU, Column("module", "module"), *_TIMES), rows, notes=notes)
@@ -190,12 +195,12 @@ def module_table(analyses: Sequence[Analysis], top: int) -> Table:
 def kernel_rows(analyses: Sequence[Analysis], shown: DisplayOptions) -> Table:
     """The kernels that take most time, by name."""
     rows = []
-    for one in analyses:
-        found = _grouped(one, lambda kernel: kernel.name)[: shown.top]
-        names = numbered([row[0] if shown.full_names else short_name(row[0]) for row in found])
-        for row, name in zip(found, names, strict=True):
+    for analysis in analyses:
+        groups = _grouped(analysis, lambda kernel: kernel.name)[: shown.top]
+        names = numbered([row[0] if shown.full_names else short_name(row[0]) for row in groups])
+        for row, name in zip(groups, names, strict=True):
             mean_us = 1e3 * row[3] / row[2] if row[2] else None
-            rows.append({**_times(one, row), "mean_us": mean_us, "category": row[1][0].kind, "kernel": name})
+            rows.append({**_times(analysis, row), "mean_us": mean_us, "category": row[1][0].kind, "kernel": name})
     columns = (_GPU, *_TIMES, Column("mean_us", "mean", "us"), Column("category", "kind"), Column("kernel", "kernel"))
     return Table("kernels", f"trace: the {shown.top} kernels that take most time", columns, rows)
 
@@ -204,18 +209,18 @@ def operator_table(analyses: Sequence[Analysis], shown: DisplayOptions) -> Table
     """The operators that take most time by the shapes of their inputs, with their FLOPs and what the GPU could do."""
     rows: list[dict[str, Any]] = []
     sources: dict[str, None] = {}
-    for one in analyses:
-        found = _grouped(one, lambda kernel: f"{kernel.operator}\0{kernel.shape}" if kernel.shape else "")
-        for row in [row for row in found if row[0]][: shown.top]:
+    for analysis in analyses:
+        groups = _grouped(analysis, lambda kernel: f"{kernel.operator}\0{kernel.shape}" if kernel.shape else "")
+        for row in [row for row in groups if row[0]][: shown.top]:
             operator, _, shape = row[0].partition("\0")
-            values = {**_times(one, row), "operator": operator, "shapes": shape_words(shape)}
+            values = {**_times(analysis, row), "operator": operator, "shapes": shape_words(shape)}
             launches = _calls(row[1])
             work = operator_work(operator, shape)
             if work is not None and row[3]:
                 seconds = row[3] / 1e3 / launches
                 values |= {"tflops": work.flops / seconds / 1e12, "gbps": work.bytes / seconds / 1e9}
                 if shown.roofline:
-                    line = roofline(work, seconds, one.gpu_name, shown.ceilings)
+                    line = roofline(work, seconds, analysis.gpu_name, shown.ceilings)
                     values |= {"peak_percent": line.percent, "bound": line.bound}
                     sources[line.source] = None
             rows.append(values)
@@ -250,27 +255,27 @@ def shape_words(shape: str) -> str:
         return ""
 
     def word(size: Any) -> str:
-        if isinstance(size, list) and size and all(isinstance(one, list) for one in size):
+        if isinstance(size, list) and size and all(isinstance(entry, list) for entry in size):
             return "[" + ", ".join(map(word, size)) + "]"
         return "x".join(map(str, size)) if isinstance(size, list) else ""
 
-    words = ", ".join(filter(None, map(word, sizes)))
-    return words if len(words) <= _SHAPE_CHARACTERS else words[: _SHAPE_CHARACTERS - 3] + "..."
+    text = ", ".join(filter(None, map(word, sizes)))
+    return text if len(text) <= _SHAPE_CHARACTERS else text[: _SHAPE_CHARACTERS - 3] + "..."
 
 
 def copy_table(analyses: Sequence[Analysis]) -> Table:
     """Copies and fills by kind, with their bandwidth."""
     rows = [
         {
-            "gpu": one.label or None,
+            "gpu": analysis.label or None,
             "copy": row.name,
-            "count": row.count / len(one.step_ms),
-            "bytes": row.bytes / len(one.step_ms) if row.bytes >= 0 else None,
-            "ms": row.ms / len(one.step_ms),
+            "count": row.count / len(analysis.step_ms),
+            "bytes": row.bytes / len(analysis.step_ms) if row.bytes >= 0 else None,
+            "ms": row.ms / len(analysis.step_ms),
             "gbps": row.bytes / row.ms / 1e6 if row.bytes > 0 and row.ms else None,
         }
-        for one in analyses
-        for row in one.copies
+        for analysis in analyses
+        for row in analysis.copies
     ]
     columns = (
         _GPU,
@@ -286,9 +291,14 @@ def copy_table(analyses: Sequence[Analysis]) -> Table:
 def wait_table(analyses: Sequence[Analysis]) -> Table:
     """Calls of the CPU that wait for the GPU."""
     rows = [
-        {"gpu": one.label or None, "call": name, "count": count / len(one.step_ms), "ms": ms / len(one.step_ms)}
-        for one in analyses
-        for name, (count, ms) in sorted(one.waits.items(), key=lambda item: -item[1][1])
+        {
+            "gpu": analysis.label or None,
+            "call": name,
+            "count": count / len(analysis.step_ms),
+            "ms": ms / len(analysis.step_ms),
+        }
+        for analysis in analyses
+        for name, (count, ms) in sorted(analysis.waits.items(), key=lambda item: -item[1][1])
     ]
     columns = (_GPU, Column("call", "call"), Column("count", "times a step"), Column("ms", "a step", "ms"))
     notes = ["time in these calls is no loss by itself: the GPU may be computing meanwhile"] if rows else []
@@ -302,8 +312,8 @@ def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | N
         bandwidths: what ``allreduce`` measured, to stand beside it.
     """
     rows = []
-    for one in analyses:
-        for row in one.collectives:
+    for analysis in analyses:
+        for row in analysis.collectives:
             transfer_ms = row.ms - (row.waiting_ms or 0.0)
             factor = bus_factor(row.kind, row.ranks) if row.ranks > 1 and row.kind in WITH_BUS_BANDWIDTH else None
             is_known = factor is not None and row.bytes > 0 and transfer_ms > 0
@@ -311,13 +321,13 @@ def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | N
             alone = bandwidths.of(row.kind, row.ranks, row.bytes) if bandwidths is not None and busbw else None
             rows.append(
                 {
-                    "gpu": one.label or None,
+                    "gpu": analysis.label or None,
                     "collective": row.kind,
                     "ranks": row.ranks if row.ranks > 0 else None,
                     "bytes": row.bytes or None,
-                    "count": row.count / len(one.step_ms),
-                    "ms": row.ms / len(one.step_ms),
-                    "waiting_ms": None if row.waiting_ms is None else row.waiting_ms / len(one.step_ms),
+                    "count": row.count / len(analysis.step_ms),
+                    "ms": row.ms / len(analysis.step_ms),
+                    "waiting_ms": None if row.waiting_ms is None else row.waiting_ms / len(analysis.step_ms),
                     "busbw_gbps": busbw,
                     "alone_busbw_gbps": alone,
                     "of_alone_percent": 100 * busbw / alone if busbw and alone else None,
@@ -350,14 +360,14 @@ def capture_table(analyses: Sequence[Analysis]) -> Table:
     """The whole capture, in and outside of steps."""
     rows = [
         {
-            "gpu": one.label or None,
-            "gpu_name": one.gpu_name or None,
-            "profiler": one.profiler,
-            "steps": len(one.step_ms) if one.has_steps else None,
-            **one.totals,
-            "peak_gib": one.peak_bytes / 2**30 if one.peak_bytes else None,
+            "gpu": analysis.label or None,
+            "gpu_name": analysis.gpu_name or None,
+            "profiler": analysis.profiler,
+            "steps": len(analysis.step_ms) if analysis.has_steps else None,
+            **analysis.totals,
+            "peak_gib": analysis.peak_bytes / 2**30 if analysis.peak_bytes else None,
         }
-        for one in analyses
+        for analysis in analyses
     ]
     columns = (
         _GPU,
@@ -378,18 +388,18 @@ def capture_table(analyses: Sequence[Analysis]) -> Table:
 def rank_table(analyses: Sequence[Analysis], ranks: RanksFound | None) -> Table:
     """The steps of each rank: its parts, and how much of the step is its own."""
     rows = []
-    for one in analyses:
-        own = own_ms(one)
+    for analysis in analyses:
+        exclusive_ms = own_ms(analysis)
         rows.append(
             {
-                "gpu": one.label or None,
-                "step_ms": step_samples(one.step_ms),
-                "own_ms": step_samples(own),
-                "computing_ms": one.mean(COMPUTING_PART),
-                "exposed_ms": one.mean(COMMUNICATION_PART),
-                "waiting_ms": one.mean(WAITING_PART) if WAITING_PART in one.parts else None,
-                "copies_ms": one.mean(COPIES_PART),
-                "idle_ms": sum(map(one.mean, IDLE_PARTS)),
+                "gpu": analysis.label or None,
+                "step_ms": step_samples(analysis.step_ms),
+                "own_ms": step_samples(exclusive_ms),
+                "computing_ms": analysis.mean(COMPUTING_PART),
+                "exposed_ms": analysis.mean(COMMUNICATION_PART),
+                "waiting_ms": analysis.mean(WAITING_PART) if WAITING_PART in analysis.parts else None,
+                "copies_ms": analysis.mean(COPIES_PART),
+                "idle_ms": sum(map(analysis.mean, IDLE_PARTS)),
             }
         )
     columns = (
@@ -417,7 +427,7 @@ def trace_tables(analyses: Sequence[Analysis], ranks: RanksFound | None, shown: 
     first = analyses[:1]
     straggler = find_straggler(analyses) if ranks is not None else None
     sentences = verdict(analyses[0]) if len(analyses) == 1 else several(analyses, straggler)
-    profilers = " and ".join(dict.fromkeys(one.profiler for one in analyses))
+    profilers = " and ".join(dict.fromkeys(analysis.profiler for analysis in analyses))
     return [
         verdict_table(sentences, f"trace: {file_words(analyses)}, by {profilers}"),
         *with_rows(

@@ -19,20 +19,22 @@ from cs336sys.results.model import Cell, Samples
 _NAMED = 3
 
 
-def difference_sentences(found: CaptureDifference) -> list[str]:
+def difference_sentences(difference: CaptureDifference) -> list[str]:
     """Say in two or three sentences what changed."""
-    what = "The kernels of a step take" if found.of_kernels else "A step takes"
-    way = "longer" if found.delta_ms >= 0 else "less"
-    told = [change for change in found.changes if change.is_told]
+    subject = "The kernels of a step take" if difference.of_kernels else "A step takes"
+    way = "longer" if difference.delta_ms >= 0 else "less"
+    significant = [change for change in difference.changes if change.is_significant]
     sentences = [
-        f"{what} {_ms(abs(found.delta_ms))} {way}: {_ms(found.before_ms)} before, {_ms(found.after_ms)} after; "
-        f"{_ms(found.explained_ms)} of {_ms(found.delta_ms)} explained."
+        f"{subject} {_ms(abs(difference.delta_ms))} {way}: {_ms(difference.before_ms)} before, "
+        f"{_ms(difference.after_ms)} after; {_ms(difference.explained_ms)} of {_ms(difference.delta_ms)} explained."
     ]
-    if told:
+    if significant:
         sentences.append(
-            "Most: " + ", ".join(f"{_name(one)} ({one.verdict}, {_signed(one)})" for one in told[:_NAMED]) + "."
+            "Most: "
+            + ", ".join(f"{_name(change)} ({change.verdict}, {_signed(change)})" for change in significant[:_NAMED])
+            + "."
         )
-    elif all(change.verdict == "undecided" for change in found.changes):
+    elif all(change.verdict == "undecided" for change in difference.changes):
         sentences.append("The captures hold too few steps to tell a change from noise: record at least 5 in each.")
     else:
         sentences.append("No kernel and no cause of idling changed by more than noise.")
@@ -51,28 +53,30 @@ def _name(change: TimeChange) -> str:
     return short_name(change.what) if change.is_kernel and " -> " not in change.what else change.what
 
 
-def difference_tables(found: CaptureDifference, title: str, shown: DisplayOptions) -> list[Table]:
+def difference_tables(difference: CaptureDifference, title: str, shown: DisplayOptions) -> list[Table]:
     """The verdict, the waterfall and the changes."""
     # The largest, and of those that are no noise some more.
-    chosen = [one for number, one in enumerate(found.changes) if number < shown.top or one.is_told][: 3 * shown.top]
+    listed = [
+        change for number, change in enumerate(difference.changes) if number < shown.top or change.is_significant
+    ][: 3 * shown.top]
     rows = [
         {
-            "verdict": one.verdict,
-            "before_ms": one.before_ms,
-            "after_ms": one.after_ms,
-            "delta_ms": one.delta_ms,
-            "low_ms": one.low_ms if math.isfinite(one.low_ms) else None,
-            "high_ms": one.high_ms if math.isfinite(one.high_ms) else None,
-            "before_count": one.before_count if one.is_kernel else None,
-            "after_count": one.after_count if one.is_kernel else None,
-            "before_us": one.before_us,
-            "after_us": one.after_us,
-            "change": one.what if shown.full_names else _name(one),
-            "module": one.module or None,
-            "operator": one.operator or None,
-            "shapes": shape_words(one.shape) or None,
+            "verdict": change.verdict,
+            "before_ms": change.before_ms,
+            "after_ms": change.after_ms,
+            "delta_ms": change.delta_ms,
+            "low_ms": change.low_ms if math.isfinite(change.low_ms) else None,
+            "high_ms": change.high_ms if math.isfinite(change.high_ms) else None,
+            "before_count": change.before_count if change.is_kernel else None,
+            "after_count": change.after_count if change.is_kernel else None,
+            "before_us": change.before_us,
+            "after_us": change.after_us,
+            "change": change.what if shown.full_names else _name(change),
+            "module": change.module or None,
+            "operator": change.operator or None,
+            "shapes": shape_words(change.shape) or None,
         }
-        for one in chosen
+        for change in listed
     ]
     columns = (
         Column("verdict", "change is"),
@@ -93,28 +97,28 @@ def difference_tables(found: CaptureDifference, title: str, shown: DisplayOption
     notes = [
         "~: within the noise of the steps, by the rank test at 99 %; undecided: too few steps to say; ends at 95 %"
     ]
-    if len(chosen) < len(found.changes):
-        notes.append(f"{len(chosen)} of {len(found.changes)} shown: --top shows more")
+    if len(listed) < len(difference.changes):
+        notes.append(f"{len(listed)} of {len(difference.changes)} shown: --top shows more")
     return [
-        verdict_table(difference_sentences(found), title),
-        *with_rows(_waterfall(found), Table("changes", "trace: what changed", columns, rows, notes=notes)),
+        verdict_table(difference_sentences(difference), title),
+        *with_rows(_waterfall(difference), Table("changes", "trace: what changed", columns, rows, notes=notes)),
     ]
 
 
-def waterfall(found: CaptureDifference) -> list[tuple[str, float]]:
+def waterfall(difference: CaptureDifference) -> list[tuple[str, float]]:
     """Return the changes from one step to the other: the largest by name, sums of the others, noise."""
-    told = [change for change in found.changes if change.is_told]
-    rows = [(f"{_name(one)} ({one.verdict})", one.delta_ms) for one in told[:8]]
-    if len(told) > 8:
-        rows.append((f"{len(told) - 8} other changes", sum(one.delta_ms for one in told[8:])))
-    noise = found.delta_ms - sum(ms for _, ms in rows)
+    significant = [change for change in difference.changes if change.is_significant]
+    rows = [(f"{_name(change)} ({change.verdict})", change.delta_ms) for change in significant[:8]]
+    if len(significant) > 8:
+        rows.append((f"{len(significant) - 8} other changes", sum(change.delta_ms for change in significant[8:])))
+    noise = difference.delta_ms - sum(ms for _, ms in rows)
     return [*rows, ("noise, or undecided", noise)]
 
 
-def _waterfall(found: CaptureDifference) -> Table:
-    reached = found.before_ms
+def _waterfall(difference: CaptureDifference) -> Table:
+    reached = difference.before_ms
     rows: list[dict[str, str | float | None]] = [{"change": "before", "delta_ms": None, "after_ms": reached}]
-    for name, ms in waterfall(found):
+    for name, ms in waterfall(difference):
         reached += ms
         rows.append({"change": name, "delta_ms": ms, "after_ms": reached})
     columns = (Column("change", "from"), Column("delta_ms", "change", "ms"), Column("after_ms", "reaches", "ms"))
@@ -142,22 +146,22 @@ def capture_cells(
     run_id: str = "",
 ) -> list[Cell]:
     """One cell for each GPU or rank; its samples are its steps."""
-    found = read.ranks.found.to_json() if read.ranks else None
+    ranks_json = read.ranks.found.to_json() if read.ranks else None
     return [
         Cell(
             "trace",
-            {"file": one.file, "gpu": one.label, "side": side, "roofline": roofline},
+            {"file": analysis.file, "gpu": analysis.label, "side": side, "roofline": roofline},
             "ok",
-            samples={"step": Samples("ms", "capture", one.step_ms)},
+            samples={"step": Samples("ms", "capture", analysis.step_ms)},
             derived={
-                "trace": one.to_json(),
-                "ranks": found,
+                "trace": analysis.to_json(),
+                "ranks": ranks_json,
                 "ceilings": None if ceilings is None else ceilings.to_json(),
                 "bandwidths": None if bandwidths is None else bandwidths.to_json(),
             },
             run_id=run_id,
         )
-        for one in read.analyses
+        for analysis in read.analyses
     ]
 
 
@@ -165,11 +169,13 @@ def saved_sides(cells: Sequence[Cell]) -> dict[str, CaptureAnalyses]:
     """The sides that cells hold, the one before first."""
     sides = {}
     for name in (BEFORE, AFTER):
-        own = [cell for cell in cells if cell.configuration["side"] == name]
-        if own:
-            found = own[0].derived["ranks"]
-            ranks = RanksFound.from_json(found) if found else None
-            sides[name] = CaptureAnalyses(tuple(Analysis.from_json(cell.derived["trace"]) for cell in own), ranks)
+        side_cells = [cell for cell in cells if cell.configuration["side"] == name]
+        if side_cells:
+            ranks_json = side_cells[0].derived["ranks"]
+            ranks = RanksFound.from_json(ranks_json) if ranks_json else None
+            sides[name] = CaptureAnalyses(
+                tuple(Analysis.from_json(cell.derived["trace"]) for cell in side_cells), ranks
+            )
     return sides
 
 
@@ -182,15 +188,15 @@ def difference_of(sides: dict[str, CaptureAnalyses]) -> CaptureDifference | None
 
 def all_tables(sides: dict[str, CaptureAnalyses], shown: DisplayOptions) -> list[Table]:
     """The tables of one capture, or of what changed between two."""
-    found = difference_of(sides)
-    if found is None:
+    difference = difference_of(sides)
+    if difference is None:
         ((_, side),) = sides.items()
         return trace_tables(side.analyses, side.ranks, shown)
     before, after = (file_words(sides[name].analyses) for name in (BEFORE, AFTER))
-    tables = difference_tables(found, f"trace: {before} before, {after} after", shown)
+    tables = difference_tables(difference, f"trace: {before} before, {after} after", shown)
     if any(len(side.analyses) > 1 for side in sides.values()):
         tables[0] = _with_notes(tables[0], ["of several ranks, the first of each side is compared"])
-    if found.of_kernels:
+    if difference.of_kernels:
         tables[0] = _with_notes(tables[0], ["the captures come from two profilers: only kernels are compared, by name"])
     return tables
 
@@ -201,9 +207,9 @@ def _with_notes(table: Table, notes: Sequence[str]) -> Table:
 
 def saved_trace_tables(cells: Sequence[Cell], top: int, full_names: bool) -> list[Table]:
     """The tables of saved cells."""
-    measured = next((found for cell in cells if (found := cell.derived.get("ceilings"))), None)
+    measured = next((saved for cell in cells if (saved := cell.derived.get("ceilings"))), None)
     ceilings = None if measured is None else Ceilings.from_json(measured)
-    alone = next((found for cell in cells if (found := cell.derived.get("bandwidths"))), None)
-    bandwidths = None if alone is None else BusBandwidths.from_json(alone)
+    bandwidths_json = next((saved for cell in cells if (saved := cell.derived.get("bandwidths"))), None)
+    bandwidths = None if bandwidths_json is None else BusBandwidths.from_json(bandwidths_json)
     roofline = any(cell.configuration["roofline"] for cell in cells)
     return all_tables(saved_sides(cells), DisplayOptions(top, full_names, roofline, ceilings, bandwidths))

@@ -119,8 +119,8 @@ def _timelines(read: Read, heading: str) -> str:
         lanes += _lanes(timeline, analysis.label, begin, end, first - offset, length, used)
     key = "".join(f'<i style="background:{_COLORS[kind]}"></i>{kind}' for kind in KERNEL_CATEGORIES if kind in used)
     buttons = "".join(
-        f'<button data-act="{act}" aria-label="{words}">{sign}</button> '
-        for act, sign, words in (
+        f'<button data-act="{act}" aria-label="{label}">{sign}</button> '
+        for act, sign, label in (
             ("in", "+", "zoom in"),
             ("out", "-", "zoom out"),
             ("left", "&larr;", "earlier"),
@@ -146,9 +146,9 @@ def _lanes(
         bars = _bars(timeline, inside[timeline.stream[inside] == stream], first, length)
         used.update(kind for *_, kind, _ in bars)
         shapes = "".join(
-            f'<rect x="{left:.1f}" y="1" width="{width:.1f}" height="18" fill="{_COLORS[kind]}"><title>{_text(words)}'
+            f'<rect x="{left:.1f}" y="1" width="{width:.1f}" height="18" fill="{_COLORS[kind]}"><title>{_text(title)}'
             "</title></rect>"
-            for left, width, kind, words in bars
+            for left, width, kind, title in bars
         )
         name = ", ".join(filter(None, (label, timeline.streams[stream])))
         lanes.append(
@@ -169,14 +169,14 @@ def _bars(timeline: Timeline, chosen: np.ndarray, first: float, length: float) -
         name = timeline.names[timeline.name[number]]
         kind = category_of(name)
         if bars and least and left + width - bars[-1][0] < least:
-            before, _, of, words, count = bars[-1]
-            bars[-1] = (before, left + width - before, of, words, count + 1)
+            before, _, of, label, count = bars[-1]
+            bars[-1] = (before, left + width - before, of, label, count + 1)
             continue
         us = (timeline.stop[number] - timeline.start[number]) / 1e3
         bars.append((left, width, kind, f"{short_name(name)}, {format_number(float(us), 'us')} us", 1))
     return [
-        (left, max(width, 0.5), kind, words if count == 1 else f"{words}, and {count - 1} more")
-        for left, width, kind, words, count in bars
+        (left, max(width, 0.5), kind, label if count == 1 else f"{label}, and {count - 1} more")
+        for left, width, kind, label, count in bars
     ]
 
 

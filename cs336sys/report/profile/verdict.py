@@ -56,20 +56,20 @@ def verdict(analysis: Analysis, straggler: Straggler | None = None) -> list[str]
 
 
 def _first(analysis: Analysis) -> str:
-    what = "the step" if analysis.has_steps else "the capture"
+    duration_name = "the step" if analysis.has_steps else "the capture"
     who = "The GPU computes" if analysis.is_gpu else "The operators of the CPU compute"
     length = f"{format_number(analysis.mean_step_ms, 'ms')} ms"
-    return f"{who} {_percent(analysis, COMPUTING_PART)} of {what}, which takes {length}."
+    return f"{who} {_percent(analysis, COMPUTING_PART)} of {duration_name}, which takes {length}."
 
 
 def _percent(analysis: Analysis, *parts: str) -> str:
     return f"{format_number(100 * analysis.share(*parts), 'percent')} %"
 
 
-def _straggler(found: Straggler) -> str:
-    did = f": {found.why}" if found.why else ""
-    label = found.label[0].upper() + found.label[1:]
-    return f"{label} holds the others up by {found.percent:.1f} % of a step ({found.ms:.3g} ms){did}."
+def _straggler(straggler: Straggler) -> str:
+    did = f": {straggler.why}" if straggler.why else ""
+    label = straggler.label[0].upper() + straggler.label[1:]
+    return f"{label} holds the others up by {straggler.percent:.1f} % of a step ({straggler.ms:.3g} ms){did}."
 
 
 def _count(analysis: Analysis) -> tuple[float, float]:
@@ -175,7 +175,7 @@ def _computing(analysis: Analysis) -> str:
 
 def several(analyses: Sequence[Analysis], straggler: Straggler | None) -> list[str]:
     """The verdict about several ranks: that of the rank whose step is the median, with the straggler."""
-    middle = sorted(analyses, key=lambda one: one.mean_step_ms)[len(analyses) // 2]
+    middle = sorted(analyses, key=lambda analysis: analysis.mean_step_ms)[len(analyses) // 2]
     sentences = verdict(middle, straggler)
     if straggler is None and middle.has_steps:
         sentences.append(f"No rank of {len(analyses)} holds the others up by more than the noise of the steps.")

@@ -138,7 +138,7 @@ def _by_warmup(evidence: Evidence):
         )
         sizes = _by_size(chosen)
         if sizes:
-            yield Found(invocation, [cell for found in sizes.values() for cell in found])
+            yield Found(invocation, [cell for size in sizes.values() for cell in size])
 
 
 def warmup_commands(target: Target) -> list[Command]:

@@ -251,7 +251,7 @@ def block(answer: Answer) -> None:
         tensors = cell.derived["saved_tensors"]
         total = sum(tensor["size"] for tensor in tensors)
         ratio = total / block_activations(size, "fp32", "reference").total
-        five = [{"saved": _saved_by(one), "share": 100 * one["size"] / total} for one in tensors[:5]]
+        five = [{"saved": _saved_by(tensor), "share": 100 * tensor["size"] / total} for tensor in tensors[:5]]
         of_five = 100 * sum(tensor["size"] for tensor in tensors[:5]) / total
         derived = "by the formula" if abs(ratio - 1) < 0.01 else "not by the formula"
         facts = {"context": _context(cell), "total": total, "derived": answer.fill(derived, ratio=ratio)}
