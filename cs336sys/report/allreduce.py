@@ -110,14 +110,14 @@ def fit_of(cells: Sequence[Cell], timing: str) -> AlphaBeta | None:
 
 def _misfits(cells: Sequence[Cell], timing: str) -> dict[int, dict[str, float]]:
     """Return each cell's distance from its group's line; none for groups of two sizes, which always fit."""
-    found = {}
+    misfits = {}
     for of_group in groups_of(cells).values():
         line = fit_of(of_group, timing)
         if line is not None and len(of_group) > 2:
             for cell, size, time_s in zip(of_group, *_points(of_group, timing), strict=True):
                 # Rounded: where the line goes through a point, the last bits of floating-point numbers remain.
-                found[id(cell)] = {"misfit_percent": round(100 * (time_s / line.time_s(size) - 1), 9)}
-    return found
+                misfits[id(cell)] = {"misfit_percent": round(100 * (time_s / line.time_s(size) - 1), 9)}
+    return misfits
 
 
 def _points(cells: Sequence[Cell], timing: str) -> tuple[list[float], list[float]]:
@@ -209,7 +209,7 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table | Non
     rows = []
     for group, of_group in groups_of(cells).items():
         average = _average_busbw(of_group)
-        for timing, words in TIMINGS.items():
+        for timing, label in TIMINGS.items():
             line = fit_of(of_group, timing)
             if line is None:
                 continue
@@ -221,7 +221,7 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table | Non
             rows.append(
                 group._asdict()
                 | {
-                    "timing": words,
+                    "timing": label,
                     "latency_us": 1e6 * line.latency_s,
                     "bandwidth_gbps": line.bytes_per_s / 1e9 if is_finite else None,
                     "bus_bandwidth_gbps": factor * line.bytes_per_s / 1e9 if factor and is_finite else None,
@@ -272,7 +272,9 @@ def plot_collectives(cells: Sequence[Cell], path: Path) -> None:
     axes = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
     for number, column in enumerate(columns):
         of_column = {
-            group: found for group, found in groups.items() if (group.collective, group.dtype, group.backend) == column
+            group: cells_of_group
+            for group, cells_of_group in groups.items()
+            if (group.collective, group.dtype, group.backend) == column
         }
         axes[0][number].set_title(" ".join(column), fontsize=10)
         for row, draw in enumerate(rows):

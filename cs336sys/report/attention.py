@@ -58,8 +58,8 @@ def pool_flash_rounds(cells: Sequence[Cell]) -> list[Cell]:
 def _derived_of_rounds(
     rounds: Sequence[Cell], configuration: Mapping[str, Any], samples: Mapping[str, Samples]
 ) -> dict[str, Any]:
-    known = dict.fromkeys(name for cell in rounds for name in cell.derived if not name.endswith("_tflops"))
-    derived: dict[str, Any] = {name: largest_known(rounds, name) for name in known if name != "notes"}
+    names = dict.fromkeys(name for cell in rounds for name in cell.derived if not name.endswith("_tflops"))
+    derived: dict[str, Any] = {name: largest_known(rounds, name) for name in names if name != "notes"}
     derived["notes"] = list(found_in_user_code(rounds))
     return derived | AttentionWorkload.from_configuration(configuration).tflops(samples) if samples else derived
 

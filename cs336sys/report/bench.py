@@ -51,8 +51,15 @@ def median_clock(cell: Cell) -> float | None:
 
 def joined_readings(cells: Sequence[Cell]) -> dict[str, list[Any]] | None:
     """The readings of rounds, one after another."""
-    known = [readings for cell in cells if (readings := cell.derived.get("gpu_readings"))]
-    return {name: [value for one in known for value in one[name]] for name in known[0]} if known else None
+    readings_of_rounds = [readings for cell in cells if (readings := cell.derived.get("gpu_readings"))]
+    return (
+        {
+            name: [value for round_readings in readings_of_rounds for value in round_readings[name]]
+            for name in readings_of_rounds[0]
+        }
+        if readings_of_rounds
+        else None
+    )
 
 
 def clock_notes(cells: Sequence[Cell], run: Run | None = None) -> tuple[str, ...]:
@@ -66,28 +73,32 @@ def clock_notes(cells: Sequence[Cell], run: Run | None = None) -> tuple[str, ...
         readings = cell.derived.get("gpu_readings") or {}
         limits = [set(text.split(", ")) & SLOWDOWNS for text in readings.get("clock_limits", [])]
         for limit in set().union(*limits):
-            seen.setdefault(limit, []).append(sum(limit in one for one in limits) / len(limits))
-            capped = [clock for clock, one in zip(readings["sm_clock_mhz"], limits, strict=True) if limit in one]
+            seen.setdefault(limit, []).append(sum(limit in reading for reading in limits) / len(limits))
+            capped = [
+                clock for clock, reading in zip(readings["sm_clock_mhz"], limits, strict=True) if limit in reading
+            ]
             clocks.setdefault(limit, []).append(statistics.median([clock for clock in capped if clock] or [math.inf]))
         fall = _fall(_clocks(readings))
         if fall is not None:
             lowest.append(fall)
         if fall is not None or any(limits):
             hottest += [degrees for degrees in readings["temperature_c"] if degrees is not None]
-    words = []
+    sentences = []
     for limit, parts in sorted(seen.items()):
         lost = 1 - min(clocks[limit]) / highest if highest else 0.0
         cost = f", the SM clock {100 * lost:.0f} % below its limit" if lost > 0 else ""
-        words.append(
+        sentences.append(
             f"{limit} in {len(parts)} of {len(cells)} cells (up to {100 * max(parts):.0f} % of the readings{cost})"
         )
     if lowest:
         before, after = min(lowest, key=lambda fall: fall[1] / fall[0])
-        words.append(f"the SM clock fell in {len(lowest)} of {len(cells)} cells, from {before:.0f} to {after:.0f} MHz")
-    if not words:
+        sentences.append(
+            f"the SM clock fell in {len(lowest)} of {len(cells)} cells, from {before:.0f} to {after:.0f} MHz"
+        )
+    if not sentences:
         return ()
     heat = f", at up to {max(hottest):.0f} °C" if hottest else ""
-    return (f"clocks: {'; '.join(words)}{heat}; steadier: --cool-down, or nvidia-smi --lock-gpu-clocks",)
+    return (f"clocks: {'; '.join(sentences)}{heat}; steadier: --cool-down, or nvidia-smi --lock-gpu-clocks",)
 
 
 def _clocks(readings: Mapping[str, Any]) -> list[float]:
@@ -200,7 +211,7 @@ def bench_plan(
             row |= fill_row(PEAK_COLUMNS, peak) | _fitting(peak.total_gib, capacity)
         rows.append(row)
     columns = (*SIZE_COLUMNS, *plan_settings(workloads, SETTING_COLUMNS), *PEAK_COLUMNS, *_FITTING_COLUMNS)
-    words = "Predicted for eager mode: the most memory in use at one moment."
+    assumption = "Predicted for eager mode: the most memory in use at one moment."
     if capacity is None:
         fit = "Whether it fits is not known: no memory of such a device was found."
     else:
@@ -212,7 +223,7 @@ def bench_plan(
         f"{command}: cells and predicted memory (nothing was run)",
         columns,
         rows,
-        notes=(words, fit, *unknown_memory(workloads), *notes),
+        notes=(assumption, fit, *unknown_memory(workloads), *notes),
     )
 
 
@@ -294,10 +305,10 @@ def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
     before_gib = known_values(cells, "resident_before_gib")
     if not before_gib:
         return ()
-    held = " to ".join(dict.fromkeys(f"{gib:.2f}" for gib in (min(before_gib), max(before_gib))))
+    before_range = " to ".join(dict.fromkeys(f"{gib:.2f}" for gib in (min(before_gib), max(before_gib))))
     return (
         "peak resident: all main memory of the measuring process at its fullest; Python, torch and what earlier cells "
-        f"left held {held} GiB of it before the model was built",
+        f"left held {before_range} GiB of it before the model was built",
     )
 
 
@@ -413,9 +424,9 @@ def _model(cell: Cell) -> str:
 
 
 def _way(cell: Cell, ways: Sequence[str]) -> str:
-    words = {"off": "eager", "block": "compiled by block", "model": "compiled whole"}
+    compile_names = {"off": "eager", "block": "compiled by block", "model": "compiled whole"}
     values = [
-        words[setting_of(cell, name)]
+        compile_names[setting_of(cell, name)]
         if name == "compile"
         else f"{SETTING_COLUMNS[name].header} {setting_of(cell, name)}"
         if name in ("cuda_graph", "warmup")

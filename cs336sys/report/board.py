@@ -56,7 +56,7 @@ def sharding_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """The step, its phases, where the time of one went, its longest kernels, and the losses."""
     shown = shown_settings(cells, _SETTING_COLUMNS, _ALWAYS_SHOWN)
-    own = tuple(shown.values())
+    setting_columns = tuple(shown.values())
     rows = [_row(cell) for cell in cells]
     measured = [cell for cell in cells if cell.status == "ok"]
     notes = [
@@ -75,18 +75,18 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Table(
             "board",
             title("shard --board", cells, run, _SETTING_COLUMNS, shown),
-            (*SIZE_COLUMNS, *own, *_BOARD_COLUMNS, Column("status", "status")),
+            (*SIZE_COLUMNS, *setting_columns, *_BOARD_COLUMNS, Column("status", "status")),
             rows,
             notes=(*notes, *method_notes(cells)),
         )
     ]
     if measured:
-        identity = (Column("size", "size"), *own)
+        identity = (Column("size", "size"), *setting_columns)
         tables.append(parallel_phase_table(rows, identity, "torch's strategies do"))
     if any(cell.derived["shares"] for cell in measured):
-        tables += [_shares_table(measured, own), _kernels_table(measured, own)]
+        tables += [_shares_table(measured, setting_columns), _kernels_table(measured, setting_columns)]
     if any("losses" in cell.derived for cell in measured):
-        tables.append(_losses_table(measured, own))
+        tables.append(_losses_table(measured, setting_columns))
     return tables
 
 
@@ -102,17 +102,17 @@ def _row(cell: Cell) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in ("shares", "peaks_gib", "reserved_gib", "losses")}
 
 
-def _shares_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
+def _shares_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) -> Table:
     rows = []
     for cell in cells:
         shares = cell.derived["shares"] or {}
         total = sum(shares.get(f"{name}_ms", 0.0) for name in _SHARES)
-        for name, words in _SHARES.items():
+        for name, label in _SHARES.items():
             if total:
                 ms = shares[f"{name}_ms"]
-                rows.append(cell.configuration | {"part": words, "time_ms": ms, "share_percent": 100 * ms / total})
+                rows.append(cell.configuration | {"part": label, "time_ms": ms, "share_percent": 100 * ms / total})
     columns = (
-        *own,
+        *setting_columns,
         Column("part", "part"),
         Column("time_ms", "time", "ms"),
         Column("share_percent", "share", "percent"),
@@ -121,14 +121,14 @@ def _shares_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
     return Table("shares", "where the time of a step went", columns, rows, notes)
 
 
-def _kernels_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
+def _kernels_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) -> Table:
     rows = [
         cell.configuration | {"kernel": name, "time_ms": time_ms, "launches": launches}
         for cell in cells
         for name, time_ms, launches in (cell.derived["shares"] or {"kernels": []})["kernels"]
     ]
     columns = (
-        *own,
+        *setting_columns,
         Column("kernel", "kernel"),
         Column("time_ms", "time", "ms"),
         Column("launches", "launches", "count"),
@@ -136,12 +136,12 @@ def _kernels_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
     return Table("kernels", "kernels that took most time", columns, rows)
 
 
-def _losses_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
+def _losses_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) -> Table:
     rows = [
         cell.configuration | {"number": number, "loss": loss}
         for cell in cells
         for number, loss in enumerate(cell.derived.get("losses", ()), 1)
     ]
-    columns = (*own, Column("number", "step", "count"), Column("loss", "loss", "nats"))
+    columns = (*setting_columns, Column("number", "step", "count"), Column("loss", "loss", "nats"))
     notes = ("the mean over ranks, from the first step to the last timed one, all on one batch",)
     return Table("losses", "loss of every step", columns, rows, notes)

@@ -81,17 +81,34 @@ def _metric_table(
     interval = f"{confidence_percent:g} %"
     columns = (
         *identity,
-        Column(f"a_median_{unit}", "A median", unit, lambda one: one.difference and one.difference.median_a),
-        Column(f"b_median_{unit}", "B median", unit, lambda one: one.difference and one.difference.median_b),
-        Column("ratio", "B/A", "ratio", lambda one: one.difference and one.difference.ratio),
-        Column("ratio_low", f"{interval} from", "ratio", lambda one: one.difference and one.difference.ratio_low),
-        Column("ratio_high", "to", "ratio", lambda one: one.difference and one.difference.ratio_high),
-        Column("p_value", "p", "p_value", lambda one: one.difference and one.difference.p_value),
-        Column("verdict", "B is", value=lambda one: one.verdict),
-        Column("a_runs", "A runs", "count", lambda one: len(one.a.rounds)),
-        Column("b_runs", "B runs", "count", lambda one: len(one.b.rounds)),
-        Column("a_autocorrelation", "A lag 1", "correlation", lambda one: one.autocorrelation_a),
-        Column("b_autocorrelation", "B lag 1", "correlation", lambda one: one.autocorrelation_b),
+        Column(
+            f"a_median_{unit}",
+            "A median",
+            unit,
+            lambda comparison: comparison.difference and comparison.difference.median_a,
+        ),
+        Column(
+            f"b_median_{unit}",
+            "B median",
+            unit,
+            lambda comparison: comparison.difference and comparison.difference.median_b,
+        ),
+        Column("ratio", "B/A", "ratio", lambda comparison: comparison.difference and comparison.difference.ratio),
+        Column(
+            "ratio_low",
+            f"{interval} from",
+            "ratio",
+            lambda comparison: comparison.difference and comparison.difference.ratio_low,
+        ),
+        Column(
+            "ratio_high", "to", "ratio", lambda comparison: comparison.difference and comparison.difference.ratio_high
+        ),
+        Column("p_value", "p", "p_value", lambda comparison: comparison.difference and comparison.difference.p_value),
+        Column("verdict", "B is", value=lambda comparison: comparison.verdict),
+        Column("a_runs", "A runs", "count", lambda comparison: len(comparison.a.rounds)),
+        Column("b_runs", "B runs", "count", lambda comparison: len(comparison.b.rounds)),
+        Column("a_autocorrelation", "A lag 1", "correlation", lambda comparison: comparison.autocorrelation_a),
+        Column("b_autocorrelation", "B lag 1", "correlation", lambda comparison: comparison.autocorrelation_b),
     )
     comparisons = [comparison for _, comparison in rows]
     legend = (
@@ -115,11 +132,16 @@ def _drift(comparisons: Sequence[Comparison]) -> Iterator[str]:
     differences = [
         (comparison.difference, comparison) for comparison in comparisons if comparison.difference is not None
     ]
-    of_samples = [(found, one) for found, one in differences if found.level == "samples"]
-    worth, count = min(((found.independent[0], one.a.count) for found, one in of_samples), default=(0, 0))
+    of_samples = [(difference, comparison) for difference, comparison in differences if difference.level == "samples"]
+    worth, count = min(
+        ((difference.independent[0], comparison.a.count) for difference, comparison in of_samples), default=(0, 0)
+    )
     if worth < count:
         yield f"samples are like those before them: {count} are worth {worth} independent ones where they are most"
-    stalled = max((abs(math.log(one.stalls)) for _, one in differences if one.stalls is not None), default=0.0)
+    stalled = max(
+        (abs(math.log(comparison.stalls)) for _, comparison in differences if comparison.stalls is not None),
+        default=0.0,
+    )
     if stalled > _NOTED_STALLS:
         percent = format_quantity(100 * math.expm1(stalled), "percent")
         yield (
@@ -160,7 +182,7 @@ def _summary(compared: Compared) -> list[Table]:
 
 
 def comparison_warnings(
-    matched: Matched, compared: Compared, asked: Sequence[str], a: Results, b: Results
+    matched: Matched, compared: Compared, metrics: Sequence[str], a: Results, b: Results
 ) -> Iterator[str]:
     """List what a reader of the tables must know."""
     for results in (a, b):
@@ -179,7 +201,7 @@ def comparison_warnings(
     if differences:
         listed = ", ".join(f"{field} ({of_a} / {of_b})" for field, (of_a, of_b) in differences.items())
         yield f"A and B were not measured under the same conditions, so the ratios are not the code's alone: {listed}"
-    without = sum(pair.is_measured and not shared_metrics(pair, asked) for pair in matched.pairs)
+    without = sum(pair.is_measured and not shared_metrics(pair, metrics) for pair in matched.pairs)
     if without:
         yield f"not compared, because A or B lacks the series: {_count(without, 'cell')}"
     comparisons = [comparison for rows in compared.values() for _, comparison in rows]
@@ -202,7 +224,7 @@ def regressions(pairs: Sequence[Pair], compared: Compared, limit_percent: float)
             yield f"{name(pair.a)}: ok in A, {pair.b.status} in B"
 
 
-def undecided(matched: Matched, compared: Compared, asked: Sequence[str], limit_percent: float) -> Iterator[str]:
+def undecided(matched: Matched, compared: Compared, metrics: Sequence[str], limit_percent: float) -> Iterator[str]:
     """List what may be slower by more than the limit for all that the files say: too noisy, not finite, or not
     there.
     """
@@ -215,7 +237,7 @@ def undecided(matched: Matched, compared: Compared, asked: Sequence[str], limit_
                 at_most = format_quantity(comparison.slower_percent_at_most, "percent")
                 yield f"{name(pair.a)}: {metric} may be slower by up to {at_most}: take more --steps or --rounds"
     for pair in matched.pairs:
-        if pair.is_measured and not shared_metrics(pair, asked):
+        if pair.is_measured and not shared_metrics(pair, metrics):
             yield f"{name(pair.a)}: A or B lacks the series"
     for side in matched.only_a:
         if side.status == "ok":

@@ -97,7 +97,7 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Steps and what they communicate, their phases, and a sweep of bucket sizes next to the model of its overhead."""
     settings = PARALLEL_SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN}
     shown = shown_settings(cells, settings, _ALWAYS_SHOWN)
-    own = (*shown.values(), Column("strategy", "mode"), Column("bucket_mb", "bucket, MB"))
+    identity = (*shown.values(), Column("strategy", "mode"), Column("bucket_mb", "bucket, MB"))
     rows = step_rows(cells, "naive", _COMPARED)
     tables = [
         Table(
@@ -105,7 +105,7 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
             title("ddp", cells, run, settings, shown),
             (
                 *SIZE_COLUMNS,
-                *own,
+                *identity,
                 *_STEP_COLUMNS,
                 *rate_columns(cells),
                 *OFF_COLUMNS,
@@ -119,7 +119,7 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     ]
     measured = [cell for cell in cells if cell.status == "ok"]
     if measured:
-        tables.append(parallel_phase_table(rows, (Column("size", "size"), *own), "torch's DDP does"))
+        tables.append(parallel_phase_table(rows, (Column("size", "size"), *identity), "torch's DDP does"))
     bucketed = [cell for cell in measured if cell.configuration["strategy"] == "bucketed"]
     if bucketed:
         tables.append(_bucket_table(bucketed, (Column("size", "size"), *shown.values())))
@@ -175,13 +175,13 @@ def exposure(cell: Cell) -> dict[str, Any]:
         exposed = replace(exposed, high=max(exposed.high, -exposed.low))
     exposed = replace(exposed, is_cost=is_cost)
     low, high, estimate = (100 * value / step_ms for value in (exposed.low, exposed.high, exposed.estimate))
-    found = {"exposed_ms": exposed, "exposed_percent": Interval(estimate, low, high, neutral=0.0, is_cost=is_cost)}
+    intervals = {"exposed_ms": exposed, "exposed_percent": Interval(estimate, low, high, neutral=0.0, is_cost=is_cost)}
     hidden_percent = _exposed(cell.samples, cell.derived)["hidden_percent"]
     if hidden_percent is not None:
         to_hide_ms = min(cell.samples["communication"].median, _running_ms(cell.derived) or math.inf)
         most, least = (min(max(100 * (1 - ms / to_hide_ms), 0.0), 100.0) for ms in (exposed.low, exposed.high))
-        found["hidden_percent"] = Interval(hidden_percent, least, most, is_range=exposed.is_noise)
-    return found
+        intervals["hidden_percent"] = Interval(hidden_percent, least, most, is_range=exposed.is_noise)
+    return intervals
 
 
 def _step_notes(cells: Sequence[Cell]) -> list[str]:
@@ -250,10 +250,10 @@ def bucket_sweeps(cells: Sequence[Cell]) -> list[list[Cell]]:
     return [sorted(sweep, key=lambda cell: -cell.derived["gradient_calls"]) for sweep in sweeps]
 
 
-def _bucket_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
+def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     rows, notes = [], ["predicted: s / (n w) + n o for n buckets of s bytes in all, bandwidth w and latency o"]
     sweeps = bucket_sweeps(cells)
-    differing = [column for column in own if len({setting_of(sweep[0], column.key) for sweep in sweeps}) > 1]
+    differing = [column for column in identity if len({setting_of(sweep[0], column.key) for sweep in sweeps}) > 1]
     for sweep in sweeps:
         for cell in sweep:
             link, total, count = link_of(cell), cell.derived["communicated_bytes"], cell.derived["gradient_calls"]
@@ -273,7 +273,7 @@ def _bucket_table(cells: Sequence[Cell], own: tuple[Column, ...]) -> Table:
         which = ", ".join(f"{column.header} {setting_of(sweep[0], column.key)}" for column in differing)
         notes.append(": ".join([*([which] if which else []), _optimum(sweep)]))
     columns = (
-        *own,
+        *identity,
         Column("bucket_mb", "bucket, MB"),
         Column("buckets", "buckets", "count"),
         Column("mean_bucket_bytes", "mean bucket", "decimal_bytes"),

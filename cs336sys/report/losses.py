@@ -84,11 +84,11 @@ def _losses(cell: Cell, firsts: Mapping[_Batches, Cell], averaged: int) -> dict[
         return {}
     baseline = firsts[_batches_of(cell)]
     losses = cell.samples["loss"].measured
-    found = {"steps": len(losses), "first_loss": losses[0], "last_loss": statistics.fmean(losses[-averaged:])}
+    columns = {"steps": len(losses), "first_loss": losses[0], "last_loss": statistics.fmean(losses[-averaged:])}
     if cell is not baseline:
         off = [loss - other for loss, other in zip(losses, baseline.samples["loss"].measured, strict=False)]
-        found |= {"largest_difference": max(map(abs, off)), "mean_difference": statistics.fmean(off[-averaged:])}
-    return found
+        columns |= {"largest_difference": max(map(abs, off)), "mean_difference": statistics.fmean(off[-averaged:])}
+    return columns
 
 
 def plot_losses(cells: Sequence[Cell], path: Path) -> None:

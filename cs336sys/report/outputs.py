@@ -73,14 +73,14 @@ def check_plot(path: Path | None, option: str = "--plot") -> None:
     check_writable(path, option)
 
 
-def check_drawing(asked: str) -> None:
+def check_drawing(option: str) -> None:
     """Find out whether pictures can be drawn, for what was ``asked``.
 
     Raises:
         CapabilityError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise CapabilityError(f"{asked}: matplotlib is not installed: python -m pip install matplotlib")
+        raise CapabilityError(f"{option}: matplotlib is not installed: python -m pip install matplotlib")
 
 
 def write_file(path: Path, content: bytes, option: str) -> None:

@@ -58,10 +58,10 @@ def precision_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 
 
 def _autocast_title(cells: Sequence[Cell], run: Run | None) -> str:
-    words = ["Dtypes of the toy model's parts under autocast"]
+    parts = ["Dtypes of the toy model's parts under autocast"]
     if cells:
         device = cells[0].configuration["device"]
-        words.append(f"on {device}")
+        parts.append(f"on {device}")
         if run is not None:
-            words.append(f"({run.machine['gpu' if device == 'cuda' else 'cpu']}) with torch {run.machine['torch']}")
-    return " ".join(words)
+            parts.append(f"({run.machine['gpu' if device == 'cuda' else 'cpu']}) with torch {run.machine['torch']}")
+    return " ".join(parts)

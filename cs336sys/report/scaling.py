@@ -48,7 +48,8 @@ class Curve:
             return None
         # rate of a rank = batch / (ranks step)
         share, first_share = (
-            one.configuration["batch_size"] / one.configuration["world_size"] for one in (cell, first)
+            cell_or_first.configuration["batch_size"] / cell_or_first.configuration["world_size"]
+            for cell_or_first in (cell, first)
         )
         faster = ratio(first.samples["step"], cell.samples["step"])
         part = 100 * share / first_share
@@ -63,12 +64,12 @@ def scaling_curves(cells: Sequence[Cell]) -> list[Curve]:
         for cell in measured
         if cell.configuration["world_size"] == 1 and cell.configuration["strategy"] == "none"
     }
-    found: dict[tuple[str, str, float], dict[int, Cell]] = {}
+    curves: dict[tuple[str, str, float], dict[int, Cell]] = {}
     for cell in measured:
         configuration = cell.configuration
         ranks, batch = configuration["world_size"], configuration["batch_size"]
         for scaling, ignored, share in (("strong", _ALONG, batch), ("weak", (*_ALONG, "batch_size"), batch / ranks)):
-            curve = found.setdefault((scaling, configuration_key(configuration, ignore=ignored), share), {})
+            curve = curves.setdefault((scaling, configuration_key(configuration, ignore=ignored), share), {})
             one_rank = {**configuration, "batch_size": int(share)}
             none = alone.get(configuration_key(one_rank, ignore=(*_ALONG, *_OF_STRATEGIES)))
             if none is not None and share == int(share):
@@ -76,7 +77,7 @@ def scaling_curves(cells: Sequence[Cell]) -> list[Curve]:
             curve[ranks] = cell
     return [
         Curve(scaling, tuple(curve[ranks] for ranks in sorted(curve)))
-        for (scaling, *_), curve in sorted(found.items(), key=lambda item: item[0][0])
+        for (scaling, *_), curve in sorted(curves.items(), key=lambda item: item[0][0])
         if len(curve) > 1
     ]
 
@@ -169,10 +170,11 @@ def _name(curve: Curve, settings: Sequence[str]) -> str:
     configuration = curve.cells[-1].configuration
     batch = configuration["batch_size"]
     share = f"batch {batch}" if curve.scaling == "strong" else f"{batch / configuration['world_size']:g} a rank"
-    known = {name: configuration[name] for name in settings if configuration.get(name) is not None}
+    values = {name: configuration[name] for name in settings if configuration.get(name) is not None}
     # A number alone would say nothing.
     varied = (
-        f"{name.replace('_', ' ')} {one:g}" if isinstance(one, int | float) else str(one) for name, one in known.items()
+        f"{name.replace('_', ' ')} {value:g}" if isinstance(value, int | float) else str(value)
+        for name, value in values.items()
     )
     return ", ".join([configuration["strategy"], *varied, share])
 
@@ -185,22 +187,22 @@ def _draw_curve(row: Sequence["Axes"], curve: Curve, name: str) -> None:
     color = line.get_color()
     rates.plot(ranks, [per_s[0] * count / ranks[0] for count in ranks], linestyle=":", color=color, alpha=0.6)
     shares = [(count, exposure(cell).get("exposed_percent")) for count, cell in zip(ranks, curve.cells, strict=True)]
-    told = [(count, share) for count, share in shares if share is not None]
+    measured_shares = [(count, share) for count, share in shares if share is not None]
     exposed.errorbar(
-        [count for count, _ in told],
-        [max(share.estimate, 0.0) for _, share in told],
+        [count for count, _ in measured_shares],
+        [max(share.estimate, 0.0) for _, share in measured_shares],
         [
-            [max(share.estimate, 0.0) - max(share.low, 0.0) for _, share in told],
-            [max(share.high, 0.0) - max(share.estimate, 0.0) for _, share in told],
+            [max(share.estimate, 0.0) - max(share.low, 0.0) for _, share in measured_shares],
+            [max(share.high, 0.0) - max(share.estimate, 0.0) for _, share in measured_shares],
         ],
         marker="o",
         capsize=3,
         color=color,
     )
     for source, marker, line_style in (("measured", "o", "-"), ("predicted", "_", "--")):
-        held = [_or_nan(_peak_gib(cell, source)) for cell in curve.cells]
-        if any(map(math.isfinite, held)):
-            peaks.plot(ranks, held, marker=marker, linestyle=line_style, color=color)
+        peak_gib = [_or_nan(_peak_gib(cell, source)) for cell in curve.cells]
+        if any(map(math.isfinite, peak_gib)):
+            peaks.plot(ranks, peak_gib, marker=marker, linestyle=line_style, color=color)
 
 
 def _or_nan(value: float | None) -> float:

@@ -105,8 +105,8 @@ def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
         settings = training.precision, workload.checkpointing
         weights = most_sent_bytes(parameter_shapes(training.size), ELEMENT_BYTES[training.precision], ranks)
         return weights + attention_sent_bytes(workload.strategy, group, workload.group_ranks, *settings)
-    known = not workload.shares_layers and workload.strategy != "torch-context"
-    return predicted_sent_bytes(sharded_step(workload)) if known else None
+    is_predictable = not workload.shares_layers and workload.strategy != "torch-context"
+    return predicted_sent_bytes(sharded_step(workload)) if is_predictable else None
 
 
 def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
@@ -121,7 +121,11 @@ def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
     if kept_blocks(workload.checkpointing) is None:
         return predicted_memory(step)
     # How much torch's selective checkpoints hold at once is torch's own affair.
-    return [held for held in predicted_memory(replace(step, checkpointing="none")) if held.moment != "peak"]
+    return [
+        rank_memory
+        for rank_memory in predicted_memory(replace(step, checkpointing="none"))
+        if rank_memory.moment != "peak"
+    ]
 
 
 def _predicted_where_layers_are_shared(workload: ParallelWorkload) -> list[RankMemory]:
@@ -139,7 +143,7 @@ def _predicted_where_layers_are_shared(workload: ParallelWorkload) -> list[RankM
 def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Steps and what they send, their phases, memory at six moments, and how late gathers were."""
     shown = shown_settings(cells, SHARDING_SETTING_COLUMNS, _ALWAYS_SHOWN)
-    own = (*shown.values(), *_STRATEGY_COLUMNS)
+    setting_columns = (*shown.values(), *_STRATEGY_COLUMNS)
     rows = _step_rows(cells)
     scaling = [Column("scaling", "over one rank", "ratio")] if any("scaling" in row for row in rows) else []
     measured = [cell for cell in cells if cell.status == "ok"]
@@ -149,7 +153,7 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
             title("shard", cells, run, SHARDING_SETTING_COLUMNS, shown),
             (
                 *SIZE_COLUMNS,
-                *own,
+                *setting_columns,
                 *_STEP_COLUMNS[:2],
                 *scaling,
                 *_STEP_COLUMNS[2:],
@@ -164,7 +168,7 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         )
     ]
     if measured:
-        identity = (Column("size", "size"), *own)
+        identity = (Column("size", "size"), *setting_columns)
         tables.append(parallel_phase_table(rows, identity, "torch's strategies do"))
         tables.append(_memory_table(measured, identity))
         if any(cell.derived["gathers"] for cell in measured):
@@ -208,9 +212,9 @@ def _add_scaling(cells: Sequence[Cell], rows: Sequence[dict[str, Any]]) -> None:
         if cell.configuration["world_size"] == 1 and cell.status == "ok"
     }
     for row, cell in zip(rows, cells, strict=True):
-        own = alone.get((batch(cell), cell.configuration["strategy"]), alone.get((batch(cell), "none")))
-        if own is not None and cell.configuration["world_size"] > 1 and cell.status == "ok":
-            row["scaling"] = ratio(own, cell.samples["step"])
+        one_rank_samples = alone.get((batch(cell), cell.configuration["strategy"]), alone.get((batch(cell), "none")))
+        if one_rank_samples is not None and cell.configuration["world_size"] > 1 and cell.status == "ok":
+            row["scaling"] = ratio(one_rank_samples, cell.samples["step"])
 
 
 def _step_notes(cells: Sequence[Cell]) -> list[str]:
@@ -227,7 +231,7 @@ def memory_of(cell: Cell) -> dict[str, list[RankMemory]]:
     """Return what a cell's fullest rank held at each moment, ``measured`` and ``predicted``."""
     workload = ParallelWorkload.from_configuration(cell.configuration)
     return {
-        "measured": [RankMemory(**held) for held in cell.derived["memory"]],
+        "measured": [RankMemory(**memory) for memory in cell.derived["memory"]],
         "predicted": _predicted(workload) if workload.training.is_ours else [],
     }
 
@@ -251,10 +255,10 @@ def _memory_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
             notes.append(f"{cell.configuration['strategy']}: the allocator's history was too short for two steps")
         for moment in MOMENTS:
             for source, moments in by_source.items():
-                for held in moments:
-                    if held.moment == moment:
-                        parts = {f"{name}_gib": getattr(held, name) / GIB for name in COMPONENTS}
-                        row = {"moment": moment, "source": source, "total_gib": held.total_gib}
+                for rank_memory in moments:
+                    if rank_memory.moment == moment:
+                        parts = {f"{name}_gib": getattr(rank_memory, name) / GIB for name in COMPONENTS}
+                        row = {"moment": moment, "source": source, "total_gib": rank_memory.total_gib}
                         rows.append(cell.configuration | row | parts)
     return Table("memory", "memory of a rank", columns, rows, tuple(notes))
 
@@ -289,7 +293,9 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
         row = workload.configuration() | {"parameters": workload.training.parameters, "share": workload.share}
         row["tokens"] = workload.share_size.context
         if workload.training.is_ours:
-            row |= {f"{_column_name(held.moment)}_gib": held.total_gib for held in _predicted(workload)}
+            row |= {
+                f"{_column_name(rank_memory.moment)}_gib": rank_memory.total_gib for rank_memory in _predicted(workload)
+            }
             row["predicted_sent_bytes"] = sharding_sent_bytes(workload)
         rows.append(row)
     columns = (

@@ -215,13 +215,13 @@ def sort_rows(tables: Sequence[Table], order: str, among: Sequence[Table] = ()) 
 
 def _sorted(table: Table, column: Column, is_descending: bool) -> Table:
     ranked = [(_rank(row.get(column.exact or column.key)), row) for row in table.rows]
-    known = sorted(
+    with_value = sorted(
         ((rank, row) for rank, row in ranked if rank is not None), key=lambda pair: pair[0], reverse=is_descending
     )
     if (kind := column.kind) is not None:
         kinds = list(dict.fromkeys(row.get(kind) for row in table.rows))
-        known.sort(key=lambda pair: kinds.index(pair[1].get(kind)))
-    return replace(table, rows=[row for _, row in known] + [row for rank, row in ranked if rank is None])
+        with_value.sort(key=lambda pair: kinds.index(pair[1].get(kind)))
+    return replace(table, rows=[row for _, row in with_value] + [row for rank, row in ranked if rank is None])
 
 
 def _rank(value: Value) -> tuple[bool, float, str] | None:

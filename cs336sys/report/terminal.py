@@ -45,8 +45,8 @@ def _drawn(table: Table, console: "rich.console.Console") -> "tuple[str, list[ri
         return one_line(table.title), [whole]
     grid, common = _without_common(grid)
     title = ", ".join([one_line(table.title), *common])
-    for one in (grid, _turned(grid)):
-        fitting = _fitting(one, console)
+    for candidate in (grid, _turned(grid)):
+        fitting = _fitting(candidate, console)
         if fitting is not None:
             return title, [fitting]
     return title, list(_split(grid, console)) or [_records(grid)]

@@ -81,8 +81,8 @@ _USER_SETTINGS = tuple(field.name for field in fields(UserCode))
 
 def plan_settings(workloads: Sequence[Workload], settings: Mapping[str, Column]) -> list[Column]:
     """The columns of cells that are planned: all settings of memory, those of the user's code where there is any."""
-    given = {name for workload in workloads for name in workload.user.configuration()}
-    left_out = {name for name in (*_USER_SETTINGS, *_OF_NO_MEMORY) if name not in given}
+    user_settings = {name for workload in workloads for name in workload.user.configuration()}
+    left_out = {name for name in (*_USER_SETTINGS, *_OF_NO_MEMORY) if name not in user_settings}
     return [column for name, column in settings.items() if name not in left_out]
 
 
@@ -128,8 +128,8 @@ def machine_words(run: Run | None) -> list[str]:
         return []
     device = run.machine.get("gpu") or run.machine.get("cpu") or "unknown CPU"
     theirs = run.environment.get("cs336_basics")
-    words = [str(device), f"torch {run.machine.get('torch')}"]
-    return words if theirs is None else [*words, f"cs336_basics of {theirs}"]
+    parts = [str(device), f"torch {run.machine.get('torch')}"]
+    return parts if theirs is None else [*parts, f"cs336_basics of {theirs}"]
 
 
 def setting_of(cell: Cell, name: str) -> Any:
@@ -154,7 +154,7 @@ def title(
     run: Run | None,
     settings: Mapping[str, Column],
     shown: Mapping[str, Column],
-    *words: str,
+    *extra: str,
 ) -> str:
     """The command, ``words``, the settings that have no column, and the machine."""
     if not cells:
@@ -166,7 +166,7 @@ def title(
         and name in cells[0].configuration
         and setting_of(cells[0], name) not in _UNNAMED.get(name, ())
     ]
-    return f"{command}: {', '.join([*words, *constant, *machine_words(run)])}"
+    return f"{command}: {', '.join([*extra, *constant, *machine_words(run)])}"
 
 
 def wall_columns(steps: Iterable[Samples]) -> tuple[Column, ...]:
@@ -200,22 +200,22 @@ def interpreted_notes(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]
         return ()
     is_interpreted = run.environment.get("TRITON_INTERPRET") == "1"
     interpreted, tiled = set(), set()
-    for one in (cell.configuration for cell in cells if cell.status == "ok"):
-        on_cpu = one.get("device") == "cpu" or run.machine.get("gpu", "") is None
+    for configuration in (cell.configuration for cell in cells if cell.status == "ok"):
+        on_cpu = configuration.get("device") == "cpu" or run.machine.get("gpu", "") is None
         for name, values in _IN_TRITON.items():
-            if one.get(name) not in values or (name == "optimizer" and one.get("mode") != "train"):
+            if configuration.get(name) not in values or (name == "optimizer" and configuration.get("mode") != "train"):
                 continue
-            if on_cpu and one[name] in _TILED_ON_CPU.get(name, ()):
-                tiled.add(f"{name} {one[name]}")
+            if on_cpu and configuration[name] in _TILED_ON_CPU.get(name, ()):
+                tiled.add(f"{name} {configuration[name]}")
             elif is_interpreted:
-                interpreted.add(f"{name} {one[name]}")
-        if is_interpreted and one.get("kernels", "reference") != "reference":
-            interpreted.add(f"kernels {one['kernels']}")
+                interpreted.add(f"{name} {configuration[name]}")
+        if is_interpreted and configuration.get("kernels", "reference") != "reference":
+            interpreted.add(f"kernels {configuration['kernels']}")
     without_gpu = {"in Triton's interpreter": interpreted, "on a CPU FlashAttention-2 by tiles in PyTorch": tiled}
     return tuple(
-        f"{', '.join(sorted(found))}: {what}, whose times say nothing of the kernels'"
-        for what, found in without_gpu.items()
-        if found
+        f"{', '.join(sorted(settings))}: {place}, whose times say nothing of the kernels'"
+        for place, settings in without_gpu.items()
+        if settings
     )
 
 
@@ -235,14 +235,14 @@ def find_baselines(
     """Return, for each cell, the one whose ``setting`` is ``value``, if that is ok and differs in nothing but what to
     ``ignore``; and a note where there is none at all."""
     keys = [configuration_key(cell.configuration, ignore=ignore) for cell in cells]
-    found = {
+    by_key = {
         key: cell
         for key, cell in zip(keys, cells, strict=True)
         if cell.configuration[setting] == value and cell.status == "ok"
     }
-    is_missed = not found and any(cell.status == "ok" for cell in cells)
+    is_missed = not by_key and any(cell.status == "ok" for cell in cells)
     notes = [f"no speed-ups: {value} has no time to compare with; see --baseline"] if is_missed else []
-    return [found.get(key) for key in keys], notes
+    return [by_key.get(key) for key in keys], notes
 
 
 def found_in_user_code(cells: Sequence[Cell]) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def choice_tables(
             "as ours, the memory is the eager step's, and the error above is our model's."
         )
     title = f": {best[0].configuration.training.size.name}, {short_gpu_name(rates.gpu)}" if best else ""
-    numbered = [{"number": number} | _row(one, rates) for number, one in enumerate(best, 1)]
+    numbered = [{"number": number} | _row(candidate, rates) for number, candidate in enumerate(best, 1)]
     number = Column("number", "#")
     tables = [
         Table("best", f"The fastest that fit{title}", (number, *_PREDICTED), numbered, notes),
@@ -58,7 +58,10 @@ def choice_tables(
             "commands",
             "Commands that measure them",
             (number, Column("command", "command")),
-            [{"number": i, "command": measuring_command(one.configuration)} for i, one in enumerate(best, 1)],
+            [
+                {"number": i, "command": measuring_command(candidate.configuration)}
+                for i, candidate in enumerate(best, 1)
+            ],
         ),
         Table(
             "lines",
@@ -66,11 +69,13 @@ def choice_tables(
             (number, Column("line", "line")),
             [
                 {"number": i, "line": line}
-                for i, one in enumerate(best[:lines_of], 1)
-                for line in pytorch_lines(one.configuration)
+                for i, candidate in enumerate(best[:lines_of], 1)
+                for line in pytorch_lines(candidate.configuration)
             ],
         ),
-        Table("front", "Least memory for its speed", _PREDICTED, [_row(one, rates) for one in choice.front]),
+        Table(
+            "front", "Least memory for its speed", _PREDICTED, [_row(candidate, rates) for candidate in choice.front]
+        ),
         _rejected_table(choice, rates),
         _more_table(choice, more_rank),
         Table(
@@ -91,8 +96,11 @@ def choice_tables(
 
 def _rejected_table(choice: Choice, rates: Rates) -> Table:
     columns = (*_PREDICTED[:-1], Column("over_gib", "over the limit by", "gib"))
-    rows = [_row(one, rates) | {"over_gib": (one.memory - choice.limit) / GIB} for one in choice.too_large[:SHOWN]]
-    count = sum(one.memory > choice.limit for one in choice.known)
+    rows = [
+        _row(candidate, rates) | {"over_gib": (candidate.memory - choice.limit) / GIB}
+        for candidate in choice.too_large[:SHOWN]
+    ]
+    count = sum(candidate.memory > choice.limit for candidate in choice.known)
     notes = (
         f"{count:,} configurations do not fit; {len(choice.too_large):,} of them would be faster than all that do.",
     )
@@ -115,12 +123,12 @@ def _more_table(choice: Choice, more_rank: Choice | None) -> Table:
     rows: list[dict[str, Value]] = [
         {
             "with": name,
-            "tokens_per_s": one.tokens_per_s,
-            "gain": None if now is None else one.tokens_per_s / now.tokens_per_s,
-            "configuration": configuration_words(one.configuration),
+            "tokens_per_s": candidate.tokens_per_s,
+            "gain": None if now is None else candidate.tokens_per_s / now.tokens_per_s,
+            "configuration": configuration_words(candidate.configuration),
         }
-        for name, one in options
-        if one is not None
+        for name, candidate in options
+        if candidate is not None
     ]
     return Table("more", "What more would buy", columns, rows)
 
@@ -131,12 +139,12 @@ def plot_front(choice: Choice, path: Path) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    xs = [one.memory / GIB for one in choice.known]
-    axes.scatter(xs, [one.tokens_per_s for one in choice.known], s=4, color="0.7", label="configurations")
+    xs = [candidate.memory / GIB for candidate in choice.known]
+    axes.scatter(xs, [candidate.tokens_per_s for candidate in choice.known], s=4, color="0.7", label="configurations")
     front = choice.front
     axes.step(
-        [one.memory / GIB for one in front],
-        [one.tokens_per_s for one in front],
+        [candidate.memory / GIB for candidate in front],
+        [candidate.tokens_per_s for candidate in front],
         where="post",
         marker="o",
         markersize=4,
@@ -272,7 +280,7 @@ def _measured_row(key: str, cells: list[Cell], best: str | None, compared: dict[
 
 
 def _winner(groups: dict[str, list[Cell]], best: str, compared: dict[str, Comparison]) -> str:
-    words = configuration_words(configuration_of(groups[best][0]))
+    winner = configuration_words(configuration_of(groups[best][0]))
     intervals = []
     for key, comparison in compared.items():
         difference = comparison.difference
@@ -284,4 +292,4 @@ def _winner(groups: dict[str, list[Cell]], best: str, compared: dict[str, Compar
     device = groups[best][0].configuration["device"]
     undecided = sum(not is_decided(comparison, device) for comparison in compared.values())
     apart = "told apart from all others" if not undecided else f"not told apart from {undecided} of the others"
-    return f"Winner: {words}, {apart}" + (f" ({'; '.join(intervals)}; 95 %)." if intervals else ".")
+    return f"Winner: {winner}, {apart}" + (f" ({'; '.join(intervals)}; 95 %)." if intervals else ".")

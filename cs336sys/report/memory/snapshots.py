@@ -97,8 +97,8 @@ def _holders(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
         notes[_how_known(diagnosis)] = None
         if diagnosis.record.unknown_frees and not diagnosis.is_recorded:
             notes[
-                f"{diagnosis.name}: {diagnosis.record.unknown_frees} blocks are older than the record and freed within it; "
-                "they count from its beginning"
+                f"{diagnosis.name}: {diagnosis.record.unknown_frees} blocks are older than the record and freed "
+                "within it; they count from its beginning"
             ] = None
     return Table("memory", "who holds memory at that moment", columns, rows, notes=tuple(notes))
 
