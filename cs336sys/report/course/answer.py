@@ -12,7 +12,7 @@ from typing import Any
 
 from cs336sys.accounting.derivation import Derived
 from cs336sys.report.account.answers import answers_table
-from cs336sys.report.course.evidence import Evidence, Found
+from cs336sys.report.course.evidence import Evidence, Selection
 from cs336sys.report.course.problem import Handout
 from cs336sys.report.numbers import format_number, format_operand, format_quantity, in_shown_unit
 from cs336sys.report.table import Column, Table
@@ -23,9 +23,9 @@ from cs336sys.results.statistics import Interval, fewest_samples, ratio
 ALIKE = 0.05
 
 
-def joined(words: Iterable[str], conjunction: str = "and") -> str:
+def joined(parts: Iterable[str], conjunction: str = "and") -> str:
     """``a``, ``a and b``, ``a, b and c``."""
-    listed = list(words)
+    listed = list(parts)
     if len(listed) < 2:
         return "".join(listed)
     return f"{', '.join(listed[:-1])} {conjunction} {listed[-1]}"
@@ -75,18 +75,18 @@ def faster(before: Samples, after: Samples) -> str:
     """Return how much faster ``after`` is, as far as the samples can tell: ``1.28x as fast``, or nothing within the
     noise.
     """
-    found = ratio(before, after)
-    if found.is_undecided:
+    speedup = ratio(before, after)
+    if speedup.is_undecided:
         return f"undecided: {too_few(before, after)}"
-    if found.is_noise:
-        return f"no different within the noise ({times(found.low)} to {times(found.high)} the speed)"
+    if speedup.is_noise:
+        return f"no different within the noise ({times(speedup.low)} to {times(speedup.high)} the speed)"
     # Beyond the noise, a difference is one however small; three digits show half a percent.
-    return speed(found.estimate, alike=0.005)
+    return speed(speedup.estimate, alike=0.005)
 
 
 def too_few(*series: Samples) -> str:
     """Say why the rank-sum test says nothing of these samples."""
-    counts = [len(one.measured) for one in series]
+    counts = [len(samples.measured) for samples in series]
     why = "are too few" if min(counts) < fewest_samples() else "drift too much"
     return f"{' and '.join(map(str, dict.fromkeys(counts)))} steps {why} for a verdict at 5 %"
 
@@ -159,9 +159,11 @@ class Prose:
     """
 
     def __init__(self, *texts: str) -> None:
-        found = (match for text in texts for match in re.finditer(r"^\[(.+?)\] (.*?)(?=^\[|^#|\Z)", text, re.M | re.S))
+        matches = (
+            match for text in texts for match in re.finditer(r"^\[(.+?)\] (.*?)(?=^\[|^#|\Z)", text, re.M | re.S)
+        )
         # The line after the first begins where a word ended; only before a clause is the space at its start its own.
-        self.sentences = {name: re.sub(r"\s*\n\s*", " ", body.rstrip()) for name, body in (m.groups() for m in found)}
+        self.sentences = {name: re.sub(r"\s*\n\s*", " ", body.rstrip()) for name, body in (m.groups() for m in matches)}
         self.formats = dict(FORMATS)
 
     def fill(self, name: str, facts: Mapping[str, Any]) -> str:
@@ -176,10 +178,10 @@ class _Filled(Formatter):
         if spec in LIST_FORMATS:
             return LIST_FORMATS[spec](value)
         if isinstance(value, (list, tuple)):
-            return joined(self.format_field(one, spec) for one in value)
+            return joined(self.format_field(item, spec) for item in value)
         if spec in self.prose.sentences:
-            own = value if isinstance(value, Mapping) else {}
-            return self.prose.fill(spec, {**self.facts, **own}) if value or own else ""
+            item_facts = value if isinstance(value, Mapping) else {}
+            return self.prose.fill(spec, {**self.facts, **item_facts}) if value or item_facts else ""
         if "|" in spec:
             return spec.split("|")[0 if value else 1]
         return self.prose.formats[spec](value) if spec in self.prose.formats else super().format_field(value, spec)
@@ -252,13 +254,15 @@ class Answer:
         self.sentences += map(derived_sentence, say)
         self.tables.append(answers_table(table, title, answers))
 
-    def measured_by(self, groups: Iterable[Found]) -> None:
+    def measured_by(self, groups: Iterable[Selection]) -> None:
         """Name the invocations that measured the cells, each once."""
         self.runs |= {run.run_id: run for group in groups for run in group.invocation.runs[-1:]}
 
-    def show(self, groups: Sequence[Found], table: str, *columns: str, medians: bool = False) -> None:
+    def show(self, groups: Sequence[Selection], table: str, *columns: str, medians: bool = False) -> None:
         """The command's own table, with these columns alone if any is given, and of samples with their medians."""
-        shown = [_with_its_notes(one, whole) for group in groups for one, whole in group.tables(table, *columns)]
+        shown = [
+            _with_its_notes(selected, whole) for group in groups for selected, whole in group.tables(table, *columns)
+        ]
         self.tables += map(of_medians, shown) if medians else shown
         self.measured_by(groups)
 
@@ -268,7 +272,7 @@ class Answer:
         if rows:
             self.tables.append(Table(name, title, [Column(key, headers[key], units[key]) for key in headers], rows))
 
-    def draw(self, groups: Iterable[Found], *names: str) -> None:
+    def draw(self, groups: Iterable[Selection], *names: str) -> None:
         """The pictures of all groups (of these names, if any is given), numbered where several have one of a name."""
         for group in groups:
             for name, draw in group.pictures(*names).items():
@@ -278,9 +282,9 @@ class Answer:
 
 def _with_its_notes(table: Table, whole: Table) -> Table:
     """A table without what notes say of columns that it has not (``hidden: ...; as it ran: ...``)."""
-    there = {column.header for column in table.columns}
+    headers = {column.header for column in table.columns}
     has_speedups = any(column.key.endswith("speedup") for column in table.columns)
-    gone = {column.header.split(",")[0] for column in whole.columns if column.header not in there}
+    gone = {column.header.split(",")[0] for column in whole.columns if column.header not in headers}
 
     def trimmed(note: str) -> str:
         return "; ".join(part for part in note.split("; ") if part.partition(":")[0] not in gone)
@@ -302,8 +306,8 @@ def of_medians(table: Table) -> Table:
 
 def _why(reason: str) -> str:
     """A cell's reason, without what the verb before it says: ``at warm-up 1/5: tried to allocate 82.00 MiB``."""
-    said = reason.removeprefix("out of memory ").replace("CUDA out of memory. Tried", "tried")
-    return said.rstrip(".")
+    shortened = reason.removeprefix("out of memory ").replace("CUDA out of memory. Tried", "tried")
+    return shortened.rstrip(".")
 
 
 def compared(before: Cell, after: Cell, phases: Iterable[str]) -> dict[str, Any]:
@@ -312,8 +316,8 @@ def compared(before: Cell, after: Cell, phases: Iterable[str]) -> dict[str, Any]
     for phase in phases:
         first, second = before.samples[phase], after.samples[phase]
         facts: dict[str, Any] = {"before": first.median, "after": second.median}
-        found = ratio(first, second)
-        facts |= {"speedup": found.estimate, "low": found.low, "high": found.high}
+        speedup = ratio(first, second)
+        facts |= {"speedup": speedup.estimate, "low": speedup.low, "high": speedup.high}
         row |= {phase: facts, f"{phase}_before_ms": facts["before"], f"{phase}_ms": facts["after"]}
         row[f"{phase}_speedup"] = facts["speedup"]
     return row

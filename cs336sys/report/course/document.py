@@ -137,8 +137,8 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
             part.answer(answer)
         except FAULTS as error:
             letter = f" ({part.letter})" if part.letter else ""
-            what = f"the cells of {evidence.machine} {fault_words(error)}"
-            faults.append(f"{problem.name}{letter}: {what}; measure again: {lines[0]}")
+            fault = f"the cells of {evidence.machine} {fault_words(error)}"
+            faults.append(f"{problem.name}{letter}: {fault}; measure again: {lines[0]}")
             continue
         if answer.sentences or answer.tables:
             blocks.append(_block(answer, lines, handouts_own))
@@ -161,8 +161,8 @@ def _block(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> Answ
     """An answer as it is written, with the commands in ``sources`` as where what it lacks comes from."""
     measured = [typed_command(run) for run in answer.runs.values()]
     # Some say themselves what would give them.
-    missing = [f"Not measured: {one}." for one in answer.missing if "`" in one]
-    plain = [one for one in answer.missing if "`" not in one]
+    missing = [f"Not measured: {item}." for item in answer.missing if "`" in item]
+    plain = [item for item in answer.missing if "`" not in item]
     if plain:
         source = f" Measure it with {', '.join(f'`{line}`' for line in sources)}." if sources else ""
         missing.append(f"Not measured: {'; '.join(plain)}.{source}")
@@ -179,11 +179,11 @@ def _block(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> Answ
 
 def _saying_once(tables: Sequence[Table]) -> list[Table]:
     """The tables of several runs, each note under the last table that has it."""
-    said: set[str] = set()
+    printed: set[str] = set()
     kept = []
     for table in reversed(tables):
-        kept.append(replace(table, notes=[note for note in table.notes if note not in said]))
-        said |= set(table.notes)
+        kept.append(replace(table, notes=[note for note in table.notes if note not in printed]))
+        printed |= set(table.notes)
     return kept[::-1]
 
 

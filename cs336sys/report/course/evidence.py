@@ -42,7 +42,7 @@ PLAIN_OF_ANY_MODE = {name: values for name, values in PLAIN.items() if name != "
 
 
 @dataclass(frozen=True)
-class Found:
+class Selection:
     """Cells of one invocation, which may be compared with each other."""
 
     invocation: Invocation
@@ -69,8 +69,8 @@ class Found:
         chosen = [table for table in self._tables if table.name == name and table.rows]
         if not chosen or not columns:
             return [(table, table) for table in chosen]
-        known = {column.key for table in chosen for column in table.columns}
-        selected = select_columns(select_tables(chosen, [name]), [key for key in columns if key in known])
+        keys = {column.key for table in chosen for column in table.columns}
+        selected = select_columns(select_tables(chosen, [name]), [key for key in columns if key in keys])
         return list(zip(selected, chosen, strict=True))
 
     def pictures(self, *names: str) -> Pictures:
@@ -85,12 +85,12 @@ class Found:
         ]
 
 
-def cells_of(found: Sequence[Found]) -> list[Cell]:
-    return [cell for group in found for cell in group.cells]
+def cells_of(groups: Sequence[Selection]) -> list[Cell]:
+    return [cell for group in groups for cell in group.cells]
 
 
-def measured_of(found: Sequence[Found]) -> list[Cell]:
-    return [cell for group in found for cell in group.measured]
+def measured_of(groups: Sequence[Selection]) -> list[Cell]:
+    return [cell for group in groups for cell in group.measured]
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Evidence:
 
     def find(
         self, command: str, preferred: Mapping[str, Collection[Any]] | None = None, /, **required: Collection[Any]
-    ) -> list[Found]:
+    ) -> list[Selection]:
         """The command's cells with the ``required`` values of settings, the invocation that has most of them first.
 
         What was measured in several invocations is taken from the first of them. Of a ``preferred`` setting only cells
@@ -120,14 +120,14 @@ class Evidence:
             new = [cell for cell in group.cells if _what(cell) not in seen]
             seen |= {_what(cell) for cell in new}
             if new:
-                groups.append(Found(group.invocation, new))
+                groups.append(Selection(group.invocation, new))
         return groups
 
     def find_each(
         self, command: str, preferred: Mapping[str, Collection[Any]] | None = None, /, **required: Collection[Any]
-    ) -> list[Found]:
+    ) -> list[Selection]:
         """As :meth:`find`, with what several invocations measured in each of them, for what is compared within one."""
-        found = [
+        candidates = [
             (invocation, chosen)
             for invocation, cells in self.shown
             if invocation.command == command and (chosen := [cell for cell in cells if _matches(cell, required)])
@@ -135,12 +135,14 @@ class Evidence:
         for name, values in (preferred or {}).items():
             narrowed = [
                 (invocation, chosen)
-                for invocation, cells in found
+                for invocation, cells in candidates
                 if (chosen := [cell for cell in cells if _matches(cell, {name: values})])
             ]
-            found = narrowed or found
-        found.sort(key=lambda one: (len({_what(cell) for cell in one[1]}), _time(one[0])), reverse=True)
-        return [Found(invocation, cells) for invocation, cells in found]
+            candidates = narrowed or candidates
+        candidates.sort(
+            key=lambda candidate: (len({_what(cell) for cell in candidate[1]}), _time(candidate[0])), reverse=True
+        )
+        return [Selection(invocation, cells) for invocation, cells in candidates]
 
 
 def _matches(cell: Cell, required: Mapping[str, Collection[Any]]) -> bool:
@@ -183,5 +185,5 @@ def evidence_of(files: Sequence[Results], tests: Mapping[str, str]) -> tuple[lis
             continue
         name = machine_name(invocation.runs[-1] if invocation.runs else None)
         machines.setdefault(name, Evidence(name, tests=tests)).shown.append((invocation, cells))
-    most_first = sorted(machines.values(), key=lambda one: -sum(len(cells) for _, cells in one.shown))
+    most_first = sorted(machines.values(), key=lambda evidence: -sum(len(cells) for _, cells in evidence.shown))
     return most_first or [Evidence(tests=tests)], faults

@@ -23,7 +23,7 @@ _YEARS = (2025, 2026)
 
 def _problem(name: str, title: str, *answers, commands=lambda target: (), letters: str = "", years=_YEARS):
     """A function for each letter (one without any), or a pair of it and its own commands; and the years that ask."""
-    pairs = [one if isinstance(one, tuple) else (one, commands) for one in answers]
+    pairs = [answer if isinstance(answer, tuple) else (answer, commands) for answer in answers]
     parts = [Part(letter, *pair) for letter, pair in zip(letters or [""], pairs, strict=True)]
     return years, Problem(name, title, parts)
 
@@ -129,7 +129,7 @@ def target_of(handout: Handout, size: str | None, device: str) -> Target:
     """This machine, as far as it can be known without torch."""
     gpus = [] if device == "cpu" else read_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = len(gpus) if visible is None else min(len(gpus), len([one for one in visible.split(",") if one]))
+    count = len(gpus) if visible is None else min(len(gpus), len([index for index in visible.split(",") if index]))
     if count:
         tflops = peak_tflops(gpus[0].name, "fp32") or _GPU_TFLOPS
         return Target(handout, size, device, count, tflops, gpus[0].memory_total_gib)

@@ -157,7 +157,7 @@ class TrainingSweep:
     def _needs(self, contexts: Sequence[int], target: Target) -> tuple[float, float]:
         flops, cells, most = 0, 0, 0.0
         values = {name: self.options.get(name, (default,)) for name, default in _DEFAULTS.items()}
-        others = math.prod(len(given) for name, given in self.options.items() if name not in _DEFAULTS)
+        others = math.prod(len(choices) for name, choices in self.options.items() if name not in _DEFAULTS)
         for name, context, mode, precision in product(self.sizes, contexts, values["mode"], values["precision"]):
             size = choose_size(name, context=context)
             alike = others * len(values["compile"])

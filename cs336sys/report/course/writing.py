@@ -252,7 +252,7 @@ def _body(document: Document, markup: Markup, draw: DrawnPicture) -> Iterator[st
                 if details := block.sentences[_ANSWER_SENTENCES:]:
                     items = [markup.item % markup.inline(sentence) for sentence in details]
                     yield markup.details % (markup.listed % "\n".join(items))
-                yield from (markup.absent % markup.inline(one) for one in block.missing)
+                yield from (markup.absent % markup.inline(lacking) for lacking in block.missing)
                 for table in block.tables:
                     yield from markup.table(table)
                 for picture in block.pictures:

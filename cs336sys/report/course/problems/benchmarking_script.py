@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.report.course.answer import Answer
-from cs336sys.report.course.evidence import PLAIN, PLAIN_OF_ANY_MODE, Evidence, Found, cells_of, measured_of
+from cs336sys.report.course.evidence import PLAIN, PLAIN_OF_ANY_MODE, Evidence, Selection, cells_of, measured_of
 from cs336sys.report.course.problem import Command, Target, TrainingSweep
 from cs336sys.results.model import Cell
 from cs336sys.sizes import SIZES
@@ -31,20 +31,20 @@ def script(answer: Answer) -> None:
 def timings(answer: Answer) -> None:
     sizes = answer.handout.sizes
     wanted = {"size": sizes, "context": (512,), "precision": ("fp32",), "warmup": (5,), "batch_size": (4,)}
-    found = answer.find("bench", wanted, **PLAIN)
-    if not found:
+    selections = answer.find("bench", wanted, **PLAIN)
+    if not selections:
         return
-    measured = sorted(measured_of(found), key=_parameters)
+    measured = sorted(measured_of(selections), key=_parameters)
     if measured:
         _say_timings(answer, measured)
-    every = cells_of(found)
+    every = cells_of(selections)
     answer.say_failures(every, "name of the size")
     for cell in every:
         if cell.status == "oom":
             need = Workload.from_configuration(cell.configuration).predicted_peak().total_gib
             answer.say("need", cell.configuration, need=need)
     columns = ("size", "parameters", "forward_ms", "backward_ms", "optimizer_ms", "step_ms", "gpu_busy_ms")
-    answer.show(found, "bench", *columns, "peak_gib", "status")
+    answer.show(selections, "bench", *columns, "peak_gib", "status")
     for size in sizes:
         if all(cell.configuration["size"] != size for cell in every):
             answer.lack("size", size=size, need=predicted_peak(SIZES[size], "fp32", "train", "reference").total_gib)
@@ -125,7 +125,9 @@ def _by_size(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     sizes: dict[str, dict[int, Cell]] = {}
     for cell in sorted(cells, key=lambda cell: (_parameters(cell), cell.configuration["warmup"])):
         sizes.setdefault(cell.configuration["size"], {})[cell.configuration["warmup"]] = cell
-    return {size: list(found.values()) for size, found in sizes.items() if len(found) > 1 and 0 in found}
+    return {
+        size: list(by_warmup.values()) for size, by_warmup in sizes.items() if len(by_warmup) > 1 and 0 in by_warmup
+    }
 
 
 def _by_warmup(evidence: Evidence):
@@ -138,7 +140,7 @@ def _by_warmup(evidence: Evidence):
         )
         sizes = _by_size(chosen)
         if sizes:
-            yield Found(invocation, [cell for size in sizes.values() for cell in size])
+            yield Selection(invocation, [cell for size in sizes.values() for cell in size])
 
 
 def warmup_commands(target: Target) -> list[Command]:

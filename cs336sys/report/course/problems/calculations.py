@@ -32,7 +32,7 @@ def _answer(
     def answered(answer: Answer) -> None:
         derived = derive()
         wanted = f"{problem} ({letter})" if letter else problem
-        mine = _with_definitions([one for one in derived if one.question == wanted], derived)
+        mine = _with_definitions([value for value in derived if value.question == wanted], derived)
         layer = _layer()
         if before:
             facts = {"layer": layer, "tflops": layer.flops_per_s / 1e12, "rate": layer.bytes_per_s / 1e9}
@@ -45,10 +45,14 @@ def _answer(
 def _with_definitions(answers: Sequence[Derived], derived: Sequence[Derived]) -> list[Derived]:
     """The answers, and before them what no question asks for and their formulas name."""
     chosen = list(answers)
-    for one in reversed(derived[: derived.index(answers[0])] if answers else []):
-        named = re.compile(rf"(?<!\w){re.escape(one.symbol)}(?!\w)")
-        if one.symbol and not one.question and any(named.search(other.expression.formula) for other in chosen):
-            chosen.insert(0, one)
+    for definition in reversed(derived[: derived.index(answers[0])] if answers else []):
+        named = re.compile(rf"(?<!\w){re.escape(definition.symbol)}(?!\w)")
+        if (
+            definition.symbol
+            and not definition.question
+            and any(named.search(other.expression.formula) for other in chosen)
+        ):
+            chosen.insert(0, definition)
     return chosen
 
 

@@ -42,9 +42,9 @@ class Code:
                     answer.say(name)
         elif tests:
             answer.lack("no tests", tests=" or ".join(tests))
-        found = answer.find(self.command, **self.settings) if self.command else []
-        _say_checks(answer, cells_of(found))
-        answer.measured_by([group for group in found if group.measured][:1])
+        selections = answer.find(self.command, **self.settings) if self.command else []
+        _say_checks(answer, cells_of(selections))
+        answer.measured_by([group for group in selections if group.measured][:1])
 
 
 def _say_checks(answer: Answer, cells: Sequence[Cell]) -> None:
@@ -55,7 +55,9 @@ def _say_checks(answer: Answer, cells: Sequence[Cell]) -> None:
         differences = []
         for precision in sorted({cell.configuration["precision"] for cell in checked}, reverse=True):
             derived = [cell.derived for cell in checked if cell.configuration["precision"] == precision]
-            relative, largest = max((one["relative_difference_percent"], one["largest_difference"]) for one in derived)
+            relative, largest = max(
+                (columns["relative_difference_percent"], columns["largest_difference"]) for columns in derived
+            )
             differences.append({"precision": precision, "relative": relative, "largest": largest})
         answer.say("compared", count=len(checked), once=len(checked) == 1, differences=differences)
     errors = [
@@ -140,14 +142,14 @@ _NAIVE_BASELINE_MS = 10_000.0
 
 def training_step(answer: Answer) -> None:
     """The leaderboard of 2026: a whole step of the 8B model."""
-    found = answer.find_each("shard", size=("8b",), board=(True,)) or answer.find_each("shard", size=("8b",))
+    selections = answer.find_each("shard", size=("8b",), board=(True,)) or answer.find_each("shard", size=("8b",))
     # A later version is measured again with the same settings: the run with the best step counts, of those that follow
     # the handout's protocol if there are any.
-    measured = [(cell, group) for group in found for cell in group.measured]
+    measured = [(cell, group) for group in selections for cell in group.measured]
     if measured:
-        by_protocol = [one for one in measured if sum(_times(one[0])) >= _PROTOCOL_MS]
-        best, group = min(by_protocol or measured, key=lambda one: _step_ms(one[0]))
-        found = [group]
+        by_protocol = [cell_and_group for cell_and_group in measured if sum(_times(cell_and_group[0])) >= _PROTOCOL_MS]
+        best, group = min(by_protocol or measured, key=lambda cell_and_group: _step_ms(cell_and_group[0]))
+        selections = [group]
         answer.say("whole step", best.configuration, step=_step_ms(best))
         runs = [
             cell
@@ -169,9 +171,9 @@ def training_step(answer: Answer) -> None:
             ratio=_NAIVE_BASELINE_MS / _step_ms(best),
             baseline=_NAIVE_BASELINE_MS / 1e3,
         )
-    answer.say_failures(cells_of(found), "board cell")
+    answer.say_failures(cells_of(selections), "board cell")
     keys = ("size", "world_size", "checkpointing", "state_dtype", "wall_ms", "median_ms", "step_ms", "mfu_percent")
-    for group in found:
+    for group in selections:
         for name in ("board", "shard"):
             answer.show([group], name, *keys, "peaks", "status")
         answer.show([group], "shares")

@@ -6,7 +6,7 @@ from typing import Any
 from cs336sys.accounting.communication import bucket_answers
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.report.course.answer import ALIKE, Answer, faster
-from cs336sys.report.course.evidence import Found
+from cs336sys.report.course.evidence import Selection
 from cs336sys.report.course.problem import Command, Target, TrainingSweep, state_gib
 from cs336sys.report.ddp import bucket_sweeps, link_of
 from cs336sys.results.model import Samples
@@ -26,7 +26,7 @@ _LEAST_PERCENT = 0.1
 Row = Mapping[str, Any]
 
 
-def _steps(answer: Answer, *, graphs: bool) -> list[Found]:
+def _steps(answer: Answer, *, graphs: bool) -> list[Selection]:
     """The plain steps of the handout's xl on two ranks.
 
     Args:
@@ -35,27 +35,27 @@ def _steps(answer: Answer, *, graphs: bool) -> list[Found]:
     captured = ("off", "on") if graphs else ("off",)
     plain = {"compile": ("off",), "precision": ("fp32",), "attention": ("reference",), "cuda_graph": captured}
     wanted = {"gradient_dtype": ("fp32",), "batch_size": (4,), "context": (512,)}
-    found = answer.find("ddp", {"size": (answer.handout.xl,), "world_size": (2,), **plain, **wanted})
-    return steadiest_first(found)
+    selections = answer.find("ddp", {"size": (answer.handout.xl,), "world_size": (2,), **plain, **wanted})
+    return steadiest_first(selections)
 
 
-def steadiest_first(found: Sequence[Found]) -> list[Found]:
+def steadiest_first(selections: Sequence[Selection]) -> list[Selection]:
     """Invocations with as many steps as the handouts ask for before others."""
 
-    def steps(group: Found) -> int:
+    def steps(group: Selection) -> int:
         return min((len(cell.samples["step"].measured) for cell in group.measured), default=0)
 
     return sorted(
-        found, key=lambda group: (-min(steps(group), _STEPS), group.cells[0].configuration["cuda_graph"] == "on")
+        selections, key=lambda group: (-min(steps(group), _STEPS), group.cells[0].configuration["cuda_graph"] == "on")
     )
 
 
-def rows_of(group: Found, command: str) -> list[Row]:
+def rows_of(group: Selection, command: str) -> list[Row]:
     """The rows of the table of steps, of cells that were measured."""
     return [row for table in group.table(command) for row in table.rows if row["status"] == "ok"]
 
 
-def say_setup(answer: Answer, *groups: Found) -> None:
+def say_setup(answer: Answer, *groups: Selection) -> None:
     """Say what was trained and how, each setup once."""
     for group in groups:
         cell = (group.measured or group.cells)[0]
@@ -64,19 +64,19 @@ def say_setup(answer: Answer, *groups: Found) -> None:
         answer.sentences += [setup] * (setup not in answer.sentences)
 
 
-def lack_xl(answer: Answer, group: Found) -> None:
+def lack_xl(answer: Answer, group: Selection) -> None:
     """Say what is missing where another size stands in for the handout's xl."""
     size = group.cells[0].configuration["size"]
     if size != answer.handout.xl:
         answer.lack("other size", xl=answer.handout.xl, size=size)
 
 
-def _with(answer: Answer, *strategies: str, graphs: bool = True) -> tuple[Found | None, dict[str, Row]]:
+def _with(answer: Answer, *strategies: str, graphs: bool = True) -> tuple[Selection | None, dict[str, Row]]:
     """The first invocation that measured all of these strategies, which the answer names, and its rows."""
     for group in _steps(answer, graphs=graphs):
         if set(strategies) <= {cell.configuration["strategy"] for cell in group.measured}:
             cells = [cell for cell in group.cells if cell.configuration["strategy"] in strategies]
-            chosen = Found(group.invocation, cells)
+            chosen = Selection(group.invocation, cells)
             answer.measured_by([chosen])
             lack_xl(answer, chosen)
             rows: dict[str, Row] = {}
@@ -108,9 +108,9 @@ def flat(answer: Answer) -> None:
         answer.say("flat step", step=_step(rows["flat"]))
         calls = f"{rows['naive']['calls']} calls"
         _compare(answer, "one call of all gradients", rows["flat"], calls, rows["naive"])
-        one, many = (rows[name].get("timeline") for name in ("flat", "naive"))
-        if one and many:
-            answer.say("calls alone", one=one["communication_ms"], many=many["communication_ms"])
+        flat_timeline, naive_timeline = (rows[name].get("timeline") for name in ("flat", "naive"))
+        if flat_timeline and naive_timeline:
+            answer.say("calls alone", one=flat_timeline["communication_ms"], many=naive_timeline["communication_ms"])
         answer.show([group], "ddp", *STEP_COLUMNS, medians=True)
 
 
@@ -182,7 +182,7 @@ def ddp_commands(target: Target) -> list[Command]:
 # ``ddp_bucketed_benchmarking``: sizes of buckets, and the model of their overhead.
 
 
-def _swept(answer: Answer) -> Found | None:
+def _swept(answer: Answer) -> Selection | None:
     return next((group for group in _steps(answer, graphs=False) if bucket_sweeps(group.measured)), None)
 
 
@@ -198,7 +198,7 @@ def buckets(answer: Answer) -> None:
     for row in rows_of(group, "ddp"):
         if row["strategy"] in ("naive", "flat", "overlap"):
             _compare(answer, "that", best, row["strategy"], row)
-            slower = [one for one in rows if _is_slower(one, row)]
+            slower = [slower_row for slower_row in rows if _is_slower(slower_row, row)]
             if slower:
                 answer.say("slower than", row, sizes=slower)
     say_setup(answer, group)
@@ -213,17 +213,17 @@ def buckets(answer: Answer) -> None:
 
 
 def _is_slower(row: Row, other: Row) -> bool:
-    found = ratio(row["step_ms"], other["step_ms"])
-    return found.estimate > 1 and not (found.is_noise or found.is_undecided)
+    step_ratio = ratio(row["step_ms"], other["step_ms"])
+    return step_ratio.estimate > 1 and not (step_ratio.is_noise or step_ratio.is_undecided)
 
 
-def _say_expected(answer: Answer, group: Found, rows: Sequence[Row], best: Row) -> None:
+def _say_expected(answer: Answer, group: Selection, rows: Sequence[Row], best: Row) -> None:
     """Compare what was measured with the equation, and say what the equation leaves out."""
     slowest = max(rows, key=lambda row: row["step_ms"].median)
-    found = ratio(slowest["step_ms"], best["step_ms"])
-    name = "alike" if found.is_noise else "apart"
-    answer.say("expected", found=answer.fill(name, ratio=found, best=best, slowest=slowest))
-    every: list[Row] = [row for one in group.table("buckets") for row in one.rows]
+    step_ratio = ratio(slowest["step_ms"], best["step_ms"])
+    name = "alike" if step_ratio.is_noise else "apart"
+    answer.say("expected", found=answer.fill(name, ratio=step_ratio, best=best, slowest=slowest))
+    every: list[Row] = [row for bucket_table in group.table("buckets") for row in bucket_table.rows]
     table = [dict(row) for row in every if row["predicted_ms"] is not None]
     if len(table) > 1:
         predicted = sorted(table, key=lambda row: row["predicted_ms"])
@@ -236,7 +236,7 @@ def _say_expected(answer: Answer, group: Found, rows: Sequence[Row], best: Row) 
         answer.say("same buckets", sizes=same, calls=rows[0]["calls"])
 
 
-def _parts(group: Found, rows: Sequence[Row], order: Sequence[Sequence[float]]) -> Row | None:
+def _parts(group: Selection, rows: Sequence[Row], order: Sequence[Sequence[float]]) -> Row | None:
     """Split what each size adds to a step: in the backward pass, and after it; None without a pass to compare with.
 
     Args:

@@ -23,10 +23,10 @@ def _size(cell: Cell) -> int:
 
 
 def all_reduce(answer: Answer) -> None:
-    found = answer.find("allreduce", {"message_bytes": _MESSAGES}, collective=("all_reduce",), dtype=("fp32",))
-    if not found:
+    selections = answer.find("allreduce", {"message_bytes": _MESSAGES}, collective=("all_reduce",), dtype=("fp32",))
+    if not selections:
         return
-    groups = {key: cells for group in found for key, cells in groups_of(group.cells).items()}
+    groups = {key: cells for group in selections for key, cells in groups_of(group.cells).items()}
     _say_messages(answer, groups)
     _say_ranks(answer, groups)
     _say_backends(answer, groups)
@@ -35,16 +35,16 @@ def all_reduce(answer: Answer) -> None:
         if line is not None and line.latency_s > 0 and len(cells) > 2:
             facts = {"latency": 1e6 * line.latency_s, "rate": line.bytes_per_s / 1e9, "half": line.half_bandwidth_bytes}
             answer.say("line", facts, backend=key.backend, world_size=key.world_size)
-    answer.say_failures(cells_of(found), "backend and ranks")
+    answer.say_failures(cells_of(selections), "backend and ranks")
     columns = ("backend", "world_size", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps", "wrong_elements", "status")
-    answer.show(found, "allreduce", *columns, medians=True)
+    answer.show(selections, "allreduce", *columns, medians=True)
     answer.tables = [_with_rates_of_medians(table) for table in answer.tables]
-    answer.draw(found[:1])
-    there = {(key.backend, key.world_size) for key in groups}
-    has_gpu = any(group.run is not None and group.run.machine.get("gpu") for group in found)
+    answer.draw(selections[:1])
+    measured = {(key.backend, key.world_size) for key in groups}
+    has_gpu = any(group.run is not None and group.run.machine.get("gpu") for group in selections)
     for backend in ["gloo"] * (answer.handout.year == 2025) + ["nccl"] * has_gpu:
         for ranks in (2, 4, 6):
-            if (backend, ranks) not in there:
+            if (backend, ranks) not in measured:
                 answer.lack("backend and ranks", backend=backend, world_size=ranks)
 
 
@@ -63,8 +63,8 @@ def _say_messages(answer: Answer, groups: dict) -> None:
 
 def _with_rates_of_medians(table: Table) -> Table:
     rows: list[Mapping[str, Any]] = []
-    given: Sequence[Mapping[str, Any]] = table.rows
-    for row in given:
+    mean_rows: Sequence[Mapping[str, Any]] = table.rows
+    for row in mean_rows:
         algbw = row["size_bytes"] / row["time_us"] / 1e3 if row.get("time_us") else None
         busbw = row["busbw_gbps"] / row["algbw_gbps"] * algbw if algbw and row.get("busbw_gbps") else None
         rows.append(dict(row) | {"algbw_gbps": algbw, "busbw_gbps": busbw})

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from cs336sys.report.course.answer import Answer, compared
-from cs336sys.report.course.evidence import Found, measured_of
+from cs336sys.report.course.evidence import Selection, measured_of
 from cs336sys.report.course.problem import Command, Target, simple
 from cs336sys.results.model import Cell
 
@@ -23,20 +23,20 @@ _LONG = 8192
 
 
 def weighted_sum(answer: Answer) -> None:
-    found = answer.find("kernels", op=("weighted-sum",))
-    cells = {cell.configuration["implementation"]: cell for cell in measured_of(found)}
+    selections = answer.find("kernels", op=("weighted-sum",))
+    cells = {cell.configuration["implementation"]: cell for cell in measured_of(selections)}
     for name, cell in cells.items():
-        parts = [{"part": part.replace("_", " "), "median": one.median} for part, one in cell.samples.items()]
+        parts = [{"part": part.replace("_", " "), "median": samples.median} for part, samples in cell.samples.items()]
         answer.say("times of ours" if name == "ours" else "times of another", name=name, parts=parts)
     for other in ("eager", "compiled"):
         if {"ours", other} <= cells.keys():
             parts = [
-                {"part": part.replace("_", " "), "ratio": cells[other].samples[part].median / one.median}
-                for part, one in cells["ours"].samples.items()
+                {"part": part.replace("_", " "), "ratio": cells[other].samples[part].median / samples.median}
+                for part, samples in cells["ours"].samples.items()
                 if part in cells[other].samples
             ]
             answer.say(f"against {other}", ratios=parts)
-    answer.show(found, "kernels")
+    answer.show(selections, "kernels")
 
 
 def weighted_sum_commands(target: Target) -> list[Command]:
@@ -50,7 +50,7 @@ def flash_benchmarking(answer: Answer) -> None:
     rows, used, cells = [], [], []
     for group in answer.find_each("flash", grid, batch_size=(1,), heads=(1,)):
         chosen = [c for c in group.cells if c.configuration["implementation"] in (*_OURS, _PYTORCH, "compiled")]
-        new = _flash_rows(Found(group.invocation, chosen))
+        new = _flash_rows(Selection(group.invocation, chosen))
         if any("end_to_end" in row for row in new):
             cells += chosen
             rows += new
@@ -74,7 +74,7 @@ def flash_benchmarking(answer: Answer) -> None:
     )
     answer.measured_by(used)
     # One run of each dtype.
-    answer.draw({one.measured[0].configuration["dtype"]: one for one in reversed(used)}.values())
+    answer.draw({selection.measured[0].configuration["dtype"]: selection for selection in reversed(used)}.values())
 
 
 def _undecided(row: dict) -> int:
@@ -130,7 +130,7 @@ def _say_errors(answer: Answer, cells: Sequence[Cell]) -> None:
     answer.say("errors", errors=[{"dtype": dtype, "error": error} for dtype, error in worst.items()])
 
 
-def _flash_rows(group: Found) -> list[dict]:
+def _flash_rows(group: Selection) -> list[dict]:
     rows = []
     for cell in group.measured:
         if cell.configuration["implementation"] in ("auto", "tiled"):
@@ -151,15 +151,15 @@ def flash_commands(target: Target) -> list[Command]:
 
 def board(answer: Answer) -> None:
     shape = {"batch_size": (1,), "heads": (16,), "context": (16384,), "head_dim": (64,), "dtype": ("bf16",)}
-    found = answer.find_each("flash", causal=(True,), window=(None,), **shape)
+    selections = answer.find_each("flash", causal=(True,), window=(None,), **shape)
 
-    def by_protocol_and_time(group: Found) -> tuple[bool, float]:
+    def by_protocol_and_time(group: Selection) -> tuple[bool, float]:
         ours = [c for c in group.measured if c.configuration["implementation"] in _OURS]
         as_asked = any(c.configuration["repetition_ms"] >= _BOARD_MS for c in ours)
         # Kernels are measured again when they have become faster.
         return not as_asked, min((c.samples["end_to_end"].median for c in ours), default=math.inf)
 
-    for group in sorted(found, key=by_protocol_and_time)[:1]:
+    for group in sorted(selections, key=by_protocol_and_time)[:1]:
         medians = {
             cell.configuration["implementation"]: {part: cell.samples[part].median for part in _PARTS} | cell.derived
             for cell in group.measured

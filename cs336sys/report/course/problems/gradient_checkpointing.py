@@ -4,7 +4,7 @@ from cs336sys.accounting.checkpointing import best_group_size, checkpointing_ans
 from cs336sys.accounting.memory import GIB
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.answer import Answer, derived_sentence
-from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Found
+from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Selection
 from cs336sys.report.course.problem import Command, Target, TrainingSweep
 from cs336sys.results.model import Cell
 from cs336sys.sizes import choose_size
@@ -22,18 +22,18 @@ _ALIKE = 0.002
 
 def nested(answer: Answer) -> None:
     answers = checkpointing_answers(choose_size(_SIZE, context=2048), "fp32", "reference")
-    asked = [one for one in answers if one.question.endswith("(a)")]
-    plain = next(one.value for one in answers if one.quantity == "held without checkpoints")
+    part_a = [rule for rule in answers if rule.question.endswith("(a)")]
+    plain = next(rule.value for rule in answers if rule.quantity == "held without checkpoints")
     answer.say("halves")
     answer.say("alive")
-    answer.sentences += map(derived_sentence, asked)
-    answer.say("without checkpoints", held=plain / GIB, ratio=plain / asked[0].value)
+    answer.sentences += map(derived_sentence, part_a)
+    answer.say("without checkpoints", held=plain / GIB, ratio=plain / part_a[0].value)
     answer.tables.append(answers_table("rules", "what strategies hold", answers))
-    found = _checkpointed(answer)
-    answer.measured_by(found)
+    runs = _checkpointed(answer)
+    answer.measured_by(runs)
     # Only what one run measured is compared.
-    by_strategy = [{cell.configuration["checkpointing"]: cell for cell in group.measured} for group in found]
-    for measured in [one for one in by_strategy if "nested" in one][:1]:
+    by_strategy = [{cell.configuration["checkpointing"]: cell for cell in group.measured} for group in runs]
+    for measured in [cells_of_run for cells_of_run in by_strategy if "nested" in cells_of_run][:1]:
         cell, block = measured["nested"], measured.get("block")
         compared = None
         if block is not None:
@@ -48,25 +48,25 @@ def nested(answer: Answer) -> None:
                 answer.say("no lower peak", moment=moment)
 
 
-def _checkpointed(answer: Answer) -> list[Found]:
+def _checkpointed(answer: Answer) -> list[Selection]:
     wanted = {"size": (_SIZE,), "context": (2048,)}
-    found = answer.find("memprof", wanted, mode=("train",), **PLAIN_OF_ANY_MODE)
-    return [group for group in found if len({cell.configuration["checkpointing"] for cell in group.cells}) > 1]
+    runs = answer.find("memprof", wanted, mode=("train",), **PLAIN_OF_ANY_MODE)
+    return [group for group in runs if len({cell.configuration["checkpointing"] for cell in group.cells}) > 1]
 
 
 def one_recomputation(answer: Answer) -> None:
     # Asked in the model's own precision; what is measured there need not be called missing elsewhere.
-    found = sorted(_checkpointed(answer), key=lambda group: group.cells[0].configuration["precision"] != "fp32")
-    cuts_blocks = any(_SUBLAYER in map(_group, group.measured) for group in found)
-    for group in found:
+    runs = sorted(_checkpointed(answer), key=lambda group: group.cells[0].configuration["precision"] != "fp32")
+    cuts_blocks = any(_SUBLAYER in map(_group, group.measured) for group in runs)
+    for group in runs:
         _say_groups(answer, group, cuts_blocks)
     keys = ("context", "precision", "checkpointing", "peak_gib", "predicted_gib", "recomputed_percent", "step_ms")
-    answer.show(found, "checkpointing", *keys, "step_ratio", "status")
+    answer.show(runs, "checkpointing", *keys, "step_ratio", "status")
 
 
-def _say_groups(answer: Answer, found: Found, cuts_blocks: bool) -> None:
+def _say_groups(answer: Answer, run: Selection, cuts_blocks: bool) -> None:
     """Report what one run measured, next to what the formula expects."""
-    cells = found.cells
+    cells = run.cells
     size = MemoryWorkload.from_configuration(cells[0].configuration).training.size
     precision = cells[0].configuration["precision"]
     rule = best_group_size(size, precision, "train", "reference")
@@ -74,9 +74,7 @@ def _say_groups(answer: Answer, found: Found, cuts_blocks: bool) -> None:
     facts = {"precision": precision, "context": size.context, "blocks": size.num_layers, "expected": rule.best}
     by_rule = rule.best == max(1, round(rule.rule))
     answer.say("rule", facts, input=rule.block_input, saved=rule.block_activations, least=rule.rule, by_rule=by_rule)
-    grouped = {
-        group: cell for cell in found.measured if (group := _group(cell)) is not None and group <= size.num_layers
-    }
+    grouped = {group: cell for cell in run.measured if (group := _group(cell)) is not None and group <= size.num_layers}
     if grouped:
         peaks = [cell.configuration | {"peak": _peak(cell)} for _, cell in sorted(grouped.items())]
         answer.say("peaks", facts, peaks=peaks)
@@ -95,8 +93,10 @@ def _say_groups(answer: Answer, found: Found, cuts_blocks: bool) -> None:
 def _group(cell: Cell) -> float | None:
     """Return how many blocks a checkpoint covers, a half where layers have one each; None of other strategies."""
     strategy = cell.configuration["checkpointing"]
-    known = {"block": 1.0, "sublayer": _SUBLAYER}
-    return known.get(strategy) or (int(strategy.removeprefix("every=")) if strategy.startswith("every=") else None)
+    blocks_of_strategy = {"block": 1.0, "sublayer": _SUBLAYER}
+    return blocks_of_strategy.get(strategy) or (
+        int(strategy.removeprefix("every=")) if strategy.startswith("every=") else None
+    )
 
 
 def _peak(cell: Cell) -> float:

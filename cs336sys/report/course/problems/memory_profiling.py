@@ -8,7 +8,7 @@ from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import tensor_answers
 from cs336sys.report.course.answer import ALIKE, Answer, derived_sentence, percent
-from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Found, cells_of, measured_of
+from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Selection, cells_of, measured_of
 from cs336sys.report.course.problem import Command, Target, TrainingSweep
 from cs336sys.results.model import Cell
 from cs336sys.sizes import SIZES, choose_size
@@ -21,7 +21,7 @@ SIZE = "2.7b"
 _CALLED = {"forward": "inference", "train": "a training step"}
 
 
-def _recorded(answer: Answer, **settings) -> list[Found]:
+def _recorded(answer: Answer, **settings) -> list[Selection]:
     """Plain steps of the model at the handout's contexts, by ``memprof``."""
     # Where the longest that a handout asks for does not fit, shorter ones say what does.
     wanted = {"size": (SIZE,), "context": {*answer.handout.memory_contexts, 128, 256, 512}}
@@ -48,8 +48,8 @@ def _by_context(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def peaks(answer: Answer) -> None:
-    found = _recorded(answer, precision=("fp32",), mode=("forward", "forward-backward", "train"))
-    every = cells_of(found)
+    selections = _recorded(answer, precision=("fp32",), mode=("forward", "forward-backward", "train"))
+    every = cells_of(selections)
     cells = [cell for cell in every if _mode(cell) != "forward-backward"]
     if not cells:
         return
@@ -67,24 +67,24 @@ def peaks(answer: Answer) -> None:
     headers = {"size": "size", "context": "context", "forward_gib": "forward"}
     headers |= {"kept_gib": "forward, graph kept"} if kept else {}
     answer.add_table("peaks", "peak memory by context, fp32", headers | {"train_gib": "training step"}, rows)
-    answer.measured_by(found)
-    there = {(_context(cell), _mode(cell)) for cell in cells}
+    answer.measured_by(selections)
+    measured = {(_context(cell), _mode(cell)) for cell in cells}
     for context in sorted(answer.handout.memory_contexts):
         for mode in _CALLED:
-            if (context, mode) not in there:
+            if (context, mode) not in measured:
                 answer.lack("mode at context", mode=mode, context=context)
 
 
 def _say_peaks(answer: Answer, mode: str, cells: Sequence[Cell]) -> None:
     """Report the needs of a forward pass or a training step, and their growth with the context."""
-    held = [{"context": _context(cell), "gib": cell.derived["peak_gib"]} for cell in cells]
-    if held:
-        answer.say(f"peaks of {mode}", peaks=held)
+    peaks_by_context = [{"context": _context(cell), "gib": cell.derived["peak_gib"]} for cell in cells]
+    if peaks_by_context:
+        answer.say(f"peaks of {mode}", peaks=peaks_by_context)
     at_optimizer = [_context(cell) for cell in cells if mode == "train" and _top_phase(cell) == "optimizer"]
     if at_optimizer:
         answer.say("peak of the optimizer", contexts=at_optimizer, is_one=len(at_optimizer) == 1)
-    if len(held) > 1:
-        first, last = held[0], held[-1]
+    if len(peaks_by_context) > 1:
+        first, last = peaks_by_context[0], peaks_by_context[-1]
         grown, longer = (last[name] / first[name] for name in ("gib", "context"))
         name = "hardly depends" if grown < 1 + 2 * ALIKE else "grows"
         facts = {"called": _CALLED[mode], "first": first["context"], "last": last["context"]}
@@ -127,8 +127,8 @@ def _peak_rows(cells: list[Cell], across: str) -> list[dict]:
 
 
 def mixed_precision(answer: Answer) -> None:
-    found = _recorded(answer, precision=("fp32", "bf16"), mode=("forward", "train"))
-    rows = [row for row in _peak_rows(cells_of(found), "precision") if {"fp32_gib", "bf16_gib"} <= row.keys()]
+    selections = _recorded(answer, precision=("fp32", "bf16"), mode=("forward", "train"))
+    rows = [row for row in _peak_rows(cells_of(selections), "precision") if {"fp32_gib", "bf16_gib"} <= row.keys()]
     measured = [row for row in rows if not isinstance(row["fp32_gib"], str) and not isinstance(row["bf16_gib"], str)]
     if not measured:
         return
@@ -152,7 +152,7 @@ def mixed_precision(answer: Answer) -> None:
     answer.say("copies" if more else "no copies")
     headers = {"size": "size", "context": "context", "mode": "mode", "fp32_gib": "fp32", "bf16_gib": "bf16"}
     answer.add_table("peaks", "peak memory by precision", headers, rows)
-    answer.measured_by(found)
+    answer.measured_by(selections)
 
 
 _SAME_PEAK = 0.02
@@ -174,23 +174,28 @@ def _verdict(ratios: Sequence[float]) -> str:
 
 
 def timelines(answer: Answer) -> None:
-    found = _recorded(answer, precision=("fp32",))
-    asked = answer.handout.memory_contexts[0]
+    selections = _recorded(answer, precision=("fp32",))
+    shortest_context = answer.handout.memory_contexts[0]
     # The training step first: it shows the stages that are asked for.
     for mode, called in reversed(_CALLED.items()):
-        of_mode = [Found(group.invocation, [cell]) for group in found for cell in group.measured if _mode(cell) == mode]
+        of_mode = [
+            Selection(group.invocation, [cell])
+            for group in selections
+            for cell in group.measured
+            if _mode(cell) == mode
+        ]
         if not of_mode:
             answer.lack("timeline", mode=mode)
             continue
-        wanted = [one for one in of_mode if _context(one.cells[0]) == asked]
-        chosen = wanted[0] if wanted else sorted(of_mode, key=lambda one: _context(one.cells[0]))[-1]
+        wanted = [selection for selection in of_mode if _context(selection.cells[0]) == shortest_context]
+        chosen = wanted[0] if wanted else sorted(of_mode, key=lambda selection: _context(selection.cells[0]))[-1]
         _say_timeline(answer, chosen.cells[0], called)
         for draw in chosen.pictures().values():
             answer.pictures[f"{called} at context {_context(chosen.cells[0])} in fp32"] = draw
         keys = ("context", "mode", "phase", "allocated_gib", "parameters_gib", "gradients_gib", "optimizer_state_gib")
         answer.show([chosen], "phases", *keys, "activations_gib", "temporary_gib", "other_gib")
     if answer.sentences:
-        answer.say_failures([cell for cell in cells_of(found) if _context(cell) == asked], _step)
+        answer.say_failures([cell for cell in cells_of(selections) if _context(cell) == shortest_context], _step)
         answer.say("snapshot file")
 
 
@@ -227,8 +232,8 @@ def residual_stream(answer: Answer) -> None:
 
 
 def largest_allocations(answer: Answer) -> None:
-    found = [group for group in _recorded(answer, precision=("fp32",), mode=("forward",)) if group.measured]
-    for cell in _by_context(measured_of(found)):
+    selections = [group for group in _recorded(answer, precision=("fp32",), mode=("forward",)) if group.measured]
+    for cell in _by_context(measured_of(selections)):
         size = cell.derived["largest"][0]["size"]
         kinds = [
             kind | {"in_module": bool(kind.get("module")), "with_code": bool(kind.get("code"))}
@@ -237,16 +242,16 @@ def largest_allocations(answer: Answer) -> None:
         ]
         answer.say("largest", context=_context(cell), size=size, kinds=kinds)
     keys = ("context", "size_bytes", "count", "phase", "category", "module", "operation", "code")
-    answer.show([Found(group.invocation, group.measured) for group in found], "allocations", *keys)
+    answer.show([Selection(group.invocation, group.measured) for group in selections], "allocations", *keys)
 
 
 def block(answer: Answer) -> None:
-    found = [
-        Found(group.invocation, kept)
+    selections = [
+        Selection(group.invocation, kept)
         for group in _recorded(answer, precision=("fp32",), mode=("train",))
         if (kept := [cell for cell in group.measured if cell.derived.get("saved_tensors")])
     ]
-    for cell in _by_context(cells_of(found)):
+    for cell in _by_context(cells_of(selections)):
         size = MemoryWorkload.from_configuration(cell.configuration).training.size
         tensors = cell.derived["saved_tensors"]
         total = sum(tensor["size"] for tensor in tensors)
@@ -264,9 +269,9 @@ def block(answer: Answer) -> None:
             answer.say("gradients", changes, produced=produced, expected=expected, as_expected=as_expected)
     keys = ("context", "saved_bytes", "saved_predicted_bytes", "forward_growth_bytes", "backward_change_bytes")
     gradients = ("gradients_by_difference_bytes", "gradients_bytes", "gradients_expected_bytes")
-    for group in found:
+    for group in selections:
         answer.show([group], "block", *keys, *gradients)
-        last = Found(group.invocation, _by_context(group.cells)[-1:])
+        last = Selection(group.invocation, _by_context(group.cells)[-1:])
         columns = ("context", "tensor", "shape", "size_bytes", "share_percent", "operation", "code")
         answer.show([last], "saved_tensors", *columns)
 

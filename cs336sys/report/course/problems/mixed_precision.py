@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from cs336sys.report.course.answer import Answer, compared, compared_headers
-from cs336sys.report.course.evidence import PLAIN, Found, cells_of
+from cs336sys.report.course.evidence import PLAIN, Selection, cells_of
 from cs336sys.report.course.problem import Command, Target, simple
 from cs336sys.results.model import Cell
 from cs336sys.workload import Workload
@@ -12,10 +12,10 @@ from cs336sys.workload import Workload
 _PHASES = ("forward", "backward", "step")
 
 
-def _precision(answer: Answer, setting: str) -> list[Found]:
+def _precision(answer: Answer, setting: str) -> list[Selection]:
     """The first invocation whose cells name this setting, of a GPU rather than of a CPU."""
     groups = answer.find("precision", {"device": ("cuda",)})
-    named = [Found(group.invocation, [c for c in group.cells if setting in c.configuration]) for group in groups]
+    named = [Selection(group.invocation, [c for c in group.cells if setting in c.configuration]) for group in groups]
     return [group for group in named if group.cells][:1]
 
 
@@ -32,8 +32,8 @@ def accumulation(answer: Answer) -> None:
         worst, best = (choose(sums, key=itemgetter("error")) for choose in (max, min))
         answer.say("sums", sums=sums)
         answer.say("extremes", worst=worst["name"], best=best["name"], ratio=worst["error"] / (best["error"] or 1e-12))
-        mixed = [one["error"] for one in sums if "fp32 +=" in one["name"] and "16" in one["name"]]
-        low = [one["error"] for one in sums if one["name"].startswith("fp16 +=")]
+        mixed = [case["error"] for case in sums if "fp32 +=" in case["name"] and "16" in case["name"]]
+        low = [case["error"] for case in sums if case["name"].startswith("fp16 +=")]
         if mixed and low and max(mixed) < min(low):
             answer.say("dtype of the sum", error=max(mixed))
         answer.show([group], "accumulation")
@@ -83,7 +83,7 @@ def by_size(answer: Answer) -> None:
     wanted = {"size": answer.handout.sizes, "context": (512,), "batch_size": (4,), "warmup": (5,)}
     settings = {"precision": ("fp32", "bf16", "fp16"), **PLAIN}
     # A half precision is compared with the fp32 of its own run, which another run may have measured, too.
-    pairs: dict[tuple[str, str], tuple[dict, Found]] = {}
+    pairs: dict[tuple[str, str], tuple[dict, Selection]] = {}
     for group in answer.find_each("bench", wanted, **settings):
         for row in _pairs(group):
             pairs.setdefault((row["size"], row["precision"]), (row, group))
@@ -92,15 +92,17 @@ def by_size(answer: Answer) -> None:
     rows = sorted((row for row, _ in pairs.values()), key=lambda row: (row["flops"], row["precision"]))
     for precision in sorted({row["precision"] for row in rows}):
         _say_gains(answer, precision, [row for row in rows if row["precision"] == precision])
-    found = answer.find("bench", wanted, **settings)
-    answer.say_failures(cells_of(found), "size in precision")
-    there = {row["size"] for row in rows} | {c.configuration["size"] for c in cells_of(found) if c.status != "ok"}
+    selections = answer.find("bench", wanted, **settings)
+    answer.say_failures(cells_of(selections), "size in precision")
+    measured_sizes = {row["size"] for row in rows} | {
+        c.configuration["size"] for c in cells_of(selections) if c.status != "ok"
+    }
     for size in answer.handout.sizes:
-        if size not in there:
+        if size not in measured_sizes:
             answer.lack("both precisions", size=size)
     headers = {"size": "size", "precision": "precision", **compared_headers(_PHASES, " in fp32", "")}
     answer.add_table("precisions", "full against mixed precision, medians of the same run", headers, rows)
-    answer.measured_by([group for _, group in pairs.values()] + [group for group in found if not group.measured])
+    answer.measured_by([group for _, group in pairs.values()] + [group for group in selections if not group.measured])
 
 
 def _say_gains(answer: Answer, precision: str, rows: Sequence[dict]) -> None:
@@ -114,7 +116,7 @@ def _say_gains(answer: Answer, precision: str, rows: Sequence[dict]) -> None:
         answer.say("waits for the CPU", precision=precision, idle=idle)
 
 
-def _pairs(group: Found) -> list[dict]:
+def _pairs(group: Selection) -> list[dict]:
     """Each half precision compared with fp32 of the same run."""
     rows = []
     for size in dict.fromkeys(cell.configuration["size"] for cell in group.measured):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from operator import itemgetter
 
 from cs336sys.report.course.answer import ALIKE, Answer, of_medians, trend
-from cs336sys.report.course.evidence import PLAIN, PLAIN_OF_ANY_MODE, Found, cells_of, measured_of
+from cs336sys.report.course.evidence import PLAIN, PLAIN_OF_ANY_MODE, Selection, cells_of, measured_of
 from cs336sys.report.course.problem import Command, Target, TrainingSweep
 from cs336sys.report.profile.tables import LAUNCH_BOUND_IDLE_PERCENT
 
@@ -16,18 +16,18 @@ TRIVIAL_PERCENT = 2.0
 _NAMED_KERNELS = 3
 
 
-def _profiles(answer: Answer, mode: str = "train") -> list[Found]:
+def _profiles(answer: Answer, mode: str = "train") -> list[Selection]:
     """Plain steps in fp32 of the handout's sizes and contexts, by ``nsys``; none where no profile worked."""
     handout = answer.handout
     contexts = handout.profile_contexts if handout.year == 2025 else (256, 512, 1024, 2048, 4096, 8192)
     wanted = {"size": handout.profile_sizes, "context": contexts, "precision": ("fp32",)}
-    found = answer.find("nsys", wanted, **PLAIN_OF_ANY_MODE, mode=(mode,))
-    return found if measured_of(found) else []
+    selections = answer.find("nsys", wanted, **PLAIN_OF_ANY_MODE, mode=(mode,))
+    return selections if measured_of(selections) else []
 
 
-def _rows(found: Sequence[Found], table: str, phase: str | None = None) -> list[dict]:
+def _rows(selections: Sequence[Selection], table: str, phase: str | None = None) -> list[dict]:
     """The rows of one of the command's tables, of one phase or of all."""
-    rows = [row for group in found for one in group.table(table) for row in one.rows]
+    rows = [row for group in selections for shown_table in group.table(table) for row in shown_table.rows]
     return [dict(row) for row in rows if phase is None or row.get("phase") == phase]
 
 
@@ -54,24 +54,24 @@ def _shares(row: dict) -> dict[str, float]:
     return dict(sorted(shares.items(), key=lambda share: -share[1]))
 
 
-def _show_rows(answer: Answer, found: Sequence[Found], name: str, wanted, columns: Sequence[str] = ()) -> None:
+def _show_rows(answer: Answer, selections: Sequence[Selection], name: str, wanted, columns: Sequence[str] = ()) -> None:
     """The command's table with the wanted rows alone."""
-    for group in found:
+    for group in selections:
         for table in group.table(name, *columns):
             rows = [row for row in table.rows if wanted(row)]
             notes = [note for note in table.notes if "without profiler" in note]
             answer.tables += [of_medians(replace(table, rows=rows, notes=notes, steadier=""))] if rows else []
-    answer.measured_by(found)
+    answer.measured_by(selections)
 
 
 # (a): how long a forward pass takes, with and without a profiler.
 
 
 def forward_time(answer: Answer) -> None:
-    found = _profiles(answer)
-    if not found:
+    selections = _profiles(answer)
+    if not selections:
         return
-    rows = _rows(found, "phases", "forward")
+    rows = _rows(selections, "phases", "forward")
     answer.say("spans", spans=_of_longest_contexts(rows))
     # Longer under the profiler than without it, by so much.
     rows = [row | {"ratio": row["span_ms"] / row["unprofiled_ms"].median} for row in rows if row["unprofiled_ms"]]
@@ -81,17 +81,17 @@ def forward_time(answer: Answer) -> None:
         answer.say("agreement", ratios=inverse, within=200 * ALIKE, agreeing=agreeing, of=len(rows))
     _say_disagreement(answer, rows)
     _say_bench(answer, rows)
-    answer.say_failures(cells_of(found), "profile")
+    answer.say_failures(cells_of(selections), "profile")
     answer.say("idle")
-    _say_profiler(answer, found)
+    _say_profiler(answer, selections)
     if answer.handout.year == 2026:
-        _say_longest_fitting(answer, found)
+        _say_longest_fitting(answer, selections)
     keys = ("size", "context", "phase", "unprofiled_ms", "wall_ms", "span_ms", "busy_ms", "idle_percent", "status")
-    _show_rows(answer, found, "phases", lambda row: row.get("phase") in ("forward", None), keys)
-    answer.draw(found)
-    there = set(map(_shape, (cell.configuration for cell in cells_of(found))))
+    _show_rows(answer, selections, "phases", lambda row: row.get("phase") in ("forward", None), keys)
+    answer.draw(selections)
+    measured_shapes = set(map(_shape, (cell.configuration for cell in cells_of(selections))))
     for size in answer.handout.profile_sizes:
-        contexts = [context for context in answer.handout.profile_contexts if (size, context) not in there]
+        contexts = [context for context in answer.handout.profile_contexts if (size, context) not in measured_shapes]
         if contexts:
             answer.lack("contexts", size=size, contexts=contexts)
 
@@ -117,10 +117,10 @@ def _say_disagreement(answer: Answer, rows: Sequence[dict]) -> None:
         )
 
 
-def _say_profiler(answer: Answer, found: Sequence[Found]) -> None:
+def _say_profiler(answer: Answer, selections: Sequence[Selection]) -> None:
     """Say which profiles Nsight Systems did not make, and how to open those that it makes."""
     profilers: dict[str, set[str]] = {}
-    for cell in measured_of(found):
+    for cell in measured_of(selections):
         profilers.setdefault(cell.configuration["size"], set()).add(cell.configuration["profiler"])
     by_torch = [size for size, of_size in profilers.items() if "nsys" not in of_size]
     if by_torch:
@@ -130,15 +130,15 @@ def _say_profiler(answer: Answer, found: Sequence[Found]) -> None:
 
 def _say_bench(answer: Answer, rows: Sequence[dict]) -> None:
     """Report what ``bench`` measured of the same."""
-    found = answer.find("bench", {"warmup": (5,)}, precision=("fp32",), batch_size=(4,), **PLAIN)
-    benched = {_shape(cell.configuration): cell.samples["forward"].median for cell in measured_of(found)}
+    selections = answer.find("bench", {"warmup": (5,)}, precision=("fp32",), batch_size=(4,), **PLAIN)
+    benched = {_shape(cell.configuration): cell.samples["forward"].median for cell in measured_of(selections)}
     pairs = [row | {"benched": benched[_shape(row)]} for row in rows if _shape(row) in benched]
     if pairs:
         answer.say("bench", times=pairs, ratios=[row["unprofiled_ms"].median / row["benched"] for row in pairs])
 
 
-def _say_longest_fitting(answer: Answer, found: Sequence[Found]) -> None:
-    cells = cells_of(found)
+def _say_longest_fitting(answer: Answer, selections: Sequence[Selection]) -> None:
+    cells = cells_of(selections)
     for size in dict.fromkeys(cell.configuration["size"] for cell in cells):
         of_size = [cell for cell in cells if cell.configuration["size"] == size]
         fits = [cell.configuration["context"] for cell in of_size if cell.status == "ok"]
@@ -152,8 +152,8 @@ def _say_longest_fitting(answer: Answer, found: Sequence[Found]) -> None:
 
 
 def top_kernel(answer: Answer) -> None:
-    found = _profiles(answer)
-    rows = _rows(found, "top kernel")
+    selections = _profiles(answer)
+    rows = _rows(selections, "top kernel")
     for row in _of_longest_contexts(rows):
         both = row.get("both_kernel")
         name = "same kernel" if both == row["first_kernel"] else "other kernel"
@@ -161,13 +161,13 @@ def top_kernel(answer: Answer) -> None:
     both = [row for row in rows if row.get("both_kernel")]
     if len(both) > 1:
         answer.say("same in", count=sum(row["both_kernel"] == row["first_kernel"] for row in both), of=len(both))
-    answer.show(found, "top kernel")
+    answer.show(selections, "top kernel")
 
 
 def other_kernels(answer: Answer) -> None:
-    found = _profiles(answer)
-    forward = _of_longest_contexts(_rows(found, "shares", "forward"))
-    every = _rows(found, "other kernels", "forward")
+    selections = _profiles(answer)
+    forward = _of_longest_contexts(_rows(selections, "shares", "forward"))
+    every = _rows(selections, "other kernels", "forward")
     for row in forward:
         shares = [{"kind": kind, "share": share} for kind, share in _shares(row).items() if share >= TRIVIAL_PERCENT]
         kinds = [answer.fill("products", share=row.get("matmul_percent") or 0.0)]
@@ -175,19 +175,19 @@ def other_kernels(answer: Answer) -> None:
         kernels = [kernel for kernel in every if _shape(kernel) == _shape(row)][:_NAMED_KERNELS]
         answer.say("kernels", row, kinds=kinds, longest={"kernels": kernels} if kernels else None)
     shapes = set(map(_shape, forward))
-    _show_rows(answer, found, "other kernels", lambda row: row["phase"] == "forward" and _shape(row) in shapes)
+    _show_rows(answer, selections, "other kernels", lambda row: row["phase"] == "forward" and _shape(row) in shapes)
     for number, table in enumerate(answer.tables):
-        answer.tables[number] = replace(table, columns=[one for one in table.columns if one.key != "phase"])
+        answer.tables[number] = replace(table, columns=[column for column in table.columns if column.key != "phase"])
 
 
 # (d) and (e): products in inference and in a whole step, and next to the softmax.
 
 
 def whole_step(answer: Answer) -> None:
-    found, alone = _profiles(answer), _profiles(answer, "forward")
-    forward, steps = ({_shape(row): row for row in _rows(found, "shares", phase)} for phase in ("forward", "step"))
+    selections, forward_selections = _profiles(answer), _profiles(answer, "forward")
+    forward, steps = ({_shape(row): row for row in _rows(selections, "shares", phase)} for phase in ("forward", "step"))
     # Inference as a run of its own stands before the forward pass of a training step.
-    inferred = {_shape(row): row for row in _rows(alone, "shares", "forward") if _shape(row) in steps}
+    inferred = {_shape(row): row for row in _rows(forward_selections, "shares", "forward") if _shape(row) in steps}
     forward |= inferred
     pairs = {shape: (forward[shape], row) for shape, row in steps.items() if shape in forward}
     if not pairs:
@@ -195,7 +195,7 @@ def whole_step(answer: Answer) -> None:
     _say_change(answer, list(pairs.values()))
     for row in _of_longest_contexts([step for _, step in pairs.values()]):
         inference = pairs[_shape(row)][0]
-        before, after = (one.get("matmul_percent", 0.0) for one in (inference, row))
+        before, after = (phase_row.get("matmul_percent", 0.0) for phase_row in (inference, row))
         verb = "rises" if after > before + 1 else "falls" if after < before - 1 else "hardly moves,"
         shares = _shares(inference)
         others = [
@@ -208,10 +208,10 @@ def whole_step(answer: Answer) -> None:
             "share of products", row, verb=verb, before=before, after=after, is_alone=_shape(row) in inferred,
             optimizer={"share": optimizer} if optimizer else None, others={"kinds": others} if others else None,
         )  # fmt: skip
-    _show_rows(answer, alone, "shares", lambda row: row["phase"] == "forward" and _shape(row) in inferred)
+    _show_rows(answer, forward_selections, "shares", lambda row: row["phase"] == "forward" and _shape(row) in inferred)
     _show_rows(
         answer,
-        found,
+        selections,
         "shares",
         lambda row: row["phase"] == "step" or (row["phase"] == "forward" and _shape(row) not in inferred),
     )
@@ -234,8 +234,8 @@ def _say_change(answer: Answer, pairs: Sequence[tuple[dict, dict]]) -> None:
 
 
 def softmax(answer: Answer) -> None:
-    found = _profiles(answer)
-    rows = [row for row in _rows(found, "attention") if row.get("time_ratio")]
+    selections = _profiles(answer)
+    rows = [row for row in _rows(selections, "attention") if row.get("time_ratio")]
     if not rows:
         return
     for row in _of_longest_contexts(rows):
@@ -250,7 +250,7 @@ def softmax(answer: Answer) -> None:
     if changes:
         answer.say("with the context", changes=[{"how": how, "sizes": sizes} for how, sizes in changes.items()])
     columns = ("size", "context", "scores_ms", "final_ms", "softmax_ms", "other_ms", "time_ratio", "flops_ratio")
-    answer.show(found, "attention", *columns, "bytes_ratio", "matmul_tflops", "softmax_gbps")
+    answer.show(selections, "attention", *columns, "bytes_ratio", "matmul_tflops", "softmax_gbps")
 
 
 def profile_commands(target: Target) -> list[Command]:

@@ -10,7 +10,7 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers
 from cs336sys.report.attention import predicted_eager_memory
 from cs336sys.report.course.answer import ALIKE, Answer, compared, compared_headers
-from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Found, cells_of
+from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Selection, cells_of
 from cs336sys.report.course.problem import Command, Target, TrainingSweep, simple
 from cs336sys.results.model import Cell
 
@@ -26,12 +26,12 @@ def _shape(cell: Cell) -> tuple[int, int]:
 
 
 def pytorch_attention(answer: Answer) -> None:
-    found = answer.find("attn", _GRID, implementation=("eager", "model"))
-    if not found:
+    selections = answer.find("attn", _GRID, implementation=("eager", "model"))
+    if not selections:
         return
     keys = ("implementation", "context", "head_dim", "forward_ms", "backward_ms", "held_gib", "predicted_held_gib")
-    answer.show(found, "attn", *keys, "peak_gib", "status", medians=True)
-    cells = cells_of(found)
+    answer.show(selections, "attn", *keys, "peak_gib", "status", medians=True)
+    cells = cells_of(selections)
     shapes = sorted(set(map(_shape, cells)))
     for name in dict.fromkeys(cell.configuration["implementation"] for cell in cells):
         mine = [cell for cell in cells if cell.configuration["implementation"] == name]
@@ -46,30 +46,30 @@ def pytorch_attention(answer: Answer) -> None:
                 answer.lack(f"attention of {name}", context=context, head_dim=head_dim)
         _say_workspace(answer, measured)
     _say_growth(answer, cells)
-    _say_first_out_of_memory(answer, cells, found)
+    _say_first_out_of_memory(answer, cells, selections)
     answer.say("what removes the cost")
     # Of one length there is nothing over which to draw.
-    answer.draw(group for group in found if len({_shape(cell)[0] for cell in group.measured}) > 1)
+    answer.draw(group for group in selections if len({_shape(cell)[0] for cell in group.measured}) > 1)
 
 
 def _say_growth(answer: Answer, cells: Sequence[Cell]) -> None:
     """Report how memory saved for the backward pass grows with the context, at the largest head dim."""
     largest = max(cell.configuration["head_dim"] for cell in cells)
-    held = [
+    saved = [
         {"gib": cell.derived["held_gib"], **cell.configuration}
         for cell in sorted((cell for cell in cells if cell.configuration["head_dim"] == largest), key=_shape)
         if cell.status == "ok" and cell.derived.get("held_gib") is not None
     ]
-    held = [one for one in held if one["implementation"] == held[0]["implementation"]]
-    if len(held) > 1:
+    saved = [memory_row for memory_row in saved if memory_row["implementation"] == saved[0]["implementation"]]
+    if len(saved) > 1:
         steps = [
             {"grown": after["gib"] / before["gib"], "longer": after["context"] / before["context"]}
-            for before, after in pairwise(held)
+            for before, after in pairwise(saved)
         ]
         squared = steps[-1]["grown"] > steps[-1]["longer"] * (1 + ALIKE)
         name = "held with the square" if squared else "held with the context"
-        facts = {"implementation": held[0]["implementation"], "head_dim": largest}
-        answer.say(name, facts, steps=steps, held=[one["gib"] for one in held])
+        facts = {"implementation": saved[0]["implementation"], "head_dim": largest}
+        answer.say(name, facts, steps=steps, held=[memory_row["gib"] for memory_row in saved])
 
 
 def _say_workspace(answer: Answer, measured: Sequence[Cell]) -> None:
@@ -84,9 +84,9 @@ def _say_workspace(answer: Answer, measured: Sequence[Cell]) -> None:
         answer.say("workspace", first.configuration, held=first.derived["held_gib"], more=surplus[0] - surplus[1])
 
 
-def _say_first_out_of_memory(answer: Answer, cells: Sequence[Cell], found: Sequence[Found]) -> None:
+def _say_first_out_of_memory(answer: Answer, cells: Sequence[Cell], selections: Sequence[Selection]) -> None:
     """The smallest shape that did not fit, tensor by tensor; where all did, the first that cannot."""
-    run = found[0].run
+    run = selections[0].run
     shape = cells[0].configuration
     sequences, dtype = shape["batch_size"] * shape["heads"], shape["dtype"]
     settings = {"causal": shape["causal"], "implementation": "eager"}
@@ -147,13 +147,16 @@ def compiled_model(answer: Answer) -> None:
     sizes = answer.handout.sizes
     plain = {name: values for name, values in PLAIN_OF_ANY_MODE.items() if name != "compile"}
     wanted = {"size": sizes, "context": (512,), "batch_size": (4,)}
-    found: dict[tuple, tuple[dict, Found]] = {}
+    by_setting: dict[tuple, tuple[dict, Selection]] = {}
     for group in answer.find_each("bench", wanted, mode=("train", "forward"), **plain):
         for row in _compiled_rows(group):
-            found.setdefault((row["size"], row["precision"], row["compile"]), (row, group))
+            by_setting.setdefault((row["size"], row["precision"], row["compile"]), (row, group))
     # A compiled model is the answer, compiled blocks where there is none.
-    whole = [one for one in found.values() if one[0]["compile"] == "model"]
-    chosen = sorted(whole or found.values(), key=lambda one: (one[0]["precision"] != "fp32", one[0]["parameters"]))
+    whole = [row_and_group for row_and_group in by_setting.values() if row_and_group[0]["compile"] == "model"]
+    chosen = sorted(
+        whole or by_setting.values(),
+        key=lambda row_and_group: (row_and_group[0]["precision"] != "fp32", row_and_group[0]["parameters"]),
+    )
     if not chosen:
         return
     rows = [row for row, _ in chosen]
@@ -173,7 +176,7 @@ def compiled_model(answer: Answer) -> None:
         answer.lack("whole model of", sizes=absent)
 
 
-def _compiled_rows(group: Found) -> list[dict]:
+def _compiled_rows(group: Selection) -> list[dict]:
     rows = []
     for cell in group.measured:
         names = cell.configuration

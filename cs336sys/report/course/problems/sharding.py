@@ -7,7 +7,7 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.ideal import sent_bytes, state_answers
 from cs336sys.accounting.sharding.step import RankMemory
 from cs336sys.report.course.answer import ALIKE, Answer, faster, gib, times
-from cs336sys.report.course.evidence import Found
+from cs336sys.report.course.evidence import Selection
 from cs336sys.report.course.problem import Command, Target
 from cs336sys.report.course.problems.ddp import lack_xl, rows_of, say_setup, xl_command
 from cs336sys.report.numbers import format_operand
@@ -26,77 +26,79 @@ _SHARDED = ("optimizer", "optimizer-flat")
 _UNSETTLED = 1.1
 
 
-def _steps(answer: Answer, *strategies: str, cuda_graph: str = "off") -> list[Found]:
+def _steps(answer: Answer, *strategies: str, cuda_graph: str = "off") -> list[Selection]:
     """Find steps of the handout's xl by these strategies on two ranks."""
     plain = {"compile": ("off",), "cuda_graph": (cuda_graph,), "checkpointing": ("none",)}
     wanted = {"size": (answer.handout.xl,), "world_size": (2,), "context": (512,), "batch_size": (4,), **plain}
     return answer.find("shard", wanted, strategy=strategies)
 
 
-def _is_as_asked(group: Found) -> bool:
+def _is_as_asked(group: Selection) -> bool:
     """Trained with the handout's own attention and AdamW."""
     names = group.cells[0].configuration
     return (names["attention"], names["optimizer"]) == ("reference", "course")
 
 
-def _sharded_steps(answer: Answer) -> list[Found]:
+def _sharded_steps(answer: Answer) -> list[Selection]:
     """Find steps with and without a sharded optimizer, launched ones before those in CUDA graphs."""
-    return [group for one in ("off", "on") for group in _steps(answer, "none", *_SHARDED, cuda_graph=one)]
+    return [group for cuda_graph in ("off", "on") for group in _steps(answer, "none", *_SHARDED, cuda_graph=cuda_graph)]
 
 
-def _by_strategy(group: Found) -> dict[str, Cell]:
+def _by_strategy(group: Selection) -> dict[str, Cell]:
     """The measured cells of one invocation."""
     return {cell.configuration["strategy"]: cell for cell in group.measured}
 
 
-def _precision(group: Found) -> str:
+def _precision(group: Selection) -> str:
     return group.cells[0].configuration["precision"]
 
 
-def _by_precision(found: Sequence[Found]) -> list[Found]:
+def _by_precision(groups_of_runs: Sequence[Selection]) -> list[Selection]:
     """For each precision the first invocation that measured it together with plain data parallel training."""
-    groups: dict[str, Found] = {}
-    for group in found:
+    groups: dict[str, Selection] = {}
+    for group in groups_of_runs:
         for precision in dict.fromkeys(cell.configuration["precision"] for cell in group.cells):
             cells = [cell for cell in group.cells if cell.configuration["precision"] == precision]
-            chosen = Found(group.invocation, cells)
+            chosen = Selection(group.invocation, cells)
             if "none" in _by_strategy(chosen):
                 groups.setdefault(precision, chosen)
     return list(groups.values())
 
 
 def memory(answer: Answer) -> None:
-    found = [group for group in _sharded_steps(answer) if len(_by_strategy(group)) > 1]
-    if not found:
+    runs = [group for group in _sharded_steps(answer) if len(_by_strategy(group)) > 1]
+    if not runs:
         return
     # Asked are the moments of the first step, which earlier versions did not record.
-    found.sort(key=lambda group: (-_recorded_of_first_step(group), not _is_as_asked(group)))
-    groups = _by_precision(found[:1]) or found[:1]
+    runs.sort(key=lambda group: (-_recorded_of_first_step(group), not _is_as_asked(group)))
+    groups = _by_precision(runs[:1]) or runs[:1]
     rows: list[dict] = []
     for group in groups:
         cells, where = _by_strategy(group), f" in {_precision(group)}" * (len(groups) > 1)
-        moments = {name: held for name, cell in cells.items() if (held := _held(cell))}
-        for name, held in moments.items():
-            answer.say(f"held with {name}", where=where, moments=held)
-            rows += [{"precision": _precision(group), "strategy": name, **moment} for moment in held]
+        moments = {name: rank_moments for name, cell in cells.items() if (rank_moments := _held(cell))}
+        for name, rank_moments in moments.items():
+            answer.say(f"held with {name}", where=where, moments=rank_moments)
+            rows += [{"precision": _precision(group), "strategy": name, **moment} for moment in rank_moments]
         _say_saved(answer, cells, where)
-        for name, held in moments.items():
-            _say_parts(answer, name, held)
-    say_setup(answer, found[0])
+        for name, rank_moments in moments.items():
+            _say_parts(answer, name, rank_moments)
+    say_setup(answer, runs[0])
     headers = {name: name for name in ("precision", "strategy", "moment")}
-    headers |= {f"{part}_gib": words for part, words in COMPONENTS.items()} | {"total_gib": "total"}
+    headers |= {f"{part}_gib": header for part, header in COMPONENTS.items()} | {"total_gib": "total"}
     answer.add_table("memory", "memory of the rank that holds most", headers, rows)
     lack_xl(answer, groups[0])
     recorded = _recorded_of_first_step(groups[0])
     if recorded < 2:
         answer.lack("after the first step" if recorded else "first step")
-    answer.draw([Found(groups[0].invocation, [cell for group in groups for cell in group.measured])], "memory")
+    answer.draw([Selection(groups[0].invocation, [cell for group in groups for cell in group.measured])], "memory")
     answer.measured_by(groups)
 
 
-def _recorded_of_first_step(group: Found) -> int:
+def _recorded_of_first_step(group: Selection) -> int:
     """Return how many moments of the first step were recorded."""
-    return len({m for cell in group.measured for held in cell.derived["memory"] if "first" in (m := held["moment"])})
+    return len(
+        {m for cell in group.measured for moment in cell.derived["memory"] if "first" in (m := moment["moment"])}
+    )
 
 
 def _held(cell: Cell) -> list[dict[str, Any]]:
@@ -106,7 +108,7 @@ def _held(cell: Cell) -> list[dict[str, Any]]:
     moment before the second step stands for it, which holds the same.
     """
     moments: dict[str, RankMemory] = {memory.moment: memory for memory in memory_of(cell)["measured"]}
-    words = {
+    descriptions = {
         "initialized": "after initialization",
         "before the first optimizer step": "directly before the first optimizer step",
         "after the first optimizer step": "directly after it",
@@ -115,18 +117,18 @@ def _held(cell: Cell) -> list[dict[str, Any]]:
         "peak": "at the peak of the second step",
     }
     return [
-        {"moment": words.get(moment, moment), "total_gib": held.total_gib}
-        | {f"{part}_gib": getattr(held, part) / GIB for part in COMPONENTS}
-        for moment, held in moments.items()
+        {"moment": descriptions.get(moment, moment), "total_gib": rank_memory.total_gib}
+        | {f"{part}_gib": getattr(rank_memory, part) / GIB for part in COMPONENTS}
+        for moment, rank_memory in moments.items()
         if moment != "before the optimizer" or "after the first optimizer step" not in moments
     ]
 
 
-def _say_parts(answer: Answer, strategy: str, held: Sequence[dict]) -> None:
+def _say_parts(answer: Answer, strategy: str, moments: Sequence[dict]) -> None:
     """Break down the last moment that has optimizer state."""
-    at = next((at for at in reversed(held) if at["optimizer_state_gib"]), None)
+    at = next((at for at in reversed(moments) if at["optimizer_state_gib"]), None)
     if at is not None:
-        parts = [{"part": words, "gib": at[f"{part}_gib"]} for part, words in COMPONENTS.items()]
+        parts = [{"part": header, "gib": at[f"{part}_gib"]} for part, header in COMPONENTS.items()]
         answer.say("of these", at, strategy=strategy, parts=[part for part in parts if part["gib"]])
 
 
@@ -150,19 +152,19 @@ def _say_saved(answer: Answer, cells: dict[str, Cell], where: str) -> None:
 
 def _recorded_peak_gib(cell: Cell) -> float:
     """The most that the fullest rank held, by its allocations."""
-    return max((held.total_gib for held in memory_of(cell)["measured"]), default=0.0)
+    return max((rank_memory.total_gib for rank_memory in memory_of(cell)["measured"]), default=0.0)
 
 
 def _state(cell: Cell) -> float:
-    return max((held.optimizer_state for held in memory_of(cell)["measured"]), default=0) / GIB
+    return max((rank_memory.optimizer_state for rank_memory in memory_of(cell)["measured"]), default=0) / GIB
 
 
 def speeds(answer: Answer) -> None:
-    found = [group for group in _sharded_steps(answer) if {"none", "optimizer"} <= _by_strategy(group).keys()]
-    if not found:
+    runs = [group for group in _sharded_steps(answer) if {"none", "optimizer"} <= _by_strategy(group).keys()]
+    if not runs:
         return
-    found.sort(key=lambda group: (not _is_as_asked(group), -group.cells[0].configuration["steps"]))
-    groups = _by_precision(found)
+    runs.sort(key=lambda group: (not _is_as_asked(group), -group.cells[0].configuration["steps"]))
+    groups = _by_precision(runs)
     for group in groups:
         cells = _by_strategy(group)
         before = cells["none"].samples
@@ -188,7 +190,7 @@ def speeds(answer: Answer) -> None:
                 )
         answer.show([group], "shard", *_STEP_COLUMNS, medians=True)
     say_setup(answer, *groups)
-    lack_xl(answer, found[0])
+    lack_xl(answer, runs[0])
     for precision in ("fp32", "bf16"):
         if precision not in map(_precision, groups):
             answer.lack("same in", precision=precision)
@@ -200,8 +202,13 @@ def against_zero(answer: Answer) -> None:
     answer.say("the handout's way", bytes=ours / none, of_zero="as many" if flat == none else times(flat / none))
     for called, strategy in (("the handout's way", "optimizer"), ("ZeRO stage 1", "optimizer-flat")):
         answers = state_answers(SIZES[answer.handout.xl], 2, strategy)
-        one = next(one for one in answers if one.question.endswith("(c)"))
-        facts = {"called_": called, "derivation": one.derivation(format_operand), "value": one, "reason": one.reason}
+        answer_part = next(answer_part for answer_part in answers if answer_part.question.endswith("(c)"))
+        facts = {
+            "called_": called,
+            "derivation": answer_part.derivation(format_operand),
+            "value": answer_part,
+            "reason": answer_part.reason,
+        }
         answer.say("sent", facts, xl=answer.handout.xl)
     answer.say("optimizer-flat")
 
@@ -222,13 +229,14 @@ _SHARDED_BYTES = {"none": 16, "optimizer": 8}
 def fsdp_memory(answer: Answer) -> None:
     answers = state_answers(SIZES[answer.handout.xl], 2, "fsdp")
     none, optimizer = (
-        next(one for one in answers if one.quantity.endswith(f"less than {name}")) for name in _SHARDED_BYTES
+        next(answer_part for answer_part in answers if answer_part.quantity.endswith(f"less than {name}"))
+        for name in _SHARDED_BYTES
     )
     answer.say("a share of each")
     answer.say("should save", xl=answer.handout.xl, none=none, optimizer=optimizer)
     answer.derive(answers, "state", "training state of a rank, FSDP on 2 ranks")
-    found = _steps(answer, "none", "optimizer", "fsdp")
-    for group in [one for one in found if {"none", "fsdp"} <= _by_strategy(one).keys()][:1]:
+    runs = _steps(answer, "none", "optimizer", "fsdp")
+    for group in [run for run in runs if {"none", "fsdp"} <= _by_strategy(run).keys()][:1]:
         answer.measured_by([group])
         say_setup(answer, group)
         cells = _by_strategy(group)
@@ -242,19 +250,19 @@ def fsdp_memory(answer: Answer) -> None:
             if name in peak:
                 saving = peak[name] - peak["fsdp"]
                 savings.append({"is_none": name == "none", "gib": saving, "share": 100 * saving / (size * left_out)})
-        answer.say("FSDP saves", savings=savings, is_less=max(one["share"] for one in savings) < 100)
+        answer.say("FSDP saves", savings=savings, is_less=max(saved["share"] for saved in savings) < 100)
 
 
 def fsdp_gathers(answer: Answer) -> None:
-    groups: list[Found] = []
-    there: set[int] = set()
+    groups: list[Selection] = []
+    prefetches: set[int] = set()
     for group in _steps(answer, "fsdp"):
         kept = [cell for cell in group.measured if cell.derived.get("gathers")]
         prefetched = {cell.configuration["prefetch"] for cell in kept}
         # Of two invocations with the same, the one that measured more says it.
-        if prefetched - there:
-            groups.append(Found(group.invocation, kept))
-        there |= prefetched
+        if prefetched - prefetches:
+            groups.append(Selection(group.invocation, kept))
+        prefetches |= prefetched
     if not groups:
         return
     for group in groups:
@@ -266,7 +274,7 @@ def fsdp_gathers(answer: Answer) -> None:
         unsettled = [{"prefetch": ahead, "steps": run} for ahead, run in steps if max(run) > _UNSETTLED * min(run)]
         if unsettled:
             forwards = [cell.samples["forward"].median for cell in group.cells]
-            answer.say("not settled", cells=sorted(unsettled, key=lambda one: one["prefetch"]), forwards=forwards)
+            answer.say("not settled", cells=sorted(unsettled, key=lambda step: step["prefetch"]), forwards=forwards)
     for group in filter(_is_as_asked, _steps(answer, "fsdp", cuda_graph="on")):
         rows = sorted(rows_of(group, "shard"), key=lambda row: row["prefetch"])
         captured = [
@@ -282,7 +290,7 @@ def fsdp_gathers(answer: Answer) -> None:
     answer.draw(groups, "timelines")
     lack_xl(answer, groups[0])
     for count in (0, 1, 2):
-        if count not in there:
+        if count not in prefetches:
             answer.lack("prefetch", count=count)
 
 
