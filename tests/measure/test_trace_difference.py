@@ -27,7 +27,7 @@ def noisy(ms, seed, noise=0.005):
 
 
 def verdicts(found):
-    return {change.what: change.verdict for change in found.changes}
+    return {change.label: change.verdict for change in found.changes}
 
 
 def kernels(seed, *, slow=None):
@@ -38,7 +38,7 @@ def test_a_kernel_made_3_percent_slower_is_found_and_few_others_are_marked():
     found = compare_captures(capture(kernels(1)), capture(kernels(2, slow=7)))
     assert verdicts(found)["k7"] == "slower"
     assert sum(change.is_significant for change in found.changes) <= 3
-    (slow,) = [change for change in found.changes if change.what == "k7"]
+    (slow,) = [change for change in found.changes if change.label == "k7"]
     assert slow.low_ms < 0.03 * slow.before_ms < slow.high_ms
 
 

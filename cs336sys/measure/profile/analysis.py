@@ -138,7 +138,7 @@ def analyze(
     capture: Capture, timeline: Timeline, path: Path, label: str, breakdown: Breakdown | None = None
 ) -> Analysis:
     """Sum up one GPU of a capture."""
-    found = breakdown or break_down(timeline)
+    breakdown_of_steps = breakdown or break_down(timeline)
     bounds = timeline.steps.bounds
     return Analysis(
         file=path.name,
@@ -147,11 +147,11 @@ def analyze(
         is_gpu=capture.is_gpu,
         gpu_name=capture.gpu_names.get(timeline.gpu, ""),
         rank=capture.rank,
-        steps_are=timeline.steps.words,
+        steps_are=timeline.steps.definition,
         has_steps=timeline.steps.are_found,
         step_ms=_ms(bounds[:, 1] - bounds[:, 0]),
-        parts={part: _ms(found.parts[part]) for part in PARTS if found.parts[part].any()},
-        kernels=_kernels(timeline, found),
+        parts={part: _ms(breakdown_of_steps.parts[part]) for part in PARTS if breakdown_of_steps.parts[part].any()},
+        kernels=_kernels(timeline, breakdown_of_steps),
         copies=_copies(timeline),
         collectives=_collectives(timeline),
         waits=_waits(timeline),
@@ -195,11 +195,11 @@ def _kernels(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGroup, ...
     counts = np.bincount(place, minlength=size).reshape(-1, steps)
     sums = np.bincount(place, weights=length[inside], minlength=size).reshape(-1, steps) / 1e6
     place = group_of[breakdown.work] * steps + breakdown.step
-    own = np.bincount(place, weights=breakdown.credit, minlength=size).reshape(-1, steps) / 1e6
+    exclusive_ms = np.bincount(place, weights=breakdown.credit, minlength=size).reshape(-1, steps) / 1e6
     order = [
         number
         for number in np.argsort(-sums.sum(axis=1), kind="stable").tolist()
-        if counts[number].any() or own[number].any()
+        if counts[number].any() or exclusive_ms[number].any()
     ]
 
     def text(texts: Sequence[str], number: int) -> str:
@@ -218,11 +218,11 @@ def _kernels(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGroup, ...
                 text(timeline.shapes, shape),
                 tuple(counts[number].tolist()),
                 tuple(sums[number].tolist()),
-                tuple(own[number].tolist()),
+                tuple(exclusive_ms[number].tolist()),
             )
         )
     if rest := order[_MOST_GROUPS:]:
-        sums_of_rest = (tuple(array[rest].sum(axis=0).tolist()) for array in (counts, sums, own))
+        sums_of_rest = (tuple(array[rest].sum(axis=0).tolist()) for array in (counts, sums, exclusive_ms))
         rows.append(KernelGroup(OTHERS, category_of(""), "", "", "", *sums_of_rest))
     return tuple(rows)
 
@@ -240,26 +240,31 @@ def _copies(timeline: Timeline) -> tuple[CopyTime, ...]:
 
 
 def _collectives(timeline: Timeline) -> tuple[CollectiveTime, ...]:
-    found = timeline.collectives
+    collectives = timeline.collectives
     groups: dict[tuple[str, str, int, int], list[float]] = {}
-    step = step_of(timeline, timeline.start[found.index]) if len(found.index) else found.index
-    lengths = (timeline.stop - timeline.start)[found.index]
+    step = step_of(timeline, timeline.start[collectives.index]) if len(collectives.index) else collectives.index
+    lengths = (timeline.stop - timeline.start)[collectives.index]
     for number in np.flatnonzero(step >= 0).tolist():
-        key = (found.kinds[number], found.groups[number], int(found.ranks[number]), int(found.sizes[number]))
+        key = (
+            collectives.kinds[number],
+            collectives.groups[number],
+            int(collectives.ranks[number]),
+            int(collectives.sizes[number]),
+        )
         groups.setdefault(key, []).append(lengths[number] / 1e6)
     rows = [CollectiveTime(*key, len(ms), float(sum(ms))) for key, ms in groups.items()]
     return tuple(sorted(rows, key=lambda row: -row.ms))
 
 
 def _waits(timeline: Timeline) -> dict[str, tuple[int, float]]:
-    found: dict[str, tuple[int, float]] = {}
+    count_and_ms: dict[str, tuple[int, float]] = {}
     if len(timeline.waits):
         inside = step_of(timeline, timeline.waits[:, 0]) >= 0
         for place in np.flatnonzero(inside).tolist():
-            count, ms = found.get(timeline.wait_names[place], (0, 0.0))
+            count, ms = count_and_ms.get(timeline.wait_names[place], (0, 0.0))
             begin, end = timeline.waits[place].tolist()
-            found[timeline.wait_names[place]] = (count + 1, ms + (end - begin) / 1e6)
-    return found
+            count_and_ms[timeline.wait_names[place]] = (count + 1, ms + (end - begin) / 1e6)
+    return count_and_ms
 
 
 def _totals(timeline: Timeline) -> dict[str, float]:

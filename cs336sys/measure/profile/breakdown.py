@@ -57,9 +57,9 @@ def break_down(timeline: Timeline) -> Breakdown:
     pieces: list[tuple[NDArray[np.int64], ...]] = []
     exposed = []
     classes = timeline.work_class
-    for one in (COMPUTING, COMMUNICATING, COPYING):
-        index = np.flatnonzero(classes == one)
-        higher = np.flatnonzero(classes < one)
+    for work_class in (COMPUTING, COMMUNICATING, COPYING):
+        index = np.flatnonzero(classes == work_class)
+        higher = np.flatnonzero(classes < work_class)
         cover = Cover(timeline.start[higher], timeline.stop[higher])
         begin, end = own_shares(timeline.start[index], timeline.stop[index])
         for step, (first, last) in enumerate(bounds.tolist()):
@@ -67,9 +67,9 @@ def break_down(timeline: Timeline) -> Breakdown:
             from_, until = np.maximum(begin[low:high], first), np.minimum(end[low:high], last)
             credit = np.maximum(until - from_ - cover.within(from_, until), 0)
             is_some = credit > 0
-            parts[_PART_OF_CLASS[one]][step] = credit.sum()
+            parts[_PART_OF_CLASS[work_class]][step] = credit.sum()
             pieces.append((index[low:high][is_some], np.full(is_some.sum(), step), credit[is_some]))
-            if one == COMMUNICATING:
+            if work_class == COMMUNICATING:
                 exposed.append(_uncovered(cover, from_[is_some], until[is_some], index[low:high][is_some]))
     _add_gaps(timeline, parts)
     work, steps, credit = (np.concatenate(column) for column in zip(*pieces, strict=True))

@@ -26,7 +26,7 @@ class TimeChange:
     """One kernel, or one part of a step that is no kernel's, in both captures.
 
     Attributes:
-        what: the kernel's name, or the part's; of one that another has replaced, both.
+        label: the kernel's name, or the part's; of one that another has replaced, both.
         is_kernel: False for a part: launching, the data loader, ...
         before_ms, after_ms: mean time of a step that is its own.
         low_ms, high_ms: where the true difference lies in 95 of 100 cases; infinite with too few steps to say.
@@ -34,7 +34,7 @@ class TimeChange:
         before_us, after_us: mean of one run; None where there is none.
     """
 
-    what: str
+    label: str
     is_kernel: bool
     kind: str
     module: str
@@ -121,7 +121,9 @@ def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
         # Waiting for ranks is part of the collectives' own time.
         changes += [_part_change(part, before, after, least_ms) for part in parts if part != WAITING_PART]
     else:
-        sums = [sum(sum(group.own_ms) for group in one.kernels) / len(one.step_ms) for one in (before, after)]
+        sums = [
+            sum(sum(group.own_ms) for group in analysis.kernels) / len(analysis.step_ms) for analysis in (before, after)
+        ]
         totals = sums[0], sums[1]
     changes.sort(key=lambda change: -abs(change.delta_ms))
     return CaptureDifference(*totals, not alike, tuple(changes))
@@ -136,7 +138,7 @@ def _aligned(
     left_before, left_after = list(before), list(after)
     pairs: list[_Pair] = []
     for key in keys:
-        found: dict[tuple[str, ...], _Pair] = {}
+        pair_of_key: dict[tuple[str, ...], _Pair] = {}
         alone: tuple[list[KernelGroup], list[KernelGroup]] = ([], [])
         for number, groups in enumerate((left_before, left_after)):
             for group in groups:
@@ -144,9 +146,9 @@ def _aligned(
                 if of is None:
                     alone[number].append(group)
                     continue
-                pair = found.setdefault(of, _Pair())
+                pair = pair_of_key.setdefault(of, _Pair())
                 (pair.after if number else pair.before).append(group)
-        for pair in found.values():
+        for pair in pair_of_key.values():
             if pair.before and pair.after:
                 pairs.append(pair)
             else:
@@ -157,14 +159,14 @@ def _aligned(
 
 
 def _kernel_change(pair: _Pair, steps: tuple[int, int], least_ms: float) -> TimeChange:
-    own = [
+    step_ms = [
         _summed((group.own_ms for group in groups), count)
         for groups, count in zip((pair.before, pair.after), steps, strict=True)
     ]
     counts = [sum(sum(group.count) for group in groups) for groups in (pair.before, pair.after)]
     lengths = [sum(sum(group.ms) for group in groups) for groups in (pair.before, pair.after)]
     each = [1e3 * length / count if count else None for length, count in zip(lengths, counts, strict=True)]
-    verdict, low, high = _judged(own[0], own[1], least_ms)
+    verdict, low, high = _judged(step_ms[0], step_ms[1], least_ms)
     for number, groups in enumerate((pair.before, pair.after)):
         present = _summed((group.count for group in groups), steps[number])
         is_always = sum(count > 0 for count in present) >= _PRESENT_SHARE * steps[number]
@@ -172,20 +174,20 @@ def _kernel_change(pair: _Pair, steps: tuple[int, int], least_ms: float) -> Time
             verdict = "new" if number else "gone"
     names = [list(dict.fromkeys(group.name for group in groups)) for groups in (pair.before, pair.after)]
     is_replaced = names[0] and names[1] and set(names[0]) != set(names[1])
-    what = (
+    label = (
         " -> ".join(" + ".join(map(short_name, some)) for some in names) if is_replaced else (names[0] or names[1])[0]
     )
-    one = (pair.before or pair.after)[0]
+    example = (pair.before or pair.after)[0]
     return TimeChange(
-        what=what,
+        label=label,
         is_kernel=True,
-        kind=one.kind,
-        module=one.module,
-        operator=one.operator,
-        shape=one.shape,
+        kind=example.kind,
+        module=example.module,
+        operator=example.operator,
+        shape=example.shape,
         verdict=verdict,
-        before_ms=sum(own[0]) / steps[0],
-        after_ms=sum(own[1]) / steps[1],
+        before_ms=sum(step_ms[0]) / steps[0],
+        after_ms=sum(step_ms[1]) / steps[1],
         low_ms=low,
         high_ms=high,
         before_count=counts[0] / steps[0],
@@ -196,9 +198,9 @@ def _kernel_change(pair: _Pair, steps: tuple[int, int], least_ms: float) -> Time
 
 
 def _part_change(part: str, before: Analysis, after: Analysis, least_ms: float) -> TimeChange:
-    own = [list(one.parts.get(part, (0.0,) * len(one.step_ms))) for one in (before, after)]
-    verdict, low, high = _judged(own[0], own[1], least_ms)
-    means = [sum(values) / len(values) for values in own]
+    step_ms = [list(analysis.parts.get(part, (0.0,) * len(analysis.step_ms))) for analysis in (before, after)]
+    verdict, low, high = _judged(step_ms[0], step_ms[1], least_ms)
+    means = [sum(values) / len(values) for values in step_ms]
     return TimeChange(part, False, "", "", "", "", verdict, means[0], means[1], low, high)
 
 
@@ -238,10 +240,10 @@ def _trend(values: Sequence[float]) -> float:
 
 def _judged(before: Sequence[float], after: Sequence[float], least_ms: float) -> tuple[Verdict, float, float]:
     """Return whether the values of steps differ, and the interval of their difference."""
-    found = difference(Samples("ms", "capture", tuple(after)), Samples("ms", "capture", tuple(before)))
+    interval = difference(Samples("ms", "capture", tuple(after)), Samples("ms", "capture", tuple(before)))
     judged = compare_sides([[before]], [[after]], confidence_percent=_CONFIDENCE_PERCENT)
     if judged.p_value is None:
-        return _far_apart(before, after, least_ms) or ("undecided", found.low, found.high)
-    if not judged.is_significant or abs(found.estimate) < least_ms:
-        return "~", found.low, found.high
-    return ("slower" if found.estimate > 0 else "faster"), found.low, found.high
+        return _far_apart(before, after, least_ms) or ("undecided", interval.low, interval.high)
+    if not judged.is_significant or abs(interval.estimate) < least_ms:
+        return "~", interval.low, interval.high
+    return ("slower" if interval.estimate > 0 else "faster"), interval.low, interval.high

@@ -72,8 +72,8 @@ class Nested:
             around.append(number)
         self.parent = parents
         self._first = {
-            int(one): (int(low), int(high))
-            for one, low, high in zip(
+            int(thread_number): (int(low), int(high))
+            for thread_number, low, high in zip(
                 *np.unique(thread, return_index=True),
                 np.append(np.unique(thread, return_index=True)[1][1:], len(thread)),
                 strict=True,
@@ -86,15 +86,15 @@ class Nested:
 
     def innermost(self, time: Times, thread: Times) -> Times:
         """The number of the innermost interval of the thread around each instant; -1 for none."""
-        found = np.full(len(time), -1)
-        for one in np.unique(thread).tolist():
-            if one not in self._first:
+        innermost = np.full(len(time), -1)
+        for thread_number in np.unique(thread).tolist():
+            if thread_number not in self._first:
                 continue
-            low, high = self._first[one]
-            chosen = np.flatnonzero(thread == one)
+            low, high = self._first[thread_number]
+            chosen = np.flatnonzero(thread == thread_number)
             at = np.searchsorted(self._start[low:high], time[chosen], side="right") + low - 1
             at[at < low] = -1
             while np.any(ended := (at >= 0) & (self._stop[at] < time[chosen])):
                 at[ended] = self.parent[at[ended]]
-            found[chosen] = at
-        return found
+            innermost[chosen] = at
+        return innermost

@@ -66,7 +66,7 @@ def operator_work(operator: str, shape: str) -> OperatorWork | None:
 
 
 def _is_size(size: Any) -> bool:
-    return isinstance(size, list) and bool(size) and all(isinstance(one, int) and one >= 0 for one in size)
+    return isinstance(size, list) and bool(size) and all(isinstance(extent, int) and extent >= 0 for extent in size)
 
 
 def _flops_and_output(name: str, sizes: Sequence[Any]) -> tuple[int, int]:
@@ -138,24 +138,24 @@ class CalledOperators:
     def __init__(self, tables: sqlite3.Connection, operation: NDArray[np.int64], threads: list[str]):
         numbers = {text: number for number, text in enumerate(threads)}
         wanted = set(np.unique(operation).tolist())
-        found: dict[int, tuple[int, int, int, int]] = {}
+        operators: dict[int, tuple[int, int, int, int]] = {}
         for number, name, start, thread, shape in tables.execute(
             "SELECT number, name, start, thread, coalesce(shape, -1) FROM operation WHERE number IS NOT NULL"
         ):
             if number in wanted:
-                found.setdefault(number, (name, start, numbers.setdefault(str(thread), len(numbers)), shape))
+                operators.setdefault(number, (name, start, numbers.setdefault(str(thread), len(numbers)), shape))
         threads[:] = numbers
-        keys = np.array(sorted(found), np.int64)
-        rows = np.array([*(found[key] for key in keys.tolist()), (-1, -1, -1, -1)], np.int64)
+        keys = np.array(sorted(operators), np.int64)
+        rows = np.array([*(operators[key] for key in keys.tolist()), (-1, -1, -1, -1)], np.int64)
         self.name, self.start, self.thread, self.shape = rows.T
         self.place = np.full(len(operation), -1)
         if len(keys):
             place = np.minimum(np.searchsorted(keys, operation), len(keys) - 1)
             self.place = np.where(keys[place] == operation, place, -1)
 
-    def named(self, names: Mapping[int, str], known: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
-        """The operator's name of each work, as a number into ``known`` with the names of operators added."""
-        ids = {text: number for number, text in enumerate(known)}
+    def named(self, names: Mapping[int, str], kernel_names: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
+        """The operator's name of each work, as a number into ``kernel_names`` with the names of operators added."""
+        ids = {text: number for number, text in enumerate(kernel_names)}
         texts = [names.get(id_, f"unnamed {id_}") for id_ in self.name.tolist()[:-1]]
         numbers = np.array([*(ids.setdefault(text, len(ids)) for text in texts), -1], np.int64)
         return numbers[self.place], list(ids)

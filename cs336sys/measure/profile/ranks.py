@@ -92,13 +92,17 @@ def match_ranks(timelines: Sequence[Timeline]) -> RanksAnalysis | None:
     index = [timeline.collectives.index for timeline in timelines]
     starts = [timeline.start[chosen] for timeline, chosen in zip(timelines, index, strict=True)]
     stops = [timeline.stop[chosen] for timeline, chosen in zip(timelines, index, strict=True)]
-    joining = [one for one in places if timelines[one[0][0]].collectives.kinds[one[0][1]] in SYNCHRONIZING]
+    joining = [
+        collective
+        for collective in places
+        if timelines[collective[0][0]].collectives.kinds[collective[0][1]] in SYNCHRONIZING
+    ]
     clocks = _align(len(timelines), joining or places, stops)
     waiting = tuple(np.full(len(chosen), -1) for chosen in index)
     aligned = [clocks.aligned(rank, times) for rank, times in enumerate(starts)]
-    for one in places:
-        last = max(aligned[rank][place] for rank, place in one)
-        for rank, place in one:
+    for collective in places:
+        last = max(aligned[rank][place] for rank, place in collective)
+        for rank, place in collective:
             length = int(stops[rank][place] - starts[rank][place])
             waiting[rank][place] = min(max(int(last - aligned[rank][place]), 0), length)
     return RanksAnalysis(clocks, len(places), waiting, notes)
@@ -109,31 +113,35 @@ Place = tuple[int, int]
 
 def _matched(timelines: Sequence[Timeline]) -> tuple[list[tuple[Place, ...]], tuple[str, ...]]:
     """Places (rank, number of its collective) of each collective that more than one rank has."""
-    found: dict[tuple, list[Place]] = {}
+    places_of: dict[tuple, list[Place]] = {}
     numbered = ordered = False
     for rank, timeline in enumerate(timelines):
-        own = timeline.collectives
-        steps = step_of(timeline, timeline.start[own.index])
+        collectives = timeline.collectives
+        steps = step_of(timeline, timeline.start[collectives.index])
         counts: dict[tuple, int] = {}
-        for place in range(len(own.index)):
-            group, kind, sequence = own.groups[place], own.kinds[place], int(own.sequences[place])
+        for place in range(len(collectives.index)):
+            group, kind, sequence = (
+                collectives.groups[place],
+                collectives.kinds[place],
+                int(collectives.sequences[place]),
+            )
             if sequence >= 0:
                 numbered = True
-                found.setdefault((group, kind, "number", sequence), []).append((rank, place))
+                places_of.setdefault((group, kind, "number", sequence), []).append((rank, place))
             elif steps[place] >= 0:
                 ordered = True
                 series = (group, kind, int(steps[place]))
                 counts[series] = counts.get(series, 0) + 1
-                found.setdefault((*series, counts[series]), []).append((rank, place))
+                places_of.setdefault((*series, counts[series]), []).append((rank, place))
     lengths: dict[tuple, set[int]] = {}
-    for key in found:
+    for key in places_of:
         if key[2] != "number":
-            lengths.setdefault(key[:3], set()).add(len(found[key]))
+            lengths.setdefault(key[:3], set()).add(len(places_of[key]))
     # Of a series that some ranks have less of, nobody knows which is whose.
     uneven = {series for series, counts in lengths.items() if len(counts) > 1}
     matched = [
         tuple(places)
-        for key, places in found.items()
+        for key, places in places_of.items()
         if len(places) > 1 and key[:3] not in uneven and len({rank for rank, _ in places}) == len(places)
     ]
     notes = []
@@ -157,8 +165,8 @@ def _align(ranks: int, places: Sequence[tuple[Place, ...]], stops: Sequence[Time
     chosen = places[:: max(1, len(places) // _MOST_FITTED)]
     rows = [
         (number, rank, float(stops[rank][place] - origin[rank]))
-        for number, one in enumerate(chosen)
-        for rank, place in one
+        for number, collective in enumerate(chosen)
+        for rank, place in collective
     ]
     group = np.array([row[0] for row in rows])
     rank_of = np.array([row[1] for row in rows])
@@ -209,13 +217,13 @@ def waited_collectives(timeline: Timeline, waiting_ns: Times, ranks: int) -> lis
     Args:
         ranks: how many there are, for collectives whose group was not recorded.
     """
-    found = timeline.collectives
-    step = step_of(timeline, timeline.start[found.index])
-    lengths = (timeline.stop - timeline.start)[found.index]
+    collectives = timeline.collectives
+    step = step_of(timeline, timeline.start[collectives.index])
+    lengths = (timeline.stop - timeline.start)[collectives.index]
     groups: dict[tuple[str, str, int, int], list[float]] = {}
     for number in np.flatnonzero(step >= 0).tolist():
-        members = int(found.ranks[number]) if found.ranks[number] > 0 else ranks
-        key = (found.kinds[number], found.groups[number], members, int(found.sizes[number]))
+        members = int(collectives.ranks[number]) if collectives.ranks[number] > 0 else ranks
+        key = (collectives.kinds[number], collectives.groups[number], members, int(collectives.sizes[number]))
         row = groups.setdefault(key, [0, 0.0, 0.0, 0])
         row[0] += 1
         row[1] += lengths[number] / 1e6
@@ -272,11 +280,13 @@ def find_straggler(analyses: Sequence[Analysis]) -> Straggler | None:
     count = min(len(analysis.step_ms) for analysis in analyses)
     if count < _LEAST_STEPS:
         return None
-    own = [own_ms(analysis)[:count] for analysis in analyses]
-    means = [statistics.fmean(values) for values in own]
+    own_step_ms = [own_ms(analysis)[:count] for analysis in analyses]
+    means = [statistics.fmean(values) for values in own_step_ms]
     slowest = max(range(len(means)), key=means.__getitem__)
-    others = [values for number, values in enumerate(own) if number != slowest]
-    excess = [value - statistics.median(other[step] for other in others) for step, value in enumerate(own[slowest])]
+    others = [values for number, values in enumerate(own_step_ms) if number != slowest]
+    excess = [
+        value - statistics.median(other[step] for other in others) for step, value in enumerate(own_step_ms[slowest])
+    ]
     mean, step_ms = statistics.fmean(excess), statistics.fmean(analyses[slowest].step_ms)
     error = statistics.stdev(excess) / count**0.5
     if mean < _LEAST_SHARE * step_ms:
@@ -308,11 +318,11 @@ def _why(analyses: Sequence[Analysis], slowest: int, excess: float) -> str:
         more = analyses[slowest].mean(part) - statistics.median(other.mean(part) for other in others)
         if more < 0.2 * excess:
             continue
-        words = f"{part} {more:.3g} ms"
+        description = f"{part} {more:.3g} ms"
         if part == COMPUTING_PART and (kinds := _kinds(analyses[slowest], others, more)):
-            words += f" ({kinds})"
-        longer.append((more, words))
-    return ", ".join(words for _, words in sorted(longer, reverse=True)) + " longer" if longer else ""
+            description += f" ({kinds})"
+        longer.append((more, description))
+    return ", ".join(description for _, description in sorted(longer, reverse=True)) + " longer" if longer else ""
 
 
 def _kinds(slowest: Analysis, others: Sequence[Analysis], excess: float) -> str:

@@ -97,15 +97,15 @@ def capture_files(paths: Sequence[Path]) -> list[Path]:
     Raises:
         UsageError: a folder holds no capture.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for path in paths:
         inside = [path]
         if path.is_dir():
-            inside = sorted(one for one in path.iterdir() if one.name.endswith(_ENDINGS))
+            inside = sorted(file for file in path.iterdir() if file.name.endswith(_ENDINGS))
             if not inside:
                 raise UsageError(f"{path} is a folder without captures: files that end in {', '.join(_ENDINGS)}")
-        found += [one for one in inside if one not in found]
-    return found
+        files += [file for file in inside if file not in files]
+    return files
 
 
 def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
@@ -120,7 +120,7 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
     Raises:
         UsageError: a file cannot be read, or two are of one rank.
     """
-    found = []
+    rank_captures = []
     for path in capture_files(paths):
         capture = open_capture(path)
         try:
@@ -129,49 +129,59 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
             raise UsageError(f"{path}: {error}") from error
         finally:
             capture.close()
-        found += [(path, capture, timeline, len(of_file)) for timeline in of_file]
-    labels, notes, order = _labels([(path, capture, timeline, count) for path, capture, timeline, count in found])
-    found = [found[number] for number in order]
+        rank_captures += [(path, capture, timeline, len(of_file)) for timeline in of_file]
+    labels, notes, order = _labels(
+        [(path, capture, timeline, count) for path, capture, timeline, count in rank_captures]
+    )
+    rank_captures = [rank_captures[number] for number in order]
     labels = [labels[number] for number in order]
-    ranks = match_ranks([timeline for _, _, timeline, _ in found]) if len(found) > 1 else None
+    ranks = match_ranks([timeline for _, _, timeline, _ in rank_captures]) if len(rank_captures) > 1 else None
     analyses = []
-    for number, (path, capture, timeline, _) in enumerate(found):
+    for number, (path, capture, timeline, _) in enumerate(rank_captures):
         breakdown = break_down(timeline)
         analysis = analyze(capture, timeline, path, labels[number], breakdown)
         if ranks is not None:
             waiting = ranks.waiting_ns[number]
-            collectives = waited_collectives(timeline, waiting, len(found))
+            collectives = waited_collectives(timeline, waiting, len(rank_captures))
             analysis = with_waiting(analysis, exposed_waiting(timeline, breakdown, waiting), collectives)
         analyses.append(analysis)
-    if len(found) > 1 and ranks is None:
+    if len(rank_captures) > 1 and ranks is None:
         notes = (*notes, "no collective was found on more than one rank, so that nobody can say who waited")
-    return Read(tuple(analyses), tuple(timeline for _, _, timeline, _ in found), ranks, notes)
+    return Read(tuple(analyses), tuple(timeline for _, _, timeline, _ in rank_captures), ranks, notes)
 
 
-def _labels(found: Sequence[tuple[Path, Capture, Timeline, int]]) -> tuple[list[str], tuple[str, ...], list[int]]:
+def _labels(
+    rank_captures: Sequence[tuple[Path, Capture, Timeline, int]],
+) -> tuple[list[str], tuple[str, ...], list[int]]:
     """Return labels of GPUs and ranks, notes about them, and their order."""
-    files = list(dict.fromkeys(path for path, *_ in found))
+    files = list(dict.fromkeys(path for path, *_ in rank_captures))
     if len(files) == 1:
-        count = len(found)
-        labels = [f"GPU {timeline.gpu}" if count > 1 else "" for _, _, timeline, _ in found]
+        count = len(rank_captures)
+        labels = [f"GPU {timeline.gpu}" if count > 1 else "" for _, _, timeline, _ in rank_captures]
         if len(set(labels)) < count:
-            labels = [f"GPU {timeline.gpu} of process {timeline.process}" for _, _, timeline, _ in found]
+            labels = [f"GPU {timeline.gpu} of process {timeline.process}" for _, _, timeline, _ in rank_captures]
         return labels, (), list(range(count))
-    told = [next(capture.rank for one, capture, *_ in found if one == path) for path in files]
+    ranks = [
+        next(capture.rank for capture_path, capture, *_ in rank_captures if capture_path == path) for path in files
+    ]
     notes: tuple[str, ...] = ()
-    if None in told or len(set(told)) < len(told):
+    if None in ranks or len(set(ranks)) < len(ranks):
         names = [_RANK.search(path.name) for path in files]
         if all(names) and len({name[1] for name in names if name}) == len(files):
-            told, notes = [int(name[1]) for name in names if name], ("ranks by the names of the files",)
-        elif None in told:
-            told, notes = list(range(len(files))), ("the files do not say their ranks, which are their order here",)
+            ranks, notes = [int(name[1]) for name in names if name], ("ranks by the names of the files",)
+        elif None in ranks:
+            ranks, notes = list(range(len(files))), ("the files do not say their ranks, which are their order here",)
         else:
-            twice = next(rank for rank in told if told.count(rank) > 1)
-            both = " and ".join(str(path) for path, rank in zip(files, told, strict=True) if rank == twice)
+            twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+            both = " and ".join(str(path) for path, rank in zip(files, ranks, strict=True) if rank == twice)
             raise UsageError(f"{both} are both of rank {twice}: give one file for each rank")
-    rank_of = dict(zip(files, told, strict=True))
+    rank_of = dict(zip(files, ranks, strict=True))
     labels = [
-        f"rank {rank_of[path]}" + (f", GPU {timeline.gpu}" if count > 1 else "") for path, _, timeline, count in found
+        f"rank {rank_of[path]}" + (f", GPU {timeline.gpu}" if count > 1 else "")
+        for path, _, timeline, count in rank_captures
     ]
-    order = sorted(range(len(found)), key=lambda number: (rank_of[found[number][0]] or 0, found[number][2].gpu))
+    order = sorted(
+        range(len(rank_captures)),
+        key=lambda number: (rank_of[rank_captures[number][0]] or 0, rank_captures[number][2].gpu),
+    )
     return labels, notes, order

@@ -53,7 +53,7 @@ def _covered(tables: sqlite3.Connection) -> tuple[int, int, int, int]:
     # The last one that began before it: those that lie in others are gone.
     within = """coalesce((SELECT span.stop >= launch.start FROM span WHERE span.process = launch.process
                            AND span.is_step = {} AND span.start <= launch.start ORDER BY span.start DESC LIMIT 1), 0)"""
-    found = tables.execute(
+    sums = tables.execute(
         f"""SELECT coalesce(sum(length), 0), coalesce(sum(length * is_launched), 0),
                    coalesce(sum(length * in_step), 0), coalesce(sum(length * max(in_step, in_other)), 0)
             FROM (SELECT work.stop - work.start AS length, launch.start IS NOT NULL AS is_launched,
@@ -61,7 +61,7 @@ def _covered(tables: sqlite3.Connection) -> tuple[int, int, int, int]:
                   FROM work LEFT JOIN launch USING (process, correlation))"""
     ).fetchone()
     tables.execute("DROP TABLE span")
-    return found
+    return sums
 
 
 def _outermost_annotations(tables: sqlite3.Connection) -> tuple[str, ...]:

@@ -36,12 +36,12 @@ class Steps:
 
     Attributes:
         bounds: (steps, 2) begin and end of each on the GPU, in ns. A step ends when all that it launched has run.
-        words: how they were found, to follow "steps: ".
+        definition: how they were found, to follow "steps: ".
         are_found: False where the capture as a whole replaces steps.
     """
 
     bounds: Times
-    words: str
+    definition: str
     are_found: bool = True
 
 
@@ -138,10 +138,10 @@ def _timeline(
         (process, gpu),
     )
     number, start, stop, name, launched, size, operation, stream, thread, streams, threads = _columns(rows)
-    known = [names.get(id_, f"unnamed {id_}") for id_ in np.unique(name).tolist()]
+    kernel_names = [names.get(id_, f"unnamed {id_}") for id_ in np.unique(name).tolist()]
     name = np.unique(name, return_inverse=True)[1]
     called = CalledOperators(tables, operation, threads)
-    operator, texts = called.named(names, known)
+    operator, texts = called.named(names, kernel_names)
     # Where its launch was not recorded, it was launched in its operator.
     is_lost = (launched < 0) & (called.place >= 0)
     launched[is_lost] = called.start[called.place[is_lost]]
@@ -284,9 +284,9 @@ def _forward_times(
     nested = Nested([row[:3] for row in backward])
     innermost = nested.innermost(launched, thread)
     for place in np.flatnonzero(innermost >= 0).tolist():
-        found = forward.get(nested.pick(backward, int(innermost[place]))[3])
-        if found:
-            at[place], of[place] = found
+        time_and_thread = forward.get(nested.pick(backward, int(innermost[place]))[3])
+        if time_and_thread:
+            at[place], of[place] = time_and_thread
     return at, of
 
 
@@ -311,8 +311,14 @@ def _collectives(
     }
     kinds, groups, numbers = [], [], []
     for place in index.tolist():
-        found = recorded.get(int(number[place])) or of_operators.get(int(operation[place]))
-        kind, group, sequence, size, ranks = found or (collective_kind(names[name[place]]), "", None, None, None)
+        collective_row = recorded.get(int(number[place])) or of_operators.get(int(operation[place]))
+        kind, group, sequence, size, ranks = collective_row or (
+            collective_kind(names[name[place]]),
+            "",
+            None,
+            None,
+            None,
+        )
         kinds.append(kind)
         groups.append(group)
         numbers.append((-1 if sequence is None else sequence, size or 0, ranks or -1))
@@ -320,18 +326,20 @@ def _collectives(
     return Collectives(index, kinds, groups, values[:, 0], values[:, 1], values[:, 2])
 
 
-def _find_steps(capture: Capture, timeline: Timeline, asked: str | None) -> Steps:
+def _find_steps(capture: Capture, timeline: Timeline, range_name: str | None) -> Steps:
     names = capture.range_names()
-    if asked is not None:
-        if asked not in names:
-            raise UsageError(f"--step '{asked}': the capture has no range of this name: {choose_from(asked, names)}")
-        return _by_ranges(capture, timeline, asked, f"the ranges '{asked}'")
-    if STEP in names and (found := _by_ranges(capture, timeline, STEP, "the ranges 'step'")).are_found:
-        return found
+    if range_name is not None:
+        if range_name not in names:
+            raise UsageError(
+                f"--step '{range_name}': the capture has no range of this name: {choose_from(range_name, names)}"
+            )
+        return _by_ranges(capture, timeline, range_name, f"the ranges '{range_name}'")
+    if STEP in names and (steps := _by_ranges(capture, timeline, STEP, "the ranges 'step'")).are_found:
+        return steps
     if any(name.startswith(_PROFILER_STEP) for name in names):
-        found = _by_ranges(capture, timeline, f"{_PROFILER_STEP}*", "those that torch.profiler was told of")
-        if found.are_found:
-            return found
+        steps = _by_ranges(capture, timeline, f"{_PROFILER_STEP}*", "those that torch.profiler was told of")
+        if steps.are_found:
+            return steps
     return _by_repetition(timeline) or _whole(timeline)
 
 
@@ -340,7 +348,7 @@ def _whole(timeline: Timeline) -> Steps:
     return Steps(bounds, "none was found, the capture as a whole; --step NAME chooses ranges", False)
 
 
-def _by_ranges(capture: Capture, timeline: Timeline, name: str, words: str) -> Steps:
+def _by_ranges(capture: Capture, timeline: Timeline, name: str, definition: str) -> Steps:
     """Steps that ranges mark; each ends when its work has run and its range has ended.
 
     The time from one to the next belongs to the next where torch.profiler marked them, for it has nothing between.
@@ -358,8 +366,10 @@ def _by_ranges(capture: Capture, timeline: Timeline, name: str, words: str) -> S
     launched = np.where(timeline.launched < 0, timeline.start, timeline.launched)
     if ranges:
         # What ran before anything that was launched in the steps, and has no launch, was launched before the capture.
-        own = timeline.start[timeline.launched >= ranges[0][0]]
-        is_earlier = (timeline.launched < 0) & (timeline.start < (own[0] if len(own) else 0))
+        starts_of_launched = timeline.start[timeline.launched >= ranges[0][0]]
+        is_earlier = (timeline.launched < 0) & (
+            timeline.start < (starts_of_launched[0] if len(starts_of_launched) else 0)
+        )
         launched[is_earlier] = np.minimum(launched[is_earlier], ranges[0][0] - 1)
     order = np.argsort(launched, kind="stable")
     ends = np.maximum.accumulate(timeline.stop[order]) if len(order) else order
@@ -379,7 +389,7 @@ def _by_ranges(capture: Capture, timeline: Timeline, name: str, words: str) -> S
     inside = np.searchsorted(sorted_launches, [ranges[0][0], ranges[-1][1]]) if ranges else (0, 0)
     if inside[1] <= inside[0]:
         return Steps(np.zeros((0, 2), np.int64), "", False)
-    return Steps(np.array(bounds, np.int64), words)
+    return Steps(np.array(bounds, np.int64), definition)
 
 
 # A step has at least so many kernels, and so many of a sequence are searched for repetition.
@@ -414,7 +424,7 @@ def _by_repetition(timeline: Timeline) -> Steps | None:
         whole = (len(sequence) - first) // period
         used = np.unique(sequence[first : first + whole * period])
         rows = sequence[first : first + whole * period].reshape(whole, period)
-        if whole < 2 or any(not np.all(np.any(rows == one, axis=1)) for one in used.tolist()):
+        if whole < 2 or any(not np.all(np.any(rows == name_in_period, axis=1)) for name_in_period in used.tolist()):
             continue
         if np.isin(np.arange(len(counts)), used).sum() < (counts > 0).sum():
             continue

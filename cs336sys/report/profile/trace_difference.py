@@ -50,7 +50,7 @@ def _signed(change: TimeChange) -> str:
 
 
 def _name(change: TimeChange) -> str:
-    return short_name(change.what) if change.is_kernel and " -> " not in change.what else change.what
+    return short_name(change.label) if change.is_kernel and " -> " not in change.label else change.label
 
 
 def difference_tables(difference: CaptureDifference, title: str, shown: DisplayOptions) -> list[Table]:
@@ -71,7 +71,7 @@ def difference_tables(difference: CaptureDifference, title: str, shown: DisplayO
             "after_count": change.after_count if change.is_kernel else None,
             "before_us": change.before_us,
             "after_us": change.after_us,
-            "change": change.what if shown.full_names else _name(change),
+            "change": change.label if shown.full_names else _name(change),
             "module": change.module or None,
             "operator": change.operator or None,
             "shapes": shape_words(change.shape) or None,
