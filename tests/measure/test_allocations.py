@@ -53,7 +53,7 @@ GRADIENT = Gradient(5, 4, "layers.3.ffn.w1.weight")
 
 
 def step_timeline(events=STEP, **more):
-    arguments = {"regions": REGIONS, "held": HELD, "gradients": [GRADIENT], "optimizer_state": [101]}
+    arguments = {"regions": REGIONS, "live_blocks": HELD, "gradients": [GRADIENT], "optimizer_state": [101]}
     return build_timeline(events, **arguments | more)
 
 
@@ -91,7 +91,7 @@ def test_an_address_used_again_is_another_allocation():
 
 def test_optimizer_state_made_in_the_step_is_no_temporary():
     """The first step makes it."""
-    timeline = step_timeline([*STEP[:8], Event(5, 200), *STEP[8:]], held=HELD[:1], optimizer_state=[5])
+    timeline = step_timeline([*STEP[:8], Event(5, 200), *STEP[8:]], live_blocks=HELD[:1], optimizer_state=[5])
     assert timeline.bytes_by_category()["optimizer state"] == [0] * 9 + [200] * 3
 
 
@@ -241,7 +241,7 @@ def record_double(history_of, freeze=lambda model: None):
             loss.backward()
         del loss
     held = {"parameters": list(model.parameters()), "other": [x]}
-    return recorder.timeline(held=held, held_size=None, optimizer_state=[])
+    return recorder.timeline(live_tensors=held, held_size=None, optimizer_state=[])
 
 
 def record_on_cpu():
@@ -310,7 +310,7 @@ def test_nested_recomputations_count_once():
                 torch.ones(1)
                 with recorder.region(RECOMPUTATION):
                     torch.ones(1)
-    timeline = recorder.timeline(held={}, held_size=None, optimizer_state=[])
+    timeline = recorder.timeline(live_tensors={}, held_size=None, optimizer_state=[])
     assert timeline.regions == [Region(RECOMPUTATION, 0, 4), Region(RECOMPUTATION, 4, 8), Region("backward", 0, 8)]
 
 

@@ -136,7 +136,7 @@ def record(step: MemoryStep, *, follow_operations: bool) -> tuple[AllocationTime
     held_size = torch.cuda.memory_allocated(step.device) if on_gpu else None
     recorder = StepRecorder(history, step.names, follow_operations=follow_operations)
     step.run_recorded(recorder)
-    timeline = recorder.timeline(held=held, held_size=held_size, optimizer_state=step.optimizer_state())
+    timeline = recorder.timeline(live_tensors=held, held_size=held_size, optimizer_state=step.optimizer_state())
     return timeline, history
 
 

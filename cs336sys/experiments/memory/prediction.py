@@ -182,7 +182,7 @@ def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False
         history = FakeHistory([tensor for tensors in held.values() for tensor in tensors], on_cpu=on_cpu)
         recorder = StepRecorder(history, step.names, follow_operations=follow_operations)
         step.run_recorded(recorder)
-        timeline = recorder.timeline(held=held, held_size=None, optimizer_state=step.optimizer_state())
+        timeline = recorder.timeline(live_tensors=held, held_size=None, optimizer_state=step.optimizer_state())
         parameters = sum(parameter.numel() for parameter in step.model.parameters())
         return TracedStep(timeline, parameters, step.block_names, {} if training.is_ours else dict(numbers.guessed))
 

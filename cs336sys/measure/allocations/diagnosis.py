@@ -155,8 +155,8 @@ def totals(record: DeviceRecord) -> list[int]:
 def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
     """Look at the last failure of a device, or at its peak."""
     inference = Inference(record)
-    held = totals(record)
-    highest = max(range(len(held)), key=held.__getitem__)
+    totals_bytes = totals(record)
+    highest = max(range(len(totals_bytes)), key=totals_bytes.__getitem__)
     failure = record.failures[-1] if record.failures else None
     position = highest if failure is None else failure.position
     alive = [index for index, block in enumerate(record.blocks) if block.start <= position < block.end]
@@ -180,15 +180,15 @@ def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
         position,
         failure,
         "" if failure is None else codes[failure.stack],
-        held[position],
+        totals_bytes[position],
         sum(segment.size for segment in segments),
-        held[highest],
+        totals_bytes[highest],
         by_category,
         kinds,
         _free_pieces(segments, blocks, failure),
         _leak(record, inference, blocks, codes),
         _state_twice(record, inference, alive),
-        _half_logits(record, inference, blocks, failure, held[position], codes),
+        _half_logits(record, inference, blocks, failure, totals_bytes[position], codes),
         len(inference.steps),
         inference.is_recorded,
         len(record.stacks) > 1,
@@ -218,9 +218,9 @@ def _free_pieces(segments: Sequence, blocks: Sequence[Block], failure: FailedAll
             largest = max(largest, *pieces, 0) if pieces else largest
         else:
             elsewhere += sum(pieces)
-    asked = 0 if failure is None else failure.size
+    requested = 0 if failure is None else failure.size
     free_of_device = 0 if failure is None else failure.device_free
-    is_cause = max(largest, free_of_device) < asked <= usable
+    is_cause = max(largest, free_of_device) < requested <= usable
     expandable = any(segment.is_expandable for segment in segments)
     return FreePieces(usable, largest, elsewhere, is_cause, expandable)
 
@@ -236,14 +236,14 @@ def _leak(record: DeviceRecord, inference: Inference, alive: Sequence[Block], co
     now = bisect_right(steps, max((block.start for block in alive), default=0))
     left: list[tuple[int, int, list[Block]]] = []
     for (stack, _), blocks in members.items():
-        made_in = {bisect_right(steps, block.start) for block in blocks}
-        first, last = min(made_in), max(made_in)
+        steps_of_blocks = {bisect_right(steps, block.start) for block in blocks}
+        first, last = min(steps_of_blocks), max(steps_of_blocks)
         # Every other step at least, up to now.
-        is_regular = len(made_in) >= max(_LEAK_STEPS, 0.5 * (last - first + 1)) and last >= now - 2
+        is_regular = len(steps_of_blocks) >= max(_LEAK_STEPS, 0.5 * (last - first + 1)) and last >= now - 2
         if is_regular:
-            left.append((stack, sum(block.size for block in blocks) // len(made_in), blocks))
-    held = sum(block.size for _, _, blocks in left for block in blocks)
-    if held < _TELLING * sum(block.size for block in alive):
+            left.append((stack, sum(block.size for block in blocks) // len(steps_of_blocks), blocks))
+    leaked_bytes = sum(block.size for _, _, blocks in left for block in blocks)
+    if leaked_bytes < _TELLING * sum(block.size for block in alive):
         return None
     left.sort(key=lambda entry: -entry[1])
     lines = {codes[stack] for stack, _, _ in left if inference.roles[stack] == FORWARD}
@@ -254,7 +254,7 @@ def _leak(record: DeviceRecord, inference: Inference, alive: Sequence[Block], co
         forward = [record.stacks[stack] for stack, _, _ in left if inference.roles[stack] == FORWARD]
         code = _common_code(forward) or code
     grown = len({bisect_right(steps, block.start) for _, _, blocks in left for block in blocks})
-    return Leak(sum(size for _, size, _ in left), grown, held, code, is_graph)
+    return Leak(sum(size for _, size, _ in left), grown, leaked_bytes, code, is_graph)
 
 
 def _repetitions(record: DeviceRecord) -> list[int]:
@@ -264,13 +264,13 @@ def _repetitions(record: DeviceRecord) -> list[int]:
         if block.start:
             starts[block.stack, block.size].append(block.start)
     best: list[int] = []
-    for found in starts.values():
-        found.sort()
-        gaps = [later - earlier for earlier, later in pairwise(found)]
+    for positions in starts.values():
+        positions.sort()
+        gaps = [later - earlier for earlier, later in pairwise(positions)]
         if len(gaps) < _LEAK_STEPS or max(gaps) > 1.5 * median(gaps) or min(gaps) < 3:
             continue
-        if not best or (len(found), found[0]) < (len(best), best[0]):
-            best = found
+        if not best or (len(positions), positions[0]) < (len(best), best[0]):
+            best = positions
     return best
 
 
@@ -289,18 +289,18 @@ def _state_twice(record: DeviceRecord, inference: Inference, alive: Iterable[int
     parameters = inference.parameter_count
     if not parameters:
         return None
-    made: dict[Frame, list[Block]] = defaultdict(list)
+    blocks_by_line: dict[Frame, list[Block]] = defaultdict(list)
     for index in alive:
         block = record.blocks[index]
         if inference.categories[index] == "optimizer state" and inference.roles[block.stack] == OPTIMIZER:
             inner = next(frame for frame in record.stacks[block.stack] if frame.filename.endswith(".py"))
-            made[inner].append(block)
-    twice = [blocks for blocks in made.values() if len(blocks) >= 1.9 * parameters]
+            blocks_by_line[inner].append(block)
+    twice = [blocks for blocks in blocks_by_line.values() if len(blocks) >= 1.9 * parameters]
     if not twice:
         return None
-    held = sum(block.size for blocks in twice for block in blocks)
+    state_bytes = sum(block.size for blocks in twice for block in blocks)
     calls = {code_of(record.stacks[block.stack]) for blocks in twice for block in blocks}
-    return Copies(held // 2, " and ".join(sorted(calls)[:2]))
+    return Copies(state_bytes // 2, " and ".join(sorted(calls)[:2]))
 
 
 def _half_logits(
@@ -308,35 +308,43 @@ def _half_logits(
     inference: Inference,
     alive: Sequence[Block],
     failure: FailedAllocation | None,
-    held: int,
+    held_bytes: int,
     codes: Sequence[str],
 ) -> Copies | None:
     """Find what is twice as large as a product that it follows, shortly before the backward pass."""
     computed = (FORWARD, USER)
-    made = sorted((block for block in record.blocks if block.start), key=lambda block: block.start)
-    order = {id(block): number for number, block in enumerate(made)}
+    allocated = sorted((block for block in record.blocks if block.start), key=lambda block: block.start)
+    order = {id(block): number for number, block in enumerate(allocated)}
     forward = [block for block in alive if block.start and inference.roles[block.stack] in computed]
-    found = []
+    copies = []
     for block in forward:
-        if block.size < _TELLING * held:
+        if block.size < _TELLING * held_bytes:
             continue
         number = order[id(block)]
-        before = [one for one in made[max(0, number - _NEAR_LOSS) : number] if one.size * 2 == block.size]
-        before = [one for one in before if one.end > block.start and inference.roles[one.stack] in computed]
-        later = made[number + 1 : number + 1 + _NEAR_LOSS]
-        is_near_end = len(later) < _NEAR_LOSS or any(inference.roles[one.stack] not in computed for one in later)
+        before = [
+            earlier for earlier in allocated[max(0, number - _NEAR_LOSS) : number] if earlier.size * 2 == block.size
+        ]
+        before = [
+            earlier for earlier in before if earlier.end > block.start and inference.roles[earlier.stack] in computed
+        ]
+        later = allocated[number + 1 : number + 1 + _NEAR_LOSS]
+        is_near_end = len(later) < _NEAR_LOSS or any(
+            inference.roles[following.stack] not in computed for following in later
+        )
         if before and is_near_end:
-            found.append(block)
-    size = sum(block.size for block in found)
-    code = codes[found[0].stack] if found else ""
+            copies.append(block)
+    size = sum(block.size for block in copies)
+    code = codes[copies[0].stack] if copies else ""
     if failure is not None and inference.roles[failure.stack] in computed:
-        recent = [block for block in made if block.start <= failure.position][-_NEAR_LOSS:]
+        recent = [block for block in allocated if block.start <= failure.position][-_NEAR_LOSS:]
         half = [
-            one for one in recent if _rounded(2 * one.size) == _rounded(failure.size) and one.end > failure.position
+            product
+            for product in recent
+            if _rounded(2 * product.size) == _rounded(failure.size) and product.end > failure.position
         ]
         if half:
             size, code = size + failure.size, code or codes[failure.stack]
-    return Copies(size, code) if size >= _TELLING_LOGITS * held else None
+    return Copies(size, code) if size >= _TELLING_LOGITS * held_bytes else None
 
 
 def _rounded(size: int) -> int:
@@ -362,22 +370,22 @@ def longer_batch(diagnoses: Sequence[MemoryDiagnosis]) -> Longer | None:
     if len(diagnoses) < 2:
         return None
     sizes = [_largest_of_lines(diagnosis) for diagnosis in diagnoses]
-    found = []
-    for number, own in enumerate(sizes):
+    longer = []
+    for number, line_sizes in enumerate(sizes):
         others = [other for place, other in enumerate(sizes) if place != number]
         ratios = []
-        for line, size in own.items():
+        for line, size in line_sizes.items():
             theirs = [other[line] for other in others if other.get(line)]
             if theirs:
                 ratios.append(size / median(theirs))
         if len(ratios) < 3:
             continue
         ratio = median(ratios)
-        alike = sum(abs(one / ratio - 1) < 0.02 for one in ratios) / len(ratios)
+        alike = sum(abs(rank_ratio / ratio - 1) < 0.02 for rank_ratio in ratios) / len(ratios)
         if ratio > 1.05 and alike >= 0.5:
-            held = median(diagnosis.held for place, diagnosis in enumerate(diagnoses) if place != number)
-            found.append(Longer(diagnoses[number].name, ratio, int(diagnoses[number].held - held)))
-    return max(found, key=lambda one: one.ratio, default=None)
+            median_held = median(diagnosis.held for place, diagnosis in enumerate(diagnoses) if place != number)
+            longer.append(Longer(diagnoses[number].name, ratio, int(diagnoses[number].held - median_held)))
+    return max(longer, key=lambda candidate: candidate.ratio, default=None)
 
 
 def _largest_of_lines(diagnosis: MemoryDiagnosis) -> dict[tuple[str, str], int]:
@@ -418,9 +426,9 @@ class MemoryChange:
 
 def changes(before: MemoryDiagnosis, after: MemoryDiagnosis) -> list[MemoryChange]:
     """Return the differences by category and line, the largest first; the differences add up to that of all held."""
-    held: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for place, one in enumerate((before, after)):
-        for kind in one.kinds:
-            held[kind.category, kind.code][place] += kind.total
-    found = [MemoryChange(*key, *sizes) for key, sizes in held.items() if sizes[0] != sizes[1]]
-    return sorted(found, key=lambda change: (-abs(change.difference), change.code))
+    sizes_by_line: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for place, diagnosis in enumerate((before, after)):
+        for kind in diagnosis.kinds:
+            sizes_by_line[kind.category, kind.code][place] += kind.total
+    differences = [MemoryChange(*key, *sizes) for key, sizes in sizes_by_line.items() if sizes[0] != sizes[1]]
+    return sorted(differences, key=lambda change: (-abs(change.difference), change.code))

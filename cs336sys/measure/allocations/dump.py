@@ -185,7 +185,7 @@ class _Parser:
         at_end = list(self._read_segments())
         live = self._read_trace()
         length = record.length
-        known = {block.address for block in live.values()}
+        live_addresses = {block.address for block in live.values()}
         touched = {block.address for block in record.blocks}
         for block in live.values():
             record.blocks.append(block._replace(end=length + 1))
@@ -193,7 +193,7 @@ class _Parser:
         record.blocks += [
             block._replace(start=0, end=length + 1)
             for block in at_end
-            if block.address not in known and block.address not in touched
+            if block.address not in live_addresses and block.address not in touched
         ]
         if self._trace_has_pools:
             return record
@@ -278,20 +278,20 @@ class _Parser:
     def _stack(self, frames: Any) -> int:
         if not frames:
             return 0
-        found = self._by_identity.get(id(frames))
-        if found is None:
-            found = self._by_identity[id(frames)] = self._new_stack(frames)
-        return found
+        index = self._by_identity.get(id(frames))
+        if index is None:
+            index = self._by_identity[id(frames)] = self._new_stack(frames)
+        return index
 
     def _new_stack(self, frames: Any) -> int:
         if not isinstance(frames, list):
             raise _NoSnapshotError("frames are no list")
-        known = self._frames
+        frames_by_identity = self._frames
         stack = []
         for frame in frames:
-            read = known.get(id(frame))
+            read = frames_by_identity.get(id(frame))
             if read is None:
-                read = known[id(frame)] = _frame(frame)
+                read = frames_by_identity[id(frame)] = _frame(frame)
             stack.append(read)
         key = tuple(stack)
         index = self._stacks.get(key)
@@ -312,10 +312,10 @@ def _text(value: Any) -> str:
     return printable(value[:2000]) if isinstance(value, str) else ""
 
 
-def _integer(values: Any, key: str, what: str, default: int | None = None) -> int:
+def _integer(values: Any, key: str, owner: str, default: int | None = None) -> int:
     value = values.get(key, default) if isinstance(values, dict) else None
     if type(value) is not int:
-        raise _NoSnapshotError(f"{what} has no {key}")
+        raise _NoSnapshotError(f"{owner} has no {key}")
     return value
 
 
@@ -362,14 +362,14 @@ def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
         block = {"address": address, "size": allocation.size, "requested_size": allocation.size, "frames": frames}
         blocks.append(block | {"state": "active_allocated" if is_left else "inactive"})
         address += allocation.size
-    held = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+    live_bytes = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
     segment = {
         "device": 0,
         "address": 0,
         "total_size": address,
-        "allocated_size": held,
-        "active_size": held,
-        "requested_size": held,
+        "allocated_size": live_bytes,
+        "active_size": live_bytes,
+        "requested_size": live_bytes,
         "stream": 0,
         "segment_type": "large",
         "segment_pool_id": (0, 0),
@@ -383,8 +383,8 @@ def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
 
 def _frames(allocation: Allocation) -> list[dict[str, Any]]:
     origin = allocation.origin
-    what = " ".join(filter(None, [origin.module or allocation.parameter, origin.operation, allocation.category]))
-    frames = [{"filename": allocation.category, "line": 0, "name": what}]
+    label = " ".join(filter(None, [origin.module or allocation.parameter, origin.operation, allocation.category]))
+    frames = [{"filename": allocation.category, "line": 0, "name": label}]
     code = re.fullmatch(r"(.*):(\d+) (.*)", origin.code)
     if code:
         frames.append({"filename": code[1], "line": int(code[2]), "name": code[3]})

@@ -184,12 +184,12 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
 
     events: list[Event]
 
-    def __init__(self, held: Sequence[Tensor], *, on_cpu: bool = False):
+    def __init__(self, live_tensors: Sequence[Tensor], *, on_cpu: bool = False):
         super().__init__()
         self._on_cpu = on_cpu
         self._live: dict[int, weakref.ref] = {}
         self.events = []
-        for tensor in held:
+        for tensor in live_tensors:
             self._follow(tensor, is_new=False)
 
     def __enter__(self) -> "FakeHistory":

@@ -80,8 +80,8 @@ def role(stack: Sequence[Frame]) -> str:
 def code_of(stack: Sequence[Frame]) -> str:
     """Name the innermost line of the user's own code, else of any: ``src/train.py:88 train_step``."""
     python = [frame for frame in stack if is_telling(frame)]
-    own = (frame for frame in python if is_own(frame))
-    frame = next(own, python[0] if python else stack[0] if stack else None)
+    user_frames = (frame for frame in python if is_own(frame))
+    frame = next(user_frames, python[0] if python else stack[0] if stack else None)
     if frame is None:
         return ""
     return f"{'/'.join(frame.filename.replace(chr(92), '/').split('/')[-2:])}:{frame.line} {frame.name}"
@@ -125,12 +125,13 @@ class Inference:
         else:
             self.roles = [role(stack) for stack in record.stacks]
             if has_stacks and FORWARD in self.roles:
-                self.roles = [BACKWARD if one == NOTHING else one for one in self.roles]
-        made = sorted((block.start, self.roles[block.stack]) for block in record.blocks if block.start)
-        self._made = [start for start, _ in made]
-        self._roles_made = [made_in for _, made_in in made]
+                self.roles = [BACKWARD if stack_role == NOTHING else stack_role for stack_role in self.roles]
+        allocated = sorted((block.start, self.roles[block.stack]) for block in record.blocks if block.start)
+        self._made = [start for start, _ in allocated]
+        self._roles_made = [allocating_role for _, allocating_role in allocated]
         self._at = {
-            name: [start for start, made_in in made if made_in == name] for name in (BACKWARD, RECOMPUTATION, OPTIMIZER)
+            name: [start for start, allocating_role in allocated if allocating_role == name]
+            for name in (BACKWARD, RECOMPUTATION, OPTIMIZER)
         }
         self._backward = sorted(self._at[BACKWARD] + self._at[RECOMPUTATION])
         self._ends_of_runs = self._runs()
@@ -147,8 +148,8 @@ class Inference:
     def parameter_count(self) -> int:
         """Return the number of parameter tensors, or else of gradients of one backward pass."""
         blocks = list(zip(self._record.blocks, self.categories, strict=True))
-        known = sum(category == "parameters" for _, category in blocks)
-        return known or _one_backward([block for block, category in blocks if category == "gradients"]).total()
+        parameters = sum(category == "parameters" for _, category in blocks)
+        return parameters or _one_backward([block for block, category in blocks if category == "gradients"]).total()
 
     def name_of(self, block: Block) -> tuple[str, str]:
         """Code and operation of a block that ``memprof`` recorded on a CPU."""
@@ -172,13 +173,13 @@ class Inference:
         return self._starts_of_runs(last, after=True)
 
     def _starts_of_runs(self, name: str, after: bool = False) -> list[int]:
-        found = []
+        starts = []
         parts = [BACKWARD if part == RECOMPUTATION else part for part in self._roles_made]
         for index in range(1, len(parts)):
             before, now = (parts[index], parts[index - 1]) if after else (parts[index - 1], parts[index])
             if now == name and before != name:
-                found.append(self._made[index])
-        return found
+                starts.append(self._made[index])
+        return starts
 
     def _run_end(self, start: int) -> int:
         return self._ends_of_runs[bisect_left(self._made, start)]
@@ -200,7 +201,9 @@ class Inference:
         # The next allocation of a backward pass, and the failure that came before it, if one did.
         index = bisect_right(self._backward, block.start)
         goes_on = self._backward[index] if index < len(self._backward) else length + 1
-        failed = next((one.position for one in self._record.failures if block.start <= one.position < goes_on), None)
+        failed = next(
+            (failure.position for failure in self._record.failures if block.start <= failure.position < goes_on), None
+        )
         if part in (FORWARD, RECOMPUTATION):
             if failed is not None or goes_on > length:
                 return "activations" if block.end > (length if failed is None else failed) else "temporary"

@@ -91,9 +91,9 @@ class StepRecorder:
     def __init__(self, history: AllocationHistory, names: Mapping[nn.Module, str], *, follow_operations: bool):
         self._history = history
         self._parameters = {
-            f"{name}.{own}".removeprefix("."): parameter
+            f"{name}.{parameter_name}".removeprefix("."): parameter
             for module, name in names.items()
-            for own, parameter in module.named_parameters(recurse=False)
+            for parameter_name, parameter in module.named_parameters(recurse=False)
         }
         self._operations = _OperationObserver(history, names) if follow_operations else None
         self._regions: list[tuple[str, int, int]] = []
@@ -132,26 +132,26 @@ class StepRecorder:
                 self._regions.append((name, start, self._history.mark()))
 
     def timeline(
-        self, *, held: Mapping[str, list[Tensor]], held_size: int | None, optimizer_state: list[Tensor]
+        self, *, live_tensors: Mapping[str, list[Tensor]], held_size: int | None, optimizer_state: list[Tensor]
     ) -> AllocationTimeline:
         """Return the recorded timeline.
 
         Args:
-            held: tensors that were there before the step, by category.
+            live_tensors: tensors from before the step, by category.
             held_size: everything that was there, in bytes, None if unknown.
             optimizer_state: tensors of the optimizer after the step.
         """
         history = self._history
         blocks = {
             history.address(tensor): Held(history.address(tensor), tensor.untyped_storage().nbytes(), category)
-            for category, tensors in held.items()
+            for category, tensors in live_tensors.items()
             for tensor in tensors
         }
         return build_timeline(
             history.events,
             regions=[Region(n, history.position(start), history.position(end)) for n, start, end in self._regions],
             spans=[] if self._operations is None else self._operations.spans(),
-            held=blocks.values(),
+            live_blocks=blocks.values(),
             held_size=held_size,
             gradients=[Gradient(history.position(mark), address, name) for mark, address, name in self._gradients],
             optimizer_state=[history.address(tensor) for tensor in optimizer_state],
@@ -242,18 +242,18 @@ class SavedTensor:
 
 
 def saved_tensors(
-    run: Callable[[], object], own: Iterable[Tensor], names: Mapping[nn.Module, str] | None = None
+    run: Callable[[], object], excluded: Iterable[Tensor], names: Mapping[nn.Module, str] | None = None
 ) -> list[SavedTensor]:
     """Call ``run`` and list what it saves for its backward pass, the largest first.
 
     Every storage counts once, however many operations save it or a view of it.
 
     Args:
-        own: tensors that would be there anyway, such as parameters; their storages do not count, nor do views of them.
+        excluded: tensors that would be there anyway, such as parameters; their storages do not count, nor do views of them.
         names: modules by name; None for compiled code, which cannot be asked for its modules.
     """
     modules = None if names is None else ModuleStack(names)
-    seen = {_address(tensor) for tensor in own}
+    seen = {_address(tensor) for tensor in excluded}
     saved = []
 
     def pack(tensor: Tensor) -> Tensor:

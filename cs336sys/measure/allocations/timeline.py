@@ -142,7 +142,7 @@ def build_timeline(
     *,
     regions: Sequence[Region],
     spans: Iterable[Span] = (),
-    held: Iterable[Held] = (),
+    live_blocks: Iterable[Held] = (),
     held_size: int | None = None,
     gradients: Iterable[Gradient] = (),
     optimizer_state: Iterable[int] = (),
@@ -153,7 +153,7 @@ def build_timeline(
     Args:
         regions: phases and recomputations.
         spans: origins of the events, which must not overlap.
-        held: what is known to be there before the first event.
+        live_blocks: what is known to be there before the first event.
         held_size: all that is there before the first event, in bytes; what ``held`` does not explain is ``other``.
         optimizer_state: addresses that belong to the optimizer after the last event.
     """
@@ -166,7 +166,9 @@ def build_timeline(
         if region.name in STEP_PHASES:
             phases[region.start : region.end] = [region.name] * (region.end - region.start)
 
-    live = {block.address: Allocation(block.address, block.size, 0, length + 1, "", block.category) for block in held}
+    live = {
+        block.address: Allocation(block.address, block.size, 0, length + 1, "", block.category) for block in live_blocks
+    }
     explained = sum(allocation.size for allocation in live.values())
     done = []
     for index, event in enumerate(events):

@@ -43,14 +43,14 @@ def check_gpu(gpus: list[GpuState]) -> Check:
     if not gpus:
         fix = "Where there is one, install NVIDIA's driver until `nvidia-smi` shows it."
         return Check("GPU", "none: everything runs on the CPU, at --size tiny", "warn", fix)
-    found = f"nvidia-smi sees {len(gpus)} x {gpus[0].name}, torch sees none"
+    state = f"nvidia-smi sees {len(gpus)} x {gpus[0].name}, torch sees none"
     if torch.version.cuda is None:
         fix = "This torch is built for CPUs: `python -m pip install --force-reinstall torch`, from no CPU-only index."
     elif os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
         fix = "CUDA_VISIBLE_DEVICES hides it: `unset CUDA_VISIBLE_DEVICES`."
     else:
         fix = "See why: `python -c 'import torch; torch.cuda.init()'`."
-    return Check("GPU", found, "warn", fix)
+    return Check("GPU", state, "warn", fix)
 
 
 def check_driver(gpus: list[GpuState]) -> Check:
@@ -58,22 +58,22 @@ def check_driver(gpus: list[GpuState]) -> Check:
     match = re.search(r"CUDA Version: (\d+)\.(\d+)", run_tool(["nvidia-smi"]) or "")
     if match is None or torch.version.cuda is None:
         return Check("driver", f"{gpus[0].driver}, torch's CUDA is {torch.version.cuda or 'none'}")
-    found = f"{gpus[0].driver} for CUDA {match[1]}.{match[2]}, torch's CUDA is {torch.version.cuda}"
+    state = f"{gpus[0].driver} for CUDA {match[1]}.{match[2]}, torch's CUDA is {torch.version.cuda}"
     if int(match[1]) < int(torch.version.cuda.partition(".")[0]):
         fix = f"Install a driver for CUDA {torch.version.cuda}, so that `nvidia-smi` shows it, or an older torch."
-        return Check("driver", found, "warn", fix)
-    return Check("driver", found)
+        return Check("driver", state, "warn", fix)
+    return Check("driver", state)
 
 
 def check_architecture() -> Check:
     """Return whether this torch holds machine code, or PTX to compile, for every GPU."""
     built = torch.cuda.get_arch_list()
     capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    found = ", ".join(dict.fromkeys(f"{major}.{minor}" for major, minor in capabilities))
+    state = ", ".join(dict.fromkeys(f"{major}.{minor}" for major, minor in capabilities))
     if built and not all(_runs_on(capability, built) for capability in capabilities):
         fix = "Install a torch whose `python -c 'import torch; print(torch.cuda.get_arch_list())'` names this GPU."
-        return Check("compute capability", f"{found}, this torch is built for {' '.join(built)}", "missing", fix)
-    return Check("compute capability", found)
+        return Check("compute capability", f"{state}, this torch is built for {' '.join(built)}", "missing", fix)
+    return Check("compute capability", state)
 
 
 def _runs_on(capability: tuple[int, int], built: list[str]) -> bool:
@@ -86,15 +86,15 @@ def _runs_on(capability: tuple[int, int], built: list[str]) -> bool:
 
 
 def check_memory(gpus: list[GpuState]) -> Check:
-    known = [
+    memory_of_gpus = [
         (gpu.index, gpu.memory_free_gib, gpu.memory_total_gib)
         for gpu in gpus
         if gpu.memory_total_gib and gpu.memory_free_gib is not None
     ]
-    found = "; ".join(f"GPU {index}: {free:.1f} of {total:.1f} GiB free" for index, free, total in known)
-    if any(free < FREE_MEMORY_SHARE * total for _, free, total in known):
-        return Check("GPU memory", found, "warn", "See what holds it, and stop that or use another GPU: `nvidia-smi`.")
-    return Check("GPU memory", found or "unknown")
+    state = "; ".join(f"GPU {index}: {free:.1f} of {total:.1f} GiB free" for index, free, total in memory_of_gpus)
+    if any(free < FREE_MEMORY_SHARE * total for _, free, total in memory_of_gpus):
+        return Check("GPU memory", state, "warn", "See what holds it, and stop that or use another GPU: `nvidia-smi`.")
+    return Check("GPU memory", state or "unknown")
 
 
 def check_processes() -> Check:
@@ -104,15 +104,15 @@ def check_processes() -> Check:
     processes = [line.split(", ") for line in text.splitlines() if line]
     if not processes:
         return Check("GPU processes", "none")
-    found = "; ".join(f"process {pid} holds {memory}" for pid, memory in processes)
+    state = "; ".join(f"process {pid} holds {memory}" for pid, memory in processes)
     fix = (
         "Timings next to another program are worthless: stop it, or take another GPU, `export CUDA_VISIBLE_DEVICES=1`."
     )
-    return Check("GPU processes", found, "warn", fix)
+    return Check("GPU processes", state, "warn", fix)
 
 
 def check_clocks(gpus: list[GpuState]) -> Check:
-    found = "; ".join(
+    state = "; ".join(
         f"GPU {gpu.index}: {_amount(gpu.sm_clock_mhz)} of {_amount(gpu.max_sm_clock_mhz)} MHz, "
         f"{_amount(gpu.temperature_c)} C, {_amount(gpu.power_w)} of {_amount(gpu.power_limit_w)} W, "
         f"limited by {', '.join(gpu.clock_limits) or 'nothing'}"
@@ -123,8 +123,8 @@ def check_clocks(gpus: list[GpuState]) -> Check:
             "Timings taken now are slow and unsteady: let it cool or end its other work, and look again with "
             "`nvidia-smi -q -d PERFORMANCE`."
         )
-        return Check("GPU clocks", found, "warn", fix)
-    return Check("GPU clocks", found)
+        return Check("GPU clocks", state, "warn", fix)
+    return Check("GPU clocks", state)
 
 
 def check_readings() -> Check:
@@ -144,11 +144,11 @@ def check_triton_kernel() -> list[Check]:
     """Compile and run a kernel on the GPU, where there is one."""
     if not torch.cuda.is_available():
         return []
-    found = probe_triton("cuda")
-    if found == "ok":
+    outcome = probe_triton("cuda")
+    if outcome == "ok":
         return [Check("Triton on the GPU", "compiles and runs a kernel")]
     fix = "See the whole error: `python -m cs336sys.measure.diagnosis.triton_probe cuda`."
-    return [Check("Triton on the GPU", found, "missing", fix)]
+    return [Check("Triton on the GPU", outcome, "missing", fix)]
 
 
 def check_nccl() -> Check:

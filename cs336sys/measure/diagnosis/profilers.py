@@ -110,9 +110,9 @@ def makes_reports(nsys: Path) -> bool:
 def _check_importer(nsys: Path) -> Check:
     if makes_reports(nsys):
         return Check("nsys importer", "finds libdw.so.1")
-    found = "lacks libdw.so.1: nsys would leave a .qdstrm file and no report"
+    state = "lacks libdw.so.1: nsys would leave a .qdstrm file and no report"
     fix = "`apt-get install libdw1`, or put a folder with libdw.so.1 and libelf.so.1 into LD_LIBRARY_PATH."
-    return Check("nsys importer", found, "warn", fix)
+    return Check("nsys importer", state, "warn", fix)
 
 
 def check_ncu() -> Check:
@@ -120,11 +120,11 @@ def check_ncu() -> Check:
     if ncu is None:
         fix = "Only kernel authors need it; from NVIDIA's package repository: `apt-get install nsight-compute`."
         return Check("ncu", _absence("ncu", _NCU_PATTERNS), "warn", fix)
-    found = f"{ncu.version} at {ncu.path}"
+    state = f"{ncu.version} at {ncu.path}"
     if _counters_need_root() and os.geteuid() != 0:
         fix = "Run it as root, or load the driver with `options nvidia NVreg_RestrictProfilingToAdminUsers=0`."
-        return Check("ncu", f"{found}; the driver keeps performance counters from users", "warn", fix)
-    return Check("ncu", found)
+        return Check("ncu", f"{state}; the driver keeps performance counters from users", "warn", fix)
+    return Check("ncu", state)
 
 
 def _counters_need_root() -> bool:

@@ -83,15 +83,15 @@ def check_triton() -> Check:
 def check_triton_interpreter() -> Check:
     """The interpreter lets kernels be tested without a GPU."""
     numpy = installed_version("numpy")
-    found = probe_triton("cpu")
-    if found == "ok":
+    outcome = probe_triton("cpu")
+    if outcome == "ok":
         return Check("Triton interpreter", f"works, numpy {numpy}")
     triton = installed_version("triton")
     if triton and numpy and Version(triton) < Version("3.7") and Version(numpy) >= Version("2.4"):
         fix = 'Before Triton 3.7 loops fail with numpy 2.4 and newer: `python -m pip install "numpy<2.4"`.'
     else:
         fix = "See the whole error: `TRITON_INTERPRET=1 python -m cs336sys.measure.diagnosis.triton_probe cpu`."
-    return Check("Triton interpreter", f"{found}; numpy {numpy}", "warn", fix)
+    return Check("Triton interpreter", f"{outcome}; numpy {numpy}", "warn", fix)
 
 
 def probe_triton(device: str) -> str:
@@ -119,18 +119,18 @@ def check_compiler() -> Check:
             return Check("C compiler", f"{variable}={chosen}: no such program", "warn", fix)
     c, cpp = _compiler("CC", "gcc", "clang"), _compiler("CXX", "g++", "clang++")
     headers = Path(sysconfig.get_path("include"), "Python.h").exists()
-    found = f"C {c or 'none'}, C++ {cpp or 'none'}, Python.h {'there' if headers else 'not there'}"
+    state = f"C {c or 'none'}, C++ {cpp or 'none'}, Python.h {'there' if headers else 'not there'}"
     if c is None:
-        return Check("C compiler", found, "warn", "--compile and Triton need it: `apt-get install build-essential`.")
+        return Check("C compiler", state, "warn", "--compile and Triton need it: `apt-get install build-essential`.")
     if not headers:
-        return Check("C compiler", found, "warn", "Triton needs Python's headers: `apt-get install python3-dev`.")
+        return Check("C compiler", state, "warn", "Triton needs Python's headers: `apt-get install python3-dev`.")
     if cpp is None:
         fix = (
             "--compile on a CPU needs C++, and without it calls of the attention kernels on a GPU cost the CPU more "
             "time: `apt-get install g++`, or set CXX."
         )
-        return Check("C compiler", found, "warn", fix)
-    return Check("C compiler", found)
+        return Check("C compiler", state, "warn", fix)
+    return Check("C compiler", state)
 
 
 def _compiler(variable: str, *names: str) -> str | None:
@@ -202,27 +202,27 @@ def check_ram() -> Check:
     total, available = memory_gib()
     if total is None or available is None:
         return Check("RAM", "unknown")
-    found = f"{available:.1f} of {total:.1f} GiB available"
+    state = f"{available:.1f} of {total:.1f} GiB available"
     if available < ENOUGH_RAM_GIB:
-        return Check("RAM", found, "warn", "End other programs: `ps aux --sort -rss | head` shows the largest.")
-    return Check("RAM", found)
+        return Check("RAM", state, "warn", "End other programs: `ps aux --sort -rss | head` shows the largest.")
+    return Check("RAM", state)
 
 
 def check_shared_memory() -> Check:
     usage = shutil.disk_usage(SHARED_MEMORY)
-    found = f"{usage.free / 2**30:.2f} of {usage.total / 2**30:.2f} GiB free"
+    state = f"{usage.free / 2**30:.2f} of {usage.total / 2**30:.2f} GiB free"
     if usage.free / 2**30 < ENOUGH_SHARED_MEMORY_GIB:
-        return Check("/dev/shm", found, "warn", "Several ranks need more: start the container with `--shm-size=8g`.")
-    return Check("/dev/shm", found)
+        return Check("/dev/shm", state, "warn", "Several ranks need more: start the container with `--shm-size=8g`.")
+    return Check("/dev/shm", state)
 
 
 def check_disk(folder: str) -> Check:
     name = "disk, this folder" if folder == "." else "disk, temporary files"
     free_gib = shutil.disk_usage(folder).free / 2**30
-    found = f"{free_gib:.1f} GiB free"
+    state = f"{free_gib:.1f} GiB free"
     if free_gib < ENOUGH_DISK_GIB:
         fix = "Free some; this lists the largest folders: `du -xh --max-depth 2 . | sort -h | tail`."
         if folder != ".":
             fix = "Free some, or use another folder: `export TMPDIR=/path/with/space`."
-        return Check(name, found, "warn", fix)
-    return Check(name, found)
+        return Check(name, state, "warn", fix)
+    return Check(name, state)

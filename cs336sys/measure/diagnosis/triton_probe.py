@@ -30,13 +30,13 @@ def main(device: str) -> None:
     try:
         use_private_caches()
         _sum_kernel[(1,)](x, result, x.numel(), BLOCK=16)
-        found = result.item()
+        total = result.item()
     except Exception as error:
         # Whatever it is, it is the finding. Triton's own errors show the source first and the cause last.
         lines = str(error).strip().splitlines() or [""]
         print(f"{type(error).__name__}: {lines[-1]}")
         return
-    print("ok" if found == 4950 else f"wrong result: sum of 0 to 99 is 4950, not {found:g}")
+    print("ok" if total == 4950 else f"wrong result: sum of 0 to 99 is 4950, not {total:g}")
 
 
 if __name__ == "__main__":
