@@ -79,8 +79,8 @@ class Communication:
         """
         sizes = self._arguments.get("input_split_sizes")
         if sizes:
-            own = sizes[_group(self._arguments).rank()]
-            return self._arguments["input"].bytes * (sum(sizes) - own) / sum(sizes)
+            kept_elements = sizes[_group(self._arguments).rank()]
+            return self._arguments["input"].bytes * (sum(sizes) - kept_elements) / sum(sizes)
         times = 2 if self.name.startswith(("allreduce", "all_reduce")) else 1
         return times * (self.ranks - 1) / self.ranks * self.bytes
 
@@ -185,7 +185,7 @@ class _Arriving:
 
 def _work(result: Any) -> Any:
     """Return what can be waited for; some operators return their tensors before it."""
-    if isinstance(result, Tensor) or (isinstance(result, list) and all(isinstance(one, Tensor) for one in result)):
+    if isinstance(result, Tensor) or (isinstance(result, list) and all(isinstance(item, Tensor) for item in result)):
         return _Arriving(result)
     return result[-1] if isinstance(result, tuple) else result
 

@@ -113,11 +113,11 @@ def check_gradients(workload: ParallelWorkload) -> GradientDifference:
             run()
     assert step.loss is not None
     loss = gather_numbers(step.loss.detach().float()).mean().item()
-    weights, found = dict(step.replica.whole_parameters()), mean_gradients(step.model, is_sharded=True)
+    weights, gradients = dict(step.replica.whole_parameters()), mean_gradients(step.model, is_sharded=True)
     del step
     gc.collect()
     expected_loss, expected = _alone(workload, weights, device)
-    relative = {name: _relative(gradient, expected[name], rows) for name, (gradient, rows) in found.items()}
+    relative = {name: _relative(gradient, expected[name], rows) for name, (gradient, rows) in gradients.items()}
     worst = max(relative, key=relative.__getitem__)
     return GradientDifference(loss, expected_loss, worst, relative[worst], workload.training.size.num_layers)
 
@@ -141,9 +141,9 @@ def with_few_blocks(workload: ParallelWorkload) -> ParallelWorkload:
 
 def _relative(gradient: Tensor | None, expected: Tensor, rows: range | None) -> float:
     """Norm of the difference over the norm of what is expected, of the rows of all ranks; infinite if one is NaN."""
-    own = expected if rows is None else expected[rows.start : rows.stop]
-    off = own if gradient is None else gradient.float() - own
-    squares = sum_over_ranks(torch.stack((off.square().sum(), own.square().sum())))
+    expected_rows = expected if rows is None else expected[rows.start : rows.stop]
+    off = expected_rows if gradient is None else gradient.float() - expected_rows
+    squares = sum_over_ranks(torch.stack((off.square().sum(), expected_rows.square().sum())))
     relative = (squares[0] / squares[1]).sqrt().item()
     return math.inf if math.isnan(relative) else relative
 

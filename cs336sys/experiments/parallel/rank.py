@@ -84,11 +84,11 @@ def build_recorded(
     gradients = _blocks(timeline, optimizer_memory.gradients, at_optimizer)
     of_first = _blocks(timeline, first_gradients, at_first)
     positions = (at_built, at_first, at_stepped, at_optimizer, at_end, at_peak)
-    held = [
+    moments = [
         _held(moment, position, (kept[0], of_first if position <= at_stepped else gradients, kept[1]), totals)
         for moment, position in zip(MOMENTS, positions, strict=True)
     ]
-    return step, held, communications
+    return step, moments, communications
 
 
 def _run_marked(step: ParallelStep, history: AllocationHistory) -> int:

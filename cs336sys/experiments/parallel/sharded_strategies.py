@@ -224,8 +224,8 @@ def full_tensors(model: nn.Module) -> Mapping[str, Tensor]:
     """All parameters by name, those that are DTensors whole. All ranks call it together."""
     from torch.distributed.tensor import DTensor
 
-    held = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {name: part.full_tensor() if isinstance(part, DTensor) else part for name, part in held.items()}
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: part.full_tensor() if isinstance(part, DTensor) else part for name, part in parameters.items()}
 
 
 def _require_blocks(workload: ParallelWorkload) -> None:

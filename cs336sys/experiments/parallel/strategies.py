@@ -72,7 +72,7 @@ def _checkpointed(run: Callable[..., Tensor], d_ff: int, keeps_gate_and_up: bool
     def forward(block: nn.Module, x: Tensor) -> Tensor:
         # The model draws no random numbers whose state would have to be kept.
         return checkpoint(
-            lambda given: run(block, given), x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+            lambda hidden: run(block, hidden), x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
 
     return forward
@@ -157,10 +157,10 @@ class OptimizerChoice:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        own = choose_optimizer(self.training)[1]
+        defaults = choose_optimizer(self.training)[1]
         if not is_user_code(self.training.optimizer):
-            return {**own, **self.changed}
-        return own | user_models.changeable(own, self.changed)
+            return {**defaults, **self.changed}
+        return defaults | user_models.changeable(defaults, self.changed)
 
 
 # Called on every rank, in a process group, with the device of the rank.

@@ -144,7 +144,7 @@ def _torch_tensor(strategy: str) -> Prepare:
         parameters = list(model.parameters())
         # An optimizer of torch's updates DTensors and others apart.
         groups = [
-            [one for one in parameters if isinstance(one, DTensor) == is_distributed]
+            [parameter for parameter in parameters if isinstance(parameter, DTensor) == is_distributed]
             for is_distributed in (True, False)
         ]
         return Replica(
@@ -372,7 +372,7 @@ def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: 
     def around() -> Iterator[None]:
         # Inputs are cut already, as it would cut them: it needs to be shown a sequence to know its length.
         sequence = torch.empty(1, training.size.context, device=device)
-        own = F.scaled_dot_product_attention
+        torch_attention = F.scaled_dot_product_attention
         try:
             with (
                 sdpa_kernel(_RING_BACKENDS),
@@ -381,7 +381,7 @@ def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: 
                 yield
         finally:
             # torch 2.11 leaves its own there after an error.
-            F.scaled_dot_product_attention = own
+            F.scaled_dot_product_attention = torch_attention
 
     return averaging_replica(plain, optimizer, share=(slice(None), positions), around=around)
 

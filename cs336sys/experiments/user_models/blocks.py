@@ -23,14 +23,16 @@ def find_blocks(model: nn.Module, patterns: str | None) -> dict[str, nn.Module]:
     """
     if patterns is not None:
         named = dict(model.named_modules())
-        found = {
-            name: module for name, module in named.items() if any(_matches(name, one) for one in patterns.split(","))
+        matching = {
+            name: module
+            for name, module in named.items()
+            if any(_matches(name, pattern) for pattern in patterns.split(","))
         }
-        if not found:
+        if not matching:
             lists = {name.rpartition(".")[0] for name in named if name.rpartition(".")[2].isdigit()}
             listed = ", ".join(f"'{name}.*'" for name in sorted(lists)) or "none"
             raise UserCodeError(f"--blocks '{patterns}': no module has such a name; its lists are {listed}")
-        return found
+        return matching
     by_class: dict[type[nn.Module], dict[str, nn.Module]] = {}
     _collect(model, "", by_class)
     return max(by_class.values(), key=len, default={})
@@ -42,7 +44,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _collect(module: nn.Module, name: str, by_class: dict[type[nn.Module], dict[str, nn.Module]]) -> None:
-    children = {f"{name}.{own}" if name else own: child for own, child in module.named_children()}
+    children = {f"{name}.{child_name}" if name else child_name: child for child_name, child in module.named_children()}
     is_list = isinstance(module, nn.ModuleList | nn.Sequential)
     classes = {type(child) for child in children.values()}
     if is_list and len(classes) == 1:
@@ -53,8 +55,8 @@ def _collect(module: nn.Module, name: str, by_class: dict[type[nn.Module], dict[
         ):
             by_class.setdefault(kind, {}).update(children)
             return
-    for own, child in children.items():
-        _collect(child, own, by_class)
+    for child_name, child in children.items():
+        _collect(child, child_name, by_class)
 
 
 # Of these modules know themselves.
@@ -65,16 +67,16 @@ _NAMED = 3
 
 def hidden_parameters(model: nn.Module) -> list[str]:
     """Names of tensors that require gradients in attributes, lists and dictionaries, modules in these among them."""
-    known = {id(parameter) for parameter in model.parameters()}
-    found: dict[int, str] = {}
+    registered = {id(parameter) for parameter in model.parameters()}
+    hidden: dict[int, str] = {}
     visited = {id(part) for part in model.modules()}
     for name, part in model.named_modules():
-        for own, value in vars(part).items():
-            if own not in _REGISTERED:
-                for where, tensor in _tensors(value, f"{name}.{own}".removeprefix("."), visited):
-                    if id(tensor) not in known:
-                        found.setdefault(id(tensor), where)
-    return list(found.values())
+        for attribute, value in vars(part).items():
+            if attribute not in _REGISTERED:
+                for where, tensor in _tensors(value, f"{name}.{attribute}".removeprefix("."), visited):
+                    if id(tensor) not in registered:
+                        hidden.setdefault(id(tensor), where)
+    return list(hidden.values())
 
 
 def hidden_warnings(reference: str, names: list[str]) -> list[str]:
@@ -98,8 +100,8 @@ def _tensors(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, Te
         return
     visited.add(id(value))
     if isinstance(value, nn.Module):
-        for own, parameter in value.named_parameters():
-            yield f"{name}.{own}", parameter
+        for parameter_name, parameter in value.named_parameters():
+            yield f"{name}.{parameter_name}", parameter
         return
     members: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
     for key, member in members:

@@ -57,8 +57,8 @@ def _by_layers(reference: str, size: ModelSize) -> tuple[Initialize | None, str]
         # Whatever the reason is, it will be told when the model is built with memory, if it is one there.
         return None, "it cannot be built on the meta device"
     for name, part in model.named_modules():
-        own = [value for key, value in vars(part).items() if key not in ("_parameters", "_buffers", "_modules")]
-        if any(isinstance(value, Tensor) and value.is_meta for value in tree_leaves(own)):
+        attributes = [value for key, value in vars(part).items() if key not in ("_parameters", "_buffers", "_modules")]
+        if any(isinstance(value, Tensor) and value.is_meta for value in tree_leaves(attributes)):
             return None, f"{name or 'it'} has tensors that are neither parameters nor buffers"
     for hidden in hidden_parameters(model):
         return None, f"{hidden} is not among its parameters()"
@@ -139,10 +139,10 @@ def fill(
         initialize(layer)
         for name, parameter in before.items():
             if parameter is not None:
-                own = layer._parameters[name]
-                assert own is not None
-                own.__dict__.update(vars(parameter))
-                layer._parameters[name] = filled.setdefault(parameter, own)
+                new_parameter = layer._parameters[name]
+                assert new_parameter is not None
+                new_parameter.__dict__.update(vars(parameter))
+                layer._parameters[name] = filled.setdefault(parameter, new_parameter)
     return model
 
 
@@ -176,7 +176,7 @@ def _differs(reference: str, size: ModelSize) -> str:
         if other.keys() != first.keys():
             return next(iter(other.keys() ^ first.keys()))
     for name in first:
-        if not _start_alike(*(one[name] for one in tensors)):
+        if not _start_alike(*(named[name] for named in tensors)):
             return name
     # Blocks that are copies of one are the same at first.
     of_layers = _copies(tensors[2])
@@ -216,27 +216,27 @@ def _start_alike(first: Tensor, second: Tensor, of_layers: Tensor, of_layers_aga
     return True
 
 
-def _equal(one: Tensor, other: Tensor) -> Tensor:
-    return (one == other) | ((one != one) & (other != other))
+def _equal(first: Tensor, second: Tensor) -> Tensor:
+    return (first == second) | ((first != first) & (second != second))
 
 
-def _same_distribution(one: Tensor, other: Tensor) -> bool:
-    if not (one.isfinite().all() and other.isfinite().all()):
+def _same_distribution(first: Tensor, second: Tensor) -> bool:
+    if not (first.isfinite().all() and second.isfinite().all()):
         return False
-    size = len(one)
-    values = torch.cat([one, other]).sort().values
-    shares = [torch.searchsorted(sample.sort().values, values, right=True) / size for sample in (one, other)]
+    size = len(first)
+    values = torch.cat([first, second]).sort().values
+    shares = [torch.searchsorted(sample.sort().values, values, right=True) / size for sample in (first, second)]
     if (shares[0] - shares[1]).abs().max() > _DISTRIBUTION * math.sqrt(2 / size):
         return False
     if size < 8:
         return True
-    spread = torch.cat([one - one.mean(), other - other.mean()])
+    spread = torch.cat([first - first.mean(), second - second.mean()])
     variance = spread.square().mean().item()
-    if variance == 0 or one.var() == 0 or other.var() == 0:
-        return bool(torch.equal(one, other))
+    if variance == 0 or first.var() == 0 or second.var() == 0:
+        return bool(torch.equal(first, second))
     kurtosis = spread.pow(4).mean().item() / variance**2
-    mean_off = abs((one.mean() - other.mean()).item())
-    variance_off = abs(math.log((one.var() / other.var()).item()))
+    mean_off = abs((first.mean() - second.mean()).item())
+    variance_off = abs(math.log((first.var() / second.var()).item()))
     return mean_off <= _MOMENTS * math.sqrt(2 * variance / size) and variance_off <= _MOMENTS * math.sqrt(
         2 * max(0.5, kurtosis - 1) / size
     )
