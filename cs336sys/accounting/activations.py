@@ -104,7 +104,9 @@ def block_activations(size: ModelSize, precision: str, attention: str, *, autoca
         attention_activations(size, precision, attention, autocast=autocast),
         feed_forward_activations(size, precision, autocast=autocast),
     )
-    return SavedActivations(*(one + other for one, other in zip(*map(astuple, parts), strict=True)))
+    return SavedActivations(
+        *(of_attention + of_feed_forward for of_attention, of_feed_forward in zip(*map(astuple, parts), strict=True))
+    )
 
 
 def attention_activations(

@@ -217,17 +217,17 @@ def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> li
         UsageError: ``attention`` is unknown.
     """
     n, batch, context = symbol("N", size.num_layers), symbol("B", size.batch_size), symbol("S", size.context)
-    what, kept = "input of a block, which a checkpoint keeps", 4 * batch * context * symbol("d_model", size.d_model)
-    block_input = Derived(what, kept, "bytes", "s", reason="fp32: the residual stream.", source=_HANDOUT)
+    label, kept = "input of a block, which a checkpoint keeps", 4 * batch * context * symbol("d_model", size.d_model)
+    block_input = Derived(label, kept, "bytes", "s", reason="fp32: the residual stream.", source=_HANDOUT)
     total = symbol("as in account activations", block_activations(size, precision, attention).total)
     source = "what autograd saves, accounting/activations.py"
     saved = Derived("what a block saves for backward", total, "bytes", "b", source=source)
     s, b = block_input.as_symbol(), saved.as_symbol()
     row = partial(Derived, source=_CHEN)
-    asked_a, asked_b = "gradient_checkpointing (a)", "gradient_checkpointing (b)"
-    what = "group with the least memory, one recomputation"
+    part_a, part_b = "gradient_checkpointing (a)", "gradient_checkpointing (b)"
+    label = "group with the least memory, one recomputation"
     reason = "The derivative of N s / K + K b by K is zero there. Under 1 it means groups of one block."
-    best = row(what, (n * s / b) ** 0.5, "blocks", "K", reason=reason, question=asked_b)
+    best = row(label, (n * s / b) ** 0.5, "blocks", "K", reason=reason, question=part_b)
     group = symbol("K", min(max(1, round(best.value)), size.num_layers))
     nested, _ = recomputed_blocks(size.num_layers, "nested")
     return [
@@ -241,14 +241,14 @@ def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> li
             "bytes",
             reason="All N / K inputs, and the activations of the group that is computed again: O(sqrt(N)) at best, for "
             "one more forward pass.",
-            question=asked_b,
+            question=part_b,
         ),
         row(
             "held with halves inside halves",
             b + math.ceil(log2(n)) * s,
             "bytes",
             reason="One block's activations and one input for each level: O(log N), and O(1) where s is negligible.",
-            question=asked_a,
+            question=part_a,
         ),
         row(
             "blocks computed again with halves inside halves",
@@ -256,6 +256,6 @@ def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> li
             "blocks",
             reason="Every block once to save its activations, and on each level but the first the left halves to get "
             f"at the right ones: O(N log N). Exact for powers of two; here it is {nested}.",
-            question=asked_a,
+            question=part_a,
         ),
     ]

@@ -213,12 +213,12 @@ def _backward_moments(
     w2, projection = d_model * d_ff, d_model**2
     casts = 2 if e == 2 and not step.reads_copies else 0
 
-    def held(blocks: SavedBlocks) -> int:
+    def saved_bytes(blocks: SavedBlocks) -> int:
         return blocks.saved * step.block + blocks.inputs * 4 * step.stream
 
-    moments = [("loss", 0, held(at_loss) + step.around_loss)]
+    moments = [("loss", 0, saved_bytes(at_loss) + step.around_loss)]
     for blocks in at_blocks:
-        saved = held(blocks) + 4 * step.stream
+        saved = saved_bytes(blocks) + 4 * step.stream
         done = step.gradients(step.size.num_layers - blocks.block)
         feed_forward = done + 3 * step.gradient_bytes * w2
         if step.reads_copies:
@@ -228,8 +228,8 @@ def _backward_moments(
             moments.append((f"w2 backward, {blocks.name}", done + step.gradient_bytes * w2, gates_and_w2))
             moments.append((f"projections backward, {blocks.name}", feed_forward, saved + e * step.stream))
             if step.update == "backward":
-                own = step.gradient_bytes * step.block_matrices + 4 * 2 * d_model
-                moments.append((f"update, {blocks.name}", done + own, saved - step.block))
+                block_gradients = step.gradient_bytes * step.block_matrices + 4 * 2 * d_model
+                moments.append((f"update, {blocks.name}", done + block_gradients, saved - step.block))
         else:
             gates = saved + 2 * e * step.inner - casts * w2
             moments.append((f"gates backward, {blocks.name}", done + 4 * w2, gates))

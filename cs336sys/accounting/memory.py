@@ -163,8 +163,8 @@ def widest_moments(
         # torch's fused AdamW makes no temporary, its foreach variant one of all parameters; this is one as large as the
         # largest of them.
         largest = size.d_model * max(size.d_model, size.d_ff, size.vocab_size)
-        held = 16 * size.batch_size * size.context + 4 * largest
-        moments.append(("optimizer", count_parameters(size), held))
+        temporary_bytes = 16 * size.batch_size * size.context + 4 * largest
+        moments.append(("optimizer", count_parameters(size), temporary_bytes))
     state = training_state(size, precision, autocast=autocast)
     gradient_bytes = state.gradients // count_parameters(size)
     optimizer_state = state.optimizer_state if mode == "train" else 0
@@ -196,11 +196,11 @@ def accumulating(moments: Sequence[PeakMemory], size: ModelSize, passes: int) ->
         "softmax backward": size.d_model**2,
     }
     batch = 16 * size.batch_size * size.context * (passes - 1) // passes
-    found = []
+    later_moments = []
     for moment in moments:
         added = width * newest.get(moment.moment.partition(",")[0], 0)
-        found.append(replace(moment, gradients=whole + added, activations=moment.activations + batch))
-    return found
+        later_moments.append(replace(moment, gradients=whole + added, activations=moment.activations + batch))
+    return later_moments
 
 
 # A moment is its name, how many parameters have a gradient at that time, and the bytes of activations.
@@ -235,7 +235,7 @@ def _forward_moments(size: ModelSize, precision: str, attention: str, autocast: 
     if attention == "reference":
         scores = statistics * size.context
         moments["softmax"] = (2 * r + 3 * e) * stream + size.context**2 + 12 * scores + 4 * statistics
-    return [(name, 0, 16 * tokens + held) for name, held in moments.items()]
+    return [(name, 0, 16 * tokens + activation_bytes) for name, activation_bytes in moments.items()]
 
 
 def _backward_moments(
@@ -268,26 +268,26 @@ def _backward_moments(
     w2, projection = size.d_ff * size.d_model, size.d_model**2
 
     without_blocks = saved_activations(replace(size, num_layers=0), precision, attention, autocast=autocast).total
-    own_attention = attention_activations(size, precision, attention, autocast=autocast).total
-    own_feed_forward = feed_forward_activations(size, precision, autocast=autocast).total
+    attention_bytes = attention_activations(size, precision, attention, autocast=autocast).total
+    feed_forward_bytes = feed_forward_activations(size, precision, autocast=autocast).total
 
-    def held(blocks: SavedBlocks) -> int:
+    def saved_bytes(blocks: SavedBlocks) -> int:
         attentions = blocks.saved + blocks.attentions
         feed_forwards = blocks.saved + blocks.feed_forwards
-        return attentions * own_attention + feed_forwards * own_feed_forward + blocks.inputs * r * stream
+        return attentions * attention_bytes + feed_forwards * feed_forward_bytes + blocks.inputs * r * stream
 
     moments = [
-        ("loss", 0, without_blocks + held(at_loss) + (4 + cast) * tokens * size.vocab_size),
+        ("loss", 0, without_blocks + saved_bytes(at_loss) + (4 + cast) * tokens * size.vocab_size),
         ("end of backward", count_parameters(size), 16 * tokens + r * stream),
     ]
     for blocks in at_blocks:
-        saved = 16 * tokens + held(blocks)
+        saved = 16 * tokens + saved_bytes(blocks)
         # Of what is not in a block, only the LM head and the last norm have their gradients yet.
         later = count_parameters(size) - count_parameters(replace(size, num_layers=blocks.block))
         gradients = later + (size.vocab_size + 1) * size.d_model
         feed_forward = saved + r * stream + 2 * e * inner - copy * w2
         if blocks.attention_later:
-            feed_forward -= own_attention - r * stream
+            feed_forward -= attention_bytes - r * stream
         moments.append((f"feed-forward backward, {blocks.name}", gradients + w2, feed_forward))
         if attention == "reference":
             # Stream and normalized in fp32, and the norm's output: as much in both casts as in fp32.

@@ -70,9 +70,9 @@ def tensor_answers(size: ModelSize, precision: str) -> list[Derived]:
     tokens = named.batch_size * named.context
     row = partial(Derived, unit="bytes", source=_SHAPES, question="memory_profiling (e)")
     scores = e * named.batch_size * named.num_heads * named.context * named.context
-    what = "batch, heads, queries, keys; softmax makes more tensors of this shape."
+    label = "batch, heads, queries, keys; softmax makes more tensors of this shape."
     largest = [
-        row("attention scores", scores, reason=what),
+        row("attention scores", scores, reason=label),
         row(
             "feed-forward activations",
             e * tokens * named.d_ff,
@@ -80,9 +80,9 @@ def tensor_answers(size: ModelSize, precision: str) -> list[Derived]:
         ),
         row("logits", e * tokens * named.vocab_size, reason="The LM head's output."),
     ]
-    what, asked = "tensor of the residual stream", "memory_profiling (d)"
+    label, part_d = "tensor of the residual stream", "memory_profiling (d)"
     reason = "fp32 whatever the precision: autocast's matrix products are added to it."
-    stream = row(what, 4 * tokens * named.d_model, reason=reason, question=asked)
+    stream = row(label, 4 * tokens * named.d_model, reason=reason, question=part_d)
     return [stream, *sorted(largest, key=lambda tensor: -tensor.value)]
 
 
@@ -113,8 +113,8 @@ def block_answers(size: ModelSize, precision: str, attention: str) -> list[Deriv
         "takes the place of the one that came in."
     )
     d, f = named.d_model, named.d_ff
-    own = 4 * (4 * d**2 + 3 * d * f + 2 * d)
-    gradients = row("gradients of one block's parameters", own, symbol="g", reason=reason, source=_SHAPES)
+    block_gradients = 4 * (4 * d**2 + 3 * d * f + 2 * d)
+    gradients = row("gradients of one block's parameters", block_gradients, symbol="g", reason=reason, source=_SHAPES)
     change = row(
         "change of memory over the block's backward pass",
         gradients.as_symbol() - saved.as_symbol(),
@@ -190,7 +190,7 @@ def attention_answers(
         for name, (quantity, reason) in _ATTENTION_NAMES.items()
         if number_of(value := getattr(memory, name))
     ]
-    held = row("held before the backward pass", symbol("sum of these", memory.held), symbol="held")
+    saved = row("held before the backward pass", symbol("sum of these", memory.held), symbol="held")
     reason = _BACKWARD_NAMES[implementation]
     backward = row("more where the backward pass is widest", memory.backward, symbol="more", reason=reason)
-    return [*rows, held, backward, row("peak", held.as_symbol() + backward.as_symbol())]
+    return [*rows, saved, backward, row("peak", saved.as_symbol() + backward.as_symbol())]

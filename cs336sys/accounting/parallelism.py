@@ -280,9 +280,9 @@ def _row(
         part: which part of the strategy's problem it answers: 1 FLOPs, 2 communication, 3 and 4 limits; 0 none.
     """
     # The handout asks for data parallelism's backward pass alone, and for the mesh's forward pass alone.
-    asked = part and which != {"dp": "forward", "fsdp-tp": "backward"}.get(strategy)
+    answers_problem = part and which != {"dp": "forward", "fsdp-tp": "backward"}.get(strategy)
     problem = _PROBLEMS[strategy]
-    question = f"{problem[0]} {problem[part]}" if asked else ""
+    question = f"{problem[0]} {problem[part]}" if answers_problem else ""
     return Derived(f"{quantity}, {which}", result, unit, name, source=_source(strategy), question=question, **details)
 
 

@@ -255,9 +255,9 @@ def _ddp_s(size: ModelSize, gradients: str, mesh: MeshShape, cluster: Cluster) -
     """Seconds of the all-reduce of gradients in this dtype, in buckets of blocks."""
     if mesh.ddp == 1:
         return 0.0
-    own = mesh.fsdp * mesh.tp
-    gradient_bytes = ELEMENT_BYTES[gradients] * count_parameters(size) / own
-    ring = 2 * (mesh.ddp - 1) / mesh.ddp / cluster.ring_bytes_per_s(mesh.ddp, own)
+    group_ranks = mesh.fsdp * mesh.tp
+    gradient_bytes = ELEMENT_BYTES[gradients] * count_parameters(size) / group_ranks
+    ring = 2 * (mesh.ddp - 1) / mesh.ddp / cluster.ring_bytes_per_s(mesh.ddp, group_ranks)
     return gradient_bytes * ring + size.num_layers * cluster.call_s
 
 
@@ -281,8 +281,8 @@ def _memory(size: ModelSize, dtypes: Dtypes, mesh: MeshShape, checkpointing: str
         return rank_peak(step).total / mesh.tp
     gradients, moments = ELEMENT_BYTES[dtypes.gradients] / 4, 0.5 if dtypes.state == "bf16" else 1.0
     of_moments = (
-        held.total - (1 - gradients) * held.gradients - (1 - moments) * held.optimizer_state
-        for held in rank_moments(step)
+        moment.total - (1 - gradients) * moment.gradients - (1 - moments) * moment.optimizer_state
+        for moment in rank_moments(step)
     )
     return max(of_moments) / mesh.tp
 

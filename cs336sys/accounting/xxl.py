@@ -75,8 +75,8 @@ def memory_answers(
     parameters = _answer("", "parameters", 2 * d * f * blocks, "parameters", "P", "A block is (D, F) and (F, D).")
     p = parameters.as_symbol()
     reason = "fp32: 4 bytes each of weights and gradients, 8 of AdamW's two moments."
-    what = "master weights, accumulated gradients, optimizer state"
-    states = _answer("(a)", what, 16 * p, "decimal_bytes", "S", reason)
+    label = "master weights, accumulated gradients, optimizer state"
+    states = _answer("(a)", label, 16 * p, "decimal_bytes", "S", reason)
     copies = 2 * p if weight_copies else 0
     reason = ", and a copy of all weights." if weight_copies else ", which their weight gradients need."
     reason = "bf16: the inputs of both linear layers of each block" + reason
@@ -100,7 +100,7 @@ def _sharding(s: Expression, a: Expression, device_bytes: float, copies_bytes: f
     needed = (s + a / 2) / left if left > 0 else math.inf
     reason = "The memory per device, solved for N_FSDP."
     exact = _answer("", "sharding at which a device is exactly full", needed, "devices", "N_exact", reason)
-    what = "smallest N_FSDP with less than that"
+    label = "smallest N_FSDP with less than that"
     if exact.value == math.inf:
         never = (
             f"Never: half of the activations saved for backward is not sharded, {number_of(a) / 2e9:.1f} GB, which "
@@ -112,9 +112,9 @@ def _sharding(s: Expression, a: Expression, device_bytes: float, copies_bytes: f
                 f" Assumed: bf16 copies of all weights, {copies_bytes / 1e9:.1f} GB, are saved whole for backward and "
                 "shared out like activations, every second layer's; copies that are sharded as their weights would fit."
             )
-        return [_answer("(b)", what, math.inf, "devices", "N_FSDP", never)]
+        return [_answer("(b)", label, math.inf, "devices", "N_FSDP", never)]
     whole = math.floor(exact.as_symbol()) + 1
-    smallest = _answer("(b)", what, whole, "devices", "N_FSDP", "The next whole number.")
+    smallest = _answer("(b)", label, whole, "devices", "N_FSDP", "The next whole number.")
     then = (s + a / 2) / smallest.as_symbol() + a / 2
     reason = "States and half of the activations are sharded, the other half, of every second layer, is not."
     return [exact, smallest, _answer("(b)", "memory of a device then", then, "decimal_bytes", reason=reason)]

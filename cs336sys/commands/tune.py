@@ -295,7 +295,7 @@ def _cpu_rates(plain: Workload) -> "Rates":
 
 
 def _nothing_fits(found: "Choice") -> str:
-    smallest = min(found.known, key=lambda one: one.memory, default=None)
+    smallest = min(found.predicted, key=lambda one: one.memory, default=None)
     limit = f"--memory {found.limit / GIB:.4g}GiB"
     if smallest is None:
         reasons = "; ".join(found.unknown or found.refused)

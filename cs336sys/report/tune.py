@@ -38,7 +38,7 @@ def choice_tables(
     """
     best = choice.fitting[:SHOWN]
     limit_gib = choice.limit / GIB
-    counted = len(choice.known) + sum(choice.unknown.values())
+    counted = len(choice.predicted) + sum(choice.unknown.values())
     notes = [
         f"{counted:,} configurations can run, {len(choice.fitting):,} of them fit into {limit_gib:.4g} GiB; predicted, "
         "not measured: --measure K measures the best K.",
@@ -100,7 +100,7 @@ def _rejected_table(choice: Choice, rates: Rates) -> Table:
         _row(candidate, rates) | {"over_gib": (candidate.memory - choice.limit) / GIB}
         for candidate in choice.too_large[:SHOWN]
     ]
-    count = sum(candidate.memory > choice.limit for candidate in choice.known)
+    count = sum(candidate.memory > choice.limit for candidate in choice.predicted)
     notes = (
         f"{count:,} configurations do not fit; {len(choice.too_large):,} of them would be faster than all that do.",
     )
@@ -139,8 +139,10 @@ def plot_front(choice: Choice, path: Path) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    xs = [candidate.memory / GIB for candidate in choice.known]
-    axes.scatter(xs, [candidate.tokens_per_s for candidate in choice.known], s=4, color="0.7", label="configurations")
+    xs = [candidate.memory / GIB for candidate in choice.predicted]
+    axes.scatter(
+        xs, [candidate.tokens_per_s for candidate in choice.predicted], s=4, color="0.7", label="configurations"
+    )
     front = choice.front
     axes.step(
         [candidate.memory / GIB for candidate in front],

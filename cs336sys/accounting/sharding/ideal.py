@@ -98,9 +98,9 @@ def state_answers(
     ]
     if number_of(state.master_parameters):
         parts.append(row("fp32 master parameters", state.master_parameters, name="m"))
-    held = {part.symbol: part.as_symbol() for part in parts}
-    model = held["p"] + held.get("m", 0)
-    before, after = model + held["g"], model + held["g"] + held["o"]
+    symbols = {part.symbol: part.as_symbol() for part in parts}
+    model = symbols["p"] + symbols.get("m", 0)
+    before, after = model + symbols["g"], model + symbols["g"] + symbols["o"]
     rows = [
         *parts,
         row("after model initialization", model),
@@ -111,9 +111,9 @@ def state_answers(
         theirs = symbol(f"M_{other}", number_of(ideal_state(other, p, n, element_bytes).total))
         reason = f"M_{other} is the state of {other}, where all gradients exist."
         rows.append(row(f"less than {other}", theirs - after, reason))
-    asked = "optimizer_state_sharding_accounting (c)" if strategy.startswith("optimizer") else ""
+    part_c = "optimizer_state_sharding_accounting (c)" if strategy.startswith("optimizer") else ""
     sends = sent_bytes(strategy, p, n, element_bytes, compute_bytes)
-    return [*rows, row("sent in a step", sends, _SENT[strategy], question=asked)]
+    return [*rows, row("sent in a step", sends, _SENT[strategy], question=part_c)]
 
 
 _SENT = {

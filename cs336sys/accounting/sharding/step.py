@@ -54,12 +54,15 @@ def sharded_optimizer_state(
         UsageError: the world size is not positive.
     """
     check_rank(0, world_size)
-    held = [0] * world_size
-    for size, owner in zip(sizes, greedy_partition(sizes, held), strict=True):
-        held[owner] += size
+    elements_of_ranks = [0] * world_size
+    for size, owner in zip(sizes, greedy_partition(sizes, elements_of_ranks), strict=True):
+        elements_of_ranks[owner] += size
     whole = element_bytes * sum(sizes)
     stepped_bytes = master_bytes or element_bytes
-    return [TrainingState(whole, whole, moments * stepped_bytes * own, master_bytes * own) for own in held]
+    return [
+        TrainingState(whole, whole, moments * stepped_bytes * elements, master_bytes * elements)
+        for elements in elements_of_ranks
+    ]
 
 
 def flat_optimizer_state(
@@ -85,22 +88,27 @@ def flat_optimizer_state(
     check_rank(0, world_size)
     stepped_bytes = master_bytes or element_bytes
     parameters = 0
-    gradients, held = [0] * world_size, [0] * world_size
+    gradients, elements_of_ranks = [0] * world_size, [0] * world_size
     for sizes in buckets:
         pieces = flat_pieces(sizes, world_size)
         slices = sum(piece.slice_size for piece in pieces)
         parameters += element_bytes * world_size * slices
         # Whole slices of what is not packed: rank by rank, thousands of ranks would take seconds.
-        own = [sum(piece.slice_size for piece in pieces if not piece.is_packed)] * world_size
+        bucket_elements = [sum(piece.slice_size for piece in pieces if not piece.is_packed)] * world_size
         for piece in pieces:
             for index, start in piece.starts.items() if piece.is_packed else ():
                 for rank in range(start // piece.slice_size, (start + sizes[index] - 1) // piece.slice_size + 1):
-                    own[rank] += len(piece.owned(index, sizes[index], rank))
-        for rank, elements in enumerate(own):
-            held[rank] += elements
+                    bucket_elements[rank] += len(piece.owned(index, sizes[index], rank))
+        for rank, elements in enumerate(bucket_elements):
+            elements_of_ranks[rank] += elements
             gradients[rank] += stepped_bytes * slices if elements else 0
     return [
-        TrainingState(parameters, gradients[rank], moments * stepped_bytes * held[rank], master_bytes * held[rank])
+        TrainingState(
+            parameters,
+            gradients[rank],
+            moments * stepped_bytes * elements_of_ranks[rank],
+            master_bytes * elements_of_ranks[rank],
+        )
         for rank in range(world_size)
     ]
 
@@ -302,12 +310,12 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
         at_blocks=at_blocks,
     ):
         gradients, buffers = _gradients_and_buffers(step, state, moment)
-        held = moment.activations + buffers
-        moments.append(PeakMemory(moment.moment, parameters, gradients, optimizer_state, held))
+        activation_bytes = moment.activations + buffers
+        moments.append(PeakMemory(moment.moment, parameters, gradients, optimizer_state, activation_bytes))
     if step.strategy == "torch-zero":
         # DDP orders its buckets by the first backward pass: the second step begins with the old ones next to the new.
-        held = _always_held(step.share) + state.gradients
-        moments.append(PeakMemory("new buckets", parameters, state.gradients, optimizer_state, held))
+        activation_bytes = _always_held(step.share) + state.gradients
+        moments.append(PeakMemory("new buckets", parameters, state.gradients, optimizer_state, activation_bytes))
     return moments
 
 

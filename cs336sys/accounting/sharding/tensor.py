@@ -120,8 +120,8 @@ class TensorStep:
 def _part_shape(shape: tuple[int, ...], dimension: int | None, tensor_ranks: int) -> tuple[int, ...]:
     if dimension is None:
         return shape
-    own = len(own_part(shape[dimension], 0, tensor_ranks))
-    return tuple(own if number == dimension else length for number, length in enumerate(shape))
+    part_length = len(own_part(shape[dimension], 0, tensor_ranks))
+    return tuple(part_length if number == dimension else length for number, length in enumerate(shape))
 
 
 # The peak of a rank's memory where ranks share layers, on paper: eager execution, in fp32 or under autocast.
@@ -191,14 +191,14 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
     ]
     for blocks in at_blocks:
         gradients = after_head + (size.num_layers - blocks.block) * block_elements
-        held = part.held(blocks) + 9 * tokens
-        inner = held + part.stream + 2 * e * tokens * features - copy * w2
+        saved_bytes = part.held(blocks) + 9 * tokens
+        inner = saved_bytes + part.stream + 2 * e * tokens * features - copy * w2
         moments.append(moment(f"feed-forward backward, {blocks.name}", gradients + w2, inner))
         if attention == "reference":
             statistics = 4 * scores // size.context
-            own = e * tokens * widths["attn.q_proj"]
+            query_bytes = e * tokens * widths["attn.q_proj"]
             freed = part.feed_forward + copy * projection
-            softmax = held - freed + part.stream - own + (12 - e) * scores + statistics
+            softmax = saved_bytes - freed + part.stream - query_bytes + (12 - e) * scores + statistics
             done = gradients + 3 * w2 + projection + d
             moments.append(moment(f"softmax backward, {blocks.name}", done, softmax))
     return moments
@@ -214,22 +214,22 @@ def _saved(step: TensorStep, attention: str) -> _Part:
     size, e = step.size, ELEMENT_BYTES[step.precision]
     sequences = size.batch_size // step.data_ranks
     tokens = sequences * size.context
-    own_tokens = math.ceil(tokens / step.tensor_ranks) if is_sequence_parallel(step.strategy) else tokens
+    rank_tokens = math.ceil(tokens / step.tensor_ranks) if is_sequence_parallel(step.strategy) else tokens
     widths, d = _widths(step), size.d_model
     copies = 2 if step.precision != "fp32" else 0
-    stream, entered = 4 * own_tokens * d, e * tokens * d
+    stream, entered = 4 * rank_tokens * d, e * tokens * d
     # Its input, and what its gain is multiplied by with one number a token.
-    norm = stream + stream + 4 * own_tokens
-    own = e * tokens * widths["attn.q_proj"]
+    norm = stream + stream + 4 * rank_tokens
+    query_bytes = e * tokens * widths["attn.q_proj"]
     statistics = sequences * size.num_heads // step.tensor_ranks * size.context
     if attention == "reference":
         # Scores as exponentials and probabilities, and the mask.
         kept = size.context**2 + (4 + e) * statistics * size.context
     else:
-        kept = own
+        kept = query_bytes
     return _Part(
         # Query, key, value, and heads side by side.
-        attention=norm + entered + 4 * own + kept + 4 * statistics + copies * 4 * d * widths["attn.q_proj"],
+        attention=norm + entered + 4 * query_bytes + kept + 4 * statistics + copies * 4 * d * widths["attn.q_proj"],
         feed_forward=norm + entered + 5 * e * tokens * widths["ffn.w1"] + copies * 3 * d * widths["ffn.w1"],
         # Rows and mask of the embedding take 9 bytes a token; targets, maximum, sum and target's logit 20.
         outside=9 * tokens + norm + entered + tokens * (e * widths["lm_head"] + 20) + copies * d * widths["lm_head"],

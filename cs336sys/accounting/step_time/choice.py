@@ -153,11 +153,11 @@ def evaluate(
     """Predict the time and memory of each configuration."""
     return [
         Candidate(
-            one,
-            predict_step(one, rates, launch_s=launch_s, counted=counted),
-            step_memory(one).total if counted is None else _counted_memory(one, counted),
+            configuration,
+            predict_step(configuration, rates, launch_s=launch_s, counted=counted),
+            step_memory(configuration).total if counted is None else _counted_memory(configuration, counted),
         )
-        for one in configurations
+        for configuration in configurations
     ]
 
 
@@ -178,7 +178,7 @@ class Choice:
         unknown: how many are unlike what was measured, by reason.
     """
 
-    known: Sequence[Candidate]
+    predicted: Sequence[Candidate]
     limit: float
     refused: Counter[str]
     unknown: Counter[str]
@@ -186,26 +186,28 @@ class Choice:
     @cached_property
     def fitting(self) -> list[Candidate]:
         """Return candidates that fit, the fastest first."""
-        return [one for one in self.known if one.memory <= self.limit]
+        return [candidate for candidate in self.predicted if candidate.memory <= self.limit]
 
     @cached_property
     def too_large(self) -> list[Candidate]:
         """Return candidates that would be faster than all that fit."""
         best = self.fitting[0].tokens_per_s if self.fitting else 0.0
-        return [one for one in self.known if one.memory > self.limit and one.tokens_per_s > best]
+        return [
+            candidate for candidate in self.predicted if candidate.memory > self.limit and candidate.tokens_per_s > best
+        ]
 
     @cached_property
     def front(self) -> list[Candidate]:
         """Return the Pareto front: those that no other beats in both tokens/s and memory, least memory first."""
         front: list[Candidate] = []
-        for one in sorted(self.known, key=lambda one: (one.memory, -one.tokens_per_s)):
-            if not front or one.tokens_per_s > front[-1].tokens_per_s:
-                front.append(one)
+        for candidate in sorted(self.predicted, key=lambda candidate: (candidate.memory, -candidate.tokens_per_s)):
+            if not front or candidate.tokens_per_s > front[-1].tokens_per_s:
+                front.append(candidate)
         return front
 
     def best_within(self, limit: float) -> Candidate | None:
         """Return the fastest that fits into so much."""
-        return next((one for one in self.known if one.memory <= limit), None)
+        return next((candidate for candidate in self.predicted if candidate.memory <= limit), None)
 
 
 def choose(
@@ -214,40 +216,42 @@ def choose(
     """Evaluate a whole space, of our model or of the user's."""
     configurations, refused = space.configurations()
     candidates = evaluate(configurations, rates, launch_s, counted)
-    unknown = Counter(one.time.unknown[0] for one in candidates if one.time.unknown)
-    known = sorted((one for one in candidates if not one.time.unknown), key=lambda one: one.order)
-    return Choice(known, limit, refused, unknown)
+    unknown = Counter(candidate.time.unknown[0] for candidate in candidates if candidate.time.unknown)
+    predicted = sorted(
+        (candidate for candidate in candidates if not candidate.time.unknown), key=lambda candidate: candidate.order
+    )
+    return Choice(predicted, limit, refused, unknown)
 
 
 def measuring_command(configuration: StepConfiguration) -> str:
     """Return the command of this project that measures a configuration."""
     training, size = configuration.training, configuration.training.size
     ranks = configuration.world_size
-    words = ["cs336sys", "bench"]
+    arguments = ["cs336sys", "bench"]
     if configuration.accumulation > 1 or (ranks == 1 and configuration.checkpointing != "none"):
-        words = ["cs336sys", "tune"]
+        arguments = ["cs336sys", "tune"]
     elif ranks > 1:
-        words = ["cs336sys", "ddp" if configuration.strategy == "bucketed" else "shard", "--world-size", str(ranks)]
-        words += [] if configuration.strategy == "bucketed" else ["--strategy", str(configuration.strategy)]
+        arguments = ["cs336sys", "ddp" if configuration.strategy == "bucketed" else "shard", "--world-size", str(ranks)]
+        arguments += [] if configuration.strategy == "bucketed" else ["--strategy", str(configuration.strategy)]
     user = training.user
-    given = {"--model": user.model, "--loss": user.loss, "--batch": user.batch, "--blocks": user.blocks}
-    words += [word for option, value in given.items() if value is not None for word in (option, value)]
-    words += ["--size", size.name] if "/" not in size.name else _shape_words(configuration)
-    is_tuned = words[1] == "tune"
+    user_options = {"--model": user.model, "--loss": user.loss, "--batch": user.batch, "--blocks": user.blocks}
+    arguments += [word for option, value in user_options.items() if value is not None for word in (option, value)]
+    arguments += ["--size", size.name] if "/" not in size.name else _shape_words(configuration)
+    is_tuned = arguments[1] == "tune"
     batch = size.batch_size * (1 if is_tuned else ranks)
-    words += ["--context", str(size.context), "--micro-batch" if is_tuned else "--batch-size", str(batch)]
+    arguments += ["--context", str(size.context), "--micro-batch" if is_tuned else "--batch-size", str(batch)]
     if is_tuned and ranks > 1:
-        words += ["--world-size", str(ranks), "--strategy", str(configuration.strategy)]
+        arguments += ["--world-size", str(ranks), "--strategy", str(configuration.strategy)]
     if configuration.accumulation > 1:
-        words += ["--tokens-per-step", str(configuration.tokens)]
-    words += ["--vocab-size", str(size.vocab_size)] if size.vocab_size != 10_000 else []
-    words += ["--precision", training.precision, "--compile", training.compile, "--attention", training.attention]
-    words += ["--kernels", training.kernels, "--optimizer", training.optimizer, "--cuda-graph", training.cuda_graph]
-    words += ["--state-dtype", training.state_dtype] if training.state_dtype != "fp32" else []
-    words += ["--checkpoint", configuration.checkpointing] if configuration.checkpointing != "none" else []
-    words += ["--gradient-dtype", "bf16"] if configuration.gradient_dtype == "bf16" else []
-    words += ["--measure", "1"] if is_tuned else []
-    return shlex.join(words)
+        arguments += ["--tokens-per-step", str(configuration.tokens)]
+    arguments += ["--vocab-size", str(size.vocab_size)] if size.vocab_size != 10_000 else []
+    arguments += ["--precision", training.precision, "--compile", training.compile, "--attention", training.attention]
+    arguments += ["--kernels", training.kernels, "--optimizer", training.optimizer, "--cuda-graph", training.cuda_graph]
+    arguments += ["--state-dtype", training.state_dtype] if training.state_dtype != "fp32" else []
+    arguments += ["--checkpoint", configuration.checkpointing] if configuration.checkpointing != "none" else []
+    arguments += ["--gradient-dtype", "bf16"] if configuration.gradient_dtype == "bf16" else []
+    arguments += ["--measure", "1"] if is_tuned else []
+    return shlex.join(arguments)
 
 
 def _shape_words(configuration: StepConfiguration) -> list[str]:
@@ -268,8 +272,8 @@ def changes_of(configuration: StepConfiguration) -> list[Change]:
         changes.append(checkpoint_blocks(int(count or 1)))
     elif name != "none":
         kept = kept_blocks(configuration.checkpointing)
-        what = "all but gate and up" if kept is not None else f"as {configuration.checkpointing}"
-        changes.append(Change(f"checkpoints, {what}", ()))
+        extent = "all but gate and up" if kept is not None else f"as {configuration.checkpointing}"
+        changes.append(Change(f"checkpoints, {extent}", ()))
     if configuration.strategy is not None:
         changes.append(share_state(configuration.strategy, configuration.gradient_dtype))
     changes += {"block": [COMPILE_BLOCKS], "model": [COMPILE_MODEL]}.get(training.compile, [])

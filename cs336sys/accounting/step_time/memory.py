@@ -76,8 +76,8 @@ def step_memory(configuration: StepConfiguration) -> StepMemory:
     training, size = configuration.training, configuration.training.size
     moments = _moments(configuration)
     if configuration.accumulation > 1:
-        held = max(moment.gradients for moment in moments)
-        moments = [replace(moment, gradients=held) for moment in moments]
+        all_gradients = max(moment.gradients for moment in moments)
+        moments = [replace(moment, gradients=all_gradients) for moment in moments]
     peak = max(moments, key=lambda moment: moment.total)
     share = peak.optimizer_state / max(1, 8 * count_parameters(size))
     copies = 0.0 if configuration.strategy == "fsdp" else 1.0 + 2 * min(1.0, share)
@@ -143,8 +143,8 @@ def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> li
     if strategy in ("overlap", "bucketed"):
         # The optimizer comes when all have been waited for.
         moments = [
-            replace(one, activations=one.activations + one.gradients // 2 * (one.moment != "optimizer"))
-            for one in moments
+            replace(moment, activations=moment.activations + moment.gradients // 2 * (moment.moment != "optimizer"))
+            for moment in moments
         ]
     return [*moments, sent]
 
@@ -211,7 +211,7 @@ def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights
     matrices = 4 * size.d_model**2 + 3 * size.d_model * size.d_ff
     always = 16 * tokens + 4 * size.context * size.head_dim
 
-    def held(blocks: SavedBlocks) -> int:
+    def saved_bytes(blocks: SavedBlocks) -> int:
         return blocks.saved * block + blocks.inputs * 4 * stream
 
     at_loss, at_blocks = saved_schedule(checkpointing, size.num_layers)
@@ -220,10 +220,10 @@ def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights
     if training.compile == "model":
         # Logits and their gradient once more, which the loss, compiled by itself, gets from the model.
         around_loss += 2 * e * tokens * size.vocab_size
-    moments = [("loss", 0, held(at_loss) + around_loss)]
+    moments = [("loss", 0, saved_bytes(at_loss) + around_loss)]
     for blocks in at_blocks:
         gradients = 4 * (head + (size.num_layers - blocks.block) * matrices)
-        moments.append((f"backward, {blocks.name}", gradients, held(blocks) + 4 * stream + 2 * e * inner))
+        moments.append((f"backward, {blocks.name}", gradients, saved_bytes(blocks) + 4 * stream + 2 * e * inner))
     largest = size.d_model * max(size.d_model, size.d_ff, size.vocab_size)
     moments.append(("optimizer", 4 * count, 4 * largest if training.optimizer == "course" else 4 * stream))
     moments_bytes = (4 if training.state_dtype == "bf16" else 8) * count

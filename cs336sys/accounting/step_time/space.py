@@ -120,14 +120,14 @@ class Space:
                 f"--tokens-per-step {self.tokens_per_step:,}: is no multiple of {context:,} tokens of a sequence times "
                 f"{self.world_size} ranks; choose {whole:,}"
             )
-        found = [(size, sequences // size) for size in sizes if sequences % size == 0]
-        if not found:
+        divisors = [(size, sequences // size) for size in sizes if sequences % size == 0]
+        if not divisors:
             raise UsageError(f"--micro-batch {sizes[0]}: does not divide the {sequences} sequences of a rank's step")
-        return found
+        return divisors
 
     def configurations(self) -> tuple[list[StepConfiguration], Counter[str]]:
         """Return all configurations that can run, and how many were left out for each reason."""
-        found: list[StepConfiguration] = []
+        runnable: list[StepConfiguration] = []
         refused = Counter[str]()
         trainings = list(self._trainings(refused))
         strategies = self.fixed.get("strategy") or (STRATEGIES if self.world_size > 1 else [(None, "fp32")])
@@ -142,10 +142,10 @@ class Space:
                 )
                 why = refusal(configuration)
                 if why is None:
-                    found.append(configuration)
+                    runnable.append(configuration)
                 else:
                     refused[why] += 1
-        return found, refused
+        return runnable, refused
 
     def _trainings(self, refused: Counter[str]) -> Iterator[Workload]:
         names = ("compile", "attention", "kernels", "optimizer", "cuda_graph")

@@ -338,11 +338,13 @@ class CountedModel:
         """Read what the counting process returned."""
 
         def counted(name: str) -> CountedPass:
-            one, two = ([tuple(shape) for shape in shapes] for shapes in columns[name]["products"])
+            one_sequence, two_sequences = ([tuple(shape) for shape in shapes] for shapes in columns[name]["products"])
             first, second = columns[name]["bytes"]
-            return CountedPass((one, two), (first, second), columns[name]["kernels"])
+            return CountedPass((one_sequence, two_sequences), (first, second), columns[name]["kernels"])
 
-        peaks = {name: (one, two) for name, (one, two) in columns["peaks"].items()}
+        peaks = {
+            name: (one_sequence, two_sequences) for name, (one_sequence, two_sequences) in columns["peaks"].items()
+        }
         calls = [(heads, queries, dimension) for heads, queries, dimension in columns["attention"]]
         passes = counted("forward"), counted("backward")
         return cls(columns["parameters"], columns["tensors"], *passes, calls, peaks)
@@ -383,6 +385,6 @@ class CountedModel:
 
     def memory(self, workload: Workload, checkpointing: str) -> float:
         """Return bytes at the peak, by the dry run's batches; compiled steps hold less than this."""
-        one, two = self.peaks[checkpointing]
-        peak = one + (two - one) * (workload.size.batch_size - 1)
+        one_sequence, two_sequences = self.peaks[checkpointing]
+        peak = one_sequence + (two_sequences - one_sequence) * (workload.size.batch_size - 1)
         return peak - (4 * self.parameters if workload.state_dtype == "bf16" else 0)
