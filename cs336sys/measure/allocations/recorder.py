@@ -249,7 +249,7 @@ def saved_tensors(
     Every storage counts once, however many operations save it or a view of it.
 
     Args:
-        excluded: tensors that would be there anyway, such as parameters: neither their storages nor views of them count.
+        excluded: tensors that exist anyway, such as parameters: neither their storages nor views of them count.
         names: modules by name; None for compiled code, which cannot be asked for its modules.
     """
     modules = None if names is None else ModuleStack(names)
