@@ -221,10 +221,16 @@ class GraphedStep:
                     f"input {number} is {tuple(new.shape)} of {new.dtype}, and the step was captured with "
                     f"{tuple(captured.shape)} of {captured.dtype}: pad it, or capture a step for each shape"
                 )
-        changed = [(new, own) for new, own in zip(inputs, self.inputs, strict=True) if new is not own]
+        changed = [
+            (new, captured_input)
+            for new, captured_input in zip(inputs, self.inputs, strict=True)
+            if new is not captured_input
+        ]
         if changed:
             # One launch for all that are on the GPU already.
-            torch._foreach_copy_([own for _, own in changed], [new for new, _ in changed], non_blocking=True)
+            torch._foreach_copy_(
+                [captured_input for _, captured_input in changed], [new for new, _ in changed], non_blocking=True
+            )
 
     @property
     def pool_bytes(self) -> int:
@@ -247,7 +253,7 @@ class GraphedStep:
                 if 0 < number == warmup - 1:
                     # Before, because torch's optimizers refuse to count on the CPU in other words.
                     _require_state_on_device(optimizers, device)
-                    captured = _seeming_captured()
+                    captured = pretend_capturing()
                 with around(number), captured:
                     for run in phases.values():
                         run()
@@ -291,19 +297,19 @@ class GraphedStep:
 
 
 @contextlib.contextmanager
-def _seeming_captured() -> Iterator[None]:
+def pretend_capturing() -> Iterator[None]:
     """Tell Python code that asks that a graph is being captured, so that what it does then is compiled before.
 
     In a capture, transformers gives its blocks a mask instead of none, for which compiled blocks are compiled anew, and
     that waits for the GPU. Code of ours asks :func:`torch.cuda.graphs.is_current_stream_capturing`, which tells the
     truth.
     """
-    asked = torch.cuda.is_current_stream_capturing
+    is_capturing = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: True
     try:
         yield
     finally:
-        torch.cuda.is_current_stream_capturing = asked
+        torch.cuda.is_current_stream_capturing = is_capturing
 
 
 def _reason(error: BaseException) -> str:
@@ -313,9 +319,9 @@ def _reason(error: BaseException) -> str:
     while cause is not None:
         chain.append(cause)
         cause = cause.__cause__
-    for one in chain:
+    for exception in chain:
         for text, reason in _REASONS.items():
-            if text in str(one):
+            if text in str(exception):
                 return reason
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")

@@ -122,8 +122,8 @@ def _link(hardware: Sequence[RankHardware]) -> str:
     between = f"network between {machines} machines"
     if hardware[0].gpu_uuid is None:
         return "TCP within one machine" if machines == 1 else between
-    here = tuple(rank.gpu_uuid for rank in hardware if rank.machine == platform.node())
-    within = describe_links(here) if len(here) > 1 else "one GPU"
+    local_gpus = tuple(rank.gpu_uuid for rank in hardware if rank.machine == platform.node())
+    within = describe_links(local_gpus) if len(local_gpus) > 1 else "one GPU"
     return within if machines == 1 else f"{between}, {within} within one"
 
 

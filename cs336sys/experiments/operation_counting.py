@@ -51,7 +51,7 @@ class OperationCount(TorchDispatchMode):
             left, right = (args[index] for index in _PRODUCTS[name])
             self.products.append((left.shape[:-1].numel(), right.shape[-1], left.shape[-1]))
             return result
-        tensors = [one for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
         self.bytes += sum(map(_moved, tensors))
         return result
 

@@ -53,7 +53,7 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
 def _measure(workload: ProfileWorkload, progress: Progress) -> Outcome:
     device = choose_device(workload.training.device)
     nsys, why_not = _choose_nsys(workload.profiler, device)
-    found, wrong = _check(workload.training, device, progress)
+    notes, wrong = _check(workload.training, device, progress)
     if wrong is not None:
         return wrong
     samples, counted = _time_without_profiler(workload.training, device, progress)
@@ -71,8 +71,8 @@ def _measure(workload: ProfileWorkload, progress: Progress) -> Outcome:
                 why_not = str(error)
         if profile is None:
             profile = _under_torch_profiler(workload, device, folder, progress)
-    if found:
-        counted["notes"] = [*counted.get("notes", ()), *found]
+    if notes:
+        counted["notes"] = [*counted.get("notes", ()), *notes]
     derived = {
         **counted,
         "profiler": profile.profiler + (f" {nsys.version}" if nsys and profile.profiler == nsight_systems.NAME else ""),
@@ -103,9 +103,9 @@ def run_checked_for_nsys(configuration: dict[str, Any], progress: Progress) -> O
 
 def _check(workload: Workload, device: torch.device, progress: Progress) -> tuple[list[str], Outcome | None]:
     set_matmul_precision(workload)
-    found = check_few_blocks(workload, device, progress)
+    notes_and_outcome = check_few_blocks(workload, device, progress)
     release_memory()
-    return found
+    return notes_and_outcome
 
 
 def _choose_nsys(profiler: str, device: torch.device) -> tuple[Profiler | None, str | None]:

@@ -132,7 +132,7 @@ def _chosen(a: Tensor, b: Tensor, add: Tensor | None) -> _Run | None:
     if not a.is_cuda or a.dtype not in _DATA_TYPES or b.dtype != a.dtype or needs_operators(a):
         return None
     if a.shape[0] * a.shape[1] * b.shape[1] < LEAST_WORK or any(
-        one is not None and one.data_ptr() % _ALIGNMENT_BYTES for one in (a, b, add)
+        tensor is not None and tensor.data_ptr() % _ALIGNMENT_BYTES for tensor in (a, b, add)
     ):
         return None
     read_a, read_b = matrix_layout(a), matrix_layout(b)
@@ -166,7 +166,9 @@ def _fastest(shape: ProductShape, a: Tensor, b: Tensor, add: Tensor | None) -> _
     # Of a cold GPU.
     time_ms(0, _FIRST_ROUND_MS)
     first_ms = [time_ms(number, _FIRST_ROUND_MS) for number in range(len(runs))]
-    left = [number for number, one in enumerate(first_ms) if number == 0 or one <= _WITHIN * min(first_ms)]
+    left = [
+        number for number, duration_ms in enumerate(first_ms) if number == 0 or duration_ms <= _WITHIN * min(first_ms)
+    ]
     rounds = [[time_ms(number, _ROUND_MS) for number in left] for _ in range(_ROUNDS)]
     medians = [statistics.median(times) for times in zip(*rounds, strict=True)]
     best = min(medians)
@@ -178,7 +180,7 @@ def _is_right(run: _Run, a: Tensor, b: Tensor, add: Tensor | None, result: Tenso
         run(a, b, add, result.fill_(torch.nan))
     except RuntimeError:
         return False
-    off, norm = (torch.linalg.vector_norm(one, dtype=torch.float32) for one in (result.sub_(expected), expected))
+    off, norm = (torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in (result.sub_(expected), expected))
     return bool(off <= _TOLERANCE * norm)
 
 
@@ -230,26 +232,28 @@ class _CublasLt:
         """List the heuristic's algorithms, its own choice first; none if it knows none."""
         description, preference = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("MatmulDescCreate", ctypes.byref(description), _COMPUTE_32F, _SCALE_32F)
-        for attribute, one in ((_TRANSPOSE_A, shape.b), (_TRANSPOSE_B, shape.a)):
-            self._set("MatmulDescSetAttribute", description, attribute, ctypes.c_int(one.transposed))
+        for attribute, matrix in ((_TRANSPOSE_A, shape.b), (_TRANSPOSE_B, shape.a)):
+            self._set("MatmulDescSetAttribute", description, attribute, ctypes.c_int(matrix.transposed))
         self._call("MatmulPreferenceCreate", ctypes.byref(preference))
         self._set("MatmulPreferenceSetAttribute", preference, _MAX_WORKSPACE, ctypes.c_uint64(_WORKSPACE_BYTES))
         self._set("MatmulPreferenceSetAttribute", preference, _REDUCTIONS, ctypes.c_uint32(_IN_FLOAT32))
         rows = shape.b.columns if shape.b.transposed else shape.b.rows
         columns = shape.a.rows if shape.a.transposed else shape.a.columns
-        of_b, of_a = (self._layout(shape.dtype, one.rows, one.columns, one.leading) for one in (shape.b, shape.a))
+        of_b, of_a = (
+            self._layout(shape.dtype, matrix.rows, matrix.columns, matrix.leading) for matrix in (shape.b, shape.a)
+        )
         of_result = self._layout(shape.dtype, rows, columns, rows)
-        found, count = (_Algorithm * _MOST_ALGORITHMS)(), ctypes.c_int()
+        algorithms, count = (_Algorithm * _MOST_ALGORITHMS)(), ctypes.c_int()
         layouts = (of_b, of_a, of_result, of_result)
         try:
             self._call(
                 "MatmulAlgoGetHeuristic", self._handle, description, *layouts,
-                preference, _MOST_ALGORITHMS, found, ctypes.byref(count),
+                preference, _MOST_ALGORITHMS, algorithms, ctypes.byref(count),
             )  # fmt: skip
         except RuntimeError:
             return []
         return [
-            functools.partial(self._run, description, layouts, float(shape.adds), found[index].algorithm)
+            functools.partial(self._run, description, layouts, float(shape.adds), algorithms[index].algorithm)
             for index in range(count.value)
         ]
 
@@ -271,8 +275,8 @@ class _CublasLt:
                 _address(self._workspaces[key]), ctypes.c_size_t(_WORKSPACE_BYTES), ctypes.c_void_p(stream),
             )  # fmt: skip
 
-    def _set(self, name: str, what: Any, attribute: int, value: Any) -> None:
-        self._call(name, what, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+    def _set(self, name: str, descriptor: Any, attribute: int, value: Any) -> None:
+        self._call(name, descriptor, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
     def _layout(self, dtype: torch.dtype, rows: int, columns: int, leading: int) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()

@@ -29,12 +29,12 @@ def _row_of(ids_ptr, token, mask, num_rows):
 def _embedding_order_kernel(ids_ptr, order_ptr, num_tokens, num_rows, TILE: tl.constexpr, COMPARED: tl.constexpr):
     """Writes each token to its place in the order of rows, and of positions among equal rows."""
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    own = _row_of(ids_ptr, token, token < num_tokens, num_rows)[:, None]
+    row = _row_of(ids_ptr, token, token < num_tokens, num_rows)[:, None]
     place = tl.zeros((TILE,), tl.int32)
     for start in range(0, num_tokens, COMPARED):
         other = start + tl.arange(0, COMPARED)
-        theirs = _row_of(ids_ptr, other, other < num_tokens, num_rows)[None, :]
-        is_before = (theirs < own) | ((theirs == own) & (other[None, :] < token[:, None]))
+        other_row = _row_of(ids_ptr, other, other < num_tokens, num_rows)[None, :]
+        is_before = (other_row < row) | ((other_row == row) & (other[None, :] < token[:, None]))
         place += tl.sum((is_before & (other < num_tokens)[None, :]).to(tl.int32), axis=1)
     tl.store(order_ptr + place, token, mask=token < num_tokens)
 
@@ -53,9 +53,9 @@ def _embedding_sum_kernel(
 ):
     """The program at the first place of a row adds up the gradients of all its tokens, TILE at a time."""
     place = tl.program_id(0)
-    own = _row_of(ids_ptr, tl.load(order_ptr + place), True, num_rows)
+    row = _row_of(ids_ptr, tl.load(order_ptr + place), True, num_rows)
     token_before = tl.load(order_ptr + place - 1, mask=place > 0, other=0)
-    is_first = (place == 0) | (_row_of(ids_ptr, token_before, True, num_rows) != own)
+    is_first = (place == 0) | (_row_of(ids_ptr, token_before, True, num_rows) != row)
     if is_first:
         column = tl.program_id(1) * COLUMN_TILE + tl.arange(0, COLUMN_TILE)[None, :]
         total = tl.zeros((TILE, COLUMN_TILE), tl.float32)
@@ -64,12 +64,12 @@ def _embedding_sum_kernel(
         while goes_on > 0:
             at = start + tl.arange(0, TILE)
             token = tl.load(order_ptr + at, mask=at < num_tokens, other=0)
-            is_own = (at < num_tokens) & (_row_of(ids_ptr, token, at < num_tokens, num_rows) == own)
+            is_own = (at < num_tokens) & (_row_of(ids_ptr, token, at < num_tokens, num_rows) == row)
             offset = token.to(tl.int64)[:, None] * width + column
             total += tl.load(grad_ptr + offset, mask=is_own[:, None] & (column < width), other=0.0).to(tl.float32)
             start += TILE
             goes_on = tl.min(is_own.to(tl.int32), axis=0)
-        offset = own.to(tl.int64) * width + column
+        offset = row.to(tl.int64) * width + column
         tl.store(grad_weight_ptr + offset, tl.sum(total, axis=0, keep_dims=True), mask=column < width)
 
 

@@ -126,7 +126,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.
 def _empty_grads(
     gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, recomputes: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grad_gate, grad_up = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (gate, up))
+    grad_gate, grad_up = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (gate, up))
     return grad_gate, grad_up, torch.empty(gate.shape if recomputes else 0, dtype=grad.dtype, device=gate.device)
 
 

@@ -71,7 +71,7 @@ class TransformerBlock(torch.autograd.Function):
         del normalized, head
         with torch.set_grad_enabled(is_trained):
             # A graph of attention's own, which keeps query, key, value, output and logsumexp.
-            heads = [one.detach().requires_grad_(is_trained) for one in heads]
+            heads = [projection.detach().requires_grad_(is_trained) for projection in heads]
             attended = settings.attention(*heads)
         projected = product(_rows(attended.detach()), o.mT)
         normalized, total, inverse2 = ops.rms_norm_forward(projected, norm2, rows, settings.epsilons[1], x.dtype)
@@ -124,14 +124,14 @@ class TransformerBlock(torch.autograd.Function):
             ctx.attention = None
         if settings.theta is not None:
             for index in range(2):
-                one = grad_heads[index]
-                grad_heads[index] = ops.rope(one, None, settings.theta, True, None, one.dtype)
-        grad_q, grad_k, grad_v = (_rows(one) for one in grad_heads)
+                grad_head = grad_heads[index]
+                grad_heads[index] = ops.rope(grad_head, None, settings.theta, True, None, grad_head.dtype)
+        grad_q, grad_k, grad_v = (_rows(grad_head) for grad_head in grad_heads)
         del grad_heads
         normalized = ops.rms_norm_forward(rows, norm1, None, settings.epsilons[0], x.dtype)[0]
         grad_weights = [
-            product(one.mT, normalized) if is_needed else None
-            for one, is_needed in ((grad_q, needs_q), (grad_k, needs_k), (grad_v, needs_v))
+            product(grad_head.mT, normalized) if is_needed else None
+            for grad_head, is_needed in ((grad_q, needs_q), (grad_k, needs_k), (grad_v, needs_v))
         ]
         grad_normalized = product(grad_k, k, product(grad_q, q), in_place=True)
         grad_normalized = product(grad_v, v, grad_normalized, in_place=True)

@@ -31,23 +31,23 @@ class RelativeError(NamedTuple):
     row: float
 
 
-def relative_error(found: Tensor, expected: Tensor) -> RelativeError:
+def relative_error(actual: Tensor, expected: Tensor) -> RelativeError:
     """Compare a tensor with its reference in float64.
 
     Where the reference is zero, errors are over 1, the size of random inputs.
     """
     if expected.dim() < 2:
-        found, expected = found.reshape(-1, 1), expected.reshape(-1, 1)
-    off = torch.linalg.vector_norm(found.double() - expected, dim=-1)
+        actual, expected = actual.reshape(-1, 1), expected.reshape(-1, 1)
+    off = torch.linalg.vector_norm(actual.double() - expected, dim=-1)
     size = torch.linalg.vector_norm(expected, dim=-1)
     usual = size.square().mean().sqrt()
     usual = torch.where(usual > _NOTHING, usual, expected.shape[-1] ** 0.5)
     return RelativeError((off.square().mean().sqrt() / usual).item(), (off / size.clamp_min(usual)).max().item())
 
 
-def relative_errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, RelativeError]:
+def relative_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, RelativeError]:
     """The errors of all that is expected, by name."""
-    return {name: relative_error(found[name], tensor) for name, tensor in expected.items()}
+    return {name: relative_error(actual[name], tensor) for name, tensor in expected.items()}
 
 
 def error_columns(errors: Mapping[str, RelativeError]) -> dict[str, Any]:

@@ -86,14 +86,14 @@ def telling_import_errors() -> Iterator[None]:
         frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
         if isinstance(error, SyntaxError):
             frames.append((error.filename or "", error.lineno))
-        own = [(Path(name), line) for name, line in frames if Path(name).is_relative_to(folder)]
-        if not own:
+        package_frames = [(Path(name), line) for name, line in frames if Path(name).is_relative_to(folder)]
+        if not package_frames:
             raise
-        file, line = own[-1]
-        told = error.msg if isinstance(error, SyntaxError) else str(error).strip().partition("\n")[0]
+        file, line = package_frames[-1]
+        message = error.msg if isinstance(error, SyntaxError) else str(error).strip().partition("\n")[0]
         raise UsageError(
             f"the cs336_basics in {folder.parent} cannot be imported: {file.relative_to(folder)}, line {line}: "
-            f"{type(error).__name__}: {told}; take it off PYTHONPATH, or correct it"
+            f"{type(error).__name__}: {message}; take it off PYTHONPATH, or correct it"
         ) from error
 
 

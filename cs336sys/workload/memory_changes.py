@@ -50,11 +50,11 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
     ``--device cpu`` leaves out what computes on GPUs alone.
     """
     training = workload.training
-    found: list[SettingChange] = []
+    changes: list[SettingChange] = []
     if training.mode == "train" and training.update == "step" and training.cuda_graph == "off":
-        found += _micro_batches(workload)
+        changes += _micro_batches(workload)
     if training.is_ours and training.attention == "reference":
-        found.append(
+        changes.append(
             SettingChange(
                 "attention", "sdpa", "--attention sdpa",
                 "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",
@@ -63,7 +63,7 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
         )  # fmt: skip
     on_gpu = training.device != "cpu"
     if on_gpu and training.is_ours and training.kernels == "reference" and training.mode == "train":
-        found.append(
+        changes.append(
             SettingChange(
                 "kernels", "fused", "--kernels fused",
                 "loss = cs336sys.kernels.linear_cross_entropy.linear_cross_entropy(hidden, head.weight, targets)",
@@ -71,9 +71,9 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
             )
         )  # fmt: skip
     if training.mode != "forward" and workload.checkpointing == "none" and training.compile != "model":
-        found += _checkpoints(training)
+        changes += _checkpoints(training)
     if training.precision == "fp32":
-        found.append(
+        changes.append(
             SettingChange(
                 "precision", "bf16", "--precision bf16",
                 'with torch.autocast("cuda", torch.bfloat16): loss = compute_loss(model, batch)',
@@ -82,7 +82,7 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
         )  # fmt: skip
     has_moments = training.mode == "train" and training.optimizer in ("course", "adamw", "fused")
     if on_gpu and has_moments and training.state_dtype == "fp32":
-        found.append(
+        changes.append(
             SettingChange(
                 "state_dtype", "bf16", "--optimizer adamw --state-dtype bf16",
                 'optimizer = cs336sys.kernels.adamw.AdamW(model.parameters(), state_dtype="bf16")',
@@ -91,8 +91,8 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
         )  # fmt: skip
     # Gloo's ranks hold copies of the gradients that they send, which a GPU's do not.
     if on_gpu and training.mode == "train" and (training.memory_is_known if training.is_ours else has_moments):
-        found += _ranks(workload)
-    return found
+        changes += _ranks(workload)
+    return changes
 
 
 def _micro_batches(workload: MemoryWorkload) -> Iterator[SettingChange]:
@@ -187,13 +187,15 @@ def sharded_bytes(workload: MemoryWorkload, ranks: SettingChange) -> int | None:
 
 def changed(workload: MemoryWorkload, plan: Sequence[SettingChange]) -> MemoryWorkload | None:
     """The workload with these changes on one GPU; None where they do not go together."""
-    own = {change.setting: change.value for change in plan if change.setting in ("checkpointing", "micro_batches")}
-    settings = {change.setting: change.value for change in plan if change.setting not in (*own, "ranks")}
+    workload_settings = {
+        change.setting: change.value for change in plan if change.setting in ("checkpointing", "micro_batches")
+    }
+    settings = {change.setting: change.value for change in plan if change.setting not in (*workload_settings, "ranks")}
     if "state_dtype" in settings:
         settings["optimizer"] = "adamw"
     try:
         training = replace(workload.training, **settings)  # type: ignore[arg-type]  # values are of their settings
-        return replace(workload, training=training, **own)  # type: ignore[arg-type]  # likewise
+        return replace(workload, training=training, **workload_settings)  # type: ignore[arg-type]  # likewise
     except UsageError:
         return None
 
@@ -202,8 +204,8 @@ def plans(changes: Sequence[SettingChange]) -> list[tuple[SettingChange, ...]]:
     """Every combination of changes of different settings, the cheapest first, none of them empty."""
     settings = list(dict.fromkeys(change.setting for change in changes))
     choices = [[None, *(change for change in changes if change.setting == setting)] for setting in settings]
-    found = [tuple(change for change in chosen if change is not None) for chosen in product(*choices)]
-    return sorted(filter(None, found), key=lambda plan: (sum(change.price for change in plan), len(plan)))
+    combinations = [tuple(change for change in chosen if change is not None) for chosen in product(*choices)]
+    return sorted(filter(None, combinations), key=lambda plan: (sum(change.price for change in plan), len(plan)))
 
 
 _OPTIONS = {
@@ -216,25 +218,25 @@ _OPTIONS = {
 def command_line(workload: MemoryWorkload) -> str:
     """The ``memprof`` that runs a workload."""
     training, size = workload.training, workload.training.size
-    words = ["cs336sys", "memprof"]
+    arguments = ["cs336sys", "memprof"]
     for field in fields(UserCode):
         value = getattr(training.user, field.name)
         if value is not None and field.name != "code_digest":
-            words += [f"--{field.name}", value]
+            arguments += [f"--{field.name}", value]
     # A size with other widths has no name of its own.
     named = SIZES.get(size.name, SIZES["tiny"])
-    words += ["--size", named.name]
+    arguments += ["--size", named.name]
     for field in fields(size):
         value = getattr(size, field.name)
         if field.name not in ("name", "precision") and value != getattr(named, field.name):
-            words += [f"--{field.name.replace('_', '-')}", str(value)]
+            arguments += [f"--{field.name.replace('_', '-')}", str(value)]
     defaults = {field.name: field.default for field in fields(Workload)}
     defaults["precision"] = named.precision
     for name, option in _OPTIONS.items():
         if getattr(training, name) != defaults[name]:
-            words += [option, str(getattr(training, name))]
+            arguments += [option, str(getattr(training, name))]
     if workload.checkpointing != "none":
-        words += ["--checkpoint", workload.checkpointing]
+        arguments += ["--checkpoint", workload.checkpointing]
     if workload.micro_batches > 1:
-        words += ["--micro-batches", str(workload.micro_batches)]
-    return shlex.join(words)
+        arguments += ["--micro-batches", str(workload.micro_batches)]
+    return shlex.join(arguments)

@@ -170,7 +170,7 @@ def read_text(paths: str) -> bytes:
     content = bytearray()
     for path in map(Path, paths.split(",")):
         try:
-            files = sorted(one for one in path.iterdir() if one.suffix in _ENDINGS) if path.is_dir() else [path]
+            files = sorted(entry for entry in path.iterdir() if entry.suffix in _ENDINGS) if path.is_dir() else [path]
             for file in files:
                 # Devices have no end, and a pipe may wait for ever for its writer.
                 if not stat.S_ISREG(file.stat().st_mode):

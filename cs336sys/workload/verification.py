@@ -74,10 +74,10 @@ def read_verified_mesh(text: str, world_size: int) -> dict[str, int]:
         if name in sizes or (size and not size.isdecimal()):
             raise UsageError(f"--mesh {text}: write each dimension once, with its size: data=2,tensor=2")
         sizes[name] = int(size) if size else 0
-    known = math.prod(size for size in sizes.values() if size)
+    sized_ranks = math.prod(size for size in sizes.values() if size)
     open_ones = [name for name, size in sizes.items() if not size]
-    if len(open_ones) == 1 and world_size % known == 0:
-        sizes[open_ones[0]] = world_size // known
+    if len(open_ones) == 1 and world_size % sized_ranks == 0:
+        sizes[open_ones[0]] = world_size // sized_ranks
     if math.prod(sizes.values()) != world_size:
         raise UsageError(f"--mesh {text}: its sizes multiply to {math.prod(sizes.values())}, not to {world_size} ranks")
     return sizes

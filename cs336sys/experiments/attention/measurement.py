@@ -306,8 +306,8 @@ def _peak_of_forward_and_backward(attention: Attention, inputs: Inputs, device: 
     reset_peak_memory(device)
     others_gib = 0.0
     if device.type == "cuda":
-        held = sum(tensor.nbytes for tensor in (*inputs.differentiable, inputs.grad_out))
-        others_gib = (torch.cuda.memory_allocated(device) - held) / GIB
+        input_bytes = sum(tensor.nbytes for tensor in (*inputs.differentiable, inputs.grad_out))
+        others_gib = (torch.cuda.memory_allocated(device) - input_bytes) / GIB
     torch.autograd.grad(attention(*inputs.differentiable), inputs.differentiable, inputs.grad_out)
     peak_gib = peak_memory_gib(device)
     return None if peak_gib is None else peak_gib - others_gib
@@ -355,9 +355,9 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
         if device.type == "cuda":
             # A thread's first matrix product allocates a workspace that all its later ones use: autograd's has its own,
             # and so have batched products.
-            ones = torch.ones(2, 16, 16, device=device, requires_grad=True)
-            (ones[0].mm(ones[1]).sum() + ones.bmm(ones).sum()).backward()
-            del ones
+            warm_up = torch.ones(2, 16, 16, device=device, requires_grad=True)
+            (warm_up[0].mm(warm_up[1]).sum() + warm_up.bmm(warm_up).sum()).backward()
+            del warm_up
             base = torch.cuda.memory_allocated(device)
         inputs = random_inputs(workload, device)
         out: Tensor | None = None

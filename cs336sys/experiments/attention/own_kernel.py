@@ -44,8 +44,8 @@ class ChangingAttentionInputs:
         self._workload = workload
         self._master = random_inputs(replace(workload, seed=secrets.randbits(62)), device)
         self._expected = exact_results(self._master, workload)
-        given = [tensor.detach().clone() for tensor in (*self._master.differentiable, self._master.grad_out)]
-        self.given = tuple(given)
+        inputs = [tensor.detach().clone() for tensor in (*self._master.differentiable, self._master.grad_out)]
+        self.given = tuple(inputs)
         self._group = workload.heads // workload.key_heads
         self._one = replace(workload, batch_size=1, heads=self._group, kv_heads=1)
 
@@ -64,21 +64,21 @@ class ChangingAttentionInputs:
         with torch.no_grad():
             tensors = (*self._master.differentiable, self._master.grad_out)
             new_tensors = (*new.differentiable, new.grad_out)
-            for tensor, one, where in zip(tensors, new_tensors, (queries, keys, keys, queries), strict=True):
-                tensor[where] = one[0]
+            for tensor, new_tensor, where in zip(tensors, new_tensors, (queries, keys, keys, queries), strict=True):
+                tensor[where] = new_tensor[0]
             for name, where in (("out", queries), ("dq", queries), ("dk", keys), ("dv", keys)):
                 self._expected[name][where] = results[name][0]
 
         def put() -> None:
             with torch.no_grad():
-                for given, tensor in zip(self.given, tensors, strict=True):
-                    given.copy_(tensor)
+                for input_tensor, tensor in zip(self.given, tensors, strict=True):
+                    input_tensor.copy_(tensor)
 
         return put
 
     def is_as_given(self) -> bool:
         tensors = (*self._master.differentiable, self._master.grad_out)
-        return all(torch.equal(given, tensor) for given, tensor in zip(self.given, tensors, strict=True))
+        return all(torch.equal(input_tensor, tensor) for input_tensor, tensor in zip(self.given, tensors, strict=True))
 
     def expected(self) -> Mapping[str, Tensor]:
         return self._expected
@@ -145,7 +145,7 @@ def _check_odd_shapes(attention: Attention, workload: AttentionWorkload, device:
             if workload.window is not None:
                 odd = replace(odd, window=min(workload.window, context))
             odd = replace(odd, seed=secrets.randbits(62), implementation="fa4" if is_strided else "")
-            words = f"a context of {context}" + (" with strided inputs" if is_strided else "")
+            description = f"a context of {context}" + (" with strided inputs" if is_strided else "")
             inputs = random_inputs(odd, device)
             # Before the kernel can change them.
             expected = {"out": exact_results(inputs, odd)["out"]}
@@ -154,12 +154,12 @@ def _check_odd_shapes(attention: Attention, workload: AttentionWorkload, device:
             except UserCodeError:
                 raise
             except Exception:
-                refused.append(words)
+                refused.append(description)
                 continue
             check_untouched()
             reason = why_wrong(relative_errors({"out": out.detach()}, expected), TOLERANCES[workload.dtype])
             if reason is not None:
-                raise WrongKernelError(f"of {words}: {reason}")
+                raise WrongKernelError(f"of {description}: {reason}")
     return ", ".join(refused) or None
 
 

@@ -135,13 +135,13 @@ class ChangingFunctionInputs:
         self._choose()
 
         def put() -> None:
-            for given, new in zip(self.given, self._new, strict=True):
-                given.copy_(new)
+            for input_tensor, new in zip(self.given, self._new, strict=True):
+                input_tensor.copy_(new)
 
         return put
 
     def is_as_given(self) -> bool:
-        return all(torch.equal(given, new) for given, new in zip(self.given, self._new, strict=True))
+        return all(torch.equal(input_tensor, new) for input_tensor, new in zip(self.given, self._new, strict=True))
 
     def expected(self) -> Mapping[str, Tensor]:
         return self._expected
@@ -225,8 +225,8 @@ def _time(
 
     def gradients(outputs: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         leaves = {f"d{name}": tensor for name, tensor in inputs.items() if tensor.requires_grad}
-        found = torch.autograd.grad(as_tuple(outputs), tuple(leaves.values()), problem.grad_outputs)
-        return dict(zip(leaves, found, strict=True))
+        gradients_of_leaves = torch.autograd.grad(as_tuple(outputs), tuple(leaves.values()), problem.grad_outputs)
+        return dict(zip(leaves, gradients_of_leaves, strict=True))
 
     def forward() -> Callable[[], Mapping[str, Tensor]]:
         inputs = problem.inputs

@@ -85,7 +85,7 @@ class OptimizerStep:
         states = [optimizer.state[parameter] for parameter in parameters]
         tensors = {name: [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")}
         tensors |= {"parameter": parameters} | ({"copy": copies} if copies else {})
-        return {name: torch.cat([one.detach().flatten() for one in several]) for name, several in tensors.items()}
+        return {name: torch.cat([tensor.detach().flatten() for tensor in several]) for name, several in tensors.items()}
 
     def expected(self, workload: KernelWorkload, device: torch.device) -> dict[str, Tensor]:
         parameters, copies, random = self._tensors(workload, device)
@@ -123,7 +123,10 @@ class OptimizerStep:
         parameters = [value.clone().requires_grad_() for value in values if value.numel()]
         copies = []
         if workload.dtype != "fp32":
-            copies = [torch.empty_like(one, dtype=DTYPES[workload.dtype], requires_grad=False) for one in parameters]
+            copies = [
+                torch.empty_like(parameter, dtype=DTYPES[workload.dtype], requires_grad=False)
+                for parameter in parameters
+            ]
         return parameters, copies, random
 
     @staticmethod
