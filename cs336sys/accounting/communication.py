@@ -276,22 +276,6 @@ def ring_answers(size_bytes: int, devices: int, bytes_per_s: float) -> list[Deri
     return rows
 
 
-def ring_times(size_bytes: int, devices: int, bytes_per_s: float) -> dict[str, float | None]:
-    """One row of a table of sizes and devices: milliseconds, and the all-reduce's bandwidths in 1e9 bytes/s."""
-    setting = size_bytes, devices, bytes_per_s
-    all_reduce_s = number_of(ring_all_reduce_s(*setting))
-    gather_ms = 1e3 * number_of(ring_all_gather_s(*setting))
-    algorithm_gbps = size_bytes / all_reduce_s / 1e9 if all_reduce_s else None
-    return {
-        "all_gather_ms": gather_ms,
-        "reduce_scatter_ms": gather_ms,
-        "all_reduce_ms": 1e3 * all_reduce_s,
-        "alternate_all_reduce_ms": 1e3 * number_of(alternate_ring_all_reduce_s(*setting)),
-        "algbw_gbps": algorithm_gbps,
-        "busbw_gbps": algorithm_gbps and algorithm_gbps * bus_factor("all_reduce", devices),
-    }
-
-
 def bucket_answers(gradient_bytes: float, buckets: int, bytes_per_s: float, call_s: float) -> list[Derived]:
     """The overhead of so many buckets, and the size and number with the least."""
     s, w, o = symbol("s", gradient_bytes), symbol("w", bytes_per_s), symbol("o", call_s)

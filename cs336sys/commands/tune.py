@@ -71,7 +71,7 @@ def tune(
     gpu: Annotated[
         str | None, choice(GPUS, f"Predict for {', '.join(GPUS)}. Default: this machine's GPU, or h200.")
     ] = None,
-    rates: Annotated[Path | None, reads_file(help="Of your GPU: account rates --write, or doctor --ceilings.")] = None,
+    rates: Annotated[Path | None, reads_file(help="Of your GPU: doctor --ceilings.")] = None,
     launch_us: Annotated[float | None, setting(help="CPU time of a launch.", min=0, max=1e4)] = None,
     lines: Annotated[int, setting(help="Lines of PyTorch for so many of the best.", min=0, max=10)] = 1,
     measure: Annotated[

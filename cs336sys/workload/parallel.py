@@ -32,8 +32,6 @@ from cs336sys.workload.training import Configured, Workload, check_choices
 # How ranks train one model together, by the names that cs336sys.experiments.parallel knows; the last ones synchronize
 # nothing, and are what the others are compared with.
 BUCKETED = "bucketed"
-# Measured by earlier versions, with buckets: saved cells are still shown.
-_REMOVED = ("bucketed-step",)
 DATA_PARALLEL_STRATEGIES = ("naive", "flat", "overlap", BUCKETED, "torch")
 SHARDING_STRATEGIES = (*OWN_SHARDING_STRATEGIES, "torch-zero", "torch-fsdp")
 # What shard measures: those whose ranks have sequences of their own, that split each sequence, and that share layers.
@@ -113,8 +111,6 @@ class ParallelWorkload(Configured):
         if kept_blocks(self.checkpointing) is not None:
             del choices["checkpointing"]
             self._check_kept()
-        if self.strategy in _REMOVED:
-            del choices["strategy"]
         check_choices(self, choices)
         self.training.require_known_memory()
         if self.training.device != "auto":
@@ -144,7 +140,7 @@ class ParallelWorkload(Configured):
         check_batch(self.training.size.batch_size, self.data_ranks, sharing)
 
     def _check_buckets(self) -> None:
-        if (self.bucket_mb is not None) != (self.strategy in (BUCKETED, *_REMOVED)):
+        if (self.bucket_mb is not None) != (self.strategy == BUCKETED):
             raise UsageError(f"bucket size {self.bucket_mb}: mode {BUCKETED} needs one, and others have none")
         if self.transport == "copy-engines" and self.strategy != BUCKETED:
             raise UsageError(

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import fit_rates
 import numpy as np
 import pytest
 import scipy
@@ -13,11 +14,11 @@ import scipy
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.hardware import Ceilings
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.step_time import calibration, rates, work
+from cs336sys.accounting.step_time import rates, work
 from cs336sys.accounting.step_time.memory import allocated_bytes, step_memory
 from cs336sys.accounting.step_time.prediction import StepConfiguration, predict_step
 from cs336sys.errors import UsageError
-from cs336sys.results.model import Results, read_results
+from cs336sys.results.model import read_results
 from cs336sys.sizes import SIZES
 from cs336sys.workload import MemoryWorkload, Workload
 
@@ -58,12 +59,8 @@ def saved():
 
 
 @pytest.fixture(scope="module")
-def calibrated(saved):
-    together = Results(
-        {run_id: run for result in saved.values() for run_id, run in result.runs.items()},
-        tuple(cell for result in saved.values() for cell in result.cells),
-    )
-    return calibration.calibrate(together, [f"{name}.jsonl.gz" for name in saved])
+def calibrated():
+    return fit_rates.calibrate(*fit_rates.read_together([FOLDER]))
 
 
 def test_rates_of_the_package_are_those_that_saved_cells_tell(calibrated):
@@ -115,7 +112,7 @@ def test_least_squares_is_that_of_scipy():
     generator = np.random.default_rng(0)
     for _ in range(20):
         matrix, right = generator.normal(size=(30, 6)), generator.normal(size=30)
-        ours = calibration._least_squares((matrix.T @ matrix).tolist(), (matrix.T @ right).tolist())
+        ours = fit_rates.non_negative_least_squares(matrix.T @ matrix, matrix.T @ right)
         assert np.allclose(ours, scipy.optimize.nnls(matrix, right)[0], atol=1e-6)
 
 
@@ -246,7 +243,7 @@ def test_memory_is_that_of_saved_cells(saved):
     """Within 1 % on average, and never under by more than 2 %, where a cell's peak is its configuration's alone."""
     errors = {}
     for file, results in saved.items():
-        steps = [(step.configuration, step.cell) for step in calibration.measured_steps(results)]
+        steps = [(step.configuration, step.cell) for step in fit_rates.measured_steps(results)]
         for cell in results.cells:
             settings = cell.configuration
             if cell.command == "memprof" and cell.status == "ok" and settings["mode"] == "train":

@@ -7,7 +7,8 @@ docs/results/tune-h200.md.
 import statistics
 from pathlib import Path
 
-from cs336sys.accounting.step_time.calibration import measured_steps
+from fit_rates import measured_steps
+
 from cs336sys.accounting.step_time.prediction import predict_step
 from cs336sys.accounting.step_time.rates import h200_rates
 from cs336sys.results.model import read_results

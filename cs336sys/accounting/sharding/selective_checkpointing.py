@@ -74,13 +74,6 @@ class KeptStep:
         return fully_sharded_state(self.size, 0, self.world_size, self.state_dtype)
 
     @property
-    def kept_bytes(self) -> int:
-        """Return what all blocks of a rank keep for the backward pass."""
-        with_both = kept_block_bytes(self, gate_and_up=True)
-        without = kept_block_bytes(self, gate_and_up=False)
-        return self.blocks * with_both + (self.size.num_layers - self.blocks) * without
-
-    @property
     def tokens(self) -> int:
         """Tokens of a rank."""
         return self.share.batch_size * self.size.context

@@ -137,11 +137,6 @@ class StepTime:
         return sum(self.phases_s.values())
 
     @property
-    def rank_key(self) -> tuple[float, float]:
-        """Order steps by: of two that wait for the same launches, the one with less work is better."""
-        return self.step_s, self.gpu_s
-
-    @property
     def waits_for_launches(self) -> bool:
         """Return whether launches on the CPU take longer than the GPU's work, so that the time is the host's."""
         return self.step_s > 1.02 * (self.gpu_s + self.exposed_s)

@@ -1,6 +1,6 @@
 """Hold the rates that turn work into time: of one GPU, from saved measurements, with their error and their reach.
 
-The rates of this project's own measurements stand in ``h200.json``, which ``account rates docs/results/*.jsonl.gz``
+The rates of this project's own measurements stand in ``h200.json``, which ``tools/fit_rates.py docs/results``
 derives; a file of the user's takes its place with ``--rates``. Other GPUs have those of the H200, scaled by datasheets
 or by what ``doctor --ceilings`` measured.
 """
@@ -160,7 +160,7 @@ def h200_rates() -> Rates:
 
 
 def read_rates(path: Path) -> Rates:
-    """Read a file that ``account rates --write`` or ``doctor --ceilings`` wrote.
+    """Read a file that ``doctor --ceilings`` or ``tools/fit_rates.py --write`` wrote.
 
     Raises:
         UsageError: it holds something else.
@@ -171,9 +171,7 @@ def read_rates(path: Path) -> Rates:
     except OSError as error:
         raise UsageError(f"--rates {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UsageError(
-            f"--rates {path}: holds no rates; write them by account rates --write {path} or doctor --ceilings {path}"
-        ) from error
+        raise UsageError(f"--rates {path}: holds no rates; measure them with doctor --ceilings {path}") from error
 
 
 def rates_of(gpu: str, measured: Rates | None = None) -> Rates:

@@ -12,11 +12,11 @@ from cs336sys.errors import UsageError
 
 # Subjects, and the commands that each module has.
 _MODULES = {
-    "memory": ("memory", "keep"),
-    "model": ("activations", "attention", "flops", "checkpointing"),
-    "communication": ("collectives", "buckets", "parallel", "xxl"),
+    "memory": ("memory",),
+    "model": ("activations", "attention", "flops"),
+    "communication": ("buckets", "parallel", "xxl"),
     "scaling": ("scaling",),
-    "step": ("step", "rates"),
+    "step": ("step",),
 }
 
 

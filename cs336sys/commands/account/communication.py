@@ -1,4 +1,4 @@
-"""``account collectives``, ``buckets``, ``parallel`` and ``xxl``: how many devices, and what they say to each other."""
+"""``account buckets``, ``parallel`` and ``xxl``: how many devices, and what they say to each other."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,6 @@ from cs336sys.commands.account import choice, require_positive, require_triable
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import (
-    at_least,
     between,
     byte_count,
     check_choice,
@@ -27,27 +26,6 @@ _BANDWIDTH = 450e9
 _TFLOPS = peak_tflops("NVIDIA H200", "bf16")
 assert _TFLOPS is not None
 _FLOPS = _TFLOPS * 1e12
-
-
-def collectives(
-    message: Annotated[list[str], setting(help="Sizes of the whole tensor, S: 1MB (1e6 bytes).")] = [
-        "1MB,10MB,100MB,1GB"
-    ],
-    devices: Annotated[list[str], setting(help="Numbers of devices, N.")] = ["2,4,6"],
-    bandwidth: Annotated[float, setting(help="Bytes/s that a device sends, W.")] = _BANDWIDTH,
-    output: OutputOptions = OutputOptions(),
-) -> None:
-    """Time ring collectives on paper, next to the handout's alternate ring all-reduce.
-
-    cs336sys account collectives --message 1GB --devices 2,4,8 --bandwidth 9e10
-    """
-    from cs336sys.report.account.answers import collectives_tables
-
-    sizes = split_list(message, "--message", byte_count)
-    counts = split_list(devices, "--devices", at_least(1))
-    require_positive(bandwidth, "--bandwidth")
-    output.check()
-    output.emit(collectives_tables(sizes, counts, bandwidth))
 
 
 def buckets(

@@ -1,4 +1,4 @@
-"""``account memory`` and ``account keep``: what a rank holds, by how training state is shared and what blocks keep."""
+"""``account memory``: what a rank holds, by how training state is shared."""
 
 from itertools import product
 from pathlib import Path
@@ -7,19 +7,16 @@ from typing import Annotated
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
-from cs336sys.commands.options.board import read_memory_limit
-from cs336sys.commands.options.effects import setting, writes_file
+from cs336sys.commands.options.effects import writes_file
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
 from cs336sys.sizes import ELEMENT_BYTES, MOST_RANKS, PRECISIONS
-from cs336sys.workload import ATTENTION, MODES, STATE_DTYPES
-
-WorldSizeOption = Annotated[list[str], setting(help="Numbers of ranks.")]
+from cs336sys.workload import ATTENTION, MODES
 
 
 def memory(
     model: options.SharedSizeOptions = options.SharedSizeOptions(["xl"]),
-    world_size: WorldSizeOption = ["2"],
+    world_size: Annotated[list[str], typer.Option(help="Numbers of ranks.")] = ["2"],
     strategy: Annotated[list[str], choice(OWN_SHARDING_STRATEGIES)] = [",".join(OWN_SHARDING_STRATEGIES)],
     mode: Annotated[list[str], choice(MODES)] = ["train"],
     precision: options.PrecisionOptions = options.PrecisionOptions(),
@@ -60,31 +57,3 @@ def memory(
     output.emit(rank_memory_tables(steps))
     if plot is not None:
         plot_rank_memory(steps, plot)
-
-
-def keep(
-    model: options.SharedSizeOptions = options.SharedSizeOptions(["8b"]),
-    world_size: WorldSizeOption = ["2"],
-    state_dtype: Annotated[
-        list[str], choice(STATE_DTYPES, f"Of slices and AdamW's state: {', '.join(STATE_DTYPES)}.")
-    ] = [",".join(STATE_DTYPES)],
-    memory_limit: Annotated[str, setting(help="What a rank may hold: 130GiB or 140GB.")] = "130GiB",
-    output: OutputOptions = OutputOptions(),
-) -> None:
-    """Explain the choice of shard --checkpoint auto: peak of a rank and FLOPs again for each number of blocks.
-
-    cs336sys account keep --size 8b --world-size 2,4 --state-dtype bf16 --memory-limit 130GiB
-    """
-    from cs336sys.accounting.sharding.selective_checkpointing import KeptStep
-    from cs336sys.report.account.model import keep_tables
-
-    output.check()
-    steps = [
-        KeptStep(size, ranks, size.precision, dtype)
-        for size, ranks, dtype in product(
-            model.sizes(),
-            split_list(world_size, "--world-size", at_least(1, MOST_RANKS)),
-            split_list(state_dtype, "--state-dtype", one_of(STATE_DTYPES)),
-        )
-    ]
-    output.emit(keep_tables(steps, read_memory_limit(memory_limit)))

@@ -1,25 +1,22 @@
-"""``account activations``, ``flops``, ``attention`` and ``checkpointing``: what one model needs on one device."""
+"""``account activations``, ``flops`` and ``attention``: what one model needs on one device."""
 
 from typing import Annotated
 
-from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import setting
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import among, at_least, check_choice, one_of, split_list
-from cs336sys.sizes import PRECISIONS, SIZES
-from cs336sys.workload import ATTENTION, MODES
+from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
+from cs336sys.sizes import PRECISIONS
+from cs336sys.workload import ATTENTION
 
-AttentionOption = Annotated[str, choice(ATTENTION)]
-OnePrecisionOption = Annotated[str, choice(PRECISIONS, f"{', '.join(PRECISIONS)} (autocast).")]
 _IMPLEMENTATIONS = ("eager", "flash")
 
 
 def activations(
     model: options.SizeOptions = options.SizeOptions(["2.7b"]),
-    precision: OnePrecisionOption = "fp32",
-    attention: AttentionOption = "reference",
+    precision: Annotated[str, choice(PRECISIONS, f"{', '.join(PRECISIONS)} (autocast).")] = "fp32",
+    attention: Annotated[str, choice(ATTENTION)] = "reference",
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """The largest tensors of a forward pass, what one block saves for backward, and the gradients it produces there.
@@ -68,39 +65,3 @@ def attention(
     output.check()
     tables = attention_tables(batch_size, contexts, head_dims, dtype, chosen, capacity_gib * 2**30, causal=causal)
     output.emit(tables)
-
-
-def checkpointing(
-    size: Annotated[str, choice(SIZES, "Model size.")] = "2.7b",
-    context: Annotated[int, setting(help="Context length.")] = 2048,
-    batch_size: Annotated[int, setting(help="Batch size.")] = 4,
-    num_layers: options.NumLayersOption = None,
-    checkpoint: Annotated[
-        list[str],
-        setting(
-            help="none, block, every=K (groups of K blocks), nested. Default: these, the best K and its neighbours.",
-            autocompletion=among(("none", "block", "every=", "nested")),
-        ),
-    ] = [],
-    precision: OnePrecisionOption = "fp32",
-    attention: AttentionOption = "reference",
-    mode: options.ModeOption = "train",
-    output: OutputOptions = OutputOptions(),
-) -> None:
-    """Count what activation checkpointing holds and recomputes, and find the grouping of blocks of least memory.
-
-    cs336sys account checkpointing --size 2.7b --attention flash --checkpoint none,block,every=2,every=4,nested
-    """
-    from cs336sys.report.account.model import checkpointing_tables, compared_groups
-    from cs336sys.sizes import choose_size
-
-    chosen = choose_size(size, context=context, batch_size=batch_size, num_layers=num_layers)
-    check_choice(precision, "--precision", PRECISIONS)
-    check_choice(attention, "--attention", ATTENTION)
-    check_choice(mode, "--mode", MODES)
-    if checkpoint:
-        strategies = split_list(checkpoint, "--checkpoint", parse_checkpointing)
-    else:
-        strategies = compared_groups(chosen, precision, attention, mode)
-    output.check()
-    output.emit(checkpointing_tables(chosen, precision, attention, strategies, mode))

@@ -1,23 +1,21 @@
-"""``account step`` and ``account rates``: how long a training step should take, from work and measured rates."""
+"""``account step``: how long a training step should take, from work and measured rates."""
 
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from cs336sys.accounting.step_time.prediction import PREDICTED_STRATEGIES
 from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
-from cs336sys.commands.options.effects import reads_file, setting, writes_file
+from cs336sys.commands.options.effects import reads_file, setting
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import among
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
 
 GpuOption = Annotated[str | None, choice(GPUS, f"{', '.join(GPUS)}, or as torch names it. Default: --rates', or h200.")]
-RatesOption = Annotated[Path | None, reads_file(help="Of your GPU: account rates --write, or doctor --ceilings.")]
+RatesOption = Annotated[Path | None, reads_file(help="Of your GPU: doctor --ceilings.")]
 LaunchOption = Annotated[
     float | None, setting(help="CPU time of a launch. Default: of the usual host.", min=0, max=1e4)
 ]
@@ -100,43 +98,3 @@ def step(
             raise UsageError(reason)
         configurations.append(configuration)
     output.emit(step_tables(configurations, known, None if launch_us is None else launch_us / 1e6))
-
-
-def rates(
-    files: Annotated[
-        list[Path], typer.Argument(help="Saved results of one GPU, or folders of them: bench, nsys, flash, ddp, shard.")
-    ],
-    write: Annotated[Path | None, writes_file(help="Write the rates to this file, for --rates.")] = None,
-    output: OutputOptions = OutputOptions(),
-) -> None:
-    """Derive rates from saved measurements, and the error of what they predict, leave-one-out.
-
-    cs336sys account rates bench.jsonl.gz nsys.jsonl.gz --write rates.json
-
-    cs336sys account rates docs/results --table errors
-    """
-    from cs336sys.accounting.step_time.calibration import calibrate
-    from cs336sys.processes.atomic_write import written_whole
-    from cs336sys.report.account.step import rates_tables
-    from cs336sys.results.model import Results, read_results
-
-    output.check()
-    paths = [path for given in files for path in (_results_in(given) if given.is_dir() else [given])]
-    results = [read_results(path) for path in paths]
-    together = Results(
-        {run_id: run for result in results for run_id, run in result.runs.items()},
-        tuple(cell for result in results for cell in result.cells),
-    )
-    calibration = calibrate(together, [path.name for path in paths])
-    output.emit(rates_tables(calibration))
-    if write is not None:
-        with written_whole(write) as path:
-            path.write_text(calibration.rates.to_json())
-
-
-def _results_in(folder: Path) -> list[Path]:
-    """Return the results files of a folder."""
-    found = sorted(path for path in folder.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
-    if not found:
-        raise UsageError(f"{folder}: holds no results, whose names end in .jsonl or .jsonl.gz")
-    return found

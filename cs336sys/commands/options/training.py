@@ -44,7 +44,6 @@ def _rounded(parameters: int) -> str:
 _SIZES = ", ".join(f"{name} {_rounded(count_parameters(size))}" for name, size in SIZES.items())
 
 NumLayersOption = Annotated[int | None, setting(help=f"Blocks. {_OWN}")]
-ModeOption = Annotated[str, choice(MODES, rich_help_panel=WHAT_RUNS)]
 ModesOption = Annotated[list[str], choice(MODES, rich_help_panel=WHAT_RUNS)]
 DeviceOption = Annotated[str, choice(DEVICES)]
 SeedOption = Annotated[int, setting(help="Seed of weights and batch.", min=0, max=2**63 - 1)]

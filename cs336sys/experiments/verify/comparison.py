@@ -296,20 +296,3 @@ class CaseComparison:
 def norm_of(values: Tensor) -> float:
     """The Euclidean norm, in float64."""
     return torch.linalg.vector_norm(values.double()).item() if values.numel() else 0.0
-
-
-def different_runs(first: Sequence[RankReport], second: Sequence[RankReport], allowed: float) -> str:
-    """The first parameter whose gradient or weight differs between two runs of a case, or nothing."""
-    for report, other_report in zip(first, second, strict=True):
-        for gradients, other_gradients in zip(report.record.gradients, other_report.record.gradients, strict=False):
-            for name, value in gradients.items():
-                if name in other_gradients and norm_of(other_gradients[name] - value) > allowed * max(
-                    norm_of(value), 1e-30
-                ):
-                    return name
-        for step, weights in report.record.weights.items():
-            for name, value in weights.items():
-                other_weight = other_report.record.weights.get(step, {}).get(name)
-                if other_weight is not None and norm_of(other_weight - value) > allowed * max(norm_of(value), 1e-30):
-                    return name
-    return ""

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cs336sys.accounting.communication import bucket_answers, bucketing_overhead_s, ring_answers, ring_times
+from cs336sys.accounting.communication import bucket_answers, bucketing_overhead_s
 from cs336sys.accounting.derivation import Derived, number_of
 from cs336sys.accounting.parallelism import (
     PASSES,
@@ -52,30 +51,6 @@ def answers_table(name: str, title: str, answers: Sequence[Derived], notes: Sequ
         row |= {"question": answer.question or None, "reason": answer.reason or None}
         rows.append(row | {"derivation": answer.derivation(format_operand)})
     return Table(name, title, _COLUMNS, rows, notes)
-
-
-def collectives_tables(messages: Sequence[int], devices: Sequence[int], bytes_per_s: float) -> list[Table]:
-    """The formulas at the largest message and number of devices, and the times of every combination."""
-    columns = (
-        Column("message_bytes", "message", "decimal_bytes"),
-        Column("devices", "devices"),
-        Column("all_gather_ms", "all-gather", "ms"),
-        Column("reduce_scatter_ms", "reduce-scatter", "ms"),
-        Column("all_reduce_ms", "all-reduce", "ms"),
-        Column("alternate_all_reduce_ms", "alternate all-reduce", "ms"),
-        Column("algbw_gbps", "all-reduce algbw", "gbps"),
-        Column("busbw_gbps", "all-reduce busbw", "gbps"),
-    )
-    rows = [
-        {"message_bytes": size, "devices": count} | ring_times(size, count, bytes_per_s)
-        for count, size in product(devices, messages)
-    ]
-    notes = ("Assumed: no latency, so small messages take longer than this in truth; allreduce measures both.",)
-    answers = ring_answers(max(messages), max(devices), bytes_per_s)
-    return [
-        answers_table("rings", f"Ring collectives: W {bytes_per_s:g} bytes/s", answers),
-        Table("times", "Ring collectives by size and devices", columns, rows, notes),
-    ]
 
 
 def bucket_tables(

@@ -1,4 +1,4 @@
-"""The tables of ``account memory``, ``activations``, ``flops``, ``attention`` and ``checkpointing``."""
+"""The tables of ``account memory``, ``activations``, ``flops`` and ``attention``."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,20 +6,11 @@ from itertools import product
 from pathlib import Path
 
 from cs336sys.accounting.activations import AttentionMemory, attention_memory
-from cs336sys.accounting.checkpointing import (
-    SUBLAYERS,
-    best_group_size,
-    checkpointing_answers,
-    predicted_peak,
-    recomputed_blocks,
-    recomputed_flops,
-)
-from cs336sys.accounting.derivation import Derived, symbol
-from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, count_parameters, model_flops
-from cs336sys.accounting.memory import GIB, PeakMemory
+from cs336sys.accounting.derivation import Derived
+from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, count_parameters
+from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers, block_answers, flops_answers, tensor_answers
 from cs336sys.accounting.sharding.ideal import state_answers
-from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, fitting_blocks, flops_again, kept_peak
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_peak
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.numbers import Value
@@ -138,75 +129,6 @@ def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:
     return "\n".join([step.strategy, *(words(step)[index] for index in differing)])
 
 
-# Rows between none and all.
-_ROWS = 4
-
-
-def _again_percent(step: KeptStep) -> float:
-    return 100 * flops_again(step) / model_flops(step.size, backward=True)
-
-
-_KEEP_COLUMNS = (
-    Column("size", "size", value=lambda step: step.size.name),
-    Column("parameters", "parameters", "parameters", lambda step: step.parameters),
-    Column("world_size", "ranks", value=lambda step: step.world_size),
-    Column("state_dtype", "state", value=lambda step: step.state_dtype),
-    Column("blocks", "blocks that keep gate and up", value=lambda step: step.blocks),
-    Column("peak_gib", "peak of a rank", "gib", lambda step: kept_peak(step).total_gib),
-    Column("kept_gib", "kept by blocks", "gib", lambda step: step.kept_bytes / GIB),
-    Column("state_gib", "and state", "gib", lambda step: _state_gib(kept_peak(step))),
-    Column("moment", "moment of the peak", value=lambda step: kept_peak(step).moment),
-    Column("tflop_again", "TFLOP again", value=lambda step: round(flops_again(step) / 1e12, 1)),
-    Column("again_percent", "of the model's", "percent", _again_percent),
-    Column("chosen", "chosen"),
-)
-
-
-def keep_tables(steps: Sequence[KeptStep], limit_bytes: float) -> list[Table]:
-    """The choices for each step, with the one that ``--checkpoint auto`` takes, and the bytes of a block derived."""
-    rows = [row for step in steps for row in _rows(step, limit_bytes)]
-    limit = f"{limit_bytes / GIB:.4g} GiB"
-    notes = [
-        "a block keeps its input, query, key, value, attention's output and logsumexp, and the sum before its second "
-        f"norm; chosen: most blocks within {limit}",
-        "blocks in the backward pass that keep gate and up are the last ones; FLOPs of all ranks together",
-    ]
-    tables = [Table("keep", f"Keeping gate and up within {limit} a rank", _KEEP_COLUMNS, rows, notes)]
-    of_sizes = {(step.size, step.world_size): step for step in steps}
-    return [*tables, *(_block_table(step) for step in of_sizes.values())]
-
-
-def _rows(step: KeptStep, limit_bytes: float) -> list[dict[str, Value]]:
-    layers = step.size.num_layers
-    chosen = fitting_blocks(step, limit_bytes)
-    numbers = {round(part * layers / _ROWS) for part in range(_ROWS + 1)} | {chosen}
-    return [
-        fill_row(_KEEP_COLUMNS, replace(step, blocks=blocks)) | {"chosen": "yes" if blocks == chosen else ""}
-        for blocks in sorted(number for number in numbers if number is not None)
-    ]
-
-
-def _state_gib(peak: PeakMemory) -> float:
-    return peak.parameters_gib + peak.gradients_gib + peak.optimizer_state_gib
-
-
-def _block_table(step: KeptStep) -> Table:
-    size = step.share
-    tokens = symbol("T", size.batch_size * size.context)
-    d, f = symbol("d_model", size.d_model), symbol("d_ff", size.d_ff)
-    heads, e = symbol("H", size.num_heads), symbol("e", step.element_bytes)
-    always = 6 * e * tokens * d + 4 * tokens * heads + 8 * tokens
-    what = "Input, q, k, v, attention's output and the second norm's sum; logsumexp; both norms' factors."
-    both = "Kept in the last blocks, as room allows."
-    again = "Two products, for each block that does not keep them, on each rank."
-    answers = [
-        Derived("kept by every block", always, "bytes", reason=what),
-        Derived("gate and up", 2 * e * tokens * f, "bytes", reason=both),
-        Derived("computing gate and up again", 2 * 2 * tokens * d * f, "FLOPs", reason=again),
-    ]
-    return answers_table("block", f"One block of {size.name} on one of {step.world_size} ranks", answers)
-
-
 # Contexts beyond the grid that are tried for one that does not fit; far more than any memory holds.
 _LONGEST_CONTEXT = 2**30
 
@@ -305,50 +227,3 @@ def _doubled(contexts: Sequence[int]) -> list[int]:
     while tried[-1] < _LONGEST_CONTEXT:
         tried.append(2 * tried[-1])
     return tried
-
-
-def checkpointing_tables(
-    size: ModelSize, precision: str, attention: str, strategies: Sequence[str], mode: str = "train"
-) -> list[Table]:
-    """The strategies' formulas, and the predicted peak and the recomputed FLOPs of each."""
-    rows: list[dict[str, Value]] = []
-    step = model_flops(size)
-    for strategy in strategies:
-        peak = predicted_peak(size, precision, mode, attention, strategy)
-        # Parts of blocks are no number of blocks.
-        repeated = None if strategy in SUBLAYERS else recomputed_blocks(size.num_layers, strategy)[0]
-        rows.append(
-            {
-                "checkpointing": strategy,
-                "activations_gib": peak.activations_gib,
-                "peak_gib": peak.total_gib,
-                "moment": peak.moment,
-                "recomputed_blocks": repeated,
-                "recomputed_percent": 100 * recomputed_flops(size, strategy) / step,
-            }
-        )
-    columns = (
-        Column("checkpointing", "checkpointing"),
-        Column("activations_gib", "activations at the peak", "gib"),
-        Column("peak_gib", "predicted peak", "gib"),
-        Column("moment", "moment of the peak"),
-        Column("recomputed_blocks", "blocks computed again", "count"),
-        Column("recomputed_percent", "more FLOPs", "percent"),
-    )
-    title = f"{_shape(size)}, {precision}, {attention} attention"
-    notes = (
-        "Eager mode: the most memory in use at one moment, including parameters, gradients and AdamW's moments "
-        f"({mode}).",
-    )
-    return [
-        answers_table("rules", f"Checkpointing: {title}", checkpointing_answers(size, precision, attention)),
-        Table("strategies", f"Strategies: {title}", columns, rows, notes),
-    ]
-
-
-def compared_groups(size: ModelSize, precision: str, attention: str, mode: str) -> list[str]:
-    """No checkpoints, the group of blocks with the least memory and its neighbours, and the other kinds."""
-    best = best_group_size(size, precision, mode, attention).best
-    groups = [group for group in (best - 1, best, best + 1) if 1 <= group <= size.num_layers]
-    around = ["block" if group == 1 else f"every={group}" for group in groups]
-    return list(dict.fromkeys(["none", "block", *around, "every=4", "every=8", "sublayer", "nested"]))

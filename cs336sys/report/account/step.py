@@ -1,11 +1,10 @@
-"""The tables of ``account step`` and ``account rates``: a step's time by term, and how far predictions are off."""
+"""The tables of ``account step``: a step's time by term, and how far predictions are off."""
 
 from collections.abc import Sequence
 
 from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.step_time.calibration import Calibration
 from cs336sys.accounting.step_time.memory import step_memory
 from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime, predict_step
 from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
@@ -157,68 +156,3 @@ def _terms_table(configuration: StepConfiguration, time: StepTime, rates: Rates)
         rates.error_note,
     )
     return Table("terms", f"Terms of a step: {configuration_words(configuration)}", _TERM_COLUMNS, rows, notes)
-
-
-_ERROR_COLUMNS = (
-    Column("group", "steps"),
-    Column("cells", "cells", "count"),
-    Column("mean_percent", "mean error", "percent"),
-    Column("worst_percent", "worst", "percent"),
-    Column("worst", "which"),
-)
-
-_RATE_COLUMNS = (
-    Column("term", "term"),
-    Column("rate", "rate", "value"),
-    Column("unit", "unit"),
-    Column("formula", "counted"),
-)
-
-
-def rates_tables(calibration: Calibration) -> list[Table]:
-    """Return the rates that saved cells tell, the errors of predictions, and choices that were not the best."""
-    rates = calibration.rates
-    rate_rows: list[dict[str, Value]] = [
-        {"term": term.replace("_", " "), "unit": unit, "rate": 1 / rates.seconds[term], "formula": FORMULAS[term]}
-        for term, unit in TERMS.items()
-        if rates.seconds[term]
-    ]
-    rate_rows += [
-        {
-            "term": f"communication of {name}",
-            "rate": exposure.bytes_per_s,
-            "unit": "bytes/s",
-            "formula": f"{exposure.exposed:.0%} of its time makes the step longer"
-            + ("" if exposure.exposed_fp32 is None else f", {exposure.exposed_fp32:.0%} in fp32"),
-        }
-        for name, exposure in rates.exposures.items()
-    ]
-    if rates.usual_launch_s:
-        rate = 1 / rates.usual_launch_s
-        rate_rows.append({"term": "launches", "rate": rate, "unit": "launches/s", "formula": "the usual host's CPU"})
-    error_rows: list[dict[str, Value]] = [
-        {
-            "group": error.group,
-            "cells": error.cells,
-            "mean_percent": error.mean_percent,
-            "worst_percent": error.worst_percent,
-            "worst": error.worst,
-        }
-        for error in rates.errors
-    ]
-    good, compared = calibration.best_of
-    notes = [
-        "Errors: each step is predicted by rates that were fitted without the cells of its configuration.",
-        f"Of {compared} groups of steps of one run that differ in configuration alone, the one predicted to be the "
-        f"fastest takes at most 3 % more than the fastest measured in {good}.",
-        *(f"Missed: {sentence}." for sentence in calibration.missed),
-    ]
-    if calibration.uneven_host is not None:
-        notes.append(
-            f"Steps that wait for launches are as uneven as their host: of one run, equal launches took "
-            f"{calibration.uneven_host}. No rate predicts both; a CUDA graph, --launch-us or --measure does."
-        )
-    return [
-        Table("rates", f"Rates of {short_gpu_name(rates.gpu)}, from saved cells", _RATE_COLUMNS, rate_rows),
-        Table("errors", "Errors of predicted steps, leave-one-out", _ERROR_COLUMNS, error_rows, notes),
-    ]

@@ -49,10 +49,6 @@ _SCRIPT = (
 )
 _NSYS = (nsys.forward_time, nsys.top_kernel, nsys.other_kernels, nsys.whole_step, nsys.softmax)
 _MIXED = (mixed.dtypes, mixed.layer_norm, (mixed.by_size, script.timing_commands))
-_CHECKPOINTING = (
-    (checkpointing.nested, arithmetic("account checkpointing --size 2.7b --context 2048")),
-    (checkpointing.one_recomputation, checkpointing.checkpointing_commands),
-)
 _COMPILE = (attention.compiled_attention, (attention.compiled_model, attention.compiled_model_commands))
 _OVERLAP = ("ddp_overlap_individual_parameters", "DDP that overlaps individual parameters")
 _BUCKETS = (ddp.buckets, (ddp.bucket_equation, arithmetic("account buckets --size xl")))
@@ -74,7 +70,8 @@ _ALL = [
     _memory("abcde", 2025),
     _memory("abcdef", 2026),
     _problem("gradient_checkpointing", "Memory-optimal gradient checkpointing",
-             *_CHECKPOINTING, letters="ab", years=(2026,)),
+             checkpointing.nested, checkpointing.one_recomputation,
+             commands=checkpointing.checkpointing_commands, letters="ab", years=(2026,)),
     _problem("pytorch_attention", "Benchmarking PyTorch attention",
              attention.pytorch_attention, commands=attention.attention_commands, letters="a"),
     _problem("torch_compile", "torch.compile", *_COMPILE, commands=attention.attention_commands, letters="ab"),
@@ -106,7 +103,7 @@ _ALL = [
     _problem("fsdp", "Fully sharded data parallel", code.FSDP, years=(2026,)),
     _problem("fsdp_accounting", "FSDP accounting", *_FSDP, letters="ab", years=(2026,)),
     _problem("alternate_ring_all_reduce", "An alternate ring all-reduce",
-             calculations.ring, commands=arithmetic("account collectives"), years=(2026,)),
+             calculations.ring, commands=communication.all_reduce_commands, years=(2026,)),
     _calculations("data_parallel_calcs", "Data parallel calculations", "dp", "abc"),
     _calculations("fsdp_calcs", "Fully sharded data parallel calculations", "fsdp", "abc"),
     _calculations("tp_calcs", "Tensor parallel calculations", "tp", "abcd", calculations.tp_backward),

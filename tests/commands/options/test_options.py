@@ -60,9 +60,8 @@ RANGE_CHECKED_LATER = {
     *("--vocab-size", "--d-model", "--d-ff", "--num-layers", "--num-heads", "--steps", "--check-layers"),
     *("--cell-timeout", "--factor", "--learning-rate", "--confidence"),
     *("--bandwidth", "--node-bandwidth", "--call-us", "--flops", "--year"),
-    *(f"cs336sys account {name} --context" for name in ("attention", "checkpointing", "scaling")),
-    *(f"cs336sys account {name} --devices" for name in ("collectives", "xxl", "scaling")),
-    "cs336sys account checkpointing --batch-size",
+    *(f"cs336sys account {name} --context" for name in ("attention", "scaling")),
+    *(f"cs336sys account {name} --devices" for name in ("xxl", "scaling")),
 }
 
 # Options that may be 0 with a range from 0, or whose range is checked later.

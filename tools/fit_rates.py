@@ -1,4 +1,6 @@
-"""Derive rates from saved measurements, and the error of predictions made without each cell's configuration.
+"""Derive the rates of ``account step`` and ``tune`` from saved measurements, with the errors of their predictions.
+
+``python tools/fit_rates.py docs/results --write cs336sys/accounting/step_time/h200.json``
 
 Observed are kernel times of profiles (``nsys``), phases replayed from CUDA graphs, and launched steps in which the GPU
 is the slower side. Each is a sum of counted work times seconds a unit; the seconds are those of the least relative
@@ -6,12 +8,16 @@ squares, none negative. Where launches are the slower side, the step's time is t
 launch, which differs by a factor of two between the hosts that were measured.
 """
 
+import argparse
 import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from cs336sys.accounting.step_time.prediction import (
     PREDICTED_STRATEGIES,
@@ -24,7 +30,7 @@ from cs336sys.accounting.step_time.prediction import (
 from cs336sys.accounting.step_time.rates import Exposure, GroupError, Rates
 from cs336sys.accounting.step_time.work import TERMS, Amounts, attention_square, optimizer_work, step_work
 from cs336sys.errors import UsageError
-from cs336sys.results.model import Cell, Results, configuration_key
+from cs336sys.results.model import Cell, Results, configuration_key, read_results
 from cs336sys.workload.parallel import ParallelWorkload, bucket_name
 from cs336sys.workload.profiling_options import ProfileWorkload
 from cs336sys.workload.training import Workload
@@ -159,61 +165,38 @@ def attention_observations(cells: Iterable[Cell]) -> list[Observation]:
 
 def fit(observations: Sequence[Observation]) -> dict[str, float]:
     """Return seconds a unit of each term: least squares of relative errors, none negative."""
-    terms = list(TERMS)
-    scale = {term: max((one.work.get(term, 0.0) for one in observations), default=0.0) or 1.0 for term in terms}
-    gram = [[0.0] * len(terms) for _ in terms]
-    right = [0.0] * len(terms)
-    for one in observations:
-        row = [one.work.get(term, 0.0) / scale[term] / one.seconds for term in terms]
-        for i, value in enumerate(row):
-            if value:
-                right[i] += one.weight * value
-                for j, other in enumerate(row):
-                    gram[i][j] += one.weight * value * other
-    solution = _least_squares(gram, right)
-    return {term: value / scale[term] for term, value in zip(terms, solution, strict=True)}
+    work = np.array([[observation.work.get(term, 0.0) for term in TERMS] for observation in observations])
+    scale = work.max(axis=0)
+    scale[scale == 0] = 1.0
+    weights = np.sqrt([observation.weight for observation in observations])
+    seconds = np.array([observation.seconds for observation in observations])
+    rows = work / scale * (weights / seconds)[:, None]
+    solution = non_negative_least_squares(rows.T @ rows, rows.T @ weights) / scale
+    return dict(zip(TERMS, solution.tolist(), strict=True))
 
 
-def _least_squares(gram: list[list[float]], right: list[float]) -> list[float]:
+def non_negative_least_squares(gram: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Solve ``gram x = right`` with ``x >= 0`` (Lawson and Hanson 1974, chapter 23)."""
-    solution = [0.0] * len(right)
+    # A ridge keeps equal columns apart.
+    ridged = gram + 1e-9 * np.diag(np.diag(gram))
+    solution = np.zeros(len(right))
     used: list[int] = []
     while True:
-        slopes = [
-            value - sum(a * x for a, x in zip(row, solution, strict=True))
-            for row, value in zip(gram, right, strict=True)
-        ]
-        unused = [i for i in range(len(right)) if i not in used and gram[i][i] > 0]
+        slopes = right - gram @ solution
+        unused = [i for i in range(len(right)) if i not in used and gram[i, i] > 0]
         best = max(unused, key=slopes.__getitem__, default=None)
         if best is None or slopes[best] <= 1e-9 * right[best]:
             return solution
         used.append(best)
         while used:
-            found = _solve([[gram[i][j] for j in used] for i in used], [right[i] for i in used])
-            steps = [solution[i] / (solution[i] - value) for i, value in zip(used, found, strict=True) if value <= 0]
-            step = min(steps, default=1.0)
-            for i, value in zip(used, found, strict=True):
-                solution[i] += step * (value - solution[i])
-            if not steps:
+            target = np.linalg.solve(ridged[np.ix_(used, used)], right[used])
+            current = solution[used]
+            negative = target <= 0
+            step = min(current[negative] / (current[negative] - target[negative]), default=1.0)
+            solution[used] = current + step * (target - current)
+            if not negative.any():
                 break
             used = [i for i in used if solution[i] > 1e-15]
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solve a symmetric, positive system by elimination; a ridge of 1e-9 keeps equal columns apart."""
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for i, row in enumerate(rows):
-        row[i] *= 1 + 1e-9
-    for i, pivot in enumerate(rows):
-        for row in rows[i + 1 :]:
-            factor = row[i] / pivot[i]
-            for j in range(i, len(row)):
-                row[j] -= factor * pivot[j]
-    solution = [0.0] * len(right)
-    for i in reversed(range(len(right))):
-        known = sum(rows[i][j] * solution[j] for j in range(i + 1, len(right)))
-        solution[i] = (rows[i][-1] - known) / rows[i][i]
-    return solution
 
 
 def _sum(phases: Iterable[Mapping[str, float]]) -> Amounts:
@@ -463,9 +446,52 @@ def compare_choices(predictions: Iterable[Prediction]) -> tuple[tuple[int, int],
     compared = [list(group.values()) for group in groups.values() if len(group) > 1]
     for group in compared:
         best = min(group, key=lambda one: one.step.seconds)
-        chosen = min(group, key=lambda one: one.predicted.rank_key)
+        # Of two that wait for the same launches, the one with less work is better.
+        chosen = min(group, key=lambda one: (one.predicted.step_s, one.predicted.gpu_s))
         good += chosen.step.seconds <= _AS_GOOD * best.step.seconds
         if chosen.step.seconds > _AS_GOOD * best.step.seconds:
             more = 100 * (chosen.step.seconds / best.step.seconds - 1)
             missed.append(f"{chosen.step.label} takes {more:.1f} % more than {best.step.label}")
     return (good, len(compared)), missed
+
+
+def read_together(paths: Sequence[Path]) -> tuple[Results, list[str]]:
+    """Return the runs and cells of these files and folders, and the files' names."""
+    names = ("*.jsonl", "*.jsonl.gz")
+    files = [
+        file for path in paths for file in (sorted(f for n in names for f in path.glob(n)) if path.is_dir() else [path])
+    ]
+    results = [read_results(file) for file in files]
+    runs = {run_id: run for result in results for run_id, run in result.runs.items()}
+    return Results(runs, tuple(cell for result in results for cell in result.cells)), [file.name for file in files]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", nargs="+", type=Path, help="of one GPU, or folders: bench, nsys, flash, ddp, shard")
+    parser.add_argument("--write", type=Path, help="write the rates to this file, for --rates")
+    options = parser.parse_args()
+    calibration = calibrate(*read_together(options.results))
+    rates = calibration.rates
+    for term, unit in TERMS.items():
+        if rates.seconds[term]:
+            print(f"{term}: {1 / rates.seconds[term]:.4g} {unit}")
+    for name, exposure in rates.exposures.items():
+        print(f"communication of {name}: {exposure.bytes_per_s:.4g} bytes/s, {exposure.exposed:.0%} exposed")
+    print(rates.error_note)
+    for error in rates.errors:
+        print(f"worst, {error.group}: {error.worst}, {error.worst_percent:+.1f} %")
+    good, compared = calibration.best_of
+    print(
+        f"The predicted fastest is within 3 % of the fastest in {good} of {compared} groups.",
+        *calibration.missed,
+        sep="\n",
+    )
+    if calibration.uneven_host is not None:
+        print(f"Equal launches of one run took {calibration.uneven_host}.")
+    if options.write is not None:
+        options.write.write_text(rates.to_json())
+
+
+if __name__ == "__main__":
+    main()
