@@ -120,8 +120,6 @@ def understood(folder, every_command, monkeypatch):
             monkeypatch.setattr(module, "run_sweep", stop)
     # This CPU's take half a minute to measure.
     monkeypatch.setattr("cs336sys.commands.tune._cpu_rates", lambda plain: h200_rates())
-    # Seconds of reading and arithmetic; what it prints is checked in test_account.
-    monkeypatch.setattr("cs336sys.commands.account.step._results_in", stop)
     known = {tuple(context.command_path.split()[1:]): (context, command) for context, command in every_command}
 
     def understand(arguments):

@@ -32,7 +32,7 @@ def in_little_room(*arguments):
 @pytest.mark.parametrize(
     ("file", "arguments"),
     [
-        ("table.md", ["account", "collectives", "--message", "1MB", "--output"]),
+        ("table.md", ["account", "buckets", "--output"]),
         ("job.sh", ["slurm", "--partition", "gpu", "--output", "FILE", "bench", "--save", "cells.jsonl"]),
     ],
 )
