@@ -424,3 +424,97 @@ def without_gradients(output, targets):
 def half_a_batch(size, generator, device):
     inputs, targets = images(size, generator, device)
     return inputs[:1], targets
+
+
+class MaskedAttention(nn.Module):
+    """One layer of attention between an embedding and a head, hidden as the mask says."""
+
+    def __init__(self, size, mask, *, is_eager=False):
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocab_size, size.d_model)
+        self.projection = nn.Linear(size.d_model, 3 * size.d_model, bias=False)
+        self.head = nn.Linear(size.d_model, size.vocab_size, bias=False)
+        self.num_heads, self.mask, self.is_eager = size.num_heads, mask, is_eager
+
+    def forward(self, tokens):
+        projected = self.projection(self.embedding(tokens)).unflatten(-1, (3, self.num_heads, -1))
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
+        if self.mask is None:
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        elif self.is_eager:
+            scores = query @ key.transpose(-2, -1)
+            mask = self.mask(tokens)
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+            attended = torch.softmax(scores, -1) @ value
+        else:
+            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask(tokens))
+        return self.head(attended.transpose(1, 2).flatten(-2))
+
+
+def causal(tokens):
+    return torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
+
+
+def window_of_4(tokens):
+    return causal(tokens).triu(-3)
+
+
+def added_window_of_4(tokens):
+    return torch.where(window_of_4(tokens), 0.0, torch.finfo(torch.float32).min)[None, None]
+
+
+def padding(tokens):
+    return (tokens != 0)[:, None, None, :] & causal(tokens)
+
+
+def added_padding(tokens):
+    return torch.zeros(padding(tokens).shape, device=tokens.device).masked_fill(~padding(tokens), -1e9)
+
+
+def causal_by_flag(size):
+    return MaskedAttention(size, None)
+
+
+def causal_by_mask(size):
+    return MaskedAttention(size, causal)
+
+
+def causal_by_products(size):
+    return MaskedAttention(size, causal, is_eager=True)
+
+
+def window_by_mask(size):
+    return MaskedAttention(size, window_of_4)
+
+
+def window_by_products(size):
+    return MaskedAttention(size, added_window_of_4, is_eager=True)
+
+
+def padding_by_mask(size):
+    return MaskedAttention(size, padding)
+
+
+def padding_by_products(size):
+    return MaskedAttention(size, added_padding, is_eager=True)
+
+
+def mistral(size, attention="sdpa"):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=size.vocab_size,
+        hidden_size=size.d_model,
+        intermediate_size=size.d_ff,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_heads // 2,
+        sliding_window=4,
+        use_cache=False,
+    )
+    config._attn_implementation = attention
+    return MistralForCausalLM(config)
+
+
+def eager_mistral(size):
+    return mistral(size, "eager")

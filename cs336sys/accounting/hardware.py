@@ -90,6 +90,16 @@ def model_flops_utilization(flops: int, seconds: float, peak_tflops: float | Non
     return None if peak_tflops is None else flops / seconds / (peak_tflops * 1e12)
 
 
+def impossible_utilization(mfu_percent: float | None) -> str | None:
+    """Return a sentence for an MFU over 100 %, which no step has; None for a possible one."""
+    if mfu_percent is None or mfu_percent <= 100:
+        return None
+    return (
+        f"MFU {mfu_percent:.0f} %: more FLOPs are counted than the GPU can compute in the time of a step; "
+        "the FLOPs, the time or the GPU's peak is wrong"
+    )
+
+
 def least_ms(gpu_name: str, precision: str, flops: float, moved_bytes: float) -> float:
     """The least that FLOPs and bytes take at the peaks of the datasheet; 0 where they are not known."""
     sheet, tflops = datasheet(gpu_name), peak_tflops(gpu_name, precision, tf32=True)

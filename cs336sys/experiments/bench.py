@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cs336sys.accounting.hardware import peak_tflops
+from cs336sys.accounting.hardware import impossible_utilization, peak_tflops
 from cs336sys.accounting.memory import GIB
 from cs336sys.experiments import user_models
 from cs336sys.experiments.checks.step import Checked, check_training
@@ -111,7 +111,7 @@ def training_outcome(
     step, counted = built.step, built.counted
     workload, wall = step.workload, samples["wall"]
     peak = None
-    if step.device.type == "cuda":
+    if step.device.type == "cuda" and not counted.get("flops_are_upper_bound"):
         peak = peak_tflops(torch.cuda.get_device_name(step.device), workload.precision, workload.tf32)
     derived = {
         **counted,
@@ -126,6 +126,9 @@ def training_outcome(
         derived["graph_pool_gib"] = step.graphs.pool_bytes / GIB
     if checked is not None:
         derived |= checked.columns()
+    impossible = impossible_utilization(derived["mfu_percent"])
+    if impossible is not None:
+        return Outcome("error", reason=impossible)
     return Outcome("ok", dict(samples), with_notes(derived, training_warnings(step.loss, workload)))
 
 

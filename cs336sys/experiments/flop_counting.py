@@ -2,23 +2,28 @@
 
 import contextlib
 import functools
+import re
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336sys.experiments.models import ATTENTION_FUNCTIONS, attention_kept, attention_replaced
 from cs336sys.experiments.training import TrainStep
 from cs336sys.experiments.user_models import (
+    AttentionCall,
     copied_code,
     hidden_parameters,
     hidden_warnings,
+    shape_of_attention,
     watched_attention,
     why_not_ours,
 )
@@ -78,7 +83,7 @@ def count_on_meta_device(make_step: Callable[[], CountedStep], *, backward: bool
             count.parameters = sum(parameter.numel() for parameter in step.model.parameters())
             count.hidden = hidden_parameters(step.model)
             count.drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
-            with watched_attention(lambda *arguments: None, computes=False), FlopCounterMode(display=False) as counter:
+            with watched_attention(shape_of_attention), FlopCounterMode(display=False) as counter:
                 step.forward()
                 if backward:
                     step.backward()
@@ -90,29 +95,154 @@ def count_on_meta_device(make_step: Callable[[], CountedStep], *, backward: bool
     return count
 
 
-@dataclass
-class AttentionCalls:
-    """The calls of ``torch.nn.functional.scaled_dot_product_attention`` in a forward pass.
+# Masks add -inf, the dtype's least value or, in fp16, -1e4 to a score that is not to count.
+_HIDDEN_SCORE = -1e4
+
+# The products whose operands are the arguments at these places.
+_BATCHED_PRODUCTS = {"bmm": (0, 1), "baddbmm": (1, 2)}
+_PRODUCTS = (*_BATCHED_PRODUCTS, "mm", "addmm")
+# Operations that take a shape, and no values, from their argument.
+_OF_SHAPES = re.compile(r"new_|.*_like$")
+
+
+class _MarkedTensors:
+    """Tensors by their storage, as long as it lives; views of it are marked, too."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, StorageWeakRef] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._storages[storage.cdata] = storage
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        return storage is not None and not storage.expired()
+
+
+class AttentionCalls(TorchDispatchMode):
+    """Counts attention in a forward pass of real tensors: torch's, and that of batched products with a softmax between.
+
+    Args:
+        batch: the tensors that a mask may depend on.
 
     Attributes:
-        calls: how many, by why our kernels cannot stand in for torch's, or ``""`` where they can.
-        flops: of their products, half where they are causal.
+        calls: of torch's ``scaled_dot_product_attention``, by why our kernels cannot stand in for it, or ``""`` where
+            they can.
+        flops: of its products, of visible pairs alone; less those of hidden pairs in other products, which a counter of
+            shapes counts.
+        is_upper_bound: whether a mask depends on the batch. All pairs under such a mask are counted.
     """
 
-    calls: Counter[str] = field(default_factory=Counter)
-    flops: int = 0
+    supports_higher_order_operators = True
 
-    def watching(self) -> AbstractContextManager[None]:
-        """Within this, calls are added up."""
-        return watched_attention(self._add)
+    def __init__(self, batch: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.flops = 0
+        self.is_upper_bound = False
+        self._from_batch, self._masked_by_batch = _MarkedTensors(), _MarkedTensors()
+        for tensor in batch:
+            self._from_batch.add(tensor)
+        self._is_in_attention = False
+        # The shape of the last batched product and its inner dimension; its hidden pairs, once softmax has taken it.
+        self._scores: tuple[torch.Size, int] | None = None
+        self._hidden_pairs: int | None = None
 
-    def _add(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float, is_causal: bool, enable_gqa: bool
-    ) -> None:
-        self.calls[why_not_ours(query, key, value, mask, dropout, enable_gqa) or ""] += 1
-        scores = query.shape[:-1].numel() * key.shape[-2]
-        # Q K^T and P V; of the causal half, by the papers' convention.
-        self.flops += 2 * scores * (query.shape[-1] + value.shape[-1]) // (2 if is_causal else 1)
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within this, attention is counted."""
+        with watched_attention(self._attend), self:
+            yield
+
+    def _attend(self, call: AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
+        query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+        self.calls[why_not_ours(query, key, value, mask, call.dropout_p, call.enable_gqa) or ""] += 1
+        matrices, scores = query.shape[:-2].numel(), (query.shape[-2], key.shape[-2])
+        if mask is not None and mask in self._from_batch:
+            self.is_upper_bound, mask = True, None
+        self._is_in_attention = True
+        try:
+            if mask is not None:
+                visible = mask if mask.dtype == torch.bool else mask > _HIDDEN_SCORE
+                visible = visible.expand(*visible.shape[:-2], *scores)
+                pairs = visible_pairs(visible) * matrices // visible.shape[:-2].numel()
+            else:
+                pairs = matrices * (causal_pairs(*scores) if call.is_causal else scores[0] * scores[1])
+            self.flops += 2 * pairs * (query.shape[-1] + value.shape[-1])
+            return call.by(attention)
+        finally:
+            self._is_in_attention = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if self._is_in_attention:
+            return result
+        name = getattr(getattr(function, "overloadpacket", function), "__name__", "")
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        from_batch = [tensor for tensor in inputs if tensor in self._from_batch]
+        if from_batch and not _OF_SHAPES.match(name):
+            for output in outputs:
+                self._from_batch.add(output)
+        if name in _PRODUCTS:
+            if name in _BATCHED_PRODUCTS:
+                self._count_product(*(args[place] for place in _BATCHED_PRODUCTS[name]), result)
+        elif self._hides_by_batch(name, args, from_batch) or any(tensor in self._masked_by_batch for tensor in inputs):
+            for output in outputs:
+                self._masked_by_batch.add(output)
+        if name in ("_softmax", "_safe_softmax"):
+            self._count_softmax(args[0])
+        return result
+
+    def _hides_by_batch(self, name: str, args: Any, from_batch: list[Tensor]) -> bool:
+        """Return whether an operation hides scores that depend on the batch."""
+        if name.startswith("masked_fill"):
+            return args[1] in self._from_batch
+        if name == "where":
+            return args[0] in self._from_batch
+        is_sum = name in ("add", "add_") and len(from_batch) == 2
+        return is_sum and any(tensor.is_floating_point() and _hides(tensor) for tensor in from_batch)
+
+    def _count_softmax(self, scores: Tensor) -> None:
+        if self._scores is None:
+            return
+        (_, queries, keys), inner = self._scores
+        # A sink of attention is one column more.
+        rows = self._scores[0][:-1].numel()
+        if scores.shape[-1] < keys or scores.shape[:-1].numel() != rows or not _hides(scores):
+            return
+        if scores in self._masked_by_batch:
+            self.is_upper_bound = True
+            return
+        visible = (scores[..., :keys] > _HIDDEN_SCORE).reshape(-1, queries, keys)
+        self._hidden_pairs = rows * keys - visible_pairs(visible)
+        self.flops -= 2 * self._hidden_pairs * inner
+
+    def _count_product(self, left: Tensor, right: Tensor, result: Tensor) -> None:
+        if self._hidden_pairs is not None and self._scores is not None and left.shape == self._scores[0]:
+            self.flops -= 2 * self._hidden_pairs * right.shape[-1]
+        self._scores, self._hidden_pairs = (result.shape, left.shape[-1]), None
+
+
+def _hides(scores: Tensor) -> bool:
+    return scores.numel() > 0 and scores.min().item() <= _HIDDEN_SCORE
+
+
+def causal_pairs(queries: int, keys: int) -> int:
+    """Return the pairs of ``is_causal=True``: of a square half, by the papers' convention, else the visible ones."""
+    square = min(queries, keys)
+    return square * square // 2 if queries == keys else square * (square + 1) // 2 + max(0, queries - keys) * keys
+
+
+def visible_pairs(visible: Tensor) -> int:
+    """Count the pairs that masks of shape (..., queries, keys) show; of a causal square as :func:`causal_pairs`."""
+    queries, keys = visible.shape[-2:]
+    pairs = visible.sum((-1, -2))
+    if queries == keys:
+        is_causal = (visible == torch.ones_like(visible).tril()).flatten(-2).all(-1)
+        pairs = torch.where(is_causal, causal_pairs(queries, keys), pairs)
+    return int(pairs.sum().item())
 
 
 def _lines(read: Counter[str]) -> Counter[str]:
@@ -143,7 +273,7 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
         return {"parameters": workload.parameters}
     progress("counting")
     count = count_step(workload)
-    attention = AttentionCalls()
+    attention = AttentionCalls(leaf for leaf in tree_leaves(step.inputs) if isinstance(leaf, Tensor))
     # Compiled code shows no calls. To ask for eager execution imports the compiler.
     eager = contextlib.nullcontext() if workload.compile == "off" else torch.compiler.set_stance("force_eager")
     # Of a model that calls cs336_basics' attention, as one that calls torch's.
@@ -157,6 +287,7 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
     return {
         "parameters": parameters,
         "flops": flops,
+        "flops_are_upper_bound": attention.is_upper_bound,
         "notes": [
             *hidden_warnings(str(workload.user.model), hidden_parameters(step.model)),
             *_notes(workload, count, attention),
@@ -198,6 +329,8 @@ def _notes(workload: Workload, count: StepCount, attention: AttentionCalls) -> l
         ]
     if count.failure:
         notes.append(f"{name}: no FLOPs, its step does not run on the meta device ({count.failure})")
+    if attention.is_upper_bound:
+        notes.append(f"{name}: FLOPs are an upper bound, as a mask of attention depends on the batch; no MFU")
     if count.launches:
         notes.append(f"{name}: no FLOPs are counted in kernels of Triton: {_with_times(count.launches)}")
     if count.reads:

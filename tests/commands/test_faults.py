@@ -15,7 +15,7 @@ from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Run, read_results
 
 COMMAND = [sys.executable, "-m", "cs336sys"]
-PAPER = ["account", "collectives", "--message", "1MB"]
+PAPER = ["account", "buckets"]
 TINY = ["bench", "--size", "tiny", "--num-layers", "1", "--device", "cpu", "--batch-size", "1", "--warmup", "0"]
 
 

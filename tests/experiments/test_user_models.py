@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.experiments import flop_counting, user_models
-from cs336sys.experiments.bench import measure_training
+from cs336sys.experiments.bench import BuiltStep, measure_training, training_outcome
 from cs336sys.experiments.checks import step
 from cs336sys.experiments.flop_counting import count_step, counted_columns
 from cs336sys.experiments.memory.prediction import predicted_timeline
@@ -22,6 +22,7 @@ from cs336sys.experiments.training import TrainStep, training_warnings
 from cs336sys.experiments.user_models.loading import user_folders
 from cs336sys.kernels.adamw import AdamW
 from cs336sys.measure.cells import guarded
+from cs336sys.results.model import Samples
 from cs336sys.sizes import choose_size
 from cs336sys.workload import MemoryWorkload, UserCode, Workload
 
@@ -149,6 +150,53 @@ def test_counts_of_our_model_are_those_of_the_formulas(attention, mode):
     one = workload("ours", attention=attention, mode=mode)
     counted = counted_columns(TrainStep(one, CPU), lambda stage: None)
     assert (counted["parameters"], counted["flops"]) == (of_formula.parameters, of_formula.flops)
+
+
+WINDOW_OF_4 = 16 * 4 - 4 * 3 // 2
+
+
+@pytest.mark.parametrize(
+    ("model", "pairs"),
+    [
+        ("causal_by_flag", 16 * 16 // 2),
+        ("causal_by_mask", 16 * 16 // 2),
+        ("causal_by_products", 16 * 16 // 2),
+        ("window_by_mask", WINDOW_OF_4),
+        ("window_by_products", WINDOW_OF_4),
+        # What depends on the batch hides nothing for certain.
+        ("padding_by_mask", 16 * 16),
+        ("padding_by_products", 16 * 16),
+    ],
+)
+def test_flops_of_attention_count_the_pairs_that_a_mask_shows(model, pairs):
+    counted = counted_columns(TrainStep(workload(model), CPU), lambda stage: None)
+    layers = 16 * SIZE.d_model * (3 * SIZE.d_model + SIZE.vocab_size)
+    assert counted["flops"] == 3 * 2 * SIZE.batch_size * (layers + 2 * pairs * SIZE.d_model)
+    assert counted["flops_are_upper_bound"] == model.startswith("padding")
+    assert any("an upper bound" in note for note in counted["notes"]) == model.startswith("padding")
+
+
+@needs_transformers
+@pytest.mark.parametrize("model", ["mistral", "eager_mistral"])
+def test_flops_of_a_model_with_windows_and_groups_are_those_of_its_visible_pairs(model):
+    counted = counted_columns(TrainStep(workload(model), CPU), lambda stage: None)
+    layers = SIZE.num_layers * (32 * (32 + 2 * 16 + 32) + 3 * 32 * 64) + 32 * SIZE.vocab_size
+    pairs = SIZE.num_layers * WINDOW_OF_4
+    assert counted["flops"] == 3 * 2 * SIZE.batch_size * (16 * layers + 2 * pairs * SIZE.d_model)
+
+
+def test_mfu_over_100_percent_is_an_error_and_an_upper_bound_has_none(monkeypatch):
+    step = TrainStep(workload("ours"), CPU)
+    samples = {name: Samples("ms", "cuda events", measured=(1e-3,)) for name in ("step", "wall")}
+    monkeypatch.setattr(step, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    counted = {"flops": 10**12, "notes": [], "flops_are_upper_bound": False}
+    outcome = training_outcome(BuiltStep(step, counted, 0.0), samples, None, None, None, {})
+    assert outcome.status == "error"
+    assert outcome.reason.startswith("MFU 1494768 %: more FLOPs are counted than the GPU can compute")
+    counted["flops_are_upper_bound"] = True
+    outcome = training_outcome(BuiltStep(step, counted, 0.0), samples, None, None, None, {})
+    assert (outcome.status, outcome.derived["mfu_percent"]) == ("ok", None)
 
 
 @needs_transformers

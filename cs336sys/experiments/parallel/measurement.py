@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336sys.accounting.communication import AlphaBeta, exposed_communication, fit_alpha_beta
-from cs336sys.accounting.hardware import model_flops_utilization, peak_tflops
+from cs336sys.accounting.hardware import impossible_utilization, model_flops_utilization, peak_tflops
 from cs336sys.experiments.checks.weights import STEPS
 from cs336sys.experiments.flop_counting import count_step
 from cs336sys.experiments.models import initializer_of
@@ -311,7 +311,9 @@ def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
     if wrong is not None:
         return wrong
     samples = slowest(measured)
-    return Outcome("ok", samples, derived | _board_derived(workload, measured, samples["wall"].median / 1e3))
+    derived |= _board_derived(workload, measured, samples["wall"].median / 1e3)
+    impossible = impossible_utilization(derived["hfu_percent"])
+    return Outcome("ok", samples, derived) if impossible is None else Outcome("error", reason=impossible)
 
 
 def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> BoardMeasurement:

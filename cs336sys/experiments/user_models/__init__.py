@@ -8,10 +8,12 @@
 """
 
 from cs336sys.experiments.user_models.attention import (
+    AttentionCall,
     as_written,
     left_to_torch,
     nothing_dropped,
     replace_attention,
+    shape_of_attention,
     torch_attention,
     watched_attention,
     why_not_ours,

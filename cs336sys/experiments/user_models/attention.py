@@ -109,27 +109,23 @@ def why_not_ours(
 
 
 @contextlib.contextmanager
-def watched_attention(called: Callable[..., None], *, computes: bool = True) -> Iterator[None]:
-    """Within this, each call of attention is told, with its arguments.
-
-    Args:
-        computes: else it does next to nothing: what comes out has the right shape, and gradients for query, key and
-            value.
-    """
+def watched_attention(attend: Callable[[AttentionCall, Callable[..., Tensor]], Tensor]) -> Iterator[None]:
+    """Within this, ``attend`` computes each call of attention; its second argument is the attention that would."""
     attention = F.scaled_dot_product_attention
 
     def watch(*arguments: Any, **named: Any) -> Tensor:
         call = AttentionCall(*arguments, **named)
-        dropout_p = call.dropout_p if _drops else 0.0
-        called(call.query, call.key, call.value, call.attn_mask, dropout_p, call.is_causal, call.enable_gqa)
-        if computes:
-            return call.by(attention)
-        key, value = call.repeated if call.enable_gqa else (call.key, call.value)
-        mean = (value + key.mean(-1, keepdim=True)).mean(-2, keepdim=True)
-        return mean + call.query.mean(-1, keepdim=True)
+        return attend(call if _drops else call._replace(dropout_p=0.0), attention)
 
     with mock.patch.object(F, "scaled_dot_product_attention", watch):
         yield
+
+
+def shape_of_attention(call: AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
+    """Return a tensor of the right shape without any product, with gradients for query, key and value."""
+    key, value = call.repeated if call.enable_gqa else (call.key, call.value)
+    mean = (value + key.mean(-1, keepdim=True)).mean(-2, keepdim=True)
+    return mean + call.query.mean(-1, keepdim=True)
 
 
 _DROPOUTS = {
