@@ -61,9 +61,11 @@ Mark = torch.cuda.Event | float
 class StepTimer:
     """Runs a step again and again, each time the given phases in order, and times every one of them.
 
-    On CUDA a phase lasts from the event before its first kernel to the event after its last one, so a GPU that waits
-    for launches counts as busy: compare with :func:`gpu_busy_ms`. ``wall`` is the CPU clock from a step's start to the
-    end of its work where ``synchronize_steps``, else to the next step's start (the last step's to the end of all work).
+    On CUDA a phase lasts from the end of the phase before it (the first one: of what was launched before the step) to
+    the end of its last kernel. Where the GPU waits for launches it is therefore the time in which the CPU launches it:
+    compare with :func:`gpu_busy_ms`. ``step`` is the sum of the phases. ``wall`` is the CPU clock from a step's start
+    to the end of its work where ``synchronize_steps``, else to the next step's start (the last step's to the end of all
+    work).
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class StepTimer:
             name: [elapsed_ms(step[number], step[number + 1]) for step in self._marks]
             for number, name in enumerate(self._phases)
         }
-        durations["step"] = [elapsed_ms(step[0], step[-1]) for step in self._marks]
+        durations["step"] = list(map(sum, zip(*durations.values(), strict=True)))
         samples = {
             name: Samples("ms", method, measured=tuple(values[warmup:]), warmup=tuple(values[:warmup]))
             for name, values in durations.items()

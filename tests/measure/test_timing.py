@@ -41,6 +41,26 @@ def test_phases_run_in_order_and_are_charged_with_their_own_time(clock):
     assert [len(samples["step"].warmup), len(samples["step"].measured)] == [1, 2]
 
 
+def test_phases_add_up_to_the_step_where_events_are_rounded(clock, monkeypatch):
+    """CUDA rounds what passes between two events to half a microsecond."""
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at_s = clock.now_s
+
+        def elapsed_time(self, end):
+            return round(2e3 * (1e3 * (end.at_s - self.at_s))) / 2e3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    phases = {name: lambda: clock.pass_ms(1.00026) for name in ("forward", "backward", "optimizer")}
+    samples = time_phases(phases, warmup=1, steps=2, device=torch.device("cuda"))
+    assert samples["step"].measured == tuple(map(sum, zip(*(samples[name].measured for name in phases), strict=True)))
+
+
 @pytest.mark.parametrize(("warmup_ms", "warm_calls"), [(39, 16), (0, 0)])
 def test_calls_on_a_cpu_are_warmed_up_for_as_long_as_asked_for(clock, monkeypatch, warmup_ms, warm_calls):
     calls, calls_before = [], []
@@ -91,6 +111,24 @@ def test_events_see_the_gpus_time_and_not_the_launch():
     assert min(samples["sleep"].measured) > 20
     # A busy CPU may take longer than the GPU, and never less.
     assert samples["wall"].median > 0.95 * samples["step"].median
+
+
+@pytest.mark.gpu
+def test_phases_of_a_launch_bound_step_are_the_times_of_their_launches():
+    device = torch.device("cuda")
+    value = torch.zeros(16, device=device)
+
+    def launch_slowly(launch_s):
+        time.sleep(launch_s)
+        value.add_(1)
+
+    phases = {"forward": lambda: launch_slowly(0.02), "backward": lambda: launch_slowly(0.05)}
+    samples = time_phases(phases, warmup=2, steps=5, device=device)
+    assert samples["forward"].median == pytest.approx(20, rel=0.2)
+    assert samples["backward"].median == pytest.approx(50, rel=0.2)
+    sums = [sum(times) for times in zip(*(samples[name].measured for name in phases), strict=True)]
+    assert samples["step"].measured == tuple(sums)
+    assert samples["wall"].median == pytest.approx(samples["step"].median, rel=0.05)
 
 
 @pytest.mark.gpu

@@ -200,14 +200,29 @@ class _Measured(Protocol):
     def samples(self) -> Mapping[str, Samples]: ...
 
 
+# Series that are not a part of the step as a rank's events time it.
+_BESIDE_THE_STEP = ("wall", "communication")
+
+
 def slowest(measured: Sequence[_Measured]) -> dict[str, Samples]:
-    """For each series and step, the time of the rank that took longest."""
+    """Return the longest step of all ranks, step by step, with the phases of the same rank, whose sum it is.
+
+    Of the other series, the time of the rank that took longest.
+    """
+
+    def longest(name: str, kind: str) -> tuple[float, ...]:
+        key = name if name in _BESIDE_THE_STEP else "step"
+        keys, times = (
+            zip(*(getattr(rank.samples[series], kind) for rank in measured), strict=True) for series in (key, name)
+        )
+        return tuple(max(zip(*of_ranks, strict=True))[1] for of_ranks in zip(keys, times, strict=True))
+
     return {
         name: Samples(
             series.unit,
             f"{series.method}, maximum over ranks",
-            measured=tuple(map(max, zip(*(rank.samples[name].measured for rank in measured), strict=True))),
-            warmup=tuple(map(max, zip(*(rank.samples[name].warmup for rank in measured), strict=True))),
+            measured=longest(name, "measured"),
+            warmup=longest(name, "warmup"),
         )
         for name, series in measured[0].samples.items()
     }

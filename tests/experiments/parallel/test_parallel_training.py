@@ -393,14 +393,26 @@ def test_ranks_end_with_the_process_that_measures():
     assert process.returncode == 0
 
 
-def test_the_slowest_rank_counts():
-    def of_rank(*times):
-        samples = {"step": Samples("ms", "cpu clock", measured=times[1:], warmup=times[:1])}
+def test_the_slowest_rank_counts_with_its_phases():
+    def of_rank(forward, backward, wall):
+        times = {"forward": forward, "backward": backward, "step": list(map(sum, zip(forward, backward, strict=True)))}
+        samples = {
+            name: Samples("ms", "cpu clock", measured=tuple(series[1:]), warmup=tuple(series[:1]))
+            for name, series in (times | {"wall": wall}).items()
+        }
         return RankMeasurement(samples, None, 0, 0, 0, None)
 
-    step = slowest([of_rank(9.0, 1.0, 5.0), of_rank(8.0, 2.0, 4.0)])["step"]
-    assert (step.warmup, step.measured) == ((9.0,), (2.0, 5.0))
-    assert step.method == "cpu clock, maximum over ranks"
+    # In the last step the first rank waits for the second one in its backward pass.
+    series = slowest(
+        [
+            of_rank([5.0, 1.0, 1.0], [4.0, 1.0, 5.0], [9.0, 3.0, 7.0]),
+            of_rank([4.0, 1.0, 4.0], [4.0, 2.0, 1.0], [8.0, 4.0, 6.0]),
+        ]
+    )
+    assert (series["step"].warmup, series["step"].measured) == ((9.0,), (3.0, 6.0))
+    assert (series["forward"].measured, series["backward"].measured) == ((1.0, 1.0), (2.0, 5.0))
+    assert series["wall"].measured == (4.0, 7.0)
+    assert series["step"].method == "cpu clock, maximum over ranks"
 
 
 @pytest.mark.multigpu
