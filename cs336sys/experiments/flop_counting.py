@@ -187,7 +187,8 @@ class AttentionCalls(TorchDispatchMode):
                 self._from_batch.add(output)
         if name in _PRODUCTS:
             if name in _BATCHED_PRODUCTS:
-                self._count_product(*(args[place] for place in _BATCHED_PRODUCTS[name]), result)
+                left, right = (args[place] for place in _BATCHED_PRODUCTS[name])
+                self._count_product(left, right, result)
         elif self._hides_by_batch(name, args, from_batch) or any(tensor in self._masked_by_batch for tensor in inputs):
             for output in outputs:
                 self._masked_by_batch.add(output)
