@@ -518,3 +518,9 @@ def mistral(size, attention="sdpa"):
 
 def eager_mistral(size):
     return mistral(size, "eager")
+
+
+def sparse_embedding(size):
+    return nn.Sequential(
+        nn.Embedding(size.vocab_size, size.d_model, sparse=True), nn.Linear(size.d_model, size.vocab_size)
+    )

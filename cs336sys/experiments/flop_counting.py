@@ -112,10 +112,14 @@ class _MarkedTensors:
         self._storages: dict[int, StorageWeakRef] = {}
 
     def add(self, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return
         storage = StorageWeakRef(tensor.untyped_storage())
         self._storages[storage.cdata] = storage
 
     def __contains__(self, tensor: Tensor) -> bool:
+        if tensor.layout is not torch.strided:
+            return False
         storage = self._storages.get(tensor.untyped_storage()._cdata)
         return storage is not None and not storage.expired()
 

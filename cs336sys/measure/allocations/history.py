@@ -23,6 +23,7 @@ from torch._C._profiler import _EventType, _ExtraFields_Allocation
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cs336sys.errors import CapabilityError
 from cs336sys.measure.allocations.timeline import Event
 from cs336sys.measure.timing import TorchProfiler
 
@@ -62,7 +63,21 @@ class AllocationHistory(ABC):
 
     def address(self, tensor: Tensor) -> int:
         """Return the name of its memory in ``events``."""
-        return tensor.untyped_storage().data_ptr()
+        return dense_storage(tensor).data_ptr()
+
+
+def dense_storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Return a tensor's storage.
+
+    Raises:
+        CapabilityError: it is sparse, and has none.
+    """
+    if tensor.layout is not torch.strided:
+        raise CapabilityError(
+            f"a step makes a tensor of {tensor.layout}, whose memory is not followed; make it dense, as with "
+            "nn.Embedding(sparse=False)"
+        )
+    return tensor.untyped_storage()
 
 
 class CudaHistory(AllocationHistory):
@@ -218,10 +233,10 @@ class FakeHistory(AllocationHistory, TorchDispatchMode):
         return mark
 
     def address(self, tensor: Tensor) -> int:
-        return tensor.untyped_storage()._cdata
+        return dense_storage(tensor)._cdata
 
     def _follow(self, tensor: Tensor, *, is_new: bool) -> None:
-        storage = tensor.untyped_storage()
+        storage = dense_storage(tensor)
         address, size = storage._cdata, storage.nbytes()
         if address in self._live or not size:
             return

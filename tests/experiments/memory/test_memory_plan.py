@@ -9,7 +9,8 @@ import torch
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.experiments.memory.measurement import bytes_with_shared_state, measure_memory, plan_memory
-from cs336sys.experiments.memory.prediction import predicted_timeline, timeline_peaks
+from cs336sys.experiments.memory.prediction import predict_memory, predicted_timeline, timeline_peaks
+from cs336sys.measure.cells import guarded
 from cs336sys.sizes import choose_size
 from cs336sys.workload import MemoryWorkload, UserCode, Workload
 from cs336sys.workload.memory_changes import changed, command_line, plans, possible_changes, sharded_bytes
@@ -91,6 +92,17 @@ def test_formula_of_several_passes_is_that_of_a_trace(passes, checkpointing):
     traced = traced_peak(one)
     assert one.peak.total == pytest.approx(traced, rel=0.02)
     assert one.peak.total > 0.999 * traced
+
+
+def test_sparse_gradients_are_refused_in_one_sentence():
+    one = workload(ONE_BLOCK, user=user("sparse_embedding"), mode="forward-backward")
+    for measure in (predict_memory, measure_memory):
+        outcome = guarded(measure, one.configuration(), quiet)
+        assert outcome.status == "unsupported"
+        assert outcome.reason == (
+            "a step makes a tensor of torch.sparse_coo, whose memory is not followed; make it dense, as with "
+            "nn.Embedding(sparse=False)"
+        )
 
 
 def test_several_passes_train_as_one_does():
