@@ -16,7 +16,7 @@ from cs336sys.workload import ATTENTION, MODES
 
 def memory(
     model: options.SharedSizeOptions = options.SharedSizeOptions(["xl"]),
-    world_size: Annotated[list[str], typer.Option(help="Numbers of ranks.")] = ["2"],
+    world_size: Annotated[list[str], setting(help="Numbers of ranks.")] = ["2"],
     strategy: Annotated[list[str], choice(OWN_SHARDING_STRATEGIES)] = [",".join(OWN_SHARDING_STRATEGIES)],
     mode: Annotated[list[str], choice(MODES)] = ["train"],
     precision: options.PrecisionOptions = options.PrecisionOptions(),
