@@ -7,7 +7,7 @@ from typing import Annotated
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
-from cs336sys.commands.options.effects import writes_file
+from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
 from cs336sys.sizes import ELEMENT_BYTES, MOST_RANKS, PRECISIONS
