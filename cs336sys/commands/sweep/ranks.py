@@ -32,7 +32,7 @@ import itertools
 import os
 import pickle
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -162,6 +162,27 @@ class JoinedWorker:
             return pickle.loads(outside_store().get(key))
         except RuntimeError as error:
             raise CapabilityError(f"rank {self.identity.rank}: rank 0 ended before anything was measured") from error
+
+    def require_same_cells(self, configurations: Sequence[dict[str, Any]]) -> None:
+        """Refuse cells that are not those of every other rank: their collectives would not match.
+
+        Raises:
+            UsageError: on every rank, naming the first difference.
+        """
+        from cs336sys.parallel.ranks.launch import outside_store
+
+        store, key = outside_store(), f"cs336sys-cells-{next(_values_shared)}"
+        store.set(f"{key}-{self.identity.rank}", pickle.dumps(configurations))  # type: ignore[arg-type]  # as above
+        first = pickle.loads(store.get(f"{key}-0"))
+        for rank in range(1, self.identity.world_size):
+            others = pickle.loads(store.get(f"{key}-{rank}"))
+            for here, there in itertools.zip_longest(first, others, fillvalue={}):
+                for name in sorted(here.keys() | there.keys()):
+                    if here.get(name) != there.get(name):
+                        raise UsageError(
+                            f"ranks have different options: {name} is {here.get(name)} on rank 0 and {there.get(name)} "
+                            f"on rank {rank}; start all ranks with one command"
+                        )
 
     def close(self) -> None:
         from cs336sys.parallel.ranks.launch import end_kept

@@ -288,6 +288,7 @@ def run_sweep(
             run = worker.run
             known = _resumed(results, command, configurations, run, take_any=asked.resume_any)
             if ranks is not None:
+                ranks.require_same_cells(configurations)
                 known = ranks.from_first_rank(known)
             run_is_saved = False
             # Cells that are measured in turn have no pause between them.

@@ -13,7 +13,7 @@ import typer
 
 from cs336sys.commands.options.output import SweepOptions
 from cs336sys.commands.sweep.run import run_sweep
-from cs336sys.errors import CapabilityError
+from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.ranks import launch
 from cs336sys.results.model import Samples
@@ -41,18 +41,21 @@ def act(action):
 def main():
     """Measure the actions that each argument but the first lists, sweep after sweep; the first is a results file."""
     file, *sweeps = sys.argv[1:]
-    for actions in sweeps:
-        configurations = [{"action": action, "world_size": 2} for action in actions.split(",")]
-        options = SweepOptions(Path(file), resume=True)
-        sweep = run_sweep("bench", "rank_sweep:measure", configurations, options, across_ranks=True)
-        if sweep.is_reported_here:
-            means = [cell.samples["sum"].mean for cell in sweep.cells if cell.samples]
-            print([cell.status for cell in sweep.cells], means)
     try:
+        for actions in sweeps:
+            # "by rank" is another action on each.
+            actions = actions.replace("by rank", f"by rank {os.environ['RANK']}")
+            configurations = [{"action": action, "world_size": 2} for action in actions.split(",")]
+            options = SweepOptions(Path(file), resume=True)
+            sweep = run_sweep("bench", "rank_sweep:measure", configurations, options, across_ranks=True)
+            if sweep.is_reported_here:
+                means = [cell.samples["sum"].mean for cell in sweep.cells if cell.samples]
+                print([cell.status for cell in sweep.cells], means)
         sweep.exit()
     except typer.Exit as ended:
         sys.exit(ended.exit_code)
-    except CapabilityError as error:
+    except (CapabilityError, UsageError) as error:
+        print(error, file=sys.stderr)
         sys.exit(error.exit_code)
 
 

@@ -78,6 +78,17 @@ def test_worker_spawns_ranks_and_keeps_them_for_the_next_cell(monkeypatch):
     assert cells[3].reason.startswith("RankError at start: rank 1 of 2: ValueError: the numbers are wrong")
 
 
+def test_ranks_with_other_options_are_refused_on_every_rank(tmp_path):
+    """Their collectives met with other sizes, which ended one rank by a signal."""
+    ended = run_two_ranks(SCRIPT, str(tmp_path / "r.jsonl"), "sum,by rank", folder=tmp_path)
+    for rank in ended:
+        assert rank.exit_code == 2, rank.stderr
+        assert (
+            "ranks have different options: action is by rank 0 on rank 0 and by rank 1 on rank 1; start" in rank.stderr
+        )
+        assert "Traceback" not in rank.stderr
+
+
 def test_ranks_started_from_outside_measure_the_same_cells_and_the_first_reports(tmp_path):
     """Refused cells leave the ranks as they are; a resumed sweep skips on all ranks what rank 0's file holds."""
     path = tmp_path / "r.jsonl"
