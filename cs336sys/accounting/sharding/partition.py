@@ -160,7 +160,12 @@ def cut_dimension(name: str) -> int | None:
 
 
 def own_part(length: int, rank: int, world_size: int) -> range:
-    """Return the rows or columns that a rank holds; the first ranks hold one more where they do not divide."""
+    """Return the rows or columns that a rank holds: as ``torch.chunk`` and DTensors cut them.
+
+    Where that would leave none for the last rank, the first ranks hold one more.
+    """
+    if length > rows_per_rank(length, world_size) * (world_size - 1):
+        return own_rows(length, rank, world_size)
     each, more = divmod(length, world_size)
     first = rank * each + min(rank, more)
     return range(first, first + each + (rank < more))
@@ -196,13 +201,14 @@ def heads_refusal(num_heads: int, world_size: int) -> str | None:
     """Return why ranks cannot share attention heads; None if they can."""
     if num_heads % world_size == 0:
         return None
-    divisors = [str(ranks) for ranks in range(1, num_heads + 1) if num_heads % ranks == 0]
-    return (
-        f"{num_heads} attention heads cannot be shared by {world_size} tensor parallel ranks: "
-        f"choose {', '.join(divisors[:-1])} or {divisors[-1]} ranks"
-        if len(divisors) > 1
-        else f"1 attention head cannot be shared by {world_size} tensor parallel ranks: choose 1 rank"
-    )
+    heads = "1 attention head" if num_heads == 1 else f"{num_heads} attention heads"
+    return f"{heads} cannot be shared by {world_size} tensor parallel ranks: choose {_divisors(num_heads)}"
+
+
+def _divisors(heads: int) -> str:
+    """The numbers of ranks that can share so many heads, for messages."""
+    divisors = [str(ranks) for ranks in range(1, heads + 1) if heads % ranks == 0]
+    return f"{', '.join(divisors[:-1])} or {divisors[-1]} ranks" if len(divisors) > 1 else "1 rank"
 
 
 @dataclass(frozen=True)
@@ -253,10 +259,9 @@ def require_heads(heads: int, world_size: int) -> None:
         UsageError: naming the numbers of ranks that can.
     """
     if heads % world_size:
-        choices = [str(ranks) for ranks in range(1, heads + 1) if heads % ranks == 0]
         raise UsageError(
-            f"all-to-all attention: {world_size} ranks do not divide {heads} heads; choose "
-            f"{', '.join(choices[:-1])} or {choices[-1]} ranks, or ring attention"
+            f"all-to-all attention: {world_size} ranks do not divide {heads} head{'s' * (heads != 1)}; choose "
+            f"{_divisors(heads)}, or ring attention"
         )
 
 

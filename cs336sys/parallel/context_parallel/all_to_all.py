@@ -47,11 +47,13 @@ class AllToAllAttention:
             (..., H, S_r, D) in the dtype of the inputs, which under autocast is autocast's.
 
         Raises:
-            UsageError: the ranks do not divide the heads.
+            UsageError: the ranks do not divide the heads; the tensors do not have as many tokens as this rank holds, or
+                one width; or in the first call on every rank: they have other shapes there.
             RuntimeError: another rank died or timed out.
         """
         device_type, context = query.device.type, self.context
         world_size, lengths = context.world_size, context.split.lengths
+        context.require_alike("all-to-all attention", query, key, value)
         require_heads(query.shape[-3], world_size)
         require_heads(key.shape[-3], world_size)
         if torch.is_autocast_enabled(device_type):

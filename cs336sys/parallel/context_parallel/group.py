@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.accounting.sharding.partition import SequenceSplit
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import process_group, require_process_group, through_host
-from cs336sys.parallel.rank_consistency import require_same_lines
+from cs336sys.parallel.collectives import is_stream_captured, process_group, require_process_group, through_host
+from cs336sys.parallel.rank_consistency import require_same_lines, same_on_every_rank
 
 
 class Arriving:
@@ -71,6 +71,7 @@ class ContextGroup:
         order = "zigzag" if split.is_zigzag else "in rank order"
         require_same_lines([f"sequences of {split.length} tokens {order}"], self._group)
         self._communicates = communicates
+        self._has_compared = False
 
     @property
     def length(self) -> int:
@@ -79,8 +80,25 @@ class ContextGroup:
 
     @property
     def loss_weight(self) -> float:
-        """Weight the mean loss over this rank's tokens, so that the mean over ranks is that over all tokens."""
+        """Weight the mean loss over this rank's tokens, so that the mean over ranks is that over all tokens.
+
+        Every token must have a target, see :meth:`mean_loss`.
+        """
         return self.length * self.world_size / self.split.length
+
+    def mean_loss(self, loss_sum: Tensor, targets: Tensor | int) -> Tensor:
+        """Return a loss whose mean over ranks is that over all tokens that have a target. Every rank must call it.
+
+        Args:
+            loss_sum: the sum over those of this rank's tokens that have a target, a scalar; 0 if none has.
+            targets: how many these are.
+        """
+        count = torch.as_tensor(targets, dtype=torch.int64, device=loss_sum.device).clone()
+        if self._communicates:
+            dist.all_reduce(count, group=self._group)
+        else:
+            count *= self.world_size
+        return loss_sum * self.world_size / count
 
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Return the places of this rank's tokens in the sequence, (length,), int64: to take them and for rotary
@@ -88,6 +106,38 @@ class ContextGroup:
         """
         chunks = self.split.chunks[self.rank]
         return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+
+    def require_alike(self, kind: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Refuse tensors of other tokens than this rank's and, in the first call, of other shapes than other ranks'.
+
+        Args:
+            kind: of attention, for messages.
+
+        Raises:
+            UsageError: in the first call on every rank.
+        """
+        if self._has_compared or not self._communicates or is_stream_captured():
+            self._require_own_tokens(kind, query, key, value)
+            return
+        self._has_compared = True
+        with same_on_every_rank(self._group) as lines:
+            self._require_own_tokens(kind, query, key, value)
+            shapes = [(*tensor.shape[:-2], "S", tensor.shape[-1]) for tensor in (query, key, value)]
+            lines.append(f"{kind} of {query.dtype} {', '.join(map(str, shapes))}".replace("'", ""))
+
+    def _require_own_tokens(self, kind: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+        for tensor in (query, key, value):
+            if tensor.shape[-2] != self.length:
+                raise UsageError(
+                    f"{kind} of {tensor.shape[-2]} tokens: this rank holds {self.length} of {self.split.length}; take "
+                    "the tokens of context.positions()"
+                )
+        if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
+            raise UsageError(
+                f"{kind} of queries, keys and values of shapes {shapes}: give all of them one width, and as many heads "
+                "of values as of keys"
+            )
 
     def to_next(self, tensor: Tensor, shape: Sequence[int], what: str) -> Arriving:
         """Send a contiguous tensor to the next rank of the ring, and receive one of ``shape`` from the one before."""

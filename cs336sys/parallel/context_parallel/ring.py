@@ -107,16 +107,11 @@ class RingAttention:
             (..., H, S_r, D) in the dtype of the inputs, which under autocast is autocast's.
 
         Raises:
-            UsageError: the tensors do not have as many tokens as this rank holds; or in a backward pass, it has
-                ``create_graph=True``.
+            UsageError: the tensors do not have as many tokens as this rank holds, or one width; in the first call on
+                every rank: they have other shapes there; or in a backward pass, it has ``create_graph=True``.
             RuntimeError: another rank died or timed out.
         """
-        for tensor in (query, key, value):
-            if tensor.shape[-2] != self.context.length:
-                raise UsageError(
-                    f"ring attention of {tensor.shape[-2]} tokens: rank {self.context.rank} holds "
-                    f"{self.context.length} of {self.context.split.length}; take the tokens of context.positions()"
-                )
+        self.context.require_alike("ring attention", query, key, value)
         device_type = query.device.type
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)

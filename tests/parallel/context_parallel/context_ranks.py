@@ -117,34 +117,46 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def _loss(model, tokens):
-    return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+def _loss(model, tokens, targets):
+    return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def train(kind, length, micro_batches):
-    """Loss and gradients of a model on slices of sequences, those of one process, and the loss without gradients."""
+def train(kind, length, micro_batches, is_masked=False):
+    """Loss and gradients of a model on slices of sequences, those of one process, and the loss without gradients.
+
+    Args:
+        is_masked: only the first two tokens have targets, which all ranks but the first lack.
+    """
     device = group_device()
     batch = torch.randint(50, (4, length + 1), generator=torch.Generator().manual_seed(1)).to(device)
+    tokens, targets = batch[:, :-1], batch[:, 1:].clone()
+    if is_masked:
+        targets[:, 2:] = -100
     causal = lambda *qkv: scaled_dot_product_attention(*qkv, is_causal=True)  # noqa: E731
     alone = Model(causal, torch.arange(length, device=device)).to(device)
-    expected = _loss(alone, batch)
+    expected = _loss(alone, tokens, targets)
     expected.backward()
     attention = attention_of(kind, length)
     context, own = attention.context, attention.context.positions(device)
     model = Model(attention, own).to(device)
     wrapped = BucketedDDP(model, None)
+
+    def loss_of(tokens, targets):
+        logits, targets = wrapped(tokens[:, own]).flatten(0, 1), targets[:, own].flatten()
+        if is_masked:
+            return context.mean_loss(cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum())
+        return context.loss_weight * cross_entropy(logits, targets)
+
     total = torch.zeros((), device=device)
-    for number, part in enumerate(batch.chunk(micro_batches)):
+    for number, part in enumerate(zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True)):
         with wrapped.no_sync() if number + 1 < micro_batches else nullcontext():
-            logits = wrapped(part[:, :-1][:, own])
-            mean = cross_entropy(logits.flatten(0, 1), part[:, 1:][:, own].flatten())
-            loss = context.loss_weight * mean / micro_batches
+            loss = loss_of(*part) / micro_batches
             loss.backward()
         total += loss.detach()
     wrapped.finish_gradient_synchronization()
     with torch.no_grad():
-        logits = wrapped.eval()(batch[:, :-1][:, own])
-        evaluated = context.loss_weight * cross_entropy(logits.flatten(0, 1), batch[:, 1:][:, own].flatten())
+        wrapped.eval()
+        evaluated = loss_of(tokens, targets)
     dist.all_reduce(losses := torch.stack((total, evaluated)))
     losses /= dist.get_world_size()
     gradients = {
@@ -164,6 +176,9 @@ def refusals():
     wrong = torch.zeros(1, 4, 3, 8)
     odd = torch.zeros(1, 3, ring.context.length, 8)
     inputs = [torch.ones(1, 4, ring.context.length, 8, requires_grad=True) for _ in range(3)]
+    short, one_head, wide = ([tensor[shape] for tensor in inputs] for shape in SHAPES)
+    wide[:2] = inputs[:2]
+    batches = [tensor.repeat(1 + dist.get_rank(), 1, 1, 1) for tensor in inputs]
     contiguous = ContextGroup(SequenceSplit(16, 2, is_zigzag=False))
     return [
         error_of(ring, wrong, wrong, wrong),
@@ -172,8 +187,18 @@ def refusals():
         error_of(AllToAllAttention, ring.context, None),
         error_of(ContextGroup, SequenceSplit(16, 3)),
         error_of(ContextGroup, SequenceSplit(16 + dist.get_rank(), 2)),
-        error_of(torch.autograd.grad, ring(*inputs).sum(), inputs, create_graph=True),
+        error_of(torch.autograd.grad, attention_of("ring", 16)(*inputs).sum(), inputs, create_graph=True),
+        *(error_of(attention_of(kind, 16), *batches) for kind in KINDS),
+        *(error_of(attention_of(kind, 16), *wide) for kind in KINDS),
+        error_of(attention_of("all-to-all", 16), *short),
+        error_of(attention_of("all-to-all", 16), *one_head),
     ]
+
+
+KINDS = ("ring", "all-to-all")
+
+# Too few tokens, one head, and half the width.
+SHAPES = ((..., slice(5), slice(None)), (slice(None), slice(1)), (..., slice(4)))
 
 
 def without_communication():

@@ -45,8 +45,9 @@ def test_half_precision_is_merged_in_float32(ranks):
 def test_training_has_loss_and_every_gradient_of_one_process(ranks, world_size):
     """Uneven slices, micro-batches under no_sync, and evaluation after it; a test of the engine has checkpoints."""
     cases = [("ring", 37, 1), ("ring", 24, 2)] if world_size < 4 else [("ring", 37, 1)]
+    cases.append(("ring", 37, 2, True))
     # Three ranks do not divide its heads.
-    cases += {2: [("all-to-all", 37, 1), ("all-to-all", 40, 2)], 4: [("all-to-all", 37, 1)]}.get(world_size, [])
+    cases += {2: [("all-to-all", 37, 1), ("all-to-all", 40, 2, True)], 4: [("all-to-all", 37, 1)]}.get(world_size, [])
     for of_rank in ranks(world_size).run(context_ranks.train_all, cases):
         for case, (loss, evaluated, expected, gradients) in zip(cases, of_rank, strict=True):
             assert loss == pytest.approx(expected, rel=1e-6), case
@@ -57,10 +58,18 @@ def test_training_has_loss_and_every_gradient_of_one_process(ranks, world_size):
 
 def test_impossible_setting_is_refused_on_every_rank(ranks):
     for of_rank in ranks(2).run(context_ranks.refusals):
-        assert [kind for kind, _ in of_rank] == ["UsageError"] * 7
-        tokens, heads, order, zigzag, number, differing, twice = (message for _, message in of_rank)
-        assert "ring attention of 3 tokens: rank " in tokens
-        assert tokens.endswith("holds 8 of 16; take the tokens of context.positions()")
+        assert {kind for kind, _ in of_rank} == {"UsageError"}
+        tokens, heads, order, zigzag, number, differing, twice, *shapes = (message for _, message in of_rank)
+        takes = "tokens: this rank holds 8 of 16; take the tokens of context.positions()"
+        assert tokens == f"ring attention of 3 {takes}"
+        *batches, wide, also_wide, few, one_head = shapes
+        for kind, message in zip(("ring", "all-to-all"), batches, strict=True):
+            of_ranks = (f"{kind} attention of torch.float32 ({size}, 4, S, 8)" for size in (1, 2))
+            assert all(part in message for part in of_ranks)
+        for message in (wide, also_wide):
+            assert "of shapes (1, 4, 8, 8), (1, 4, 8, 8), (1, 4, 8, 4): give all of them one width" in message
+        assert few == f"all-to-all attention of 5 {takes}"
+        assert one_head.endswith("2 ranks do not divide 1 head; choose 1 rank, or ring attention")
         assert heads == "all-to-all attention: 2 ranks do not divide 3 heads; choose 1 or 3 ranks, or ring attention"
         assert order.startswith("ring attention needs a zigzag split")
         assert zigzag.endswith("choose is_zigzag=False")
