@@ -1,14 +1,18 @@
 """State dicts of wrappers, which are those of the wrapped module, and what checkpoints hold of an optimizer."""
 
+import functools
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.errors import UsageError
+from cs336sys.parallel.gradient_slices import is_slice, whole_of
+from cs336sys.parallel.rank_consistency import same_on_every_rank
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -139,10 +143,9 @@ class StateDictOfWrapped(nn.Module):
 def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
     """Let state dicts of ``module`` and its parts say whose slices they hold, and refuse those of another rank.
 
-    They also refuse ``assign=True``, which would replace slices by other parameters.
-
-    The mark is in the state dict's metadata, which ``torch.save`` keeps. A dictionary made of a state dict has none,
-    and is taken if shapes fit.
+    Slices leave as DTensors over this rank's memory, which ``torch.distributed.checkpoint`` saves and loads as parts of
+    whole tensors. The metadata, which ``torch.save`` keeps, names the rank; a DTensor does in a plain dictionary, too.
+    State dicts also refuse ``assign=True``, which would replace slices by other parameters.
 
     Args:
         kind: the wrapper that has cut the parameters; each has a mark of its own.
@@ -152,21 +155,90 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
 
     def write(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]) -> None:
         metadata[kind] = share
+        for name, parameter in module._parameters.items():
+            value = state_dict.get(prefix + name)
+            # With keep_vars=True it is the parameter itself.
+            if parameter is None or not is_slice(parameter) or value is None or value is parameter:
+                continue
+            if hasattr(value, "to_local") or value.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
+                continue
+            whole = whole_of(parameter)
+            if whole is None:
+                raise UsageError(
+                    f"{prefix}{name} is cut as no DTensor can be, by two wrappers or into very few rows: use "
+                    "save_checkpoint() of cs336sys.parallel.tensor_parallel.checkpoint, or full_state_dict()"
+                )
+            state_dict[prefix + name] = as_dtensor(value, *whole, group)
 
     def compare(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *of_errors: Any) -> None:
         # nn.Module leaves it in the state dict, where a later call would find it.
         if metadata.pop(_ASSIGNS, False):
             raise UsageError(f"assign=True would replace the slices that {kind} works with: choose assign=False")
-        saved = metadata.get(kind, share)
-        if saved != share:
-            raise UsageError(
-                f"the state dict holds the slices of rank {saved['rank']} of {saved['ranks']}, this is rank "
-                f"{share['rank']} of {share['ranks']}: load the one of this rank, or use save_checkpoint()"
-            )
+        require_share(metadata.get(kind, share), group)
+        for name, parameter in module._parameters.items():
+            value = state_dict.get(prefix + name)
+            if parameter is not None and is_slice(parameter) and hasattr(value, "to_local"):
+                shape, dimension = whole_of(parameter) or ((), 0)
+                if tuple(value.shape) != shape or [one.is_shard(dimension) for one in value.placements] != [True]:
+                    raise UsageError(
+                        f"{prefix}{name} is a DTensor of shape {tuple(value.shape)} and placements {value.placements}: "
+                        f"{kind} has a slice of shape {shape} along dimension {dimension}"
+                    )
+                require_share(_share_of(value), group)
+                state_dict[prefix + name] = value.to_local()
 
+    # torch.distributed.checkpoint.state_dict asks for it: with an optimizer, whose state is no DTensors, it would save
+    # slices of one rank for those of all.
+    module.__dict__["_fqn_modifiers"] = _refuse_gathering
     for part in module.modules():
         # A module that was deep-copied with its hooks has this mark, too.
         if kind not in part.__dict__.setdefault("_has_slices_of", set()):
             part.__dict__["_has_slices_of"].add(kind)
             part.register_state_dict_post_hook(write)
             part.register_load_state_dict_pre_hook(compare)
+
+
+def require_share(share: Mapping[str, int], group: dist.ProcessGroup) -> None:
+    """Refuse slices of another rank, or of as many ranks as there are not."""
+    if (share["rank"], share["ranks"]) != (group.rank(), group.size()):
+        raise UsageError(
+            f"the state dict holds the slices of rank {share['rank']} of {share['ranks']}, this is rank "
+            f"{group.rank()} of {group.size()}: load the one of this rank, or use save_checkpoint()"
+        )
+
+
+def require_share_within(
+    state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], kind: str, group: dist.ProcessGroup
+) -> None:
+    """Refuse on every rank what a module around a wrapper would load into the wrapper's slices on some."""
+    with same_on_every_rank(group):
+        if kind in metadata:
+            require_share(metadata[kind], group)
+        for key, value in state_dict.items():
+            if key.startswith(prefix) and hasattr(value, "to_local"):
+                require_share(_share_of(value), group)
+
+
+def _share_of(value: Any) -> dict[str, int]:
+    return {"rank": value.device_mesh.get_coordinate()[0], "ranks": value.device_mesh.size()}
+
+
+def _refuse_gathering() -> NoReturn:
+    raise UsageError(
+        "torch.distributed.checkpoint.state_dict does not know the slices of optimizers: save state_dict() of the "
+        "wrapper, whose slices are DTensors, or use save_checkpoint()"
+    )
+
+
+def as_dtensor(local: Tensor, shape: Sequence[int], dimension: int, group: dist.ProcessGroup) -> Any:
+    """A DTensor over the memory of this rank's slice of a tensor that ``group`` has cut as ``torch.chunk`` does."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    strides = torch.empty(shape, device="meta").stride()
+    mesh, placements = _mesh(group, local.device.type), [Shard(dimension)]
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
+
+
+@functools.lru_cache(maxsize=1)
+def _mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    return DeviceMesh.from_group(group, device_type)

@@ -17,6 +17,8 @@ from cs336sys.parallel.marks import hands_gradient_on
 
 # kernels.adamw.AdamW looks for it, too, and may not import this.
 _MARK = "is_slice_of_this_rank"
+_WHOLE = "whole_shape_and_dimension"
+_PARTIAL_MARK = "has_partial_gradient"
 
 # What clip_grad_norm_ of torch.nn.utils calls once it knows the norm, and users as clip_grads_with_norm_, without the
 # decorator; and clip_grad_value_ without it.
@@ -24,19 +26,36 @@ _CLIPPING = inspect.getclosurevars(clip_grad._clip_grads_with_norm_).nonlocals["
 _CLIPPING_VALUES = inspect.getclosurevars(clip_grad.clip_grad_value_).nonlocals["func"]
 
 
-def mark_slice(parameter: nn.Parameter, ranks: Collection[int] | None = None) -> None:
+def mark_slice(
+    parameter: nn.Parameter, ranks: Collection[int] | None = None, whole: tuple[tuple[int, ...], int] | None = None
+) -> None:
     """Let what decides by this parameter or its gradient alone refuse it: it is a slice of this rank.
 
     Args:
         ranks: the ranks of the default group that hold the slices; None if each may hold another.
+        whole: the shape of the whole parameter, and the dimension along which it is cut as ``torch.chunk`` does; None
+            if it is cut otherwise.
     """
     setattr(parameter, _MARK, None if ranks is None else frozenset(ranks))
+    setattr(parameter, _WHOLE, whole)
     refuse_clipping_alone()
+    refuse_selected_gradients()
+
+
+def mark_partial(parameter: nn.Parameter) -> None:
+    """Let passes that return its gradient refuse the parameter: they return this rank's term of a sum over ranks."""
+    setattr(parameter, _PARTIAL_MARK, True)
+    refuse_selected_gradients()
 
 
 def is_slice(parameter: Tensor) -> bool:
     """Return whether :func:`mark_slice` has marked it."""
     return hasattr(parameter, _MARK)
+
+
+def whole_of(parameter: Tensor) -> tuple[tuple[int, ...], int] | None:
+    """Return the shape of the whole parameter of a slice and the dimension that is cut, see :func:`mark_slice`."""
+    return getattr(parameter, _WHOLE)
 
 
 def require_whole(named: Iterable[tuple[str, nn.Parameter]], group: dist.ProcessGroup | None = None) -> None:
@@ -70,6 +89,29 @@ def refuse_clipping_alone() -> None:
     """
     _replace_decorated(clip_grad._clip_grads_with_norm_, _refusing(_CLIPPING))
     _replace_decorated(clip_grad.clip_grad_value_, _accepting_nothing(_CLIPPING_VALUES))
+
+
+@functools.cache
+def refuse_selected_gradients() -> None:
+    """Let ``backward(inputs=...)`` and ``torch.autograd.grad`` refuse slices, from now on and in this process.
+
+    Such a pass runs no hooks that reduce gradients, and does not reach slices that stand outside of the graph: it
+    returned parts of gradients, or nothing. Both functions of torch call this one.
+    """
+    run: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    @functools.wraps(run)
+    def checked(outputs: Any, *args: Any, **settings: Any) -> Any:
+        # Gradients of outputs, whether the graph is kept, whether one is created, and then:
+        inputs = args[3] if len(args) > 3 else ()
+        if any(isinstance(leaf, Tensor) and (is_slice(leaf) or hasattr(leaf, _PARTIAL_MARK)) for leaf in inputs):
+            raise UsageError(
+                "torch.autograd.grad() and backward(inputs=...) would leave out the other ranks' parts of a gradient: "
+                "call backward() without inputs and finish_gradient_synchronization(), and read grad"
+            )
+        return run(outputs, *args, **settings)
+
+    torch.autograd._engine_run_backward = checked  # type: ignore[attr-defined]
 
 
 def _replace_decorated(decorated: Any, function: Callable[..., Any]) -> None:

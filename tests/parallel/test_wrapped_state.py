@@ -24,6 +24,28 @@ def test_state_dict_loads_alone_and_around_but_not_on_another_rank(ranks, kind):
         assert assigned[1].startswith("assign=True would replace the slices")
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "tensor"])
+def test_slices_are_dtensors_that_other_ranks_refuse(ranks, kind, tmp_path):
+    """torch.distributed.checkpoint gave every rank the slices of one, and a file of rank 0 let rank 0 go on alone."""
+    for results, errors in ranks(2).run(wrapped_state_ranks.distributed_checkpoint, kind, tmp_path / "saved"):
+        assert all(results.values()), results
+        *of_first, gathered, gathered_inside = errors
+        for error in of_first:
+            assert error[0] == "UsageError"
+            assert (
+                "the state dict holds the slices of rank 0 of 2, this is rank 1 of 2: load the one of this" in error[1]
+            )
+        for error in (gathered, gathered_inside):
+            assert error[1].startswith("torch.distributed.checkpoint.state_dict does not know the slices of optimizers")
+
+
+def test_slices_that_no_dtensor_can_be_do_not_leave(ranks):
+    for errors in ranks(4).run(wrapped_state_ranks.cut_as_no_dtensor):
+        for kind, message in errors:
+            assert kind == "UsageError"
+            assert "is cut as no DTensor can be, by two wrappers or into very few rows: use save_check" in message
+
+
 def test_state_dict_within_a_forward_pass_is_refused(ranks):
     for errors in ranks(2).run(wrapped_state_ranks.state_dict_within_a_forward_pass):
         for kind, message in errors:

@@ -6,9 +6,12 @@ import weakref
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from cs336_basics.model import BasicsTransformerLM
 from small_models import error_of
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
@@ -92,6 +95,43 @@ def state_dicts(kind):
     errors.append(error_of(saved.load_state_dict, state, assign=True))
     errors.append(error_of(saved.load_state_dict, state))
     return results, errors
+
+
+def distributed_checkpoint(kind, path):
+    """What torch.distributed.checkpoint makes of state dicts, and refusals: of a file of rank 0 and of gathering."""
+    saved, loaded = part(kind, 0), part(kind, 1)
+    checkpoint.save({"model": saved.state_dict()}, checkpoint_id=path)
+    state = {"model": loaded.state_dict()}
+    checkpoint.load(state, checkpoint_id=path)
+    loaded.load_state_dict(state["model"])
+    whole = {name: value.full_tensor() for name, value in saved.state_dict().items() if hasattr(value, "full_tensor")}
+    expected = saved.full_state_dict() if kind == "tensor" else saved.gather_full_params()
+    others, wrapped = part(kind, 1), around(kind, 1)
+    first = gather_objects((saved.state_dict(), {f"body.{name}": one for name, one in saved.state_dict().items()}))[0]
+    return {
+        "loaded": equal(saved, loaded),
+        "whole": bool(whole) and all(torch.equal(value, expected[name]) for name, value in whole.items()),
+        "parameters themselves": all(one is saved.get_parameter(f"module.{name}") for name, one in kept(saved).items()),
+    }, [
+        error_of(others.load_state_dict, first[0]),
+        error_of(others.load_state_dict, dict(first[0])),
+        error_of(wrapped.load_state_dict, first[1], strict=False),
+        error_of(get_model_state_dict, saved),
+        error_of(get_model_state_dict, saved.module),
+    ]
+
+
+def kept(wrapper):
+    return wrapper.state_dict(keep_vars=True)
+
+
+def cut_as_no_dtensor():
+    """Errors of state dicts of 5 rows on 4 ranks, and of slices of parts."""
+    few = TensorParallel(BasicsTransformerLM(5, 8, d_model=8, num_layers=1, num_heads=4, d_ff=8))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    shared = TensorParallel(BasicsTransformerLM(8, 8, d_model=8, num_layers=1, num_heads=2, d_ff=8), mesh["tp"])
+    sharded = FSDP(shared.module, group=mesh["fsdp"])
+    return [error_of(one.state_dict) for one in (few, sharded, shared)]
 
 
 def state_dict_within_a_forward_pass():

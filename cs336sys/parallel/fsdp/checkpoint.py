@@ -23,12 +23,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.checkpoint_state import differences, is_cut, load_named_state, named_groups
+from cs336sys.parallel.checkpoint_state import as_dtensor, differences, is_cut, load_named_state, named_groups
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.wrapper import FSDP
 from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank
@@ -152,7 +151,6 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
             "cs336sys.parallel.tensor_parallel.checkpoint"
         )
     own_places = {_place(tensor) for tensor in (*sharded.module.parameters(), *sharded.module.buffers())}
-    mesh = _mesh(sharded)
     entries = _state_dict(sharded)
     state: dict[str, Any] = {
         "versions": {name: one.get("version") for name, one in getattr(entries, "_metadata", {}).items()}
@@ -173,7 +171,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
         if one not in seen:
             # A tied weight is saved under its first name.
             seen.add(one)
-            state[f"model/{key}"] = _as_dtensor(one.shape, own, mesh)
+            state[f"model/{key}"] = as_dtensor(own, one.shape, 0, sharded.group)
     return state
 
 
@@ -202,27 +200,12 @@ def _require_made_of_no_slice(sharded: FSDP, key: str) -> None:
         )
 
 
-def _mesh(sharded: FSDP) -> DeviceMesh:
-    device_type = next((unit.device.type for unit in sharded.units), "cpu")
-    return DeviceMesh.from_group(sharded.group, device_type)
-
-
-def _as_dtensor(shape: torch.Size, own: Tensor, mesh: DeviceMesh) -> DTensor:
-    strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=strides)
-
-
 def _room_for_model(here: Mapping[str, Any], saved: Metadata) -> dict[str, Any]:
     """New tensors for those of the module, so that nothing is changed before all have been read."""
     room: dict[str, Any] = {}
     for key, value in here.items():
         entry = saved.state_dict_metadata.get(key)
-        if not key.startswith("model/") or not isinstance(entry, TensorStorageMetadata):
-            continue
-        if isinstance(value, DTensor):
-            new = torch.empty_like(value.to_local(), dtype=entry.properties.dtype)
-            room[key] = _as_dtensor(value.shape, new, value.device_mesh)
-        else:
+        if key.startswith("model/") and isinstance(entry, TensorStorageMetadata):
             room[key] = torch.empty_like(value, dtype=entry.properties.dtype)
     return room
 
@@ -272,12 +255,11 @@ def _optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[st
     groups = _named_groups(sharded, optimizer)
     require_plain("optimizer_groups", groups)
     state: dict[str, Any] = {"optimizer_groups": groups}
-    mesh = _mesh(sharded)
     for name, own in _by_first_name(held).items():
         _, one = held[name]
         for key, value in optimizer.state.get(own, {}).items():
             if one is not None and is_cut(key, value):
-                value = _as_dtensor(one.shape, value, mesh)
+                value = as_dtensor(value, one.shape, 0, sharded.group)
             else:
                 require_plain(f"{key} of {name}", value)
             state[f"optimizer/{key}/{name}"] = value
@@ -287,7 +269,6 @@ def _optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[st
 def _room_for_optimizer_state(sharded: FSDP, saved: Metadata) -> dict[str, Any]:
     room: dict[str, Any] = {}
     held = sharded.held_parameters()
-    mesh = _mesh(sharded)
     for saved_key, entry in saved.state_dict_metadata.items():
         if not saved_key.startswith("optimizer/") or not isinstance(entry, TensorStorageMetadata):
             continue
@@ -295,7 +276,8 @@ def _room_for_optimizer_state(sharded: FSDP, saved: Metadata) -> dict[str, Any]:
         own, one = held[name]
         dtype = entry.properties.dtype
         if one is not None and is_cut(key, torch.empty(entry.size, device="meta")):
-            room[saved_key] = _as_dtensor(one.shape, torch.empty_like(own, dtype=dtype, requires_grad=False), mesh)
+            new = torch.empty_like(own, dtype=dtype, requires_grad=False)
+            room[saved_key] = as_dtensor(new, one.shape, 0, sharded.group)
         else:
             room[saved_key] = torch.empty(entry.size, dtype=dtype)
     return room

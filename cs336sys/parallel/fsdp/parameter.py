@@ -124,7 +124,7 @@ class ShardedParameter:
         self.shard = nn.Parameter(own, requires_grad=whole.requires_grad)
         vars(self.shard).update(vars(whole))
         self._attributes = dict(vars(whole))
-        mark_slice(self.shard)
+        mark_slice(self.shard, whole=None if self.is_part_of_more else (tuple(self.shape), 0))
         refuse_other_scalers()
         self.gathered_dtype = compute_dtype if compute_dtype and own.is_floating_point() else own.dtype
         self.kept: Tensor | None = None

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from cs336sys.errors import UsageError
 from cs336sys.lazy_dynamo import importing_no_compiler
 from cs336sys.parallel.buckets import GradientBucket
-from cs336sys.parallel.checkpoint_state import StateDictOfWrapped, mark_share
+from cs336sys.parallel.checkpoint_state import StateDictOfWrapped, mark_share, require_share_within
 from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
 from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype
 from cs336sys.parallel.fsdp.gather_order import GatherWatch
@@ -300,30 +300,36 @@ class FSDP(StateDictOfWrapped):
         return norm
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict of the wrapped module, without a prefix: this rank's slices.
+        """Return the state dict of the wrapped module, without a prefix: this rank's slices, as DTensors.
 
-        For a checkpoint that any number of ranks can load, see :mod:`cs336sys.parallel.fsdp.checkpoint`. Errors are
-        those of :meth:`held_parameters`.
+        ``torch.distributed.checkpoint`` saves and loads it, for any number of ranks. For a checkpoint with the
+        optimizer's state, see :mod:`cs336sys.parallel.fsdp.checkpoint`.
+
+        Raises:
+            UsageError: as :meth:`held_parameters`, and for slices of tensor parallel parts.
         """
         self.held_parameters()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load what :meth:`state_dict` returned on the same rank of equally many ranks.
+        """Load what :meth:`state_dict` returned on the same rank of equally many ranks. Every rank must call it.
 
-        A plain ``dict`` made of it does not say whose slices it holds, and is loaded if the shapes fit.
+        Plain tensors do not say whose slices they are, and are loaded if the shapes fit.
 
         Raises:
-            UsageError: it holds another rank's slices; ``assign`` is True, which would replace the parameters that
-                units hold; the module computes, or a parameter was added or replaced after it was wrapped.
+            UsageError: on every rank: on some rank it holds another rank's slices; ``assign`` is True, which would
+                replace the parameters that units hold; the module computes, or a parameter was added or replaced after
+                it was wrapped.
         """
-        self.held_parameters()
-        return super().load_state_dict(*args, **kwargs)
+        with same_on_every_rank(self.group):
+            self.held_parameters()
+            return super().load_state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: Any) -> None:
         # For a module around this one.
         self.held_parameters()
-        super()._load_from_state_dict(*args)
+        require_share_within(state_dict, prefix, metadata, type(self).__name__, self.group)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
         # As nn.Module.to() of what is there already: a script may move the module around this one.

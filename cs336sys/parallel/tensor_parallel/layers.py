@@ -5,12 +5,19 @@ original. One such class serves all layers of a kind: code that ``torch.compile`
 """
 
 import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs336sys.accounting.sharding.partition import own_part
 from cs336sys.errors import UsageError
+from cs336sys.parallel.collectives import is_stream_captured
+from cs336sys.parallel.rank_consistency import require_same_lines
 from cs336sys.parallel.tensor_parallel.group import TensorGroup, all_reduced, refuse_graph
 
 
@@ -18,13 +25,62 @@ class _Shared:
     """Attributes of a layer that ranks share.
 
     Attributes:
-        was_called: whether the embedding or the head has computed something.
+        first_calls: what compares the first tokens and targets between ranks.
+        caller: the method of the model that is computing the head, as the outermost.
     """
 
     tensor_group: TensorGroup
     first_row: int
     vocabulary: int
-    was_called: bool = False
+    first_calls: "FirstCalls"
+    caller: str | None = None
+
+
+class FirstCalls:
+    """Compares between ranks, in the first training and the first evaluating pass, what must be the same on each.
+
+    Args:
+        group: name of the process group; an empty one compares nothing.
+    """
+
+    def __init__(self, group: str):
+        self._group = group
+        self._compared: set[tuple[str, bool]] = set()
+        self._generators: str | None = None
+
+    def compare(self, kind: str, token_ids: Tensor, is_training: bool) -> None:
+        """Compare ``tokens`` and, when the pass has come to its ``targets``, also the random numbers that it has drawn.
+
+        Raises:
+            UsageError: on every rank: they differ.
+        """
+        if not self._group or torch.compiler.is_compiling() or (kind, is_training) in self._compared:
+            return
+        if is_stream_captured():
+            return
+        self._compared.add((kind, is_training))
+        lines = [f"{kind} {tuple(token_ids.shape)} of digest {_digest(token_ids)}"]
+        before = self._generators
+        states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(token_ids.device)] if token_ids.is_cuda else [])
+        self._generators = after = _digest(torch.cat(states))
+        if kind == "targets" and before is not None and before != after:
+            lines.append(f"random numbers from generator state {before} to {after} (seed all ranks alike)")
+        require_same_lines(lines, dist.distributed_c10d._resolve_process_group(self._group))
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
+
+
+def as_int64(token_ids: Tensor, kind: str) -> Tensor:
+    """Return token ids in int64: narrower ones overflow where rows of other ranks are taken off.
+
+    Raises:
+        UsageError: they are no integers.
+    """
+    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype == torch.bool:
+        raise UsageError(f"{kind} are {token_ids.dtype}: choose token ids, int64")
+    return token_ids.long()
 
 
 @functools.cache
@@ -44,14 +100,14 @@ def _embedding(original: type[nn.Module]) -> type[nn.Module]:
 
     class TensorParallelEmbedding(original, _Shared):  # type: ignore[valid-type, misc]  # as above
         def forward(self, token_ids: Tensor) -> Tensor:
-            self.was_called = True
+            token_ids = as_int64(token_ids, "tokens")
+            self.first_calls.compare("tokens", token_ids, self.training)
             row = token_ids - self.first_row
             is_other = (row < 0) | (row >= self.weight.size(0))
             # What is no token at all has a row on no rank, and is refused by the original as where one has all rows.
             is_none = (token_ids < 0) | (token_ids >= self.vocabulary)
             row = row.masked_fill(is_other, 0).masked_fill(is_none, self.weight.size(0))
-            found = super().forward(row)
-            return self.tensor_group.leave(found.masked_fill(is_other.unsqueeze(-1), 0))
+            return self.tensor_group.leave(super().forward(row).masked_fill(is_other.unsqueeze(-1), 0))
 
     return TensorParallelEmbedding
 
@@ -62,43 +118,66 @@ def _head(original: type[nn.Module]) -> type[nn.Module]:
 
     class TensorParallelHead(original, _Shared):  # type: ignore[valid-type, misc]  # as above
         def forward(self, x: Tensor) -> Tensor:
-            self.was_called = True
+            if self.caller not in (None, "forward"):
+                raise UsageError(
+                    f"{self.caller}() of the module would take the logits of this rank's tokens for those of all: "
+                    "choose tokens by shared.gather_logits(shared(token_ids)), called on every rank"
+                )
             return super().forward(self.tensor_group.enter(x))
 
     return TensorParallelHead
 
 
-def share_layers(model: Any, group: TensorGroup, first_row: int, vocabulary: int) -> None:
+@functools.cache
+def _model(original: type[nn.Module]) -> type[nn.Module]:
+    """The model: its head knows which of its methods was called, as ``generate()`` or ``forward()``."""
+
+    def telling_head(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            head, outer = self.lm_head, self.lm_head.caller
+            head.caller = outer or name
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                head.caller = outer
+
+        return call
+
+    methods = {
+        name: telling_head(name, method)
+        for name, method in inspect.getmembers_static(original, inspect.isfunction)
+        if name == "forward" or not hasattr(nn.Module, name)
+    }
+    return type("TensorParallelModel", (original,), methods)
+
+
+def shared_layers(model: Any) -> dict[str, Any]:
+    """The layers that ranks share, by their names, in the order of calls."""
+    layers = {"token_embeddings": model.token_embeddings}
+    for number, block in enumerate(model.layers):
+        layers |= {f"layers.{number}.attn": block.attn, f"layers.{number}.ffn": block.ffn}
+    return layers | {"lm_head": model.lm_head}
+
+
+def share_layers(model: Any, group: TensorGroup, shapes: Mapping[str, torch.Size]) -> None:
     """Let the layers of a ``cs336_basics`` model, whose weights are cut already, compute together with other ranks.
 
     Args:
-        first_row: the token id of the first row of this rank's embedding.
-        vocabulary: rows of all ranks.
+        shapes: of the whole parameters, by their names.
     """
-    parts = [part for block in model.layers for part in (block.attn, block.ffn)]
-    for block in model.layers:
-        block.attn.num_heads //= group.size
-    for part in parts:
-        _become(part, _block_part, group)
-    _become(model.token_embeddings, _embedding, group)
-    model.token_embeddings.first_row = first_row
-    model.token_embeddings.vocabulary = vocabulary
-    _become(model.lm_head, _head, group)
-
-
-def require_called(model: Any) -> None:
-    """Refuse a model that has computed logits without calling its embedding and its head."""
-    for name in ("token_embeddings", "lm_head"):
-        if not getattr(model, name).was_called:
-            raise UsageError(
-                f"the model has not called {name}, of whose weight this rank has a part: call the layer, and do not "
-                "compute with its weight (or with one that is tied to it) elsewhere"
-            )
-
-
-def _become(layer: Any, shared: Any, group: TensorGroup) -> None:
-    layer.__class__ = shared(type(layer))
-    layer.tensor_group = group
+    kinds = {"token_embeddings": _embedding, "lm_head": _head}
+    # A module may be a part of several blocks.
+    for layer, name in {layer: name for name, layer in shared_layers(model).items()}.items():
+        layer.__class__ = kinds.get(name, _block_part)(type(layer))
+        layer.tensor_group = group
+        if name.endswith(".attn"):
+            layer.num_heads //= group.size
+    model.__class__ = _model(type(model))
+    embedding = model.token_embeddings
+    embedding.vocabulary = shapes["token_embeddings.weight"][0]
+    embedding.first_row = own_part(embedding.vocabulary, group.rank, group.size).start
+    embedding.first_calls = FirstCalls(group.name)
 
 
 # Torch 2.13's compiler, given the whole, computes the target's logit before the maximum has been all-reduced: its parts
@@ -116,7 +195,7 @@ def vocabulary_parallel_cross_entropy(
 
     Args:
         logits: (..., own tokens), of the same positions on every rank; fp16 and bf16 are computed with in fp32.
-        targets: token ids, (...), int64.
+        targets: token ids, (...), of any integer dtype.
         first_token: the id that this rank's first column stands for.
         vocabulary: tokens of all ranks.
         compiles: compute what is between the collectives in kernels of torch.compile's, without tensors in fp32 of the
@@ -126,10 +205,12 @@ def vocabulary_parallel_cross_entropy(
         A scalar, the same on every rank: fp64 for fp64 logits, fp32 for all others. It can be differentiated once.
 
     Raises:
+        UsageError: targets are no integers.
         RuntimeError: a target is outside of the vocabulary (on a GPU: as of an index that is out of bounds).
 
     Source: Megatron-LM (https://arxiv.org/abs/1909.08053), section 3.
     """
+    targets = as_int64(targets, "targets")
     column = targets - first_token
     # What is no token would be nobody's, and count as one of the largest logit: it gets a column that does not exist.
     column = column.masked_fill((targets < 0) | (targets >= vocabulary), _NO_TOKEN)

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336sys.accounting.sharding.partition import cut_dimension, heads_refusal, own_part
+from cs336sys.accounting.sharding.partition import cut_dimension, heads_refusal, own_part, own_rows
 from cs336sys.errors import UsageError
 from cs336sys.parallel.checkpoint_state import differences
-from cs336sys.parallel.collectives import all_gather_single
+from cs336sys.parallel.collectives import all_gather_single, broadcast_from_first
 from cs336sys.parallel.gradient_slices import mark_slice, refuse_other_scalers
 
 
@@ -68,15 +68,14 @@ def _require_enough(length: int, what: str, world_size: int) -> None:
 
 def cut_weights(
     model: nn.Module,
-    rank: int,
-    world_size: int,
+    group: dist.ProcessGroup,
     initialize: Callable[[nn.Module], None] | None,
     device: torch.device | None,
 ) -> dict[str, torch.Size]:
-    """Replace every parameter by this rank's part of it, layer by layer; tied weights stay tied.
+    """Replace every parameter by this rank's part of the first rank's, layer by layer; tied weights stay tied.
 
     Layers on the meta device get memory on ``device`` and values by ``initialize`` first, whole, so that never more
-    than one layer is whole.
+    than one layer is whole. Buffers become those of the first rank.
 
     Attributes of parameters stay with them.
 
@@ -84,8 +83,9 @@ def cut_weights(
         the shapes of the whole parameters by their names, tied ones under each of theirs.
     """
     shapes: dict[str, torch.Size] = {}
-    parts: dict[nn.Parameter, nn.Parameter] = {}
-    for module_name, layer in model.named_modules():
+    # By the whole parameter and by the part: modules may come twice, and tied layers after each other.
+    parts: dict[nn.Parameter, tuple[nn.Parameter, torch.Size]] = {}
+    for module_name, layer in model.named_modules(remove_duplicate=False):
         tensors = [*layer._parameters.values(), *layer._buffers.values()]
         attributes = {name: vars(whole).copy() for name, whole in layer._parameters.items() if whole is not None}
         if initialize is not None and any(tensor is not None and tensor.is_meta for tensor in tensors):
@@ -96,22 +96,29 @@ def cut_weights(
             if whole is None:
                 continue
             name = f"{module_name}.{attribute}"
-            shapes[name] = whole.shape
             if whole not in parts:
-                own = part_of(whole.detach(), name, rank, world_size)
-                parts[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
-                vars(parts[whole]).update(attributes[attribute])
-                # Of the same object a tied layer that comes later gets the same part.
-                parts[parts[whole]] = parts[whole]
-            layer._parameters[attribute] = parts[whole]
+                broadcast_from_first([whole], group)
+                own = part_of(whole.detach(), name, group.rank(), group.size())
+                part = nn.Parameter(own, requires_grad=whole.requires_grad)
+                vars(part).update(attributes[attribute])
+                parts[whole] = parts[part] = part, whole.shape
+            layer._parameters[attribute], shapes[name] = parts[whole]
+    broadcast_from_first(list(model.buffers()), group)
     return shapes
 
 
-def mark_parts(model: nn.Module, group: dist.ProcessGroup) -> None:
+def mark_parts(model: nn.Module, group: dist.ProcessGroup, shapes: Mapping[str, torch.Size]) -> None:
     """Let what decides by a parameter or its gradient alone refuse those that are this rank's part of one."""
+    ranks = range(group.size())
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if cut_dimension(name) is not None:
-            mark_slice(parameter, dist.get_process_group_ranks(group))
+        dimension = cut_dimension(name)
+        if dimension is not None:
+            shape = tuple(shapes[name])
+            is_chunked = all(
+                own_part(shape[dimension], rank, len(ranks)) == own_rows(shape[dimension], rank, len(ranks))
+                for rank in ranks
+            )
+            mark_slice(parameter, dist.get_process_group_ranks(group), (shape, dimension) if is_chunked else None)
             refuse_other_scalers()
 
 

@@ -9,7 +9,6 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 
 import contextlib
 import copy
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -21,20 +20,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
-from cs336sys.parallel.checkpoint_state import StateDictOfWrapped, mark_share
-from cs336sys.parallel.collectives import gather_numbers, is_stream_captured, process_group, require_process_group
-from cs336sys.parallel.gradient_slices import clip_by_norm
+from cs336sys.parallel.checkpoint_state import StateDictOfWrapped, mark_share, require_share_within
+from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
+from cs336sys.parallel.gradient_slices import clip_by_norm, mark_partial
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import is_unit
-from cs336sys.parallel.rank_consistency import describe_module, require_same_lines, same_on_every_rank
+from cs336sys.parallel.rank_consistency import describe_module, same_on_every_rank
 from cs336sys.parallel.tensor_parallel.group import TensorGroup
-from cs336sys.parallel.tensor_parallel.layers import require_called, share_layers, vocabulary_parallel_cross_entropy
+from cs336sys.parallel.tensor_parallel.layers import share_layers, vocabulary_parallel_cross_entropy
+from cs336sys.parallel.tensor_parallel.trial import require_same_results
 from cs336sys.parallel.tensor_parallel.weights import (
     cut_weights,
     load_whole,
     mark_parts,
     require_parts,
     require_shareable,
+    whole_tensor,
     whole_tensors,
 )
 
@@ -63,6 +64,7 @@ class PartialGradients:
         for parameter in parameters:
             if parameter.requires_grad and parameter not in self._gradients:
                 gradient = self._gradients[parameter] = _PartialGradient(self._group.size())
+                mark_partial(parameter)
                 parameter.register_hook(_before_pass(parameter, gradient))
                 parameter.register_post_accumulate_grad_hook(gradient.after_pass)
 
@@ -134,12 +136,12 @@ class TensorParallel(StateDictOfWrapped):
       it for the other dimension of a mesh; then call that wrapper, and ``finish_gradient_synchronization()`` of both,
       the wrapper's first. Compile its blocks before or afterwards, ``block.compile(options=COMPILE_OPTIONS)``.
     - It is anybody's ``cs336_basics``: a model with the names of its state dict, whose attention has ``num_heads``.
-    - Code that reads a parameter outside of its layer gets this rank's part. A model that computes logits with the
-      weight of its embedding, and does not call its ``lm_head``, is refused by :meth:`loss`.
+    - Code that reads a parameter outside of its layer gets this rank's part: a model that does is refused, as is any
+      whose layers compute something else where ranks share them, after a trial with random weights.
     - Parameters may be frozen, and trained again. Whoever replaces or unfreezes some calls :meth:`refresh`. Adapters
       cannot be shared: forward passes refuse a module to which parameters were added.
-    - ``state_dict()`` has this rank's parts (see also :meth:`full_state_dict`), and ``load_state_dict()`` refuses those
-      of another rank. A plain ``dict`` made of it does not say whose parts it holds, and is loaded if the shapes fit.
+    - ``state_dict()`` has this rank's parts as DTensors, which ``torch.distributed.checkpoint`` saves and loads, and
+      ``load_state_dict()`` refuses those of another rank (see also :meth:`full_state_dict`).
     - A deep copy is a wrapper in its own right, of the same group.
     - Inner features and tokens need not divide by the ranks. Tied embedding and LM head stay tied.
     - With ``sequence_parallel`` norms and residuals are computed by each rank on its slice of the sequence, whose
@@ -162,10 +164,11 @@ class TensorParallel(StateDictOfWrapped):
         device: torch.device | None = None,
         communicates: bool = True,
     ):
-        """Cut ``module`` on every rank of the group. What is not cut becomes that of the group's first rank.
+        """Cut ``module`` on every rank of the group. Before, it is tried on a few tokens, whole and shared.
 
         Args:
-            module: with the same values on every rank, or on the meta device.
+            module: with the same parameters on every rank, whose values become those of the group's first, or on the
+                meta device.
             group: a process group, or a mesh of one dimension; None takes all ranks.
             sequence_parallel: share the sequence between the layers.
             initialize: fills parameters of one module on the meta device, see :class:`~cs336sys.parallel.fsdp.FSDP`.
@@ -175,7 +178,8 @@ class TensorParallel(StateDictOfWrapped):
 
         Raises:
             UsageError: on every rank: there is no process group, the module is no ``cs336_basics`` model, ranks cannot
-                share its heads (the message gives the choices), or modules or settings differ between ranks.
+                share its heads (the message gives the choices), a layer computes something else where ranks share it,
+                or modules or settings differ between ranks.
         """
         super().__init__()
         require_process_group(type(self).__name__)
@@ -186,35 +190,28 @@ class TensorParallel(StateDictOfWrapped):
                 raise UsageError(f"{type(module).__name__} is wrapped already: wrap the plain module first")
             require_shareable(module, size)
             lines += [f"TensorParallel with {sequence_parallel=}, {communicates=}", *describe_module(module)]
-        self.shapes = cut_weights(module, rank, size, initialize, device)
-        self.module = module
         name = self.group.group_name if communicates and size > 1 else ""
         self._tensor_group = TensorGroup(name, rank, size, sequence_parallel)
-        vocabulary = self.shapes["token_embeddings.weight"][0], self.shapes["lm_head.weight"][0]
-        share_layers(module, self._tensor_group, own_part(vocabulary[0], rank, size).start, vocabulary[0])
-        self._first_token, self._vocabulary = own_part(vocabulary[1], rank, size).start, vocabulary[1]
-        self._compares_tokens = bool(name)
-        self._calls_layers = False
+        require_same_results(module, self.group, self._tensor_group, initialize, device)
+        self.shapes = cut_weights(module, self.group, initialize, device)
+        share_layers(module, self._tensor_group, self.shapes)
+        self.module = module
+        self._vocabulary = self.shapes["lm_head.weight"][0]
+        self._first_token = own_part(self._vocabulary, rank, size).start
         self._partial_gradients = PartialGradients(self.group)
         self._take_up()
-        for tensor in (*self._whole_parameters().values(), *module.buffers()):
-            dist.broadcast(tensor.detach(), group=self.group, group_src=0)
         mark_share(module, type(self).__name__, self.group)
 
     def forward(self, token_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """int64 (batch, S) -> logits of this rank's tokens, (batch, S, own tokens).
+        """Token ids of any integer dtype, (batch, S) -> logits of this rank's tokens, (batch, S, own tokens).
 
         Raises:
             UsageError: the module has other parameters than those that were cut, or one was unfrozen; under sequence
-                parallelism, ranks do not divide the sequence; or on every rank, in the first call: they give other
-                tokens.
+                parallelism, ranks do not divide the sequence; tokens are no integers; or on every rank, in the first
+                training and the first evaluating call: they give other tokens.
         """
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._require_unchanged()
-        if self._compares_tokens and not torch.compiler.is_compiling() and not is_stream_captured():
-            self._compares_tokens = False
-            digest = hashlib.sha256(token_ids.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:12]
-            require_same_lines([f"tokens {tuple(token_ids.shape)} of digest {digest}"], self.group)
         if self._tensor_group.sequence_parallel and token_ids.size(-1) % self.group.size():
             raise UsageError(
                 f"a sequence of {token_ids.size(-1)} tokens cannot be shared by {self.group.size()} ranks: "
@@ -223,18 +220,28 @@ class TensorParallel(StateDictOfWrapped):
         return self.module(token_ids, *args, **kwargs)
 
     def loss(self, logits: Tensor, targets: Tensor, *, compiles: bool = False) -> Tensor:
-        """Mean cross-entropy of what :meth:`forward` returned, see :mod:`.loss`: the same scalar on every rank.
+        """Mean cross-entropy of what :meth:`forward` returned, see :func:`.layers.vocabulary_parallel_cross_entropy`.
+
+        Returns:
+            The same scalar on every rank.
 
         Raises:
-            UsageError: the model has not called its embedding or head: it computes with their weights, of which a rank
-                has a part.
+            UsageError: targets are no integers; or on every rank, in the first training and the first evaluating call:
+                they give other targets, or the model draws other random numbers, as for dropout.
         """
-        if not self._calls_layers:
-            require_called(self.module)
-            self._calls_layers = True
+        self.module.get_submodule("token_embeddings").first_calls.compare("targets", targets, self.module.training)
         return vocabulary_parallel_cross_entropy(
             logits, targets, self._first_token, self._vocabulary, self._tensor_group, compiles=compiles
         )
+
+    @torch.no_grad()
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Return the logits of all tokens, (..., tokens), of those that :meth:`forward` returned, for generation.
+
+        Every rank of the group must call it. No gradient goes through it.
+        """
+        whole = whole_tensor(logits.movedim(-1, 0), "lm_head.weight", torch.Size([self._vocabulary]), self.group)
+        return whole.movedim(0, -1)
 
     def finish_gradient_synchronization(self) -> None:
         """Complete the gradients. Every rank must call it between backward passes and optimizer step.
@@ -320,6 +327,21 @@ class TensorParallel(StateDictOfWrapped):
         own = dict(self.module.named_parameters(remove_duplicate=False)) if parts is None else parts
         return whole_tensors(own, self.shapes, self.group)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load what ``state_dict()`` returned on the same rank of equally many ranks. Every rank must call it.
+
+        Plain tensors do not say whose parts they are, and are loaded if the shapes fit.
+
+        Raises:
+            UsageError: on every rank: on some rank it holds another rank's parts, or ``assign`` is True.
+        """
+        with same_on_every_rank(self.group):
+            return super().load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: Any) -> None:
+        require_share_within(state_dict, prefix, metadata, type(self).__name__, self.group)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Take this rank's parts of whole parameters, whatever mesh they come from. Call it before the other wrapper.
 
@@ -347,7 +369,7 @@ class TensorParallel(StateDictOfWrapped):
 
     def _take_up(self) -> None:
         """Mark what the module holds now as parts, and watch what is summed."""
-        mark_parts(self.module, self.group)
+        mark_parts(self.module, self.group, self.shapes)
         if self.completes_gradients:
             self._partial_gradients.watch(self._whole_parameters().values())
         self._is_sharded = False

@@ -152,7 +152,8 @@ class OnRank(OneProcess):
         for called, model in zip(self.called, self.models, strict=True):
             saved = called.state_dict()
             for name, parameter in model.named_parameters(remove_duplicate=False):
-                assert saved[name].shape == parameter.shape, f"{name} is {tuple(saved[name].shape)} in the state dict"
+                shape = getattr(saved[name], "to_local", lambda value=saved[name]: value)().shape
+                assert shape == parameter.shape, f"{name} is {tuple(shape)} in the state dict"
 
     # To be continued.
 

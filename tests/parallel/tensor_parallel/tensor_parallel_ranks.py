@@ -6,7 +6,13 @@ import pickle
 
 import torch
 import torch.distributed as dist
-from cs336_basics.model import BasicsTransformerLM
+from cs336_basics.model import (
+    BasicsTransformerLM,
+    CausalMultiHeadSelfAttention,
+    SwiGLU,
+    TransformerBlock,
+    silu,
+)
 from cs336_basics.nn_utils import cross_entropy
 from small_models import error_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,11 +28,14 @@ from cs336sys.parallel.tensor_parallel.checkpoint import load_checkpoint, save_c
 SIZES = {"vocab_size": 19, "context_length": 8, "d_model": 16, "num_layers": 2, "num_heads": 4, "d_ff": 23}
 
 
-def model(seed=0, tied=False, **sizes):
+def model(seed=0, tied=False, repeated=None, **sizes):
+    """With a part of the first block in the second, too, if ``repeated`` names it; "" is the whole block."""
     torch.manual_seed(seed)
     plain = BasicsTransformerLM(**SIZES | sizes)
     if tied:
         plain.lm_head.weight = plain.token_embeddings.weight
+    if repeated is not None:
+        plain.set_submodule(f"layers.1.{repeated}".rstrip("."), plain.layers[0].get_submodule(repeated))
     for norm in (plain.ln_final, *(layer.ln1 for layer in plain.layers), *(layer.ln2 for layer in plain.layers)):
         # Else a norm whose weight were left out would be as good.
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
@@ -53,9 +62,14 @@ def alone(half=False, **settings):
     return loss.item(), {name: parameter.grad for name, parameter in plain.named_parameters(remove_duplicate=False)}
 
 
-def gradients(half=False, sequence_parallel=False, compiled=False, group=None, **settings):
-    """Loss and whole gradients of ranks that share every layer."""
-    shared = TensorParallel(model(**settings), group, sequence_parallel=sequence_parallel)
+def gradients(half=False, sequence_parallel=False, compiled=False, group=None, seeds=(0,), **settings):
+    """Loss and whole gradients of ranks that share every layer.
+
+    Args:
+        seeds: of the ranks' models, the first of which counts.
+    """
+    plain = model(seeds[dist.get_rank() % len(seeds)], **settings)
+    shared = TensorParallel(plain, group, sequence_parallel=sequence_parallel)
     if compiled:
         for block in shared.module.layers:
             block.compile(dynamic=False, options=COMPILE_OPTIONS)
@@ -107,23 +121,12 @@ def accumulations():
         shared.zero_grad(set_to_none)
         once(shared, finish)
 
-    def differentiated_besides(shared, finish):
-        once(shared, finish)
-        inputs, targets = batch(2)
-        torch.autograd.grad(shared.loss(shared(inputs), targets), list(shared.parameters()))
-
-    def differentiated_and_finished(shared, finish):
-        differentiated_besides(shared, finish)
-        finish()
-
     orders = {
         "once": once,
         "twice after each": twice_each,
         "scaled in between": scaled_in_between,
         "after a dropped pass": dropped_pass,
         "after a zeroed pass": lambda shared, finish: dropped_pass(shared, finish, set_to_none=False),
-        "differentiated besides": differentiated_besides,
-        "differentiated besides, then finished": differentiated_and_finished,
     }
     found = {}
     for name, order in orders.items():
@@ -189,6 +192,80 @@ def round_trip(sequence_parallel):
     return shared.full_state_dict()
 
 
+def _of_class(name, kind):
+    def change(plain):
+        plain.get_submodule(name).__class__ = kind
+
+    return change
+
+
+def _embedded(**options):
+    def change(plain):
+        plain.token_embeddings = torch.nn.Embedding(SIZES["vocab_size"], SIZES["d_model"], **options)
+
+    return change
+
+
+class Scaled(CausalMultiHeadSelfAttention):
+    """Scores are scaled by the number of heads."""
+
+    def forward(self, x):
+        return super().forward(x * self.num_heads)
+
+
+class Normalized(SwiGLU):
+    """A root mean square over all inner features."""
+
+    def forward(self, x):
+        inner = silu(self.w1(x)) * self.w3(x)
+        return self.w2(torch.nn.functional.rms_norm(inner, inner.shape[-1:]))
+
+
+class Dropping(SwiGLU):
+    def forward(self, x):
+        inner = torch.nn.functional.dropout(silu(self.w1(x)) * self.w3(x), 0.1, self.training)
+        return torch.nn.functional.dropout(self.w2(inner), 0.1, self.training)
+
+
+class Parallel(TransformerBlock):
+    """It computes with layers of its attention outside of it."""
+
+    def forward(self, x):
+        return super().forward(x) + self.attn.output_proj(self.attn.v_proj(x))
+
+
+class Centred(BasicsTransformerLM):
+    """Logits less their mean over all tokens."""
+
+    def forward(self, token_ids):
+        logits = super().forward(token_ids)
+        return logits - logits.mean(-1, keepdim=True)
+
+
+class TiedByHand(BasicsTransformerLM):
+    def forward(self, token_ids):
+        return self.ln_final(self.token_embeddings(token_ids)) @ self.token_embeddings.weight.T
+
+
+# Computations that the names of modules do not show.
+HIDDEN = {
+    "scale": _of_class("layers.1.attn", Scaled),
+    "norm": _of_class("layers.0.ffn", Normalized),
+    "block": _of_class("layers.0", Parallel),
+    "logits": _of_class("", Centred),
+    "tied by hand": _of_class("", TiedByHand),
+    "padding": _embedded(padding_idx=0),
+    "frequency": _embedded(scale_grad_by_freq=True),
+    "largest norm": _embedded(max_norm=1.0),
+}
+
+
+def _hidden(change):
+    plain = model()
+    change(plain)
+    return plain
+
+
 def refusals():
     """What ranks are told about models that they cannot share."""
     told = {}
@@ -198,6 +275,7 @@ def refusals():
     models["another model"] = torch.nn.Sequential(torch.nn.Linear(2, 2))
     models["no feed-forward network"] = model()
     models["no feed-forward network"].layers[0].ffn = torch.nn.Module()
+    models |= {name: _hidden(change) for name, change in HIDDEN.items()}
     for name, plain in models.items():
         try:
             TensorParallel(plain)
@@ -227,8 +305,30 @@ def _no_tokens(of_inputs, of_targets):
 def _twice():
     """A gradient penalty."""
     shared = TensorParallel(model())
-    weight = shared.module.layers[0].ffn.w1.weight
-    torch.autograd.grad(shared(batch()[0]).sum(), weight, create_graph=True)
+    shared(batch()[0]).sum().backward(create_graph=True)
+
+
+def _returned_gradients(take):
+    """Gradients that are taken by the parameters' names, of parts and of sums over sequences."""
+    shared = TensorParallel(model(), sequence_parallel=True)
+    inputs, targets = batch()
+    take(shared.loss(shared(inputs), targets), shared.module)
+
+
+def _take_targets(dtype):
+    shared = TensorParallel(model())
+    inputs, targets = batch()
+    return shared.loss(shared(inputs.to(dtype) if not dtype.is_floating_point else inputs), targets.to(dtype)).item()
+
+
+def losses_of_integers():
+    """Losses by the dtype of tokens and targets, one process's, and whether gathered logits are those of all tokens."""
+    inputs, targets = batch()
+    plain = model()
+    shared = TensorParallel(model())
+    logits = shared.gather_logits(shared(inputs))
+    losses = [_take_targets(dtype) for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)]
+    return losses, cross_entropy(plain(inputs), targets).item(), torch.allclose(logits, plain(inputs), atol=1e-5)
 
 
 def _tokens_of_its_own():
@@ -237,11 +337,45 @@ def _tokens_of_its_own():
     shared(batch(seed=dist.get_rank())[0])
 
 
+def _on_a_mesh(of_inputs, of_targets):
+    """Each rank gives others, to the wrapper for the other dimension of a mesh."""
+    shared = TensorParallel(model())
+    wrapped = BucketedDDP(shared.module, None, group=dist.new_subgroups(1)[0])
+    shared.loss(wrapped(batch(of_inputs)[0]), batch(of_targets)[1])
+
+
+def _random_numbers(seed, d_ff=24):
+    """Dropout; of 25 inner features one rank draws for more."""
+    plain = model(d_ff=d_ff)
+    plain.layers[0].ffn.__class__ = Dropping
+    shared = TensorParallel(plain)
+    torch.manual_seed(seed)
+    inputs, targets = batch()
+    shared.loss(shared(inputs), targets)
+
+
 def wrong_steps():
     """What ranks are told of steps that would be wrong; nothing where they are not told."""
     steps = {f"input {number}": lambda number=number: _no_tokens(number, None) for number in (19, -1)}
     steps |= {f"target {number}": lambda number=number: _no_tokens(None, number) for number in (19, -1, -100)}
     steps |= {"twice": _twice, "other tokens": _tokens_of_its_own}
+    rank = dist.get_rank()
+    steps |= {
+        "other tokens on a mesh": lambda: _on_a_mesh(rank, 0),
+        "other targets": lambda: _on_a_mesh(0, rank),
+        "other seeds": lambda: _random_numbers(rank),
+        "other shares": lambda: _random_numbers(0, d_ff=25),
+        "same random numbers": lambda: _random_numbers(0),
+        "float targets": lambda: _take_targets(torch.float32),
+        "generate": lambda: TensorParallel(model()).module.generate(batch()[0], 1),
+        "inputs": lambda: _returned_gradients(lambda loss, module: loss.backward(inputs=[module.lm_head.weight])),
+        "grad": lambda: _returned_gradients(
+            lambda loss, module: torch.autograd.grad(loss, module.layers[0].ffn.w1.weight)
+        ),
+        "grad of a sum": lambda: _returned_gradients(
+            lambda loss, module: torch.autograd.grad(loss, module.ln_final.weight)
+        ),
+    }
     told = {}
     for name, step in steps.items():
         try:
@@ -323,11 +457,6 @@ def _gradients_of(shared):
     return shared.full_state_dict(grads)
 
 
-class TiedByHand(BasicsTransformerLM):
-    def forward(self, token_ids):
-        return self.ln_final(self.token_embeddings(token_ids)) @ self.token_embeddings.weight.T
-
-
 def changed_modules():
     """Gradients after changes, and what ranks are told until refresh(), by what was changed."""
     told, found = {}, {}
@@ -369,7 +498,4 @@ def changed_modules():
     told["adapter"] = error_of(shared, batch()[0])[1]
     told["adapter, refreshed"] = error_of(shared.refresh)[1]
 
-    torch.manual_seed(0)
-    by_hand = TensorParallel(TiedByHand(**SIZES))
-    told["tied by hand"] = error_of(lambda: by_hand.loss(by_hand(inputs), targets))[1]
     return told, found

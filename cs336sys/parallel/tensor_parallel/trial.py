@@ -1,0 +1,211 @@
+"""Tries a model on a few tokens, whole and shared: the names of its modules do not prove what its layers compute.
+
+The trial has random weights and one block of each kind, which takes little time and memory. What layers return,
+and all gradients, must be the same but for rounding.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable
+from types import FunctionType, NoneType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336sys.accounting.sharding.partition import cut_dimension, own_part
+from cs336sys.errors import UsageError
+from cs336sys.parallel.collectives import gather_objects
+from cs336sys.parallel.tensor_parallel.group import TensorGroup
+from cs336sys.parallel.tensor_parallel.layers import share_layers, shared_layers
+from cs336sys.parallel.tensor_parallel.weights import cut_weights, part_of
+
+# Faults change a result by a percent and more (a root mean square over half of 2560 numbers: 2 %), rounding in fp32 by
+# 0.001 %, in TF32 by 0.01 %.
+_TOLERANCE = 1e-3
+
+# Attributes of these types may decide what a module computes.
+_SETTINGS = (bool, int, float, str, NoneType, FunctionType, type)
+
+# What the trial computed, in order: the name of a layer, and this rank's part of its output or a gradient.
+_Results = list[tuple[str, Tensor]]
+
+
+def require_same_results(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    tensor_group: TensorGroup,
+    initialize: Callable[[nn.Module], None] | None,
+    device: torch.device | None,
+) -> None:
+    """Refuse a model that computes something else once its layers are shared. Every rank of the group calls it.
+
+    Args:
+        model: before it is cut; it is not changed.
+        initialize, device: as of :class:`.wrapper.TensorParallel`.
+
+    Raises:
+        UsageError: on every rank, naming the layer.
+    """
+    if not tensor_group.name or (initialize is None and any(tensor.is_meta for tensor in model.parameters())):
+        return
+    device = device or next(model.parameters()).device
+    cuda_devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(cuda_devices), torch.autocast(device.type, enabled=False), torch.enable_grad():
+        torch.manual_seed(0)
+        refusal = _try(model, group, tensor_group, initialize, device)
+    refusal = next((of_rank for of_rank in gather_objects(refusal, group) if of_rank), None)
+    if refusal is not None:
+        raise UsageError(refusal)
+
+
+def _try(
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    tensor_group: TensorGroup,
+    initialize: Callable[[nn.Module], None] | None,
+    device: torch.device,
+) -> str | None:
+    """Run the trial, and return why the model is refused; None if it computes the same."""
+    try:
+        trial, numbers = _trial_of(model, initialize, device)
+        tokens = _tokens(trial, tensor_group.size).to(device)
+        gradient = torch.randn(*tokens.shape, len(trial.get_parameter("lm_head.weight")), device=device)
+        versions = {name: parameter._version for name, parameter in trial.named_parameters()}
+        expected = _run(trial, tokens, gradient, tensor_group, None)
+        # As nn.Embedding(max_norm=) does: of a row that stands in for others, too.
+        changed = [name for name, parameter in trial.named_parameters() if parameter._version != versions[name]]
+    except Exception as error:
+        return (
+            f"{type(model).__name__} cannot be tried on a few token ids, to compare what it computes whole and shared: "
+            f"{type(error).__name__}: {error}"
+        )
+    try:
+        share_layers(trial, tensor_group, cut_weights(trial, group, None, None))
+        difference = _first_difference(expected, _run(trial, tokens, gradient, tensor_group, group))
+        name = changed[0].removesuffix(".weight") if changed else difference
+    except Exception as error:
+        name = f"the model ({type(error).__name__}: {error})"
+    if name is None:
+        return None
+    parts = name.split(".")
+    if parts[0] == "layers":
+        name = ".".join(("layers", str(numbers[int(parts[1])]), *parts[2:]))
+    return (
+        f"{name} computes something else where {tensor_group.size} tensor parallel ranks share its layers, in a trial "
+        "with random weights: let it compute each head, inner feature and token by itself, or choose FSDP"
+    )
+
+
+def _trial_of(
+    model: Any, initialize: Callable[[nn.Module], None] | None, device: torch.device
+) -> tuple[nn.Module, list[int]]:
+    """A copy of the model with random weights and one block of each kind, and the numbers of these blocks."""
+    kinds: dict[Any, int] = {}
+    for number, block in enumerate(model.layers):
+        kinds.setdefault(_kind(block), number)
+    layers = copy.copy(model.layers)
+    layers._modules = {str(number): model.layers[kept] for number, kept in enumerate(kinds.values())}
+    memo: dict[int, Any] = {}
+    for parameter in {*model.parameters()} - ({*model.layers.parameters()} - {*layers.parameters()}):
+        empty = torch.empty_like(parameter, device=device)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=empty.is_floating_point())
+    memo[id(model.layers)] = copy.deepcopy(layers, memo)
+    trial = copy.deepcopy(model, memo).eval()
+    for part in trial.modules():
+        if initialize is not None and any(buffer.is_meta for buffer in part.buffers(recurse=False)):
+            part.to_empty(device=device, recurse=False)
+            initialize(part)
+    if any(parameter.itemsize < 4 for parameter in trial.parameters()):
+        trial.float()
+    for parameter in trial.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=parameter.size(1) ** -0.5)
+        else:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return trial, list(kinds.values())
+
+
+def _kind(block: nn.Module) -> Any:
+    """Equal for blocks that compute the same of different weights."""
+    return tuple(
+        (
+            name,
+            type(part),
+            tuple((key, value) for key, value in sorted(vars(part).items()) if isinstance(value, _SETTINGS)),
+            tuple((key, value.shape) for key, value in part._parameters.items() if value is not None),
+        )
+        for name, part in block.named_modules()
+    )
+
+
+def _tokens(trial: Any, ranks: int) -> Tensor:
+    """Two short sequences, without the first token of any rank where there are others."""
+    vocabulary = len(trial.token_embeddings.weight)
+    first = {own_part(vocabulary, rank, ranks).start for rank in range(ranks)}
+    tokens = torch.tensor([token for token in range(vocabulary) if token not in first] or [0])
+    return tokens[torch.randint(len(tokens), (2, ranks if ranks > 3 else 2 * ranks))]
+
+
+def _run(
+    trial: Any, tokens: Tensor, gradient: Tensor, tensor_group: TensorGroup, group: dist.ProcessGroup | None
+) -> _Results:
+    """Run the trial forward and backward, and then its embedding on all tokens.
+
+    Args:
+        gradient: of the logits of all tokens.
+        group: the ranks that share the trial's layers; None if these are whole.
+    """
+    rank, size = tensor_group.rank, tensor_group.size
+    columns = own_part(gradient.size(-1), rank, size)
+    results: _Results = []
+
+    def keep(name: str, tensor: Tensor, has_columns: bool = False) -> None:
+        if group is None and has_columns:
+            tensor = tensor[..., columns.start : columns.stop]
+        elif group is None and tensor_group.sequence_parallel:
+            tensor = tensor.chunk(size, -2)[rank]
+        results.append((name, tensor.detach().clone()))
+
+    def keep_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        for name, parameter in named:
+            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+            if group is None:
+                found = part_of(found, name, rank, size)
+            elif tensor_group.sequence_parallel and cut_dimension(name) is None:
+                dist.all_reduce(found, group=group)
+            results.append((name.removesuffix(".weight"), found))
+
+    def watch(name: str, layer: nn.Module) -> Any:
+        return layer.register_forward_hook(lambda _, inputs, output: keep(name, output, name == "lm_head"))
+
+    blocks = {f"layers.{number}": block for number, block in enumerate(trial.layers)}
+    hooks = [watch(name, layer) for name, layer in (shared_layers(trial) | blocks).items()]
+    output = trial(tokens)
+    logits = output if isinstance(output, Tensor) else output[0]
+    keep("the model", logits, has_columns=True)
+    (logits * (gradient if group is None else gradient[..., columns.start : columns.stop])).sum().backward()
+    for hook in hooks:
+        hook.remove()
+    keep_gradients(trial.named_parameters())
+    trial.zero_grad()
+    embedding = trial.token_embeddings
+    rows = own_part(len(embedding.weight), rank, size)
+    vocabulary = len(embedding.weight)
+    if group is not None:
+        embedding.tensor_group = dataclasses.replace(tensor_group, name="", sequence_parallel=False)
+        vocabulary, rows = embedding.vocabulary, range(embedding.first_row, embedding.first_row + vocabulary)
+    vectors = embedding(torch.arange(vocabulary, device=tokens.device))
+    vectors.sum().backward()
+    results.append(("token_embeddings", vectors.detach()[rows.start : rows.stop]))
+    keep_gradients([("token_embeddings.weight", embedding.weight)])
+    return results
+
+
+def _first_difference(expected: _Results, found: _Results) -> str | None:
+    """Name the first layer or parameter whose results differ by more than rounding."""
+    for (name, whole), (_, shared) in zip(expected, found, strict=True):
+        if whole.shape != shared.shape or not (shared - whole).norm() <= _TOLERANCE * whole.norm() + 1e-6:
+            return name
+    return None
