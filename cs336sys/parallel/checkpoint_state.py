@@ -160,7 +160,7 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
             # With keep_vars=True it is the parameter itself.
             if parameter is None or not is_slice(parameter) or value is None or value is parameter:
                 continue
-            if hasattr(value, "to_local") or value.untyped_storage()._cdata != parameter.untyped_storage()._cdata:
+            if hasattr(value, "to_local") or value.shape != parameter.shape:
                 continue
             whole = whole_of(parameter)
             if whole is None:

@@ -98,7 +98,7 @@ def refuse_selected_gradients() -> None:
     Such a pass runs no hooks that reduce gradients, and does not reach slices that stand outside of the graph: it
     returned parts of gradients, or nothing. Both functions of torch call this one.
     """
-    run: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    run: Callable[..., Any] = torch.autograd._engine_run_backward
 
     @functools.wraps(run)
     def checked(outputs: Any, *args: Any, **settings: Any) -> Any:
@@ -111,7 +111,7 @@ def refuse_selected_gradients() -> None:
             )
         return run(outputs, *args, **settings)
 
-    torch.autograd._engine_run_backward = checked  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = checked  # type: ignore[assignment]
 
 
 def _replace_decorated(decorated: Any, function: Callable[..., Any]) -> None:

@@ -44,7 +44,7 @@ class FirstCalls:
     """
 
     def __init__(self, group: str):
-        self._group = group
+        self._group: Any = group
         self._compared: set[tuple[str, bool]] = set()
         self._generators: str | None = None
 
@@ -166,14 +166,15 @@ def share_layers(model: Any, group: TensorGroup, shapes: Mapping[str, torch.Size
     Args:
         shapes: of the whole parameters, by their names.
     """
-    kinds = {"token_embeddings": _embedding, "lm_head": _head}
+    kinds: dict[str, Any] = {"token_embeddings": _embedding, "lm_head": _head}
     # A module may be a part of several blocks.
     for layer, name in {layer: name for name, layer in shared_layers(model).items()}.items():
         layer.__class__ = kinds.get(name, _block_part)(type(layer))
         layer.tensor_group = group
         if name.endswith(".attn"):
             layer.num_heads //= group.size
-    model.__class__ = _model(type(model))
+    original: Any = type(model)
+    model.__class__ = _model(original)
     embedding = model.token_embeddings
     embedding.vocabulary = shapes["token_embeddings.weight"][0]
     embedding.first_row = own_part(embedding.vocabulary, group.rank, group.size).start

@@ -53,7 +53,11 @@ def require_same_results(
     device = device or next(model.parameters()).device
     cuda_devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(cuda_devices), torch.autocast(device.type, enabled=False), torch.enable_grad():
-        torch.manual_seed(0)
+        # Unlike torch.manual_seed(), these leave the generators of other devices alone.
+        torch.default_generator.manual_seed(0)
+        if cuda_devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
         refusal = _try(model, group, tensor_group, initialize, device)
     refusal = next((of_rank for of_rank in gather_objects(refusal, group) if of_rank), None)
     if refusal is not None:

@@ -109,15 +109,13 @@ def cut_weights(
 
 def mark_parts(model: nn.Module, group: dist.ProcessGroup, shapes: Mapping[str, torch.Size]) -> None:
     """Let what decides by a parameter or its gradient alone refuse those that are this rank's part of one."""
-    ranks = range(group.size())
+    size = group.size()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         dimension = cut_dimension(name)
         if dimension is not None:
             shape = tuple(shapes[name])
-            is_chunked = all(
-                own_part(shape[dimension], rank, len(ranks)) == own_rows(shape[dimension], rank, len(ranks))
-                for rank in ranks
-            )
+            length = shape[dimension]
+            is_chunked = own_part(length, size - 1, size) == own_rows(length, size - 1, size)
             mark_slice(parameter, dist.get_process_group_ranks(group), (shape, dimension) if is_chunked else None)
             refuse_other_scalers()
 

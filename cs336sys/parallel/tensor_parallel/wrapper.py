@@ -22,7 +22,7 @@ from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.checkpoint_state import StateDictOfWrapped, mark_share, require_share_within
 from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
-from cs336sys.parallel.gradient_slices import clip_by_norm, mark_partial
+from cs336sys.parallel.gradient_slices import clip_by_norm, mark_partial, require_whole
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import is_unit
 from cs336sys.parallel.rank_consistency import describe_module, same_on_every_rank
@@ -188,6 +188,7 @@ class TensorParallel(StateDictOfWrapped):
         with same_on_every_rank(self.group) as lines:
             if isinstance(module, TensorParallel) or hasattr(module, "finish_gradient_synchronization"):
                 raise UsageError(f"{type(module).__name__} is wrapped already: wrap the plain module first")
+            require_whole(module.named_parameters(), self.group)
             require_shareable(module, size)
             lines += [f"TensorParallel with {sequence_parallel=}, {communicates=}", *describe_module(module)]
         name = self.group.group_name if communicates and size > 1 else ""
@@ -229,7 +230,8 @@ class TensorParallel(StateDictOfWrapped):
             UsageError: targets are no integers; or on every rank, in the first training and the first evaluating call:
                 they give other targets, or the model draws other random numbers, as for dropout.
         """
-        self.module.get_submodule("token_embeddings").first_calls.compare("targets", targets, self.module.training)
+        embedding: Any = self.module.get_submodule("token_embeddings")
+        embedding.first_calls.compare("targets", targets, self.module.training)
         return vocabulary_parallel_cross_entropy(
             logits, targets, self._first_token, self._vocabulary, self._tensor_group, compiles=compiles
         )
