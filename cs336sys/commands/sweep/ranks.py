@@ -173,10 +173,11 @@ class JoinedWorker:
 
         store, key = outside_store(), f"cs336sys-cells-{next(_values_shared)}"
         store.set(f"{key}-{self.identity.rank}", pickle.dumps(configurations))  # type: ignore[arg-type]  # as above
-        first = pickle.loads(store.get(f"{key}-0"))
+        no_cell: dict[str, Any] = {}
+        first: list[dict[str, Any]] = pickle.loads(store.get(f"{key}-0"))
         for rank in range(1, self.identity.world_size):
-            others = pickle.loads(store.get(f"{key}-{rank}"))
-            for here, there in itertools.zip_longest(first, others, fillvalue={}):
+            others: list[dict[str, Any]] = pickle.loads(store.get(f"{key}-{rank}"))
+            for here, there in itertools.zip_longest(first, others, fillvalue=no_cell):
                 for name in sorted(here.keys() | there.keys()):
                     if here.get(name) != there.get(name):
                         raise UsageError(
