@@ -179,7 +179,8 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
             value = state_dict.get(prefix + name)
             if parameter is not None and is_slice(parameter) and hasattr(value, "to_local"):
                 shape, dimension = whole_of(parameter) or ((), 0)
-                if tuple(value.shape) != shape or [one.is_shard(dimension) for one in value.placements] != [True]:
+                is_cut_alike = [placement.is_shard(dimension) for placement in value.placements] == [True]
+                if tuple(value.shape) != shape or not is_cut_alike:
                     raise UsageError(
                         f"{prefix}{name} is a DTensor of shape {tuple(value.shape)} and placements {value.placements}: "
                         f"{kind} has a slice of shape {shape} along dimension {dimension}"
@@ -220,7 +221,8 @@ def require_share_within(
 
 
 def _share_of(value: Any) -> dict[str, int]:
-    return {"rank": value.device_mesh.get_coordinate()[0], "ranks": value.device_mesh.size()}
+    # A mesh without this rank has no coordinate of it.
+    return {"rank": (value.device_mesh.get_coordinate() or [-1])[0], "ranks": value.device_mesh.size()}
 
 
 def _refuse_gathering() -> NoReturn:

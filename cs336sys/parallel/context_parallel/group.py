@@ -117,15 +117,15 @@ class ContextGroup:
             UsageError: in the first call on every rank.
         """
         if self._has_compared or not self._communicates or is_stream_captured():
-            self._require_own_tokens(kind, query, key, value)
+            self._require_local_tokens(kind, query, key, value)
             return
         self._has_compared = True
         with same_on_every_rank(self._group) as lines:
-            self._require_own_tokens(kind, query, key, value)
+            self._require_local_tokens(kind, query, key, value)
             shapes = [(*tensor.shape[:-2], "S", tensor.shape[-1]) for tensor in (query, key, value)]
             lines.append(f"{kind} of {query.dtype} {', '.join(map(str, shapes))}".replace("'", ""))
 
-    def _require_own_tokens(self, kind: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _require_local_tokens(self, kind: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         for tensor in (query, key, value):
             if tensor.shape[-2] != self.length:
                 raise UsageError(

@@ -174,12 +174,12 @@ def _run(
 
     def keep_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         for name, parameter in named:
-            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+            local = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
             if group is None:
-                found = part_of(found, name, rank, size)
+                local = part_of(local, name, rank, size)
             elif tensor_group.sequence_parallel and cut_dimension(name) is None:
-                dist.all_reduce(found, group=group)
-            results.append((name.removesuffix(".weight"), found))
+                dist.all_reduce(local, group=group)
+            results.append((name.removesuffix(".weight"), local))
 
     def watch(name: str, layer: nn.Module) -> Any:
         return layer.register_forward_hook(lambda _, inputs, output: keep(name, output, name == "lm_head"))
@@ -207,9 +207,9 @@ def _run(
     return results
 
 
-def _first_difference(expected: _Results, found: _Results) -> str | None:
+def _first_difference(expected: _Results, results: _Results) -> str | None:
     """Name the first layer or parameter whose results differ by more than rounding."""
-    for (name, whole), (_, shared) in zip(expected, found, strict=True):
+    for (name, whole), (_, shared) in zip(expected, results, strict=True):
         if whole.shape != shared.shape or not (shared - whole).norm() <= _TOLERANCE * whole.norm() + 1e-6:
             return name
     return None
