@@ -1,7 +1,8 @@
 """A linear layer and the cross-entropy of its logits, of which only one chunk of tokens exists at a time."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,9 +42,32 @@ def _accumulate(x, maximum, total):
 
 
 @triton.jit
-def _gradient(x, column, target, logsumexp, softmax_factor, target_share, other_share, scale):
-    # d loss / d x_j = (1 + 2 z logsumexp) softmax(x)_j - (1 - smoothing) [j = target] - smoothing / V
-    gradient = softmax_factor * tl.exp(x - logsumexp) - other_share - tl.where(column == target, target_share, 0.0)
+def _capped(x, softcap):
+    """softcap * tanh(x / softcap), to the precision of float32 near 0 as well."""
+    ratio = x / softcap
+    square = ratio * ratio
+    decay = tl.exp(-2.0 * tl.abs(ratio))
+    tanh = (1.0 - decay) / (1.0 + decay)
+    series = 1.0 - square * (1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315)))
+    return softcap * tl.where(square < 0.01, ratio * series, tl.where(ratio < 0.0, -tanh, tanh))
+
+
+@triton.jit
+def _load_class_weights(class_weight_ptr, column, num_columns, WEIGHTED: tl.constexpr):
+    weights = 1.0
+    if WEIGHTED:
+        weights = tl.load(class_weight_ptr + column, mask=column < num_columns, other=0.0)
+    return weights
+
+
+@triton.jit
+def _gradient(
+    x, column, target, maximum, softmax_factor, target_share, other_share, scale, softcap, CAPPED: tl.constexpr
+):
+    # The maximum and log(sum) stay apart: their sum has no digits left for log(sum) where all logits are large.
+    gradient = softmax_factor * tl.exp(x - maximum) - other_share - tl.where(column == target, target_share, 0.0)
+    if CAPPED:
+        gradient *= 1.0 - (x / softcap) * (x / softcap)
     # Tokens that are left out have a scale of zero, and a gradient of zero whatever their logits are.
     return tl.where(scale == 0.0, 0.0, gradient * scale)
 
@@ -52,17 +76,24 @@ def _gradient(x, column, target, logsumexp, softmax_factor, target_share, other_
 def cross_entropy_forward_kernel(
     logits_ptr,
     target_ptr,
-    count_ptr,
+    divisor_ptr,
     loss_ptr,
     logsumexp_ptr,
+    class_weight_ptr,
+    total_weight_ptr,
+    grad_loss_ptr,
     row_stride,
     num_columns,
     ignore_index,
     label_smoothing,
     z_loss,
+    softcap,
     SMOOTHED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
     AVERAGED: tl.constexpr,
+    SCALED: tl.constexpr,
     COLUMN_TILE: tl.constexpr,
 ):
     """Each program turns one token's logits into its loss, and in place into their gradient.
@@ -75,6 +106,13 @@ def cross_entropy_forward_kernel(
     is_target = (target >= 0) & (target < num_columns)
     # Before the first reduction, behind which other threads overwrite it.
     target_logit = tl.load(logits_ptr + target, mask=is_target, other=float("nan")).to(tl.float32)
+    if CAPPED:
+        target_logit = _capped(target_logit, softcap)
+    target_weight = 1.0
+    if WEIGHTED:
+        target_weight = tl.load(class_weight_ptr + target, mask=is_target, other=0.0)
+    # Of logits in a row the differences to this one are summed, which are small where all logits are large.
+    origin = tl.where(target_logit == -float("inf"), 0.0, target_logit)
 
     tile = tl.arange(0, COLUMN_TILE)
     maximum = -float("inf")
@@ -83,41 +121,72 @@ def cross_entropy_forward_kernel(
     last = (tl.cdiv(num_columns, COLUMN_TILE) - 1) * COLUMN_TILE
     for start in range(0, last, COLUMN_TILE):
         x = tl.load(logits_ptr + start + tile).to(tl.float32)
+        if CAPPED:
+            x = _capped(x, softcap)
         maximum, total = _accumulate(x, maximum, total)
         if SMOOTHED:
-            sum_of_logits += tl.sum(x, axis=0)
+            weights = _load_class_weights(class_weight_ptr, start + tile, num_columns, WEIGHTED)
+            sum_of_logits += tl.sum(weights * (x - origin), axis=0)
     column = last + tile
     in_row = column < num_columns
     # Up to the stride, which is a multiple of what a thread reads at once, and not up to the last column.
     last_x = tl.load(logits_ptr + column, mask=column < row_stride, other=0.0).to(tl.float32)
+    if CAPPED:
+        last_x = _capped(last_x, softcap)
     x = tl.where(in_row, last_x, -float("inf"))
     maximum, total = _accumulate(x, maximum, total)
 
-    logsumexp = tl.where(maximum == float("inf"), maximum, maximum + tl.log(total))
-    tl.store(logsumexp_ptr + row, logsumexp)
+    log_total = tl.log(total)
+    tl.store(logsumexp_ptr + row, tl.where(maximum == float("inf"), maximum, maximum + log_total))
     # As of PyTorch's: the softmax of a row with an infinite logit is NaN.
-    logsumexp = tl.where(tl.abs(maximum) == float("inf"), float("nan"), logsumexp)
-    loss = logsumexp - target_logit + z_loss * logsumexp * logsumexp
+    maximum = tl.where(tl.abs(maximum) == float("inf"), float("nan"), maximum)
+    logsumexp = maximum + log_total
+    target_share = target_weight
+    loss = maximum - target_logit + log_total
+    other_share = 0.0
+    softmax_share = target_weight
     if SMOOTHED:
-        sum_of_logits += tl.sum(tl.where(in_row, last_x, 0.0), axis=0)
-        loss += label_smoothing * (target_logit - sum_of_logits / num_columns)
+        weights = _load_class_weights(class_weight_ptr, column, num_columns, WEIGHTED)
+        sum_of_logits += tl.sum(tl.where(in_row, weights * (last_x - origin), 0.0), axis=0)
+        other_share = label_smoothing / num_columns
+        total_weight = num_columns.to(tl.float32)
+        if WEIGHTED:
+            total_weight = tl.load(total_weight_ptr)
+        target_share *= 1.0 - label_smoothing
+        softmax_share = target_share + other_share * total_weight
+        loss = target_share * loss + other_share * (total_weight * (maximum - origin + log_total) - sum_of_logits)
+    elif WEIGHTED:
+        loss *= target_weight
     is_counted = target != ignore_index
-    tl.store(loss_ptr + row, tl.where(is_counted, loss, 0.0))
+    tl.store(loss_ptr + row, tl.where(is_counted, loss + z_loss * logsumexp * logsumexp, 0.0))
 
     if WITH_GRADIENT:
-        scale = tl.where(is_counted, 1.0, 0.0)
+        scale = 1.0
         if AVERAGED:
-            # At least 1 where a token is counted at all.
-            scale /= tl.maximum(tl.load(count_ptr), 1).to(tl.float32)
-        softmax_factor = 1.0 + 2.0 * z_loss * logsumexp
-        target_share = 1.0 - label_smoothing
-        other_share = label_smoothing / num_columns
-        gradient = _gradient(x, column, target, logsumexp, softmax_factor, target_share, other_share, scale)
+            divisor = tl.load(divisor_ptr).to(tl.float32)
+            scale /= tl.where(divisor == 0.0, 1.0, divisor)
+        if SCALED:
+            scale *= tl.load(grad_loss_ptr + row)
+        scale = tl.where(is_counted, scale, 0.0)
+        # d loss / d x_j = softmax_share softmax(x)_j - target_share [j = target] - other_share weight_j
+        softmax_factor = (softmax_share + 2.0 * z_loss * logsumexp) / total
+        column_share = other_share
+        if SMOOTHED:
+            column_share = other_share * weights
+        gradient = _gradient(
+            x, column, target, maximum, softmax_factor, target_share, column_share, scale, softcap, CAPPED
+        )
         tl.store(logits_ptr + column, gradient, mask=column < row_stride)
         for done in range(0, last, COLUMN_TILE):
             column = last - COLUMN_TILE - done + tile
             x = tl.load(logits_ptr + column).to(tl.float32)
-            gradient = _gradient(x, column, target, logsumexp, softmax_factor, target_share, other_share, scale)
+            if CAPPED:
+                x = _capped(x, softcap)
+            if SMOOTHED:
+                column_share = other_share * _load_class_weights(class_weight_ptr, column, num_columns, WEIGHTED)
+            gradient = _gradient(
+                x, column, target, maximum, softmax_factor, target_share, column_share, scale, softcap, CAPPED
+            )
             tl.store(logits_ptr + column, gradient)
 
 
@@ -156,15 +225,36 @@ SCALE_TILE = 8192
 MAX_SCALE_PROGRAMS = 1024
 
 
-def check_arguments(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    label_smoothing: float,
-    z_loss: float,
-    dtype: torch.dtype,
-    copy: torch.Tensor | None = None,
-) -> None:
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class LossOptions(NamedTuple):
+    """Arguments of the operator behind its three tensors, in its order; see :func:`linear_cross_entropy`.
+
+    ``dtype`` is that of the products. ``grad_loss`` has a number for each token, by which its gradients are multiplied.
+    """
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    dtype: torch.dtype
+    needs_grad_hidden: bool
+    needs_grad_weight: bool
+    copy: torch.Tensor | None = None
+    gradient_dtype: torch.dtype | None = None
+    reduction: str = "mean"
+    softcap: float | None = None
+    class_weight: torch.Tensor | None = None
+    grad_loss: torch.Tensor | None = None
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether gradients wait for backward, which has a factor for each token."""
+        return self.reduction == "none" and self.grad_loss is None
+
+
+def check_arguments(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: LossOptions) -> None:
+    dtype, copy, class_weight = options.dtype, options.copy, options.class_weight
     if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or len(weight) == 0:
         raise ValueError(
             "hidden (..., d) needs a weight of shape (V, d) with at least one row, "
@@ -186,10 +276,28 @@ def check_arguments(
         raise TypeError(f"hidden and weight must have the same dtype, got {hidden.dtype} and {weight.dtype}")
     if targets.device != hidden.device:
         raise ValueError(f"targets must be where hidden is, on {hidden.device}, got {targets.device}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing is {label_smoothing}, but must be between 0 and 1")
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss is {z_loss}, but must be finite and at least 0")
+    if not 0 <= options.label_smoothing <= 1:
+        raise ValueError(f"label_smoothing is {options.label_smoothing}, but must be between 0 and 1")
+    if not 0 <= options.z_loss < math.inf:
+        raise ValueError(f"z_loss is {options.z_loss}, but must be finite and at least 0")
+    if options.reduction not in REDUCTIONS:
+        raise ValueError(f"reduction {options.reduction!r} does not exist: choose one of {', '.join(REDUCTIONS)}")
+    if options.softcap is not None and not 0 < options.softcap < math.inf:
+        raise ValueError(f"softcap is {options.softcap}, but must be finite and greater than 0, or None for no cap")
+    if class_weight is None:
+        return
+    if (class_weight.shape, class_weight.device) != (weight.shape[:1], weight.device):
+        raise ValueError(
+            f"class_weight must have shape {tuple(weight.shape[:1])} on {weight.device}, "
+            f"got {tuple(class_weight.shape)} on {class_weight.device}"
+        )
+    if class_weight.dtype != torch.float32 or class_weight.requires_grad:
+        raise TypeError(
+            f"class_weight must be torch.float32 without a gradient, got {class_weight.dtype}"
+            + " that requires one" * class_weight.requires_grad
+        )
+    if options.z_loss:
+        raise ValueError(f"z_loss {options.z_loss} cannot be combined with class_weight: choose z_loss=0 or no weights")
 
 
 def _count_targets(targets: torch.Tensor, vocab_size: int, ignore_index: int) -> torch.Tensor:
@@ -257,35 +365,46 @@ def _add_product(total: torch.Tensor, grad_logits: torch.Tensor, rows: torch.Ten
 
 
 def launch_forward(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    dtype: torch.dtype,
-    needs_grad_hidden: bool,
-    needs_grad_weight: bool,
-    copy: torch.Tensor | None = None,
-    gradient_dtype: torch.dtype | None = None,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss, logsumexp, gradients of hidden and weight (empty where not needed), and what these still lack as a factor.
 
-    The factor is 1 over the number of tokens for float16, which could not hold gradients that small, else empty.
+    The factor is empty if it is 1. Of float16, which could not hold gradients that small, it is 1 over the number of
+    tokens or the largest of ``grad_loss``. ``arguments``: :class:`LossOptions`.
     """
-    check_arguments(hidden, weight, targets, label_smoothing, z_loss, dtype, copy)
+    options = LossOptions(*arguments)
+    check_arguments(hidden, weight, targets, options)
     check_tensors("linear_cross_entropy", cross_entropy_forward_kernel, hidden=hidden, weight=weight)
+    dtype, copy, class_weight, grad_loss = options.dtype, options.copy, options.class_weight, options.grad_loss
+    needs_grad_hidden = options.needs_grad_hidden and not options.is_deferred
+    needs_grad_weight = options.needs_grad_weight and not options.is_deferred
     vocab_size, width = weight.shape
     targets = targets.reshape(-1).contiguous()
     num_tokens = len(targets)
-    count = _count_targets(targets, vocab_size, ignore_index)
+    divisor = _count_targets(targets, vocab_size, options.ignore_index)
+    total_weight = divisor
+    if class_weight is not None:
+        class_weight = class_weight.contiguous()
+        is_counted = targets != options.ignore_index
+        divisor = class_weight[targets.where(is_counted, 0)].where(is_counted, 0).sum()
+        total_weight = class_weight.sum()
+    factor = torch.empty(0, dtype=torch.float32, device=hidden.device)
+    is_averaged = options.reduction == "mean"
+    if dtype == torch.float16 and is_averaged:
+        # Without a token to be counted all gradients are zero, and stay so.
+        factor = divisor.to(torch.float32).reciprocal().where(divisor != 0, 1)
+    if grad_loss is not None:
+        grad_loss = grad_loss.reshape(-1).to(torch.float32)
+        if dtype == torch.float16 and num_tokens:
+            factor = grad_loss.abs().max()
+            grad_loss = (grad_loss / factor).where(factor != 0, 0)
     rows = as_rows(hidden)
     compute_weight = weight.to(dtype) if copy is None else copy
 
     losses, logsumexp = (torch.empty(num_tokens, dtype=torch.float32, device=hidden.device) for _ in range(2))
     grad_hidden = torch.empty((num_tokens, width) if needs_grad_hidden else 0, dtype=dtype, device=hidden.device)
     token_bytes, chunk_bytes = logits_bytes_of_a_token(vocab_size, dtype), CHUNK_BYTES
-    grad_weight, kept = hidden.new_empty(0), kept_dtype(weight.dtype, dtype, gradient_dtype)
+    grad_weight, kept = hidden.new_empty(0), kept_dtype(weight.dtype, dtype, options.gradient_dtype)
     if needs_grad_weight:
         sums_dtype = _sums_dtype(weight, dtype, kept, chunk_bytes, num_tokens * token_bytes)
         if kept == torch.bfloat16 and sums_dtype == torch.float32:
@@ -309,17 +428,24 @@ def launch_forward(
             cross_entropy_forward_kernel[(len(logits),)](
                 logits,
                 targets[chunk],
-                count,
+                divisor,
                 losses[chunk],
                 logsumexp[chunk],
+                class_weight,
+                total_weight,
+                None if grad_loss is None else grad_loss[chunk],
                 row_stride,
                 vocab_size,
-                ignore_index,
-                label_smoothing,
-                z_loss,
-                SMOOTHED=label_smoothing > 0,
+                options.ignore_index,
+                options.label_smoothing,
+                options.z_loss,
+                options.softcap or 0.0,
+                SMOOTHED=options.label_smoothing > 0,
+                CAPPED=options.softcap is not None,
+                WEIGHTED=class_weight is not None,
                 WITH_GRADIENT=needs_grad_hidden or needs_grad_weight,
-                AVERAGED=dtype != torch.float16,
+                AVERAGED=is_averaged and dtype != torch.float16,
+                SCALED=grad_loss is not None,
                 COLUMN_TILE=column_tile,
                 num_warps=column_tile // COLUMNS_OF_A_WARP,
                 enable_fp_fusion=True,
@@ -337,11 +463,10 @@ def launch_forward(
 
     if kept == torch.bfloat16:
         grad_weight = grad_weight.to(kept)
-    factor = torch.empty(0, dtype=torch.float32, device=hidden.device)
-    if dtype == torch.float16:
-        # Without a token to be counted all gradients are zero, and stay so.
-        factor = count.clamp(min=1).to(torch.float32).reciprocal()
-    return losses.sum() / count, logsumexp.view(hidden.shape[:-1]), grad_hidden, grad_weight, factor
+    loss = losses.sum() / divisor if is_averaged else losses.sum()
+    if options.reduction == "none":
+        loss = losses.view(hidden.shape[:-1])
+    return loss, logsumexp.view(hidden.shape[:-1]), grad_hidden, grad_weight, factor
 
 
 def launch_scale(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, overwrite: bool) -> torch.Tensor:
@@ -365,53 +490,68 @@ def launch_scale(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtyp
 
 
 def _fake_forward(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    dtype: torch.dtype,
-    needs_grad_hidden: bool,
-    needs_grad_weight: bool,
-    copy: torch.Tensor | None = None,
-    gradient_dtype: torch.dtype | None = None,
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_arguments(hidden, weight, targets, label_smoothing, z_loss, dtype, copy)
-    kept = kept_dtype(weight.dtype, dtype, gradient_dtype)
+    options = LossOptions(*arguments)
+    check_arguments(hidden, weight, targets, options)
+    kept, makes_gradients = kept_dtype(weight.dtype, options.dtype, options.gradient_dtype), not options.is_deferred
+    has_factor = options.dtype == torch.float16 and (options.reduction == "mean" or options.grad_loss is not None)
     return (
-        hidden.new_empty((), dtype=torch.float32),
+        hidden.new_empty(hidden.shape[:-1] if options.reduction == "none" else (), dtype=torch.float32),
         hidden.new_empty(hidden.shape[:-1], dtype=torch.float32),
-        hidden.new_empty((targets.numel(), hidden.shape[-1]) if needs_grad_hidden else 0),
-        hidden.new_empty(weight.shape, dtype=kept) if needs_grad_weight else hidden.new_empty(0),
-        hidden.new_empty(() if dtype == torch.float16 else 0, dtype=torch.float32),
+        hidden.new_empty((targets.numel(), hidden.shape[-1]) if options.needs_grad_hidden and makes_gradients else 0),
+        hidden.new_empty(weight.shape, dtype=kept)
+        if options.needs_grad_weight and makes_gradients
+        else hidden.new_empty(0),
+        hidden.new_empty(() if has_factor else 0, dtype=torch.float32),
     )
 
 
 _operator = define_operator(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, float label_smoothing, "
-    "float z_loss, ScalarType dtype, bool needs_grad_hidden, bool needs_grad_weight, Tensor? copy, "
-    "ScalarType? gradient_dtype) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "float z_loss, ScalarType dtype, bool needs_grad_hidden, bool needs_grad_weight, Tensor? copy=None, "
+    "ScalarType? gradient_dtype=None, str reduction='mean', float? softcap=None, Tensor? class_weight=None, "
+    "Tensor? grad_loss=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     launch_forward,
     _fake_forward,
 )
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
-    hidden, weight, *_, needs_hidden, needs_weight, _, gradient_dtype = inputs
-    ctx.hidden_shape, ctx.gradient_dtype = hidden.shape, gradient_dtype or weight.dtype
-    ctx.needed = needs_hidden, needs_weight
-    ctx.save_for_backward(*output[2:])
+    hidden, weight, targets, *arguments = inputs
+    options = LossOptions(*arguments)
+    ctx.hidden_shape, ctx.gradient_dtype = hidden.shape, options.gradient_dtype or weight.dtype
+    ctx.options = options._replace(copy=None, class_weight=None)
+    if options.is_deferred:
+        ctx.save_for_backward(hidden, weight, targets, options.copy, options.class_weight)
+    else:
+        ctx.save_for_backward(*output[2:])
+
+
+def _gradients(
+    ctx: Any, grad_loss: torch.Tensor, compute: Callable
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
+    """Return gradients of hidden and weight, the factor that they lack, and whether nobody else holds them."""
+    if not ctx.options.is_deferred:
+        grad_hidden, grad_weight, factor = ctx.saved_tensors
+        # A second backward pass would scale gradients in place twice, or change those that the first has returned.
+        is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
+        return grad_hidden, grad_weight, factor * grad_loss if factor.numel() else grad_loss, is_last
+    hidden, weight, targets, copy, class_weight = ctx.saved_tensors
+    options = ctx.options._replace(copy=copy, class_weight=class_weight, grad_loss=grad_loss)
+    _, _, grad_hidden, grad_weight, factor = compute(hidden, weight, targets, *options)
+    return grad_hidden, grad_weight, factor if factor.numel() else None, True
 
 
 def _differentiate(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple:
     """For compilers, which write no memory that they keep for backward."""
-    grad_hidden, grad_weight, factor = ctx.saved_tensors
-    factor = factor * grad_loss if factor.numel() else grad_loss
+    grad_hidden, grad_weight, factor, _ = _gradients(ctx, grad_loss, _operator)
+    if factor is not None:
+        grad_hidden, grad_weight = grad_hidden * factor, grad_weight * factor
     return (
-        (grad_hidden * factor).view(ctx.hidden_shape) if ctx.needed[0] else None,
-        (grad_weight * factor).to(ctx.gradient_dtype) if ctx.needed[1] else None,
-        *(None,) * 9,
+        grad_hidden.view(ctx.hidden_shape) if ctx.options.needs_grad_hidden else None,
+        grad_weight.to(ctx.gradient_dtype) if ctx.options.needs_grad_weight else None,
+        *(None,) * (1 + len(ctx.options)),
     )
 
 
@@ -421,16 +561,15 @@ define_gradient("linear_cross_entropy", _differentiate, _save_for_backward)
 @register_flop_formula(torch.ops.cs336sys.linear_cross_entropy)
 def _flops(hidden_shape: torch.Size, weight_shape: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """2 N d V for the logits, and as many for each gradient."""
-    needs_hidden, needs_weight = args[5:7]
-    num_products = 1 + needs_hidden + needs_weight
+    options = LossOptions(*args[1:])
+    num_products = 1 if options.is_deferred else 1 + options.needs_grad_hidden + options.needs_grad_weight
     return 2 * num_products * math.prod(hidden_shape) * weight_shape[0]
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """``LinearCrossEntropy.apply(hidden, weight, targets, *options)``; see :func:`linear_cross_entropy`.
+    """``LinearCrossEntropy.apply(hidden, weight, targets, *LossOptions(...))``; see :func:`linear_cross_entropy`.
 
-    The options: ignore_index, label_smoothing, z_loss, the dtype of the products, whether hidden and the weight need
-    gradients, the weight's copy and the dtype of its gradient, or None. Returns the loss and the logsumexp.
+    Returns the loss and the logsumexp.
     """
 
     @staticmethod
@@ -449,18 +588,15 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         if needs_operators(grad_loss):
             return _differentiate(ctx, grad_loss)
-        grad_hidden, grad_weight, factor = ctx.saved_tensors
-        factor = factor * grad_loss if factor.numel() else grad_loss
-        # In place only if the graph is freed: a second backward pass would scale the gradients twice, or change
-        # those that the first has returned.
-        overwrite = not torch._C._autograd._get_current_graph_task_keep_graph()
-        needs_hidden, needs_weight = ctx.needed
+        grad_hidden, grad_weight, factor, overwrite = _gradients(ctx, grad_loss, launch_forward)
+        gradient_dtype = ctx.gradient_dtype
+        if factor is not None:
+            grad_hidden = launch_scale(grad_hidden, factor, grad_hidden.dtype, overwrite)
+            grad_weight = launch_scale(grad_weight, factor, gradient_dtype, overwrite)
         return (
-            launch_scale(grad_hidden, factor, grad_hidden.dtype, overwrite).view(ctx.hidden_shape)
-            if needs_hidden
-            else None,
-            launch_scale(grad_weight, factor, ctx.gradient_dtype, overwrite) if needs_weight else None,
-            *(None,) * 9,
+            grad_hidden.view(ctx.hidden_shape) if ctx.options.needs_grad_hidden else None,
+            grad_weight.to(gradient_dtype) if ctx.options.needs_grad_weight else None,
+            *(None,) * (1 + len(ctx.options)),
         )
 
 
@@ -472,21 +608,25 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    class_weight: torch.Tensor | None = None,
     return_logsumexp: bool = False,
     copy: torch.Tensor | None = None,
     gradient_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Mean cross-entropy of the logits ``hidden @ weight.T``, and the gradients of both, without keeping the logits.
+    """Cross-entropy of the logits ``hidden @ weight.T``, and the gradients of both, without keeping the logits.
 
-    With x the logits of a token, t its target and L = logsumexp(x), the token's loss in nats is
+    With x the logits of a token, t its target, L = logsumexp(x) and w the class weights, the token's loss in nats is
 
-        (1 - label_smoothing) (L - x_t) + label_smoothing mean_j (L - x_j) + z_loss L^2
+        (1 - label_smoothing) w_t (L - x_t) + label_smoothing mean_j w_j (L - x_j) + z_loss L^2
 
     The forward pass makes both gradients, a chunk of tokens at a time: logits by a matrix product, their gradient in
     their place by one kernel, and two more products. Memory beyond inputs and gradients is one chunk of logits,
     at most ``CHUNK_BYTES``, and ``weight`` in the products' dtype where it has another. Backward multiplies the
-    gradients by what comes in; if that is 1 it does not touch them, and the host never waits to know. What needs no
-    gradient costs none. Under autocast products are in its dtype, and a float32 weight gets a float32 gradient.
+    gradients by what comes in; if that is 1 it does not touch them, and the host never waits to know. With reduction
+    "none" backward makes the gradients, from logits that it computes again. What needs no gradient costs none. Under
+    autocast products are in its dtype, and a float32 weight gets a float32 gradient.
 
     Products are summed in float32. The weight's gradient is summed over chunks in float32, too, except for a bfloat16
     weight of which the float32 sums would not fit next to a chunk in ``CHUNK_BYTES``: its sums are rounded to bfloat16
@@ -500,13 +640,18 @@ def linear_cross_entropy(
         ignore_index: targets of this value are left out of the loss and of the mean.
         label_smoothing: the share of the uniform distribution in the targets, 0 to 1.
         z_loss: weight of the squared logsumexp (PaLM, https://arxiv.org/abs/2204.02311, section 5), at least 0.
+        reduction: "mean", with ``class_weight`` the sum divided by the targets' weights; "sum"; or "none", a loss for
+            each token, 0 where it is left out. As in torch.
+        softcap: logits are softcap * tanh(logits / softcap), as in Gemma 2; None leaves them as they are.
+        class_weight: (V,), float32, a factor for each target's loss, as torch's ``weight``; not with ``z_loss``.
         return_logsumexp: return the logsumexp as well; no gradient flows through it.
         copy: the weight in the products' dtype, which is read in its place.
         gradient_dtype: in which the weight's gradient is made, None for the weight's dtype; autograd casts it to the
             weight's ``grad_dtype``.
 
     Returns:
-        The loss, a float32 scalar, NaN if no target is counted; or loss and logsumexp, (...), float32, natural.
+        The loss in float32, a scalar or with reduction "none" (...); as a mean NaN if no target is counted. Or loss and
+        logsumexp of the capped logits, (...), float32, natural.
 
     Raises:
         ValueError: shapes or devices do not fit together, or an option is out of range.
@@ -524,7 +669,9 @@ def linear_cross_entropy(
     elif weight.dtype != dtype:
         raise TypeError(f"hidden and weight must have the same dtype, got {dtype} and {weight.dtype}")
     needed = (torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight))
-    options = ignore_index, label_smoothing, z_loss, dtype, *needed, copy, gradient_dtype
+    options = LossOptions(
+        ignore_index, label_smoothing, z_loss, dtype, *needed, copy, gradient_dtype, reduction, softcap, class_weight
+    )
     with torch.autocast(device, enabled=False):
         if torch.compiler.is_compiling():
             loss, logsumexp = _operator(hidden, weight, targets, *options)[:2]
@@ -541,14 +688,30 @@ def reference_linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    class_weight: torch.Tensor | None = None,
     return_logsumexp: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The same in plain PyTorch, with all logits at once, for any dtypes: the ground truth of the tests."""
     logits = functional.linear(hidden, weight).reshape(-1, len(weight))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     flat_targets = targets.flatten()
-    loss = functional.cross_entropy(logits, flat_targets, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    loss = functional.cross_entropy(
+        logits,
+        flat_targets,
+        weight=None if class_weight is None else class_weight.to(logits.dtype),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    )
     logsumexp = logits.logsumexp(-1)
     if z_loss:
-        loss = loss + z_loss * logsumexp[flat_targets != ignore_index].square().mean()
+        is_counted = flat_targets != ignore_index
+        squares = z_loss * logsumexp.square().where(is_counted, 0)
+        loss = loss + {"none": squares, "sum": squares.sum(), "mean": squares.sum() / is_counted.sum()}[reduction]
+    if reduction == "none":
+        loss = loss.view(targets.shape)
     return (loss, logsumexp.detach().view(targets.shape)) if return_logsumexp else loss

@@ -31,7 +31,15 @@ OPTIONS = {
     "smoothed": {"label_smoothing": 0.1},
     "z-loss": {"z_loss": 0.01},
     "all": {"ignore_index": 0, "label_smoothing": 0.3, "z_loss": 0.1},
-}
+    "sum": {"reduction": "sum", "ignore_index": 0, "z_loss": 0.01},
+    "none": {"reduction": "none", "ignore_index": 0, "label_smoothing": 0.3, "z_loss": 0.01},
+    "capped": {"softcap": 0.7, "label_smoothing": 0.3, "z_loss": 0.01},
+    "weighted": {"class_weight": True, "ignore_index": 0},
+    "weighted, smoothed sum": {"class_weight": True, "label_smoothing": 0.3, "reduction": "sum"},
+    "weighted, smoothed, capped, none": {
+        "class_weight": True, "label_smoothing": 0.3, "softcap": 5.0, "reduction": "none", "ignore_index": 0,
+    },
+}  # fmt: skip
 
 
 def make_inputs(leading, width, vocab_size, dtype=torch.float32, device="cpu", seed=0):
@@ -45,7 +53,8 @@ def make_inputs(leading, width, vocab_size, dtype=torch.float32, device="cpu", s
 def run(function, hidden, weight, targets, grad_loss=1.0, **options):
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     loss, logsumexp = function(hidden, weight, targets, return_logsumexp=True, **options)
-    grad_hidden, grad_weight = torch.autograd.grad(loss * grad_loss, (hidden, weight))
+    factors = grad_loss * torch.linspace(1, 2, loss.numel(), dtype=loss.dtype, device=loss.device).view(loss.shape)
+    grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight), factors)
     return {"loss": loss.detach(), "logsumexp": logsumexp, "grad_hidden": grad_hidden, "grad_weight": grad_weight}
 
 
@@ -90,7 +99,52 @@ def test_several_tiles_and_chunks(vocab_size, options, device):
     hidden, weight, targets = make_inputs((5,), 9, vocab_size, device=device)
     targets[1] = 0
     targets[2] = vocab_size - 1
+    if "class_weight" in options:
+        options = {**options, "class_weight": class_weights(vocab_size, device)}
     assert_matches_float64(hidden, weight, targets, grad_loss=-2.5, **options)
+
+
+def class_weights(vocab_size, device):
+    return torch.linspace(0, 2, vocab_size, device=device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["sum", "none", "capped", "weighted", "weighted, smoothed, capped, none"])
+def test_options_of_the_loss_in_every_dtype(name, dtype, device):
+    hidden, weight, targets = make_inputs((5, 3), 16, 100, dtype, device)
+    options = dict(OPTIONS[name])
+    if "class_weight" in options:
+        options["class_weight"] = class_weights(100, device)
+    assert_matches_float64(hidden, weight, targets, grad_loss=1e-3, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize("offset", [100, 1_000, 10_000])
+def test_an_offset_of_all_logits_costs_no_more_than_in_torch(offset, options, device):
+    hidden, weight, targets = make_inputs((6,), 9, 37, device=device)
+    hidden[:, 8] = 1
+    weight[:, 8] = offset
+    actual = run(linear_cross_entropy, hidden, weight, targets, **options)
+    torch_result = run(reference_linear_cross_entropy, hidden, weight, targets, **options)
+    expected = run(reference_linear_cross_entropy, hidden.double(), weight.double(), targets, **options)
+    for name, tensor in actual.items():
+        error, torch_error = ((one - expected[name]).norm().item() for one in (tensor, torch_result[name]))
+        assert error <= 2 * torch_error + 2e-6 * expected[name].norm().item(), name
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"reduction": "average"}, ValueError, "reduction 'average' does not exist: choose one of mean, sum, none"),
+        ({"softcap": 0.0}, ValueError, "softcap is 0.0, but must be finite and greater than 0"),
+        ({"class_weight": torch.ones(9)}, ValueError, r"class_weight must have shape \(48,\) on cpu, got \(9,\)"),
+        ({"class_weight": torch.ones(48).double()}, TypeError, "class_weight must be torch.float32"),
+        ({"class_weight": torch.ones(48), "z_loss": 0.1}, ValueError, "z_loss 0.1 cannot be combined"),
+    ],
+)
+def test_options_of_the_loss_are_refused_in_words(options, error, message):
+    with pytest.raises(error, match=message):
+        linear_cross_entropy(*make_inputs((4,), 8, 48), **options)
 
 
 @pytest.mark.parametrize(
