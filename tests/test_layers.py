@@ -12,7 +12,18 @@ PACKAGE = Path(__file__).parents[1] / "cs336sys"
 
 # The rooms of each layer, lowest first; a module may import from its own room and from lower layers.
 LAYERS = (
-    {"", "errors", "sizes", "lazy_dynamo", "user_code", "processes", "results", "workload", "accounting"},
+    {
+        "",
+        "errors",
+        "sizes",
+        "lazy_dynamo",
+        "triton_package",
+        "user_code",
+        "processes",
+        "results",
+        "workload",
+        "accounting",
+    },
     {"kernels", "parallel", "measure", "cuda_graphs"},
     {"experiments"},
     {"report"},

@@ -1,6 +1,5 @@
 """The optimizers that a workload can choose."""
 
-import importlib.util
 import inspect
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import nn
 
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
+from cs336sys.triton_package import why_no_triton
 from cs336sys.user_code import is_user_code
 from cs336sys.workload import Workload
 
@@ -27,10 +27,10 @@ def require_kernels(what: str) -> None:
     """Refuse ``what`` where our kernels cannot be loaded.
 
     Raises:
-        CapabilityError: Triton is not installed.
+        CapabilityError: Triton is not installed, or cannot be imported.
     """
-    if importlib.util.find_spec("triton") is None:
-        raise CapabilityError(f"{what} needs the package triton, which is not installed")
+    if (reason := why_no_triton()) is not None:
+        raise CapabilityError(f"{what} needs {reason}")
 
 
 def _spare_the_compiler() -> None:

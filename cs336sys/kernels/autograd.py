@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from torch.autograd import forward_ad
 
 
 def once_differentiable(backward: Callable) -> Callable:
@@ -26,3 +27,17 @@ def once_differentiable(backward: Callable) -> Callable:
         return backward(ctx, *grad_outputs)
 
     return first_order_backward
+
+
+def refuse_transforms(function: str, remedy: str, *tensors: torch.Tensor) -> None:
+    """Refuse derivatives in forward mode and transforms by torch.func, which would lose the tangent in silence.
+
+    Raises:
+        RuntimeError: a tensor has a tangent, or a transform is active.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"{function} cannot be transformed by torch.func (grad, vmap, jvp, ...): {remedy}")
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise RuntimeError(f"{function} has no derivative in forward mode: {remedy}")

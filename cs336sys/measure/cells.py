@@ -23,6 +23,7 @@ from cs336sys.processes.caches import use_private_caches
 from cs336sys.processes.child import imported
 from cs336sys.processes.parent import Guarded, call_guarded, cause_of_death, out_of_memory_kills
 from cs336sys.results.model import Run, Samples, Status
+from cs336sys.triton_package import why_no_triton
 from cs336sys.workload.course_package import telling_import_errors
 
 Progress = Callable[[str], None]
@@ -277,8 +278,8 @@ def guarded(measure_cell: Measure, configuration: dict[str, Any], send: Progress
             traceback.print_exc()
         return Outcome("error", reason=f"{_first_sentences(error)}, at {stage}")
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "triton":
-            return Outcome("unsupported", reason="needs the package triton, which is not installed")
+        if isinstance(error, ImportError) and (reason := why_no_triton()) is not None:
+            return Outcome("unsupported", reason=f"needs {reason}")
         if is_out_of_memory(error):
             return Outcome("oom", reason=f"out of memory at {stage}: {_first_sentences(error)}")
         traceback.print_exc()

@@ -488,6 +488,8 @@ ONE = torch.nn.Parameter(torch.ones(4))
         ([ONE], {"lr": -1.0}, ValueError, "lr is -1.0, but must be at least 0"),
         ([ONE], {"lr": torch.ones(2)}, ValueError, r"lr is a tensor of shape \(2,\)"),
         ([ONE], {"betas": (0.9, 1.0)}, ValueError, r"betas are \(0.9, 1.0\)"),
+        ([ONE], {"betas": (torch.tensor(0.9), 0.99)}, ValueError, r"betas are \(tensor\(0.9.*must be two numbers"),
+        ([ONE], {"betas": (0.9,)}, ValueError, r"betas are \(0.9,\), but must be two numbers"),
         ([ONE], {"eps": -1.0}, ValueError, "eps is -1.0"),
         ([ONE], {"weight_decay": -1.0}, ValueError, "weight_decay is -1.0"),
         ([ONE], {"max_grad_norm": 0.0}, ValueError, "max_grad_norm is 0.0, but must be above 0"),

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, only_on_path, put_nvidia_smi, put_tool
-from packaging.version import Version
 
 from cs336sys.errors import CapabilityError
 from cs336sys.measure.diagnosis import diagnose, gpu, profilers, software
@@ -344,37 +343,16 @@ def test_triton_version(monkeypatch, installed, pinned, expected):
     assert software.check_triton() == expected
 
 
-def test_triton_interpreter_works_unless_numpy_is_too_new_for_it():
+def test_triton_interpreter_works():
     check = software.check_triton_interpreter()
-    if Version(installed_version("triton")) < Version("3.7") and Version(installed_version("numpy")) >= Version("2.4"):
-        assert check.verdict == "warn"
-    else:
-        assert check == Check("Triton interpreter", f"works, numpy {installed_version('numpy')}")
+    assert check == Check("Triton interpreter", f"works, numpy {installed_version('numpy')}")
 
 
-@pytest.mark.parametrize(
-    ("triton", "numpy", "fix"),
-    [
-        (
-            "3.6.0",
-            "2.5.2",
-            'Before Triton 3.7 loops fail with numpy 2.4 and newer: `python -m pip install "numpy<2.4"`.',
-        ),
-        ("3.7.1", "2.5.2", "See the whole error: "),
-        ("3.6.0", "2.3.5", "See the whole error: "),
-    ],
-)
-def test_a_broken_interpreter_names_its_cause(monkeypatch, triton, numpy, fix):
-    monkeypatch.setattr(
-        software, "probe_triton", lambda device: "TypeError: only 0-dimensional arrays can be converted"
-    )
-    monkeypatch.setattr(software, "installed_version", {"triton": triton, "numpy": numpy}.__getitem__)
+def test_a_broken_interpreter_names_how_to_see_its_cause(monkeypatch):
+    monkeypatch.setattr(software, "probe_triton", lambda device: "TypeError: no loop")
     check = software.check_triton_interpreter()
-    assert (check.verdict, check.found) == (
-        "warn",
-        f"TypeError: only 0-dimensional arrays can be converted; numpy {numpy}",
-    )
-    assert check.fix.startswith(fix)
+    assert (check.verdict, check.found) == ("warn", f"TypeError: no loop; numpy {installed_version('numpy')}")
+    assert check.fix.startswith("See the whole error: ")
 
 
 def test_a_kernel_that_cannot_run_says_why():

@@ -1,7 +1,6 @@
 """Checks a user's model step by step, small and on the CPU, and says what each command can do with it."""
 
 import contextlib
-import importlib.util
 import math
 import re
 import warnings
@@ -16,6 +15,7 @@ from cs336sys.experiments.flop_counting import AttentionCalls, count_step
 from cs336sys.experiments.models import blocks_of, initializer_of
 from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.diagnosis.software import Check
+from cs336sys.triton_package import why_no_triton
 from cs336sys.user_code import source_file
 from cs336sys.workload import Workload
 
@@ -163,7 +163,7 @@ def _attention(workload: Workload) -> list[Check]:
 
 
 def _kernels(workload: Workload) -> list[Check]:
-    if importlib.util.find_spec("triton") is None:
+    if why_no_triton() is not None:
         return []
     from cs336sys.kernels.fuse import fuse
 

@@ -1,7 +1,6 @@
 """Predict a step's memory without a GPU and without memory: run it on fake tensors, which have shapes only."""
 
 import contextlib
-import importlib.util
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from cs336sys.measure.allocations.history import DecisionsRead, FakeHistory, Wit
 from cs336sys.measure.allocations.recorder import StepRecorder
 from cs336sys.measure.allocations.timeline import AllocationTimeline, largest_allocations, peak_position, thinned
 from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.triton_package import why_no_triton
 from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload, Workload
 
 # What a cell keeps of its timeline: enough for a picture a page wide.
@@ -263,7 +263,7 @@ def _traced_flash(Q, K, V, mask=None):
 
 def _flash_of_a_gpu(query, key, value, is_causal):
     """Our kernels as one operation, as on a GPU; only where Triton is missing, as the tiles that a CPU computes."""
-    implementation = "triton" if importlib.util.find_spec("triton") else "tiled"
+    implementation = "triton" if why_no_triton() is None else "tiled"
     return flash_attention(query, key, value, is_causal=is_causal, implementation=implementation)
 
 

@@ -1,7 +1,6 @@
 """Another attention instead of ``torch.nn.functional.scaled_dot_product_attention``, and dropout taken out."""
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -83,10 +82,7 @@ def our_attention(*arguments: Any, **named: Any) -> Tensor:
     if reason is not None:
         _note_left(reason)
         return call.by(torch_attention)
-    if call.scale is not None:
-        # Ours divides the scores by sqrt(D).
-        query = query * (call.scale * math.sqrt(query.shape[-1]))
-    return flash_attention(query, key, value, is_causal=call.is_causal)
+    return flash_attention(query, key, value, is_causal=call.is_causal, scale=call.scale)
 
 
 def why_not_ours(

@@ -123,8 +123,7 @@ class AdamW(torch.optim.Optimizer):
                     raise ValueError(f"AdamW: {name} is a tensor of shape {tuple(value.shape)}, but must be a number")
             elif not value >= 0:
                 raise ValueError(f"AdamW: {name} is {value}, but must be at least 0")
-        if not all(0 <= beta < 1 for beta in settings["betas"]):
-            raise ValueError(f"AdamW: betas are {settings['betas']}, but each must be at least 0 and below 1")
+        _check_betas(settings["betas"])
         for name in _OF_TORCH:
             if settings.get(name):
                 raise ValueError(f"AdamW: {name}={settings[name]} in a group: this optimizer does not have it")
@@ -415,12 +414,14 @@ class AdamW(torch.optim.Optimizer):
         """Takes over a state of this class or of ``torch.optim.AdamW``.
 
         Raises:
-            ValueError: it was made with ``amsgrad`` or ``maximize``, or its groups are others than this optimizer's.
+            ValueError: it was made with ``amsgrad`` or ``maximize``, its betas are no two numbers, or its groups are
+                others than this optimizer's.
         """
         for group in state_dict["param_groups"]:
             for name in _OF_TORCH:
                 if group.get(name):
                     raise ValueError(f"AdamW: the state was made with {name}=True, which this optimizer does not have")
+            _check_betas(group["betas"])
         super().load_state_dict(state_dict)
         # torch has cast the moments, and whatever else a state has, to the dtype of the parameter.
         ids = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -436,6 +437,13 @@ def _update_if_complete(
     owner, complete = optimizer(), part()
     if owner is not None and complete is not None:
         owner._update_if_complete(complete, side_stream)
+
+
+def _check_betas(betas: tuple[float, float]) -> None:
+    if any(isinstance(beta, torch.Tensor) for beta in betas):
+        raise ValueError(f"AdamW: betas are {betas}, but must be two numbers: choose beta.item() of a tensor")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"AdamW: betas are {betas}, but must be two numbers, each at least 0 and below 1")
 
 
 def _settings(group: dict) -> list[float | torch.Tensor]:

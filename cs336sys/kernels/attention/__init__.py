@@ -1,18 +1,27 @@
 """Exact attention that never stores the S_q x S_k scores: one function in front of several implementations."""
 
-import importlib.util
 from typing import Literal, overload
 
 import torch
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention.problem import (
+    CAUSAL_ALIGNMENTS,
     FLOAT32_PRECISIONS,
     check_attention_inputs,
+    check_mask,
     check_row_statistics,
-    check_window,
+    check_scale,
+    is_aligned_at_end,
 )
-from cs336sys.kernels.attention.reference import FlashAttentionTorch, reference_attention, tiled_backward
+from cs336sys.kernels.attention.reference import (
+    FlashAttentionTorch,
+    describe_scores,
+    reference_attention,
+    tiled_backward,
+)
+from cs336sys.kernels.autograd import refuse_transforms
+from cs336sys.triton_package import why_no_triton
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -26,14 +35,14 @@ __all__ = [
 # Each says itself, by a CapabilityError, what it lacks on this machine.
 IMPLEMENTATIONS = ("triton", "hopper", "tiled", "reference")
 
-if importlib.util.find_spec("triton") is not None:
+if why_no_triton() is None:
     from cs336sys.kernels.attention import native_call
     from cs336sys.kernels.attention.operators import FlashAttentionTriton, triton_attention, triton_attention_backward
 else:
     native_call = None  # type: ignore[assignment]  # it translates what Triton compiled
 
     def triton_attention(*arguments: object) -> torch.Tensor:  # type: ignore[misc]  # whatever it is given, it refuses
-        raise CapabilityError("implementations 'triton' and 'hopper' need the package triton, which is not installed")
+        raise CapabilityError(f"implementations 'triton' and 'hopper' need {why_no_triton()}")
 
     triton_attention_backward = triton_attention  # type: ignore[assignment]  # likewise
 
@@ -46,6 +55,8 @@ def flash_attention(
     is_causal: bool = ...,
     *,
     window: int | None = ...,
+    scale: float | None = ...,
+    causal_alignment: str = ...,
     deterministic: bool = ...,
     return_logsumexp: Literal[False] = ...,
     implementation: str = ...,
@@ -61,6 +72,8 @@ def flash_attention(
     is_causal: bool = ...,
     *,
     window: int | None = ...,
+    scale: float | None = ...,
+    causal_alignment: str = ...,
     deterministic: bool = ...,
     return_logsumexp: Literal[True],
     implementation: str = ...,
@@ -75,12 +88,14 @@ def flash_attention(
     is_causal: bool = False,
     *,
     window: int | None = None,
+    scale: float | None = None,
+    causal_alignment: str = "start",
     deterministic: bool = False,
     return_logsumexp: bool = False,
     implementation: str = "auto",
     float32_precision: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention O = softmax(Q K^T / sqrt(D)) V in memory linear in the sequence, forward and backward.
+    """Softmax attention O = softmax(scale Q K^T) V in memory linear in the sequence, forward and backward.
 
     FlashAttention-2 (Dao, 2023; handout, section on FlashAttention-2). Differentiable once in query, key and value,
     except for "reference", which is differentiable any number of times. Under ``torch.autocast`` the inputs are cast to
@@ -93,12 +108,17 @@ def flash_attention(
         key: (..., H_kv, S_k, D) with the dtype and device of ``query``, and with its leading dimensions but for the
             number of heads: H_kv divides H (grouped-query attention, Ainslie et al., 2023). Query head h reads key head
             h // (H / H_kv), without a copy, and the gradients of key and value are sums over its group.
-        value: (..., H_kv, S_k, D).
+        value: (..., H_kv, S_k, D). Without keys (S_k = 0) the output is 0, as in torch.
         is_causal: query i sees the keys j <= i, counted from the first of each as in
             ``torch.nn.functional.scaled_dot_product_attention``: with S_q > S_k the queries from S_k on see all keys,
             with S_q < S_k no query sees the keys from S_q on.
         window: with is_causal, query i sees the keys i - window < j <= i (sliding window attention); work grows with
             S_q * window. With S_q >= S_k + window the last queries see no key: their output is 0.
+        scale: what the scores Q K^T are multiplied by, any finite number; None is 1 / sqrt(D).
+        causal_alignment: of is_causal and window: "start", as above, or "end", where the last query and the last key
+            are at the same position, as in FlashAttention and ``torch.nn.attention.bias.causal_lower_right``: query i
+            is at position i + S_k - S_q (chunked prefill). With S_q > S_k the first queries see no key. "hopper" has
+            "end" only where S_q = S_k; "auto" then takes "triton".
         deterministic: gradients equal from run to run to the last bit, as also under
             ``torch.use_deterministic_algorithms``; costs speed in "triton" and "hopper", the others always are.
         return_logsumexp: return the logsumexp of each query's scores as well.
@@ -115,22 +135,42 @@ def flash_attention(
         that sees no key.
 
     Raises:
-        ValueError: shapes or devices do not fit together, D > 256, no keys; as :class:`UsageError` an implementation,
-            precision or window that does not exist.
+        ValueError: shapes or devices do not fit together, D > 256; as :class:`UsageError` an implementation,
+            precision, window, scale or alignment that does not exist.
         TypeError: dtypes differ or are not supported, the window is no whole number.
         CapabilityError: the implementation does not run on this machine or cannot do this; the message says why.
-        RuntimeError: it is differentiated twice, or transformed by ``torch.func``.
+        RuntimeError: it is differentiated twice or in forward mode, or transformed by ``torch.func``.
     """
     query, key, value = _autocast(query, key, value)
     implementation = _chosen(implementation, query, float32_precision)
-    if implementation == "tiled":
-        return FlashAttentionTorch.apply(query, key, value, is_causal, window, return_logsumexp)
     if implementation == "reference":
         # In float32, because the logsumexp of half precision scores has their few digits.
         dtype = torch.promote_types(query.dtype, torch.float32) if return_logsumexp else None
-        out, logsumexp = reference_attention(query, key, value, is_causal, window=window, compute_dtype=dtype)
+        out, logsumexp = reference_attention(
+            query,
+            key,
+            value,
+            is_causal,
+            window=window,
+            scale=scale,
+            causal_alignment=causal_alignment,
+            compute_dtype=dtype,
+        )
         return (out.to(query.dtype), logsumexp.detach()) if return_logsumexp else out
-    options = is_causal, float32_precision or FLOAT32_PRECISIONS[0], deterministic, implementation, window
+    refuse_transforms("flash_attention", "take implementation 'reference' there", query, key, value)
+    if implementation == "tiled":
+        return FlashAttentionTorch.apply(
+            query, key, value, is_causal, window, return_logsumexp, scale, causal_alignment
+        )
+    precision = float32_precision or FLOAT32_PRECISIONS[0]
+    check_scale(scale)
+    if scale is not None and scale <= 0:
+        # The kernels take the maximum of the scores before they scale them.
+        query, scale = query * (-1 if scale else 0), -scale or 1.0
+    aligned_at_end = causal_alignment != CAUSAL_ALIGNMENTS[0] and is_aligned_at_end(
+        causal_alignment, is_causal, query, key
+    )
+    options = is_causal, precision, deterministic, implementation, window, scale, aligned_at_end
     return triton_attention(query, key, value, options, return_logsumexp)
 
 
@@ -144,6 +184,8 @@ def flash_attention_backward(
     is_causal: bool = False,
     *,
     window: int | None = None,
+    scale: float | None = None,
+    causal_alignment: str = "start",
     deterministic: bool = False,
     implementation: str = "auto",
     float32_precision: str | None = None,
@@ -169,8 +211,9 @@ def flash_attention_backward(
         grad_out: (..., H, S_q, D), the gradient of the whole output, of the inputs' dtype.
         logsumexp: (..., H, S_q), natural, over the keys of all blocks; -inf for a query that sees none.
         delta: (..., H, S_q), D = rowsum(dO * O) of the whole output (FlashAttention-2, algorithm 2).
-        is_causal, window, deterministic, implementation, float32_precision: as in :func:`flash_attention`, positions
-            counted from the first query and the first key given here. In ring attention a block before the queries' own
+        is_causal, window, scale, causal_alignment, deterministic, implementation, float32_precision: as in
+            :func:`flash_attention`, positions counted in the queries and keys given here; "triton" and "hopper" take a
+            scale greater than 0. In ring attention a block before the queries' own
             is seen in full, the own one causally, and later ones not at all.
 
     Returns:
@@ -182,17 +225,20 @@ def flash_attention_backward(
     """
     implementation = _chosen(implementation, query, float32_precision)
     check_attention_inputs(query, key, value, for_kernel=implementation in ("auto", "triton", "hopper"))
-    check_window(window, is_causal)
+    check_mask(window, is_causal)
     check_row_statistics(query, grad_out, logsumexp, delta)
     dtype = torch.promote_types(query.dtype, torch.float32)
     logsumexp, delta = logsumexp.to(dtype), delta.to(dtype)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         if implementation in ("tiled", "reference"):
             # "reference" is a single tile.
-            tile = (max(1, query.shape[-2]), key.shape[-2]) if implementation == "reference" else None
-            grads = tiled_backward(query, key, value, logsumexp, grad_out, delta, is_causal, window, tile)
+            tile = (max(1, query.shape[-2]), max(1, key.shape[-2])) if implementation == "reference" else None
+            rule = describe_scores(query, key, value, is_causal, window, scale, causal_alignment)
+            grads = tiled_backward(query, key, value, logsumexp, grad_out, delta, rule, tile)
         else:
-            options = is_causal, float32_precision or FLOAT32_PRECISIONS[0], deterministic, implementation, window
+            precision = float32_precision or FLOAT32_PRECISIONS[0]
+            aligned_at_end = is_aligned_at_end(causal_alignment, is_causal, query, key)
+            options = is_causal, precision, deterministic, implementation, window, scale, aligned_at_end
             grads = triton_attention_backward(query, key, value, grad_out, logsumexp, delta, options)
     grad_query, grad_key, grad_value = grads
     return grad_query, grad_key, grad_value

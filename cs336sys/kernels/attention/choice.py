@@ -17,7 +17,8 @@ from cs336sys.kernels.attention.problem import (
     Operand,
     Options,
     check_attention_inputs,
-    check_window,
+    check_mask,
+    check_scale,
     make_problem,
 )
 from cs336sys.kernels.attention.triton.forward import forward_kernel
@@ -37,9 +38,14 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: 
         TypeError: dtypes differ or are not supported.
         CapabilityError: the device, or the backend that is asked for, cannot compute it.
     """
-    is_causal, float32_precision, _, kernels, window = options
+    is_causal, float32_precision, _, kernels, window, scale, aligned_at_end = options
     check_attention_inputs(query, key, value)
-    check_window(window, is_causal)
+    check_mask(window, is_causal, aligned_at_end)
+    check_scale(scale)
+    if scale is not None and scale <= 0:
+        raise UsageError(
+            f"scale {scale} is not positive, as attention kernels {kernels!r} need it: multiply the query by its sign"
+        )
     if kernels not in KERNELS:
         raise UsageError(f"attention kernels {kernels!r} do not exist: choose one of {', '.join(KERNELS)}")
     if float32_precision not in FLOAT32_PRECISIONS:
@@ -47,6 +53,8 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: 
             f"float32_precision {float32_precision!r} does not exist: choose one of {', '.join(FLOAT32_PRECISIONS)}"
         )
     reason = settings.why_unavailable(query) if kernels == "hopper" else _why_unavailable(query)
+    if kernels == "hopper" and aligned_at_end:
+        reason = "implementation 'hopper' has no causal_alignment 'end' for other lengths: choose 'triton' or 'auto'"
     if reason is not None:
         raise CapabilityError(reason)
 
@@ -73,7 +81,7 @@ def _takes_hopper(
 ) -> bool:
     if kernels != "auto":
         return kernels == "hopper"
-    return settings.why_unavailable(query) is None and is_faster(problem)
+    return problem.diagonal == 0 and settings.why_unavailable(query) is None and is_faster(problem)
 
 
 def forward_plan(tensors: Sequence[torch.Tensor], options: AttentionOptions) -> Plan:

@@ -275,10 +275,13 @@ struct Options {
 std::vector<Options> all_options;
 
 using Window = std::optional<int64_t>;
+using Scale = std::optional<double>;
 
+// -1 for what only Python computes.
 int64_t number_of(
-    bool is_causal, std::string_view float32_precision, bool deterministic, std::string_view kernels, Window window) {
-  if (window && *window < 1) return -1;
+    bool is_causal, std::string_view float32_precision, bool deterministic, std::string_view kernels, Window window,
+    Scale scale, bool aligned_at_end) {
+  if ((window && *window < 1) || scale || aligned_at_end) return -1;
   for (size_t number = 0; number < all_options.size(); ++number) {
     const auto& one = all_options[number];
     const bool same = one.is_causal == is_causal && one.deterministic == deterministic && one.kernels == kernels;
@@ -294,7 +297,7 @@ PyObject* python_node_backward = nullptr;
 
 Tensors call_python(
     PyObject* function, const Tensors& tensors, bool is_causal, std::string_view float32_precision, bool deterministic,
-    std::string_view kernels, Window window) {
+    std::string_view kernels, Window window, Scale scale = {}, bool aligned_at_end = false) {
   const py::gil_scoped_acquire gil;
   py::list arguments;
   for (const auto& tensor : tensors) arguments.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)));
@@ -303,6 +306,8 @@ Tensors call_python(
   arguments.append(deterministic);
   arguments.append(kernels);
   arguments.append(window);
+  arguments.append(scale);
+  arguments.append(aligned_at_end);
   const auto results = py::reinterpret_steal<py::object>(PyObject_CallObject(function, py::tuple(arguments).ptr()));
   if (!results) {
     python_error error;
@@ -368,11 +373,13 @@ std::optional<Tensors> run_forward(const Tensors& inputs, int64_t options) {
 // The operators as torch.compile's code calls them.
 std::tuple<Tensor, Tensor> forward_operator(
     const Tensor& query, const Tensor& key, const Tensor& value, bool is_causal, std::string_view float32_precision,
-    bool deterministic, std::string_view kernels, Window window) {
+    bool deterministic, std::string_view kernels, Window window, Scale scale, bool aligned_at_end) {
   const Tensors inputs{query, key, value};
-  auto results = run_forward(inputs, number_of(is_causal, float32_precision, deterministic, kernels, window));
+  auto results = run_forward(
+      inputs, number_of(is_causal, float32_precision, deterministic, kernels, window, scale, aligned_at_end));
   if (!results) {
-    results = call_python(python_forward, inputs, is_causal, float32_precision, deterministic, kernels, window);
+    results = call_python(
+        python_forward, inputs, is_causal, float32_precision, deterministic, kernels, window, scale, aligned_at_end);
   }
   return {results->at(0), results->at(1)};
 }
@@ -380,11 +387,13 @@ std::tuple<Tensor, Tensor> forward_operator(
 std::tuple<Tensor, Tensor, Tensor> backward_operator(
     const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& logsumexp,
     const Tensor& grad_out, bool is_causal, std::string_view float32_precision, bool deterministic,
-    std::string_view kernels, Window window) {
+    std::string_view kernels, Window window, Scale scale, bool aligned_at_end) {
   const Tensors tensors{query, key, value, out, logsumexp, grad_out};
-  auto results = run_backward(tensors, number_of(is_causal, float32_precision, deterministic, kernels, window));
+  auto results = run_backward(
+      tensors, number_of(is_causal, float32_precision, deterministic, kernels, window, scale, aligned_at_end));
   if (!results) {
-    results = call_python(python_backward, tensors, is_causal, float32_precision, deterministic, kernels, window);
+    results = call_python(
+        python_backward, tensors, is_causal, float32_precision, deterministic, kernels, window, scale, aligned_at_end);
   }
   return {results->at(0), results->at(1), results->at(2)};
 }

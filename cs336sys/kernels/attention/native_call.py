@@ -132,8 +132,8 @@ class Library:
                 the gradients of query, key and value.
             node_backward: what autograd's node calls instead, outside of the operators.
             options: all there are, each (is_causal, float32_precision, deterministic, kernels); a plan is for one of
-                them, named by its index, to which a window adds their number times its keys. A window is the last
-                argument of all three functions.
+                them, named by its index, to which a window adds their number times its keys. A window, a scale and the
+                causal mask's alignment are the last arguments of all three functions.
         """
         if self._module is not None or self._is_off:
             return self._module

@@ -3,6 +3,7 @@
 Which kernels compute it is decided in :mod:`cs336sys.kernels.attention.choice`, once for tensors of a signature.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +23,8 @@ from cs336sys.kernels.attention.problem import (
     Operand,
     Options,
     check_attention_inputs,
-    check_window,
+    check_mask,
+    check_scale,
 )
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import needs_operators
@@ -42,7 +44,9 @@ _native: ModuleType | None = None
 
 
 def _number_of(options: Options) -> int:
-    number, window = _option_numbers.get(options[:4], UNKNOWN_OPTIONS), options[4]
+    number, (window, scale, aligned_at_end) = _option_numbers.get(options[:4], UNKNOWN_OPTIONS), options[4:]
+    if scale is not None or aligned_at_end:
+        return UNKNOWN_OPTIONS
     # What no plan can be for must not look like other options.
     if window is None or number < 0:
         return number
@@ -102,7 +106,7 @@ def _tell_native(add: str, plan: Plan, tensors: Sequence[torch.Tensor], options:
     if _native is None:
         _native = native_call.library.load(_compute_forward, _compute_backward, _backward_of_node, OPTIONS)
     number = _number_of(options)
-    if _native is None or number in plan.told_native:
+    if _native is None or number == UNKNOWN_OPTIONS or number in plan.told_native:
         return
     plan.told_native.add(number)
     native_plan = native_call.translate(_native, plan)
@@ -130,12 +134,11 @@ def _forward(
         results = _native.forward([query, key, value], _number_of(options))
         if results is not None:
             return results
-    is_causal, float32_precision, _, kernels, window = options
     signature = (
         query.shape, query.stride(), query.dtype, query.device, query.data_ptr() % 16,
         key.shape, key.stride(), key.dtype, key.get_device(), key.data_ptr() % 16,
         value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() % 16,
-        is_causal, float32_precision, kernels, window,
+        options,
     )  # fmt: skip
     plan = _plans.get(signature)
     if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
@@ -150,9 +153,9 @@ def _forward(
         return out.to(torch.bfloat16), logsumexp
     out = _empty_result(query)
     logsumexp = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-    if out.numel() == 0:
-        return out, logsumexp
-    tensors = *(_kernel_view(tensor, kernels) for tensor in (query, key, value)), out
+    if out.numel() == 0 or key.numel() == 0:
+        return out.zero_(), logsumexp.fill_(-math.inf)
+    tensors = *(_kernel_view(tensor, options[3]) for tensor in (query, key, value)), out
     if out.dim() > 4:
         tensors = *tensors[:3], out.view(-1, *out.shape[-3:])
     if plan is None:
@@ -185,14 +188,15 @@ def _backward(
         grads = _native.backward(given, _number_of(options))
         if grads is not None:
             return grads
-    is_causal, float32_precision, deterministic, kernels, window = options
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    chosen = AttentionOptions(*options)
+    if torch.are_deterministic_algorithms_enabled():
+        chosen = chosen._replace(deterministic=True)
     # Query, key and value were checked by forward; the output and the logsumexp are its own. But the strides may be
     # others: whatever keeps tensors for backward may give copies back.
     signature = (
-        query.shape, key.shape, query.dtype, query.device, is_causal, float32_precision, kernels, window,
+        query.shape, key.shape, query.dtype, query.device, chosen,
         query.stride(), query.data_ptr() % 16, key.stride(), key.data_ptr() % 16, value.stride(), value.data_ptr() % 16,
-        out.stride(), out.data_ptr() % 16, grad_out.stride(), grad_out.data_ptr() % 16, deterministic,
+        out.stride(), out.data_ptr() % 16, grad_out.stride(), grad_out.data_ptr() % 16,
     )  # fmt: skip
     plan = _plans.get(signature)
     if plan is not None and plan.is_direct and query.get_device() == torch._C._cuda_getDevice():
@@ -206,14 +210,13 @@ def _backward(
         grads = _backward(query, key, value, out, logsumexp, grad_out, options)
         return [grad.to(torch.bfloat16) for grad in grads]
     grads = [_empty_result(tensor) for tensor in (query, key, value)]
-    if query.numel() == 0:
+    if query.numel() == 0 or key.numel() == 0:
         return [grad.zero_() for grad in grads]
-    tensors = [_kernel_view(tensor, kernels) for tensor in (query, key, value, out, grad_out)]
+    tensors = [_kernel_view(tensor, chosen.kernels) for tensor in (query, key, value, out, grad_out)]
     if out.dim() < query.dim():
         tensors[3] = _statistic(out)
     kernel_grads = grads if query.dim() <= 4 else [grad.view(-1, *grad.shape[-3:]) for grad in grads]
     if plan is None:
-        chosen = AttentionOptions(is_causal, float32_precision, deterministic, kernels, window)
         plan = backward_plan(tensors, kernel_grads, chosen)
         all_given = query, key, value, out, grad_out, *grads
         _remember(signature, plan, all_given, (*tensors, *kernel_grads), grads)
@@ -226,7 +229,10 @@ def _backward(
 
 # torch.library.custom_op would do the same and take 7.5 us a call in place of 2.1.
 _operators = torch.library.Library("cs336sys", "DEF")
-_OPTIONS = "bool is_causal, str float32_precision, bool deterministic, str kernels, int? window=None"
+_OPTIONS = (
+    "bool is_causal, str float32_precision, bool deterministic, str kernels, int? window=None, float? scale=None, "
+    "bool aligned_at_end=False"
+)
 
 
 def _define(name: str, arguments: str, results: str, function: Callable, fake: Callable) -> Callable:
@@ -238,17 +244,9 @@ def _define(name: str, arguments: str, results: str, function: Callable, fake: C
 
 
 def _compute_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    is_causal: bool,
-    float32_precision: str,
-    deterministic: bool,
-    kernels: str,
-    window: int | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = is_causal, float32_precision, deterministic, kernels, window
-    out, logsumexp = _forward(query, key, value, options)
+    out, logsumexp = _forward(query, key, value, (*AttentionOptions(*options),))
     return out, logsumexp
 
 
@@ -259,19 +257,16 @@ def _compute_backward(
     out: torch.Tensor,
     logsumexp: torch.Tensor,
     grad_out: torch.Tensor,
-    is_causal: bool,
-    float32_precision: str,
-    deterministic: bool,
-    kernels: str,
-    window: int | None = None,
+    *options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    options = is_causal, float32_precision, deterministic, kernels, window
-    return tuple(_backward(query, key, value, out, logsumexp, grad_out, options))
+    return tuple(_backward(query, key, value, out, logsumexp, grad_out, (*AttentionOptions(*options),)))
 
 
-def _fake_forward(query, key, value, is_causal, float32_precision, deterministic, kernels, window=None):
+def _fake_forward(query, key, value, *arguments):
+    options = AttentionOptions(*arguments)
     check_attention_inputs(query, key, value)
-    check_window(window, is_causal)
+    check_mask(options.window, options.is_causal, options.aligned_at_end)
+    check_scale(options.scale)
     return _empty_result(query), torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
 
 
@@ -301,7 +296,7 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torc
 
 
 def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_logsumexp: torch.Tensor) -> tuple:
-    return *_backward_operator(*ctx.saved_tensors, grad_out, *ctx.options), None, None, None, None, None
+    return *_backward_operator(*ctx.saved_tensors, grad_out, *ctx.options), *(None,) * len(ctx.options)
 
 
 torch.library.register_autograd(
@@ -311,20 +306,20 @@ torch.library.register_autograd(
 
 @register_flop_formula(torch.ops.cs336sys.flash_attention_forward)
 def forward_flops(
-    query_shape: torch.Size,
-    key_shape: torch.Size,
-    value_shape: torch.Size,
-    is_causal: bool,
-    float32_precision: str = FLOAT32_PRECISIONS[0],
-    deterministic: bool = False,
-    kernels: str = "triton",
-    window: int | None = None,
-    **kwargs,
+    query_shape: torch.Size, key_shape: torch.Size, value_shape: torch.Size, *arguments: Any, **kwargs: Any
 ) -> int:
     """FLOPs of attention forward, as :func:`cs336sys.accounting.flops.attention_flops` counts them."""
-    num_sequences, (num_queries, head_dim) = math.prod(query_shape[:-2]), query_shape[-2:]
-    shape = num_sequences, 1, num_queries, key_shape[-2], head_dim
-    return attention_flops(*shape, causal=is_causal, window=window, backward=False)
+    options = AttentionOptions(*arguments)
+    num_sequences, (num_queries, head_dim), num_keys = math.prod(query_shape[:-2]), query_shape[-2:], key_shape[-2]
+    count = functools.partial(
+        attention_flops, num_sequences, 1, head_dim=head_dim, causal=options.is_causal, window=options.window,
+        backward=False,
+    )  # fmt: skip
+    if not options.aligned_at_end:
+        return count(num_queries, num_keys)
+    # Of a square of all keys, the last rows.
+    earlier = max(0, num_keys - num_queries)
+    return count(num_keys, num_keys) - count(earlier, earlier)
 
 
 @register_flop_formula(torch.ops.cs336sys.flash_attention_backward)
@@ -360,7 +355,8 @@ class FlashAttentionTriton(torch.autograd.Function):
             ``torch.use_deterministic_algorithms`` does the same.
         kernels: "triton" (plain Triton), "hopper" (warp-specialised, for H100 and H200 in float16 and bfloat16 with
             D 16, 32, 64, 128 or 256, without window) or "auto" (for either pass what was measured to be faster).
-        window: if causal, query i sees only the last so many keys, i - window < j <= i.
+        window, scale, aligned_at_end: as of :func:`cs336sys.kernels.attention.flash_attention`, where the last is
+            ``causal_alignment="end"``.
         return_logsumexp: return the logsumexp as well.
 
     Returns:
@@ -386,9 +382,11 @@ class FlashAttentionTriton(torch.autograd.Function):
         deterministic: bool = False,
         kernels: str = "triton",
         window: int | None = None,
+        scale: float | None = None,
+        aligned_at_end: bool = False,
         return_logsumexp: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        ctx.options = is_causal, float32_precision, deterministic, kernels, window
+        ctx.options = is_causal, float32_precision, deterministic, kernels, window, scale, aligned_at_end
         if needs_operators(query):
             out, logsumexp = _forward_operator(query, key, value, *ctx.options)
         else:
@@ -407,7 +405,7 @@ class FlashAttentionTriton(torch.autograd.Function):
             grads = _backward_operator(query, key, value, out, logsumexp, grad_out, *ctx.options)
         else:
             grads = _backward(query, key, value, out, logsumexp, grad_out, ctx.options)
-        return *grads, None, None, None, None, None, None
+        return *grads, *(None,) * (1 + len(ctx.options))
 
 
 def triton_attention(
@@ -421,11 +419,6 @@ def triton_attention(
     if torch.compiler.is_compiling():
         out, logsumexp = _forward_operator(query, key, value, *options)
         return (out, logsumexp.detach()) if return_logsumexp else out
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "FlashAttentionTriton cannot be transformed by torch.func (grad, vmap, jvp, ...): "
-            "take implementation 'reference' there"
-        )
     # The C++ makes no node with two results; the launches behind FlashAttentionTriton are its own all the same.
     if _native is not None and not return_logsumexp:
         out = _native.attend(query, key, value, _number_of(options))

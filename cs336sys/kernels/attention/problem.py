@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -24,9 +24,13 @@ class AttentionOptions(NamedTuple):
     deterministic: bool = False
     kernels: str = "triton"
     window: int | None = None
+    scale: float | None = None
+    aligned_at_end: bool = False
 
 
-Options = tuple[bool, str, bool, str, int | None]
+Options = tuple[bool, str, bool, str, int | None, float | None, bool]
+
+CAUSAL_ALIGNMENTS = ("start", "end")
 
 
 # What is asked of the kernels: shapes, dtype, strides and GPU, on which every choice of settings depends.
@@ -39,7 +43,8 @@ class AttentionProblem:
     ``num_sequences`` are heads of queries, of which ``group_size`` side by side share a head of keys and values.
     ``window``: a query sees the keys up to its own, and of these so many; None for all. ``capability`` is the GPU's
     compute capability, None in the interpreter. ``tma_allowed``: the GPU has TMA and the shared memory for its tiles,
-    and strides and alignment let TMA descriptors address the tensors.
+    and strides and alignment let TMA descriptors address the tensors. ``diagonal``: under a causal mask query i sees no
+    key behind i + diagonal. ``scale`` multiplies the scores, and decides nothing.
     """
 
     head_dim: int
@@ -54,6 +59,8 @@ class AttentionProblem:
     tma_allowed: bool
     group_size: int = 1
     window: int | None = None
+    diagonal: int = 0
+    scale: float = field(default=1.0, compare=False)
 
     @property
     def num_key_sequences(self) -> int:
@@ -93,6 +100,7 @@ def make_problem(
     """The problem of these tensors; ``operands``: what the kernels would read or write by TMA if it is allowed."""
     num_sequences = math.prod(query.shape[:-2])
     num_queries, num_keys = query.shape[-2], key.shape[-2]
+    diagonal = num_keys - num_queries if options.aligned_at_end else 0
     capability, num_multiprocessors = None, 1
     if query.is_cuda:
         properties = torch.cuda.get_device_properties(query.device)
@@ -113,8 +121,15 @@ def make_problem(
         tma_allowed=fits_tma and has_hopper_shared_memory(capability),
         group_size=group_size(query, key),
         # A window of all keys masks nothing.
-        window=options.window if options.window is not None and options.window < num_queries else None,
+        window=options.window if options.window is not None and options.window < num_queries + diagonal else None,
+        diagonal=diagonal,
+        scale=score_scale(query, options.scale),
     )
+
+
+def score_scale(query: torch.Tensor, scale: float | None) -> float:
+    """Return what scores are multiplied by: 1 / sqrt(D) by default."""
+    return 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
 def has_hopper_shared_memory(capability: tuple[int, int] | None) -> bool:
@@ -139,12 +154,12 @@ def check_attention_inputs(
     """Refuses, in one sentence, tensors that are not query (..., S_q, D) and key and value (..., S_k, D).
 
     With (batch, heads) in front, keys and values may have fewer heads, a number that divides the query's. No queries
-    (S_q = 0) and empty leading dimensions are accepted. Kernels take float32, float16 and bfloat16 and D <= 256; with
-    ``for_kernel=False`` any floating dtype and any D >= 1 pass.
+    (S_q = 0), no keys and empty leading dimensions are accepted. Kernels take float32, float16 and bfloat16 and
+    D <= 256; with ``for_kernel=False`` any floating dtype and any D >= 1 pass.
 
     Raises:
         ValueError: fewer than two dimensions, leading dimensions, key lengths or head dimensions that differ, numbers
-            of heads that do not divide, no keys, a head dimension out of range, or several devices.
+            of heads that do not divide, a head dimension out of range, or several devices.
         TypeError: a dtype that is not supported, or several dtypes.
     """
     query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
@@ -168,8 +183,6 @@ def check_attention_inputs(
         )
     if key_shape != value_shape:
         raise ValueError(f"key and value must have the same sequence length, got {key_shape[-2]} and {value_shape[-2]}")
-    if key_shape[-2] == 0:
-        raise ValueError("key and value have sequence length 0: attention needs at least 1 key")
     if head_dim == 0:
         raise ValueError("the head dimension is 0: it must be at least 1")
     if for_kernel and head_dim > KERNEL_MAX_HEAD_DIM:
@@ -202,13 +215,15 @@ def _are_grouped(query_shape: torch.Size, key_shape: torch.Size, value_shape: to
     return True
 
 
-def check_window(window: int | None, is_causal: bool) -> None:
-    """Refuses, in one sentence, what is no width of a sliding window.
+def check_mask(window: int | None, is_causal: bool, aligned_at_end: bool = False) -> None:
+    """Refuses, in one sentence, what is no width of a sliding window, and options of a causal mask without one.
 
     Raises:
-        TypeError: it is no whole number.
+        TypeError: the window is no whole number.
         UsageError: it is less than 1, or the attention is not causal.
     """
+    if aligned_at_end and not is_causal:
+        raise UsageError("causal_alignment 'end' needs is_causal=True: it shifts the causal mask")
     if window is None:
         return
     if not isinstance(window, int) or isinstance(window, bool):
@@ -217,6 +232,40 @@ def check_window(window: int | None, is_causal: bool) -> None:
         raise UsageError(f"window {window} is too small: choose at least 1, the query's own key, or None for all keys")
     if not is_causal:
         raise UsageError(f"window {window} needs is_causal=True: it counts the keys back from the query's own")
+
+
+def is_aligned_at_end(causal_alignment: str, is_causal: bool, query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Return whether the causal mask is another than that aligned at the start.
+
+    Raises:
+        UsageError: the alignment does not exist, or the attention is not causal.
+    """
+    if causal_alignment not in CAUSAL_ALIGNMENTS:
+        raise UsageError(
+            f"causal_alignment {causal_alignment!r} does not exist: choose one of {', '.join(CAUSAL_ALIGNMENTS)}"
+        )
+    aligned_at_end = causal_alignment == CAUSAL_ALIGNMENTS[1]
+    check_mask(None, is_causal, aligned_at_end)
+    return aligned_at_end and query.dim() > 1 < key.dim() and query.shape[-2] != key.shape[-2]
+
+
+def check_scale(scale: float | None) -> None:
+    """Refuses, in one sentence, what scores cannot be multiplied by.
+
+    Raises:
+        TypeError: it is no number.
+        UsageError: it is not finite.
+    """
+    if scale is None:
+        return
+    if not isinstance(scale, (int, float, torch.SymFloat)) or isinstance(scale, bool):
+        raise TypeError(
+            f"scale {scale!r} is no number: choose what the scores are multiplied by, or None for 1/sqrt(D)"
+        )
+    if not math.isfinite(scale):
+        raise UsageError(
+            f"scale {scale} is not finite: choose what the scores are multiplied by, or None for 1/sqrt(D)"
+        )
 
 
 def check_row_statistics(

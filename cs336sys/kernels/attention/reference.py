@@ -3,12 +3,61 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from cs336sys.kernels.attention.problem import check_attention_inputs, check_window, group_size
+from cs336sys.kernels.attention.problem import (
+    check_attention_inputs,
+    check_mask,
+    check_scale,
+    group_size,
+    is_aligned_at_end,
+    score_scale,
+)
 from cs336sys.kernels.autograd import once_differentiable
+
+
+class Scores(NamedTuple):
+    """How scores are computed: scale Q K^T, of which query i sees those of keys j with i + diagonal - window < j and
+    j <= i + diagonal.
+    """
+
+    scale: float
+    is_causal: bool
+    window: int | None
+    diagonal: int
+
+    def hide(self, scores: torch.Tensor, first_query: int, first_key: int, num_queries: int) -> None:
+        """Overwrite a tile (..., G queries, keys) of scores that a query does not see, of G heads below each other."""
+        if not self.is_causal:
+            return
+        last_keys = torch.arange(num_queries, device=scores.device)[:, None] + (first_query + self.diagonal)
+        keys = torch.arange(first_key, first_key + scores.shape[-1], device=scores.device)
+        invisible = keys > last_keys
+        if self.window is not None:
+            invisible |= keys <= last_keys - self.window
+        group = scores.shape[-2] // max(1, num_queries)
+        scores.masked_fill_(invisible if group == 1 else invisible.repeat(group, 1), -math.inf)
+
+
+def describe_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    is_causal: bool,
+    window: int | None,
+    scale: float | None = None,
+    causal_alignment: str = "start",
+) -> Scores:
+    """Check a call of attention in PyTorch, whose arguments are those of :func:`reference_attention`."""
+    check_attention_inputs(query, key, value, for_kernel=False)
+    check_mask(window, is_causal)
+    check_scale(scale)
+    aligned_at_end = is_aligned_at_end(causal_alignment, is_causal, query, key)
+    diagonal = key.shape[-2] - query.shape[-2] if aligned_at_end else 0
+    return Scores(score_scale(query, scale), is_causal, window, diagonal)
+
 
 # Attention in plain PyTorch: the ground truth of the tests, and the baseline that the kernels are measured against.
 #
@@ -39,9 +88,8 @@ def plain_attention(
         ValueError: shapes or devices do not fit together.
         TypeError: dtypes differ or are not floating.
     """
-    check_attention_inputs(query, key, value, for_kernel=False)
-    check_window(window, is_causal)
-    out = torch.softmax(_scores(query, key, is_causal, window), dim=-1) @ value
+    rule = describe_scores(query, key, value, is_causal, window)
+    out = torch.softmax(_scores(query, key, rule), dim=-1) @ value
     return _heads_apart(out, query.shape)
 
 
@@ -52,6 +100,8 @@ def reference_attention(
     is_causal: bool = False,
     *,
     window: int | None = None,
+    scale: float | None = None,
+    causal_alignment: str = "start",
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention with the logsumexp of its scores, differentiable by autograd any number of times.
@@ -61,6 +111,7 @@ def reference_attention(
 
     Args:
         query, key, value, is_causal, window: as in :func:`plain_attention`.
+        scale, causal_alignment: as in :func:`cs336sys.kernels.attention.flash_attention`.
         compute_dtype: what the inputs are converted to first; ``torch.float64`` gives the ground truth.
 
     Returns:
@@ -69,11 +120,10 @@ def reference_attention(
     Raises:
         ValueError, TypeError: as in :func:`plain_attention`.
     """
-    check_attention_inputs(query, key, value, for_kernel=False)
-    check_window(window, is_causal)
+    rule = describe_scores(query, key, value, is_causal, window, scale, causal_alignment)
     if compute_dtype is not None:
         query, key, value = query.to(compute_dtype), key.to(compute_dtype), value.to(compute_dtype)
-    scores = _scores(query, key, is_causal, window)
+    scores = _scores(query, key, rule)
     logsumexp = torch.logsumexp(scores, dim=-1)
     # Filled before softmax as well as after it, or the gradient of such a row would be 0 * NaN.
     sees_nothing = (logsumexp == -math.inf).unsqueeze(-1)
@@ -81,8 +131,8 @@ def reference_attention(
     return _heads_apart(probabilities @ value, query.shape), _heads_apart(logsumexp, query.shape[:-1])
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, is_causal: bool, window: int | None) -> torch.Tensor:
-    """Q K^T / sqrt(D) under its mask: (..., H, S_q, S_k), or with groups of G heads (..., H_kv, G S_q, S_k).
+def _scores(query: torch.Tensor, key: torch.Tensor, rule: Scores) -> torch.Tensor:
+    """scale Q K^T under its mask: (..., H, S_q, S_k), or with groups of G heads (..., H_kv, G S_q, S_k).
 
     The queries of a group stand below each other in one matrix, so that keys and values need no copies.
     """
@@ -90,16 +140,8 @@ def _scores(query: torch.Tensor, key: torch.Tensor, is_causal: bool, window: int
     if group != 1:
         query = query.reshape(*key.shape[:-2], group * num_queries, query.shape[-1])
     # Scaling the query costs S_q x D multiplications instead of S_q x S_k.
-    scores = (query / math.sqrt(query.shape[-1])) @ key.mT
-    if is_causal:
-        rows = torch.arange(num_queries, device=query.device)
-        if group != 1:
-            rows = rows.repeat(group)
-        columns = torch.arange(key.shape[-2], device=query.device)
-        invisible = columns > rows[:, None]
-        if window is not None:
-            invisible |= columns <= rows[:, None] - window
-        scores.masked_fill_(invisible, -math.inf)
+    scores = (query * rule.scale) @ key.mT
+    rule.hide(scores, 0, 0, num_queries)
     return scores
 
 
@@ -132,10 +174,10 @@ def _tiles(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _column_tiles(rows: slice, num_keys: int, size: int, is_causal: bool, window: int | None) -> list[slice]:
+def _column_tiles(rows: slice, num_keys: int, size: int, rule: Scores) -> list[slice]:
     """The tiles of the keys that some query of ``rows`` sees."""
-    first = 0 if window is None else max(0, rows.start - window + 1) // size * size
-    end = min(num_keys, rows.stop) if is_causal else num_keys
+    first = 0 if rule.window is None else max(0, rows.start + rule.diagonal - rule.window + 1) // size * size
+    end = min(num_keys, rows.stop + rule.diagonal) if rule.is_causal else num_keys
     return [slice(start, min(start + size, num_keys)) for start in range(first, end, size)]
 
 
@@ -145,25 +187,14 @@ def _finite(maximum: torch.Tensor) -> torch.Tensor:
 
 
 def _tile_scores(
-    scaled_query: torch.Tensor,
-    key: torch.Tensor,
-    rows: slice,
-    columns: slice,
-    is_causal: bool,
-    window: int | None,
+    scaled_query: torch.Tensor, key: torch.Tensor, rows: slice, columns: slice, rule: Scores
 ) -> torch.Tensor:
-    """One tile of Q K^T / sqrt(d), masked only if it crosses the diagonal or the far end of a window."""
+    """One tile of scale Q K^T, masked only if it crosses the diagonal or the far end of a window."""
     scores = _rows(scaled_query, rows) @ key[..., columns, :].mT
-    crosses_diagonal = is_causal and columns.stop - 1 > rows.start
-    crosses_window = window is not None and columns.start <= rows.stop - 1 - window
+    crosses_diagonal = columns.stop - 1 > rows.start + rule.diagonal
+    crosses_window = rule.window is not None and columns.start <= rows.stop - 1 + rule.diagonal - rule.window
     if crosses_diagonal or crosses_window:
-        query_index = torch.arange(rows.start, rows.stop, device=scores.device)[:, None]
-        key_index = torch.arange(columns.start, columns.stop, device=scores.device)
-        invisible = key_index > query_index
-        if window is not None and crosses_window:
-            invisible |= key_index <= query_index - window
-        group = scaled_query.shape[-3]
-        scores.masked_fill_(invisible if group == 1 else invisible.repeat(group, 1), -math.inf)
+        rule.hide(scores, rows.start, columns.start, rows.stop - rows.start)
     return scores
 
 
@@ -184,14 +215,14 @@ def _rows(grouped: torch.Tensor, rows: slice) -> torch.Tensor:
 
 
 def _tiled_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Algorithm 1: the output (..., S_q, D) in the inputs' dtype, and the logsumexp (..., S_q)."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     out = torch.empty_like(query)
     logsumexp = torch.empty(query.shape[:-1], dtype=dtype, device=query.device)
     grouped_out, grouped_logsumexp = _grouped(out, key), _grouped(logsumexp, key, dims=1)
-    query = _grouped(query.to(dtype) / math.sqrt(query.shape[-1]), key)
+    query = _grouped(query.to(dtype) * rule.scale, key)
     key, value = key.to(dtype), value.to(dtype)
     group = query.shape[-3]
     query_tile, key_tile = _tile_shape(query.device)
@@ -200,8 +231,8 @@ def _tiled_forward(
         out_tile = torch.zeros_like(_rows(query, rows))
         row_sum = torch.zeros_like(out_tile[..., :1])
         row_max = torch.full_like(row_sum, -math.inf)
-        for columns in _column_tiles(rows, key.shape[-2], key_tile, is_causal, window):
-            scores = _tile_scores(query, key, rows, columns, is_causal, window)
+        for columns in _column_tiles(rows, key.shape[-2], key_tile, rule):
+            scores = _tile_scores(query, key, rows, columns, rule)
             new_max = torch.maximum(row_max, scores.amax(dim=-1, keepdim=True))
             weights = torch.exp(scores - _finite(new_max))
             rescale = torch.exp(row_max - _finite(new_max))
@@ -222,13 +253,12 @@ def _backward_operands(
     logsumexp: torch.Tensor,
     grad_out: torch.Tensor,
     delta: torch.Tensor,
+    scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what equations 13 to 19 read, in the logsumexp's dtype: Q / sqrt(d), K, V, L, dO
-    and D.
-    """
+    """Return what equations 13 to 19 read, in the logsumexp's dtype: scale Q, K, V, L, dO and D."""
     dtype = logsumexp.dtype
     return (
-        _grouped(query.to(dtype) / math.sqrt(query.shape[-1]), key),
+        _grouped(query.to(dtype) * scale, key),
         key.to(dtype),
         value.to(dtype),
         _grouped(logsumexp.unsqueeze(-1), key),
@@ -251,17 +281,16 @@ def _gradients(
     delta: torch.Tensor,
     rows: slice,
     columns: slice,
-    is_causal: bool,
-    window: int | None,
+    rule: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what one tile of scores adds to the gradients of its queries, keys and values."""
     grad_out_tile = _rows(grad_out, rows)
-    scores = _tile_scores(scaled_query, key, rows, columns, is_causal, window)  # equation 13
+    scores = _tile_scores(scaled_query, key, rows, columns, rule)  # equation 13
     probabilities = torch.exp(scores - _finite(_rows(logsumexp, rows)))  # equation 14
     grad_value = probabilities.mT @ grad_out_tile  # equation 15
     grad_probabilities = grad_out_tile @ value[..., columns, :].mT  # equation 16
     grad_scores = probabilities * (grad_probabilities - _rows(delta, rows))  # equation 17
-    grad_query = grad_scores @ key[..., columns, :] / math.sqrt(key.shape[-1])  # equation 18
+    grad_query = grad_scores @ key[..., columns, :] * rule.scale  # equation 18
     grad_key = grad_scores.mT @ _rows(scaled_query, rows)  # equation 19
     return grad_query, grad_key, grad_value
 
@@ -273,12 +302,11 @@ def tiled_backward(
     logsumexp: torch.Tensor,
     grad_out: torch.Tensor,
     delta: torch.Tensor,
-    is_causal: bool,
-    window: int | None = None,
+    rule: Scores,
     tile: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Algorithm 2: the gradients of query, key and value, in the inputs' dtype; ``delta`` is D = rowsum(dO * O)."""
-    operands = _backward_operands(query, key, value, logsumexp, grad_out, delta)
+    operands = _backward_operands(query, key, value, logsumexp, grad_out, delta, rule.scale)
     grad_query, grad_key, grad_value = (
         torch.zeros(tensor.shape, dtype=logsumexp.dtype, device=tensor.device) for tensor in (query, key, value)
     )
@@ -286,8 +314,8 @@ def tiled_backward(
     group = grouped_grad_query.shape[-3]
     query_tile, key_tile = tile or _tile_shape(query.device)
     for rows in _tiles(query.shape[-2], query_tile):
-        for columns in _column_tiles(rows, key.shape[-2], key_tile, is_causal, window):
-            grad_query_tile, grad_key_tile, grad_value_tile = _gradients(*operands, rows, columns, is_causal, window)
+        for columns in _column_tiles(rows, key.shape[-2], key_tile, rule):
+            grad_query_tile, grad_key_tile, grad_value_tile = _gradients(*operands, rows, columns, rule)
             grouped_grad_query[..., rows, :] += grad_query_tile.unflatten(-2, (group, -1))
             grad_key[..., columns, :] += grad_key_tile
             grad_value[..., columns, :] += grad_value_tile
@@ -301,14 +329,13 @@ def _untiled_backward(
     out: torch.Tensor,
     logsumexp: torch.Tensor,
     grad_out: torch.Tensor,
-    is_causal: bool,
-    window: int | None,
+    rule: Scores,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of query, key and value from one tile that is the whole matrix."""
     delta = _output_products(out, logsumexp, grad_out)
-    operands = _backward_operands(query, key, value, logsumexp, grad_out, delta)
+    operands = _backward_operands(query, key, value, logsumexp, grad_out, delta, rule.scale)
     whole = slice(0, query.shape[-2]), slice(0, key.shape[-2])
-    grad_query, grad_key, grad_value = _gradients(*operands, *whole, is_causal, window)
+    grad_query, grad_key, grad_value = _gradients(*operands, *whole, rule)
     return tuple(gradient.to(query.dtype) for gradient in (grad_query.view(query.shape), grad_key, grad_value))
 
 
@@ -332,6 +359,7 @@ class FlashAttentionTorch(torch.autograd.Function):
             ``torch.nn.functional.scaled_dot_product_attention``; if S_q > S_k the later queries see all keys.
         window: if causal, only the last so many of them, i - window < j <= i; others are not computed.
         return_logsumexp: return the logsumexp as well.
+        scale, causal_alignment: as in :func:`cs336sys.kernels.attention.flash_attention`.
 
     Returns:
         (..., S_q, D), in the inputs' dtype. A query that sees no key, or whose scores are all -inf, gives zeros. With
@@ -353,13 +381,13 @@ class FlashAttentionTorch(torch.autograd.Function):
         is_causal: bool = False,
         window: int | None = None,
         return_logsumexp: bool = False,
+        scale: float | None = None,
+        causal_alignment: str = "start",
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        check_attention_inputs(query, key, value, for_kernel=False)
-        check_window(window, is_causal)
+        ctx.rule = describe_scores(query, key, value, is_causal, window, scale, causal_alignment)
         with torch.autocast(query.device.type, enabled=False):
-            out, logsumexp = _tiled_forward(query, key, value, is_causal, window)
+            out, logsumexp = _tiled_forward(query, key, value, ctx.rule)
         ctx.save_for_backward(query, key, value, out, logsumexp)
-        ctx.mask = is_causal, window
         if not return_logsumexp:
             return out
         ctx.mark_non_differentiable(logsumexp)
@@ -371,8 +399,8 @@ class FlashAttentionTorch(torch.autograd.Function):
         query, key, value, out, logsumexp = ctx.saved_tensors
         with torch.autocast(grad_out.device.type, enabled=False):
             delta = _output_products(out, logsumexp, grad_out)
-            gradients = tiled_backward(query, key, value, logsumexp, grad_out, delta, *ctx.mask)
-        return *gradients, None, None, None
+            gradients = tiled_backward(query, key, value, logsumexp, grad_out, delta, ctx.rule)
+        return *gradients, None, None, None, None, None
 
 
 class FlashAttentionCompiledBackward(FlashAttentionTorch):
@@ -385,4 +413,4 @@ class FlashAttentionCompiledBackward(FlashAttentionTorch):
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.autocast(grad_out.device.type, enabled=False):
-            return *_compiled_backward()(*ctx.saved_tensors, grad_out, *ctx.mask), None, None, None
+            return *_compiled_backward()(*ctx.saved_tensors, grad_out, ctx.rule), *(None,) * 5

@@ -13,7 +13,6 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from cs336sys.measure.system import installed_version, is_wsl, memory_gib, run_tool
 from cs336sys.processes.parent import python_module
@@ -86,11 +85,7 @@ def check_triton_interpreter() -> Check:
     outcome = probe_triton("cpu")
     if outcome == "ok":
         return Check("Triton interpreter", f"works, numpy {numpy}")
-    triton = installed_version("triton")
-    if triton and numpy and Version(triton) < Version("3.7") and Version(numpy) >= Version("2.4"):
-        fix = 'Before Triton 3.7 loops fail with numpy 2.4 and newer: `python -m pip install "numpy<2.4"`.'
-    else:
-        fix = "See the whole error: `TRITON_INTERPRET=1 python -m cs336sys.measure.diagnosis.triton_probe cpu`."
+    fix = "See the whole error: `TRITON_INTERPRET=1 python -m cs336sys.measure.diagnosis.triton_probe cpu`."
     return Check("Triton interpreter", f"{outcome}; numpy {numpy}", "warn", fix)
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from cs336sys.processes.caches import use_private_caches
+from cs336sys.triton_package import repair_interpreter
 
 
 @triton.jit
@@ -27,6 +28,7 @@ def _sum_kernel(x_ptr, sum_ptr, n, BLOCK: tl.constexpr):
 def main(device: str) -> None:
     x = torch.arange(100, dtype=torch.float32, device=device)
     result = torch.zeros(1, device=device)
+    repair_interpreter()
     try:
         use_private_caches()
         _sum_kernel[(1,)](x, result, x.numel(), BLOCK=16)

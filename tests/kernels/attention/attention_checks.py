@@ -61,10 +61,10 @@ def assert_matches_float64(
     assert_close_to_float64((out, logsumexp, *gradients), inputs, is_causal, window, grad_out)
 
 
-def assert_close_to_float64(actual, inputs, is_causal, window, grad_out):
+def assert_close_to_float64(actual, inputs, is_causal, window, grad_out, **options):
     """``actual``: output, logsumexp, and the gradients of query, key and value."""
     expected_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    expected_out, expected_logsumexp = reference_attention(*expected_inputs, is_causal, window=window)
+    expected_out, expected_logsumexp = reference_attention(*expected_inputs, is_causal, window=window, **options)
     expected_gradients = torch.autograd.grad(expected_out, expected_inputs, grad_out.double())
 
     names = ("out", "logsumexp", "dq", "dk", "dv")

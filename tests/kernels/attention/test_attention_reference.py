@@ -154,7 +154,6 @@ BAD_INPUTS = [
     pytest.param(ones(2, 4), ones(2, 4), ones(2, 5), ValueError, "head dimension, got 4, 4 and 5", id="value-head-dim"),
     pytest.param(ones(2, 0), ones(2, 0), ones(2, 0), ValueError, "head dimension is 0", id="no-head-dim"),
     pytest.param(ones(2, 4), ones(3, 4), ones(5, 4), ValueError, "sequence length, got 3 and 5", id="value-length"),
-    pytest.param(ones(2, 4), ones(0, 4), ones(0, 4), ValueError, "at least 1 key", id="no-keys"),
     pytest.param(
         ones(2, 3, 4), ones(1, 3, 4), ones(1, 3, 4), ValueError, r"got \(2,\), \(1,\) and \(1,\)", id="leading-sizes"
     ),

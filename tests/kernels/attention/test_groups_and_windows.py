@@ -9,9 +9,10 @@ import math
 import pytest
 import torch
 from attention_checks import HOPPER_MARKS, ON_GPU, assert_close_to_float64, assert_matches_float64
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention import FlashAttentionTorch, flash_attention, flash_attention_backward, reference
 from cs336sys.kernels.attention.operators import FlashAttentionTriton, _number_of
 from cs336sys.kernels.attention.reference import reference_attention
@@ -122,6 +123,129 @@ def test_implementations_return_the_logsumexp(implementation, window, device):
     grad_out = torch.randn_like(out)
     actual = out, logsumexp, *torch.autograd.grad(out, inputs, grad_out)
     assert_close_to_float64(actual, inputs, True, window, grad_out)
+
+
+def assert_options_match_float64(implementation, inputs, is_causal=True, **options):
+    out, logsumexp = flash_attention(
+        *inputs, is_causal, return_logsumexp=True, implementation=implementation, **options
+    )
+    grad_out = torch.randn_like(out)
+    actual = out, logsumexp, *torch.autograd.grad(out, inputs, grad_out)
+    assert_close_to_float64(actual, inputs, is_causal, options.pop("window", None), grad_out, **options)
+
+
+# More keys than queries, as in a chunk of a prefill, and fewer, of which the first queries see none.
+@pytest.mark.parametrize("lengths", [(21, 70), (70, 21), (1, 40), (40, 41)], ids=str)
+@pytest.mark.parametrize("window", [None, 9])
+@BACKWARD_FORMS
+def test_causal_mask_aligned_at_the_end(form, window, lengths, device, monkeypatch):
+    force(monkeypatch, form)
+    inputs = grouped_inputs(2, 1, *lengths, device, batch=1)
+    assert_options_match_float64("triton", inputs, window=window, causal_alignment="end", scale=0.7)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("implementation", ["auto", *ANYWHERE])
+def test_alignment_at_the_end_equals_that_of_torch(implementation, window, device):
+    query, key, value = grouped_inputs(2, 2, 21, 50, device, batch=1)
+    out = flash_attention(
+        query, key, value, True, window=window, causal_alignment="end", scale=0.3, implementation=implementation
+    )
+    mask = torch.ones(21, 50, dtype=torch.bool, device=device).tril(29)
+    if window is not None:
+        mask = mask.triu(30 - window)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_programs_that_share_keys_aligned_at_the_end(device, monkeypatch):
+    monkeypatch.setattr(plans, "forward_settings", lambda problem: ForwardSettings(TILE, num_splits=3))
+    assert_options_match_float64("triton", grouped_inputs(2, 1, 20, LONG, device, batch=1), causal_alignment="end")
+
+
+@pytest.mark.parametrize("scale", [1.3, 0.0, -0.4])
+@pytest.mark.parametrize("implementation", ANYWHERE)
+def test_any_finite_scale(implementation, scale, device):
+    assert_options_match_float64(implementation, grouped_inputs(2, 1, 33, 20, device, batch=1), scale=scale)
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("implementation", ["auto", *ANYWHERE])
+def test_without_keys_the_output_is_zero_as_in_torch(implementation, is_causal, device):
+    query, key, value = grouped_inputs(2, 1, 5, 0, device, batch=1)
+    out, logsumexp = attend(implementation, (query, key, value), is_causal, None)
+    assert out.shape == query.shape
+    assert not out.any()
+    assert (logsumexp == -math.inf).all()
+    out.sum().backward()
+    assert not query.grad.any()
+    assert key.grad.shape == key.shape
+    detached = [one.detach() for one in (query, key, value)]
+    grads = flash_attention_backward(*detached, detached[0], logsumexp, logsumexp, implementation=implementation)
+    assert not grads[0].any()
+
+
+@pytest.mark.parametrize("implementation", ANYWHERE)
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"causal_alignment": "middle"},
+            UsageError,
+            "causal_alignment 'middle' does not exist: choose one of start, end",
+        ),
+        ({"causal_alignment": "end", "is_causal": False}, UsageError, "causal_alignment 'end' needs is_causal=True"),
+        ({"scale": math.inf}, UsageError, "scale inf is not finite"),
+        ({"scale": "1"}, TypeError, "scale '1' is no number"),
+    ],
+    ids=["alignment", "full", "infinite", "no number"],
+)
+def test_impossible_scale_or_alignment_is_refused(implementation, options, error, text, device):
+    with pytest.raises(error, match=text):
+        flash_attention(
+            *grouped_inputs(2, 1, 5, 8, device), **{"is_causal": True} | options, implementation=implementation
+        )
+
+
+def test_hopper_refuses_an_alignment_at_the_end_of_other_lengths(device):
+    with pytest.raises(CapabilityError, match="no causal_alignment 'end' for other lengths: choose 'triton' or 'auto'"):
+        flash_attention(
+            *grouped_inputs(2, 1, 5, 8, device, torch.float16), True, causal_alignment="end", implementation="hopper"
+        )
+
+
+def test_options_under_compile_keep_one_graph(device):
+    inputs = grouped_inputs(2, 1, 5, 9, device)
+
+    def attend_last(query, key, value):
+        return flash_attention(
+            query, key, value, True, scale=0.5, causal_alignment="end", implementation="triton"
+        ).sin()
+
+    expected = attend_last(*inputs)
+    torch._dynamo.reset()
+    out = torch.compile(attend_last, fullgraph=True, backend="eager")(*inputs)
+    for one, other in zip(
+        (out, *torch.autograd.grad(out.sum(), inputs)),
+        (expected, *torch.autograd.grad(expected.sum(), inputs)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "tiled"])
+def test_forward_mode_derivatives_are_refused(implementation, device):
+    """A graph captured in C++ lost the tangent of tensors that need no gradient."""
+    query, key, value = (one.detach() for one in grouped_inputs(2, 1, 5, 5, device))
+    with forward_ad.dual_level():
+        flash_attention(query, key, value, implementation=implementation)
+        dual = forward_ad.make_dual(key, torch.ones_like(key))
+        with pytest.raises(
+            RuntimeError, match="flash_attention has no derivative in forward mode: take implementation"
+        ):
+            flash_attention(query, dual, value, implementation=implementation)
+    with pytest.raises(RuntimeError, match=r"flash_attention cannot be transformed by torch\.func"):
+        torch.func.vmap(lambda one: flash_attention(one, key, value, implementation=implementation))(query)
 
 
 @pytest.mark.parametrize("implementation", ANYWHERE)
@@ -255,7 +379,7 @@ def test_autocast_casts_groups(device):
 @pytest.mark.parametrize("function", [FlashAttentionTorch, FlashAttentionTriton], ids=["tiled", "triton"])
 def test_one_logsumexp_is_saved_and_has_no_gradient(function, device):
     inputs = grouped_inputs(2, 1, 20, 20, device)
-    options = (None, True) if function is FlashAttentionTorch else ("tf32x3", False, "triton", None, True)
+    options = (None, True) if function is FlashAttentionTorch else ("tf32x3", False, "triton", None, None, False, True)
     out, logsumexp = function.apply(*inputs, True, *options)
     assert sum(tensor.shape == (2, 2, 20) for tensor in out.grad_fn.saved_tensors) == 1
     with pytest.raises(RuntimeError, match="does not require grad"):
@@ -292,6 +416,15 @@ def test_flops_of_a_window(window):
         torch.ops.cs336sys.flash_attention_forward(*inputs, True, "tf32x3", False, "triton", window)
     hidden = max(0, 40 - (window or 40)) ** 2
     assert counter.get_total_flops() == 4 * 2 * 4 * 16 * (40**2 - hidden) // 2
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys", "pairs"), [(10, 40, 40**2 - 30**2), (40, 10, 10**2)])
+def test_flops_of_a_mask_aligned_at_the_end(num_queries, num_keys, pairs):
+    """Twice the visible pairs, of which the half of the diagonal is not counted."""
+    inputs = [torch.empty(1, 1, length, 16, device="meta") for length in (num_queries, num_keys, num_keys)]
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.cs336sys.flash_attention_forward(*inputs, True, "tf32x3", False, "triton", None, None, True)
+    assert counter.get_total_flops() == 4 * 16 * pairs // 2
 
 
 def test_deterministic_gradients_repeat_to_the_last_bit(device):
@@ -340,12 +473,14 @@ def test_statistics_that_do_not_fit_are_refused(change, error, text, device):
 
 
 def test_numbers_of_options_are_apart():
-    options = [(True, "tf32x3", False, "auto", window) for window in (None, 1, 2, 1000)]
-    numbers = [_number_of(one) for one in [*options, (False, "tf32x3", False, "auto", None)]]
+    options = [(True, "tf32x3", False, "auto", window, None, False) for window in (None, 1, 2, 1000)]
+    numbers = [_number_of(one) for one in [*options, (False, "tf32x3", False, "auto", None, None, False)]]
     assert len(set(numbers)) == len(numbers)
     for options in (
-        (True, "tf32x3", False, "auto", 0),
-        (True, "tf16", False, "auto", 3),
-        (True, "tf32x3", False, "auto", 4.0),
+        (True, "tf32x3", False, "auto", 0, None, False),
+        (True, "tf16", False, "auto", 3, None, False),
+        (True, "tf32x3", False, "auto", 4.0, None, False),
+        (True, "tf32x3", False, "auto", None, 0.5, False),
+        (True, "tf32x3", False, "auto", None, None, True),
     ):
         assert _number_of(options) == -1

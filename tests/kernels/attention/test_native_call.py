@@ -262,13 +262,12 @@ def test_python_computes_an_unknown_backward(known, driver):
     grad_out = torch.randn(SHAPE).mT.contiguous().mT  # strides that no plan is for
     grads = torch.autograd.grad(out, tensors, grad_out)
     assert [grad.mean().item() for grad in grads] == [1, 2, 3]
-    ((*given, logsumexp, given_grad, is_causal, float32_precision, deterministic, kernels, window),) = calls
+    ((*given, logsumexp, given_grad), options) = calls[0][:6], calls[0][6:]
     for one, other in zip(given, (*tensors, out), strict=True):
         assert torch.equal(one, other)
     assert torch.equal(logsumexp, torch.ones(SHAPE[:-1]))
     assert given_grad is grad_out
-    assert (is_causal, float32_precision, deterministic, kernels) == ALL_OPTIONS[OPTIONS]
-    assert window is None
+    assert options == (*ALL_OPTIONS[OPTIONS], None, None, False)
 
 
 def test_a_window_has_plans_of_its_own_and_reaches_python(known):
@@ -283,7 +282,7 @@ def test_a_window_has_plans_of_its_own_and_reaches_python(known):
         unexpected, unexpected, lambda *arguments: (seen.append(arguments[6:]), [torch.zeros(SHAPE)] * 3)[1]
     )
     torch.autograd.grad(known.attend(*tensors, number).sum(), tensors)
-    assert seen == [(*ALL_OPTIONS[OPTIONS], 7)]
+    assert seen == [(*ALL_OPTIONS[OPTIONS], 7, None, False)]
 
 
 def unexpected(*arguments):
@@ -366,7 +365,8 @@ def test_saved_tensor_hooks_and_checkpointing(known, driver):
 @pytest.fixture(scope="module")
 def operators(native):
     """Operators as the attention kernels', of a library of their own, that the C++ computes on the CPU."""
-    options = "bool is_causal, str float32_precision, bool deterministic, str kernels, int? window=None"
+    options = "bool is_causal, str float32_precision, bool deterministic, str kernels, int? window=None, "
+    options += "float? scale=None, bool aligned_at_end=False"
     inputs = "Tensor query, Tensor key, Tensor value"
     library = torch.library.Library("cs336sys_test", "DEF")
     library.define(f"flash_attention_forward({inputs}, {options}) -> (Tensor, Tensor)")
@@ -398,8 +398,9 @@ def test_operators_compute_by_plans_and_else_in_python(known, operators, driver)
         return lambda *arguments: (calls.append((number, arguments)), [torch.full((1,), number)] * number)[1]
 
     known.use_python(python(2), python(3), unexpected)
-    unknown = [(*ALL_OPTIONS[OPTIONS + 1], None), (True, "tf16", False, "auto", None)]
-    for options in (*unknown, (*ALL_OPTIONS[OPTIONS], 9), (*ALL_OPTIONS[OPTIONS], 0)):
+    plain = ALL_OPTIONS[OPTIONS]
+    unknown = [(*ALL_OPTIONS[OPTIONS + 1], None), (True, "tf16", False, "auto", None), (*plain, 9), (*plain, 0)]
+    for options in (*((*one, None, False) for one in unknown), (*plain, None, 0.5, False), (*plain, None, None, True)):
         assert [one.item() for one in operators.flash_attention_forward(*tensors, *options)] == [2, 2]
         arguments = *tensors, out, logsumexp, grad_out, *options
         assert [one.item() for one in operators.flash_attention_backward(*arguments)] == [3, 3, 3]

@@ -145,7 +145,7 @@ class HopperForwardPlan(Plan):
             (
                 operands[0].shape[1],
                 *lengths,
-                math.log2(math.e) / math.sqrt(problem.head_dim),
+                math.log2(math.e) * problem.scale,
                 problem.group_size,
                 problem.window or 0,
             ),
@@ -196,7 +196,6 @@ class HopperBackwardPlan(BackwardPlan):
         num_programs = self._num_whole + self._num_cut * self._num_pieces
         self._first_cut = num_programs + self._num_whole  # in the table, behind the programs
         self._own("schedule", _table(as_table_of_pieces(items, self._num_whole, self._num_pieces), self._device))
-        scale = 1.0 / math.sqrt(problem.head_dim)
         return Launch(
             _BACKWARD_KERNELS[settings.kernel],
             num_programs,
@@ -205,8 +204,8 @@ class HopperBackwardPlan(BackwardPlan):
                 problem.num_queries,
                 problem.num_keys,
                 self._padded_queries,
-                scale,
-                scale * math.log2(math.e),
+                problem.scale,
+                problem.scale * math.log2(math.e),
                 problem.group_size,
                 problem.window or 0,
                 self._window_tiles,
@@ -314,7 +313,7 @@ class HopperBackwardPlan(BackwardPlan):
                 num_tiles,
                 self._operands[0].shape[1],
                 problem.num_queries,
-                1.0 / math.sqrt(problem.head_dim),
+                problem.scale,
             ),
             # The reducer has whole tiles, otherwise each of two warpgroups half of the head dimension.
             (problem.head_dim, problem.head_dim // (1 if self._settings.kernel == "reducer" else 2)),

@@ -1,11 +1,11 @@
 """Tiles, pipeline depth and order of work of the Hopper kernels, by problem: the counterpart of triton/settings.py."""
 
-import importlib.util
 from dataclasses import dataclass
 
 import torch
 
 from cs336sys.kernels.attention.problem import AttentionProblem
+from cs336sys.triton_package import why_no_triton
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def why_unavailable(query: torch.Tensor) -> str | None:
 
 
 def _triton_version() -> tuple[int, ...]:
-    if importlib.util.find_spec("triton") is None:
+    if why_no_triton() is not None:
         return ()
     import triton
 

@@ -22,6 +22,7 @@ from cs336sys.kernels.attention.triton.tiles import (
     TileConfig,
     is_visible,
     load_rows,
+    query_of_key,
     store_rows,
     tile_of_program,
     visible_keys,
@@ -32,8 +33,8 @@ Tensors = namedtuple("Tensors", "query key value grad_out statistics grad_query_
 BackwardStrides = namedtuple("BackwardStrides", "query key value grad_out grad_query grad_key grad_value out")
 Numbers = namedtuple(
     "Numbers",
-    "num_heads group_size num_sequences num_queries padded_queries num_keys window sequences_per_group key_programs "
-    "num_splits scale scale_log2",
+    "num_heads group_size num_sequences num_queries padded_queries num_keys window diagonal sequences_per_group "
+    "key_programs num_splits scale scale_log2",
 )
 
 
@@ -119,18 +120,22 @@ def _add_queries(grads, tiles, split, query_step, tensors, strides, sequence, nu
     first_query = 0
     unmasked_query = 0
     if CONFIG.causal:
-        first_query = first_key // QUERY_ROWS * QUERY_ROWS
-        unmasked_query = tl.cdiv(first_key + CONFIG.key_rows - 1, QUERY_ROWS) * QUERY_ROWS
+        first_query = query_of_key(first_key, numbers.diagonal, CONFIG) // QUERY_ROWS * QUERY_ROWS
+        last_query = query_of_key(first_key + CONFIG.key_rows - 1, numbers.diagonal, CONFIG)
+        unmasked_query = tl.cdiv(last_query, QUERY_ROWS) * QUERY_ROWS
     end_query = num_queries
     if CONFIG.windowed:
-        end_query = tl.minimum(num_queries, first_key + CONFIG.key_rows - 1 + numbers.window)
+        end_query = tl.minimum(
+            num_queries, query_of_key(first_key + CONFIG.key_rows - 1 + numbers.window, numbers.diagonal, CONFIG)
+        )
     if CONFIG.fused and first_key + CONFIG.key_rows > num_keys:
         # Rows behind the last key end up in no dK or dV, but exp2 of their score 0 may be inf and would reach dQ.
         unmasked_query = end_query
     last_whole = end_query
     if CONFIG.windowed:
         # Of tiles that end here every query sees the first key.
-        last_whole = tl.maximum(unmasked_query, (first_key + numbers.window) // QUERY_ROWS * QUERY_ROWS)
+        end_of_first = query_of_key(first_key + numbers.window, numbers.diagonal, CONFIG)
+        last_whole = tl.maximum(unmasked_query, end_of_first // QUERY_ROWS * QUERY_ROWS)
     for STRETCH in tl.static_range(3 if CONFIG.windowed else 2):
         begin = first_query
         end = tl.minimum(unmasked_query, end_query)
@@ -152,7 +157,9 @@ def _add_queries(grads, tiles, split, query_step, tensors, strides, sequence, nu
             if STRETCH != 1:
                 keys = first_key + tl.arange(0, CONFIG.key_rows)
                 queries = start + tl.arange(0, QUERY_ROWS)
-                visible = is_visible(keys[:, None], queries[None, :], num_keys, numbers.window, CONFIG)
+                visible = is_visible(
+                    keys[:, None], queries[None, :], num_keys, numbers.window, numbers.diagonal, CONFIG
+                )
                 weights = tl.where(visible, weights, 0.0)
             grad_out_tile = load_rows(grad_out_rows, start, QUERY_ROWS, CONFIG, CONFIG.tma)
             grad_value_tile = tl.dot(
@@ -266,7 +273,9 @@ def query_pass(program, tensors, strides, numbers, CONFIG: tl.constexpr):
 
     key_rows = Rows(tensors.key, strides.key, batch, key_head, num_keys)
     value_rows = Rows(tensors.value, strides.value, batch, key_head, num_keys)
-    first_key, first_whole, whole_keys, end_key = visible_keys(first_query, num_keys, numbers.window, CONFIG)
+    first_key, first_whole, whole_keys, end_key = visible_keys(
+        first_query, num_keys, numbers.window, numbers.diagonal, CONFIG
+    )
     # As in forward_kernel.
     for STRETCH in tl.static_range(3 if CONFIG.windowed else 2):
         begin = first_whole
@@ -285,7 +294,9 @@ def query_pass(program, tensors, strides, numbers, CONFIG: tl.constexpr):
             if STRETCH > 0:
                 keys = start + tl.arange(0, CONFIG.key_rows)
                 queries = first_query + tl.arange(0, QUERY_ROWS)
-                visible = is_visible(keys[None, :], queries[:, None], num_keys, numbers.window, CONFIG)
+                visible = is_visible(
+                    keys[None, :], queries[:, None], num_keys, numbers.window, numbers.diagonal, CONFIG
+                )
                 weights = tl.where(visible, weights, 0.0)
             grad_weights = tl.dot(grad_out_tile, tl.trans(value_tile), input_precision=PRECISION)
             grad_scores = (weights * (grad_weights - delta[:, None])).to(key_tile.dtype)
@@ -317,6 +328,7 @@ def backward_kernel(
     padded_queries,
     num_keys,
     window,
+    diagonal,
     sequences_per_group,
     key_programs,
     num_splits,
@@ -330,8 +342,8 @@ def backward_kernel(
     """
     tensors = Tensors(query, key, value, grad_out, statistics, grad_query_sum, grad_query, grad_key, grad_value, out)
     numbers = Numbers(
-        num_heads, group_size, num_sequences, num_queries, padded_queries, num_keys, window, sequences_per_group,
-        key_programs, num_splits, scale, scale_log2,
+        num_heads, group_size, num_sequences, num_queries, padded_queries, num_keys, window, diagonal,
+        sequences_per_group, key_programs, num_splits, scale, scale_log2,
     )  # fmt: skip
     program = tl.program_id(0)
     if CONFIG.key_pass and program < key_programs:

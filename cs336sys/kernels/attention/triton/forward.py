@@ -53,6 +53,7 @@ def _partial_logsumexps(partial, num_sequences, num_queries, CONFIG: tl.constexp
         "num_queries",
         "num_keys",
         "window",
+        "diagonal",
         "sequences_per_group",
     ]
 )
@@ -69,11 +70,12 @@ def forward_kernel(
     num_queries,
     num_keys,
     window,
+    diagonal,
     sequences_per_group,
     scale_log2,
     CONFIG: tl.constexpr,
 ):
-    """Output and logsumexp of query_rows queries of one sequence; scale_log2 is log2(e) / sqrt(head dimension).
+    """Output and logsumexp of query_rows queries of one sequence; scale_log2 is log2(e) times the scale.
 
     group_size heads of queries share one of keys. Windowed: a query sees only the last ``window`` keys up to its own.
     With num_splits > 1 the program sees only every num_splits-th tile of the keys. Then ``out`` and ``logsumexp`` are
@@ -99,7 +101,7 @@ def forward_kernel(
     row_max = tl.full([QUERY_ROWS], float("-inf"), tl.float32)  # of scores * scale_log2
     row_sum = tl.zeros([QUERY_ROWS], tl.float32)
 
-    first_key, first_whole, whole_keys, end_key = visible_keys(first_query, num_keys, window, CONFIG)
+    first_key, first_whole, whole_keys, end_key = visible_keys(first_query, num_keys, window, diagonal, CONFIG)
     # Tiles that all queries see, those at the diagonal or the end, and those at the far end of the window.
     for STRETCH in tl.static_range(3 if CONFIG.windowed else 2):
         begin = first_whole
@@ -118,7 +120,7 @@ def forward_kernel(
             if STRETCH > 0:
                 keys = start + tl.arange(0, CONFIG.key_rows)
                 queries = first_query + tl.arange(0, QUERY_ROWS)
-                visible = is_visible(keys[None, :], queries[:, None], num_keys, window, CONFIG)
+                visible = is_visible(keys[None, :], queries[:, None], num_keys, window, diagonal, CONFIG)
                 scores = tl.where(visible, scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
             # A row that has seen only -inf keeps the maximum -inf; subtracting 0 then gives weights 0 instead of NaN.

@@ -56,6 +56,7 @@ def _tile_constants(problem: AttentionProblem, tile: TileSettings) -> dict[str, 
         "key_rows": tile.key_rows,
         "causal": problem.is_causal,
         "windowed": problem.window is not None,
+        "shifted": problem.diagonal != 0,
         "precision": problem.float32_precision if problem.dtype == torch.float32 else "ieee",
         "tma": tile.use_tma,
     }
@@ -114,8 +115,9 @@ class ForwardPlan(Plan):
                 problem.num_queries,
                 problem.num_keys,
                 problem.window or 0,
+                problem.diagonal,
                 sequences_per_group(problem.num_sequences, streamed_bytes, FORWARD_L2_BYTES),
-                math.log2(math.e) / math.sqrt(problem.head_dim),
+                math.log2(math.e) * problem.scale,
             ),
             (ForwardConfig(**_tile_constants(problem, tile), num_splits=num_splits),),
             descriptors,
@@ -238,7 +240,7 @@ class BackwardPlan(Plan):
                 problem.num_keys,
                 self._padded_queries,
                 self._padded_keys,
-                1.0 / math.sqrt(problem.head_dim),
+                problem.scale,
             ),
             (ConvertConfig(problem.head_dim, self._block_dim, rows, key_sums),),
         )
@@ -257,7 +259,6 @@ class BackwardPlan(Plan):
         key_tiles = triton.cdiv(problem.num_keys, tile.key_rows)
         key_programs = problem.num_key_sequences * key_tiles * self._num_splits if one.keys else 0
         query_programs = problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows) if one.queries else 0
-        scale = 1.0 / math.sqrt(problem.head_dim)
         return Launch(
             backward_kernel,
             key_programs + query_programs,
@@ -273,11 +274,12 @@ class BackwardPlan(Plan):
                     padded_queries=self._padded_queries,
                     num_keys=problem.num_keys,
                     window=problem.window or 0,
+                    diagonal=problem.diagonal,
                     sequences_per_group=sequences_per_group(problem.num_sequences, streamed_bytes, l2_bytes),
                     key_programs=key_programs,
                     num_splits=self._num_splits,
-                    scale=scale,
-                    scale_log2=scale * math.log2(math.e),
+                    scale=problem.scale,
+                    scale_log2=problem.scale * math.log2(math.e),
                 ),
             ),
             (

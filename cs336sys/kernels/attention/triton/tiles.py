@@ -26,12 +26,16 @@ class Dims:
 
 @dataclass(frozen=True)
 class TileConfig(Dims):
-    """Constants of all passes over tiles of queries and keys; ``precision``: of their products."""
+    """Constants of all passes over tiles of queries and keys; ``precision``: of their products.
+
+    ``shifted``: the causal mask's diagonal does not begin at the first query and the first key.
+    """
 
     query_rows: int
     key_rows: int
     causal: bool
     windowed: bool
+    shifted: bool
     precision: str
     tma: bool
 
@@ -92,7 +96,23 @@ def store_rows(rows, tile, first_row, ROWS: tl.constexpr, DIMS: tl.constexpr):
 
 
 @triton.jit
-def visible_keys(first_query, num_keys, window, CONFIG: tl.constexpr):
+def key_of_query(query, diagonal, CONFIG: tl.constexpr):
+    """The last key that a query sees under a causal mask."""
+    if CONFIG.shifted:
+        query += diagonal
+    return query
+
+
+@triton.jit
+def query_of_key(key, diagonal, CONFIG: tl.constexpr):
+    """The first query that sees a key under a causal mask."""
+    if CONFIG.shifted:
+        key = tl.maximum(0, key - diagonal)
+    return key
+
+
+@triton.jit
+def visible_keys(first_query, num_keys, window, diagonal, CONFIG: tl.constexpr):
     """(begin, first_whole, whole, end), the first three whole tiles: which keys a tile of queries sees.
 
     All queries see the keys from ``first_whole`` to ``whole``, if that is more; none sees a key before ``begin`` or
@@ -103,9 +123,13 @@ def visible_keys(first_query, num_keys, window, CONFIG: tl.constexpr):
     first_whole = 0
     whole = num_keys
     end = num_keys
+    first_query = key_of_query(first_query, diagonal, CONFIG)
     if CONFIG.causal:
         whole = tl.minimum(num_keys, first_query + 1)
         end = tl.minimum(num_keys, first_query + CONFIG.query_rows)
+    if CONFIG.shifted:
+        whole = tl.maximum(0, whole)
+        end = tl.maximum(0, end)
     whole = whole // KEY_ROWS * KEY_ROWS
     if CONFIG.windowed:
         begin = tl.maximum(0, first_query + 1 - window) // KEY_ROWS * KEY_ROWS
@@ -115,9 +139,10 @@ def visible_keys(first_query, num_keys, window, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def is_visible(keys, queries, num_keys, window, CONFIG: tl.constexpr):
+def is_visible(keys, queries, num_keys, window, diagonal, CONFIG: tl.constexpr):
     """Return which of the keys each query sees; one of the two indices varies along rows, the other along columns."""
     visible = keys < num_keys
+    queries = key_of_query(queries, diagonal, CONFIG)
     if CONFIG.causal:
         visible = visible & (keys <= queries)
     if CONFIG.windowed:

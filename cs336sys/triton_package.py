@@ -1,0 +1,42 @@
+"""Whether Triton can be imported here, and a repair of its interpreter."""
+
+import functools
+import importlib.util
+import os
+
+
+@functools.cache
+def why_no_triton() -> str | None:
+    """Return what a request for Triton needs and does not have, as the end of a sentence; None if nothing."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton, which is not installed"
+    try:
+        import triton.language  # noqa: F401
+    except Exception as error:
+        # A broken installation fails in many ways: a missing library, a clash of versions.
+        cause = (str(error).splitlines() or ["no message"])[0]
+        return f"the package triton, whose import fails here ({type(error).__name__}: {cause}): install it again"
+    return None
+
+
+def repair_interpreter() -> None:
+    """Let kernels loop in the interpreter of Triton 3.6 with numpy 2.4, which converts no array of one dimension.
+
+    Triton 3.7 reads loop bounds as this does.
+    """
+    is_off = os.environ.get("TRITON_INTERPRET", "").lower() in ("", "0", "false", "off", "no", "n")
+    if is_off or why_no_triton() is not None:
+        return
+    import triton
+
+    if not triton.__version__.startswith("3.6."):
+        return
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_scalar_bounds(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda bound: int(bound.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_with_scalar_bounds
