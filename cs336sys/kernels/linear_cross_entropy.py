@@ -543,7 +543,7 @@ def _gradients(
     return grad_hidden, grad_weight, factor if factor.numel() else None, True
 
 
-def _differentiate(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple:
+def _differentiate(ctx: Any, grad_loss: torch.Tensor, *others: Any) -> tuple:
     """For compilers, which write no memory that they keep for backward."""
     grad_hidden, grad_weight, factor, _ = _gradients(ctx, grad_loss, _operator)
     if factor is not None:
@@ -668,9 +668,19 @@ def linear_cross_entropy(
         weight = weight.to(dtype) if weight.dtype in DTYPES and weight.dtype != torch.float32 else weight
     elif weight.dtype != dtype:
         raise TypeError(f"hidden and weight must have the same dtype, got {dtype} and {weight.dtype}")
-    needed = (torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight))
+    needs_hidden, needs_weight = (torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight))
     options = LossOptions(
-        ignore_index, label_smoothing, z_loss, dtype, *needed, copy, gradient_dtype, reduction, softcap, class_weight
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        dtype,
+        needs_hidden,
+        needs_weight,
+        copy,
+        gradient_dtype,
+        reduction,
+        softcap,
+        class_weight,
     )
     with torch.autocast(device, enabled=False):
         if torch.compiler.is_compiling():
