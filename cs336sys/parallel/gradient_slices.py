@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import group_device, max_over_ranks, require_process_group
+from cs336sys.parallel.collectives import gather_numbers, group_device, max_over_ranks, require_process_group
 from cs336sys.parallel.marks import hands_gradient_on
 
 # kernels.adamw.AdamW looks for it, too, and may not import this.
@@ -73,10 +73,58 @@ def require_whole(named: Iterable[tuple[str, nn.Parameter]], group: dist.Process
                 )
 
 
-def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients as ``torch.nn.utils.clip_grads_with_norm_`` does, by a norm that is the same on every rank."""
-    with torch.no_grad():
-        _CLIPPING(list(parameters), max_norm, norm)
+@torch.no_grad()
+def clip_over_ranks(
+    slices: Sequence[Tensor],
+    whole: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    groups: Sequence[dist.ProcessGroup | None],
+    dtypes: Collection[torch.dtype],
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients so that their norm over all ranks is at most ``max_norm``. Every rank must call it.
+
+    Args:
+        slices: tensors of which each rank has other elements, possibly none.
+        whole: tensors that all ranks have.
+        norm_type: positive, or infinite for the largest element.
+        groups: the ranks that have other elements: of each dimension of a mesh, one group.
+        dtypes: those of the parameters of all ranks.
+
+    Returns:
+        the norm before, (), the same on every rank: in float64 if a parameter is, else in float32.
+
+    Raises:
+        UsageError: ``norm_type`` is not positive.
+        RuntimeError: with ``error_if_nonfinite``, if the norm is not finite: on every rank, before anything was scaled.
+    """
+    if not norm_type > 0:
+        raise UsageError(f"norm_type {norm_type}: must be positive, or inf")
+    norm = _norm(slices, norm_type)
+    for group in groups:
+        norm = torch.linalg.vector_norm(gather_numbers(norm, group), norm_type)
+    norm = torch.linalg.vector_norm(torch.stack((norm, _norm(whole, norm_type).to(norm.device))), norm_type)
+    norm = norm.to(torch.float64 if not {torch.float64, torch.complex128}.isdisjoint(dtypes) else torch.float32)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of the gradients is {norm.item()}: some are NaN or infinite, on some rank")
+    _CLIPPING([*slices, *whole], max_norm, norm)
+    return norm
+
+
+def _norm(tensors: Iterable[Tensor], norm_type: float) -> Tensor:
+    """The norm of the gradients in float64, (), whose sum of squares cannot overflow; 0 if there are none."""
+    of_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.grad is not None and tensor.grad.numel():
+            of_dtype.setdefault(tensor.grad.dtype, []).append(tensor.grad)
+    norms = [torch.zeros(1, dtype=torch.float64, device=group_device())]
+    for dtype, gradients in of_dtype.items():
+        summed_in = torch.float32 if dtype.itemsize < 4 else None
+        each = torch._foreach_norm(gradients, norm_type, summed_in)
+        norms.append(torch.stack([norm.to(norms[0].device, torch.float64) for norm in each]))
+    return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 
 @functools.cache

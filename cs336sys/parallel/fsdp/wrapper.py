@@ -23,7 +23,7 @@ from cs336sys.errors import UsageError
 from cs336sys.lazy_dynamo import importing_no_compiler
 from cs336sys.parallel.buckets import GradientBucket
 from cs336sys.parallel.checkpoint_state import StateDictOfWrapped, mark_share, require_share_within
-from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
+from cs336sys.parallel.collectives import process_group, require_process_group
 from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype
 from cs336sys.parallel.fsdp.gather_order import GatherWatch
 from cs336sys.parallel.fsdp.parameter import ShardedParameter, distribute_parameters, hook_refusal
@@ -31,7 +31,7 @@ from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan, plan_sha
 from cs336sys.parallel.fsdp.runner import UnitRunner
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
-from cs336sys.parallel.gradient_slices import clip_by_norm
+from cs336sys.parallel.gradient_slices import clip_over_ranks
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import require_unsynchronized, require_unwrapped
 from cs336sys.parallel.rank_consistency import describe_module, same_on_every_rank
@@ -269,7 +269,6 @@ class FSDP(StateDictOfWrapped):
             full[name] = copies[own]
         return full
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that the norm of the whole gradient is at most ``max_norm``.
 
@@ -279,7 +278,8 @@ class FSDP(StateDictOfWrapped):
             the norm before, the same scalar on every rank; NaN or infinite if any gradient on any rank is.
 
         Raises:
-            UsageError: tensor parallel ranks have parts of the gradients that this module has not.
+            UsageError: tensor parallel ranks have parts of the gradients that this module has not, or ``norm_type`` is
+                not positive.
             RuntimeError: with ``error_if_nonfinite``, if the norm is not finite: on every rank, before any gradient was
                 scaled.
         """
@@ -290,14 +290,10 @@ class FSDP(StateDictOfWrapped):
             )
         sharded = [parameter.shard for parameter in self.sharded_parameters.values()]
         replicated = list(self.replicated_parameters.values())
-        device = next((parameter.device for parameter in (*sharded, *replicated)), None)
-        of_sharded, of_replicated = (_norm(some, norm_type, device) for some in (sharded, replicated))
-        norms = torch.cat((gather_numbers(of_sharded, self.group), of_replicated.view(1)))
-        norm = torch.linalg.vector_norm(norms, norm_type)
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(f"the norm of the gradients is {norm.item()}: some are NaN or infinite, on some rank")
-        clip_by_norm([*sharded, *replicated], max_norm, norm)
-        return norm
+        dtypes = {parameter.dtype for parameter in (*sharded, *replicated)}
+        return clip_over_ranks(
+            sharded, replicated, max_norm, norm_type, [self.group], dtypes, error_if_nonfinite=error_if_nonfinite
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state dict of the wrapped module, without a prefix: this rank's slices, as DTensors.
@@ -492,10 +488,3 @@ def _buckets(
         if entry.held.requires_grad:
             by_kind.setdefault((entry.held.dtype, entry.held.device), {})[entry.names[0]] = entry.held
     return [GradientBucket(named, gradient_dtype, group) for named in by_kind.values()]
-
-
-def _norm(parameters: Sequence[nn.Parameter], norm_type: float, device: torch.device | None) -> Tensor:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return torch.zeros((), device=device)
-    return nn.utils.get_total_norm(gradients, norm_type)

@@ -26,14 +26,13 @@ from cs336sys.parallel.buckets import GradientBucket, divide_into_buckets
 from cs336sys.parallel.collectives import (
     MeanScatter,
     SliceGather,
-    group_device,
     is_dense,
     is_stream_captured,
     memory_view,
     require_process_group,
-    sum_over_ranks,
 )
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
+from cs336sys.parallel.gradient_slices import clip_over_ranks
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
 from cs336sys.parallel.marks import require_unsynchronized
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
@@ -440,22 +439,9 @@ class SlicePartition:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Complete the gradients and scale them."""
         self.prepare_gradients()
-        norms = []
-        for bucket in self._buckets:
-            gradients = [
-                segment.updated.grad for segment in bucket.segments.values() if segment.updated.grad is not None
-            ]
-            if gradients:
-                # Norms of half-precision gradients in fp32, and the sum of squares in fp64, so that it cannot overflow.
-                dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-                norms.append(torch.stack(torch._foreach_norm(gradients, 2, dtype)).to(group_device(), torch.float64))
-        square = (
-            torch.cat(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=group_device())
-        )
-        in_double = any(segment.updated.dtype == torch.float64 for segment in self._segments.values())
-        norm = sum_over_ranks(square).sqrt().to(torch.float64 if in_double else torch.float32)
-        nn.utils.clip_grads_with_norm_([segment.updated for segment in self._segments.values()], max_norm, norm)
-        return norm
+        updated = [segment.updated for segment in self._segments.values()]
+        dtypes = {self._master_dtype or bucket.sent_dtype for bucket in self._buckets}
+        return clip_over_ranks(updated, (), max_norm, 2.0, [None], dtypes)
 
     @property
     def _under_way(self) -> bool:

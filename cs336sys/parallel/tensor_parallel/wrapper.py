@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
 from cs336sys.parallel.checkpoint_state import StateDictOfWrapped, mark_share, require_share_within
-from cs336sys.parallel.collectives import gather_numbers, process_group, require_process_group
-from cs336sys.parallel.gradient_slices import clip_by_norm, mark_partial, require_whole
+from cs336sys.parallel.collectives import process_group, require_process_group
+from cs336sys.parallel.gradient_slices import clip_over_ranks, mark_partial, require_whole
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import is_unit
 from cs336sys.parallel.rank_consistency import describe_module, same_on_every_rank
@@ -286,7 +286,6 @@ class TensorParallel(StateDictOfWrapped):
         """For gradient accumulation, as of the other wrappers: layers communicate nevertheless, as they must."""
         return contextlib.nullcontext()
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, sharded: Any = None) -> Tensor:
         """Scale all gradients so that the norm of the whole gradient is at most ``max_norm``.
 
@@ -297,6 +296,9 @@ class TensorParallel(StateDictOfWrapped):
 
         Returns:
             the norm before, the same scalar on every rank; NaN or infinite if any gradient on any rank is.
+
+        Raises:
+            UsageError: ``norm_type`` is not positive.
         """
         groups = [self.group]
         held = dict(self.module.named_parameters())
@@ -304,20 +306,10 @@ class TensorParallel(StateDictOfWrapped):
             groups.append(sharded.group)
             held = {name: one.shard for name, one in sharded.sharded_parameters.items()}
             held |= sharded.replicated_parameters
-        norms = []
-        for is_cut in (True, False):
-            gradients = [
-                one.grad
-                for name, one in held.items()
-                if (cut_dimension(name) is not None) == is_cut and one.grad is not None
-            ]
-            norms.append(nn.utils.get_total_norm(gradients, norm_type))
-        norm, of_whole = (one.to(next(iter(held.values())).device) for one in norms)
-        for group in groups:
-            norm = torch.linalg.vector_norm(gather_numbers(norm, group), norm_type)
-        norm = torch.linalg.vector_norm(torch.stack((norm, of_whole)), norm_type)
-        clip_by_norm(held.values(), max_norm, norm)
-        return norm
+        parts = [parameter for name, parameter in held.items() if cut_dimension(name) is not None]
+        whole = [parameter for name, parameter in held.items() if cut_dimension(name) is None]
+        dtypes = {parameter.dtype for parameter in held.values()}
+        return clip_over_ranks(parts, whole, max_norm, norm_type, groups, dtypes)
 
     def full_state_dict(self, parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Whole copies of all parameters by their names, as one process has them. Every rank of the group calls it.
