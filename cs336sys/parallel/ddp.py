@@ -18,7 +18,7 @@ Data Parallel Training" (2020).
 import copy
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,9 @@ class _Replicated(StateDictOfWrapped):
       itself, are refused.
     - Frozen parameters are broadcast at construction and not touched afterwards. Buffers are not synchronized again:
       those that a forward pass changes by its inputs are each rank's own (of batch norm: choose ``SyncBatchNorm``).
+    - Run all backward passes of a step but the last under :meth:`no_sync`. All-reduces that overlap change gradients in
+      place while the next pass would add to them, so these wrappers refuse it; those that average after the backward
+      pass add up the gradients of several.
     - Do not touch gradients between the backward pass and :meth:`finish_gradient_synchronization`: scale, clip and
       inspect them afterwards.
     - Gradients to differentiate again come from ``torch.autograd.grad``: a ``backward()`` with ``create_graph=True`` is
@@ -185,6 +188,11 @@ class _Replicated(StateDictOfWrapped):
         copied.__setstate__(copy.deepcopy(self._copied_state(), memo))
         return copied
 
+    def __copy__(self) -> NoReturn:
+        raise UsageError(
+            f"a shallow copy of {type(self).__name__} would average the same gradients once more: use copy.deepcopy()"
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
             raise UsageError(
@@ -193,8 +201,9 @@ class _Replicated(StateDictOfWrapped):
         return self._copied_state()
 
     def _copied_state(self) -> dict[str, Any]:
-        # The synchronizer's hooks are not copied with the parameters: __setstate__ makes a new one.
-        return {name: value for name, value in self.__dict__.items() if name != "_synchronizer"}
+        # What _watch_gradients() makes is of these parameters and their hooks: __setstate__ makes it anew.
+        remade = ("_synchronizer", "_held", "_taken_up", "_buffer_names")
+        return {name: value for name, value in self.__dict__.items() if name not in remade}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

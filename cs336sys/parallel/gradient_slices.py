@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import operator
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,9 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import gather_numbers, group_device, max_over_ranks, require_process_group
+from cs336sys.parallel.collectives import (
+    gather_numbers,
+    group_device,
+    is_stream_captured,
+    max_over_ranks,
+    require_process_group,
+)
+from cs336sys.parallel.elementwise import require_elementwise_step
 from cs336sys.parallel.marks import hands_gradient_on
 
 # kernels.adamw.AdamW looks for it, too, and may not import this.
@@ -40,12 +50,39 @@ def mark_slice(
     setattr(parameter, _WHOLE, whole)
     refuse_clipping_alone()
     refuse_selected_gradients()
+    _check_optimizers()
 
 
 def mark_partial(parameter: nn.Parameter) -> None:
     """Let passes that return its gradient refuse the parameter: they return this rank's term of a sum over ranks."""
     setattr(parameter, _PARTIAL_MARK, True)
     refuse_selected_gradients()
+
+
+@functools.cache
+def _check_optimizers() -> None:
+    """Let optimizers of slices refuse to step if they do not update each element by itself, from now on."""
+    register_optimizer_step_pre_hook(_require_elementwise)
+
+
+# For each optimizer, the parameters and options with which it was accepted: most steps change none.
+_accepted: "weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Any]]" = weakref.WeakKeyDictionary()
+
+
+def _require_elementwise(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # What is compiled or captured has been launched before, as warm-up.
+    if torch.compiler.is_compiling() or is_stream_captured():
+        return
+    now = [value for group in optimizer.param_groups for value in group.values()]
+    before = _accepted.get(optimizer, ())
+    if len(now) == len(before) and all(map(operator.is_, now, before)):
+        return
+    for group in optimizer.param_groups:
+        device = next((parameter.device for parameter in group["params"] if is_slice(parameter)), None)
+        if device is not None:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            require_elementwise_step(optimizer, options, device)
+    _accepted[optimizer] = now
 
 
 def is_slice(parameter: Tensor) -> bool:

@@ -3,11 +3,12 @@
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.collectives import all_gather_single, gather_objects, group_device
@@ -73,11 +74,32 @@ def on_first_rank(action: Callable[[], None], group: dist.ProcessGroup | None = 
         raise error
 
 
-def describe_module(module: nn.Module) -> list[str]:
-    """A line for each parameter and buffer: name, dtype, shape, strides, whether trained, and what it is tied to."""
-    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+def require_sendable(named: Iterable[tuple[str, torch.Tensor]], *, moves: bool = False) -> None:
+    """Refuse parameters and buffers that no parallel class can make the same on all ranks.
+
+    Args:
+        moves: whether they get memory, or another device, before they are sent.
+
+    Raises:
+        UsageError: one is lazy, sparse, on the meta device, or on the CPU where NCCL sends it.
+    """
+    for name, tensor in named:
+        if is_lazy(tensor):
+            raise UsageError(f"{name} is lazy and has no shape yet: call the module once before wrapping it")
         if tensor.layout != torch.strided:
             raise UsageError(f"{name} is sparse, which cannot be sent to other ranks: make it dense by to_dense()")
+        if tensor.is_meta and not moves:
+            raise UsageError(f"{name} is on the meta device and has no values: give it some, by to_empty() and a reset")
+        if tensor.device.type == "cpu" and group_device().type == "cuda" and not moves:
+            raise UsageError(f"{name} is on the CPU, and NCCL sends what is on a GPU: move the module to one first")
+
+
+def describe_module(module: nn.Module, *, moves: bool = False) -> list[str]:
+    """A line for each parameter and buffer: name, dtype, shape, strides, whether trained, and what it is tied to.
+
+    Arguments and errors are those of :func:`require_sendable`.
+    """
+    require_sendable(itertools.chain(module.named_parameters(), module.named_buffers()), moves=moves)
     first_name: dict[nn.Parameter, str] = {}
     lines = []
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -50,9 +50,13 @@ class StandIn(nn.Parameter):
     @staticmethod
     def of(whole: nn.Parameter, name: str, gather: Callable[[], nn.Parameter]) -> "StandIn":
         """Make the stand-in of a parameter, which shares its memory, if any, and its attributes."""
-        stand_in: StandIn = Tensor._make_subclass(StandIn, whole.data, True)
+        # Integers have no gradients.
+        has_gradients = whole.is_floating_point() or whole.is_complex()
+        stand_in: StandIn = Tensor._make_subclass(StandIn, whole.data, has_gradients)
         vars(stand_in).update(vars(whole))
         stand_in.stands_for, stand_in.whole = name, gather
+        if not has_gradients:
+            return stand_in
 
         def hand_on(accumulated: Tensor) -> None:
             # An autograd.Function gets the stand-in itself, and operates on it within. Torch holds this function where

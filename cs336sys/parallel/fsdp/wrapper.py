@@ -34,7 +34,7 @@ from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
 from cs336sys.parallel.gradient_slices import clip_over_ranks
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import require_unsynchronized, require_unwrapped
-from cs336sys.parallel.rank_consistency import describe_module, same_on_every_rank
+from cs336sys.parallel.rank_consistency import describe_module, require_sendable, same_on_every_rank
 
 
 class FSDP(StateDictOfWrapped):
@@ -256,17 +256,17 @@ class FSDP(StateDictOfWrapped):
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Return whole copies of all parameters by their names in the wrapped module, tied ones under each of them.
+        """Return whole copies of all parameters by their first names in the wrapped module: a tied one once.
 
         They have the dtype of the slices. Every rank must call it, between two steps, and needs memory for all of them.
         Errors are those of :meth:`held_parameters`.
         """
         full: dict[str, Tensor] = {}
-        copies: dict[nn.Parameter, Tensor] = {}
+        gathered: set[nn.Parameter] = set()
         for name, (own, sharded) in self.held_parameters().items():
-            if own not in copies:
-                copies[own] = own.detach().clone() if sharded is None else sharded.gather_whole()
-            full[name] = copies[own]
+            if own not in gathered:
+                full[name] = own.detach().clone() if sharded is None else sharded.gather_whole()
+                gathered.add(own)
         return full
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -417,12 +417,13 @@ class FSDP(StateDictOfWrapped):
                     "finish_gradient_synchronization() before refresh()"
                 )
             named = list(module.named_parameters())
+            require_sendable(named, moves=True)
             require_unsynchronized((name, parameter) for name, parameter in named if id(parameter) not in cut)
             require_own_gradient_dtype(named)
             with _shown_whole(module, cut):
                 plan = plan_sharding(module, self._unit_modules)
                 lines.append(f"{self._settings}, units={[unit.name for unit in plan.units]}")
-                lines += describe_module(module)
+                lines += describe_module(module, moves=True)
             for entry in plan.all_sharded:
                 held = entry.held
                 if id(held) in replicated:

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,23 @@ class ExchangeBucket:
                     f"{name} was changed while the last step's updates arrived: call wait_for_parameters() of the "
                     "optimizer before changing weights"
                 )
+
+
+class _ModuleHook:
+    """A hook on a module of the user's; what is copied or pickled with the module does nothing."""
+
+    def __init__(self, function: Callable[..., None]):
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce__(self) -> tuple[type, tuple[Callable[..., None]]]:
+        return _ModuleHook, (_do_nothing,)
+
+
+def _do_nothing(*_: object) -> None:
+    pass
 
 
 class ParameterExchange:
@@ -113,18 +131,19 @@ class ParameterExchange:
         for part in _parts(module):
             if part not in self._awaited:
                 buckets = self._awaited[part] = []
-                part.register_forward_pre_hook(_not_traced(lambda *_, buckets=buckets: _wait_for(buckets)))
+                part.register_forward_pre_hook(_ModuleHook(_not_traced(lambda *_, buckets=buckets: _wait_for(buckets))))
             for inner in _modules_in(part):
                 if inner not in self._awaited:
                     buckets = self._awaited[inner] = []
-                    inner.register_forward_pre_hook(functools.partial(_wait_unless_traced, buckets))
+                    inner.register_forward_pre_hook(_ModuleHook(functools.partial(_wait_unless_traced, buckets)))
         self._assign()
         # A part may be saved or loaded by itself.
-        for one in module.modules():
-            if one not in self._saving:
-                self._saving.add(one)
-                one.register_state_dict_pre_hook(lambda *_: self.wait())
-                one.register_load_state_dict_pre_hook(lambda *_: self.wait())
+        wait = _ModuleHook(lambda *_: self.wait())
+        for part in module.modules():
+            if part not in self._saving:
+                self._saving.add(part)
+                part.register_state_dict_pre_hook(wait)
+                part.register_load_state_dict_pre_hook(wait)
 
     def _assign(self) -> None:
         """Find the buckets of the parameters that each module waits for."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.collectives import all_gather_single, group_device, is_stream_captured
 from cs336sys.parallel.gradient_slices import is_slice
-from cs336sys.parallel.rank_consistency import describe_parameter, same_on_every_rank
+from cs336sys.parallel.rank_consistency import describe_parameter, require_sendable, same_on_every_rank
 
 Group = dict[str, Any]
 
@@ -98,6 +98,7 @@ def describe_groups(groups: Sequence[Group]) -> list[str]:
 
 def check_parameters(groups: Sequence[Group], *, flat: bool) -> None:
     """Refuse parameters that an ordinary optimizer takes and a sharded one cannot."""
+    require_sendable(zip(names_of(groups), parameters_of(groups), strict=True))
     count = Counter(parameters_of(groups))
     device = group_device().type
     for name, parameter in zip(names_of(groups), parameters_of(groups), strict=True):

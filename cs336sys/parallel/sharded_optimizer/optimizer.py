@@ -18,6 +18,7 @@ from cs336sys.accounting.sharding.partition import OPTIMIZER_BUCKET_MB
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import broadcast_from_first, group_device, require_process_group
+from cs336sys.parallel.elementwise import CheckedOptions
 from cs336sys.parallel.gradient_slices import refuse_clipping_alone, refuse_other_scalers
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import is_synchronized
@@ -37,13 +38,7 @@ from cs336sys.parallel.sharded_optimizer.groups import (
     parameters_of,
     refuse_slice,
 )
-from cs336sys.parallel.sharded_optimizer.local import (
-    CheckedOptions,
-    LocalOptimizer,
-    ParameterPartition,
-    Partition,
-    require_optimizer,
-)
+from cs336sys.parallel.sharded_optimizer.local import LocalOptimizer, ParameterPartition, Partition, require_optimizer
 from cs336sys.parallel.sharded_optimizer.slices import SlicePartition
 
 

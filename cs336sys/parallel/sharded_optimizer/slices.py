@@ -7,7 +7,6 @@ nothing is copied on the way; the others of a bucket are moved into one padded b
 """
 
 import functools
-import itertools
 import weakref
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_store
 
 from cs336sys.accounting.sharding.partition import flat_pieces
 from cs336sys.errors import UsageError
@@ -29,7 +27,6 @@ from cs336sys.parallel.collectives import (
     is_dense,
     is_stream_captured,
     memory_view,
-    require_process_group,
 )
 from cs336sys.parallel.gradient_memory import require_own_gradient_dtype
 from cs336sys.parallel.gradient_slices import clip_over_ranks
@@ -55,37 +52,6 @@ def _notice_zero_grad() -> None:
         zero_grad(module, set_to_none)
 
     nn.Module.zero_grad = noticed  # type: ignore[assignment]
-
-
-class HostAgreement:
-    """Asks all ranks whether something holds on any of them, without the collectives that they are in the middle of.
-
-    Collectives are matched by the order of calls, which differs between ranks that have launched some and others. So
-    this goes through the store by which the ranks found each other. It takes some tenths of a millisecond, and no GPU.
-    """
-
-    _numbers = itertools.count()
-
-    def __init__(self) -> None:
-        require_process_group(type(self).__name__)
-        # Every rank makes these in the same order.
-        self._name = f"cs336sys/agreement/{next(self._numbers)}"
-        self._rounds = 0
-
-    def any_rank(self, fact: bool) -> bool:
-        """Return whether ``fact`` holds on any rank. Every rank must call it."""
-        store, world_size = _get_default_store(), dist.get_world_size()
-        key = f"{self._name}/{self._rounds}"
-        answers = store.add(key, 1 + fact * (world_size + 1))
-        holding, answered = divmod(answers, world_size + 1)
-        if answered == world_size:
-            if self._rounds:
-                # All ranks have read the answer of the round before.
-                store.delete_key(f"{self._name}/{self._rounds - 1}")
-                store.delete_key(f"{self._name}/{self._rounds - 1}/answer")
-            store.set(f"{key}/answer", str(holding))
-        self._rounds += 1
-        return store.get(f"{key}/answer") != b"0"
 
 
 @dataclass(frozen=True)
@@ -286,9 +252,8 @@ class SlicePartition:
         self._synchronizer = SliceSynchronizer([], overlap=True)
         # By id, the names of parameters with gradients that the last step has used and nobody has dropped since.
         self._used: dict[int, str] = {}
-        # Whether all ranks know that no reduction is in progress: nothing was launched since they last waited.
-        self._is_settled = False
-        self._agreement = HostAgreement()
+        # Whether a module has called zero_grad() while its gradients were being averaged.
+        self._is_undropped = False
         _notice_zero_grad()
         _partitions.add(self)
 
@@ -347,7 +312,6 @@ class SlicePartition:
             self._synchronizer.finish()
             # Else there was no backward pass yet, on any rank.
             self._synchronizer.is_complete = any(bucket.has_arrived for bucket in self._buckets)
-        self._is_settled = True
 
     @property
     def is_complete(self) -> bool:
@@ -355,7 +319,12 @@ class SlicePartition:
         return self._synchronizer.is_complete
 
     def require_none_late(self) -> None:
-        """Refuse gradients that came after those of the step were complete."""
+        """Refuse gradients that came after those of the step were complete, or that a module was to drop."""
+        if self._is_undropped:
+            raise UsageError(
+                "zero_grad() of a module was called while gradients were being averaged over ranks, and has not "
+                "dropped them: call zero_grad() of the optimizer instead, on every rank"
+            )
         if self._synchronizer.late:
             name = next(iter(self._synchronizer.late.values()))
             raise UsageError(
@@ -380,30 +349,27 @@ class SlicePartition:
 
     def drop_gradients(self, set_to_none: bool) -> None:
         """Drop or zero all gradients, those being averaged, too. Every rank must call it."""
-        if self._is_settled:
-            self._refuse_under_way(self._under_way)
-        elif self._agreement.any_rank(self._under_way):
+        # Where gradients are complete or held back, on all ranks, none are being averaged. Else another rank may be in
+        # a backward pass, which waits for what this rank has not launched: it must not be asked before that.
+        is_open = not (self._synchronizer.is_complete or self._synchronizer.holds_back)
+        if is_open and (self._under_way or not is_stream_captured()):
             self._synchronizer.finish()
-        self._is_settled = False
         self._drop(None, set_to_none)
 
     def drop_gradients_of_module(self, parameters: AbstractSet[int], set_to_none: bool) -> None:
         """Drop or zero the gradients of those with these ids."""
         mine = parameters & self._names.keys()
         if mine:
-            self._refuse_under_way(
-                any(not mine.isdisjoint(map(id, b.parameters.values())) for b in self._buckets if b.is_under_way)
+            # Refused by the next step: on another rank there may have been no pass.
+            self._is_undropped |= any(
+                not mine.isdisjoint(map(id, bucket.parameters.values()))
+                for bucket in self._buckets
+                if bucket.is_under_way
             )
             self._drop(mine, set_to_none)
 
-    def _refuse_under_way(self, is_under_way: bool) -> None:
-        if is_under_way:
-            raise UsageError(
-                "gradients are being averaged over ranks, and where zero_grad() of a module is called they cannot be "
-                "dropped: call zero_grad() of the optimizer instead, on every rank, here and after each step"
-            )
-
     def _drop(self, parameters: AbstractSet[int] | None, set_to_none: bool) -> None:
+        self._is_undropped &= parameters is not None
         if parameters is None or all(bucket.given <= parameters for bucket in self._buckets):
             self._synchronizer.is_complete = False
         for bucket in self._buckets:

@@ -190,7 +190,10 @@ class TensorParallel(StateDictOfWrapped):
                 raise UsageError(f"{type(module).__name__} is wrapped already: wrap the plain module first")
             require_whole(module.named_parameters(), self.group)
             require_shareable(module, size)
-            lines += [f"TensorParallel with {sequence_parallel=}, {communicates=}", *describe_module(module)]
+            lines += [
+                f"TensorParallel with {sequence_parallel=}, {communicates=}",
+                *describe_module(module, moves=True),
+            ]
         name = self.group.group_name if communicates and size > 1 else ""
         self._tensor_group = TensorGroup(name, rank, size, sequence_parallel)
         require_same_results(module, self.group, self._tensor_group, initialize, device)

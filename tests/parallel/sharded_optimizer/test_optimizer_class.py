@@ -5,7 +5,7 @@ import torch
 from optimizer_models import CLASSES
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.sharded_optimizer.local import require_elementwise
+from cs336sys.parallel.elementwise import require_elementwise
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "Adafactor"])

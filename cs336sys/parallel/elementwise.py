@@ -1,0 +1,159 @@
+"""Find out whether an optimizer updates each element by itself, as it must where a rank has slices of parameters."""
+
+import inspect
+import weakref
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336sys.errors import UsageError
+
+_STEPS = 3
+
+# How a matrix, (16, 8), is cut: into rows as FSDP does, or columns as TensorParallel does, or its elements in memory
+# order, (128,), as ShardedOptimizer does. Of each: the dimension that is cut, and where.
+_CUTS = {"rows": (0, 5), "columns": (1, 3), "elements": (0, 40)}
+
+
+def require_elementwise(
+    optimizer_cls: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    device: torch.device,
+    of_group: Mapping[str, Any] | None = None,
+    cut: str = "elements",
+    refusal: str = "flat=True cannot shard",
+    remedy: str = "choose flat=False",
+) -> None:
+    """Step a small matrix as a whole and in two slices, and compare the results and the optimizers' states.
+
+    Optimizers that use the norm of a parameter (LAMB), row and column means (Adafactor) or matrix products (Muon)
+    differ or fail; so does one that draws random numbers.
+
+    Args:
+        options: what the class is constructed with, parameters aside.
+        device: where the parameters are; some options work on some devices only.
+        of_group: options of a group of parameters, which may make of the class another.
+        cut: rows, columns or elements.
+        refusal: how the error begins.
+        remedy: how it ends.
+    """
+    refusal = f"{refusal} {optimizer_cls.__name__}"
+    tensors = torch.randn(1 + _STEPS, 16, 8, generator=torch.Generator().manual_seed(0)).to(device)
+    dim, size = _CUTS[cut]
+    to_cut = tensors.flatten(1) if cut == "elements" else tensors
+    slices = [part.contiguous() for part in to_cut.tensor_split([size], 1 + dim)]
+    # What the class raises about its options is passed on unchanged.
+    of_group = of_group or {}
+    optimizer_cls([{**of_group, "params": [nn.Parameter(tensors[0])]}], **options)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            whole, *parts = (_stepped(optimizer_cls, options, of_group, values) for values in (tensors, *slices))
+        except Exception as error:
+            raise UsageError(f"{refusal}, which cannot step a slice ({error}): {remedy}") from error
+    for key, value in whole.items():
+        if not _agree(value, [part.get(key) for part in parts], dim):
+            raise UsageError(f"{refusal}, whose {key} is not computed element by element: {remedy}")
+
+
+class CheckedOptions:
+    """Refuses options of groups with which a class cannot be sharded, once for each kind of options.
+
+    Numbers are of one kind, except that zero is of another, so that schedules of learning rates need no check anew.
+
+    Args:
+        optimizer_cls, options: the class, and what it is constructed with.
+        flat: as for :class:`~cs336sys.parallel.sharded_optimizer.optimizer.ShardedOptimizer`.
+        device: where the parameters are.
+    """
+
+    def __init__(
+        self, optimizer_cls: type[torch.optim.Optimizer], options: dict[str, Any], *, flat: bool, device: torch.device
+    ):
+        self._optimizer_cls, self._options, self._flat, self._device = optimizer_cls, options, flat, device
+        self._accepted: set[Hashable] = set()
+
+    def require(self, of_group: Mapping[str, Any]) -> None:
+        """Refuse options of one group."""
+        kind = _kind(of_group)
+        if kind in self._accepted:
+            return
+        max_norm = {**self._options, **of_group}.get("max_grad_norm")
+        if max_norm is not None:
+            raise UsageError(
+                f"max_grad_norm {max_norm} would clip by the norm of this rank's share: leave it out, and call "
+                "clip_grad_norm_() of the sharded optimizer before step()"
+            )
+        if self._flat:
+            require_elementwise(self._optimizer_cls, self._options, self._device, of_group)
+        self._accepted.add(kind)
+
+
+# For each class of optimizers, the devices and kinds of options with which it was accepted.
+_accepted: "weakref.WeakKeyDictionary[type, set[Hashable]]" = weakref.WeakKeyDictionary()
+
+
+def require_elementwise_step(
+    optimizer: torch.optim.Optimizer, of_group: Mapping[str, Any], device: torch.device
+) -> None:
+    """Refuse an optimizer that somebody else has made, as :func:`require_elementwise`.
+
+    A class with the attribute ``updates_elementwise = True`` is believed: it may need more than its options to be made.
+
+    Args:
+        of_group: all options of one of its groups.
+        device: where the parameters are.
+    """
+    optimizer_cls = type(optimizer)
+    kind = device, _kind(of_group)
+    if getattr(optimizer_cls, "updates_elementwise", False) or kind in _accepted.setdefault(optimizer_cls, set()):
+        return
+    accepted = inspect.signature(optimizer_cls).parameters
+    options = {key: value for key, value in {**optimizer.defaults, **of_group}.items() if key in accepted}
+    refusal = "slices of FSDP or TensorParallel cannot be updated by"
+    remedy = "choose a class that updates each element by itself, as AdamW and SGD do"
+    for cut in ("rows", "columns"):
+        try:
+            require_elementwise(optimizer_cls, options, device, of_group, cut, refusal, remedy)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"{refusal} {optimizer_cls.__name__}, which cannot be tried on a small matrix "
+                f"({type(error).__name__}: {error}): set updates_elementwise = True in the class if it updates each "
+                "element by itself"
+            ) from error
+    _accepted[optimizer_cls].add(kind)
+
+
+def _kind(value: Any) -> Hashable:
+    """Return something that is equal for options with which a class computes alike, numbers aside."""
+    if isinstance(value, Mapping):
+        return tuple((key, _kind(option)) for key, option in sorted(value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_kind, value))
+    if isinstance(value, (str, bool)):
+        return value
+    return type(value), isinstance(value, Tensor) or bool(value)
+
+
+def _stepped(
+    optimizer_cls: type[torch.optim.Optimizer], options: dict[str, Any], of_group: Mapping[str, Any], values: Tensor
+) -> dict[str, Any]:
+    """The update, and the state, of a parameter that starts as ``values[0]`` and gets the others as gradients."""
+    parameter = nn.Parameter(values[0].clone())
+    optimizer = optimizer_cls([{**of_group, "params": [parameter]}], **options)
+    for gradient in values[1:]:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    return {"update": parameter.detach() - values[0], **optimizer.state[parameter]}
+
+
+def _agree(whole: Any, parts: list[Any], dim: int) -> bool:
+    if not isinstance(whole, Tensor) or whole.numel() == 1:
+        return True
+    if not all(isinstance(part, Tensor) for part in parts) or sum(part.numel() for part in parts) != whole.numel():
+        return False
+    # Elements in a vector register and those left over may be rounded differently; real differences are far larger.
+    return torch.allclose(torch.cat(parts, dim).view(whole.shape), whole, rtol=1e-3, atol=1e-7, equal_nan=True)
