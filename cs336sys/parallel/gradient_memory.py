@@ -73,7 +73,10 @@ def require_averageable(name: str, gradient: Tensor, dtype: torch.dtype, shape: 
     if gradient.layout != torch.strided:
         raise UsageError(f"{name} has a sparse gradient, which cannot be averaged: choose sparse=False")
     if gradient.dtype != dtype:
-        raise UsageError(f"{name} has a gradient in {gradient.dtype}, not in {dtype}: leave its grad_dtype as it is")
+        raise UsageError(
+            f"{name} has a gradient in {gradient.dtype}, not in {dtype}: convert a module before it is wrapped or its "
+            "optimizer is built, and leave grad_dtype as it is"
+        )
     if shape is not None and gradient.shape != shape:
         raise UsageError(
             f"{name} was changed from {tuple(shape)} to {tuple(gradient.shape)} after it was wrapped: call refresh() "

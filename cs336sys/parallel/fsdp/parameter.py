@@ -130,7 +130,7 @@ class ShardedParameter:
         self._attributes = dict(vars(whole))
         mark_slice(self.shard, whole=None if self.is_part_of_more else (tuple(self.shape), 0))
         refuse_other_scalers()
-        self.gathered_dtype = compute_dtype if compute_dtype and own.is_floating_point() else own.dtype
+        self._compute_dtype = compute_dtype
         self.kept: Tensor | None = None
         # What the gradient of the shard was when the last one was kept, and whether it is a view of those kept.
         self._seen: tuple[Tensor, int] | None = None
@@ -157,6 +157,12 @@ class ShardedParameter:
 
         self.stand_in = StandIn.of(full, self.names[0], gathered)
         return padded[self.group.rank() * each :][: len(self.rows)]
+
+    @property
+    def gathered_dtype(self) -> torch.dtype:
+        """Return the dtype of ``full``, which follows that of the shard when it is gathered into new memory."""
+        is_cast = self._compute_dtype is not None and self.shard.is_floating_point()
+        return self._compute_dtype if is_cast else self.shard.dtype
 
     def guard(self) -> None:
         """Refuse gradients that autograd would accumulate into the shard."""

@@ -165,6 +165,11 @@ class FSDP(StateDictOfWrapped):
                     f"{type(part).__name__} is compiled as a whole, which leaves no place to gather its parts: "
                     "compile its blocks"
                 )
+        if torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UsageError(
+                "FSDP cannot see the backward pass of a function that torch.func transforms (vmap, jvp, grad): call it "
+                "under torch.no_grad(), or transform a module of DDP or a ShardedOptimizer"
+            )
         for call in self._calls:
             call.install()
         return self.module(*args, **kwargs)

@@ -197,6 +197,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with same_on_every_rank() as lines:
             self._require_between_steps()
             check_parameters(self.param_groups, flat=self._slices is not None)
+            self._refuse_moved()
             self._refuse_removed()
             lines += self._describe()
             self._take_state()
@@ -425,6 +426,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if list(map(_members, self.param_groups)) != self._linked_members:
             self._refuse_removed()
             raise UsageError("parameters were put into a group after it was sharded: call refresh() on every rank")
+        self._refuse_moved()
         if self._held is not None:
             self._held.require_unchanged()
         if self._slices is not None:
@@ -444,10 +446,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"{self._name(parameter)} is frozen and has a gradient, which an optimizer of one process would "
                     "use and nothing averages over ranks: set it to None"
                 )
+
+    def _refuse_moved(self) -> None:
         for parameter, address in self._addresses.items():
             if parameter.data_ptr() != address:
                 name = self._name(parameter)
-                raise UsageError(f"{name} was moved after it was sharded: build the optimizer after moving the model")
+                raise UsageError(
+                    f"{name} was moved or converted after it was sharded: build the optimizer after changing the model"
+                )
 
     def _refuse_removed(self) -> None:
         here = set(self._parameters)

@@ -321,8 +321,11 @@ class TensorParallel(StateDictOfWrapped):
             parts: this rank's parts by name, where ``module`` has only slices of them
                 (``FSDP.gather_full_params()``); None takes the module's own.
         """
-        own = dict(self.module.named_parameters(remove_duplicate=False)) if parts is None else parts
-        return whole_tensors(own, self.shapes, self.group)
+        held: Mapping[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
+        if parts is not None:
+            first_name: dict[int, str] = {}
+            held = {name: parts[first_name.setdefault(id(one), name)] for name, one in held.items()}
+        return whole_tensors(held, self.shapes, self.group)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load what ``state_dict()`` returned on the same rank of equally many ranks. Every rank must call it.

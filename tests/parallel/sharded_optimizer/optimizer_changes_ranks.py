@@ -98,9 +98,10 @@ def dropped():
     errors["dropped by hand"] = error_of(_step_again, model, optimizer)
     model.zero_grad()
     model(1.0, False).backward()
-    errors["by the model, under way"] = error_of(model.zero_grad)
-    optimizer.step()
+    model.zero_grad()
+    errors["by the model, under way"] = error_of(optimizer.step)
     optimizer.zero_grad()
+    found["after that"] = model.used[0].item()
     model(100.0, False).backward()
     optimizer.clip_grad_norm_(1.0)
     if dist.get_rank() == 1:
@@ -380,3 +381,46 @@ def parts_apart():
             optimizer.step()
             optimizer.zero_grad()
     return [branch[0].item() for branch in model.branches]
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError
+
+
+def passes_of_one_rank():
+    """Flat, with eight buckets: the norm of the gradients after passes that rank 0 alone had were dropped."""
+    first = dist.get_rank() == 0
+    norms = {}
+    for case in ("one pass", "after the model's", "after an empty step", "failed", "of the model"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(8)])
+        optimizer = ShardedOptimizer(
+            model.parameters(), torch.optim.SGD, lr=0.0, flat=True, module=model, bucket_size_mb=1e-5
+        )
+        inputs = torch.ones(2, 8)
+        if case == "after the model's":
+            model(inputs).sum().backward()
+            optimizer.step()
+            model.zero_grad()
+        if case == "after an empty step":
+            optimizer.step()
+        if case == "failed":
+            hidden = model[:4](inputs)
+            error_of(model[4:](_Fails.apply(hidden) if first else hidden).sum().backward)
+        elif first:
+            model(inputs).sum().backward()
+        if case == "of the model":
+            model.zero_grad()
+            norms["refusal"] = error_of(optimizer.step)[0]
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        norms[case] = optimizer.clip_grad_norm_(1e9).item()
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms

@@ -44,6 +44,12 @@ def test_passes_of_one_rank_are_dropped_and_what_cannot_be_dropped_is_refused(ra
         assert not errors
 
 
+def test_passes_of_one_rank_are_dropped_whatever_buckets_it_has_launched(ranks):
+    for norms in ranks(2).run(optimizer_changes_ranks.passes_of_one_rank):
+        assert norms.pop("refusal") == "UsageError"
+        assert len(set(norms.values())) == 1
+
+
 @each_mode
 def test_backward_pass_through_weights_that_a_step_changed_is_an_error_on_every_rank(ranks, mode):
     for (kind, message), untouched in ranks(2).run(optimizer_changes_ranks.stepped_before_backward, mode):

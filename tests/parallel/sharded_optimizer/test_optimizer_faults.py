@@ -85,7 +85,7 @@ def test_misuse_is_refused(ranks, mode):
         assert messages.pop("copy").endswith("cannot be copied or pickled: choose consolidated_state_dict()")
         assert messages.pop("unfrozen") == "never was unfrozen after it was sharded: call refresh() on every rank"
         assert messages.pop("moved") == (
-            "used was moved after it was sharded: build the optimizer after moving the model"
+            "used was moved or converted after it was sharded: build the optimizer after changing the model"
         )
         if mode == "flat":
             assert messages.pop("under way") == "gradients are under way: call step() or zero_grad() first"
