@@ -106,11 +106,14 @@ class Worker:
         measure: where to find the :data:`Measure` function, as ``package.module:function``; a name and not the function
             itself, so that the parent need not import its module.
         arguments: the command line, for the run's record.
+        silence_s: how long the process may take to start, and then until the first message of a cell: one that starts
+            ranks has those end when they hang, and before that it can hang itself. None is as long as it takes.
     """
 
-    def __init__(self, measure: str, arguments: tuple[str, ...] = ()):
+    def __init__(self, measure: str, arguments: tuple[str, ...] = (), *, silence_s: float | None = None):
         self._measure = measure
         self._arguments = arguments
+        self._silence_s = silence_s
         self._child: _Child | None = None
         self._run: Run | None = None
         self._is_busy = False
@@ -135,6 +138,7 @@ class Worker:
             return None
         self.close()
         self._is_busy = True
+        timeout_s = self._silence_s if timeout_s is None else timeout_s
         self._child = child = _Child(*call_guarded(f"{__name__}:{_serve.__name__}", self._measure, self._arguments))
         message = child.receive(timeout_s)
         if isinstance(message, Run):
@@ -167,19 +171,21 @@ class Worker:
             return failure
         child = self._child
         assert child is not None
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        limit_s = min((limit for limit in (timeout_s, self._silence_s) if limit is not None), default=None)
+        sent_s = time.monotonic()
         # Set before it is sent: an interruption between the two lines must not find a worker that seems idle.
         self._is_busy = True
         child.send(configuration)
         while True:
-            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            remaining = None if limit_s is None else max(0.0, sent_s + limit_s - time.monotonic())
             message = child.receive(remaining)
             if isinstance(message, str):
+                limit_s = timeout_s
                 progress(message)
                 continue
             if message is None:
                 self.close()
-                return Outcome("timeout", reason=f"not done after {timeout_s:g} s")
+                return Outcome("timeout", reason=f"not done after {limit_s:g} s")
             assert isinstance(message, Outcome)
             self._is_busy = False
             if not message.leaves_worker_sound:

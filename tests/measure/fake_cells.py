@@ -40,8 +40,10 @@ def _write_half_and_die(handle, data):
 
 
 def measure(configuration, progress):
-    progress("forward")
     action = configuration["action"]
+    if action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    progress("forward")
     if action == "raise":
         raise RuntimeError("the kernel is wrong. Second sentence. Third sentence")
     if action == "out of memory":

@@ -1,5 +1,6 @@
 """The worker process: every way a cell can end becomes its status, and the next cell is measured all the same."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -245,3 +246,10 @@ def test_worker_dies_with_its_parent_and_so_does_what_it_started(tmp_path):
         parent.send_signal(signal.SIGKILL)
     wait_until(lambda: not any(map(is_running, ids)), 60)
     wait_until(lambda: not folder.exists(), 60)
+
+
+def test_worker_that_stops_before_its_first_message_is_ended(tmp_path):
+    worker = Worker("fake_cells:measure", silence_s=20.0)
+    with contextlib.closing(worker):
+        outcome = worker.measure({"action": "stop"}, timeout_s=None, progress=str)
+    assert outcome.status == "timeout"

@@ -263,7 +263,15 @@ def run_sweep(
     if is_here and (across_ranks or asked.cell_timeout is not None):
         option = "ranks" if across_ranks else f"--cell-timeout {asked.cell_timeout:g}"
         raise UsageError(f"{option}: needs processes of its own, which cannot find the object by name; {TO_FILE}")
-    worker = ranks or (WorkerHere if is_here else Worker)(measure, tuple(sys.argv[1:]))
+    if ranks is not None:
+        worker: Any = ranks
+    elif is_here:
+        worker = WorkerHere(measure, tuple(sys.argv[1:]))
+    else:
+        silence_s = max(
+            (one["timeout_s"] for one in configurations if across_ranks and "timeout_s" in one), default=None
+        )
+        worker = Worker(measure, tuple(sys.argv[1:]), silence_s=silence_s)
     cells: list[Cell] = []
     run = None
     interruption: int | None = None

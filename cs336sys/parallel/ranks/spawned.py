@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -75,6 +76,8 @@ def join_process_group(
         os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
         options._timeout = timeout
+    else:
+        _require_interface()
     dist.init_process_group(
         backend,
         store=store,
@@ -84,6 +87,22 @@ def join_process_group(
         device_id=device,
         pg_options=options,
     )
+
+
+def _require_interface() -> None:
+    """Refuse to start where Gloo would find no network interface: its own error is a page for each rank."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    try:
+        for name in names:
+            dist.ProcessGroupGloo.create_device(interface=name)
+        if not names:
+            dist.ProcessGroupGloo.create_default_device()
+    except RuntimeError as error:
+        choices = ", ".join(name for _, name in socket.if_nameindex())
+        raise CapabilityError(
+            f"Gloo finds no address on {'interface ' + ','.join(names) if names else 'any interface'}: set "
+            f"GLOO_SOCKET_IFNAME to one that is up (this machine has {choices})"
+        ) from error
 
 
 def leave_process_group() -> None:
