@@ -19,7 +19,7 @@ _CUTS = {"rows": (0, 5), "columns": (1, 3), "elements": (0, 40)}
 
 def require_elementwise(
     optimizer_cls: type[torch.optim.Optimizer],
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     device: torch.device,
     of_group: Mapping[str, Any] | None = None,
     cut: str = "elements",
@@ -57,37 +57,34 @@ def require_elementwise(
             raise UsageError(f"{refusal}, whose {key} is not computed element by element: {remedy}")
 
 
-class CheckedOptions:
-    """Refuses options of groups with which a class cannot be sharded, once for each kind of options.
+def require_options(
+    optimizer_cls: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    device: torch.device,
+    accepted: set[Hashable],
+    of_group: Mapping[str, Any],
+    *,
+    flat: bool,
+) -> None:
+    """Refuse options of a group with which ShardedOptimizer cannot shard a class, once for each kind of options.
 
     Numbers are of one kind, except that zero is of another, so that schedules of learning rates need no check anew.
 
     Args:
-        optimizer_cls, options: the class, and what it is constructed with.
-        flat: as for :class:`~cs336sys.parallel.sharded_optimizer.optimizer.ShardedOptimizer`.
-        device: where the parameters are.
+        accepted: the kinds that were checked before; one more afterwards.
     """
-
-    def __init__(
-        self, optimizer_cls: type[torch.optim.Optimizer], options: dict[str, Any], *, flat: bool, device: torch.device
-    ):
-        self._optimizer_cls, self._options, self._flat, self._device = optimizer_cls, options, flat, device
-        self._accepted: set[Hashable] = set()
-
-    def require(self, of_group: Mapping[str, Any]) -> None:
-        """Refuse options of one group."""
-        kind = _kind(of_group)
-        if kind in self._accepted:
-            return
-        max_norm = {**self._options, **of_group}.get("max_grad_norm")
-        if max_norm is not None:
-            raise UsageError(
-                f"max_grad_norm {max_norm} would clip by the norm of this rank's share: leave it out, and call "
-                "clip_grad_norm_() of the sharded optimizer before step()"
-            )
-        if self._flat:
-            require_elementwise(self._optimizer_cls, self._options, self._device, of_group)
-        self._accepted.add(kind)
+    kind = _kind(of_group)
+    if kind in accepted:
+        return
+    max_norm = {**options, **of_group}.get("max_grad_norm")
+    if max_norm is not None:
+        raise UsageError(
+            f"max_grad_norm {max_norm} would clip by the norm of this rank's share: leave it out, and call "
+            "clip_grad_norm_() of the sharded optimizer before step()"
+        )
+    if flat:
+        require_elementwise(optimizer_cls, options, device, of_group)
+    accepted.add(kind)
 
 
 # For each class of optimizers, the devices and kinds of options with which it was accepted.
@@ -139,7 +136,7 @@ def _kind(value: Any) -> Hashable:
 
 
 def _stepped(
-    optimizer_cls: type[torch.optim.Optimizer], options: dict[str, Any], of_group: Mapping[str, Any], values: Tensor
+    optimizer_cls: type[torch.optim.Optimizer], options: Mapping[str, Any], of_group: Mapping[str, Any], values: Tensor
 ) -> dict[str, Any]:
     """The update, and the state, of a parameter that starts as ``values[0]`` and gets the others as gradients."""
     parameter = nn.Parameter(values[0].clone())

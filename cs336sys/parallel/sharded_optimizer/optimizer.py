@@ -4,6 +4,7 @@ Sources: CS336 assignment 2, section "Optimizer State Sharding"; Rajbhandari et 
 Training Trillion Parameter Models" (https://arxiv.org/abs/1910.02054).
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ from cs336sys.accounting.sharding.partition import OPTIMIZER_BUCKET_MB
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import cap_in_bytes
 from cs336sys.parallel.collectives import broadcast_from_first, group_device, require_process_group
-from cs336sys.parallel.elementwise import CheckedOptions
+from cs336sys.parallel.elementwise import require_options
 from cs336sys.parallel.gradient_slices import refuse_clipping_alone, refuse_other_scalers
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import is_synchronized
@@ -120,9 +121,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             cap_bytes = cap_in_bytes(bucket_size_mb)
             super().__init__(params, {})
             check_parameters(self.param_groups, flat=flat)
-            self._checked_options = CheckedOptions(optimizer_cls, options, flat=flat, device=group_device())
+            self._require_options = functools.partial(
+                require_options, optimizer_cls, options, group_device(), set(), flat=flat
+            )
             for group in self.param_groups:
-                self._checked_options.require(options_of(group))
+                self._require_options(options_of(group))
             for name, parameter in () if module is None else module.named_parameters():
                 refuse_slice(name, parameter)
             lines.append(
@@ -174,7 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 super().add_param_group(param_group)
                 check_parameters(self.param_groups, flat=self._slices is not None)
                 self._local.check_options(self.param_groups[-1])
-                self._checked_options.require(options_of(self.param_groups[-1]))
+                self._require_options(options_of(self.param_groups[-1]))
                 lines += self._describe()
                 self._take_state()
         except Exception:
@@ -371,7 +374,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             owned = [self._partition.owned(parameter) for parameter in self._parameters]
             states = take_own_states(state_dict, self._share(), names_of(self.param_groups), self._parameters, owned)
             for group in state_dict["param_groups"]:
-                self._checked_options.require(options_of(group))
+                self._require_options(options_of(group))
             lines += [describe_options(options_of(group)) for group in state_dict["param_groups"]]
         parameters = self._parameters
         with torch.no_grad():
@@ -483,7 +486,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             changed = {key: value for key, value in now.items() if key not in before or before[key] != value}
             changed |= {key: "gone" for key in before if key not in now}
             if changed:
-                self._checked_options.require(options_of(group))
+                self._require_options(options_of(group))
                 lines.append(f"group {number} with {describe_options(changed)}")
         return lines
 

@@ -429,3 +429,12 @@ def test_rank_that_does_not_come_to_a_collective_is_named_on_gpus():
         launch.run(launch_ranks.fail, "hang", world_size=2, backend="nccl", timeout_s=10)
     assert str(caught.value).split("\n")[0].endswith("still running: rank 1")
     assert "in fail" in str(caught.value).split("rank 1 was here:")[1]
+
+
+def test_wrong_network_interface_is_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothere")
+    with pytest.raises(CapabilityError) as caught:
+        spawned.join_process_group(spawned.RankIdentity(0, 1, local_rank=0), "gloo", dist.HashStore(), 5.0)
+    assert str(caught.value).startswith("Gloo finds no address on interface nothere: set GLOO_SOCKET_IFNAME to one")
+    assert "\n" not in str(caught.value)
+    assert not dist.is_initialized()

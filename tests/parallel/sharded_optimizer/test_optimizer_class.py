@@ -3,9 +3,11 @@
 import pytest
 import torch
 from optimizer_models import CLASSES
+from torch import nn
 
 from cs336sys.errors import UsageError
 from cs336sys.parallel.elementwise import require_elementwise
+from cs336sys.parallel.gradient_slices import mark_slice
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "Adafactor"])
@@ -49,3 +51,87 @@ def test_class_that_is_not_element_wise_is_found_out(optimizer_cls, reason):
     assert torch.equal(torch.random.get_rng_state(), before)
     assert str(caught.value).startswith(reason)
     assert str(caught.value).endswith("choose flat=False")
+
+
+class OfOneRate(torch.optim.Optimizer):
+    """Keeps what it is made with to itself."""
+
+    def __init__(self, params, rate):
+        super().__init__(params, {})
+        self.rate = rate
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=self.rate)
+
+
+class SaysSo(OfOneRate):
+    updates_elementwise = True
+
+
+class DecayingMatrices(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() > 1:
+                    parameter.mul_(0.9)
+        return super().step(closure)
+
+
+def _of_a_slice(optimizer_cls, **options):
+    parameter = nn.Parameter(torch.ones(3, 4))
+    parameter.grad = torch.ones(3, 4)
+    mark_slice(parameter)
+    return optimizer_cls([parameter], **options)
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "Adafactor"])
+def test_element_wise_class_steps_slices(name):
+    optimizer_cls, options = CLASSES[name]
+    optimizer = _of_a_slice(optimizer_cls, **options)
+    for _ in range(2):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("optimizer_cls", "options"), [(SaysSo, {"rate": 0.1}), (DecayingMatrices, {"lr": 0.1})])
+def test_class_of_the_users_own_steps_slices(optimizer_cls, options):
+    _of_a_slice(optimizer_cls, **options).step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer_cls", "options", "sentence"),
+    [
+        (torch.optim.Adafactor, {}, "Adafactor, whose update is not computed element by element"),
+        (torch.optim.Muon, {}, "Muon, whose update is not computed element by element"),
+        (torch.optim.SparseAdam, {}, "SparseAdam, which cannot step a slice"),
+        (NormalizedSteps, {"lr": 0.1}, "NormalizedSteps, whose update is not computed element by element"),
+        (OfOneRate, {"rate": 0.1}, "OfOneRate, which cannot be tried on a small matrix .*: set updates_elementwise = "),
+    ],
+)
+def test_other_classes_refuse_to_step_slices(optimizer_cls, options, sentence):
+    optimizer = _of_a_slice(optimizer_cls, **options)
+    before = optimizer.param_groups[0]["params"][0].detach().clone()
+    for _ in range(2):
+        with pytest.raises(UsageError, match=f"slices of FSDP or TensorParallel cannot be updated by {sentence}"):
+            optimizer.step()
+    assert torch.equal(optimizer.param_groups[0]["params"][0], before)
+
+
+def test_options_that_change_between_steps_are_tried():
+    optimizer = _of_a_slice(SwitchedNorm, lr=0.1)
+    optimizer.step()
+    optimizer.param_groups[0]["by_norm"] = True
+    with pytest.raises(UsageError, match="SwitchedNorm, whose update is not computed element by element"):
+        optimizer.step()
+
+
+class SwitchedNorm(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if group.get("by_norm"):
+                    parameter.grad.div_(parameter.grad.norm())
+        return super().step(closure)
