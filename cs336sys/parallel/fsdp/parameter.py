@@ -161,8 +161,9 @@ class ShardedParameter:
     @property
     def gathered_dtype(self) -> torch.dtype:
         """Return the dtype of ``full``, which follows that of the shard when it is gathered into new memory."""
-        is_cast = self._compute_dtype is not None and self.shard.is_floating_point()
-        return self._compute_dtype if is_cast else self.shard.dtype
+        if self._compute_dtype is not None and self.shard.is_floating_point():
+            return self._compute_dtype
+        return self.shard.dtype
 
     def guard(self) -> None:
         """Refuse gradients that autograd would accumulate into the shard."""
