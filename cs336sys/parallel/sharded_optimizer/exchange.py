@@ -51,6 +51,8 @@ class _ModuleHook:
     """A hook on a module of the user's; what is copied or pickled with the module does nothing."""
 
     def __init__(self, function: Callable[..., None]):
+        # By attributes of the function the compiler knows to leave it out.
+        vars(self).update(vars(function))
         self._function = function
 
     def __call__(self, *args: Any) -> None:

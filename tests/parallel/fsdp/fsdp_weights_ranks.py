@@ -14,7 +14,7 @@ def whole_parameters():
     model = network(dist.get_rank())
     sharded = FSDP(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    expected = {name: value.detach() for name, value in network(0).named_parameters(remove_duplicate=False)}
+    expected = {name: value.detach() for name, value in network(0).named_parameters()}
     return sharded.gather_full_params(), expected, shapes, model.offset
 
 
@@ -57,9 +57,8 @@ def from_meta():
     torch.manual_seed(7)
     usual = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 3), nn.Linear(3, 5))
     usual[3].weight = usual[0].weight
-    all_names = usual.named_parameters(remove_duplicate=False)
     results += [
-        (sharded.gather_full_params(), {name: value.detach() for name, value in all_names}),
+        (sharded.gather_full_params(), {name: value.detach() for name, value in usual.named_parameters()}),
         (dict(model.named_buffers()), dict(usual.named_buffers())),
     ]
     trained = [parameter.requires_grad for parameter in sharded.parameters()]
