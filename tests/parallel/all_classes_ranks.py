@@ -104,7 +104,7 @@ def copies():
                 one.finish_gradient_synchronization()
             off[name, way] = (copied.module.first.weight.grad - wrapped.module.first.weight.grad).abs().max().item()
             errors[name] = error_of(copy.copy, wrapped)
-        for flat in (False, True):
+        for flat in (False, True) if make is copy.deepcopy else ():
             module = Chain()
             optimizer = _optimizer(flat, True)(module)
             if not flat:

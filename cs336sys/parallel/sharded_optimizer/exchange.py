@@ -51,8 +51,6 @@ class _ModuleHook:
     """A hook on a module of the user's; what is copied or pickled with the module does nothing."""
 
     def __init__(self, function: Callable[..., None]):
-        # By attributes of the function the compiler knows to leave it out.
-        vars(self).update(vars(function))
         self._function = function
 
     def __call__(self, *args: Any) -> None:
@@ -133,7 +131,7 @@ class ParameterExchange:
         for part in _parts(module):
             if part not in self._awaited:
                 buckets = self._awaited[part] = []
-                part.register_forward_pre_hook(_ModuleHook(_not_traced(lambda *_, buckets=buckets: _wait_for(buckets))))
+                part.register_forward_pre_hook(_not_traced(lambda *_, buckets=buckets: _wait_for(buckets)))
             for inner in _modules_in(part):
                 if inner not in self._awaited:
                     buckets = self._awaited[inner] = []
