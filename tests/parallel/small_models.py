@@ -103,6 +103,36 @@ class WithoutGradient(torch.autograd.Function):
         return None
 
 
+class PlainBlocks:
+    """Blocks of attention in a few lines; heads of queries side by side share one of keys."""
+
+    def forward(self, query, key, value, is_causal):
+        scores, value = _scores(query, key, is_causal), repeated_heads(value, query)
+        return (scores.softmax(-1) @ value.to(scores.dtype)).to(query.dtype), scores.logsumexp(-1)
+
+    def backward(self, query, key, value, grad_out, logsumexp, delta, is_causal):
+        scores = _scores(query, key, is_causal)
+        weights, grad_out = (scores - logsumexp[..., None]).exp(), grad_out.to(scores.dtype)
+        grad_value = weights.mT @ grad_out
+        grad_scores = weights * (grad_out @ repeated_heads(value, query).to(scores.dtype).mT - delta[..., None])
+        grad_scores = grad_scores * query.shape[-1] ** -0.5
+        grad_query = grad_scores @ repeated_heads(key, query).to(scores.dtype)
+        grad_key = grad_scores.mT @ query.to(scores.dtype)
+        of_groups = [grad.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for grad in (grad_key, grad_value)]
+        return grad_query.to(query.dtype), *of_groups
+
+
+def repeated_heads(tensor, query):
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)
+
+
+def _scores(query, key, is_causal):
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(wide) @ repeated_heads(key, query).to(wide).mT * query.shape[-1] ** -0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(hidden, -torch.inf) if is_causal else scores
+
+
 def penalized_loss(model, inputs, targets):
     """A loss with a penalty on how steep the model is at its inputs: a backward pass through a backward pass."""
     inputs = inputs.clone().requires_grad_()

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from small_models import error_of
+from small_models import PlainBlocks, error_of, repeated_heads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
@@ -15,38 +15,8 @@ from cs336sys.parallel.context_parallel import AllToAllAttention, ContextGroup, 
 from cs336sys.parallel.ddp import BucketedDDP
 
 
-class PlainBlocks:
-    """Blocks of attention in a few lines; heads of queries side by side share one of keys."""
-
-    def forward(self, query, key, value, is_causal):
-        scores, value = _scores(query, key, is_causal), _repeated(value, query)
-        return (scores.softmax(-1) @ value.to(scores.dtype)).to(query.dtype), scores.logsumexp(-1)
-
-    def backward(self, query, key, value, grad_out, logsumexp, delta, is_causal):
-        scores = _scores(query, key, is_causal)
-        weights, grad_out = (scores - logsumexp[..., None]).exp(), grad_out.to(scores.dtype)
-        grad_value = weights.mT @ grad_out
-        grad_scores = weights * (grad_out @ _repeated(value, query).to(scores.dtype).mT - delta[..., None])
-        grad_scores = grad_scores * query.shape[-1] ** -0.5
-        grad_query = grad_scores @ _repeated(key, query).to(scores.dtype)
-        grad_key = grad_scores.mT @ query.to(scores.dtype)
-        of_groups = [grad.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for grad in (grad_key, grad_value)]
-        return grad_query.to(query.dtype), *of_groups
-
-
-def _repeated(tensor, query):
-    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1)
-
-
-def _scores(query, key, is_causal):
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = query.to(wide) @ _repeated(key, query).to(wide).mT * query.shape[-1] ** -0.5
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(hidden, -torch.inf) if is_causal else scores
-
-
 def _plain(query, key, value):
-    return scaled_dot_product_attention(query, _repeated(key, query), _repeated(value, query), is_causal=True)
+    return scaled_dot_product_attention(query, repeated_heads(key, query), repeated_heads(value, query), is_causal=True)
 
 
 def attention_of(kind, length, blocks=None, communicates=True, group=None):

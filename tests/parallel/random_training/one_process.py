@@ -10,14 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from random_models import PARTS, Adapted, Limited, Raised, RandomModel, matrix_of
-from random_programs import DDP, MAY_BE_LEFT_OUT, Action, Program, choices_of
+from random_programs import DDP, MAY_BE_LEFT_OUT, OPTIMIZERS, Action, Program, choices_of
 from torch import Tensor, nn
 
-OPTIMIZERS = {
-    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
-    # A large eps: where a gradient is zero but for rounding, an ordinary one would make steps of the rounding.
-    "adamw": (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2, "weight_decay": 0.1}),
-}
+# Of the state of a parameter, what is no number for each of its elements.
+SCALARS = ("step", "eta", "mu", "mu_product")
 
 # After which nobody promises to go on: a class may refuse.
 _NOT_PROMISED = ("clip_alone", "edit_state", "hook", "rebuild_optimizer", "tie", "untie")
@@ -84,6 +81,8 @@ class OneProcess:
             return False
         if name == "forward":
             return len(args) == 1 and not self.is_changed
+        if self.program.shares_layers and self.is_changed and name != "refresh":
+            return False
         if name == "evaluate":
             return not self.is_changed
         if name == "backward":
@@ -120,6 +119,9 @@ class OneProcess:
         return name not in _NOT_PROMISED
 
     def _allows_forward(self, seed: int, how: str = "", part: int = 0) -> bool:
+        if how == "penalty" and self.program.shares_layers:
+            # Each rank adds another.
+            return False
         if how == "inner" and self.new_parameters:
             # What wraps the module does not see the pass, and refuses its gradients alone.
             return False
@@ -132,7 +134,7 @@ class OneProcess:
         # Nobody promises anything of several wrapped modules of which a rank runs none backward.
         may_be_absent = self.program.wrapper != "fsdp" and len(self.models) == 1 and not self.is_launched
         # Those that are present may raise, and one that is absent would wait for them.
-        may_be_absent = may_be_absent and not self.is_outdated
+        may_be_absent = may_be_absent and not self.is_outdated and not self.program.inner
         if self.is_launched and self.program.wrapper != "fsdp" and self._may_leave_out:
             # A second gradient of a step is refused by the ranks that have one.
             return False
@@ -177,15 +179,20 @@ class OneProcess:
         parts = {type(part).__name__ for model in self.models for part in model.modules()}
         return not parts.isdisjoint(MAY_BE_LEFT_OUT)
 
+    def _allows_add(self, *_: Any) -> bool:
+        return not self.program.shares_layers
+
+    _allows_replace = _allows_add
+
     def _allows_remove(self, part: int) -> bool:
-        return len(self.place(part)[0].parts) > 1
+        return len(self.place(part)[0].parts) > 1 and not self.program.shares_layers
 
     def _allows_swap(self, first: int, second: int) -> bool:
         (one, here), (other, there) = self.place(first), self.place(second)
-        return one is other and here != there
+        return one is other and here != there and not self.program.shares_layers
 
     def _allows_adapt(self, part: int, seed: int) -> bool:
-        return not isinstance(self._part(part), Adapted)
+        return not (isinstance(self._part(part), Adapted) or self.program.shares_layers)
 
     def _allows_tie(self, first: int, second: int) -> bool:
         one, other = (matrix_of(self._part(index)) for index in (first, second))
@@ -199,7 +206,7 @@ class OneProcess:
         return matrix is not None and len(names) > 1
 
     def _allows_hook(self, part: int) -> bool:
-        return next(self._part(part).parameters()).requires_grad
+        return next(self._part(part).parameters()).requires_grad and not self.program.shares_layers
 
     def _allows_optimize_new(self) -> bool:
         return not self.is_changed
@@ -269,24 +276,50 @@ class OneProcess:
         for rank in range(self.world_size):
             with torch.no_grad():
                 for buffer, before in buffers:
-                    buffer.copy_(before)
+                    if not torch.equal(buffer, before):
+                        buffer.copy_(before)
             losses.append(self._loss(seed, rank, called, penalized))
         return losses
 
     def _loss(self, seed: int, rank: int, called: list[Any], penalized: nn.Module | None) -> Tensor:
-        x, tokens, targets = self.program.data(seed, rank)
+        group, place = divmod(rank, self.program.mesh(self.world_size)[1])
+        x, tokens, targets = self.program.data(seed, group)
+        if self.program.shares_layers:
+            return self._language_loss(called[0](x), targets)
         if x.requires_grad:
             self._inputs.append(x)
-        is_reversed = rank % 2 == 1 and self.program.wrapper != "fsdp"
+        is_reversed = rank % 2 == 1 and self.program.wrapper != "fsdp" and not self.program.shares_sequence
+        split = self.program.split(self.world_size)
+        positions = [token for chunk in split.chunks[place % split.world_size] for token in chunk]
+        x, tokens = self._shared_sequence(x, positions), self._shared_sequence(tokens, positions)
         for module in called:
-            x = module(x, tokens, choices_of(seed, rank), is_reversed)
-        loss = F.mse_loss(x, targets)
+            x = module(x, tokens, choices_of(seed, group), is_reversed)
+        if not self.program.shares_sequence:
+            loss = F.mse_loss(x, targets)
+        else:
+            # Of the tokens that count a rank has some or none.
+            is_valid = torch.rand(targets.shape[:2], generator=torch.Generator().manual_seed(seed)) > 0.3
+            is_valid[:, 0] = True
+            x = self._own_tokens(x, positions)
+            errors = (x - targets[:, positions]).square().mean(-1) * is_valid[:, positions]
+            loss = errors.sum() * split.world_size / is_valid.sum()
         for model in self.models:
             loss = loss + 0.1 * model.auxiliary_loss()
         if penalized is not None:
             # Not a sum over elements: that of a slice would have the right gradients.
             loss = loss + sum(0.1 * parameter.double().square().sum() ** 2 for parameter in penalized.parameters())
         return loss
+
+    def _language_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def _shared_sequence(self, whole: Tensor, positions: list[int]) -> Tensor:
+        """What the model gets of a sequence."""
+        return whole
+
+    def _own_tokens(self, results: Tensor, positions: list[int]) -> Tensor:
+        """What it makes of a rank's tokens."""
+        return results[:, positions]
 
     def backward(self, which: str = "all", synchronizes: bool = True, absent: int | None = None) -> Any:
         inputs = self._inputs
@@ -346,14 +379,15 @@ class OneProcess:
         for one in {"optimizer": self.optimizers, "module": self.models, "wrapper": self.called}[who]:
             one.zero_grad(set_to_none)
 
-    def clip(self, max_norm: float) -> list[float] | float:
+    def clip(self, max_norm: float, norm_type: float | str = 2.0) -> list[float] | float:
         self._settle()
-        return sum(self._clip(number, max_norm).item() for number in range(len(self.models)))
+        return sum(self._clip(number, max_norm, float(norm_type)).item() for number in range(len(self.models)))
 
-    def _clip(self, number: int, max_norm: float) -> Tensor:
+    def _clip(self, number: int, max_norm: float, norm_type: float) -> Tensor:
         is_sharded = "optimizer" in self.program.wrapper
         of = parameters_of(self.optimizers[number]) if is_sharded else self.models[number].parameters()
-        return nn.utils.clip_grad_norm_(of, max_norm)
+        # A sharded optimizer clips by the Euclidean norm alone.
+        return nn.utils.clip_grad_norm_(of, max_norm, 2.0 if is_sharded else norm_type)
 
     def clip_alone(self, how: str) -> None:
         """Clip by torch's functions, without a word to any wrapper."""
@@ -449,7 +483,7 @@ class OneProcess:
             else:
                 for state in optimizer.state.values():
                     for key, value in state.items():
-                        if key != "step" and value is not None:
+                        if key not in SCALARS and value is not None:
                             if how == "scale":
                                 value.mul_(0.5)
                             else:

@@ -14,16 +14,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from one_process import OPTIMIZERS, OneProcess, models_of, parameters_of
-from random_models import Raised, RandomModel
-from random_programs import Action, Program
+from one_process import SCALARS, OneProcess, models_of, parameters_of
+from random_models import Attention, Raised, RandomModel, whole_attention
+from random_programs import OPTIMIZERS, Action, Program
+from small_models import PlainBlocks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.parallel.context_parallel import AllToAllAttention, ContextGroup, RingAttention
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.fsdp.checkpoint import load_checkpoint, save_checkpoint
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+from cs336sys.parallel.tensor_parallel import TensorParallel
+from cs336sys.parallel.tensor_parallel import checkpoint as tensor_checkpoint
 
 DDP_CLASSES = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlappedDDP, "bucketed": BucketedDDP}
 
@@ -40,16 +45,35 @@ class OnRank(OneProcess):
         synchronizer, _, sharded = program.wrapper.partition("+")
         self._has_sharded_optimizer = bool(sharded) or self._is_flat
         self.is_fsdp = synchronizer == "fsdp"
+        self._mesh = _mesh(*program.mesh(self.world_size)) if program.inner else None
+        self._shared: TensorParallel | None = None
+        if self._mesh is not None and program.shares_layers:
+            is_sequence_parallel = program.inner == "sequence-parallel"
+            self._shared = TensorParallel(models[0], self._mesh["inner"], sequence_parallel=is_sequence_parallel)
+        elif self._mesh is not None:
+            self._share_sequence(self._mesh["inner"])
         self.called = [self._wrap(synchronizer, model) for model in models]
         self.build_optimizers(groups or [[list(dict(model.named_parameters()))] for model in models])
+
+    def _share_sequence(self, mesh: DeviceMesh) -> None:
+        context = ContextGroup(self.program.split(self.world_size), mesh)
+        for part in (part for model in self.models for part in model.modules() if isinstance(part, Attention)):
+            is_ring = self.program.inner == "ring"
+            part.attend = (
+                RingAttention(context, PlainBlocks()) if is_ring else AllToAllAttention(context, whole_attention)
+            )
 
     def _wrap(self, synchronizer: str, model: RandomModel) -> nn.Module:
         if self._is_flat:
             return model
+        if self._shared is not None and synchronizer == "none":
+            return self._shared
+        # Those that share a sequence have whole models, of which all ranks average gradients.
+        group = self._mesh["batch"] if self._mesh is not None and self._shared is not None else None
         if self.is_fsdp:
-            return FSDP(model, prefetch=self.program.prefetch, keep_gathered=self.program.keep_gathered)
+            return FSDP(model, prefetch=self.program.prefetch, keep_gathered=self.program.keep_gathered, group=group)
         options = (self.program.bucket_mb,) if synchronizer == "bucketed" else ()
-        return DDP_CLASSES[synchronizer](model, *options)
+        return DDP_CLASSES[synchronizer](model, *options, group=group)
 
     def _optimizer(self, number: int, parameters: list[nn.Parameter]) -> Any:
         if not self._has_sharded_optimizer:
@@ -67,7 +91,9 @@ class OnRank(OneProcess):
 
     @property
     def synchronizers(self) -> list[Any]:
-        return self.optimizers if self._is_flat else self.called
+        if self._is_flat:
+            return self.optimizers
+        return self.called if self._shared in (None, *self.called) else [*self.called, self._shared]
 
     def wait(self) -> None:
         """Until parameters may be used outside of the modules."""
@@ -80,10 +106,25 @@ class OnRank(OneProcess):
             self.wait()
         return [self._loss(seed, self.rank, called, penalized)]
 
+    def _language_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self._shared.loss(logits, targets)
+
+    def _shared_sequence(self, whole: Tensor, positions: list[int]) -> Tensor:
+        return whole[:, positions] if self.program.shares_sequence else whole
+
+    def _own_tokens(self, results: Tensor, positions: list[int]) -> Tensor:
+        return results
+
+    def _no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return _all(one.no_sync() for one in self.synchronizers)
+
     def backward(self, which: str = "all", synchronizes: bool = True, absent: int | None = None) -> Any:
         (loss,) = self._taken(which, synchronizes)
         try:
-            with _all([] if synchronizes else [one.no_sync() for one in self.synchronizers]):
+            with contextlib.nullcontext() if synchronizes else self._no_sync():
+                # One that is left, also by an error, restores what was before.
+                with contextlib.suppress(Raised), self._no_sync(), self._no_sync():
+                    raise Raised
                 if self.rank != absent and loss.requires_grad:
                     loss.backward()
         except Raised as raised:
@@ -107,12 +148,18 @@ class OnRank(OneProcess):
         # Gradients are not finished where this was refused.
         super().finish()
 
-    def _clip(self, number: int, max_norm: float) -> Tensor:
+    def _clip(self, number: int, max_norm: float, norm_type: float) -> Tensor:
+        if self._shared is not None:
+            return self._shared.clip_grad_norm_(max_norm, norm_type, sharded=self._sharded)
         if self.is_fsdp:
-            return self.called[number].clip_grad_norm_(max_norm)
+            return self.called[number].clip_grad_norm_(max_norm, norm_type)
         if self._has_sharded_optimizer:
             return self.optimizers[number].clip_grad_norm_(max_norm)
-        return super()._clip(number, max_norm)
+        return super()._clip(number, max_norm, norm_type)
+
+    @property
+    def _sharded(self) -> FSDP | None:
+        return self.called[0] if self.is_fsdp else None
 
     def rebuild_optimizer(self) -> None:
         self.wait()
@@ -122,7 +169,9 @@ class OnRank(OneProcess):
         self._settle()
         self.wait()
         for synchronizer in self.synchronizers:
-            synchronizer.refresh()
+            # With FSDP around the parts, FSDP alone has parameters.
+            if synchronizer is not self._shared or not self.is_fsdp:
+                synchronizer.refresh()
         if self._has_sharded_optimizer and not self._is_flat:
             for optimizer in self.optimizers:
                 optimizer.refresh()
@@ -158,6 +207,11 @@ class OnRank(OneProcess):
     # To be continued.
 
     def write(self, folder: Path) -> None:
+        if self._shared is not None:
+            tensor_checkpoint.save_checkpoint(
+                folder / "0", self._shared, self.optimizers[0], sharded=self._sharded, extra={"number": 0}
+            )
+            return
         for number, (called, optimizer) in enumerate(zip(self.called, self.optimizers, strict=True)):
             path = folder / str(number)
             if self.is_fsdp:
@@ -179,12 +233,19 @@ class OnRank(OneProcess):
             for parameter in model.parameters():
                 parameter.grad = None
                 parameter.data.normal_()
-            for buffer in model.buffers():
-                buffer.fill_(77.0)
+            saved = model.state_dict()
+            for name, buffer in model.named_buffers():
+                if name in saved:
+                    buffer.fill_(77.0)
             for part in model.parts:
                 if getattr(part, "is_narrow", False):
                     part.float()
         rank = cls(process.program, models, process.group_names())
+        if rank._shared is not None:
+            path, optimizer = folder / "0", rank.optimizers[0]
+            extra = tensor_checkpoint.load_checkpoint(path, rank._shared, optimizer, sharded=rank._sharded)
+            assert extra == {"number": 0}
+            return rank
         for number, (called, optimizer) in enumerate(zip(rank.called, rank.optimizers, strict=True)):
             path = folder / str(number)
             if rank.is_fsdp:
@@ -203,6 +264,8 @@ class OnRank(OneProcess):
         """The first; None if there is none."""
         if is_last:
             self.wait()
+        if self._shared is not None:
+            return self._difference_of_parts(process)
         has_arrived = is_last or not (self._has_sharded_optimizer and self.program.waits_in_module)
         if has_arrived and (found := self._compared(process, "weight", lambda one: one.detach())):
             return found
@@ -218,6 +281,26 @@ class OnRank(OneProcess):
             return "gradient of before has changed, which the user has kept"
         # state_dict() takes up what users have made of the state, which steps and checkpoints must do by themselves.
         return None if process.is_edited and not is_last else self._state_difference(process)
+
+    def _difference_of_parts(self, process: OneProcess) -> str | None:
+        """Of the layers that ranks share, put together. Every rank calls it."""
+        if process.is_changed:
+            return None
+        model = process.models[0]
+        parts = None if self._sharded is None else self._sharded.gather_full_params()
+        for name, whole in self._shared.full_state_dict(parts).items():
+            if wrong := self._wrong(whole, model.get_parameter(name).detach()):
+                return f"weight of {name} {wrong}"
+        if self._sharded is not None or process.is_unfinished:
+            return None
+        gradients = {name: one.grad for name, one in self.models[0].named_parameters() if one.grad is not None}
+        expected = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        if gradients.keys() != expected.keys():
+            return f"gradient of {sorted(gradients.keys() ^ expected.keys())} is there or is not"
+        for name, whole in self._shared.full_state_dict(gradients).items():
+            if wrong := self._wrong(whole, expected[name]):
+                return f"gradient of {name} {wrong}"
+        return None
 
     def _compared(self, process: OneProcess, what: str, of: Any) -> str | None:
         sliced = {
@@ -282,7 +365,7 @@ class OnRank(OneProcess):
                     continue
                 for key in (*expected, *(key for key in state if key not in expected)):
                     value, target = state.get(key), expected.get(key)
-                    if isinstance(target, Tensor) and key != "step":
+                    if isinstance(target, Tensor) and key not in SCALARS:
                         if self._is_flat:
                             target = _in_memory_order(target, parameter)[owned[index].start : owned[index].stop]
                         elif self.is_fsdp:
@@ -310,6 +393,11 @@ def _all(contexts: Iterable[contextlib.AbstractContextManager[None]]) -> Iterato
         for context in contexts:
             stack.enter_context(context)
         yield
+
+
+@functools.cache
+def _mesh(groups: int, ranks: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (groups, ranks), mesh_dim_names=("batch", "inner"))
 
 
 @functools.cache
@@ -527,8 +615,7 @@ def _done_by(process: OneProcess, action: Action) -> tuple[str | None, Any]:
 
 def _value_difference(found: Any, expected: Any, program: Program) -> str | None:
     if isinstance(found, float) and isinstance(expected, float):
-        # Norms may be computed in float32.
-        if abs(found - expected) <= max(program.tolerance, 1e-6 * abs(expected)):
+        if abs(found - expected) <= program.tolerance * max(1.0, abs(expected)):
             return None
     elif found == expected:
         return None

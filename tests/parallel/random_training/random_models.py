@@ -4,12 +4,17 @@ Such habits are gradients that share memory, tied, reused, frozen and strided pa
 some ranks do not use, weights that change or are used where no layer is called, and blocks that change their inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
+from cs336_basics.model import BasicsTransformerLM
 from torch import Tensor, nn
 
 DIM, LENGTH, VOCABULARY = 4, 3, 5
+
+# 1 to 4 ranks divide the heads and the longest sequence, and neither inner features nor tokens.
+LANGUAGE = {"vocab_size": 19, "context_length": 12, "d_model": 24, "num_heads": 12, "d_ff": 23}
 
 
 def _weights(*shape: int) -> nn.Parameter:
@@ -230,6 +235,28 @@ class AuxiliaryLoss(nn.Module):
         return x
 
 
+class Attention(nn.Module):
+    """Causal attention with a head for each number of a token.
+
+    Attributes:
+        attend: of queries, keys and values (batch, heads, S, 1) of this rank's tokens; None: of whole sequences.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.projection = nn.Linear(DIM, 3 * DIM)
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
+        query, key, value = self.projection(x).unflatten(-1, (3, DIM, 1)).movedim(-3, 0).transpose(-3, -2)
+        attend = self.attend or whole_attention
+        return attend(query, key, value).transpose(-3, -2).flatten(-2)
+
+
+def whole_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
 class Adapted(nn.Module):
     """A part that was trained before, frozen, and an adapter of rank 1 beside it."""
 
@@ -279,6 +306,7 @@ PARTS = {
         Limited,
         View,
         AuxiliaryLoss,
+        Attention,
     )
 }
 
@@ -357,6 +385,35 @@ class RandomModel(nn.Module):
             if isinstance(part, AuxiliaryLoss) and part.loss is not None:
                 loss, part.loss = loss + part.loss, None
         return loss
+
+
+class LanguageModel(BasicsTransformerLM):
+    """A model whose layers ranks can share, with the attributes of :class:`RandomModel`."""
+
+    def __init__(self, blocks: int, is_tied: bool, frozen: int | None):
+        super().__init__(**LANGUAGE, num_layers=blocks)
+        if is_tied:
+            self.lm_head.weight = self.token_embeddings.weight
+        for name, parameter in self.named_parameters():
+            # Else a norm whose weight were left out would be as good.
+            if ".ln" in name or name.startswith("ln_"):
+                nn.init.uniform_(parameter, 0.5, 1.5)
+        self.raises: tuple[str, int] | None = None
+        if frozen is not None:
+            self.parts[frozen % len(self.parts)].requires_grad_(False)
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        return [*self.layers, self.ln_final, self.lm_head, self.token_embeddings]
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        if self.raises is not None and self.raises[0] == "forward":
+            raise Raised("in the forward pass")
+        return logits if self.raises is None else _RaisesInBackward.apply(logits)
+
+    def auxiliary_loss(self) -> float:
+        return 0.0
 
 
 def matrix_of(part: nn.Module) -> nn.Parameter | None:

@@ -5,22 +5,52 @@ A program is drawn in the test process from a seed and sent to every rank. Its `
 skipped by all ranks and by the process that they are compared with, so that a list may be cut to what fails.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
-from random_models import DIM, LENGTH, PARTS, VOCABULARY, RandomModel
+from random_models import DIM, LANGUAGE, LENGTH, PARTS, VOCABULARY, LanguageModel, RandomModel
 from torch import Tensor
+
+from cs336sys.accounting.sharding.partition import SequenceSplit
 
 Action = tuple
 
 DDP = ("naive", "flat", "overlap", "bucketed")
 WRAPPERS = (*DDP, "naive+optimizer", "bucketed+optimizer", "optimizer-flat", "optimizer-flat", "fsdp", "fsdp", "fsdp")
 
+# What ranks that work on the same sequences share: layers, layers and the sequence between them, or the sequence.
+INNER = {"layers": ("layers", "sequence-parallel"), "sequence": ("ring", "all-to-all")}
+
+# Each with the kind of what neighbouring ranks share; with one, the wrapper is drawn later.
+_DRAWN = (*((wrapper, None) for wrapper in WRAPPERS), (None, "layers"), (None, "layers"), (None, "sequence"))
+
+# A large eps: where a gradient is zero but for rounding, an ordinary one would make steps of the rounding.
+_OPTIONS = {"lr": 0.01, "eps": 1e-2}
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "adam": (torch.optim.Adam, _OPTIONS),
+    "amsgrad": (torch.optim.AdamW, _OPTIONS | {"amsgrad": True}),
+    "adamw": (torch.optim.AdamW, _OPTIONS | {"weight_decay": 0.1}),
+    "adamax": (torch.optim.Adamax, _OPTIONS),
+    "nadam": (torch.optim.NAdam, _OPTIONS),
+    "radam": (torch.optim.RAdam, _OPTIONS),
+    "rmsprop": (torch.optim.RMSprop, _OPTIONS | {"momentum": 0.5}),
+    "centered": (torch.optim.RMSprop, _OPTIONS | {"centered": True}),
+    "adagrad": (torch.optim.Adagrad, _OPTIONS),
+    "adadelta": (torch.optim.Adadelta, _OPTIONS | {"lr": 0.5}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.05, "t0": 1.0}),
+}
+
 # Parts of which a backward pass may reach no parameter. Nobody promises anything of several wrapped modules in one
 # graph of which a rank's backward pass reaches only some.
 MAY_BE_LEFT_OUT = ("Alternatives", "Skipped", "View")
+
+# Parts that do more with a sequence than attention and the same with each token.
+_OF_WHOLE_SEQUENCES = ("Positions", "AuxiliaryLoss")
 
 
 _STATE_EDITS = ("clear", "reassign", "scale", "replace")
@@ -43,6 +73,9 @@ class Program:
         actions: each a name, which is a method of ``OneProcess``, and its arguments.
         towers: into how many modules the parts are divided, each wrapped and with an optimizer of its own.
         bucket_mb: of BucketedDDP and ShardedOptimizer.
+        inner: what neighbouring ranks share, one of ``INNER``; empty: nothing.
+        inner_ranks: how many share it, as far as they divide all ranks.
+        length: tokens of a sequence.
     """
 
     wrapper: str
@@ -64,10 +97,34 @@ class Program:
     prefetch: int = 1
     keep_gathered: int = 0
     waits_in_module: bool = False
+    inner: str = ""
+    inner_ranks: int = 1
+    length: int = LENGTH
 
     def __repr__(self) -> str:
         settings = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
         return f"Program({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+
+    @property
+    def shares_layers(self) -> bool:
+        return self.inner in INNER["layers"]
+
+    @property
+    def shares_sequence(self) -> bool:
+        return self.inner in INNER["sequence"]
+
+    def mesh(self, world_size: int) -> tuple[int, int]:
+        """Groups that share the batch, and ranks of a group."""
+        ranks = math.gcd(self.inner_ranks, world_size)
+        if self.inner == "all-to-all" and DIM % ranks:
+            # They could not share the heads.
+            ranks = 1
+        return world_size // ranks, ranks
+
+    def split(self, world_size: int) -> SequenceSplit:
+        """The tokens of each rank of a group."""
+        ranks = self.mesh(world_size)[1] if self.shares_sequence else 1
+        return SequenceSplit(self.length, ranks, is_zigzag=self.inner == "ring")
 
     def models(self) -> list[RandomModel]:
         """The same on every rank."""
@@ -77,6 +134,8 @@ class Program:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:
+            if self.shares_layers:
+                return [LanguageModel(len(self.kinds), self.tied is not None, self.frozen)]
             return [
                 RandomModel(
                     [self.kinds[index] for index in share],
@@ -93,9 +152,13 @@ class Program:
             torch.set_default_dtype(before)
 
     def data(self, seed: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs, tokens and targets of a rank."""
+        """Inputs, tokens and targets of a rank, or of the ranks that share them; x of a language model are tokens."""
         generator = torch.Generator().manual_seed(1000 * seed + rank)
-        shape = (self.batch, LENGTH, DIM)
+        if self.shares_layers:
+            shape = (2, self.batch, LANGUAGE["context_length"])
+            tokens, targets = torch.randint(LANGUAGE["vocab_size"], shape, generator=generator)
+            return tokens, tokens, targets
+        shape = (self.batch, self.length, DIM)
         tokens = torch.randint(VOCABULARY, shape[:2], generator=generator)
         x, targets = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
         return x.requires_grad_(self.inputs_need_gradients), tokens, targets
@@ -105,8 +168,7 @@ class Program:
         """Of values of size 1: what rounding in the narrowest dtype leaves after the steps."""
         if self.float32:
             return 1e-3
-        # Norms of slices are in float32.
-        return 1e-6 if any(name == "clip" for name, *_ in self.actions) else 1e-9
+        return 1e-6 if self.shares_layers else 1e-9
 
     def legs(self) -> list["Leg"]:
         """The actions between restarts on another number of ranks."""
@@ -126,11 +188,18 @@ def choices_of(seed: int, rank: int) -> list[int]:
 
 def random_program(seed: int) -> Program:
     rng = random.Random(seed)
-    wrapper = WRAPPERS[seed % len(WRAPPERS)]
-    world_size = (2, 3, 2, 3, 1)[seed // len(WRAPPERS) % 5]
+    wrapper, shared = _DRAWN[seed % len(_DRAWN)]
+    world_size = (2, 3, 2, 4, 3, 1)[seed // len(_DRAWN) % 6]
+    if shared is not None:
+        wrapper = rng.choice(("none", *DDP, "fsdp", "fsdp") if shared == "layers" else WRAPPERS)
     # FSDP refuses weights that change in a forward pass.
     common = [kind for kind in PARTS if wrapper != "fsdp" or kind != "Limited" or rng.random() < 0.1]
     kinds = tuple(rng.choice(common) for _ in range(rng.randint(1, 5)))
+    if shared == "sequence":
+        kinds = (*(kind for kind in kinds[1:] if kind not in _OF_WHOLE_SEQUENCES), "Attention")
+    elif shared == "layers":
+        # As many blocks of a language model.
+        kinds = ("Dense",) * rng.choice((1, 1, 2))
     dense = [index for index, kind in enumerate(kinds) if kind in ("Dense", "Twice")]
     tied = tuple(sorted(rng.sample(dense, 2))) if len(dense) > 1 and rng.random() < 0.6 else None
     is_mixed = tied is None and rng.random() < 0.2
@@ -149,12 +218,24 @@ def random_program(seed: int) -> Program:
         head=rng.choice((None, None, None, rng.randrange(len(kinds)))),
         has_matrix=rng.random() < 0.2,
         inputs_need_gradients=rng.random() < 0.5,
-        optimizer=rng.choice(("sgd", "adamw")),
+        optimizer=rng.choice(tuple(OPTIMIZERS)),
         bucket_mb=rng.choice((None, 1e-9, 1e-4, 3e-4)),
         prefetch=rng.choice((0, 1, 2)),
         keep_gathered=rng.choice((0, 0, 1, 2)),
         waits_in_module=rng.random() < 0.3,
     )
+    if shared is not None:
+        program = replace(
+            program,
+            inner=rng.choice(INNER[shared]),
+            inner_ranks=rng.choice((2, 2, 3, 4)) if shared == "layers" or world_size != 3 else 3,
+            length=rng.randint(4, 9),
+            tied=(0, 1) if shared == "layers" and rng.random() < 0.5 else program.tied,
+            towers=1,
+            float32=(),
+        )
+        if shared == "layers":
+            program = replace(program, side_by_side=(), head=None, has_matrix=False)
     actions = [action for _ in range(rng.randint(2, 7)) for action in _some(rng, program)]
     return replace(program, actions=tuple(actions))
 
@@ -201,7 +282,7 @@ def _some(rng: random.Random, program: Program) -> Iterator[Action]:
         if rng.random() < 0.4:
             # Not known to wrappers, but saved.
             yield ("swap", part, rng.randrange(5))
-        yield ("restart", rng.choice((program.world_size, program.world_size, 1, 2, 3)))
+        yield ("restart", rng.choice((program.world_size, program.world_size, 1, 2, 3, 4)))
         yield from _step(rng)
 
 
@@ -229,7 +310,7 @@ def _step(rng: random.Random) -> Iterator[Action]:
         yield ("sum_losses",)
     yield from odd()
     if rng.random() < 0.3:
-        yield ("clip", rng.choice((0.05, 0.5, 100.0)))
+        yield ("clip", rng.choice((0.05, 0.5, 100.0)), rng.choice((2.0, 2.0, 1.0, 0.5, 3.0, "inf")))
     yield from odd(0.05)
     yield ("step",)
     yield from odd(0.05)
@@ -279,7 +360,7 @@ def _anything_in_a_step(rng: random.Random) -> Action:
 
 
 def _change(rng: random.Random, kind: str, part: int) -> Action:
-    simple = [name for name in PARTS if name not in (*MAY_BE_LEFT_OUT, "Limited")]
+    simple = [name for name in PARTS if name not in (*MAY_BE_LEFT_OUT, *_OF_WHOLE_SEQUENCES, "Attention", "Limited")]
     if kind == "add":
         return ("add", rng.choice(simple), rng.randrange(100))
     if kind == "replace":

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 
+import pytest
 from random_programs import Program, random_program
 from running_programs import failures, report
 
@@ -64,6 +65,18 @@ REGRESSIONS: tuple[Program, ...] = (
         ),
         seed=2097,
         kinds=("Skipped",),
+    ),
+    # The norm is in the parameters' dtype on ranks without a slice, too.
+    Program(
+        wrapper="optimizer-flat",
+        actions=(("forward", 1), ("backward", "all", True), ("clip", 0.05)),
+        world_size=3,
+    ),
+    # The largest gradient, where a rank has no rows.
+    Program(
+        wrapper="fsdp",
+        actions=(("forward", 1), ("backward", "all", True), ("clip", 0.05, "inf"), ("step",)),
+        world_size=3,
     ),
     # Clipping of nothing.
     Program(wrapper="optimizer-flat", actions=(("clip", 0.1), ("forward", 52), ("backward", "all", True), ("step",))),
@@ -143,11 +156,23 @@ REGRESSIONS: tuple[Program, ...] = (
 )
 
 
-def test_random_programs_equal_one_process(ranks, tier):
+# Tests that share the drawn programs: each has a limit of time.
+PARTS = 8
+
+
+def test_programs_that_failed_once_equal_one_process(ranks):
+    assert_equal_to_one_process(ranks, REGRESSIONS)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_programs_equal_one_process(ranks, tier, part):
     """Add what fails, as it is printed, to ``REGRESSIONS``."""
     first = 10_000 * tier.seed
-    drawn = [random_program(seed) for seed in range(first, first + tier.choose(12, 3000))]
-    programs = drawn if tier.is_nightly else [*REGRESSIONS, *drawn]
+    count = tier.choose(120, 3000)
+    assert_equal_to_one_process(ranks, [random_program(seed) for seed in range(first + part, first + count, PARTS)])
+
+
+def assert_equal_to_one_process(ranks, programs):
     counts = Counter()
     failed = failures(ranks, programs, counts)
     for what, count in sorted(counts.items()):
