@@ -373,6 +373,9 @@ class OnRank(OneProcess):
                         elif value is not None and value.shape != target.shape:
                             return f"{key} of {number}.{name} is {tuple(value.shape)}"
                     value, target = (one if one is None else torch.as_tensor(one) for one in (value, target))
+                    if key in SCALARS and value is not None and value.numel() == 1:
+                        # Flat state of a parameter without dimensions comes back as (1,).
+                        value = value.reshape(())
                     if wrong := self._wrong(value, target):
                         return f"{key} of {number}.{name} {wrong}"
         return None

@@ -115,7 +115,8 @@ class Program:
 
     def mesh(self, world_size: int) -> tuple[int, int]:
         """Groups that share the batch, and ranks of a group."""
-        ranks = math.gcd(self.inner_ranks, world_size)
+        # Without a wrapper nothing is averaged over groups.
+        ranks = world_size if self.wrapper == "none" else math.gcd(self.inner_ranks, world_size)
         if self.inner == "all-to-all" and DIM % ranks:
             # They could not share the heads.
             ranks = 1
