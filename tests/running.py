@@ -39,3 +39,8 @@ def wait_for_ids(folder: Path, names) -> list[int]:
 
     wait_until(written, 60)
     return [int((folder / name).read_text()) for name in names]
+
+
+def left_in(temporary: Path) -> list[Path]:
+    """Return what processes have left in their temporary folder, besides the private one of Inductor's caches."""
+    return [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]

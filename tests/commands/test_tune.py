@@ -198,7 +198,7 @@ SECONDS |= {"course_parameters": 4e-9, "state_bytes": 4e-11, "kernels": 4e-6, "g
 class NoCompiler:
     """A worker on whose machine nothing can be compiled; every other step takes 1 ms."""
 
-    def __init__(self, measure, arguments):
+    def __init__(self, measure, arguments, *, silence_s):
         self.run = new_run(arguments)
 
     def start(self, *, timeout_s=None):

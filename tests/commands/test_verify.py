@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from running import wait_until
+from running import left_in, wait_until
 from typer.testing import CliRunner
 
 import cs336sys
@@ -136,6 +136,6 @@ def test_a_killed_command_leaves_no_folder(tmp_path):
     command = [sys.executable, "-m", "cs336sys", "verify", *arguments]
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as verify:
         wait_until((tmp_path / "began").exists, 120)
-        assert any((tmp_path / "temporary").iterdir())
+        assert left_in(tmp_path / "temporary")
         verify.kill()
-    wait_until(lambda: not any((tmp_path / "temporary").iterdir()), 60)
+    wait_until(lambda: not left_in(tmp_path / "temporary"), 60)

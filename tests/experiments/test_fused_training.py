@@ -1,6 +1,5 @@
 """Steps with fused kernels: the check sees a stale copy, and what they hold is predicted."""
 
-import importlib.util
 from dataclasses import replace
 
 import pytest
@@ -244,7 +243,8 @@ def test_kernels_that_cannot_be(kernels, sentence):
     [({"optimizer": "course"}, "--kernels fused"), ({"kernels": "reference"}, "--optimizer adamw")],
 )
 def test_without_triton(settings, what, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    reason = "the package triton, which is not installed"
+    monkeypatch.setattr("cs336sys.experiments.optimizers.why_no_triton", lambda: reason)
     with pytest.raises(CapabilityError, match=f"{what} needs the package triton, which is not installed"):
         TrainStep(workload(**settings), DEVICE)
 

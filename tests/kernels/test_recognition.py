@@ -169,9 +169,9 @@ def test_rms_norms_are_recognized(norm, eps):
     assert norm_epsilon(norm) == eps
 
 
-def test_replaced_modules_take_their_input_by_name_and_keep_their_dtype():
-    model = nn.Sequential(nn.RMSNorm(WIDTH, eps=1e-5), FeedForward())
-    x = torch.randn(2, 3, WIDTH)
+def test_replaced_modules_take_their_input_by_name_and_keep_their_dtype(device):
+    model = nn.Sequential(nn.RMSNorm(WIDTH, eps=1e-5), FeedForward()).to(device)
+    x = torch.randn(2, 3, WIDTH, device=device)
     expected, mixed = model(x), model[0](x.bfloat16())
     fuse(model)
     torch.testing.assert_close(model[1](hidden=model[0](input=x)), expected)

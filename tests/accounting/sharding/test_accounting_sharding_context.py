@@ -41,7 +41,7 @@ def test_heads_that_ranks_do_not_divide_are_refused_with_the_choices():
     require_heads(12, 4)
     with pytest.raises(UsageError, match="5 ranks do not divide 12 heads; choose 1, 2, 3, 4, 6 or 12 ranks, or ring"):
         require_heads(12, 5)
-    with pytest.raises(UsageError, match="2 ranks do not divide 1 heads; choose 1 rank, or ring attention"):
+    with pytest.raises(UsageError, match="2 ranks do not divide 1 head; choose 1 rank, or ring attention"):
         require_heads(1, 2)
 
 

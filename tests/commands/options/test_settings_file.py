@@ -161,7 +161,6 @@ CODE, WRITES, READS, CONNECTS = "names code to run", "writes a file", "reads a f
         ("slurm", "setup = 'rm -r x'", CODE),
         ("slurm", "sbatch = 'output=/home/you/.bashrc'", CODE),
         ("account.memory", "output = 'precious.md'", WRITES),
-        ("account.rates", "write = 'precious.md'", WRITES),
         ("bench", "plot = 'precious.md'", WRITES),
         ("bench", "save = 'precious.md'", WRITES),
         ("memprof", "snapshot = '.'", WRITES),
@@ -178,7 +177,7 @@ def test_a_file_that_was_found_sets_only_harmless_options(command, setting, effe
     (folder / "mine.py").write_text("raise SystemExit('code of a stranger')")
     (folder / "precious.md").write_text("precious")
     key = setting.partition(" ")[0]
-    arguments = [*command.split("."), *{"slurm": ["bench"], "account.rates": ["x.jsonl"]}.get(command, [])]
+    arguments = [*command.split("."), *{"slurm": ["bench"]}.get(command, [])]
     refused = run(*arguments)
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert refused.stderr.startswith(f"error: {path}: tool.cs336sys.{command}.{key}")

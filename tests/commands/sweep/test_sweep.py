@@ -204,7 +204,7 @@ class FakeWorker:
 
     run = Run("r1", "2026-01-01T00:00:00+00:00", ("bench",), {"torch": "2.13"}, {})
 
-    def __init__(self, measure, arguments):
+    def __init__(self, measure, arguments, *, silence_s):
         pass
 
     def start(self, *, timeout_s):
@@ -535,7 +535,7 @@ class InstantWorker:
 
     run = None
 
-    def __init__(self, measure, arguments):
+    def __init__(self, measure, arguments, *, silence_s):
         InstantWorker.run = InstantWorker.run or new_run(())
 
     def start(self, *, timeout_s):

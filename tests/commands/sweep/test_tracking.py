@@ -177,7 +177,7 @@ class Worker:
 
     run = MACHINE
 
-    def __init__(self, measure, arguments):
+    def __init__(self, measure, arguments, *, silence_s):
         pass
 
     def start(self, *, timeout_s):

@@ -26,8 +26,11 @@ def _sent(workload):
 
 
 def verify_faulty(fault, workload):
-    """How far weights are off, and of which parameter most, where something is forgotten."""
-    with FAULTS[fault]():
+    """How far weights are off, and of which parameter most, where something is forgotten.
+
+    The trial of layers, which would refuse most of these models, is left out.
+    """
+    with _replaced(wrapper, "require_same_results", lambda *arguments: None), FAULTS[fault]():
         difference = verify_on_rank(workload)
     return difference.relative, difference.parameter
 
@@ -42,8 +45,9 @@ def _replaced(owner, name, value):
         setattr(owner, name, right)
 
 
-def _first_row_off(model, group, first_row, vocabulary):
-    layers.share_layers(model, group, first_row + 1 if first_row else 0, vocabulary)
+def _first_row_off(model, group, shapes):
+    layers.share_layers(model, group, shapes)
+    model.token_embeddings.first_row += model.token_embeddings.first_row > 0
 
 
 FAULTS = {

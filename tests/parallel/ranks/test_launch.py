@@ -16,7 +16,7 @@ import launch_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from running import is_running, wait_until
+from running import is_running, left_in, wait_until
 from small_models import wait_at_most
 from two_agents import run_torchrun
 
@@ -83,7 +83,7 @@ def test_run_returns_what_ranks_returned_and_leaves_nothing(real_processes, temp
     results = launch.run(launch_ranks.rank_and_sum, 5, world_size=2, backend="gloo")
     assert [(rank, size) for rank, size, _ in results] == [(0, 2), (1, 2)]
     assert all(total.item() == 10 + 1 for *_, total in results)
-    assert list(temporary_directory.iterdir()) == []
+    assert left_in(temporary_directory) == []
     assert children() == before
 
 
@@ -136,7 +136,7 @@ def test_failed_rank_ends_the_run_with_its_own_error_first(how, heading, cause, 
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, cause)
     assert isinstance(caught.value, LostProcessError) == (how != "raise"), "what it raised has a traceback to show"
-    assert list(temporary_directory.iterdir()) == []
+    assert left_in(temporary_directory) == []
     assert children() == before
     if how in ("raise", "crash"):
         assert "launch_ranks.py" in str(caught.value)
@@ -291,10 +291,10 @@ def test_ranks_die_with_their_parent_and_others_remove_their_folder(tmp_path, mo
     parent.kill()
     parent.communicate()
     wait_until(lambda: not any(is_running(pid) for pid in ranks), 60)
-    assert len(list(temporary.iterdir())) == 1
+    assert len(left_in(temporary)) == 1
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     remove_abandoned()
-    assert list(temporary.iterdir()) == []
+    assert left_in(temporary) == []
 
 
 def test_ctrl_c_ends_all_ranks_and_reaches_the_caller(tmp_path):
@@ -303,7 +303,7 @@ def test_ctrl_c_ends_all_ranks_and_reaches_the_caller(tmp_path):
     output, _ = parent.communicate(timeout=60)
     assert (output, parent.returncode) == ("interrupted\n", 130)
     assert not any(is_running(pid) for pid in ranks)
-    assert list(temporary.iterdir()) == []
+    assert left_in(temporary) == []
 
 
 def test_process_that_was_spawned_itself_can_run_ranks():
@@ -345,7 +345,7 @@ def test_impossible_runs_are_refused_before_anything_starts(asked, error, messag
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(error, match=message):
         launch.run(launch_ranks.process_id, **asked)
-    assert list(temporary_directory.iterdir()) == []
+    assert left_in(temporary_directory) == []
 
 
 def test_ranks_started_outside_must_be_as_many_as_asked_for(monkeypatch):
