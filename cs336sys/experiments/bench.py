@@ -39,10 +39,10 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
     """
     workload = Workload.from_configuration(configuration)
     with user_models.telling_user_errors(workload):
-        return _measure(workload, progress)
+        return _measure_bench(workload, progress)
 
 
-def _measure(workload: Workload, progress: Progress) -> Outcome:
+def _measure_bench(workload: Workload, progress: Progress) -> Outcome:
     device = choose_device(workload.device)
     set_matmul_precision(workload)
     checked, wrong = check_training(workload, device, progress)
@@ -161,7 +161,7 @@ def measure_interleaved(configuration: dict[str, Any], progress: Progress) -> Ou
         _waiting.clear()
         setting = configuration["interleave"]
         together = {value: configuration | {setting: value} for value in configuration["interleaved"].split(",")}
-        workloads = {value: Workload.from_configuration(one) for value, one in together.items()}
+        workloads = {value: Workload.from_configuration(values) for value, values in together.items()}
         with telling_user_errors(next(iter(workloads.values()))):
             for value, outcome in _measure_in_turn(workloads, progress).items():
                 _waiting[configuration_key(together[value])] = outcome
@@ -207,8 +207,8 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
     with reading_gpu(device) as readings:
         for number in range(first.steps):
             progress(f"step {number + 1}/{first.steps} of each")
-            for one in warm.values():
-                one.run()
+            for warm_step in warm.values():
+                warm_step.run()
     for name, measured in warm.items():
         samples = measured.timer.samples(first.warmup)
         busy_ms = None

@@ -77,7 +77,7 @@ def measure_collective(configuration: dict[str, Any], progress: Progress) -> Out
     progress("starting the ranks")
     ranks = launch.kept(workload.world_size, backend=workload.backend, timeout_s=workload.timeout_s)
     hardware = ranks.run(own_hardware)
-    derived["link"] = _link(hardware)
+    derived["link"] = _link_name(hardware)
     refusal = _does_not_fit(workload, hardware)
     if refusal is not None:
         return Outcome("oom", {}, derived, refusal, refused=True)
@@ -116,7 +116,7 @@ def own_hardware() -> RankHardware:
     return RankHardware(platform.node(), f"GPU-{torch.cuda.get_device_properties(device).uuid}", free_bytes)
 
 
-def _link(hardware: Sequence[RankHardware]) -> str:
+def _link_name(hardware: Sequence[RankHardware]) -> str:
     """Name the link between the ranks."""
     machines = len({rank.machine for rank in hardware})
     between = f"network between {machines} machines"

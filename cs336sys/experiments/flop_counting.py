@@ -91,7 +91,7 @@ def count_on_meta_device(make_step: Callable[[], CountedStep], *, backward: bool
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         count.failure = f"{type(error).__name__}: {lines[0]}"
-    count.reads, count.launches = _lines(numbers.guessed), numbers.launches
+    count.reads, count.launches = _flop_lines(numbers.guessed), numbers.launches
     return count
 
 
@@ -250,7 +250,7 @@ def visible_pairs(visible: Tensor) -> int:
     return int(pairs.sum().item())
 
 
-def _lines(read: Counter[str]) -> Counter[str]:
+def _flop_lines(read: Counter[str]) -> Counter[str]:
     return Counter({line or "somewhere": times for line, times in read.items()})
 
 
@@ -295,7 +295,7 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
         "flops_are_upper_bound": attention.is_upper_bound,
         "notes": [
             *hidden_warnings(str(workload.user.model), hidden_parameters(step.model)),
-            *_notes(workload, count, attention),
+            *_flop_notes(workload, count, attention),
             *fused_notes(step),
         ],
     }
@@ -310,15 +310,15 @@ def fused_notes(step: "TrainStep") -> list[str]:
     handle = fused_kernels(step.model)
     if handle is None or not handle.recognized:
         return []
-    found = dict(handle.recognized)
+    recognized = dict(handle.recognized)
     if not step.computes_loss_without_logits:
-        found.pop("linear-cross-entropy", None)
-    words = ", ".join(f"{times} x {name}" for name, times in found.items())
+        recognized.pop("linear-cross-entropy", None)
+    replaced = ", ".join(f"{times} x {name}" for name, times in recognized.items())
     copies = f"; {len(list(handle.copies))} weights have copies" if handle.copies is not None else ""
-    return [f"{step.workload.user.model}: fused kernels replace {words or 'no module'}{copies}"]
+    return [f"{step.workload.user.model}: fused kernels replace {replaced or 'no module'}{copies}"]
 
 
-def _notes(workload: Workload, count: StepCount, attention: AttentionCalls) -> list[str]:
+def _flop_notes(workload: Workload, count: StepCount, attention: AttentionCalls) -> list[str]:
     name = str(workload.user.model)
     notes = []
     if workload.attention == "flash":

@@ -47,13 +47,13 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
     """
     workload = ProfileWorkload.from_configuration(configuration)
     with telling_user_errors(workload.training):
-        return _measure(workload, progress)
+        return _measure_profile(workload, progress)
 
 
-def _measure(workload: ProfileWorkload, progress: Progress) -> Outcome:
+def _measure_profile(workload: ProfileWorkload, progress: Progress) -> Outcome:
     device = choose_device(workload.training.device)
     nsys, why_not = _choose_nsys(workload.profiler, device)
-    notes, wrong = _check(workload.training, device, progress)
+    notes, wrong = _check_model(workload.training, device, progress)
     if wrong is not None:
         return wrong
     samples, counted = _time_without_profiler(workload.training, device, progress)
@@ -97,11 +97,11 @@ def run_checked_for_nsys(configuration: dict[str, Any], progress: Progress) -> O
     """:func:`run_for_nsys` where no worker has checked the step before."""
     workload = Workload.from_configuration(configuration)
     with telling_user_errors(workload):
-        _, wrong = _check(workload, choose_device(workload.device), progress)
+        _, wrong = _check_model(workload, choose_device(workload.device), progress)
     return wrong or run_for_nsys(configuration, progress)
 
 
-def _check(workload: Workload, device: torch.device, progress: Progress) -> tuple[list[str], Outcome | None]:
+def _check_model(workload: Workload, device: torch.device, progress: Progress) -> tuple[list[str], Outcome | None]:
     set_matmul_precision(workload)
     notes_and_outcome = check_few_blocks(workload, device, progress)
     release_memory()

@@ -200,7 +200,7 @@ class TrainStep:
             recorder = CudaRecorder(self.device, self._capture_stream)
         self.graphs = GraphedStep(
             self._launched_with_loss if with_loss else self._launched,
-            _tensors((self.inputs, self.targets)),
+            _batch_tensors((self.inputs, self.targets)),
             optimizers=[] if self.optimizer is None else [self.optimizer],
             warmup=self.warmup_of_capture,
             around=around,
@@ -232,7 +232,7 @@ class TrainStep:
 
     def _replay_on_batch(self, replay: Callable[[], None]) -> None:
         assert self.graphs is not None
-        self.graphs.load(*_tensors(self._batch))
+        self.graphs.load(*_batch_tensors(self._batch))
         replay()
 
     def forward(self) -> None:
@@ -276,7 +276,7 @@ class TrainStep:
     @property
     def batch(self) -> list[Tensor]:
         """The tensors that a step reads, and those that it would be given next."""
-        return _tensors((self.inputs, self.targets, self._batch))
+        return _batch_tensors((self.inputs, self.targets, self._batch))
 
     def backward(self) -> None:
         assert self.loss is not None
@@ -292,7 +292,7 @@ class TrainStep:
         self.optimizer.zero_grad()
 
 
-def _tensors(batch: Any) -> list[Tensor]:
+def _batch_tensors(batch: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 

@@ -215,7 +215,7 @@ def test_message_that_cannot_fit_is_refused_before_anything_is_allocated(
 def test_link_is_that_of_the_gpus_in_use(monkeypatch, hardware, link):
     monkeypatch.setattr(collectives, "describe_links", lambda uuids: f"links of {', '.join(uuids)}")
     monkeypatch.setattr(collectives.platform, "node", lambda: "here")
-    assert collectives._link(hardware) == link
+    assert collectives._link_name(hardware) == link
 
 
 class GpuClock:

@@ -135,21 +135,21 @@ def implementation(workload: AttentionWorkload, device: torch.device):
     elif name == "model":
         yield functools.partial(model_attention, is_causal=workload.causal)
     elif name == "eager":
-        yield functools.partial(plain_attention, **_mask(workload))
+        yield functools.partial(plain_attention, **_causal_mask(workload))
     elif name in FLASH_ATTENTION_4:
         yield flash_attention_4(workload, device)
     else:
         wait_until_compiled()
         chosen = {"deterministic": True} if name == "deterministic" else {"implementation": name}
-        yield functools.partial(flash_attention, **_mask(workload), **chosen)
+        yield functools.partial(flash_attention, **_causal_mask(workload), **chosen)
 
 
-def _mask(workload: AttentionWorkload) -> dict[str, Any]:
+def _causal_mask(workload: AttentionWorkload) -> dict[str, Any]:
     return {"is_causal": workload.causal} | ({} if workload.window is None else {"window": workload.window})
 
 
 def _compiled(workload: AttentionWorkload) -> Attention:
-    return functools.partial(torch.compile(plain_attention, dynamic=False), **_mask(workload))
+    return functools.partial(torch.compile(plain_attention, dynamic=False), **_causal_mask(workload))
 
 
 def _flex(workload: AttentionWorkload, device: torch.device) -> Attention:
@@ -273,18 +273,20 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
     device = choose_device(workload.device)
     progress("checking")
     with implementation(workload, device) as attention:
-        errors = _checked(attention, workload, device)
+        errors = _checked_attention(attention, workload, device)
         derived, wrong = judged(errors, TOLERANCES[workload.dtype])
         if wrong is not None:
             return wrong
         progress("timing")
         inputs = random_inputs(workload, device)
         derived["peak_gib"] = _peak_of_forward_and_backward(attention, inputs, device)
-        samples = _time(attention, inputs, workload, device)
+        samples = _time_attention(attention, inputs, workload, device)
     return Outcome("ok", samples, derived | workload.tflops(samples))
 
 
-def _checked(attention: Attention, workload: AttentionWorkload, device: torch.device) -> dict[str, RelativeError]:
+def _checked_attention(
+    attention: Attention, workload: AttentionWorkload, device: torch.device
+) -> dict[str, RelativeError]:
     try:
         return attention_errors(attention, workload, device)
     except (NotImplementedError, AssertionError) as error:
@@ -313,7 +315,7 @@ def _peak_of_forward_and_backward(attention: Attention, inputs: Inputs, device: 
     return None if peak_gib is None else peak_gib - others_gib
 
 
-def _time(
+def _time_attention(
     attention: Attention, inputs: Inputs, workload: AttentionWorkload, device: torch.device
 ) -> dict[str, Samples]:
     def forward() -> Tensor:

@@ -100,9 +100,9 @@ def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> 
         check_untouched()
         with telling_errors_of(reference):
             progress("checking odd lengths and strides")
-            refused = _check_odd_shapes(attention, workload, device)
+            refused = _check_odd_contexts(attention, workload, device)
             timer = KernelTimer(ChangingAttentionInputs(workload, device), device, TOLERANCES[workload.dtype])
-            samples = _time(attention, timer, workload, device, progress)
+            samples = _time_own_kernel(attention, timer, workload, device, progress)
     except WrongKernelError as error:
         return Outcome("wrong", reason=str(error))
     derived = error_columns(timer.errors) | workload.tflops(samples)
@@ -127,7 +127,7 @@ def _called(reference: str, workload: AttentionWorkload) -> Attention:
     return attention
 
 
-def _check_odd_shapes(attention: Attention, workload: AttentionWorkload, device: torch.device) -> str | None:
+def _check_odd_contexts(attention: Attention, workload: AttentionWorkload, device: torch.device) -> str | None:
     """Check lengths that no tile divides, and inputs whose heads lie behind their tokens in memory.
 
     Returns:
@@ -163,7 +163,7 @@ def _check_odd_shapes(attention: Attention, workload: AttentionWorkload, device:
     return ", ".join(refused) or None
 
 
-def _time(
+def _time_own_kernel(
     attention: Attention, timer: KernelTimer, workload: AttentionWorkload, device: torch.device, progress: Progress
 ) -> dict[str, Samples]:
     problem = timer.problem
@@ -192,7 +192,7 @@ def _time(
     samples = {}
     for name, prepare in parts.items() if has_gradient else [("forward", forward)]:
         progress(f"timing {name}")
-        least_ms = _least_ms(workload, device, name)
+        least_ms = _least_attention_ms(workload, device, name)
         samples[name] = timer.time(prepare, workload.warmup_ms, workload.repetition_ms, least_ms)
     return samples
 
@@ -202,7 +202,7 @@ def _gradients(out: Tensor, inputs: Inputs) -> dict[str, Tensor]:
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
-def _least_ms(workload: AttentionWorkload, device: torch.device, part: str) -> float:
+def _least_attention_ms(workload: AttentionWorkload, device: torch.device, part: str) -> float:
     """The least that FLOPs and bytes take at the peaks of the datasheet; 0 where they are not known."""
     if device.type != "cuda":
         return 0.0

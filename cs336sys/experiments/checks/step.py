@@ -136,16 +136,16 @@ def check_training(
         is_ours = workload.optimizer == "adamw" or (workload.kernels == "fused" and workload.precision != "fp16")
         workload = replace(workload, mode="train", optimizer="adamw" if is_ours else "fused")
     if workload.is_ours:
-        return _checked(workload, device, progress)
+        return _checked_step(workload, device, progress)
     with user_models.nothing_dropped():
-        checked = _checked(workload, device, progress)
+        checked = _checked_step(workload, device, progress)
     if workload.compile != "off":
         # It was compiled without dropout.
         torch.compiler.reset()
     return checked
 
 
-def _checked(workload: Workload, device: torch.device, progress: Progress) -> tuple[Checked, Outcome | None]:
+def _checked_step(workload: Workload, device: torch.device, progress: Progress) -> tuple[Checked, Outcome | None]:
     if workload.cuda_graph == "on":
         require_graphs(device)
     launched = replace(workload, cuda_graph="off")
@@ -188,8 +188,8 @@ def _check_kernels(
     train_plainly = functools.partial(_trained_for_check, plain, device, build_plain)
     expected = _put_aside(train_plainly(), launched, device)
     progress("checking: our kernels")
-    found = _trained_for_check(launched, device, optimizer_of=optimizer_of)
-    return _apart(launched, device, expected, found, train_plainly), found
+    trained = _trained_for_check(launched, device, optimizer_of=optimizer_of)
+    return _apart(launched, device, expected, trained, train_plainly), trained
 
 
 def _counts_otherwise(workload: Workload, launched: Workload) -> bool:
@@ -254,7 +254,7 @@ def _apart(
     workload: Workload,
     device: torch.device,
     expected: dict[str, Tensor],
-    found: dict[str, Tensor],
+    compared: dict[str, Tensor],
     again: Callable[..., dict[str, Tensor]] | None = None,
 ) -> WeightDifference:
     """Compare what two trainings return, but for what the rounding of the reference explains.
@@ -264,15 +264,15 @@ def _apart(
     """
     _free_memory(device)
     start: dict[str, Tensor] = dict(build_compared_model(workload, device).named_parameters())
-    start |= {name: torch.zeros_like(value) for name, value in found.items() if name not in start}
+    start |= {name: torch.zeros_like(value) for name, value in compared.items() if name not in start}
     # What the other side lacks is the difference of a copy from its weight, which should be zero.
-    expected = expected | {name: torch.zeros_like(value) for name, value in found.items() if name not in expected}
-    measured = distances(start, expected, found)
+    expected = expected | {name: torch.zeros_like(value) for name, value in compared.items() if name not in expected}
+    measured = distances(start, expected, compared)
     del start
     _free_memory(device)
     allowed = tolerance(workload)
     far = {
-        name: (found[name].cpu(), expected[name].cpu())
+        name: (compared[name].cpu(), expected[name].cpu())
         for name, distance in measured.items()
         if not distance.relative <= allowed
     }

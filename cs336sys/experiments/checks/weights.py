@@ -99,9 +99,9 @@ class Distance:
 
 
 def distances(
-    start: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], found: Mapping[str, Tensor]
+    start: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], trained: Mapping[str, Tensor]
 ) -> dict[str, Distance]:
-    """Compare all tensors; each on the device where ``found`` has it.
+    """Compare all tensors; each on the device where ``trained`` has it.
 
     Args:
         start: before the first step; None is zero.
@@ -109,9 +109,12 @@ def distances(
     measured = []
     with torch.no_grad():
         for name, anywhere in expected.items():
-            own = found[name]
-            weight, before = anywhere.to(own.device), start[name]
-            off, moved = own - weight, weight if before is None else weight - before.to(own.device)
+            trained_values = trained[name]
+            weight, before = anywhere.to(trained_values.device), start[name]
+            off, moved = (
+                trained_values - weight,
+                weight if before is None else weight - before.to(trained_values.device),
+            )
             # The squares of a gradient of 1e-25 are zero in float32.
             norms = (torch.linalg.vector_norm(values, dtype=torch.float64) for values in (off, moved))
             largest = off.abs().max().double() if off.numel() else off.new_zeros((), dtype=torch.float64)
@@ -156,12 +159,14 @@ def rounding_note(names: Sequence[str], count: int, allowed: float) -> str:
     )
 
 
-def farthest(found: Mapping[str, Distance], num_layers: int, explained: Collection[str] = ()) -> WeightDifference:
+def farthest(
+    distances_of: Mapping[str, Distance], num_layers: int, explained: Collection[str] = ()
+) -> WeightDifference:
     """The difference of the parameter that is farthest off, those aside whose difference is ``explained``."""
-    found = {name: distance for name, distance in found.items() if name not in explained}
-    if not found:
+    distances_of = {name: distance for name, distance in distances_of.items() if name not in explained}
+    if not distances_of:
         return WeightDifference(0.0, 0.0, "", num_layers)
-    worst = max(found, key=lambda name: found[name].relative)
+    worst = max(distances_of, key=lambda name: distances_of[name].relative)
     # A weight that is NaN is farther off than any other.
-    largest = max((distance.largest for distance in found.values()), key=lambda off: (math.isnan(off), off))
-    return WeightDifference(largest, found[worst].relative, worst, num_layers)
+    largest = max((distance.largest for distance in distances_of.values()), key=lambda off: (math.isnan(off), off))
+    return WeightDifference(largest, distances_of[worst].relative, worst, num_layers)

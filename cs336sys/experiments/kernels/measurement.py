@@ -48,7 +48,7 @@ def copy_gbps(device: torch.device) -> float:
     return 2 * source.nbytes / samples.median / 1e6
 
 
-def _operation(op: str) -> Operation:
+def _differentiated_operation(op: str) -> Operation:
     # Here, as without Triton a cell is unsupported, and its worker goes on.
     from cs336sys.experiments.kernels.operations import OPERATIONS
 
@@ -65,7 +65,7 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
     """
     workload = KernelWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
-    operation = _operation(workload.op)
+    operation = _differentiated_operation(workload.op)
     # A compiled backward pass is repeated on one graph: it must not write its results into saved tensors.
     with torch._functorch.config.patch(donated_buffer=False):
         function = operation.implementations[workload.implementation](workload)
@@ -170,7 +170,7 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
     if not is_user_code(workload.implementation):
         return measure_kernel(configuration, progress)
     device = choose_device(workload.device)
-    operation = _operation(workload.op)
+    operation = _differentiated_operation(workload.op)
     assert isinstance(operation, DifferentiatedFunction), "the command refuses others"
     reference = workload.implementation
     try:
@@ -180,7 +180,7 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
             progress("checking odd numbers of rows")
             refused = _check_odd_shapes(function, operation, workload, device)
             timer = KernelTimer(ChangingFunctionInputs(operation, workload, device), device, TOLERANCES[workload.dtype])
-            samples = _time(function, operation, timer, workload, device, progress)
+            samples = _time_function(function, operation, timer, workload, device, progress)
     except WrongKernelError as error:
         return Outcome("wrong", reason=str(error))
     derived = error_columns(timer.errors) | part_rates(operation, workload, samples, device)
@@ -209,7 +209,7 @@ def _check_odd_shapes(
     return ", ".join(refused) or None
 
 
-def _time(
+def _time_function(
     function: Function,
     operation: DifferentiatedFunction,
     timer: KernelTimer,

@@ -140,7 +140,7 @@ EPS = 1e-5
 CHUNK = 4096
 
 
-def _plain(ours: Function, reference: Function, **others: Callable[[], Function]) -> Implementations:
+def _plain_function(ours: Function, reference: Function, **others: Callable[[], Function]) -> Implementations:
     """Implementations that are the same for all workloads."""
     makers: dict[str, Callable[[], Function]] = {
         "ours": lambda: ours,
@@ -247,14 +247,16 @@ OPERATIONS: dict[str, Operation] = {
     "rms-norm": DifferentiatedFunction(
         _norm_inputs,
         lambda workload: functools.partial(reference_rms_norm, eps=EPS),
-        _plain(functools.partial(rms_norm, eps=EPS), _eager_rms_norm, quack=_quack_rms_norm, liger=_liger_rms_norm),
+        _plain_function(
+            functools.partial(rms_norm, eps=EPS), _eager_rms_norm, quack=_quack_rms_norm, liger=_liger_rms_norm
+        ),
         # Forward: x, y. Backward: x and the gradients of both.
         (2, 3),
     ),
     "add-rms-norm": DifferentiatedFunction(
         _add_norm_inputs,
         lambda workload: functools.partial(reference_rms_norm, eps=EPS),
-        _plain(functools.partial(rms_norm, eps=EPS), _eager_add_rms_norm, quack=_quack_add_rms_norm),
+        _plain_function(functools.partial(rms_norm, eps=EPS), _eager_add_rms_norm, quack=_quack_add_rms_norm),
         # Forward: x, residual, their sum, y. Backward: the sum, both outputs' gradients, one that both inputs share.
         (4, 4),
     ),
@@ -274,14 +276,14 @@ OPERATIONS: dict[str, Operation] = {
             "up": random((workload.tokens, workload.width)),
         },
         lambda workload: reference_swiglu,
-        _plain(swiglu, lambda gate, up: F.silu(gate) * up, liger=_liger_swiglu),
+        _plain_function(swiglu, lambda gate, up: F.silu(gate) * up, liger=_liger_swiglu),
         # Forward: gate, up, product. Backward: gate and up again, and the gradients of all three.
         (3, 5),
     ),
     "linear-cross-entropy": DifferentiatedFunction(
         _classifier_inputs,
         lambda workload: _chunked_cross_entropy,
-        _plain(
+        _plain_function(
             linear_cross_entropy, _cross_entropy, chunked=lambda: _chunked_cross_entropy, liger=_liger_cross_entropy
         ),
         # Logits, and the gradients of both inputs.
@@ -296,7 +298,7 @@ OPERATIONS: dict[str, Operation] = {
             "weight": random((workload.width,)),
         },
         lambda workload: reference_weighted_sum,
-        _plain(weighted_sum, reference_weighted_sum),
+        _plain_function(weighted_sum, reference_weighted_sum),
         # Forward: x. Backward: x and its gradient.
         (1, 2),
     ),

@@ -48,27 +48,27 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
     """
     workload = MemoryWorkload.from_configuration(configuration)
     with telling_user_errors(workload.training):
-        return _measure(workload, progress)
+        return _measure_memory(workload, progress)
 
 
-def _measure(workload: MemoryWorkload, progress: Progress) -> Outcome:
+def _measure_memory(workload: MemoryWorkload, progress: Progress) -> Outcome:
     training = workload.training
     device = choose_device(training.device)
     set_matmul_precision(training)
-    found, wrong = check_few_blocks(training, device, progress)
+    notes_of_check, wrong = check_few_blocks(training, device, progress)
     if wrong is not None:
         return wrong
     derived: dict[str, Any] = {}
     if workload.trace:
         progress("tracing fake tensors")
         derived, notes = _traced(workload)
-        found = [*notes, *found]
+        notes_of_check = [*notes, *notes_of_check]
     progress("building the model")
     step = MemoryStep(workload, device)
     derived |= counted_columns(step, progress)
     if device.type == "cpu" and torch.backends.mkldnn.is_available():
-        found = [*found, _WITHOUT_ONEDNN]
-    derived = with_notes(derived, found)
+        notes_of_check = [*notes_of_check, _WITHOUT_ONEDNN]
+    derived = with_notes(derived, notes_of_check)
     for number in range(training.warmup):
         progress(f"warm-up {number + 1}/{training.warmup}")
         step()
@@ -132,11 +132,11 @@ def record(step: MemoryStep, *, follow_operations: bool) -> tuple[AllocationTime
     step.release_graphs()
     on_gpu = step.device.type == "cuda"
     history: AllocationHistory = CudaHistory(step.device) if on_gpu else CpuHistory()
-    held = step.held()
+    live_tensors = step.held()
     held_size = torch.cuda.memory_allocated(step.device) if on_gpu else None
     recorder = StepRecorder(history, step.names, follow_operations=follow_operations)
     step.run_recorded(recorder)
-    timeline = recorder.timeline(live_tensors=held, held_size=held_size, optimizer_state=step.optimizer_state())
+    timeline = recorder.timeline(live_tensors=live_tensors, held_size=held_size, optimizer_state=step.optimizer_state())
     return timeline, history
 
 
@@ -174,9 +174,9 @@ class _Planner:
         rows = []
         for change in changes:
             progress(f"predicting {change.option}")
-            alone = self._bytes((change,))
-            if alone is not None:
-                rows.append(asdict(change) | {"peak_bytes": alone, "saved_bytes": base - alone})
+            peak_bytes = self._bytes((change,))
+            if peak_bytes is not None:
+                rows.append(asdict(change) | {"peak_bytes": peak_bytes, "saved_bytes": base - peak_bytes})
         usable = [change for change in changes if any(row["option"] == change.option for row in rows)]
         plan = () if base <= self._limit else self._cheapest(usable)
         derived: dict[str, Any] = {
@@ -191,10 +191,10 @@ class _Planner:
         if plan is not None and not any(change.setting == "ranks" for change in plan):
             derived["command"] = hide_home(command_line(changed(self._workload, plan) or self._workload))
         elif plan:
-            *own, ranks = plan
-            single = changed(self._workload, own) or self._workload
-            words = hide_home(command_line(single)).split(" ")
-            derived["command"] = " ".join([*words[:1], ranks.option, *words[2:]])
+            *other_changes, ranks = plan
+            single = changed(self._workload, other_changes) or self._workload
+            command = hide_home(command_line(single)).split(" ")
+            derived["command"] = " ".join([*command[:1], ranks.option, *command[2:]])
         return derived
 
     def _cheapest(self, changes: Sequence[SettingChange]) -> tuple[SettingChange, ...] | None:
@@ -251,6 +251,6 @@ def bytes_with_shared_state(workload: MemoryWorkload, ranks: int) -> int:
     share = replace(training.size, batch_size=training.size.batch_size // ranks)
     timeline = predicted_timeline(replace(workload, training=replace(training, size=share))).timeline
     whole = timeline.bytes_by_category()["optimizer state"]
-    sizes = [one.size // 4 for one in timeline.allocations if one.category == "parameters"]
+    sizes = [allocation.size // 4 for allocation in timeline.allocations if allocation.category == "parameters"]
     kept = max(state.optimizer_state for state in sharded_optimizer_state(sizes, ranks)) / (8 * sum(sizes))
     return max(int(total - (1 - kept) * state) for total, state in zip(timeline.totals(), whole, strict=True))

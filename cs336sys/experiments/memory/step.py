@@ -166,19 +166,19 @@ class MemoryStep(TrainStep):
             return saved_tensors(lambda: first_part(run()), [*self.held()["parameters"], *block.buffers()], names)
 
     def _inputs_of(self, block: nn.Module) -> tuple[Any, dict[str, Any]]:
-        given: list[tuple[Any, dict[str, Any]]] = []
-        hook = block.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
+        calls: list[tuple[Any, dict[str, Any]]] = []
+        hook = block.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
         with torch.no_grad():
             self.compute_logits()
         hook.remove()
-        if not given:
+        if not calls:
             raise CapabilityError(f"block {type(block).__name__} is never called in a forward pass")
-        hidden = first_part(given[0])
+        hidden = first_part(calls[0])
 
-        def own(tensor: Tensor) -> Tensor:
+        def detached(tensor: Tensor) -> Tensor:
             return tensor.detach().requires_grad_(tensor is hidden and tensor.is_floating_point())
 
-        return tree_map_only(Tensor, own, given[0])
+        return tree_map_only(Tensor, detached, calls[0])
 
 
 def checkpoint_calls(blocks: Sequence[nn.Module], region: "RegionContext") -> None:

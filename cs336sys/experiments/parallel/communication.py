@@ -79,7 +79,7 @@ class Communication:
         """
         sizes = self._arguments.get("input_split_sizes")
         if sizes:
-            kept_elements = sizes[_group(self._arguments).rank()]
+            kept_elements = sizes[_process_group(self._arguments).rank()]
             return self._arguments["input"].bytes * (sum(sizes) - kept_elements) / sum(sizes)
         times = 2 if self.name.startswith(("allreduce", "all_reduce")) else 1
         return times * (self.ranks - 1) / self.ranks * self.bytes
@@ -98,7 +98,7 @@ class Communication:
                     tensors[position, leaf] = leaf.allocate()
                 leaves[position] = tensors[position, leaf]
         arguments = tree_unflatten(leaves, structure)
-        if "async_op" in _parameters(self._operator):
+        if "async_op" in _call_parameters(self._operator):
             # Where the step waited at once, as fully_shard does, NCCL would return a null pointer, and waiting for that
             # crashes.
             arguments["async_op"] = True
@@ -129,7 +129,7 @@ class _Watcher(DispatchMode):
         result = operator(*args, **kwargs)
         # Operators without a result only check something, functional ones without a group wait for others.
         if operator.namespace in ("c10d", _FUNCTIONAL) and result is not None:
-            arguments = dict(zip(_parameters(operator), args, strict=False)) | kwargs
+            arguments = dict(zip(_call_parameters(operator), args, strict=False)) | kwargs
             if operator.namespace == "c10d" or "group_name" in arguments:
                 self._launched(operator, arguments, result)
         return result
@@ -168,7 +168,7 @@ def run_alone(launchers: Sequence[Callable[[], Any]]) -> None:
         work.wait()
 
 
-def _parameters(operator: Any) -> list[str]:
+def _call_parameters(operator: Any) -> list[str]:
     return [parameter.name for parameter in operator._schema.arguments]
 
 
@@ -190,7 +190,7 @@ def _work(result: Any) -> Any:
     return result[-1] if isinstance(result, tuple) else result
 
 
-def _group(arguments: dict[str, Any]) -> dist.ProcessGroup:
+def _process_group(arguments: dict[str, Any]) -> dist.ProcessGroup:
     """The ranks that a call is among."""
     if "group_name" in arguments:
         return _resolve_process_group(arguments["group_name"])
@@ -206,7 +206,7 @@ def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
     leaves, structure = tree_flatten(arguments)
     arguments = tree_unflatten([_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
     name = operator.name().partition("::")[2].partition(".")[0]
-    ranks, most = _group(arguments).size(), max(bytes_of_arguments)
+    ranks, most = _process_group(arguments).size(), max(bytes_of_arguments)
     if operator.namespace == _FUNCTIONAL and name.startswith("all_gather"):
         # It returns what the others are given.
         most *= ranks
@@ -263,14 +263,14 @@ def profile_step(
     Returns:
         None when the profiler saw nothing (it cannot trace on this machine).
     """
-    kernels, ends = _profiled(phases, device)
+    kernels, ends = _profile_events(phases, device)
     communication = (*_COMMUNICATION, *(_COPIES if copies_communicate else ()))
     lanes: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     for name, start, end in kernels:
         lanes[name.startswith(communication)].append((start, end))
     if not lanes[False]:
         return None
-    return _timeline(lanes[False], lanes[True], ends)
+    return _communication_timeline(lanes[False], lanes[True], ends)
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
     Returns:
         The kernels that took most time are named; None when the profiler saw nothing.
     """
-    kernels, _ = _profiled(phases, device)
+    kernels, _ = _profile_events(phases, device)
     if not kernels:
         return None
     wanted = (taxonomy.MATMUL, taxonomy.ATTENTION_SOFTMAX)
@@ -335,7 +335,7 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
     )
 
 
-def _profiled(
+def _profile_events(
     phases: Mapping[str, Callable[[], None]], device: torch.device
 ) -> tuple[list[tuple[str, int, int]], dict[str, float]]:
     """Kernels of one step (on a CPU: operators) with start and end in nanoseconds; when each phase ended, in ms."""
@@ -382,7 +382,7 @@ def finish_communication() -> None:
         dist.barrier()
 
 
-def _timeline(
+def _communication_timeline(
     compute: list[tuple[int, int]], communicate: list[tuple[int, int]], phases: dict[str, float]
 ) -> StepTimeline:
     """From intervals in nanoseconds."""

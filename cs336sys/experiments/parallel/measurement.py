@@ -96,7 +96,7 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
     differences = ranks.run(verify_on_rank, workload)
     worst = max(differences, key=lambda difference: difference.relative)
     derived = _of_the_model(workload) | {"checked_layers": worst.num_layers}
-    notes = list(dict.fromkeys(note for one in differences for note in one.notes))
+    notes = list(dict.fromkeys(note for rank_difference in differences for note in rank_difference.notes))
     if math.isnan(worst.relative):
         return with_notes(derived, [*notes, worst.reason]), None
     derived = with_notes(derived, notes) | {
@@ -106,11 +106,11 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
     if worst.relative <= worst.allowed:
         return derived, None
     moved = "its gradient in one process" if worst.of_gradients else "how far one process moves it"
-    what = f"in the first step the gradient of {worst.parameter}"
+    subject = f"in the first step the gradient of {worst.parameter}"
     if not worst.of_gradients:
-        what = f"after {STEPS} steps {worst.parameter}"
+        subject = f"after {STEPS} steps {worst.parameter}"
     reason = (
-        f"{workload.strategy}: {what} is off by {100 * worst.relative:.3g} % of {moved}, more than rounding explains "
+        f"{workload.strategy}: {subject} is off by {100 * worst.relative:.3g} % of {moved}, more than rounding explains "
         f"({100 * worst.allowed:g} %)"
     )
     if worst.reason:
@@ -178,7 +178,7 @@ def _sharding(measured: Sequence[RankMeasurement]) -> dict[str, Any]:
     timeline = measured[0].timeline
     # A rank whose history was too short has recorded none.
     of_moments = zip(*(rank.memory for rank in measured), strict=False)
-    memory = [max(of_ranks, key=lambda held: held.total) for of_ranks in of_moments]
+    memory = [max(of_ranks, key=lambda moment: moment.total) for of_ranks in of_moments]
     gathers = [
         {
             "unit": unit,
@@ -188,7 +188,7 @@ def _sharding(measured: Sequence[RankMeasurement]) -> dict[str, Any]:
         for unit, is_backward in measured[0].gathers
     ]
     return {
-        "memory": [asdict(held) for held in memory],
+        "memory": [asdict(moment) for moment in memory],
         "sent_bytes": max(rank.sent_bytes for rank in measured),
         "bare_ms": None if timeline is None else timeline.communication_ms - timeline.overlap_ms,
         "gathers": gathers,
@@ -263,7 +263,7 @@ def trace_path(configuration: Mapping[str, Any]) -> Path | None:
     ahead = "" if workload.prefetch is None else f"prefetch{workload.prefetch}"
     ahead += f"-gathered{workload.keep_gathered}" if workload.keep_gathered else ""
     checkpoints = "" if workload.checkpointing == "none" else f"checkpoint-{workload.checkpointing}"
-    words = (
+    parts = (
         *(size.name, f"context{size.context}", f"batch{size.batch_size}"),
         *(training.precision, training.compile, training.attention, training.optimizer),
         "fused-kernels" if training.kernels == "fused" else "",
@@ -273,7 +273,7 @@ def trace_path(configuration: Mapping[str, Any]) -> Path | None:
         *(ahead, checkpoints),
         hashlib.sha256(configuration_key(configuration, ignore=("trace", "timeout_s")).encode()).hexdigest()[:8],
     )
-    name = re.sub(r"[^A-Za-z0-9_.-]", "-", "_".join(filter(None, words)))
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", "_".join(filter(None, parts)))
     return Path(workload.trace) / f"{name}.json.gz"
 
 
@@ -404,8 +404,8 @@ def _board_derived(workload: ParallelWorkload, measured: list[BoardMeasurement],
     of_all = None if peak is None else peak * workload.world_size
     losses = [sum(of_ranks) / len(measured) for of_ranks in zip(*(rank.losses for rank in measured), strict=True)]
     return {
-        "mfu_percent": _percent(model_flops_utilization(training.flops, seconds, of_all)),
-        "hfu_percent": _percent(model_flops_utilization(workload.computed_flops, seconds, of_all)),
+        "mfu_percent": _percent_of_step(model_flops_utilization(training.flops, seconds, of_all)),
+        "hfu_percent": _percent_of_step(model_flops_utilization(workload.computed_flops, seconds, of_all)),
         "tokens_per_s": training.tokens / seconds,
         "ready_s": max(rank.ready_s for rank in measured),
         "peaks_gib": [rank.peak_gib for rank in measured],
@@ -417,5 +417,5 @@ def _board_derived(workload: ParallelWorkload, measured: list[BoardMeasurement],
     }
 
 
-def _percent(share: float | None) -> float | None:
+def _percent_of_step(share: float | None) -> float | None:
     return None if share is None else 100 * share

@@ -80,12 +80,12 @@ def build_recorded(
         history.position(mark) for mark in (built, first, stepped, start, before, end)
     )
     at_peak = peak_position(totals, Region("step", at_start, at_end))
-    kept = _blocks(timeline, parameters, at_optimizer), _blocks(timeline, optimizer_memory.state, at_end)
-    gradients = _blocks(timeline, optimizer_memory.gradients, at_optimizer)
-    of_first = _blocks(timeline, first_gradients, at_first)
+    kept = _blocks_at(timeline, parameters, at_optimizer), _blocks_at(timeline, optimizer_memory.state, at_end)
+    gradients = _blocks_at(timeline, optimizer_memory.gradients, at_optimizer)
+    of_first = _blocks_at(timeline, first_gradients, at_first)
     positions = (at_built, at_first, at_stepped, at_optimizer, at_end, at_peak)
     moments = [
-        _held(moment, position, (kept[0], of_first if position <= at_stepped else gradients, kept[1]), totals)
+        _rank_memory(moment, position, (kept[0], of_first if position <= at_stepped else gradients, kept[1]), totals)
         for moment, position in zip(MOMENTS, positions, strict=True)
     ]
     return step, moments, communications
@@ -149,7 +149,7 @@ def _addresses(history: AllocationHistory, tensors: Iterable[Tensor | None]) -> 
 _Block = tuple[int, int, int]
 
 
-def _blocks(timeline: AllocationTimeline, addresses: set[int], position: int) -> list[_Block]:
+def _blocks_at(timeline: AllocationTimeline, addresses: set[int], position: int) -> list[_Block]:
     """The allocations at these addresses at a moment."""
     return [
         (allocation.start, allocation.end, allocation.size)
@@ -158,7 +158,7 @@ def _blocks(timeline: AllocationTimeline, addresses: set[int], position: int) ->
     ]
 
 
-def _held(moment: str, position: int, components: tuple[list[_Block], ...], totals: list[int]) -> RankMemory:
+def _rank_memory(moment: str, position: int, components: tuple[list[_Block], ...], totals: list[int]) -> RankMemory:
     parameters, gradients, state = (
         sum(size for start, end, size in blocks if start <= position < end) for blocks in components
     )
@@ -246,12 +246,12 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
     """
     release_last_job(workload)
     with telling_errors_of_rank(workload):
-        measurement = _measure(workload, trace)
+        measurement = _measure_rank(workload, trace)
     release_last_job(workload)
     return measurement
 
 
-def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
+def _measure_rank(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
     device = rank_device(workload)
     memory: Sequence[RankMemory] = ()
     communications: list[Communication] | None = None
@@ -282,7 +282,7 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
     timeline = None
     # One rank sends nothing that lanes could show, and its step may take a quarter of a minute.
     if dist.get_world_size() > 1:
-        timeline = _profiled(step, device)
+        timeline = _profiled_step(step, device)
     gathers = _watched_gathers(step)
     # By themselves copies and means are launched more slowly than they run: 25 ms for large's, which take 9 in a graph.
     if communications and step.replica.copy_engines is None:
@@ -310,7 +310,7 @@ def _measure(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
     )
 
 
-def _profiled(step: ParallelStep, device: torch.device) -> StepTimeline | None:
+def _profiled_step(step: ParallelStep, device: torch.device) -> StepTimeline | None:
     if dist.get_rank() == 0:
         return profile_step(step.phases, device, copies_communicate=step.replica.copy_engines is not None)
     step()

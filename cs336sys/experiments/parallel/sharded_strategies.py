@@ -37,7 +37,7 @@ BUCKETS = "block"
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
-def _replicated(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+def _replicated_optimizer(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """All state on every rank."""
     return averaging_replica(build_plain_model(workload, device), optimizer)
 
@@ -237,7 +237,7 @@ def _require_blocks(workload: ParallelWorkload) -> None:
 
 
 PREPARE_SHARDED: dict[str, Prepare] = {
-    "none": _replicated,
+    "none": _replicated_optimizer,
     "optimizer": _sharded_optimizer,
     "optimizer-flat": _flat_sharded_optimizer,
     "fsdp": fully_sharded,

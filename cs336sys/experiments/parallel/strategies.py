@@ -59,12 +59,12 @@ def keep_by_parts(model: nn.Module, size: ModelSize, blocks_with_gate_and_up: in
     """
     blocks: list[Any] = list(model.get_submodule("layers").children())
     # What both kinds of blocks compute is the same function each, so that they share compiled code.
-    forwards = {keeps: _checkpointed(blocks[0].forward.__func__, size.d_ff, keeps) for keeps in (False, True)}
+    forwards = {keeps: _checkpointed_block(blocks[0].forward.__func__, size.d_ff, keeps) for keeps in (False, True)}
     for index, block in enumerate(blocks):
         block.forward = types.MethodType(forwards[index >= len(blocks) - blocks_with_gate_and_up], block)
 
 
-def _checkpointed(run: Callable[..., Tensor], d_ff: int, keeps_gate_and_up: bool) -> Callable[..., Tensor]:
+def _checkpointed_block(run: Callable[..., Tensor], d_ff: int, keeps_gate_and_up: bool) -> Callable[..., Tensor]:
     _CHECKPOINT_LOG.addFilter(_is_news)
     policy = functools.partial(_policy, d_ff, keeps_gate_and_up)
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)

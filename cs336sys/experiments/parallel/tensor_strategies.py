@@ -39,7 +39,7 @@ from cs336sys.workload import ParallelWorkload
 _META = torch.device("meta")
 
 
-def _mesh(workload: ParallelWorkload, device: torch.device) -> DeviceMesh:
+def _data_tensor_mesh(workload: ParallelWorkload, device: torch.device) -> DeviceMesh:
     """(groups, ranks that share layers): the latter are neighbours."""
     return _kept_mesh(process_group(None), device.type, workload.data_ranks, workload.group_ranks)
 
@@ -62,7 +62,7 @@ def _tensor_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
 
     def prepare(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
         training = workload.training
-        mesh = _mesh(workload, device)
+        mesh = _data_tensor_mesh(workload, device)
         # Layers are filled on the device one after the other, so that the whole model never exists.
         plain = build_plain_model(workload, _META, compile_options=COMPILE_OPTIONS)
         torch.manual_seed(training.seed)
@@ -91,7 +91,7 @@ def _tensor_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
         return Replica(
             model,
             optimizer(model.parameters()),
-            _in_turn(model, shared),
+            _take_turns(model, shared),
             whole,
             getattr(model, "buckets", ()),
             scaler_class=ShardedGradScaler,
@@ -103,7 +103,7 @@ def _tensor_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
     return prepare
 
 
-def _in_turn(model: Any, shared: TensorParallel) -> Callable[[], None] | None:
+def _take_turns(model: Any, shared: TensorParallel) -> Callable[[], None] | None:
     """Complete gradients over groups that share the batch, then over ranks that share layers."""
 
     def finish() -> None:
@@ -136,7 +136,7 @@ def _torch_tensor(strategy: str) -> Prepare:
         model: Any = build_plain_model(replace(workload, training=replace(training, compile="off")), device)
         with torch.no_grad():
             _as_torch_layers(model)
-        _parallelize(model, _mesh(workload, device)["tp"], sequence_parallel)
+        _parallelize(model, _data_tensor_mesh(workload, device)["tp"], sequence_parallel)
         for block in model.layers:
             block.attn.num_heads //= ranks
             if training.compile == "block":

@@ -60,10 +60,12 @@ def mean_gradients(model: nn.Module, *, is_sharded: bool) -> dict[str, tuple[Ten
     from cs336sys.parallel.fsdp import FSDP
 
     if isinstance(model, FSDP):
-        found: dict[str, tuple[Tensor | None, range | None]] = {
+        gradients_and_rows: dict[str, tuple[Tensor | None, range | None]] = {
             name: (parameter.shard.grad, parameter.rows) for name, parameter in model.sharded_parameters.items()
         }
-        return found | {name: (parameter.grad, None) for name, parameter in model.replicated_parameters.items()}
+        return gradients_and_rows | {
+            name: (parameter.grad, None) for name, parameter in model.replicated_parameters.items()
+        }
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {
         name: (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient, None)
@@ -126,7 +128,9 @@ def verify_training(workload: ParallelWorkload) -> WeightDifference:
     device = rank_device(workload)
     if not workload.training.is_ours:
         user_models.without_dropout()
-    workload = replace(workload, training=_fitting(_with_layers(workload.training, workload.check_layers), device))
+    workload = replace(
+        workload, training=_fitting_batch(_with_layers(workload.training, workload.check_layers), device)
+    )
     # Before a step is captured it is trained a little.
     warmup = warmup_of_capture(workload) if workload.training.cuda_graph == "on" else 0
     reference = _reference(workload, device, warmup)
@@ -146,7 +150,7 @@ def _with_layers(workload: Workload, layers: int | None) -> Workload:
     return replace(workload, size=replace(workload.size, num_layers=layers))
 
 
-def _fitting(workload: Workload, device: torch.device) -> Workload:
+def _fitting_batch(workload: Workload, device: torch.device) -> Workload:
     """The workload, or one with so few layers that it fits into the GPU together with two more copies of its weights.
 
     One process trains the whole batch here, which needs more memory than a rank does. The same on every rank.
@@ -231,12 +235,14 @@ class _Comparison:
             gc.collect()
             holds = False
         step = self._train(workload, compares=holds)
-        found, stale = step.weights(step.replica.whole_parameters())
+        trained_weights, stale = step.weights(step.replica.whole_parameters())
         start: dict[str, Tensor | None] = dict(starting_model(workload, self.device).named_parameters())
         expected = trained.weights | {name: torch.zeros_like(value) for name, value in stale.items()}
-        self.weights = distances(start | dict.fromkeys(stale), expected, found | stale)
+        self.weights = distances(start | dict.fromkeys(stale), expected, trained_weights | stale)
         self._far_weights = {
-            name: found[name].detach().to("cpu", copy=True) for name in self._far(self.weights) if name in found
+            name: trained_weights[name].detach().to("cpu", copy=True)
+            for name in self._far(self.weights)
+            if name in trained_weights
         }
 
     def _train(self, workload: ParallelWorkload, *, compares: bool) -> ParallelStep:
@@ -251,32 +257,34 @@ class _Comparison:
         return step
 
     def _compare_gradients(self, model: nn.Module) -> None:
-        held = mean_gradients(model, is_sharded=self.workload.strategy in FULLY_SHARDED)
-        expected, found, rows_of = {}, {}, {}
-        for name, (gradient, rows) in held.items():
+        rank_gradients = mean_gradients(model, is_sharded=self.workload.strategy in FULLY_SHARDED)
+        expected, trained, rows_of = {}, {}, {}
+        for name, (gradient, rows) in rank_gradients.items():
             wanted = self.reference.trained.gradients.get(name)
             if gradient is None and wanted is None:
                 continue
             rows_of[name] = slice(None) if rows is None else slice(rows.start, rows.stop)
             if wanted is not None:
                 expected[name] = wanted[rows_of[name]]
-                found[name] = torch.zeros_like(expected[name]) if gradient is None else gradient.to_dense()
+                trained[name] = torch.zeros_like(expected[name]) if gradient is None else gradient.to_dense()
             else:
                 assert gradient is not None
-                found[name] = gradient.to_dense()
-                expected[name] = torch.zeros_like(found[name])
-        gradients = (*expected.values(), *found.values())
-        if self.workload.training.precision == "fp16" and not all(one.isfinite().all() for one in gradients):
+                trained[name] = gradient.to_dense()
+                expected[name] = torch.zeros_like(trained[name])
+        gradients = (*expected.values(), *trained.values())
+        if self.workload.training.precision == "fp16" and not all(
+            gradient_values.isfinite().all() for gradient_values in gradients
+        ):
             # Scaled, they may overflow in the first step, which is skipped then.
             return
-        self.gradients = distances(dict.fromkeys(expected), expected, found)
+        self.gradients = distances(dict.fromkeys(expected), expected, trained)
         self._far_gradients = {
-            name: (found[name].detach().to("cpu", copy=True), rows_of[name]) for name in self._far(self.gradients)
+            name: (trained[name].detach().to("cpu", copy=True), rows_of[name]) for name in self._far(self.gradients)
         }
 
-    def _far(self, found: Mapping[str, Distance]) -> list[str]:
+    def _far(self, compared: Mapping[str, Distance]) -> list[str]:
         allowed = parallel_tolerance(self.workload)
-        return [name for name, distance in found.items() if not distance.relative <= allowed]
+        return [name for name, distance in compared.items() if not distance.relative <= allowed]
 
     def judge(self) -> WeightDifference:
         """The parameter that is farthest off, those aside that the rounding of one process explains."""
@@ -286,10 +294,10 @@ class _Comparison:
         explained_gradients = [
             name for name, (_, rows) in self._far_gradients.items() if self._explains(name, self.gradients[name], rows)
         ]
-        found = farthest(self.weights, num_layers, explained_weights)
+        difference = farthest(self.weights, num_layers, explained_weights)
         of_gradients = farthest(self.gradients, num_layers, explained_gradients)
-        if of_gradients.relative > allowed >= found.relative:
-            found = replace(of_gradients, of_gradients=True)
+        if of_gradients.relative > allowed >= difference.relative:
+            difference = replace(of_gradients, of_gradients=True)
         names = list(dict.fromkeys([*explained_weights, *explained_gradients]))
         notes: tuple[str, ...] = ()
         if names:
@@ -299,16 +307,16 @@ class _Comparison:
                 f"{self.workload.training.user.model}: built twice from one seed it is not the same model, so no "
                 "weights are compared; take its random numbers from torch"
             )
-            return replace(found, relative=math.nan, reason=reason)
+            return replace(difference, relative=math.nan, reason=reason)
         reason = ""
         of_parts = self.reference.of_parts
-        if of_parts is not None and found.relative > allowed:
+        if of_parts is not None and difference.relative > allowed:
             whole = self.reference.trained.losses[0]
             reason = (
                 f"the loss of a batch must be the mean of its parts' losses: that is {of_parts:.6g}, and the loss of "
                 f"the whole batch {whole:.6g}"
             )
-        return replace(found, allowed=allowed, notes=notes, reason=reason)
+        return replace(difference, allowed=allowed, notes=notes, reason=reason)
 
     def _explains(self, name: str, distance: Distance, rows: slice | None) -> bool:
         """Return whether one process in other orders is as far from itself; ``rows`` are those of a gradient."""
@@ -317,8 +325,8 @@ class _Comparison:
             others = (other.weights[name].cpu() for other in self._others())
         else:
             trained = self._far_gradients[name][0]
-            expected = _gradient(self.reference.trained, name, trained, rows)
-            others = (_gradient(other, name, trained, rows) for other in self._others())
+            expected = _gradient_rows(self.reference.trained, name, trained, rows)
+            others = (_gradient_rows(other, name, trained, rows) for other in self._others())
         return rounding_explains(distance, trained, expected, others, parallel_tolerance(self.workload))
 
     def _others(self) -> list[Trained]:
@@ -340,17 +348,17 @@ class _Comparison:
         return reference.others
 
 
-def _total(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
+def _total(expected: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> float:
     """Norm of all differences over the norm of all that is expected."""
-    if expected.keys() != found.keys():
+    if expected.keys() != trained.keys():
         return math.inf
-    off = math.hypot(*(norm(found[name] - value) for name, value in expected.items()))
+    off = math.hypot(*(norm(trained[name] - value) for name, value in expected.items()))
     return off / (math.hypot(*map(norm, expected.values())) or math.inf)
 
 
-def _gradient(trained: Trained, name: str, found: Tensor, rows: slice) -> Tensor:
+def _gradient_rows(trained: Trained, name: str, value: Tensor, rows: slice) -> Tensor:
     gradient = trained.gradients.get(name)
-    return torch.zeros_like(found) if gradient is None else gradient[rows]
+    return torch.zeros_like(value) if gradient is None else gradient[rows]
 
 
 def _why_not(workload: ParallelWorkload, reference: _Reference) -> str:

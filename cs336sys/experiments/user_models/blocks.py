@@ -26,7 +26,7 @@ def find_blocks(model: nn.Module, patterns: str | None) -> dict[str, nn.Module]:
         matching = {
             name: module
             for name, module in named.items()
-            if any(_matches(name, pattern) for pattern in patterns.split(","))
+            if any(_matches_pattern(name, pattern) for pattern in patterns.split(","))
         }
         if not matching:
             lists = {name.rpartition(".")[0] for name in named if name.rpartition(".")[2].isdigit()}
@@ -38,7 +38,7 @@ def find_blocks(model: nn.Module, patterns: str | None) -> dict[str, nn.Module]:
     return max(by_class.values(), key=len, default={})
 
 
-def _matches(name: str, pattern: str) -> bool:
+def _matches_pattern(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.strip().split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 

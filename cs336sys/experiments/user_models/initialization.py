@@ -135,7 +135,7 @@ def fill(
         layer.to_empty(device=device, recurse=False)
         if poison is not None:
             for tensor in _own_tensors(layer):
-                tensor.detach().fill_(poison[_kind(tensor)])
+                tensor.detach().fill_(poison[_dtype_kind(tensor)])
         initialize(layer)
         for name, parameter in before.items():
             if parameter is not None:
@@ -146,7 +146,7 @@ def fill(
     return model
 
 
-def _kind(tensor: Tensor) -> str:
+def _dtype_kind(tensor: Tensor) -> str:
     if tensor.dtype is torch.bool:
         return "bool"
     return "floating" if tensor.is_floating_point() or tensor.is_complex() else "integer"
@@ -179,8 +179,8 @@ def _differs(reference: str, size: ModelSize) -> str:
         if not _start_alike(*(named[name] for named in tensors)):
             return name
     # Blocks that are copies of one are the same at first.
-    of_layers = _copies(tensors[2])
-    for name, copies in _copies(first).items():
+    of_layers = _identical_blocks(tensors[2])
+    for name, copies in _identical_blocks(first).items():
         if copies != of_layers.get(name, copies):
             return name
     return ""
@@ -242,7 +242,7 @@ def _same_distribution(first: Tensor, second: Tensor) -> bool:
     )
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
+def _identical_blocks(tensors: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """For each tensor with more than one value, the names of those that are bit by bit the same."""
     names: dict[tuple, list[str]] = {}
     for name, tensor in tensors.items():

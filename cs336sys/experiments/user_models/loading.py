@@ -96,10 +96,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         if spec is None and name != PACKAGE:
             # An editable install would answer with a module of ours where their package lacks one.
             raise ModuleNotFoundError(f"No module named '{name}'", name=name)
-        known = self._ours.get(name)
-        if spec is not None and known is not None and spec.origin is not None and spec.origin == known.__file__:
+        imported = self._ours.get(name)
+        if spec is not None and imported is not None and spec.origin is not None and spec.origin == imported.__file__:
             return importlib.machinery.ModuleSpec(
-                name, _Known(known), origin=spec.origin, is_package=hasattr(known, "__path__")
+                name, _Known(imported), origin=spec.origin, is_package=hasattr(imported, "__path__")
             )
         return spec
 
@@ -134,8 +134,8 @@ def load(reference: str) -> Callable[..., Any]:
         UsageError: there is no such file or module.
         UserCodeError: it raises when it is imported, has no such name, or that is nothing to call.
     """
-    if (found := named_object(reference)) is not None:
-        return found
+    if (installed := named_object(reference)) is not None:
+        return installed
     if reference in _loaded:
         return _loaded[reference]
     file = source_file(reference)
@@ -145,13 +145,17 @@ def load(reference: str) -> Callable[..., Any]:
         module = _import_file(file) if is_file(where) else importlib.import_module(where)
     _packages.update(name.partition(".")[0] for name in set(sys.modules) - before if _is_users(name))
     if not hasattr(module, name):
-        public = [known for known, value in vars(module).items() if callable(value) and not known.startswith("_")]
+        public = [
+            public_name
+            for public_name, value in vars(module).items()
+            if callable(value) and not public_name.startswith("_")
+        ]
         raise UserCodeError(f"{where} has no {name}; it has {', '.join(public) or 'nothing to call'}")
-    found = getattr(module, name)
-    if not callable(found):
-        raise UserCodeError(f"{where}: {name} is {a_value(found)}, and should be a function")
-    _loaded[reference] = found
-    return found
+    loaded_object = getattr(module, name)
+    if not callable(loaded_object):
+        raise UserCodeError(f"{where}: {name} is {a_value(loaded_object)}, and should be a function")
+    _loaded[reference] = loaded_object
+    return loaded_object
 
 
 def _is_users(name: str) -> bool:
@@ -204,8 +208,8 @@ def _import_file(file: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    own = [number for number, entry in enumerate(sys.path) if Path(entry) in _PYTHONS_OWN]
-    place = own[-1] + 1 if own else 0
+    python_entries = [number for number, entry in enumerate(sys.path) if Path(entry) in _PYTHONS_OWN]
+    place = python_entries[-1] + 1 if python_entries else 0
     comes_before = folder in sys.path[:place]
     if not comes_before:
         sys.path.insert(place, folder)
@@ -348,14 +352,14 @@ def _telling(references: list[str], failed: str) -> Iterator[None]:
         place = line or failed
         if _is_raised_by_kernels(error):
             place = f"our kernels failed, called from {line or references[0]}"
-        told = f"{place}: {type(error).__name__}: {_first_line(error)}"
-        if "modified by an inplace operation" in told:
+        message = f"{place}: {type(error).__name__}: {_first_line_of_error(error)}"
+        if "modified by an inplace operation" in message:
             # In the backward pass no line of the user's runs.
-            told = (
+            message = (
                 f"{line or failed}: the backward pass needs a tensor that was changed in place; doctor --model names "
                 "the line"
             )
-        raise UserCodeError(told) from error
+        raise UserCodeError(message) from error
 
 
 def line_of(error: BaseException, files: list[Path]) -> str:
@@ -365,9 +369,12 @@ def line_of(error: BaseException, files: list[Path]) -> str:
         return f"{Path(error.filename).name}, line {error.lineno}"
     installed = f"{os.sep}site-packages{os.sep}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        own = os.path.abspath(frame.filename)
+        frame_file = os.path.abspath(frame.filename)
         # A file in the folder of an environment has all packages below it.
-        if own.startswith(folders) and installed not in own[len(os.path.commonpath([own, *folders])) :]:
+        if (
+            frame_file.startswith(folders)
+            and installed not in frame_file[len(os.path.commonpath([frame_file, *folders])) :]
+        ):
             return f"{Path(frame.filename).name}, line {frame.lineno}"
     cause = error.__cause__ or error.__context__
     return "" if cause is None else line_of(cause, files)
@@ -380,7 +387,7 @@ def _is_raised_by_kernels(error: BaseException) -> bool:
     return innermost is not None and innermost.is_relative_to(Path(__file__).parents[2] / "kernels")
 
 
-def _first_line(error: BaseException) -> str:
+def _first_line_of_error(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return error.msg
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
@@ -406,12 +413,12 @@ def make_optimizer(reference: str, parameters: Iterable[Tensor], settings: Mappi
     return optimizer
 
 
-def changeable(own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def changeable(defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the settings that take the place of an optimizer's own: all that it has, if it is like AdamW."""
     # Without eps, lr scales something else than a bounded step; Adafactor has two, of other meanings.
-    if not isinstance(own.get("eps"), int | float):
+    if not isinstance(defaults.get("eps"), int | float):
         return {}
-    return {name: value for name, value in settings.items() if name in own}
+    return {name: value for name, value in settings.items() if name in defaults}
 
 
 def optimizer_class(reference: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -421,9 +428,11 @@ def optimizer_class(reference: str) -> tuple[type[torch.optim.Optimizer], dict[s
         CapabilityError: it gives parameters different settings by their shape.
     """
     # Groups are often made of matrices and of all else.
-    made = make_optimizer(reference, [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], {})
-    known = inspect.signature(type(made)).parameters
-    settings = [{name: value for name, value in group.items() if name in known} for group in made.param_groups]
+    optimizer = make_optimizer(reference, [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], {})
+    setting_names = inspect.signature(type(optimizer)).parameters
+    settings = [
+        {name: value for name, value in group.items() if name in setting_names} for group in optimizer.param_groups
+    ]
     for group in settings:
         group.pop("params", None)
     if any(group != settings[0] for group in settings):
@@ -431,4 +440,4 @@ def optimizer_class(reference: str) -> tuple[type[torch.optim.Optimizer], dict[s
             f"{reference} gives matrices and vectors different settings, which a sharded optimizer does not receive: "
             f"give all parameters the same settings, or choose strategy fsdp"
         )
-    return type(made), settings[0]
+    return type(optimizer), settings[0]

@@ -51,7 +51,7 @@ def assemble(
             joined = None
             for group in groups:
                 if rank in group and joined is None:
-                    joined = _joined([rank_tensors[other].get(name) for other in group], shape)
+                    joined = _join_slices([rank_tensors[other].get(name) for other in group], shape)
             if joined is None:
                 unknown.add(name)
             else:
@@ -59,7 +59,7 @@ def assemble(
     return whole, unknown
 
 
-def _joined(parts: Sequence[Tensor | None], shape: torch.Size) -> Tensor | None:
+def _join_slices(parts: Sequence[Tensor | None], shape: torch.Size) -> Tensor | None:
     present = [part for part in parts if part is not None]
     if not present:
         return None

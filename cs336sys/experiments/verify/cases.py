@@ -149,7 +149,7 @@ def build_subject(
             raise CapabilityError("the model has no list of blocks; name them by --blocks")
         for block in blocks.values():
             if program.checkpoint:
-                block.forward = _checkpointed(block.forward)
+                block.forward = _checkpointed_forward(block.forward)
             else:
                 # The wrap is what is asked about, not the code that a compiler writes.
                 block.compile(backend="aot_eager" if device.type == "cpu" else "inductor", dynamic=False)
@@ -227,7 +227,7 @@ def _make_switchable(workload: VerifiedWorkload, model: nn.Module, switch: Switc
     layer.forward = switchable
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 

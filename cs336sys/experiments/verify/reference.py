@@ -238,7 +238,9 @@ def reference_dtype(workload: VerifiedWorkload, device: torch.device) -> torch.d
     if key not in _dtypes:
         _dtypes[key] = torch.float64
         try:
-            train_in_one_process(workload, Program(steps=1), device, torch.float64, _whole(workload, Program()), 0.0)
+            train_in_one_process(
+                workload, Program(steps=1), device, torch.float64, _whole_batch(workload, Program()), 0.0
+            )
         except UserCodeError:
             raise
         except (RuntimeError, TypeError, NotImplementedError):
@@ -246,7 +248,7 @@ def reference_dtype(workload: VerifiedWorkload, device: torch.device) -> torch.d
     return _dtypes[key]
 
 
-def _whole(workload: VerifiedWorkload, program: Program) -> list[Share]:
+def _whole_batch(workload: VerifiedWorkload, program: Program) -> list[Share]:
     size = workload.training.size.batch_size
     return [Share(0, 0, 1.0, slice(0, size - 1 if program.uneven else size))]
 
@@ -261,7 +263,7 @@ def learning_rate_of(workload: VerifiedWorkload, device: torch.device, dtype: to
         for rate in _LEARNING_RATES:
             _learning_rates[key] = rate
             losses = train_in_one_process(
-                workload, PROGRAMS["run"], device, dtype, _whole(workload, Program()), rate
+                workload, PROGRAMS["run"], device, dtype, _whole_batch(workload, Program()), rate
             ).losses
             if all(math.isfinite(loss) and loss <= losses[0] + _AWAY * abs(losses[0]) for loss in losses):
                 break
@@ -271,7 +273,7 @@ def learning_rate_of(workload: VerifiedWorkload, device: torch.device, dtype: to
 def clipped_norm(workload: VerifiedWorkload, program: Program, device: torch.device, dtype: torch.dtype) -> float:
     """Half the norm of the first step's gradients: what a program that clips clips to."""
     first = Program(steps=1, clip=True)
-    return 0.5 * train_in_one_process(workload, first, device, dtype, _whole(workload, first), 0.0).norms[0]
+    return 0.5 * train_in_one_process(workload, first, device, dtype, _whole_batch(workload, first), 0.0).norms[0]
 
 
 _references: dict[Any, Reference] = {}
@@ -320,7 +322,7 @@ def reference_of(
     by_rank, in_micros = shares_of(workload, program, 1), shares_of(workload, program, 2)
     orders = [by_rank, in_micros, list(reversed(in_micros))]
     # A layer that is unused on one rank alone cannot be trained on the whole batch at once.
-    whole = by_rank if program.unused else _whole(workload, program)
+    whole = by_rank if program.unused else _whole_batch(workload, program)
     records = [train(order, outputs=order is whole) for order in (whole, *orders)]
     is_mean = abs(records[0].losses[0] - records[1].losses[0]) <= _MEAN_LOSS[dtype] * abs(records[0].losses[0])
     if is_mean:

@@ -102,11 +102,11 @@ def wrap(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learnin
         return READY[workload.wrap](workload, model, mesh, learning_rate)
     function = user_models.load(workload.wrap)
     with user_models.telling_errors_of(workload.wrap):
-        returned = _call(function, model, mesh)
-    return _parts(workload, returned, model)
+        returned = _call_wrap(function, model, mesh)
+    return _returned_parts(workload, returned, model)
 
 
-def _call(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> Any:
+def _call_wrap(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> Any:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:
@@ -126,7 +126,7 @@ def _call(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> A
     return function(model)
 
 
-def _parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> Wrapped:
+def _returned_parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> Wrapped:
     name = workload.wrap
     optimizer = step = None
     if returned is None:
@@ -195,18 +195,20 @@ def _zero(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learni
 
     module = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), find_unused_parameters=True)
     optimizer = ZeroRedundancyOptimizer(
-        module.parameters(), torch.optim.AdamW, process_group=mesh.get_group(), **_settings(learning_rate)
+        module.parameters(), torch.optim.AdamW, process_group=mesh.get_group(), **_wrap_settings(learning_rate)
     )
     return Wrapped(module, module, optimizer)
 
 
-def _settings(learning_rate: float) -> dict[str, Any]:
+def _wrap_settings(learning_rate: float) -> dict[str, Any]:
     names = ("lr", "eps", "weight_decay")
     defaults = default_optimizer([nn.Parameter(torch.zeros(1))], learning_rate).defaults
     return {name: defaults[name] for name in names}
 
 
-def _tensor_parallel(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+def _torch_tensor_parallel(
+    workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float
+) -> Wrapped:
     """torch's ``parallelize_module``: every pair of matrices in a block that fits is cut by columns, then by rows."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -273,7 +275,7 @@ def _optimizer(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, l
     from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
     module = BucketedDDP(model, "block")
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, **_settings(learning_rate))
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, **_wrap_settings(learning_rate))
     return Wrapped(module, module, optimizer, module.finish_gradient_synchronization)
 
 
@@ -281,7 +283,7 @@ def _flat_optimizer(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMe
     from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
     optimizer = ShardedOptimizer(
-        model.parameters(), torch.optim.AdamW, flat=True, module=model, **_settings(learning_rate)
+        model.parameters(), torch.optim.AdamW, flat=True, module=model, **_wrap_settings(learning_rate)
     )
     finish = optimizer.finish_gradient_synchronization
     return Wrapped(model, model, optimizer, finish, scaler_class=ShardedGradScaler)
@@ -372,7 +374,7 @@ READY: dict[str, Ready] = {
     "ddp": _ddp,
     "fsdp2": _fsdp2,
     "zero": _zero,
-    "tensor-parallel": _tensor_parallel,
+    "tensor-parallel": _torch_tensor_parallel,
     "naive": _ours("NaiveDDP"),
     "flat": _ours("FlatDDP"),
     "overlap": _ours("OverlappedDDP"),

@@ -88,17 +88,19 @@ def test_no_shortcut_passes(name, reason):
 
 
 def test_time_below_the_gpu_s_peaks_is_wrong(monkeypatch):
-    monkeypatch.setattr(own_kernel, "_least_ms", lambda workload, device, part: 1e6)
+    monkeypatch.setattr(own_kernel, "_least_attention_ms", lambda workload, device, part: 1e6)
     assert "its FLOPs and bytes take 1e+06 ms at this GPU's peaks" in measure("honest").reason
 
 
 def test_the_least_time_is_that_of_flops_or_bytes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     long = AttentionWorkload("x", 1, 16, 16384, 128, "bf16", causal=False)
-    least = own_kernel._least_ms(long, torch.device("cuda"), "forward")
+    least = own_kernel._least_attention_ms(long, torch.device("cuda"), "forward")
     assert least == pytest.approx(4 * 16 * 16384**2 * 128 / 989.4e12 * 1e3)
     one = AttentionWorkload("x", 1, 16, 1, 128, "bf16", causal=False)
-    assert own_kernel._least_ms(one, torch.device("cuda"), "forward") == pytest.approx(4 * 16 * 128 * 2 / 4.8e12 * 1e3)
+    assert own_kernel._least_attention_ms(one, torch.device("cuda"), "forward") == pytest.approx(
+        4 * 16 * 128 * 2 / 4.8e12 * 1e3
+    )
 
 
 def test_command_shows_it_beside_ours(tmp_path):

@@ -14,7 +14,7 @@ import training_ranks
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.checks.weights import TOLERANCES
 from cs336sys.experiments.parallel import communication, measurement
-from cs336sys.experiments.parallel.communication import _timeline
+from cs336sys.experiments.parallel.communication import _communication_timeline
 from cs336sys.experiments.parallel.measurement import kept_ranks, measure_parallel_training, slowest, trace_path
 from cs336sys.experiments.parallel.rank import RankMeasurement, verify_on_rank
 from cs336sys.measure.cells import Worker, guarded
@@ -246,13 +246,13 @@ def test_ranges_show_phases_and_launches(ranks):
 def test_timeline_counts_unions_of_intervals():
     compute = [(1_000_000, 3_000_000), (2_000_000, 4_000_000), (10_000_000, 11_000_000)]
     communicate = [(3_500_000, 9_000_000), (3_600_000, 5_000_000), (10_500_000, 10_600_000)]
-    found = _timeline(compute, communicate, {"forward": 2.0})
+    found = _communication_timeline(compute, communicate, {"forward": 2.0})
     assert found.compute == [(0.0, 3.0), (9.0, 10.0)]
     assert found.communicate == [(2.5, 8.0), (9.5, 9.6)]
     assert (found.compute_ms, found.communication_ms) == (4.0, pytest.approx(5.6))
     assert found.overlap_ms == pytest.approx(0.6)
     # Two pieces a 10000th of the step apart are one in the picture, and two in the sum.
-    close = _timeline([(0, 1_000_000), (1_000_200, 2_000_000)], [], {})
+    close = _communication_timeline([(0, 1_000_000), (1_000_200, 2_000_000)], [], {})
     assert close.compute == [(0.0, 2.0)]
     assert close.compute_ms == pytest.approx(1.9998)
 
