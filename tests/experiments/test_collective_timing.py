@@ -28,8 +28,8 @@ def test_every_collective_is_right_in_every_dtype_and_timed(ranks, world_size):
         for size in sizes
     ]
     for of_rank in ranks(world_size).run(collective_ranks.time_all, workloads):
-        for times, asked in zip(of_rank, workloads, strict=True):
-            assert times.wrong_elements == 0, asked
+        for times, cell in zip(of_rank, workloads, strict=True):
+            assert times.wrong_elements == 0, cell
             assert len(times.back_to_back_us) == len(times.synchronized_us) == 3
             assert min(times.back_to_back_us + times.synchronized_us) > 0
 
@@ -118,9 +118,9 @@ class CannedRanks:
         return self.answers[function]
 
 
-def measure(monkeypatch, canned, asked):
+def measure(monkeypatch, canned, cell):
     monkeypatch.setattr(launch, "kept", lambda *args, **options: canned)
-    return collectives.measure_collective(asked.configuration(), lambda stage: None)
+    return collectives.measure_collective(cell.configuration(), lambda stage: None)
 
 
 CPU = RankHardware("a", None, None)
@@ -131,8 +131,8 @@ def test_time_is_the_slowest_ranks_call_by_call_and_bandwidth_follows_from_it(mo
         RankTimes(0, (9.0, 100.0, 300.0, 700.0), (9.0, 500.0, 500.0, 400.0)),
         RankTimes(0, (5.0, 200.0, 100.0, 600.0), (99.0, 400.0, 2000.0, 500.0)),
     ] * 2
-    asked = workload("all_gather", 4, message_bytes=1_000_003, warmup=1, iterations=3)
-    outcome = measure(monkeypatch, CannedRanks([CPU] * 4, results), asked)
+    cell = workload("all_gather", 4, message_bytes=1_000_003, warmup=1, iterations=3)
+    outcome = measure(monkeypatch, CannedRanks([CPU] * 4, results), cell)
     assert outcome.status == "ok"
     back_to_back, synchronized = outcome.samples["back_to_back"], outcome.samples["synchronized"]
     assert (back_to_back.warmup, back_to_back.measured) == ((9.0,), (200.0, 300.0, 700.0))
@@ -263,8 +263,8 @@ def gpu_clock(monkeypatch):
 def test_calls_back_to_back_have_nothing_but_events_between_them(gpu_clock):
     times = collectives._back_to_back_us(gpu_clock.call, 3, torch.device("cuda", 0))
     assert times == [3000.0] * 3
-    made = [*["event"] * 4, *["record"] * 4]
-    assert gpu_clock.order == [*made, "barrier", "record", *["call", "record"] * 3, "synchronize"]
+    events = [*["event"] * 4, *["record"] * 4]
+    assert gpu_clock.order == [*events, "barrier", "record", *["call", "record"] * 3, "synchronize"]
 
 
 def test_synchronized_calls_begin_and_end_with_an_idle_gpu(gpu_clock):
@@ -279,14 +279,14 @@ def test_gpu_says_how_much_memory_it_has_left_after_the_last_cell(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 10**9 if freed else 0, 10**11))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    own = collectives.own_hardware()
-    assert (own.gpu_uuid, own.memory_bytes) == ("GPU-1234", 5 * 10**9)
+    hardware = collectives.own_hardware()
+    assert (hardware.gpu_uuid, hardware.memory_bytes) == ("GPU-1234", 5 * 10**9)
 
 
 @pytest.mark.gpu
 def test_less_than_5_us_are_added_to_a_call_on_a_gpu():
-    asked = CollectiveWorkload("nccl", "all_reduce", 1, "fp32", 4)
-    assert launch.run(collective_ranks.added_us, asked, world_size=1, backend="nccl")[0] < 5
+    cell = CollectiveWorkload("nccl", "all_reduce", 1, "fp32", 4)
+    assert launch.run(collective_ranks.added_us, cell, world_size=1, backend="nccl")[0] < 5
 
 
 @pytest.mark.multigpu
@@ -298,8 +298,8 @@ def test_every_collective_is_right_on_gpus():
         for size in (24, 10_000_000)
     ]
     for of_rank in launch.run(collective_ranks.time_all, workloads, world_size=2, backend="nccl"):
-        for times, asked in zip(of_rank, workloads, strict=True):
-            assert times.wrong_elements == 0, asked
+        for times, cell in zip(of_rank, workloads, strict=True):
+            assert times.wrong_elements == 0, cell
             assert len(times.back_to_back_us) == 4
 
 

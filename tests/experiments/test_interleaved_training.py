@@ -62,7 +62,7 @@ def test_each_is_warmed_up_alone_and_then_steps_are_taken_in_turn(attended):
     ]
     for outcome in outcomes:
         assert outcome.status == "ok"
-        assert {(len(one.warmup), len(one.measured)) for one in outcome.samples.values()} == {(2, 3)}
+        assert {(len(sample.warmup), len(sample.measured)) for sample in outcome.samples.values()} == {(2, 3)}
         assert outcome.derived["tokens_per_s"] == pytest.approx(2 * 16 / (outcome.samples["step"].mean / 1e3))
     assert outcomes[0].samples["step"].measured != outcomes[1].samples["step"].measured
 
@@ -101,9 +101,9 @@ def test_nothing_is_compiled_while_steps_are_taken_in_turn(monkeypatch):
 
 
 def test_memory_of_the_others_is_not_counted(monkeypatch):
-    held = iter([1.0, 1.0, 4.0])  # before the first, and when each is built: something is left from cells before
+    held_gib = iter([1.0, 1.0, 4.0])  # before the first, and when each is built: something is left from cells before
     peaks = iter([6.0, 9.0])
-    monkeypatch.setattr(bench, "held_memory_gib", lambda device: next(held))
+    monkeypatch.setattr(bench, "held_memory_gib", lambda device: next(held_gib))
     monkeypatch.setattr(bench, "peak_memory_gib", lambda device: next(peaks))
     outcomes = [measure_interleaved(cell(name), print) for name in ("reference", "sdpa")]
     assert [outcome.derived["peak_gib"] for outcome in outcomes] == [6.0, 6.0]

@@ -162,15 +162,15 @@ def test_no_kernels_seen_on_a_gpu_is_never_a_profile(monkeypatch, tmp_path):
     ],
 )
 def test_the_choice_of_the_profiler(nsys, monkeypatch, profiler, device, installed, expected):
-    found = nsys() if installed else None
-    monkeypatch.setattr(profiling, "find_nsys", lambda: found)
+    installed_nsys = nsys() if installed else None
+    monkeypatch.setattr(profiling, "find_nsys", lambda: installed_nsys)
     monkeypatch.setattr(nsight_systems, "makes_reports", lambda path: True)
     if expected is CapabilityError:
         with pytest.raises(CapabilityError, match="profiler 'nsys'"):
             profiling._choose_nsys(profiler, torch.device(device))
         return
     chosen, why_not = profiling._choose_nsys(profiler, torch.device(device))
-    assert chosen == (found if expected == "nsys" else None)
+    assert chosen == (installed_nsys if expected == "nsys" else None)
     assert why_not == (expected if expected != "nsys" else None)
 
 

@@ -56,8 +56,8 @@ def workload(model, *, blocks=None, batch=None, loss=None, **settings):
     return Workload(SIZE, **{"device": "cpu", "warmup": 1, "steps": 1, **settings}, user=user)
 
 
-def outcome_of(one):
-    return guarded(measure_training, one.configuration(), lambda stage: None)
+def outcome_of(cell):
+    return guarded(measure_training, cell.configuration(), lambda stage: None)
 
 
 @pytest.mark.parametrize("model", LANGUAGE_MODELS)
@@ -72,8 +72,8 @@ def test_a_language_model_of_the_users_is_trained(model):
 
 
 def test_a_model_without_tokens_is_measured():
-    one = replace(workload("Classifier", **IMAGES), optimizer=f"{FILE}:sgd")
-    outcome = outcome_of(one)
+    cell = replace(workload("Classifier", **IMAGES), optimizer=f"{FILE}:sgd")
+    outcome = outcome_of(cell)
     assert outcome.status == "ok", outcome.reason
     step = outcome.samples["step"]
     assert outcome.derived["tokens_per_s"] is None
@@ -89,20 +89,20 @@ def test_fused_kernels_match_pytorch_in_a_users_model():
     plain, fused = (
         TrainStep(workload("Gated", kernels=kernels, device=DEVICE.type), DEVICE) for kernels in ("reference", "fused")
     )
-    for one in (plain, fused):
-        one.forward()
-        one.backward()
+    for step_ in (plain, fused):
+        step_.forward()
+        step_.backward()
     for (name, parameter), other in zip(fused.model.named_parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5, msg=name)
-    counted, expected = (counted_columns(one, lambda stage: None) for one in (fused, plain))
+    counted, expected = (counted_columns(step_, lambda stage: None) for step_ in (fused, plain))
     assert counted["flops"] == expected["flops"]
-    found = "fused kernels replace 5 x rms-norm, 2 x swiglu, 1 x linear-cross-entropy"
-    assert set(counted["notes"]) - set(expected["notes"]) == {f"{FILE}:Gated: {found}"}
+    note = "fused kernels replace 5 x rms-norm, 2 x swiglu, 1 x linear-cross-entropy"
+    assert set(counted["notes"]) - set(expected["notes"]) == {f"{FILE}:Gated: {note}"}
 
 
 def test_gradient_that_is_zero_but_for_rounding_is_not_wrong():
-    one = workload("KeyBias", optimizer="adamw", device=DEVICE.type)
-    checked, wrong = step.check_training(one, DEVICE, lambda stage: None)
+    cell = workload("KeyBias", optimizer="adamw", device=DEVICE.type)
+    checked, wrong = step.check_training(cell, DEVICE, lambda stage: None)
     assert wrong is None, wrong.reason
     (note,) = checked.columns()["notes"]
     assert note.startswith("1 of 8 parameters (key.bias) are off by more than 0.1 %")
@@ -118,16 +118,16 @@ def test_wrong_gradient_is_not_explained_by_rounding(monkeypatch):
         query.data.copy_(before)
 
     monkeypatch.setattr(AdamW, "step", step_without_query)
-    one = workload("KeyBias", optimizer="adamw", device=DEVICE.type)
-    _, wrong = step.check_training(one, DEVICE, lambda stage: None)
+    cell = workload("KeyBias", optimizer="adamw", device=DEVICE.type)
+    _, wrong = step.check_training(cell, DEVICE, lambda stage: None)
     assert wrong.status == "wrong"
     assert wrong.reason.startswith("with our kernels: after 5 steps ")
 
 
 def test_error_of_our_kernels_is_not_put_down_to_the_users_file(monkeypatch):
     monkeypatch.setattr("cs336sys.kernels.rms_norm.launch_forward", None)
-    one = workload("Gated", kernels="fused", device=DEVICE.type)
-    outcome = outcome_of(one)
+    cell = workload("Gated", kernels="fused", device=DEVICE.type)
+    outcome = outcome_of(cell)
     assert outcome.status == "error"
     assert outcome.reason.startswith("our kernels failed, called from user_models.py, line ")
     assert outcome.reason.endswith(": TypeError: 'NoneType' object is not callable")
@@ -136,9 +136,9 @@ def test_error_of_our_kernels_is_not_put_down_to_the_users_file(monkeypatch):
 @pytest.mark.parametrize("user", [UserCode(f"{FILE}:Gated", loss=f"{FILE}:half"), UserCode(loss=f"{FILE}:half")])
 def test_users_loss_is_computed_with_fused_kernels(user):
     def loss_of(kernels):
-        one = TrainStep(Workload(SIZE, device=DEVICE.type, user=user, kernels=kernels), DEVICE)
-        one.forward()
-        return one.loss.item()
+        train_step = TrainStep(Workload(SIZE, device=DEVICE.type, user=user, kernels=kernels), DEVICE)
+        train_step.forward()
+        return train_step.loss.item()
 
     assert loss_of("fused") == pytest.approx(loss_of("reference"), rel=1e-5)
 
@@ -147,8 +147,8 @@ def test_users_loss_is_computed_with_fused_kernels(user):
 @pytest.mark.parametrize("attention", ["reference", "flash"])
 def test_counts_of_our_model_are_those_of_the_formulas(attention, mode):
     of_formula = Workload(SIZE, mode=mode)
-    one = workload("ours", attention=attention, mode=mode)
-    counted = counted_columns(TrainStep(one, CPU), lambda stage: None)
+    cell = workload("ours", attention=attention, mode=mode)
+    counted = counted_columns(TrainStep(cell, CPU), lambda stage: None)
     assert (counted["parameters"], counted["flops"]) == (of_formula.parameters, of_formula.flops)
 
 
@@ -241,8 +241,8 @@ def test_grouped_heads_are_read_in_place(monkeypatch):
 
     monkeypatch.setattr(user_models.attention, "flash_attention", noted)
     query, (key, value) = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 2, 8, 16)
-    found = user_models.attention.our_attention(query, key, value, enable_gqa=True)
-    torch.testing.assert_close(found, user_models.torch_attention(query, key, value, enable_gqa=True))
+    output = user_models.attention.our_attention(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(output, user_models.torch_attention(query, key, value, enable_gqa=True))
     assert heads == [2]
 
 
@@ -257,8 +257,8 @@ def test_steps_of_flash_are_timed_with_flash(monkeypatch):
 
     monkeypatch.setattr(user_models.attention, "flash_attention", noted)
     flop_counting._counted.cache_clear()
-    one = workload("Attentive", attention="flash", steps=2)
-    outcome = measure_training(one.configuration(), lambda stage: calls_at.setdefault(stage, len(calls)))
+    cell = workload("Attentive", attention="flash", steps=2)
+    outcome = measure_training(cell.configuration(), lambda stage: calls_at.setdefault(stage, len(calls)))
     assert outcome.status == "ok", outcome.reason
     assert calls_at["step 2/2"] - calls_at["step 1/2"] == 1
 
@@ -280,12 +280,12 @@ def test_attention_that_compiled_code_leaves_to_torch_is_a_warning():
     for _ in range(2):
         torch.testing.assert_close(attention(query), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "a capture would not survive another"
-    one = workload("ours", attention="flash", compile="model")
-    (warning,) = training_warnings(1.0, one)
+    cell = workload("ours", attention="flash", compile="model")
+    (warning,) = training_warnings(1.0, cell)
     assert "compiled, it calls torch's attention, with a mask" in warning
-    assert training_warnings(1.0, replace(one, attention="sdpa")) == []
-    with user_models.telling_user_errors(one):
-        assert training_warnings(1.0, one) == [], "of a cell before"
+    assert training_warnings(1.0, replace(cell, attention="sdpa")) == []
+    with user_models.telling_user_errors(cell):
+        assert training_warnings(1.0, cell) == [], "of a cell before"
 
 
 def test_a_models_own_cell_leaves_torchs_attention_alone():
@@ -310,17 +310,17 @@ def test_without_blocks_compiling_them_is_refused():
 
 
 def test_an_optimizer_of_the_users_keeps_its_groups():
-    one = replace(workload("Encoder"), optimizer=f"{FILE}:with_groups")
-    optimizer = build_optimizer(one, TrainStep(one, CPU).model, lr=1.0, eps=1.0)
+    cell = replace(workload("Encoder"), optimizer=f"{FILE}:with_groups")
+    optimizer = build_optimizer(cell, TrainStep(cell, CPU).model, lr=1.0, eps=1.0)
     assert [(group["weight_decay"], group["lr"], group["eps"]) for group in optimizer.param_groups] == [
         (0.1, 1.0, 1.0),
         (0.0, 1.0, 1.0),
     ]
     # Whose eps are two, of other meanings: it stays as it is.
-    adafactor = build_optimizer(replace(one, optimizer="torch.optim:Adafactor"), TrainStep(one, CPU).model, eps=1.0)
+    adafactor = build_optimizer(replace(cell, optimizer="torch.optim:Adafactor"), TrainStep(cell, CPU).model, eps=1.0)
     assert adafactor.param_groups[0]["eps"] == (None, 0.001)
     with pytest.raises(CapabilityError, match="gives matrices and vectors different settings"):
-        user_models.optimizer_class(one.optimizer)
+        user_models.optimizer_class(cell.optimizer)
     assert user_models.optimizer_class(f"{FILE}:sgd")[1]["momentum"] == 0.9
 
 
@@ -388,10 +388,14 @@ def test_kernels_of_triton_are_launched_where_tensors_have_values_alone():
     count = count_step(triton_workload)
     products = SIZE.batch_size * SIZE.context * SIZE.d_model * (2 * SIZE.d_model + SIZE.vocab_size)
     assert (count.flops, count.launches, count.failure) == (6 * products, {"double_kernel": 4}, "")
-    held = SIZE.batch_size * SIZE.context * SIZE.d_model * 4
+    output_bytes = SIZE.batch_size * SIZE.context * SIZE.d_model * 4
     traced = predicted_timeline(MemoryWorkload(triton_workload), follow_operations=True).timeline
-    outputs = [one for one in traced.allocations if (one.phase, one.origin.operation) == ("forward", "empty_like")]
-    assert [one.size for one in outputs] == [held] * 2
+    outputs = [
+        allocation
+        for allocation in traced.allocations
+        if (allocation.phase, allocation.origin.operation) == ("forward", "empty_like")
+    ]
+    assert [output.size for output in outputs] == [output_bytes] * 2
     with pytest.raises(CapabilityError, match=r"Triton \(double_kernel\)"):
         count_model(triton_workload.configuration(), lambda stage: None)
     outcome = outcome_of(replace(triton_workload, device=DEVICE.type))
@@ -415,11 +419,11 @@ def test_a_package_that_imports_its_parts_late_is_copied_whole(tmp_path):
         "        import parts.late\n\n"
         "        return super().forward(tokens) * parts.known['rate']\n"
     )
-    one = replace(workload("ours"), user=UserCode(f"{tmp_path}/late_model.py:Model"))
-    real = TrainStep(one, CPU)
+    cell = replace(workload("ours"), user=UserCode(f"{tmp_path}/late_model.py:Model"))
+    real = TrainStep(cell, CPU)
     for forwards in range(2):
         flop_counting._counted.cache_clear()
-        assert count_step(one).failure == "", f"after {forwards} forward passes"
+        assert count_step(cell).failure == "", f"after {forwards} forward passes"
         real.forward()
 
 
@@ -435,8 +439,8 @@ def test_a_model_with_our_kernels_is_traced(tmp_path):
         "        x = self.embedding(tokens)\n"
         "        return self.head(swiglu(x, x))\n"
     )
-    one = replace(workload("ours"), user=UserCode(f"{tmp_path}/with_ours.py:Model"))
-    traced = predicted_timeline(MemoryWorkload(one)).timeline
+    cell = replace(workload("ours"), user=UserCode(f"{tmp_path}/with_ours.py:Model"))
+    traced = predicted_timeline(MemoryWorkload(cell)).timeline
     assert max(traced.totals()) > 3 * 4 * 16 * 2 * SIZE.vocab_size
 
 
@@ -512,6 +516,6 @@ def test_a_check_drops_nothing_and_measuring_does(monkeypatch):
     ],
 )
 def test_models_are_filled_layer_by_layer_only_where_that_changes_nothing(model, different):
-    found = user_models.why_built_whole(f"{FILE}:{model}", SIZE)
-    assert found == different if not different else different in found
+    reason = user_models.why_built_whole(f"{FILE}:{model}", SIZE)
+    assert reason == different if not different else different in reason
     assert (user_models.layer_initializer(f"{FILE}:{model}", SIZE) is None) == bool(different)

@@ -106,11 +106,11 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
     if worst.relative <= worst.allowed:
         return derived, None
     moved = "its gradient in one process" if worst.of_gradients else "how far one process moves it"
-    subject = f"in the first step the gradient of {worst.parameter}"
+    target = f"in the first step the gradient of {worst.parameter}"
     if not worst.of_gradients:
-        subject = f"after {STEPS} steps {worst.parameter}"
+        target = f"after {STEPS} steps {worst.parameter}"
     reason = (
-        f"{workload.strategy}: {subject} is off by {100 * worst.relative:.3g} % of {moved}, more than rounding explains "
+        f"{workload.strategy}: {target} is off by {100 * worst.relative:.3g} % of {moved}, more than rounding explains "
         f"({100 * worst.allowed:g} %)"
     )
     if worst.reason:

@@ -69,7 +69,7 @@ class Lazy(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
-        plain = [one.compute() if isinstance(one, cls) else one for one in arguments]
+        plain = [argument.compute() if isinstance(argument, cls) else argument for argument in arguments]
         return function(*plain, **(options or {}))
 
     def compute(self):

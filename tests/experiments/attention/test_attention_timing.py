@@ -111,7 +111,7 @@ def fake_flash_attn_4(monkeypatch, **expected):
         assert options == expected
         left = options.get("window_size", (None,))[0]
         window = None if left is None else left + 1
-        tensors = (one.transpose(1, 2) for one in (query, key, value))
+        tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
         is_causal = options["causal"] or window is not None
         return flash_attention(*tensors, is_causal, window=window, implementation="tiled").transpose(1, 2), None
 
@@ -166,10 +166,10 @@ def test_flash_attention_4_says_itself_what_it_cannot_do(reason):
 
 def test_flash_attention_4_gets_the_same_values_in_its_own_layout():
     ours, theirs = (random_inputs(workload(name), CPU) for name in ("eager", "fa4"))
-    for one, other in zip(
+    for received, other in zip(
         (*ours.differentiable, ours.grad_out), (*theirs.differentiable, theirs.grad_out), strict=True
     ):
-        assert torch.equal(one, other)
+        assert torch.equal(received, other)
         assert other.transpose(1, 2).is_contiguous()
 
 

@@ -97,18 +97,18 @@ def test_the_least_time_is_that_of_flops_or_bytes(monkeypatch):
     long = AttentionWorkload("x", 1, 16, 16384, 128, "bf16", causal=False)
     least = own_kernel._least_attention_ms(long, torch.device("cuda"), "forward")
     assert least == pytest.approx(4 * 16 * 16384**2 * 128 / 989.4e12 * 1e3)
-    one = AttentionWorkload("x", 1, 16, 1, 128, "bf16", causal=False)
-    assert own_kernel._least_attention_ms(one, torch.device("cuda"), "forward") == pytest.approx(
+    workload_ = AttentionWorkload("x", 1, 16, 1, 128, "bf16", causal=False)
+    assert own_kernel._least_attention_ms(workload_, torch.device("cuda"), "forward") == pytest.approx(
         4 * 16 * 128 * 2 / 4.8e12 * 1e3
     )
 
 
 def test_command_shows_it_beside_ours(tmp_path):
-    words = "flash --implementation eager --context 48 --num-heads 2 --head-dim 8 --dtype fp32 --device cpu"
-    words += " --warmup-ms 1 --repetition-ms 2 --rounds 2 --format json"
+    command = "flash --implementation eager --context 48 --num-heads 2 --head-dim 8 --dtype fp32 --device cpu"
+    command += " --warmup-ms 1 --repetition-ms 2 --rounds 2 --format json"
     saved = tmp_path / "r.jsonl"
     kernels = ",".join(f"{KERNELS}:{name}" for name in ("honest_without_gradient", "computes_half"))
-    result = CliRunner().invoke(app, [*words.split(), "--kernel", kernels, "--save", str(saved)])
+    result = CliRunner().invoke(app, [*command.split(), "--kernel", kernels, "--save", str(saved)])
     assert result.exit_code == 1, result.output
     rows = {row["implementation"].split(":")[-1]: row for row in json.loads(result.stdout)["tables"][0]["rows"]}
     assert [rows[name]["status"] for name in ("eager", "honest_without_gradient", "computes_half")] == [
@@ -125,9 +125,11 @@ def test_command_shows_it_beside_ours(tmp_path):
 
 
 def test_rounds_keep_what_a_kernel_refuses():
-    words = "flash --implementation eager --context 48 --num-heads 2 --head-dim 8 --dtype fp32 --device cpu --rounds 2"
-    words += f" --warmup-ms 1 --repetition-ms 2 --format json --kernel {KERNELS}:refuses_odd_lengths"
-    result = CliRunner().invoke(app, words.split())
+    command = (
+        "flash --implementation eager --context 48 --num-heads 2 --head-dim 8 --dtype fp32 --device cpu --rounds 2"
+    )
+    command += f" --warmup-ms 1 --repetition-ms 2 --format json --kernel {KERNELS}:refuses_odd_lengths"
+    result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 0, result.output
     (notes,) = [table["notes"] for table in json.loads(result.stdout)["tables"]]
     assert sum("does not take a context of 131" in note for note in notes) == 1

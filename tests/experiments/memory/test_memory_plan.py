@@ -26,8 +26,8 @@ needs_transformers = pytest.mark.skipif(
 
 
 def user(model, **others):
-    given = {name: f"{MODELS}:{value}" for name, value in others.items()}
-    return UserCode(model=f"{MODELS}:{model}", **given)
+    references = {name: f"{MODELS}:{value}" for name, value in others.items()}
+    return UserCode(model=f"{MODELS}:{model}", **references)
 
 
 # Name, workload, and the part of its memory that it may use.
@@ -51,53 +51,53 @@ def workload(size=SIZE, **settings):
     return MemoryWorkload(Workload(size, device="cpu", warmup=1, steps=1, **settings), trace=False)
 
 
-def planned(one, limit):
-    outcome = plan_memory(one.configuration() | {"limit_bytes": limit}, quiet)
+def planned(cell, limit):
+    outcome = plan_memory(cell.configuration() | {"limit_bytes": limit}, quiet)
     assert outcome.status == "ok"
     return outcome.derived
 
 
-def traced_peak(one):
-    return max(peak.allocated for peak in timeline_peaks(predicted_timeline(one).timeline))
+def traced_peak(cell):
+    return max(peak.allocated for peak in timeline_peaks(predicted_timeline(cell).timeline))
 
 
-def measured(one):
-    outcome = measure_memory(one.configuration(), quiet)
+def measured(cell):
+    outcome = measure_memory(cell.configuration(), quiet)
     assert outcome.status == "ok", outcome
     return outcome.derived["peak_gib"] * GIB
 
 
 @pytest.mark.parametrize(("settings", "part"), CASES)
 def test_plan_fits_when_it_is_run_and_not_without_its_last_change(settings, part):
-    one = workload(ONE_BLOCK, **settings)
-    base = traced_peak(one)
+    cell = workload(ONE_BLOCK, **settings)
+    base = traced_peak(cell)
     limit = part * base
-    found = planned(one, limit)
-    assert found["base_bytes"] == base
-    names = [(step["setting"], step["value"]) for step in found["plan"]]
+    derived = planned(cell, limit)
+    assert derived["base_bytes"] == base
+    names = [(step["setting"], step["value"]) for step in derived["plan"]]
     assert "ranks" not in dict(names)
-    by_name = {(change.setting, change.value): change for change in possible_changes(one)}
+    by_name = {(change.setting, change.value): change for change in possible_changes(cell)}
     plan = [by_name[name] for name in names]
-    peak = measured(changed(one, plan))
+    peak = measured(changed(cell, plan))
     assert peak <= limit
-    assert found["plan"][-1]["peak_bytes"] == pytest.approx(peak, rel=0.02)
-    assert measured(changed(one, plan[:-1])) > limit
+    assert derived["plan"][-1]["peak_bytes"] == pytest.approx(peak, rel=0.02)
+    assert measured(changed(cell, plan[:-1])) > limit
 
 
 @pytest.mark.parametrize("passes", [2, 4])
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
 def test_formula_of_several_passes_is_that_of_a_trace(passes, checkpointing):
     size = choose_size("tiny", d_model=256, d_ff=1024, num_layers=4, vocab_size=1000, batch_size=8, context=256)
-    one = MemoryWorkload(Workload(size, attention="sdpa"), checkpointing, micro_batches=passes)
-    traced = traced_peak(one)
-    assert one.peak.total == pytest.approx(traced, rel=0.02)
-    assert one.peak.total > 0.999 * traced
+    cell = MemoryWorkload(Workload(size, attention="sdpa"), checkpointing, micro_batches=passes)
+    traced = traced_peak(cell)
+    assert cell.peak.total == pytest.approx(traced, rel=0.02)
+    assert cell.peak.total > 0.999 * traced
 
 
 def test_sparse_gradients_are_refused_in_one_sentence():
-    one = workload(ONE_BLOCK, user=user("sparse_embedding"), mode="forward-backward")
+    cell = workload(ONE_BLOCK, user=user("sparse_embedding"), mode="forward-backward")
     for measure in (predict_memory, measure_memory):
-        outcome = guarded(measure, one.configuration(), quiet)
+        outcome = guarded(measure, cell.configuration(), quiet)
         assert outcome.status == "unsupported"
         assert outcome.reason == (
             "a step makes a tensor of torch.sparse_coo, whose memory is not followed; make it dense, as with "
@@ -123,47 +123,47 @@ def test_several_passes_train_as_one_does():
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
 def test_traced_rank_that_shares_its_state_is_that_of_the_formula(ranks, checkpointing):
     size = choose_size("tiny", d_model=256, d_ff=1024, num_layers=4, vocab_size=1000, batch_size=8, context=256)
-    one = MemoryWorkload(Workload(size, attention="sdpa"), checkpointing)
-    formula = next(change for change in possible_changes(one) if change.value == f"optimizer x {ranks}")
-    assert bytes_with_shared_state(one, ranks) == pytest.approx(sharded_bytes(one, formula), rel=0.02)
+    cell = MemoryWorkload(Workload(size, attention="sdpa"), checkpointing)
+    formula = next(change for change in possible_changes(cell) if change.value == f"optimizer x {ranks}")
+    assert bytes_with_shared_state(cell, ranks) == pytest.approx(sharded_bytes(cell, formula), rel=0.02)
 
 
 def test_plan_of_another_model_takes_more_gpus_last():
     """With so few sequences, in bf16 and checkpointed, little else is left to change."""
     training = Workload(replace(ONE_BLOCK, batch_size=2), precision="bf16", user=user("Encoder"))
-    one = MemoryWorkload(training, "block", trace=False)
-    passes, moments, ranks = planned(one, 1e15)["changes"]
+    cell = MemoryWorkload(training, "block", trace=False)
+    passes, moments, ranks = planned(cell, 1e15)["changes"]
     assert [change["setting"] for change in (passes, moments, ranks)] == ["micro_batches", "state_dtype", "ranks"]
     assert ranks["peak_bytes"] < moments["peak_bytes"] < passes["peak_bytes"]
-    found = planned(one, ranks["peak_bytes"])
-    assert [step["value"] for step in found["plan"]] == ["optimizer x 2"]
-    assert found["command"].startswith("cs336sys shard --world-size 2 --strategy optimizer --model ")
-    on_cpu = replace(one, training=replace(training, device="cpu"))
+    derived = planned(cell, ranks["peak_bytes"])
+    assert [step["value"] for step in derived["plan"]] == ["optimizer x 2"]
+    assert derived["command"].startswith("cs336sys shard --world-size 2 --strategy optimizer --model ")
+    on_cpu = replace(cell, training=replace(training, device="cpu"))
     assert {change.setting for change in possible_changes(on_cpu)} == {"micro_batches"}
 
 
 def test_a_step_that_fits_needs_no_plan_and_where_nothing_fits_the_least_is_told():
     on_paper = replace(workload(), training=replace(workload().training, device="auto"))
     assert planned(on_paper, 1e15)["plan"] == []
-    found = planned(on_paper, 1e5)
-    assert (found["plan"], found.get("command")) == (None, None)
-    assert 1e5 < found["least_bytes"] < found["base_bytes"]
+    derived = planned(on_paper, 1e5)
+    assert (derived["plan"], derived.get("command")) == (None, None)
+    assert 1e5 < derived["least_bytes"] < derived["base_bytes"]
 
 
 def test_plans_are_ordered_by_price_and_have_one_change_for_each_setting():
     changes = possible_changes(replace(workload(), training=replace(workload().training, device="auto")))
-    found = plans(changes)
-    prices = [sum(change.price for change in plan) for plan in found]
+    plans_by_price = plans(changes)
+    prices = [sum(change.price for change in plan) for plan in plans_by_price]
     assert prices == sorted(prices)
-    assert all(len({change.setting for change in plan}) == len(plan) for plan in found)
+    assert all(len({change.setting for change in plan}) == len(plan) for plan in plans_by_price)
     assert {change.setting for change in changes} == {
         "micro_batches", "attention", "kernels", "checkpointing", "precision", "state_dtype", "ranks",
     }  # fmt: skip
 
 
 def test_command_line_says_what_differs_from_defaults():
-    one = replace(workload(attention="sdpa"), checkpointing="block", micro_batches=4)
-    assert command_line(one) == (
+    cell = replace(workload(attention="sdpa"), checkpointing="block", micro_batches=4)
+    assert command_line(cell) == (
         "cs336sys memprof --size tiny --vocab-size 500 --context 64 --batch-size 8 --attention sdpa "
         "--device cpu --checkpoint block --micro-batches 4"
     )

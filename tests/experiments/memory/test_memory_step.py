@@ -58,9 +58,9 @@ def test_checkpoints_change_no_gradient(checkpointing):
     assert torch.equal(plain.loss, other.loss)
     assert sum(1 for _ in other.model.parameters()) == sum(1 for _ in plain.model.parameters())
     for name, parameter in plain.model.named_parameters():
-        module, own = name.rpartition(".")[::2]
-        modules = {known: module for module, known in other.names.items()}
-        assert torch.equal(parameter.grad, getattr(modules[module], own).grad), name
+        module, leaf = name.rpartition(".")[::2]
+        modules = {other_name: module for module, other_name in other.names.items()}
+        assert torch.equal(parameter.grad, getattr(modules[module], leaf).grad), name
 
 
 @pytest.mark.parametrize("checkpointing", [*STRATEGIES, *INSIDE_BLOCKS, "every=3", "every=9"])
@@ -110,9 +110,9 @@ def test_predictions_are_what_the_allocator_hands_out(size, attention, precision
     step = MemoryStep(cell, CPU)
     step()
     timeline, _ = record(step, follow_operations=False)
-    for phase, found in zip(traced, timeline_peaks(timeline), strict=True):
+    for phase, measured_peak in zip(traced, timeline_peaks(timeline), strict=True):
         if not (phase.phase == "loss" and precision == "bf16"):
-            assert found.allocated == pytest.approx(phase.allocated, rel=0.001), phase.phase
+            assert measured_peak.allocated == pytest.approx(phase.allocated, rel=0.001), phase.phase
 
 
 @pytest.mark.parametrize("checkpointing", INSIDE_BLOCKS)
@@ -130,11 +130,11 @@ def test_checkpoints_inside_blocks_hold_what_is_predicted(size, attention, preci
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "reason"),
     [({"compile": "block"}, "--compile block leaves none to see"), ({"kernels": "fused"}, "--kernels fused computes")],
 )
-def test_checkpoints_inside_blocks_need_blocks_to_look_into(settings, words):
-    with pytest.raises(UsageError, match=f"--checkpoint ffn looks into blocks: {words}"):
+def test_checkpoints_inside_blocks_need_blocks_to_look_into(settings, reason):
+    with pytest.raises(UsageError, match=f"--checkpoint ffn looks into blocks: {reason}"):
         workload(checkpointing="ffn", **settings)
 
 
@@ -143,10 +143,10 @@ def test_watching_operations_adds_no_more_than_temporaries():
     step = MemoryStep(workload(checkpointing="every=2"), CPU)
     step()
     watched, alone = (record(step, follow_operations=follow)[0] for follow in (True, False))
-    made, expected = (Counter((a.size, a.phase) for a in t.allocations if a.size > 64) for t in (watched, alone))
-    assert expected <= made
-    for one, other in zip(timeline_peaks(watched), timeline_peaks(alone), strict=True):
-        assert one.allocated == pytest.approx(other.allocated, abs=64)
+    allocated, expected = (Counter((a.size, a.phase) for a in t.allocations if a.size > 64) for t in (watched, alone))
+    assert expected <= allocated
+    for peak, other in zip(timeline_peaks(watched), timeline_peaks(alone), strict=True):
+        assert peak.allocated == pytest.approx(other.allocated, abs=64)
 
 
 def test_recorded_step_names_modules_as_without_checkpoints():
@@ -303,20 +303,20 @@ def test_gpu_cell(checkpointing, precision, tmp_path):
     training = Workload(size, precision=precision, device="cuda", warmup=1, steps=1)
     cell = MemoryWorkload(training, checkpointing, snapshot=str(tmp_path))
     outcome = measure_memory(cell.configuration(), silent)
-    found = outcome.derived
-    assert found["lost_events"] == 0
-    for phase in found["phases"]:
+    derived = outcome.derived
+    assert derived["lost_events"] == 0
+    for phase in derived["phases"]:
         parts = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
         assert sum(phase[part] for part in parts) == pytest.approx(phase["allocated"], rel=0.02)
         assert phase["reserved"] >= phase["allocated"]
     # Workspaces of cuBLAS and what other tests left are as large as this small model.
-    of_the_step = found["peak_gib"] - max(phase["other"] for phase in found["phases"]) / 2**30
-    assert found["predicted_gib"] == pytest.approx(of_the_step, rel=0.1)
-    assert max(peak["allocated"] for peak in found["traced"]) / 2**30 == pytest.approx(of_the_step, rel=0.1)
-    backward = [group for group in found["largest"] if group["phase"] == "backward" and group["category"] != "other"]
+    of_the_step = derived["peak_gib"] - max(phase["other"] for phase in derived["phases"]) / 2**30
+    assert derived["predicted_gib"] == pytest.approx(of_the_step, rel=0.1)
+    assert max(peak["allocated"] for peak in derived["traced"]) / 2**30 == pytest.approx(of_the_step, rel=0.1)
+    backward = [group for group in derived["largest"] if group["phase"] == "backward" and group["category"] != "other"]
     assert any("layers." in group["module"] and "Backward" in group["operation"] for group in backward)
-    assert any("model.py:" in group["code"] for group in found["largest"])
-    with open(found["snapshot"], "rb") as file:
+    assert any("model.py:" in group["code"] for group in derived["largest"])
+    with open(derived["snapshot"], "rb") as file:
         snapshot = pickle.load(file)
     assert "entries" in _memory_viz.trace(snapshot)
     assert "trace" in _memory_viz.trace_plot(snapshot) or len(_memory_viz.trace_plot(snapshot)) > 1000
@@ -345,13 +345,13 @@ def test_models_that_convert_copy_and_decide_are_traced(model):
 
 
 def test_failing_prediction_is_one_sentence_and_the_rest_is_measured():
-    one = users("Counting").configuration()
-    refused = guarded(predict_memory, one, lambda stage: None)
+    configuration = users("Counting").configuration()
+    refused = guarded(predict_memory, configuration, lambda stage: None)
     assert refused.status == "unsupported"
     assert "user_models.py:Counting: no memory is predicted, as its step does not run on tensors without values (" in (
         refused.reason
     )
     assert "\n" not in refused.reason
-    measured = measure_memory(one, lambda stage: None)
+    measured = measure_memory(configuration, lambda stage: None)
     assert measured.status == "ok"
     assert refused.reason in measured.derived["notes"]

@@ -14,12 +14,12 @@ def check(workload):
 
 def check_with_faults(workload):
     """What the check finds, by the fault that was planted."""
-    found = {}
+    differences = {}
     for plant in (wrong_recomputation, skipped_block, stale_gather):
         with pytest.MonkeyPatch.context() as monkeypatch:
             plant(monkeypatch)
-            found[plant.__name__] = check_gradients(workload)
-    return found
+            differences[plant.__name__] = check_gradients(workload)
+    return differences
 
 
 def check_with_wrong_gradient(workload):

@@ -21,12 +21,12 @@ def gradients(workload):
         if name != "optimizer":
             run()
     loss = gather_numbers(step.loss).mean().item()
-    found = {name: value.grad for name, value in step.replica.whole_parameters().items()}
+    gradients = {name: value.grad for name, value in step.replica.whole_parameters().items()}
     alone = TrainStep(replace(workload.training, attention="reference"), CPU)
     alone.forward()
     alone.backward()
     expected = {name: value.grad for name, value in alone.model.named_parameters()}
-    return loss, alone.loss.item(), {name: (found[name], value) for name, value in expected.items()}
+    return loss, alone.loss.item(), {name: (gradients[name], value) for name, value in expected.items()}
 
 
 def gradients_of_all(workloads):
@@ -80,8 +80,8 @@ def _keep_the_first_logsumexp(patched):
 def _lose_gradients_on_their_way(patched):
     pass_on = ring._Ring.pass_on
 
-    def losing(own, block, step, what):
-        return pass_on(own, block * 0 if what == ring._GRADIENTS else block, step, what)
+    def losing(rank, block, step, phase):
+        return pass_on(rank, block * 0 if phase == ring._GRADIENTS else block, step, phase)
 
     patched.setattr(ring._Ring, "pass_on", losing)
 

@@ -30,7 +30,7 @@ def observe_all(workloads):
         step, memory, _ = build_recorded(functools.partial(ParallelStep, workload, device), device)
         with recorded_communication() as communications:
             step()
-        sent = [one.sent_bytes for one in communications if not one.is_flags]
+        sent = [communication.sent_bytes for communication in communications if not communication.is_flags]
         observed.append((memory, sum(sent)))
     return observed
 
@@ -42,10 +42,10 @@ def bytes_by_phase(workload):
     for name, run in step.phases.items():
         with recorded_communication() as communications:
             run()
-        sent[name] = sum(one.sent_bytes for one in communications if not one.is_flags)
+        sent[name] = sum(communication.sent_bytes for communication in communications if not communication.is_flags)
     with recorded_communication() as after:
         step.replica.whole_parameters()
-    return sent, sum(one.sent_bytes for one in after)
+    return sent, sum(phase_bytes.sent_bytes for phase_bytes in after)
 
 
 def break_fsdp() -> None:

@@ -22,7 +22,7 @@ def _sent(workload):
     step()
     with recorded_communication() as communications:
         step()
-    return sum(one.sent_bytes for one in communications if not one.is_flags)
+    return sum(communication.sent_bytes for communication in communications if not communication.is_flags)
 
 
 def verify_faulty(fault, workload):

@@ -31,8 +31,8 @@ def test_gradients_are_those_of_one_process_and_faults_are_found(ranks):
         assert difference.is_rounding("fp32")
         assert 0 < difference.relative < 1e-5
         assert difference.num_layers == 2
-    for found in ranks().run(board_ranks.check_with_faults, checked):
-        for fault, difference in found.items():
+    for differences in ranks().run(board_ranks.check_with_faults, checked):
+        for fault, difference in differences.items():
             assert not difference.is_rounding("bf16"), fault
 
 
@@ -49,8 +49,8 @@ def test_gradients_of_torchs_strategy_are_checked_too(ranks):
 def test_the_loss_of_every_step_is_kept(ranks, tmp_path):
     """Of the first step, of the warm-up and of the timed steps, and of none for a profile or a trace; they train."""
     trace = tmp_path / "trace.json.gz"
-    one = workload("keep=0", attention="sdpa", kernels="reference", warmup=1, steps=3)
-    for rank in ranks().run(measurement.measure_board_on_rank, one, trace):
+    cell = workload("keep=0", attention="sdpa", kernels="reference", warmup=1, steps=3)
+    for rank in ranks().run(measurement.measure_board_on_rank, cell, trace):
         assert len(rank.losses) == 5
         assert rank.losses == sorted(set(rank.losses), reverse=True)
         assert {len(samples.measured) for samples in rank.samples.values()} == {3}
@@ -72,7 +72,7 @@ def test_recomputed_flops_count_beside_the_model_s():
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "message"),
     [
         ({"kernels": "reference", "size": replace(SIZE, d_ff=16)}, "d_ff and d_model are both 16"),
         ({"attention": "reference"}, "choose flash or sdpa"),
@@ -80,6 +80,6 @@ def test_recomputed_flops_count_beside_the_model_s():
         ({"checkpointing": "keep"}, "as in keep=24"),
     ],
 )
-def test_refusals(settings, words):
-    with pytest.raises(UsageError, match=words):
+def test_refusals(settings, message):
+    with pytest.raises(UsageError, match=message):
         workload(**settings)

@@ -28,8 +28,8 @@ def cell(model, strategy, *, compile="off", loss=None):
     return ParallelWorkload(training, strategy, prefetch=1 if strategy == "fsdp" else None)
 
 
-def outcome_of(one):
-    return measure_parallel_training(one.configuration(), lambda stage: None)
+def outcome_of(cell):
+    return measure_parallel_training(cell.configuration(), lambda stage: None)
 
 
 @pytest.mark.parametrize("strategy", ["naive", "torch", "optimizer-flat", "fsdp"])
@@ -71,10 +71,13 @@ def test_faults_are_found_in_user_code_with_such_gradients(ranks, model, how, pa
 
 
 def test_gradients_that_move_no_weight_are_compared_where_steps_are_replayed(ranks):
-    one = cell("Attentive", "overlap")
-    in_graphs = replace(one, training=replace(one.training, cuda_graph="on", optimizer="fused"))
+    overlapped = cell("Attentive", "overlap")
+    in_graphs = replace(overlapped, training=replace(overlapped.training, cuda_graph="on", optimizer="fused"))
     for how, parameter in (("tiny left out", "tiny"), (None, None)):
-        worst = max(ranks().run(training_ranks.verify_in_graphs, in_graphs, False, how), key=lambda one: one.relative)
+        worst = max(
+            ranks().run(training_ranks.verify_in_graphs, in_graphs, False, how),
+            key=lambda difference: difference.relative,
+        )
         assert (worst.relative > 0.3 > worst.allowed) == (how is not None)
         assert parameter in (None, worst.parameter)
 
@@ -82,7 +85,9 @@ def test_gradients_that_move_no_weight_are_compared_where_steps_are_replayed(ran
 def test_gradients_that_move_no_weight_are_compared_in_fp16(ranks):
     in_fp16 = replace(cell("Attentive", "overlap").training, precision="fp16", optimizer="fused")
     broken = replace(cell("Attentive", "overlap"), training=in_fp16)
-    worst = max(ranks().run(training_ranks.verify_broken, broken, "tiny left out"), key=lambda one: one.relative)
+    worst = max(
+        ranks().run(training_ranks.verify_broken, broken, "tiny left out"), key=lambda difference: difference.relative
+    )
     assert worst.relative > 0.3 > worst.allowed
     assert (worst.parameter, worst.of_gradients) == ("tiny", True)
 

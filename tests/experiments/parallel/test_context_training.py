@@ -44,9 +44,9 @@ def test_a_step_has_loss_and_every_gradient_of_one_process(ranks):
     for of_rank in ranks().run(context_training_ranks.gradients_of_all, cells):
         for cell, (loss, expected, gradients) in zip(cells, of_rank, strict=True):
             assert loss == pytest.approx(expected, rel=1e-6)
-            for name, (found, wanted) in gradients.items():
+            for name, (gradient, wanted) in gradients.items():
                 message = f"{cell.strategy} {cell.checkpointing} {cell.training.attention}: {name}"
-                assert (found - wanted).norm() <= 1e-5 * wanted.norm(), message
+                assert (gradient - wanted).norm() <= 1e-5 * wanted.norm(), message
 
 
 def test_lower_precision_moves_weights_by_its_rounding(ranks):
@@ -71,11 +71,14 @@ def test_the_check_finds_a_ring_that_is_wrong_in_one_thing(ranks, fault):
 def test_ranks_hold_and_send_as_predicted(ranks):
     cells = [workload(RING, size=WIDE, attention="flash"), workload(ALL_TO_ALL, size=WIDE, attention="sdpa")]
     of_ranks = ranks().run(sharding_ranks.observe_all, cells)
-    for cell, found in zip(cells, zip(*of_ranks, strict=True), strict=True):
+    for cell, by_rank in zip(cells, zip(*of_ranks, strict=True), strict=True):
         step = sharded_step(cell)
-        assert max(sent for _, sent in found) == predicted_sent_bytes(step), cell.strategy
-        memory = {held.moment: held for held in max((of_rank[0] for of_rank in found), key=lambda held: held[-1].total)}
-        predicted = {held.moment: held for held in predicted_memory(step)}
+        assert max(sent for _, sent in by_rank) == predicted_sent_bytes(step), cell.strategy
+        memory = {
+            moment.moment: moment
+            for moment in max((of_rank[0] for of_rank in by_rank), key=lambda moment: moment[-1].total)
+        }
+        predicted = {moment.moment: moment for moment in predicted_memory(step)}
         assert list(memory) == list(predicted) == list(MOMENTS)
         for part in ("parameters", "gradients", "optimizer_state"):
             assert getattr(memory["before the optimizer"], part) == getattr(predicted["before the optimizer"], part)

@@ -32,13 +32,13 @@ TENSORS = 21
 
 def workload(strategy, **settings):
     """Settings of the ranks or of the training, by their names."""
-    own = {
+    options = {
         name: settings.pop(name) for name in ("world_size", "gradient_dtype", "trace", "transport") if name in settings
     }
     bucket_mb = settings.pop("bucket_mb", 0.5) if strategy.startswith("bucketed") else None
     prefetch = 1 if strategy == "fsdp" else None
     training = Workload(**{"size": SIZE, "device": "cpu", "warmup": 1, "steps": 3} | settings)
-    return ParallelWorkload(training, strategy, bucket_mb=bucket_mb, prefetch=prefetch, **own)
+    return ParallelWorkload(training, strategy, bucket_mb=bucket_mb, prefetch=prefetch, **options)
 
 
 def largest(differences):
@@ -54,10 +54,10 @@ def test_every_strategy_trains_the_weights_of_one_process(ranks, strategy):
 
 
 def test_as_few_blocks_are_checked_as_asked_for(ranks):
-    asked = [replace(workload("bucketed", size=SMALL), check_layers=layers) for layers in (1, 9)]
-    assert [ranks().run(verify_on_rank, cell)[0].num_layers for cell in asked] == [1, SMALL.num_layers]
+    cells = [replace(workload("bucketed", size=SMALL), check_layers=layers) for layers in (1, 9)]
+    assert [ranks().run(verify_on_rank, cell)[0].num_layers for cell in cells] == [1, SMALL.num_layers]
     # Steps without communication are measured once for all.
-    assert len({cell.unsynchronized for cell in asked}) == 1
+    assert len({cell.unsynchronized for cell in cells}) == 1
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,9 @@ def test_a_cell_with_wrong_weights_is_wrong_and_not_timed(ranks):
 def test_rounds_are_checked_once_and_each_has_steps_without_communication_of_its_own(ranks, monkeypatch):
     ranks()
     check, checked = measurement._weights_outcome, []
-    monkeypatch.setattr(measurement, "_weights_outcome", lambda *given: checked.append(given) or check(*given))
+    monkeypatch.setattr(
+        measurement, "_weights_outcome", lambda *arguments: checked.append(arguments) or check(*arguments)
+    )
     cell = workload("naive", size=SMALL).configuration()
     first, second = (measure_parallel_training(cell | {"round": number}, lambda stage: None) for number in (1, 2))
     assert (first.status, second.status, len(checked)) == ("ok", "ok", 1)
@@ -187,12 +189,12 @@ def test_uneven_parts_of_a_functional_exchange_are_counted(ranks):
 def test_every_collective_of_a_step_is_recorded_and_can_run_alone(ranks):
     flags = ("allreduce_", TENSORS, "uint8")
     for strategy, calls in {"unsynchronized": 0, "naive": TENSORS, "flat": 1}.items():
-        for found, untouched in ranks().run(training_ranks.recorded, workload(strategy)):
+        for calls_recorded, untouched in ranks().run(training_ranks.recorded, workload(strategy)):
             assert untouched
-            assert found[calls:] == ([flags] if calls else [])
-            assert [(name, dtype) for name, _, dtype in found[:calls]] == calls * [("allreduce_", "float32")]
+            assert calls_recorded[calls:] == ([flags] if calls else [])
+            assert [(name, dtype) for name, _, dtype in calls_recorded[:calls]] == calls * [("allreduce_", "float32")]
             # Gradients in a flat buffer start at multiples of 64 elements, and all sizes are such multiples here.
-            assert sum(size for _, size, _ in found[:calls]) == (4 * PARAMETERS if calls else 0)
+            assert sum(size for _, size, _ in calls_recorded[:calls]) == (4 * PARAMETERS if calls else 0)
     bucketed, _ = ranks().run(training_ranks.recorded, workload("bucketed", bucket_mb=1))[0]
     *buckets, last = bucketed
     assert last == flags
@@ -246,11 +248,11 @@ def test_ranges_show_phases_and_launches(ranks):
 def test_timeline_counts_unions_of_intervals():
     compute = [(1_000_000, 3_000_000), (2_000_000, 4_000_000), (10_000_000, 11_000_000)]
     communicate = [(3_500_000, 9_000_000), (3_600_000, 5_000_000), (10_500_000, 10_600_000)]
-    found = _communication_timeline(compute, communicate, {"forward": 2.0})
-    assert found.compute == [(0.0, 3.0), (9.0, 10.0)]
-    assert found.communicate == [(2.5, 8.0), (9.5, 9.6)]
-    assert (found.compute_ms, found.communication_ms) == (4.0, pytest.approx(5.6))
-    assert found.overlap_ms == pytest.approx(0.6)
+    timeline = _communication_timeline(compute, communicate, {"forward": 2.0})
+    assert timeline.compute == [(0.0, 3.0), (9.0, 10.0)]
+    assert timeline.communicate == [(2.5, 8.0), (9.5, 9.6)]
+    assert (timeline.compute_ms, timeline.communication_ms) == (4.0, pytest.approx(5.6))
+    assert timeline.overlap_ms == pytest.approx(0.6)
     # Two pieces a 10000th of the step apart are one in the picture, and two in the sum.
     close = _communication_timeline([(0, 1_000_000), (1_000_200, 2_000_000)], [], {})
     assert close.compute == [(0.0, 2.0)]
@@ -318,7 +320,7 @@ def test_no_cell_writes_over_the_trace_of_another(tmp_path):
     training |= {"state_dtype": "bf16", "size": replace(SIZE, d_ff=96), "precision": "bf16", "optimizer": "fused"}
     parallel = {"transport": "copy-engines", "high_priority": True, "backend": "gloo", "check_layers": 1}
     cells = [workload("bucketed", trace=str(tmp_path), optimizer="adamw").configuration()]
-    cells += [cells[0] | one for one in ({"board": True}, {"round": 2})]
+    cells += [cells[0] | change for change in ({"board": True}, {"round": 2})]
     for mesh in ("fsdp=2,tp=2", "fsdp=1,tp=4"):
         of_both = ParallelWorkload(Workload(SIZE), "fsdp+tensor", 4, prefetch=1, mesh=mesh, trace=str(tmp_path))
         cells.append(of_both.configuration())
@@ -345,9 +347,9 @@ def test_ranks_of_nccl_expect_no_collective_beside_a_graph(monkeypatch):
     """Unless the environment has decided."""
     monkeypatch.setattr(measurement, "_backend", lambda workload: workload.backend)
     monkeypatch.setattr(measurement.launch, "kept", lambda *_, **__: os.environ.get("NCCL_GRAPH_MIXING_SUPPORT"))
-    for backend, given, expected in (("nccl", None, "0"), ("nccl", "1", "1"), ("gloo", None, None)):
+    for backend, setting, expected in (("nccl", None, "0"), ("nccl", "1", "1"), ("gloo", None, None)):
         with monkeypatch.context() as patched:
-            patched.setattr(os, "environ", {} if given is None else {"NCCL_GRAPH_MIXING_SUPPORT": given})
+            patched.setattr(os, "environ", {} if setting is None else {"NCCL_GRAPH_MIXING_SUPPORT": setting})
             assert kept_ranks(ParallelWorkload(Workload(SIZE), "naive", backend=backend)) == expected
 
 
@@ -467,16 +469,16 @@ def test_copy_engines_send_what_collectives_would(cuda_graph, gradients):
     settings = {"size": size, "precision": "bf16", "device": "cuda", "warmup": 2, "steps": 5, "cuda_graph": cuda_graph}
     settings |= {"kernels": "fused", "attention": "flash", "optimizer": "adamw"}
     settings |= {"bucket_mb": "block", "gradient_dtype": gradients}
-    found = {}
+    derived = {}
     for transport in ("copy-engines", "collectives"):
         cell = workload("bucketed", **settings, transport=transport)
         outcome = measure_parallel_training(cell.configuration(), lambda stage: None)
         assert (outcome.status, outcome.reason) == ("ok", None), transport
         assert outcome.derived["timeline"]["communicate"]
         assert ("communication" in outcome.samples) == (transport == "collectives")
-        found[transport] = outcome.derived
+        derived[transport] = outcome.derived
     for name in ("calls", "communicated_bytes"):
-        assert found["copy-engines"][name] == found["collectives"][name]
+        assert derived["copy-engines"][name] == derived["collectives"][name]
 
 
 @pytest.mark.multigpu

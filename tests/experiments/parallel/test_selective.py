@@ -51,10 +51,10 @@ def test_gate_and_up_alone_are_computed_again(compiles):
             torch._dynamo.utils.counters.clear()
             for layer in model.layers:
                 layer.compile(backend="aot_eager_decomp_partition", fullgraph=True)
-        found, found_gradients, found_flops = trained(model)
-        torch.testing.assert_close(found, loss)
-        for gradient, expected in zip(found_gradients, gradients, strict=True):
+        trained_loss, trained_gradients, trained_flops = trained(model)
+        torch.testing.assert_close(trained_loss, loss)
+        for gradient, expected in zip(trained_gradients, gradients, strict=True):
             torch.testing.assert_close(gradient, expected)
         if compiles:
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2, "one for each kind of block"
-        assert found_flops - flops == flops_again(KeptStep(SIZE, 1, "fp32", blocks=blocks))
+        assert trained_flops - flops == flops_again(KeptStep(SIZE, 1, "fp32", blocks=blocks))

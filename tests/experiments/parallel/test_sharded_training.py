@@ -53,12 +53,12 @@ def test_checkpoints_change_no_weights(ranks):
 def test_updated_parameters_are_sent_in_a_phase_that_is_timed(ranks, strategy):
     """Sent behind the optimizer phase they arrived while the step was waited for: 27 of 257 ms were in no phase."""
     weights = 4 * count_parameters(SIZE)
-    found = ranks().run(sharding_ranks.bytes_by_phase, workload(strategy))
-    assert {sent["optimizer"] for sent, _ in found} == {0}
+    bytes_by_rank = ranks().run(sharding_ranks.bytes_by_phase, workload(strategy))
+    assert {sent["optimizer"] for sent, _ in bytes_by_rank} == {0}
     # Of two ranks; a parameter may be padded to be cut in halves.
-    assert sum(sent["forward"] for sent, _ in found) == pytest.approx(weights, rel=0.01)
+    assert sum(sent["forward"] for sent, _ in bytes_by_rank) == pytest.approx(weights, rel=0.01)
     # The last update has not been sent yet, and is before weights are looked at.
-    assert sum(left for _, left in found) == pytest.approx(weights, rel=0.01)
+    assert sum(left for _, left in bytes_by_rank) == pytest.approx(weights, rel=0.01)
 
 
 def test_half_precision_without_autocast_is_compared_with_the_same_on_one_process(ranks):
@@ -82,14 +82,14 @@ def test_ranks_hold_and_send_as_predicted(ranks):
     cells = [workload(strategy, size=WIDE) for strategy in SHARDING_STRATEGIES]
     of_cells = zip(*ranks().run(sharding_ranks.observe_all, cells), strict=True)
     # On the rank with the most optimizer state.
-    found = [
-        max(of_ranks, key=lambda one: one[0][MOMENTS.index("before the optimizer")].optimizer_state)
+    fullest_ranks = [
+        max(of_ranks, key=lambda rank: rank[0][MOMENTS.index("before the optimizer")].optimizer_state)
         for of_ranks in of_cells
     ]
-    for cell, (memory, sent) in zip(cells, found, strict=True):
+    for cell, (memory, sent) in zip(cells, fullest_ranks, strict=True):
         step = sharded_step(cell)
-        predicted = {held.moment: held for held in predicted_memory(step)}
-        measured = {held.moment: held for held in memory}
+        predicted = {moment.moment: moment for moment in predicted_memory(step)}
+        measured = {moment.moment: moment for moment in memory}
         assert list(measured) == list(MOMENTS)
         before, expected = measured["before the optimizer"], predicted["before the optimizer"]
         for part in ("parameters", "gradients", "optimizer_state"):
@@ -109,7 +109,7 @@ def test_ranks_hold_and_send_as_predicted(ranks):
             least = -slack if cell.strategy == "fsdp" else 0
             assert least <= extra <= slack, cell.strategy
         assert sent == pytest.approx(predicted_sent_bytes(step), rel=0 if cell.strategy in OWN else 0.01)
-    state = [memory[MOMENTS.index("before the optimizer")].optimizer_state for memory, _ in found]
+    state = [memory[MOMENTS.index("before the optimizer")].optimizer_state for memory, _ in fullest_ranks]
     assert state[1] == pytest.approx(state[0] / 2, rel=0.01)
     assert state[3] == pytest.approx(state[0] / 2, rel=0.01)
 
@@ -139,8 +139,8 @@ def test_without_a_baseline_nothing_is_exposed():
     samples = {name: Samples("ms", "cuda events", (4.0, 6.0)) for name in ("step", "communication")}
     memory = [RankMemory("peak", 1, 2, 3, 4)], [RankMemory("peak", 1, 2, 3, 5)]
     measured = [
-        RankMeasurement(samples, 1.0, 2, 2, 10, None, 5.0, held, {("lm_head", False): (late, 9.0, -1.0)})
-        for held, late in zip(memory, (0.5, 1.5), strict=True)
+        RankMeasurement(samples, 1.0, 2, 2, 10, None, 5.0, moments, {("lm_head", False): (late, 9.0, -1.0)})
+        for moments, late in zip(memory, (0.5, 1.5), strict=True)
     ]
     derived = measurement._derived(workload("fsdp"), measured, samples)
     assert derived["exposed_ms"] is derived["hidden_percent"] is derived["bare_ms"] is None
@@ -179,8 +179,8 @@ def test_layers_made_on_the_meta_device_start_as_those_of_the_model():
     for layer in model.modules():
         layer.to_empty(device="cpu", recurse=False)
         initialize_layer(layer)
-    for (name, found), parameter in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert torch.equal(found, parameter), name
+    for (name, weight), parameter in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(weight, parameter), name
     assert torch.equal(model.positional_encoder.cos_sin, expected.positional_encoder.cos_sin)
 
 
@@ -231,17 +231,17 @@ def test_ranks_train_what_one_process_trains(ranks):
     if importlib.util.find_spec("transformers") is not None:
         cells += [users_cell("gpt2", strategy) for strategy in ("torch", "optimizer", "fsdp")]
         cells += [users_cell("llama", "bucketed"), users_cell("llama", "fsdp", "block")]
-    found = zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True)
-    for one, differences in zip(cells, found, strict=True):
+    by_cell = zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True)
+    for cell, differences in zip(cells, by_cell, strict=True):
         largest = max(difference.relative for difference in differences)
-        assert largest < TOLERANCES["fp32"] / 10, (one.training.user.model, one.strategy)
+        assert largest < TOLERANCES["fp32"] / 10, (cell.training.user.model, cell.strategy)
 
 
 def test_in_half_precision_norms_of_the_users_return_what_matrices_expect(ranks):
     models = ["Encoder"] + (["llama"] if importlib.util.find_spec("transformers") is not None else [])
     cells = [users_cell(model, "fsdp", precision="bf16") for model in models]
-    for one, differences in zip(cells, zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True), strict=True):
+    for cell, differences in zip(cells, zip(*ranks().run(sharding_ranks.verify_all, cells), strict=True), strict=True):
         largest = max(difference.relative for difference in differences)
-        assert largest < TOLERANCES["bf16"], one.training.user.model
+        assert largest < TOLERANCES["bf16"], cell.training.user.model
         # Checked against one that computes in half precision as well: in fp32 it is farther off.
-        assert largest < 0.05, replace(one, strategy="unsynchronized")
+        assert largest < 0.05, replace(cell, strategy="unsynchronized")

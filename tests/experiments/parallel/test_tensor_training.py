@@ -36,9 +36,9 @@ CELLS = [
 
 def test_weights_are_those_of_one_process_and_bytes_those_of_the_formula(ranks):
     of_ranks = ranks().run(tensor_training_ranks.verify_and_count, CELLS)
-    for cell, found in zip(CELLS, zip(*of_ranks, strict=True), strict=True):
+    for cell, by_rank in zip(CELLS, zip(*of_ranks, strict=True), strict=True):
         name = cell.strategy, cell.mesh, cell.checkpointing, cell.training.precision
-        off, sent = map(max, zip(*found, strict=True))
+        off, sent = map(max, zip(*by_rank, strict=True))
         assert off < TOLERANCES[cell.training.precision] / (50 if cell.training.precision == "fp32" else 1), name
         assert sent == sharding_sent_bytes(cell), name
 
@@ -51,13 +51,13 @@ def test_peaks_are_those_predicted(ranks):
         workload("tensor-sequence", size=logits, optimizer="fused", attention="sdpa"),
     ]
     for cell, *of_ranks in zip(cells, *ranks().run(sharding_ranks.observe_all, cells), strict=True):
-        (expected,) = [held for held in _predicted(cell) if held.moment == "peak"]
+        (expected,) = [moment for moment in _predicted(cell) if moment.moment == "peak"]
         # Gloo's threads may hold on to what they have sent.
-        found = min((memory[-1] for memory, _ in of_ranks), key=lambda held: held.total)
-        assert found.total == pytest.approx(expected.total, rel=0.015), cell.strategy
-        assert found.parameters == expected.parameters
+        lowest = min((memory[-1] for memory, _ in of_ranks), key=lambda moment: moment.total)
+        assert lowest.total == pytest.approx(expected.total, rel=0.015), cell.strategy
+        assert lowest.parameters == expected.parameters
     torchs, gathering = workload("torch-tensor"), workload("fsdp+tensor", "fsdp=1,tp=2", precision="bf16")
-    assert not [held for cell in (torchs, gathering) for held in _predicted(cell) if held.moment == "peak"]
+    assert not [moment for cell in (torchs, gathering) for moment in _predicted(cell) if moment.moment == "peak"]
 
 
 @pytest.mark.parametrize(

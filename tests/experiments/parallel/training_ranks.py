@@ -117,11 +117,11 @@ def is_over_after_replays(workload):
     """Whether this rank's GPU had nothing left to do after each of some replayed steps."""
     step = ParallelStep(workload, step_module.rank_device(workload))
     step.capture()
-    found = []
+    is_idle = []
     for _ in range(20):
         step()
-        found.append(torch.cuda.current_stream().query())
-    return all(found)
+        is_idle.append(torch.cuda.current_stream().query())
+    return all(is_idle)
 
 
 def killed_between_replays(workload):
@@ -171,12 +171,12 @@ def _sum_in_place_of_mean(named):
 
 def _own_gradient_of(wanted):
     def breaks(named):
-        own = {}
+        sent = {}
         parameter = dict(named)[wanted]
-        parameter.register_hook(lambda gradient: own.update(gradient=gradient.clone()))
+        parameter.register_hook(lambda gradient: sent.update(gradient=gradient.clone()))
 
         def gradients():
-            parameter.grad.copy_(own["gradient"])
+            parameter.grad.copy_(sent["gradient"])
 
         return gradients
 
@@ -240,8 +240,8 @@ def half_gradients(workload):
     """What the check finds; dtypes of gradients by name, with ranks and without; and those that ranks send."""
     dtypes = []
     with recorded_communication() as communications:
-        for one in (workload, workload.unsynchronized):
-            step = ParallelStep(one, CPU)
+        for cell in (workload, workload.unsynchronized):
+            step = ParallelStep(cell, CPU)
             start = len(communications)
             step.forward()
             step.backward()
@@ -263,9 +263,9 @@ class _AsynchronousLaunches(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if operator.namespace == "c10d":
             parameters = operator._schema.arguments
-            given = dict(zip([parameter.name for parameter in parameters], args, strict=False)) | (kwargs or {})
+            arguments = dict(zip([parameter.name for parameter in parameters], args, strict=False)) | (kwargs or {})
             default = next(parameter.default_value for parameter in parameters if parameter.name == "async_op")
-            self.found.append((operator.name().removeprefix("c10d::"), given.get("async_op", default)))
+            self.found.append((operator.name().removeprefix("c10d::"), arguments.get("async_op", default)))
         return operator(*args, **(kwargs or {}))
 
 

@@ -28,7 +28,7 @@ class Averaged(nn.Module):
         return self.module(*args, **kwargs)
 
     def trained(self):
-        return [one for one in self.module.parameters() if one.requires_grad]
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def finish_gradient_synchronization(self):
         for parameter in self.trained():
@@ -83,7 +83,7 @@ def nothing_sent(model, group):
 def norms_left_out(model, group):
     class Wrong(Averaged):
         def trained(self):
-            return [one for one in super().trained() if one.dim() > 1]
+            return [parameter for parameter in super().trained() if parameter.dim() > 1]
 
     return Wrong(model, group)
 
@@ -127,7 +127,7 @@ def not_waited(model, group):
 def not_copied_back(model, group):
     class Wrong(Averaged):
         def finish_gradient_synchronization(self):
-            flat = torch.cat([one.grad.flatten() for one in self.trained() if one.grad is not None])
+            flat = torch.cat([parameter.grad.flatten() for parameter in self.trained() if parameter.grad is not None])
             dist.all_reduce(flat, group=self.group)
             flat /= self.ranks
 
@@ -140,7 +140,7 @@ def one_step_late(model, group):
     class Wrong(Averaged):
         def finish_gradient_synchronization(self):
             super().finish_gradient_synchronization()
-            now = [one.grad.clone() for one in self.trained()]
+            now = [weight.grad.clone() for weight in self.trained()]
             before = getattr(self, "before", None)
             self.before = now
             if before is not None:
@@ -163,8 +163,8 @@ def bucket_one_short(model, group):
         def done(self, parameter):
             self.ready.append(parameter)
             if len(self.ready) == len(self.trained()) - 1:
-                for one in self.ready:
-                    self.send(one)
+                for weight in self.ready:
+                    self.send(weight)
             if len(self.ready) == len(self.trained()):
                 self.ready.clear()
 
@@ -183,16 +183,16 @@ def sent_before_complete(model, group):
             for parameter in self.trained():
                 parameter.grad = torch.zeros_like(parameter)
             for module in model.modules():
-                own = list(module.parameters(recurse=False))
-                if own:
-                    module.register_full_backward_pre_hook(self.before(own))
+                parameters = list(module.parameters(recurse=False))
+                if parameters:
+                    module.register_full_backward_pre_hook(self.before(parameters))
 
-        def before(self, own):
+        def before(self, parameters):
             def hook(*_):
-                for one in own:
-                    if one.grad is None:
-                        one.grad = torch.zeros_like(one)
-                    self.send(one)
+                for parameter in parameters:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    self.send(parameter)
 
             return hook
 
@@ -221,11 +221,11 @@ def tied_sent_twice(model, group):
     class Wrong(Averaged):
         def finish_gradient_synchronization(self):
             for module in self.module.modules():
-                for one in module.parameters(recurse=False):
-                    if one.requires_grad:
-                        dist.all_reduce(one.grad, group=self.group)
-            for one in self.trained():
-                one.grad /= self.ranks
+                for parameter in module.parameters(recurse=False):
+                    if parameter.requires_grad:
+                        dist.all_reduce(parameter.grad, group=self.group)
+            for parameter in self.trained():
+                parameter.grad /= self.ranks
 
     return Wrong(model, group)
 
@@ -237,7 +237,9 @@ def added_at_each_micro_batch(model, group):
         def __init__(self, model, group):
             super().__init__(model, group)
             for parameter in self.trained():
-                parameter.register_post_accumulate_grad_hook(lambda one: dist.all_reduce(one.grad, group=group))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda parameter_: dist.all_reduce(parameter_.grad, group=group)
+                )
 
         def send(self, parameter):
             parameter.grad /= self.ranks
@@ -262,7 +264,9 @@ class Hooked(Averaged):
         super().__init__(model, group)
         self.sends = True
         for parameter in self.trained():
-            parameter.register_post_accumulate_grad_hook(lambda one: self.send(one) if self.sends else None)
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter_: self.send(parameter_) if self.sends else None
+            )
 
     def finish_gradient_synchronization(self):
         pass
@@ -335,12 +339,12 @@ class Trainer:
         return len(inputs) * self.ranks / count.item()
 
     def average(self):
-        for one in self.module.parameters():
-            if one.grad is None and one.requires_grad:
-                one.grad = torch.zeros_like(one)
-            if one.requires_grad:
-                dist.all_reduce(one.grad, group=self.group)
-                one.grad /= self.ranks
+        for parameter in self.module.parameters():
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.requires_grad:
+                dist.all_reduce(parameter.grad, group=self.group)
+                parameter.grad /= self.ranks
 
     def state_dict(self):
         return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -395,9 +399,9 @@ def weights_averaged(model, group):
 
         def step(self, batch):
             loss = super().step(batch)
-            for one in self.module.parameters():
-                dist.all_reduce(one.data, group=self.group)
-                one.data /= self.ranks
+            for parameter in self.module.parameters():
+                dist.all_reduce(parameter.data, group=self.group)
+                parameter.data /= self.ranks
             return loss
 
     return Wrong(model, group)
@@ -427,8 +431,8 @@ def step_count_lost(model, group):
     class Wrong(Trainer):
         def load_state_dict(self, state):
             super().load_state_dict(state)
-            for one in self.optimizer.state.values():
-                one["step"] = torch.zeros_like(one["step"])
+            for moments in self.optimizer.state.values():
+                moments["step"] = torch.zeros_like(moments["step"])
 
     return Wrong(model, group)
 
@@ -450,13 +454,13 @@ def unused_counted(model, group):
 
     class Wrong(Averaged):
         def finish_gradient_synchronization(self):
-            for one in self.trained():
-                has = torch.tensor(float(one.grad is not None))
-                if one.grad is None:
-                    one.grad = torch.zeros_like(one)
-                dist.all_reduce(one.grad, group=self.group)
+            for parameter in self.trained():
+                has = torch.tensor(float(parameter.grad is not None))
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=self.group)
                 dist.all_reduce(has, group=self.group)
-                one.grad /= has.item()
+                parameter.grad /= has.item()
 
     return Wrong(model, group)
 
@@ -466,16 +470,16 @@ def unused_not_sent(model, group):
 
     class Wrong(Averaged):
         def finish_gradient_synchronization(self):
-            for one in self.trained():
-                if one.grad is not None:
-                    self.send(one)
+            for parameter in self.trained():
+                if parameter.grad is not None:
+                    self.send(parameter)
 
     return Wrong(model, group)
 
 
 def unfreezes(model, group):
-    for one in model.parameters():
-        one.requires_grad_(True)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
     return Averaged(model, group)
 
 
@@ -490,8 +494,8 @@ def not_broadcast(model, group):
 def buffers_not_broadcast(model, group):
     class Wrong(Averaged):
         def start(self):
-            for one in self.module.parameters():
-                dist.broadcast(one.data, 0, group=self.group)
+            for parameter in self.module.parameters():
+                dist.broadcast(parameter.data, 0, group=self.group)
 
     return Wrong(model, group)
 
@@ -501,8 +505,8 @@ def clipped_before_the_mean(model, group):
 
     class Wrong(Averaged):
         def clip_grad_norm_(self, max_norm):
-            own = self.trained()[dist.get_rank(self.group) :: self.ranks]
-            norm = torch.nn.utils.get_total_norm([one.grad for one in own])
+            share = self.trained()[dist.get_rank(self.group) :: self.ranks]
+            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in share])
             torch.nn.utils.clip_grads_with_norm_(self.trained(), max_norm, norm)
             return norm
 
@@ -514,7 +518,7 @@ def clipped_by_squares(model, group):
 
     class Wrong(Averaged):
         def clip_grad_norm_(self, max_norm):
-            square = torch.nn.utils.get_total_norm([one.grad for one in self.trained()]) ** 2
+            square = torch.nn.utils.get_total_norm([parameter.grad for parameter in self.trained()]) ** 2
             dist.all_reduce(square, group=self.group)
             torch.nn.utils.clip_grads_with_norm_(self.trained(), max_norm, square.sqrt())
             return square.sqrt()
@@ -525,11 +529,11 @@ def clipped_by_squares(model, group):
 def overflow_seen_by_one(model, group):
     class Blind(torch.amp.GradScaler):
         def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16):
-            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            infinities = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             if dist.get_rank(group) > 0:
-                for one in found.values():
-                    one.zero_()
-            return found
+                for is_infinite in infinities.values():
+                    is_infinite.zero_()
+            return infinities
 
     wrapped = Averaged(model, group)
     wrapped.scaler_class = Blind
@@ -574,20 +578,20 @@ class Copied:
 
     def __init__(self, parameters):
         self.weights = list(parameters)
-        self.optimizer = OwnAdamW([one.detach().float() for one in self.weights], lr=0.1, eps=1.0)
+        self.optimizer = OwnAdamW([weight.detach().float() for weight in self.weights], lr=0.1, eps=1.0)
 
     def zero_grad(self):
-        for one in self.weights:
-            one.grad = None
+        for weight in self.weights:
+            weight.grad = None
 
     @torch.no_grad()
     def step(self):
         copies = self.optimizer.param_groups[0]["params"]
-        for held, weight in zip(copies, self.weights, strict=True):
-            held.grad = weight.grad.float()
+        for copy_, weight in zip(copies, self.weights, strict=True):
+            copy_.grad = weight.grad.float()
         self.optimizer.step()
-        for held, weight in zip(copies, self.weights, strict=True):
-            weight.copy_(held)
+        for copy_, weight in zip(copies, self.weights, strict=True):
+            weight.copy_(copy_)
 
 
 def updated_in_float32(model, group):
@@ -631,8 +635,8 @@ def counted_calls(model, group):
         def finish_gradient_synchronization(self):
             super().finish_gradient_synchronization()
             for block, calls in self.calls.items():
-                for one in block.parameters():
-                    one.grad /= calls
+                for parameter in block.parameters():
+                    parameter.grad /= calls
             self.calls.clear()
 
     return Wrong(model, group)
@@ -642,12 +646,12 @@ def waits_by_sleeping(model, group):
     class Wrong(Averaged):
         def finish_gradient_synchronization(self):
             sent = []
-            for one in self.trained():
-                copy = one.grad.clone()
-                sent.append((one, copy, dist.all_reduce(copy, group=self.group, async_op=True)))
+            for parameter in self.trained():
+                copy = parameter.grad.clone()
+                sent.append((parameter, copy, dist.all_reduce(copy, group=self.group, async_op=True)))
             time.sleep(0.02)
-            for one, copy, _ in sent:
-                one.grad.copy_(copy / self.ranks)
+            for parameter, copy, _ in sent:
+                parameter.grad.copy_(copy / self.ranks)
             for *_, work in sent:
                 work.wait()
 
@@ -664,8 +668,8 @@ def fewer_collectives_on_one(model, group):
 
     class Wrong(Averaged):
         def trained(self):
-            found = super().trained()
-            return found[:-1] if dist.get_rank(self.group) == 0 else found
+            parameters = super().trained()
+            return parameters[:-1] if dist.get_rank(self.group) == 0 else parameters
 
     return Wrong(model, group)
 
@@ -675,8 +679,8 @@ def other_order_on_one(model, group):
 
     class Wrong(Averaged):
         def trained(self):
-            found = super().trained()
-            return list(reversed(found)) if dist.get_rank(self.group) == 0 else found
+            parameters = super().trained()
+            return list(reversed(parameters)) if dist.get_rank(self.group) == 0 else parameters
 
     return Wrong(model, group)
 

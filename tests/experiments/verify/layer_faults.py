@@ -188,14 +188,14 @@ class Sequence(nn.Module):
         return Gather.apply(x, self.group, self.gives, self.order)
 
     def finish_gradient_synchronization(self):
-        for one in self.module.parameters():
-            if one.requires_grad:
-                one.grad = torch.zeros_like(one) if one.grad is None else one.grad
-                self.send(one)
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                self.send(parameter)
 
-    def send(self, one):
-        dist.all_reduce(one.grad, group=self.group)
-        one.grad /= self.ranks
+    def send(self, parameter):
+        dist.all_reduce(parameter.grad, group=self.group)
+        parameter.grad /= self.ranks
 
 
 def right_context(model, group):
@@ -212,8 +212,8 @@ def _wrong_context(**changed):
 context_keys_not_gathered = _wrong_context(gather=lambda self, x: x)
 context_order_reversed = _wrong_context(order=-1)
 context_gradient_not_given = _wrong_context(gives=False)
-context_not_averaged = _wrong_context(send=lambda self, one: None)
-context_summed = _wrong_context(send=lambda self, one: dist.all_reduce(one.grad, group=self.group))
+context_not_averaged = _wrong_context(send=lambda self, parameter: None)
+context_summed = _wrong_context(send=lambda self, parameter: dist.all_reduce(parameter.grad, group=self.group))
 context_own_slice_of_next = _wrong_context(own=lambda self, x, tokens: (self.rank + 1) % self.ranks)
 
 

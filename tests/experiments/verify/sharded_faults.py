@@ -59,7 +59,7 @@ def fsdp_clips_slices(model, mesh):
         module = _shard(model, mesh)
 
         def clip_grad_norm_(self, max_norm):
-            slices = [one.grad.to_local() for one in model.parameters()]
+            slices = [parameter.grad.to_local() for parameter in model.parameters()]
             norm = torch.nn.utils.get_total_norm(slices)
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
             return norm
@@ -75,13 +75,13 @@ def fsdp_loads_first_slices(model, mesh):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
         def state_dict(self):
-            return {name: one.to_local().clone() for name, one in model.named_parameters()}
+            return {name: parameter.to_local().clone() for name, parameter in model.named_parameters()}
 
         def load_state_dict(self, state):
-            for name, one in model.named_parameters():
-                own = state[name]
-                dist.broadcast(own, 0)
-                one.to_local().data.copy_(own)
+            for name, parameter in model.named_parameters():
+                slice_ = state[name]
+                dist.broadcast(slice_, 0)
+                parameter.to_local().data.copy_(slice_)
 
     return Wrong()
 
@@ -99,8 +99,8 @@ class Zero:
         self.module, self.group = model, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.every = list(model.parameters())
-        for one in self.every:
-            dist.broadcast(one.data, 0, group=group)
+        for parameter in self.every:
+            dist.broadcast(parameter.data, 0, group=group)
         self.optimizer = torch.optim.AdamW(self.own(), lr=1e-2)
         plain_step, zero = self.optimizer.step, self.optimizer.zero_grad
         self.optimizer.step = lambda *_: (plain_step(), self.send())
@@ -113,15 +113,15 @@ class Zero:
         return number % self.ranks
 
     def send(self):
-        for number, one in enumerate(self.every):
-            dist.broadcast(one.data, self.owner(number), group=self.group)
+        for number, parameter in enumerate(self.every):
+            dist.broadcast(parameter.data, self.owner(number), group=self.group)
 
     def finish_gradient_synchronization(self):
-        for one in self.every:
-            if one.requires_grad:
-                one.grad = torch.zeros_like(one) if one.grad is None else one.grad
-                dist.all_reduce(one.grad, group=self.group)
-                one.grad /= self.ranks
+        for parameter in self.every:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad, group=self.group)
+                parameter.grad /= self.ranks
 
     def clip_grad_norm_(self, max_norm):
         return torch.nn.utils.clip_grad_norm_(self.every, max_norm)
@@ -185,20 +185,24 @@ def zero_resumes_from_first(model, group):
     class Wrong(Zero):
         def state_dict(self):
             state = {"model": self.module.state_dict(), "moments": {}}
-            for number, one in enumerate(self.own()):
-                state["moments"][number] = {key: value.clone() for key, value in self.optimizer.state[one].items()}
+            for number, parameter in enumerate(self.own()):
+                state["moments"][number] = {
+                    key: value.clone() for key, value in self.optimizer.state[parameter].items()
+                }
             return state
 
         def load_state_dict(self, state):
             self.module.load_state_dict(state["model"])
-            for number, one in enumerate(self.own()):
+            for number, parameter in enumerate(self.own()):
                 moments = state["moments"].get(number, {})
-                value = moments.get("exp_avg", torch.zeros_like(one))
-                dist.broadcast(value.resize_(one.shape) if value.shape != one.shape else value, 0, group=self.group)
-                self.optimizer.state[one] = {
+                value = moments.get("exp_avg", torch.zeros_like(parameter))
+                dist.broadcast(
+                    value.resize_(parameter.shape) if value.shape != parameter.shape else value, 0, group=self.group
+                )
+                self.optimizer.state[parameter] = {
                     "step": torch.tensor(2.0),
-                    "exp_avg": torch.zeros_like(one),
-                    "exp_avg_sq": torch.zeros_like(one),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
                 }
 
     return Wrong(model, group)
@@ -213,17 +217,19 @@ class Flat:
         self.module, self.group = model, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.every = list(model.parameters())
-        for one in self.every:
-            dist.broadcast(one.data, 0, group=group)
-        size = sum(one.numel() for one in self.every)
+        for parameter in self.every:
+            dist.broadcast(parameter.data, 0, group=group)
+        size = sum(parameter.numel() for parameter in self.every)
         self.each = -(-size // self.ranks)
-        self.master = nn.Parameter(self.slice(self.flat([one.data for one in self.every]), self.rank).clone())
+        self.master = nn.Parameter(
+            self.slice(self.flat([parameter.data for parameter in self.every]), self.rank).clone()
+        )
         self.optimizer = self
         self.inner = torch.optim.AdamW([self.master], lr=1e-2)
         self.param_groups = [{"params": self.every, "lr": 1e-2}]
 
     def flat(self, tensors):
-        flat = torch.cat([one.flatten() for one in tensors])
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
         return torch.nn.functional.pad(flat, (0, self.each * self.ranks - len(flat)))
 
     def slice(self, flat, rank):
@@ -234,7 +240,9 @@ class Flat:
         self.module.zero_grad()
         loss = nn.functional.cross_entropy(self.module(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
-        grads = self.flat([torch.zeros_like(one) if one.grad is None else one.grad for one in self.every])
+        grads = self.flat(
+            [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in self.every]
+        )
         dist.all_reduce(grads, group=self.group)
         self.master.grad = self.slice(grads / self.ranks, (self.rank + self.shift) % self.ranks).clone()
         self.inner.step()
@@ -248,9 +256,9 @@ class Flat:
 
     def put(self, whole):
         first = 0
-        for one in self.every:
-            one.data.copy_(whole[first : first + one.numel()].view_as(one))
-            first += one.numel()
+        for parameter in self.every:
+            parameter.data.copy_(whole[first : first + parameter.numel()].view_as(parameter))
+            first += parameter.numel()
 
 
 def flat_other_slice(model, group):

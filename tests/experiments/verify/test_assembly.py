@@ -22,7 +22,7 @@ def test_rows_columns_and_flat_pieces_make_a_whole():
     for parts in (WHOLE.split([3, 2]), WHOLE.split([2, 1], dim=1), flat.split(8), (WHOLE, WHOLE)):
         whole, unknown = together(*parts)
         assert not unknown
-        assert all(torch.equal(one["w"], WHOLE) for one in whole)
+        assert all(torch.equal(tensors["w"], WHOLE) for tensors in whole)
 
 
 def test_slices_that_do_not_add_up_are_unknown():
@@ -34,14 +34,14 @@ def test_slices_that_do_not_add_up_are_unknown():
 def test_a_rank_without_the_parameter_has_none():
     whole, unknown = assemble([{"w": WHOLE}, {}], {"w": SHAPE}, GROUPS)
     assert not unknown
-    assert [set(one) for one in whole] == [{"w"}, set()]
+    assert [set(tensors) for tensors in whole] == [{"w"}, set()]
 
 
 def test_names_of_wrapped_modules_are_found_in_the_plain_one():
-    known = ["layers.0.weight", "head.weight"]
-    assert model_name("module.layers.0.weight", known) == "layers.0.weight"
-    assert model_name("layers.0._checkpoint_wrapped_module._orig_mod.weight", known) == "layers.0.weight"
-    assert model_name("adapter.weight", known) is None
+    names = ["layers.0.weight", "head.weight"]
+    assert model_name("module.layers.0.weight", names) == "layers.0.weight"
+    assert model_name("layers.0._checkpoint_wrapped_module._orig_mod.weight", names) == "layers.0.weight"
+    assert model_name("adapter.weight", names) is None
 
 
 def test_rows_that_several_ranks_hold_are_seen():

@@ -61,7 +61,7 @@ def one_of_each(wraps):
 @pytest.mark.parametrize(("wrap", "mesh", "cases"), one_of_each(faults.RIGHT))
 def test_right_wrap_raises_no_alarm(wrap, mesh, cases):
     outcomes = {case: outcome_of(wrap, case, mesh=mesh) for case in cases}
-    assert [f"{case}: {one.reason}" for case, one in outcomes.items() if one.status == "wrong"] == []
+    assert [f"{case}: {outcome.reason}" for case, outcome in outcomes.items() if outcome.status == "wrong"] == []
     assert outcomes["step"].status == "ok"
     assert outcomes["step"].derived["relative_difference"] < 1e-12
 
@@ -78,10 +78,10 @@ def test_lower_precision_is_no_alarm(wrap, dtype, cases):
 def test_nearly_every_fault_of_the_catalogue_is_found():
     missed, unnamed = [], []
     for fault in faults.FAULTS:
-        wrong = [one for one in outcomes_of(fault).values() if one.status == "wrong"]
+        wrong = [outcome for outcome in outcomes_of(fault).values() if outcome.status == "wrong"]
         if not wrong:
             missed.append(fault.name)
-        if not set(fault.causes) & {one.derived["cause"] for one in wrong}:
+        if not set(fault.causes) & {outcome.derived["cause"] for outcome in wrong}:
             unnamed.append(fault.name)
     print(f"missed: {missed}; not named: {unnamed}")
     assert len(missed) <= 3
