@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,16 +30,6 @@ from cs336sys.experiments.user_models import (
 from cs336sys.measure.allocations.history import WithoutValues
 from cs336sys.measure.cells import Progress
 from cs336sys.workload import Workload
-
-
-class CountedStep(Protocol):
-    """The counted parts of a training step."""
-
-    model: nn.Module
-
-    def forward(self) -> None: ...
-
-    def backward(self) -> None: ...
 
 
 @dataclass
@@ -66,18 +56,24 @@ class StepCount:
     hidden: list[str] = field(default_factory=list)
 
 
-def count_on_meta_device(make_step: Callable[[], CountedStep], *, backward: bool) -> StepCount:
-    """Build a step on the meta device and run it.
+def count_step(workload: Workload) -> StepCount:
+    """Count a step of a user's model, for which there is no formula."""
+    mode = "forward" if workload.mode == "forward" else "forward-backward"
+    launched = replace(workload, mode=mode, precision="fp32", compile="off", cuda_graph="off", device="cpu")
+    launched = replace(launched, kernels="reference")
+    # Calls of torch's attention are not counted: whoever calls it decides by what a tensor holds, sometimes.
+    return _counted(replace(launched, attention="sdpa", warmup=0, steps=1))
 
-    Args:
-        make_step: builds it there, launched, in fp32.
-        backward: count the backward pass, too.
-    """
+
+@functools.lru_cache(maxsize=4)
+def _counted(workload: Workload) -> StepCount:
+    """Build a step on the meta device and run it."""
     count = StepCount()
     numbers = WithoutValues()
     try:
-        with copied_code(), numbers:
-            step = make_step()
+        with attention_kept(), copied_code(), numbers:
+            scaler = torch.amp.GradScaler("cpu", enabled=False)
+            step = TrainStep(workload, torch.device("meta"), scaler=scaler)
             numbers.guessed.clear()
             numbers.launches.clear()
             count.parameters = sum(parameter.numel() for parameter in step.model.parameters())
@@ -85,13 +81,14 @@ def count_on_meta_device(make_step: Callable[[], CountedStep], *, backward: bool
             count.drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
             with watched_attention(shape_of_attention), FlopCounterMode(display=False) as counter:
                 step.forward()
-                if backward:
+                if workload.mode != "forward":
                     step.backward()
             count.flops = counter.get_total_flops()
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         count.failure = f"{type(error).__name__}: {lines[0]}"
-    count.reads, count.launches = _flop_lines(numbers.guessed), numbers.launches
+    count.reads = Counter({line or "somewhere": times for line, times in numbers.guessed.items()})
+    count.launches = numbers.launches
     return count
 
 
@@ -248,27 +245,6 @@ def visible_pairs(visible: Tensor) -> int:
         is_causal = (visible == torch.ones_like(visible).tril()).flatten(-2).all(-1)
         pairs = torch.where(is_causal, causal_pairs(queries, keys), pairs)
     return int(pairs.sum().item())
-
-
-def _flop_lines(read: Counter[str]) -> Counter[str]:
-    return Counter({line or "somewhere": times for line, times in read.items()})
-
-
-def count_step(workload: Workload) -> StepCount:
-    """Count a step of a user's model, for which there is no formula."""
-    mode = "forward" if workload.mode == "forward" else "forward-backward"
-    launched = replace(workload, mode=mode, precision="fp32", compile="off", cuda_graph="off", device="cpu")
-    launched = replace(launched, kernels="reference")
-    # Calls of torch's attention are not counted: whoever calls it decides by what a tensor holds, sometimes.
-    return _counted(replace(launched, attention="sdpa", warmup=0, steps=1))
-
-
-@functools.lru_cache(maxsize=4)
-def _counted(workload: Workload) -> StepCount:
-    without_scaling = torch.amp.GradScaler("cpu", enabled=False)
-    make_step = functools.partial(TrainStep, workload, torch.device("meta"), scaler=without_scaling)
-    with attention_kept():
-        return count_on_meta_device(make_step, backward=workload.mode != "forward")
 
 
 def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:

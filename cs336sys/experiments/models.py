@@ -4,8 +4,10 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import cs336_basics.model
 import torch
@@ -96,23 +98,28 @@ def _require_replaceable_attention() -> None:
         )
 
 
-@contextlib.contextmanager
-def attention_replaced(attention: Callable[..., Tensor]) -> Iterator[None]:
+def attention_replaced(attention: Callable[..., Tensor]) -> AbstractContextManager[Any]:
     """Within this context, all models of the process compute attention by this function, of the model's signature."""
-    with attention_kept():
-        cs336_basics.model.scaled_dot_product_attention = attention
-        yield
+    return mock.patch.object(cs336_basics.model, "scaled_dot_product_attention", attention)
 
 
 @contextlib.contextmanager
 def attention_kept() -> Iterator[None]:
     """After this context, all models of the process compute attention as before it, whatever was built in it."""
-    course, torchs = cs336_basics.model.scaled_dot_product_attention, F.scaled_dot_product_attention
-    try:
+    torchs = F.scaled_dot_product_attention
+    with (
+        attention_replaced(cs336_basics.model.scaled_dot_product_attention),
+        mock.patch.object(F, "scaled_dot_product_attention", torchs),
+    ):
         yield
-    finally:
-        cs336_basics.model.scaled_dot_product_attention = course
-        F.scaled_dot_product_attention = torchs
+
+
+def torch_linear(weight: nn.Parameter) -> nn.Linear:
+    """Put a weight, (out, in), into a layer of torch's, which torch's tensor-parallel styles know."""
+    with torch.device("meta"):
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = weight
+    return layer
 
 
 def causal_attention(name: str) -> CausalAttention | None:
@@ -125,11 +132,6 @@ def causal_attention(name: str) -> CausalAttention | None:
 def _with_causal_mask(compute: Callable[..., Tensor]) -> CausalAttention:
     # These functions look only at whether there is a mask, and take it for the causal one.
     return lambda query, key, value: compute(query, key, value, _CAUSAL)
-
-
-def _of_causal_models(attention: CausalAttention) -> Callable[..., Tensor]:
-    """The same in the signature of the model's, whose only mask is the causal one."""
-    return lambda Q, K, V, mask=None: attention(Q, K, V)
 
 
 def give_positions(model: nn.Module, positions: Tensor) -> None:
@@ -176,7 +178,8 @@ def build_model(
     """
     use_attention(workload)
     if attention is not None:
-        cs336_basics.model.scaled_dot_product_attention = _of_causal_models(attention)
+        # The model's only mask is the causal one.
+        cs336_basics.model.scaled_dot_product_attention = lambda Q, K, V, mask=None: attention(Q, K, V)
     torch.manual_seed(workload.seed)
     with device:
         model = _plain_model(workload)
@@ -285,18 +288,11 @@ def initialize_layer(layer: nn.Module) -> None:
     numbers that :func:`build_model` draws. Layers without weights are left alone.
     """
     model = cs336_basics.model
-    # How each is constructed from the shape of its weight.
-    constructors: dict[type[nn.Module], Callable[[torch.Size], nn.Module]] = {
-        model.Linear: lambda shape: model.Linear(shape[1], shape[0]),
-        model.Embedding: lambda shape: model.Embedding(*shape),
-        model.RMSNorm: lambda shape: model.RMSNorm(*shape),
-    }
-    construct = constructors.get(type(layer))
-    if construct is not None:
-        weight = layer.weight
-        assert isinstance(weight, Tensor)
+    if type(layer) in (model.Linear, model.Embedding, model.RMSNorm):
+        weight = layer.get_parameter("weight")
+        shape = reversed(weight.shape) if type(layer) is model.Linear else weight.shape
         with weight.device:
-            weight.copy_(construct(weight.shape).get_parameter("weight"))
+            weight.copy_(type(layer)(*shape).get_parameter("weight"))
 
 
 def make_batch(workload: Workload, device: torch.device, number: int = 0) -> tuple[Any, Any]:
@@ -309,7 +305,7 @@ def make_batch(workload: Workload, device: torch.device, number: int = 0) -> tup
     """
     size = workload.size
     if device.type == "meta":
-        # Which has no random numbers.
+        # It has no random numbers.
         batch = make_batch(workload, torch.device("cpu"), number)
         return tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
     if workload.user.batch is not None:

@@ -13,11 +13,10 @@ from cs336sys.experiments import user_models
 from cs336sys.experiments.checks.weights import (
     OPTIMIZER_SETTINGS,
     STEPS,
+    Comparison,
     WeightDifference,
-    distances,
     farthest,
     plainly_trained,
-    rounding_explains,
     rounding_note,
     tolerance,
 )
@@ -70,7 +69,10 @@ class Checked:
     repeated: WeightDifference | None = None
 
     def columns(self) -> dict[str, Any]:
-        columns = _difference_columns(self.off)
+        off = self.off
+        columns: dict[str, Any] = {"largest_difference": off.largest, "relative_difference_percent": 100 * off.relative}
+        if off.notes:
+            columns["notes"] = list(off.notes)
         for name, other in (("replayed", self.replayed), ("repeated", self.repeated)):
             if other is not None:
                 columns[f"{name}_difference_percent"] = 100 * other.relative
@@ -153,13 +155,13 @@ def _checked_step(workload: Workload, device: torch.device, progress: Progress) 
     if plainly_trained(launched) != launched:
         kernels, weights = _check_kernels(launched, workload, device, progress)
         if not kernels.relative <= tolerance(workload):
-            return Checked(kernels), _wrong("with our kernels", kernels, workload)
+            return Checked(kernels), _wrong("with our kernels", Checked(kernels), kernels, workload)
         if kernels.num_layers != workload.size.num_layers or workload.cuda_graph == "off":
             weights = None
     elif _counts_otherwise(workload, launched):
         off = _check_counting(launched, workload, device, progress)
         if not off.relative <= tolerance(workload):
-            return Checked(off), _wrong("counting on the GPU, as for a graph", off, workload)
+            return Checked(off), _wrong("counting on the GPU, as for a graph", Checked(off), off, workload)
     if workload.cuda_graph == "off":
         assert kernels is not None, "nothing else could be checked"
         return Checked(kernels), None
@@ -167,13 +169,7 @@ def _checked_step(workload: Workload, device: torch.device, progress: Progress) 
     checked = Checked(replayed if kernels is None else kernels, replayed, repeated)
     if replayed.relative <= _allowed_of_replays(workload, repeated):
         return checked, None
-    reason = _far_off("replayed", replayed)
-    if not replayed.relative <= tolerance(workload):
-        reason += f", more than rounding explains ({_allowed(workload)})"
-    else:
-        again = f"within {100 * repeated.relative:.3g} %" if repeated is not None else "bit by bit"
-        reason += f", and those repeat {again}"
-    return checked, Outcome("wrong", derived=checked.columns(), reason=reason)
+    return checked, _wrong("replayed", checked, replayed, workload)
 
 
 def _check_kernels(
@@ -267,15 +263,11 @@ def _apart(
     start |= {name: torch.zeros_like(value) for name, value in compared.items() if name not in start}
     # What the other side lacks is the difference of a copy from its weight, which should be zero.
     expected = expected | {name: torch.zeros_like(value) for name, value in compared.items() if name not in expected}
-    measured = distances(start, expected, compared)
+    allowed = tolerance(workload)
+    comparison = Comparison(start, expected, compared, allowed)
+    far = comparison.far
     del start
     _free_memory(device)
-    allowed = tolerance(workload)
-    far = {
-        name: (compared[name].cpu(), expected[name].cpu())
-        for name, distance in measured.items()
-        if not distance.relative <= allowed
-    }
     losses = {name: loss.item() for name, loss in expected.items() if name.startswith(_LOSS)}
     del expected
     others = []
@@ -287,17 +279,11 @@ def _apart(
                 others.append({name: trained[name].cpu() for name in far if name in trained})
             del trained
             _free_memory(device)
-    explained = [
-        name
-        for name, pair in far.items()
-        if rounding_explains(measured[name], *pair, [other[name] for other in others if name in other], allowed)
-    ]
-    difference = farthest(measured, workload.size.num_layers, explained)
-    return (
-        replace(difference, notes=(rounding_note(explained, len(measured) - len(losses), allowed),))
-        if explained
-        else difference
-    )
+    explained = comparison.explained(lambda name: [other[name] for other in others if name in other])
+    difference = farthest(comparison.distances, workload.size.num_layers, explained)
+    if not explained:
+        return difference
+    return replace(difference, notes=(rounding_note(explained, len(comparison.distances) - len(losses), allowed),))
 
 
 def _put_aside(weights: dict[str, Tensor], workload: Workload, device: torch.device) -> dict[str, Tensor]:
@@ -317,25 +303,20 @@ def _of_one_block(workload: Workload) -> Workload:
     return replace(workload, size=replace(workload.size, num_layers=1))
 
 
-def _wrong(how: str, off: WeightDifference, workload: Workload) -> Outcome:
-    reason = f"{_far_off(how, off)}, more than rounding explains ({_allowed(workload)})"
-    return Outcome("wrong", derived=_difference_columns(off), reason=reason)
-
-
-def _far_off(how: str, off: WeightDifference) -> str:
-    return (
+def _wrong(how: str, checked: Checked, off: WeightDifference, workload: Workload) -> Outcome:
+    """A difference that rounding does not explain, or of replays, which may be smaller than what it explains."""
+    allowed = tolerance(workload)
+    if not off.relative <= allowed:
+        reason = f"more than rounding explains ({100 * allowed:g} %)"
+    elif checked.repeated is not None:
+        reason = f"and those repeat within {100 * checked.repeated.relative:.3g} %"
+    else:
+        reason = "and those repeat bit by bit"
+    reason = (
         f"{how}: after {STEPS} steps {off.parameter} is off by {100 * off.relative:.3g} % of how far launched steps "
-        "move it"
+        f"move it, {reason}"
     )
-
-
-def _allowed(workload: Workload) -> str:
-    return f"{100 * tolerance(workload):g} %"
-
-
-def _difference_columns(off: WeightDifference) -> dict[str, Any]:
-    notes = {"notes": list(off.notes)} if off.notes else {}
-    return {"largest_difference": off.largest, "relative_difference_percent": 100 * off.relative, **notes}
+    return Outcome("wrong", derived=checked.columns(), reason=reason)
 
 
 def _trained_for_check(

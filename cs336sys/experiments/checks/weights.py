@@ -1,7 +1,7 @@
 """Check that two ways of training the same model end at the same weights."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,32 +91,30 @@ class Distance:
 
     @property
     def relative(self) -> float:
-        # A parameter that no step moves must not be moved by the other way either; NaN is farther off than any number.
-        if self.off == 0:
-            return 0.0
-        relative = self.off / self.moved if self.moved else math.inf
-        return math.inf if math.isnan(relative) else relative
+        # A parameter that no step moves must not be moved by the other way either.
+        return relative_difference(self.off, self.moved)
+
+
+def relative_difference(off: float, size: float) -> float:
+    """The ratio of two norms: 0 of no difference, else infinite for a size of 0; so is NaN, farther than any number."""
+    if off == 0:
+        return 0.0
+    relative = off / size if size else math.inf
+    return math.inf if math.isnan(relative) else relative
 
 
 def distances(
     start: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], trained: Mapping[str, Tensor]
 ) -> dict[str, Distance]:
-    """Compare all tensors; each on the device where ``trained`` has it.
-
-    Args:
-        start: before the first step; None is zero.
-    """
+    """Compare all tensors, each on the device where ``trained`` has it; ``start`` before the first step, None is 0."""
     measured = []
     with torch.no_grad():
         for name, anywhere in expected.items():
-            trained_values = trained[name]
-            weight, before = anywhere.to(trained_values.device), start[name]
-            off, moved = (
-                trained_values - weight,
-                weight if before is None else weight - before.to(trained_values.device),
-            )
+            values, before = trained[name], start[name]
+            weight = anywhere.to(values.device)
+            off, moved = values - weight, weight if before is None else weight - before.to(values.device)
             # The squares of a gradient of 1e-25 are zero in float32.
-            norms = (torch.linalg.vector_norm(values, dtype=torch.float64) for values in (off, moved))
+            norms = (torch.linalg.vector_norm(part, dtype=torch.float64) for part in (off, moved))
             largest = off.abs().max().double() if off.numel() else off.new_zeros((), dtype=torch.float64)
             measured.append(torch.stack([largest, *norms]))
     # One transfer for all.
@@ -125,6 +123,8 @@ def distances(
 
 
 def norm(values: Tensor) -> float:
+    """The Euclidean norm, in float64: the squares of a gradient of 1e-25 are zero in float32."""
+    values = values if values.is_floating_point() else values.double()
     return torch.linalg.vector_norm(values, dtype=torch.float64).item()
 
 
@@ -148,6 +148,42 @@ def rounding_explains(
         repeated = max(repeated, norm(other - expected))
         nearest = min(nearest, norm(other - trained))
     return nearest <= allowed * distance.moved + _REPEATED * repeated
+
+
+class Comparison:
+    """Tensors compared with those of a reference; the ones too far off wait in host memory for another reference.
+
+    Args:
+        start, expected, trained: as of :func:`distances`.
+        allowed: the largest relative distance that rounding explains.
+
+    Attributes:
+        distances: of all, by name.
+        far: of those farther off than ``allowed``: trained and expected.
+    """
+
+    def __init__(
+        self,
+        start: Mapping[str, Tensor | None],
+        expected: Mapping[str, Tensor],
+        trained: Mapping[str, Tensor],
+        allowed: float,
+    ):
+        self.distances = distances(start, expected, trained)
+        self.far = {
+            name: (trained[name].detach().to("cpu", copy=True), expected[name].detach().to("cpu", copy=True))
+            for name, distance in self.distances.items()
+            if not distance.relative <= allowed
+        }
+        self._allowed = allowed
+
+    def explained(self, others_of: Callable[[str], Iterable[Tensor]]) -> list[str]:
+        """List the names of those far off that :func:`rounding_explains`, by the references ``others_of`` each."""
+        return [
+            name
+            for name, (trained, expected) in self.far.items()
+            if rounding_explains(self.distances[name], trained, expected, others_of(name), self._allowed)
+        ]
 
 
 def rounding_note(names: Sequence[str], count: int, allowed: float) -> str:

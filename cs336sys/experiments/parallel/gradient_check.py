@@ -19,7 +19,7 @@ from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.models import attention_replaced, build_model, keeping_input, make_batch
-from cs336sys.experiments.parallel.rank import release_last_job
+from cs336sys.experiments.parallel.rank import frees_memory
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.parallel.verification import mean_gradients
 from cs336sys.measure.cells import Outcome
@@ -72,7 +72,7 @@ def gradients_outcome(ranks: Ranks, workload: ParallelWorkload) -> tuple[dict[st
     """Check a workload: derived columns, and a ``wrong`` outcome where rounding is no reason."""
     checked = with_few_blocks(workload)
     if checked not in _checked:
-        _checked[checked] = ranks.run(_check_on_rank, checked)[0]
+        _checked[checked] = ranks.run(check_gradients, checked)[0]
     difference = _checked[checked]
     derived = {
         "parameters": count_parameters(workload.training.size),
@@ -93,13 +93,7 @@ def gradients_outcome(ranks: Ranks, workload: ParallelWorkload) -> tuple[dict[st
     return derived, Outcome("wrong", derived=derived, reason=reason)
 
 
-def _check_on_rank(workload: ParallelWorkload) -> GradientDifference:
-    release_last_job(workload)
-    difference = check_gradients(workload)
-    release_last_job(workload)
-    return difference
-
-
+@frees_memory
 def check_gradients(workload: ParallelWorkload) -> GradientDifference:
     """One forward and backward pass of the workload, and the same alone. All ranks call it together.
 

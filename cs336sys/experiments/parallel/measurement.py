@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,22 +20,23 @@ from cs336sys.accounting.hardware import impossible_utilization, model_flops_uti
 from cs336sys.experiments.checks.weights import STEPS
 from cs336sys.experiments.flop_counting import count_step
 from cs336sys.experiments.models import initializer_of
-from cs336sys.experiments.parallel.communication import StepShares, finish_communication, profile_shares, write_trace
+from cs336sys.experiments.parallel.communication import StepShares, profile_shares
 from cs336sys.experiments.parallel.gradient_check import gradients_outcome
 from cs336sys.experiments.parallel.rank import (
     RankMeasurement,
+    frees_memory,
     has_room_alone,
     measure_on_rank,
-    release_last_job,
+    run_profiled,
     time_all_reduces,
     verify_on_rank,
+    write_step_trace,
 )
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.training import time_steps, with_notes
 from cs336sys.experiments.user_models import hidden_warnings, why_built_whole
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device, peak_memory_gib, reset_peak_memory
-from cs336sys.measure.phases import RecordFunctionMarks
 from cs336sys.parallel.ranks import launch
 from cs336sys.results.model import Samples, configuration_key
 from cs336sys.workload import FULLY_SHARDED, SHARD_STRATEGIES, ParallelWorkload, bucket_name
@@ -138,7 +139,7 @@ def _derived(
     running_ms = None if first.timeline is None else first.timeline.communication_ms
     derived: dict[str, Any] = {
         **exposed_communication({name: series.median for name, series in samples.items()}, running_ms),
-        "overlap_percent": None,
+        "overlap_percent": 100 * first.timeline.overlap_ms / running_ms if first.timeline and running_ms else None,
         "calls": first.calls,
         "gradient_calls": first.gradient_calls,
         "communicated_bytes": first.communicated_bytes,
@@ -148,8 +149,6 @@ def _derived(
         **workload.training.throughput(samples["step"]),
         "timeline": None if first.timeline is None else asdict(first.timeline),
     }
-    if first.timeline is not None and first.timeline.communication_ms:
-        derived["overlap_percent"] = 100 * first.timeline.overlap_ms / first.timeline.communication_ms
     if workload.strategy in SHARD_STRATEGIES:
         derived |= _sharding(measured)
     return derived
@@ -195,16 +194,11 @@ def _sharding(measured: Sequence[RankMeasurement]) -> dict[str, Any]:
     }
 
 
-class _Measured(Protocol):
-    @property
-    def samples(self) -> Mapping[str, Samples]: ...
-
-
 # Series that are not a part of the step as a rank's events time it.
 _BESIDE_THE_STEP = ("wall", "communication")
 
 
-def slowest(measured: Sequence[_Measured]) -> dict[str, Samples]:
+def slowest(measured: "Sequence[RankMeasurement] | Sequence[BoardMeasurement]") -> dict[str, Samples]:
     """Return the longest step of all ranks, step by step, with the phases of the same rank, whose sum it is.
 
     Of the other series, the time of the rank that took longest.
@@ -331,13 +325,13 @@ def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
     return Outcome("ok", samples, derived) if impossible is None else Outcome("error", reason=impossible)
 
 
+@frees_memory
 def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> BoardMeasurement:
     """Train, and time it. All ranks call it together.
 
     Args:
         trace: where rank 0 writes a Chrome trace.
     """
-    release_last_job(workload)
     device = rank_device(workload)
     on_gpu = device.type == "cuda"
     started = time.perf_counter()
@@ -352,19 +346,10 @@ def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None)
     samples = time_steps(step, step.phases)
     peak_gib = peak_memory_gib(device)
     values = torch.stack(losses).tolist()
-    shares = None
-    is_first = dist.get_rank() == 0
-    if is_first:
-        shares = profile_shares(step.phases, device)
-    else:
-        _step_beside_profiler(step)
+    shares = run_profiled(step, lambda: profile_shares(step.phases, device))
     if trace is not None:
-        if is_first:
-            step.mark(RecordFunctionMarks())
-            write_trace(step.phases, device, trace)
-        else:
-            _step_beside_profiler(step)
-    measurement = BoardMeasurement(
+        write_step_trace(step, device, trace)
+    return BoardMeasurement(
         samples,
         ready_s,
         peak_gib,
@@ -373,14 +358,6 @@ def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None)
         shares,
         torch.cuda.get_device_name(device) if on_gpu else "",
     )
-    del step
-    release_last_job(workload)
-    return measurement
-
-
-def _step_beside_profiler(step: ParallelStep) -> None:
-    step()
-    finish_communication()
 
 
 def _kept_losses(step: ParallelStep) -> list[Tensor]:
@@ -403,9 +380,12 @@ def _board_derived(workload: ParallelWorkload, measured: list[BoardMeasurement],
     peak = peak_tflops(first.device, training.precision)
     of_all = None if peak is None else peak * workload.world_size
     losses = [sum(of_ranks) / len(measured) for of_ranks in zip(*(rank.losses for rank in measured), strict=True)]
+    shares = {
+        name: model_flops_utilization(flops, seconds, of_all)
+        for name, flops in (("mfu_percent", training.flops), ("hfu_percent", workload.computed_flops))
+    }
     return {
-        "mfu_percent": _percent_of_step(model_flops_utilization(training.flops, seconds, of_all)),
-        "hfu_percent": _percent_of_step(model_flops_utilization(workload.computed_flops, seconds, of_all)),
+        **{name: None if share is None else 100 * share for name, share in shares.items()},
         "tokens_per_s": training.tokens / seconds,
         "ready_s": max(rank.ready_s for rank in measured),
         "peaks_gib": [rank.peak_gib for rank in measured],
@@ -415,7 +395,3 @@ def _board_derived(workload: ParallelWorkload, measured: list[BoardMeasurement],
         "losses": losses,
         "shares": None if first.shares is None else asdict(first.shares),
     }
-
-
-def _percent_of_step(share: float | None) -> float | None:
-    return None if share is None else 100 * share

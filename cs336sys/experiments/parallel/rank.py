@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,8 @@ from cs336sys.measure.phases import RecordFunctionMarks
 from cs336sys.measure.timing import time_phases
 from cs336sys.results.model import Samples
 from cs336sys.workload import FULLY_SHARDED, SHARD_STRATEGIES, ParallelWorkload
+
+T = TypeVar("T")
 
 
 def build_recorded(
@@ -220,35 +222,44 @@ def has_room_alone(workload: ParallelWorkload) -> bool:
     if device.type == "cpu":
         return True
     training = workload.training
-    if not training.is_ours:
+    if training.is_ours:
+        checkpointing = "none" if kept_blocks(workload.checkpointing) is not None else workload.checkpointing
+        needed = replace(training, size=workload.share_size).predicted_peak(checkpointing).total
+    else:
         # Weights, gradients and two states in fp32, and as much again for activations.
         needed = 2 * 4 * 4 * (count_step(training).parameters or 0)
-        return needed < _FILLED * torch.cuda.get_device_properties(device).total_memory
-    share = replace(training, size=workload.share_size)
-    peak = share.predicted_peak("none" if kept_blocks(workload.checkpointing) is not None else workload.checkpointing)
-    return peak.total < _FILLED * torch.cuda.get_device_properties(device).total_memory
+    return needed < _FILLED * torch.cuda.get_device_properties(device).total_memory
 
 
+def frees_memory(run: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a function of a workload, and perhaps more, that ranks run: memory is free before and after it."""
+
+    @functools.wraps(run)
+    def on_rank(workload: ParallelWorkload, *arguments: Any) -> T:
+        release_last_job(workload)
+        result = run(workload, *arguments)
+        release_last_job(workload)
+        return result
+
+    return on_rank
+
+
+@frees_memory
 def verify_on_rank(workload: ParallelWorkload) -> WeightDifference:
     """:func:`~cs336sys.experiments.parallel.verification.verify_training`, with memory free before and after."""
-    release_last_job(workload)
     with telling_errors_of_rank(workload):
-        difference = verify_training(workload)
-    release_last_job(workload)
-    return difference
+        return verify_training(workload)
 
 
+@frees_memory
 def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> RankMeasurement:
     """Time the steps of one strategy. All ranks call it together.
 
     Args:
         trace: where rank 0 writes a Chrome trace.
     """
-    release_last_job(workload)
     with telling_errors_of_rank(workload):
-        measurement = _measure_rank(workload, trace)
-    release_last_job(workload)
-    return measurement
+        return _measure_rank(workload, trace)
 
 
 def _measure_rank(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
@@ -260,8 +271,7 @@ def _measure_rank(workload: ParallelWorkload, trace: Path | None) -> RankMeasure
     else:
         step = ParallelStep(workload, device)
     training = workload.training
-    in_graphs = training.cuda_graph == "on"
-    if in_graphs and communications is None:
+    if training.cuda_graph == "on" and communications is None:
         # A replay hands nothing to torch's dispatcher.
         with step.aside():
             # torch's DDP makes its buckets anew after the first step.
@@ -282,7 +292,9 @@ def _measure_rank(workload: ParallelWorkload, trace: Path | None) -> RankMeasure
     timeline = None
     # One rank sends nothing that lanes could show, and its step may take a quarter of a minute.
     if dist.get_world_size() > 1:
-        timeline = _profiled_step(step, device)
+        copies_communicate = step.replica.copy_engines is not None
+        profile = functools.partial(profile_step, step.phases, device, copies_communicate=copies_communicate)
+        timeline = run_profiled(step, profile)
     gathers = _watched_gathers(step)
     # By themselves copies and means are launched more slowly than they run: 25 ms for large's, which take 9 in a graph.
     if communications and step.replica.copy_engines is None:
@@ -293,7 +305,7 @@ def _measure_rank(workload: ParallelWorkload, trace: Path | None) -> RankMeasure
         samples["communication"] = _time_alone(communications, tensors, training.steps, device)
     # Last, so that nothing is measured with its ranges.
     if trace is not None:
-        _write_trace(step, device, trace)
+        write_step_trace(step, device, trace)
     return RankMeasurement(
         samples,
         peak_gib,
@@ -310,22 +322,20 @@ def _measure_rank(workload: ParallelWorkload, trace: Path | None) -> RankMeasure
     )
 
 
-def _profiled_step(step: ParallelStep, device: torch.device) -> StepTimeline | None:
+def run_profiled(step: ParallelStep, profile: Callable[[], T]) -> T | None:
+    """One more step, which rank 0 runs by ``profile``, and all others without a profiler; what rank 0 saw."""
     if dist.get_rank() == 0:
-        return profile_step(step.phases, device, copies_communicate=step.replica.copy_engines is not None)
+        return profile()
     step()
     finish_communication()
     return None
 
 
-def _write_trace(step: ParallelStep, device: torch.device, path: Path) -> None:
+def write_step_trace(step: ParallelStep, device: torch.device, path: Path) -> None:
     """One more step, which rank 0 writes to a Chrome trace."""
     if dist.get_rank() == 0:
         step.mark(RecordFunctionMarks())
-        write_trace(step.phases, device, path)
-    else:
-        step()
-        finish_communication()
+    run_profiled(step, lambda: write_trace(step.phases, device, path))
 
 
 def _recorded(step: ParallelStep) -> list[Communication]:

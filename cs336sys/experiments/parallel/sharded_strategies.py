@@ -24,7 +24,15 @@ from cs336sys.experiments.models import (
     initializer_of,
     keeping_input,
 )
-from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model, keep_by_parts
+from cs336sys.experiments.parallel.strategies import (
+    OptimizerChoice,
+    Prepare,
+    Replica,
+    build_plain_model,
+    keep_by_parts,
+    replica_of,
+    replica_of_torch,
+)
 from cs336sys.experiments.training import AUTOCAST_DTYPES
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
@@ -45,14 +53,7 @@ def _replicated_optimizer(workload: ParallelWorkload, device: torch.device, opti
 def averaging_replica(plain: nn.Module, optimizer: OptimizerChoice, **settings: Any) -> Replica:
     """Average the gradients of a model in buckets, during the backward pass; ``settings`` are fields of the replica."""
     model = BucketedDDP(plain, BUCKETS)
-    return Replica(
-        model,
-        optimizer(model.parameters()),
-        model.finish_gradient_synchronization,
-        lambda: dict(plain.named_parameters()),
-        model.buckets,
-        **settings,
-    )
+    return replica_of(model, plain, optimizer(model.parameters()), **settings)
 
 
 def _sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
@@ -60,14 +61,8 @@ def _sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice:
     plain = build_plain_model(workload, device)
     model = BucketedDDP(plain, BUCKETS)
     optimizer = ShardedOptimizer(plain.parameters(), choice.optimizer_class, module=plain, **choice.settings)
-    return Replica(
-        model,
-        optimizer,
-        model.finish_gradient_synchronization,
-        functools.partial(_arrived, plain, optimizer),
-        model.buckets,
-        sharded=optimizer,
-    )
+    replica = replica_of(model, plain, optimizer, sharded=optimizer)
+    return replace(replica, whole_parameters=functools.partial(_arrived, plain, optimizer))
 
 
 def _flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
@@ -153,8 +148,9 @@ def _torch_zero(workload: ParallelWorkload, device: torch.device, choice: Optimi
 
     plain = build_plain_model(workload, device)
     model = nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), choice.optimizer_class, **choice.settings)
-    return Replica(model, optimizer, None, lambda: dict(plain.named_parameters()))
+    return replica_of_torch(
+        model, ZeroRedundancyOptimizer(model.parameters(), choice.optimizer_class, **choice.settings)
+    )
 
 
 def _torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,14 +38,17 @@ from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 # Checkpoints inside of blocks: torch's selective checkpointing by what each product costs to compute again.
 #
 # ``keep=N`` of blocks whose backward pass is torch's own, compiled or not. Blocks of fused kernels that nothing
-# compiles
-# have a backward pass of their own instead, :mod:`cs336sys.kernels.transformer_block`, which keeps the same.
+# compiles have a backward pass of their own, :mod:`cs336sys.kernels.transformer_block`, which keeps the same.
 
 # Attention's operators: their outputs and logsumexps are kept.
 _ATTENTION = ("scaled_dot_product", "flash_attention_forward")
 
 # torch's compiler asks, on every rank, for regions without operations in place. These have none.
-_CHECKPOINT_LOG, _WARNING = logging.getLogger("torch._higher_order_ops.wrap"), "context_fn is passed"
+_CHECKPOINT_LOG = logging.getLogger("torch._higher_order_ops.wrap")
+
+
+def _without_warning(record: logging.LogRecord) -> bool:
+    return "context_fn is passed" not in record.getMessage()
 
 
 def keep_by_parts(model: nn.Module, size: ModelSize, blocks_with_gate_and_up: int) -> None:
@@ -65,7 +68,7 @@ def keep_by_parts(model: nn.Module, size: ModelSize, blocks_with_gate_and_up: in
 
 
 def _checkpointed_block(run: Callable[..., Tensor], d_ff: int, keeps_gate_and_up: bool) -> Callable[..., Tensor]:
-    _CHECKPOINT_LOG.addFilter(_is_news)
+    _CHECKPOINT_LOG.addFilter(_without_warning)
     policy = functools.partial(_policy, d_ff, keeps_gate_and_up)
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
 
@@ -78,10 +81,6 @@ def _checkpointed_block(run: Callable[..., Tensor], d_ff: int, keeps_gate_and_up
     return forward
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    return _WARNING not in record.getMessage()
-
-
 def _policy(d_ff: int, keeps_gate_and_up: bool, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
     is_kept = any(name in str(operator) for name in _ATTENTION)
     if operator is torch.ops.aten.mm.default:
@@ -89,12 +88,6 @@ def _policy(d_ff: int, keeps_gate_and_up: bool, context: Any, operator: Any, *ar
         # The last product of a block is the input of the next one.
         is_kept = inner != d_ff and (keeps_gate_and_up or columns != d_ff)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class Launched(Protocol):
-    """Something whose ``launch()`` starts a collective: marked in traces and for Nsight Systems."""
-
-    def launch(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -106,7 +99,7 @@ class Replica:
         synchronize: run between backward pass and optimizer step, a phase of its own; None if there is none.
         whole_parameters: by their names in the plain model, every parameter unsharded, when no step is under way. All
             ranks call it together. The tensors may be the model's own.
-        launched: what launches collectives during a step, in order.
+        launched: buckets, whose ``launch()`` starts a collective during a step, in order.
         scaler_class: what scales the loss for fp16: ranks that hold slices of gradients must agree on overflow.
         watched_gathers: notes, for the steps within it, whether gathered weights arrive before they are needed.
         communicates_in_backward: whether the backward pass launches what ``synchronize`` waits for.
@@ -123,7 +116,7 @@ class Replica:
     optimizer: torch.optim.Optimizer
     synchronize: Callable[[], None] | None
     whole_parameters: Callable[[], Mapping[str, Tensor]]
-    launched: Sequence[Launched] = ()
+    launched: Sequence[Any] = ()
     scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
     watched_gathers: Callable[[], AbstractContextManager["GatherWatch"]] | None = None
     communicates_in_backward: bool = True
@@ -134,6 +127,24 @@ class Replica:
     around: Callable[[], AbstractContextManager[Any]] | None = None
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     copy_engines: CopyEngines | None = None
+
+
+def replica_of(model: Any, plain: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Replica:
+    """Build the replica of a wrapper of ours around a plain model; ``settings`` are other fields of the replica."""
+    return Replica(
+        model,
+        optimizer,
+        model.finish_gradient_synchronization,
+        lambda: dict(plain.named_parameters()),
+        model.buckets,
+        **settings,
+    )
+
+
+def replica_of_torch(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Replica:
+    """Build the replica of torch's classes, which wait for ranks in the backward pass or in the optimizer."""
+    plain = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return Replica(model, optimizer, None, lambda: dict(plain.named_parameters()), **settings)
 
 
 @dataclass(frozen=True)
@@ -189,25 +200,20 @@ def build_plain_model(
             keeping = functools.partial(keeping_input, run, keeps_random=not workload.training.is_ours)
             block._compiled_call_impl = keeping
     kept = kept_blocks(workload.checkpointing)
-    if kept is not None:
-        _choose_kept(model, workload, kept)
-    return model
-
-
-def _choose_kept(model: nn.Module, workload: ParallelWorkload, blocks: int) -> None:
-    if workload.writes_out_blocks:
+    if kept is not None and workload.writes_out_blocks:
         from cs336sys.kernels.transformer_block import choose_kept
 
         sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-        choose_kept(model, blocks, sdpa if workload.training.attention == "sdpa" else None)
-    else:
-        keep_by_parts(model, workload.training.size, blocks)
+        choose_kept(model, kept, sdpa if workload.training.attention == "sdpa" else None)
+    elif kept is not None:
+        keep_by_parts(model, workload.training.size, kept)
+    return model
 
 
 def _unsynchronized(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """Every rank trains a model of its own: the step of the others without their communication."""
     model = build_plain_model(workload, device)
-    return Replica(model, _optimizer_of(model, workload, optimizer), None, lambda: dict(model.named_parameters()))
+    return replica_of_torch(model, _optimizer_of(model, workload, optimizer))
 
 
 def _optimizer_of(model: nn.Module, workload: ParallelWorkload, optimizer: OptimizerChoice) -> torch.optim.Optimizer:
@@ -229,15 +235,8 @@ def _replicated(wrap: Callable[..., NaiveDDP | FlatDDP | OverlappedDDP | Buckete
         plain = build_plain_model(workload, device)
         trained = _optimizer_of(plain, workload, optimizer)
         model = wrap(plain, workload, gradient_dtype=AUTOCAST_DTYPES.get(workload.gradient_dtype))
-        return Replica(
-            model,
-            trained,
-            model.finish_gradient_synchronization,
-            lambda: dict(plain.named_parameters()),
-            model.buckets,
-            communicates_in_backward=model.overlaps,
-            copy_engines=model.copy_engines if isinstance(model, BucketedDDP) else None,
-        )
+        copy_engines = model.copy_engines if isinstance(model, BucketedDDP) else None
+        return replica_of(model, plain, trained, communicates_in_backward=model.overlaps, copy_engines=copy_engines)
 
     return prepare
 
@@ -255,7 +254,7 @@ def _torch_ddp(workload: ParallelWorkload, device: torch.device, optimizer: Opti
     hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
     if workload.gradient_dtype in hooks:
         model.register_comm_hook(None, hooks[workload.gradient_dtype])
-    return Replica(model, optimizer(model.parameters()), None, lambda: dict(plain.named_parameters()))
+    return replica_of_torch(model, optimizer(model.parameters()))
 
 
 PREPARE: dict[str, Prepare] = {

@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +25,16 @@ from cs336sys.experiments.models import (
     give_positions,
     initialize_layer,
     model_attention,
+    torch_linear,
 )
 from cs336sys.experiments.parallel.sharded_strategies import BUCKETS, averaging_replica, full_tensors, fully_sharded
-from cs336sys.experiments.parallel.strategies import OptimizerChoice, Prepare, Replica, build_plain_model
+from cs336sys.experiments.parallel.strategies import (
+    OptimizerChoice,
+    Prepare,
+    Replica,
+    build_plain_model,
+    replica_of_torch,
+)
 from cs336sys.experiments.training import AUTOCAST_DTYPES
 from cs336sys.kernels.attention import flash_attention, flash_attention_backward
 from cs336sys.parallel.collectives import process_group
@@ -167,13 +175,10 @@ def _as_torch_layers(model: nn.Module) -> None:
             weight = getattr(child, "weight", None)
             if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
                 continue
-            with torch.device("meta"):
-                layer = (
-                    nn.Embedding(*weight.shape)
-                    if name == "token_embeddings"
-                    else nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-                )
-            layer.weight = weight
+            layer: nn.Module = torch_linear(weight)
+            if name == "token_embeddings":
+                layer = nn.Embedding(*weight.shape, _weight=weight)
+                layer.weight = weight
             setattr(module, name, layer)
 
 
@@ -223,12 +228,10 @@ def _parallelize(model: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         )
 
 
-@contextlib.contextmanager
-def _loss_parallel() -> Iterator[None]:
+def _loss_parallel() -> AbstractContextManager[Any]:
     from torch.distributed.tensor.parallel import loss_parallel
 
-    with loss_parallel():
-        yield
+    return loss_parallel()
 
 
 def _distributed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -303,9 +306,8 @@ def _context_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
             # Its collectives are launched between the compiled parts.
             attention = torch.compiler.disable(attention)
         positions = context.positions(device)
-        first = dist.get_rank() // ranks * workload.share
         of_this_rank: dict[str, Any] = {
-            "share": (slice(first, first + workload.share), positions),
+            "share": (_share(workload), positions),
             "loss_weight": context.loss_weight,
         }
         if outer_dimension(strategy) == "fsdp":
@@ -316,8 +318,7 @@ def _context_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
         plain = build_plain_model(workload, device, attention)
         give_positions(plain, positions)
         if not communicates:
-            parameters = dict(plain.named_parameters())
-            return Replica(plain, optimizer(plain.parameters()), None, lambda: parameters, **of_this_rank)
+            return replica_of_torch(plain, optimizer(plain.parameters()), **of_this_rank)
         return averaging_replica(plain, optimizer, **of_this_rank)
 
     return prepare
@@ -359,7 +360,6 @@ def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: 
             f"strategy 'torch-context' cuts sequences into {2 * world_size} equal chunks: context "
             f"{training.size.context} is no multiple of that"
         )
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
     context = ContextGroup(split_of("torch-context", training.size, world_size))

@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,13 +13,11 @@ from cs336sys.experiments.checks import weights
 from cs336sys.experiments.checks.weights import (
     OPTIMIZER_SETTINGS,
     TOLERANCES,
-    Distance,
+    Comparison,
     WeightDifference,
-    distances,
     farthest,
     norm,
     plainly_trained,
-    rounding_explains,
     rounding_note,
 )
 from cs336sys.experiments.flop_counting import count_step
@@ -220,11 +218,9 @@ class _Comparison:
     device: torch.device
     warmup: int
     reference: _Reference
-    weights: dict[str, Distance] = field(default_factory=dict)
-    gradients: dict[str, Distance] = field(default_factory=dict)
-    # In the host's memory, what is farther off than the precision explains, and which rows of a gradient it is.
-    _far_weights: dict[str, Tensor] = field(default_factory=dict)
-    _far_gradients: dict[str, tuple[Tensor, slice]] = field(default_factory=dict)
+    # None where no gradients are compared, and which rows of each they are.
+    _gradients: Comparison | None = None
+    _rows: dict[str, slice] = field(default_factory=dict)
 
     def train(self) -> None:
         workload, trained = self.workload, self.reference.trained
@@ -238,12 +234,11 @@ class _Comparison:
         trained_weights, stale = step.weights(step.replica.whole_parameters())
         start: dict[str, Tensor | None] = dict(starting_model(workload, self.device).named_parameters())
         expected = trained.weights | {name: torch.zeros_like(value) for name, value in stale.items()}
-        self.weights = distances(start | dict.fromkeys(stale), expected, trained_weights | stale)
-        self._far_weights = {
-            name: trained_weights[name].detach().to("cpu", copy=True)
-            for name in self._far(self.weights)
-            if name in trained_weights
-        }
+        start |= dict.fromkeys(stale)
+        self._weights = Comparison(start, expected, trained_weights | stale, parallel_tolerance(workload))
+        # No rounding explains a copy that differs from its weight.
+        for name in stale:
+            self._weights.far.pop(name, None)
 
     def _train(self, workload: ParallelWorkload, *, compares: bool) -> ParallelStep:
         step = ParallelStep(workload, self.device, **OPTIMIZER_SETTINGS | {"lr": self.reference.learning_rate})
@@ -258,50 +253,42 @@ class _Comparison:
 
     def _compare_gradients(self, model: nn.Module) -> None:
         rank_gradients = mean_gradients(model, is_sharded=self.workload.strategy in FULLY_SHARDED)
-        expected, trained, rows_of = {}, {}, {}
+        expected, trained = {}, {}
         for name, (gradient, rows) in rank_gradients.items():
             wanted = self.reference.trained.gradients.get(name)
             if gradient is None and wanted is None:
                 continue
-            rows_of[name] = slice(None) if rows is None else slice(rows.start, rows.stop)
+            self._rows[name] = slice(None) if rows is None else slice(rows.start, rows.stop)
             if wanted is not None:
-                expected[name] = wanted[rows_of[name]]
+                expected[name] = wanted[self._rows[name]]
                 trained[name] = torch.zeros_like(expected[name]) if gradient is None else gradient.to_dense()
             else:
                 assert gradient is not None
                 trained[name] = gradient.to_dense()
                 expected[name] = torch.zeros_like(trained[name])
-        gradients = (*expected.values(), *trained.values())
-        if self.workload.training.precision == "fp16" and not all(
-            gradient_values.isfinite().all() for gradient_values in gradients
-        ):
+        values = (*expected.values(), *trained.values())
+        if self.workload.training.precision == "fp16" and not all(tensor.isfinite().all() for tensor in values):
             # Scaled, they may overflow in the first step, which is skipped then.
             return
-        self.gradients = distances(dict.fromkeys(expected), expected, trained)
-        self._far_gradients = {
-            name: (trained[name].detach().to("cpu", copy=True), rows_of[name]) for name in self._far(self.gradients)
-        }
-
-    def _far(self, compared: Mapping[str, Distance]) -> list[str]:
         allowed = parallel_tolerance(self.workload)
-        return [name for name, distance in compared.items() if not distance.relative <= allowed]
+        self._gradients = Comparison(dict.fromkeys(expected), expected, trained, allowed)
 
     def judge(self) -> WeightDifference:
         """The parameter that is farthest off, those aside that the rounding of one process explains."""
         allowed = parallel_tolerance(self.workload)
         num_layers = self.workload.training.size.num_layers
-        explained_weights = [name for name in self._far_weights if self._explains(name, self.weights[name], None)]
-        explained_gradients = [
-            name for name, (_, rows) in self._far_gradients.items() if self._explains(name, self.gradients[name], rows)
-        ]
-        difference = farthest(self.weights, num_layers, explained_weights)
-        of_gradients = farthest(self.gradients, num_layers, explained_gradients)
-        if of_gradients.relative > allowed >= difference.relative:
-            difference = replace(of_gradients, of_gradients=True)
-        names = list(dict.fromkeys([*explained_weights, *explained_gradients]))
+        weights, gradients = self._weights, self._gradients
+        names = weights.explained(lambda name: (other.weights[name].cpu() for other in self._others()))
+        difference = farthest(weights.distances, num_layers, names)
+        if gradients is not None:
+            explained = gradients.explained(self._other_gradients)
+            of_gradients = farthest(gradients.distances, num_layers, explained)
+            if of_gradients.relative > allowed >= difference.relative:
+                difference = replace(of_gradients, of_gradients=True)
+            names = list(dict.fromkeys([*names, *explained]))
         notes: tuple[str, ...] = ()
         if names:
-            notes = (f"{self.workload.strategy}: {rounding_note(names, len(self.weights), allowed)}",)
+            notes = (f"{self.workload.strategy}: {rounding_note(names, len(weights.distances), allowed)}",)
         if not self.reference.is_repeatable:
             reason = (
                 f"{self.workload.training.user.model}: built twice from one seed it is not the same model, so no "
@@ -318,16 +305,13 @@ class _Comparison:
             )
         return replace(difference, allowed=allowed, notes=notes, reason=reason)
 
-    def _explains(self, name: str, distance: Distance, rows: slice | None) -> bool:
-        """Return whether one process in other orders is as far from itself; ``rows`` are those of a gradient."""
-        if rows is None:
-            trained, expected = self._far_weights[name], self.reference.trained.weights[name].cpu()
-            others = (other.weights[name].cpu() for other in self._others())
-        else:
-            trained = self._far_gradients[name][0]
-            expected = _gradient_rows(self.reference.trained, name, trained, rows)
-            others = (_gradient_rows(other, name, trained, rows) for other in self._others())
-        return rounding_explains(distance, trained, expected, others, parallel_tolerance(self.workload))
+    def _other_gradients(self, name: str) -> Iterator[Tensor]:
+        """The rows of a gradient that one process has in other orders."""
+        assert self._gradients is not None
+        for other in self._others():
+            gradient = other.gradients.get(name)
+            zeros = torch.zeros_like(self._gradients.far[name][0])
+            yield zeros if gradient is None else gradient[self._rows[name]]
 
     def _others(self) -> list[Trained]:
         reference = self.reference
@@ -354,11 +338,6 @@ def _total(expected: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> flo
         return math.inf
     off = math.hypot(*(norm(trained[name] - value) for name, value in expected.items()))
     return off / (math.hypot(*map(norm, expected.values())) or math.inf)
-
-
-def _gradient_rows(trained: Trained, name: str, value: Tensor, rows: slice) -> Tensor:
-    gradient = trained.gradients.get(name)
-    return torch.zeros_like(value) if gradient is None else gradient[rows]
 
 
 def _why_not(workload: ParallelWorkload, reference: _Reference) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cs336sys.experiments.checks.weights import norm, relative_difference
 from cs336sys.experiments.verify.assembly import assemble
 from cs336sys.experiments.verify.cases import Program
 from cs336sys.experiments.verify.rank import RankReport
@@ -169,7 +170,7 @@ class CaseComparison:
             return
         expected = self.reference.record.gradients[step]
         others = [record.gradients[step] for record in self.reference.others]
-        total = math.hypot(*map(norm_of, expected.values()))
+        total = math.hypot(*map(norm, expected.values()))
         leaves_none = not any(whole)
         for name, shape in self.shapes.items():
             if name in unknown or leaves_none:
@@ -225,7 +226,9 @@ class CaseComparison:
                         "buffer", self.program.steps, name, rank, buffer, value, self._rounding(value, others)
                     )
                 elif not torch.equal(buffer, value) and torch.equal(value, others[0]):
-                    self._find(Finding("buffer", self.program.steps, name, rank, math.inf, 0.0, buffer, value))
+                    self.findings.append(
+                        Finding("buffer", self.program.steps, name, rank, math.inf, 0.0, buffer, value)
+                    )
 
     def _number(self, kind: str, step: int, index: int) -> None:
         """A loss or norm of all ranks: losses are of shares and add up, norms are the same on every rank."""
@@ -239,13 +242,9 @@ class CaseComparison:
         if any(index >= len(numbers) for numbers in rank_numbers):
             return
         numbers = [series[index] for series in rank_numbers]
-        if kind == "norm":
-            values = numbers
-        else:
-            values = [self._added(numbers)]
-        for rank, number in enumerate(values):
-            actual = torch.tensor(number, dtype=torch.float64)
-            self._compare(kind, step, "", rank, actual, value, self._rounding(value, others))
+        rounding = self._rounding(value, others)
+        for rank, number in enumerate(numbers if kind == "norm" else [self._added(numbers)]):
+            self._compare(kind, step, "", rank, torch.tensor(number, dtype=torch.float64), value, rounding)
 
     def _added(self, numbers: Sequence[float]) -> float:
         """The loss of the batch from those of ranks, each weighted by its sequences."""
@@ -262,8 +261,8 @@ class CaseComparison:
         # One process in half precision is itself as far off as ranks may be, not a few times less.
         repeated, units = (_REPEATED, _UNITS) if self.reference.half is None else (_REPEATED_IN_HALF, 1.0)
         epsilon = torch.finfo(dtype).eps
-        measured = max((norm_of(other - value) for other in others), default=0.0)
-        return repeated * measured + units * epsilon * max(norm_of(value), scale / math.sqrt(max(len(self.shapes), 1)))
+        measured = max((norm(other - value) for other in others), default=0.0)
+        return repeated * measured + units * epsilon * max(norm(value), scale / math.sqrt(max(len(self.shapes), 1)))
 
     def _compare(
         self,
@@ -277,22 +276,11 @@ class CaseComparison:
         *,
         is_missing: bool = False,
     ) -> None:
-        size = norm_of(expected)
-        off = norm_of(actual.to(expected.dtype) - expected)
-        relative = off / size if size else (math.inf if off else 0.0)
-        allowed = rounding / size if size else math.inf if off <= rounding else 0.0
-        if math.isnan(relative):
-            relative = math.inf
-        is_off = not off <= rounding
-        if relative > self.largest and size and not is_off:
+        size, off = norm(expected), norm(actual.to(expected.dtype) - expected)
+        relative = relative_difference(off, size)
+        if not off <= rounding:
+            allowed = rounding / size if size else 0.0
+            difference = None if is_missing else actual
+            self.findings.append(Finding(kind, step, name, rank, relative, allowed, difference, expected))
+        elif relative > self.largest and size:
             self.largest, self.largest_of = relative, f"{kind} {name}".strip()
-        if is_off:
-            self._find(Finding(kind, step, name, rank, relative, allowed, None if is_missing else actual, expected))
-
-    def _find(self, finding: Finding) -> None:
-        self.findings.append(finding)
-
-
-def norm_of(values: Tensor) -> float:
-    """The Euclidean norm, in float64."""
-    return torch.linalg.vector_norm(values.double()).item() if values.numel() else 0.0

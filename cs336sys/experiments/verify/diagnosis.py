@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cs336sys.experiments.verify.cases import SAVED_AFTER, Program, build_subject
-from cs336sys.experiments.verify.comparison import ComparedCase, Finding, norm_of
+from cs336sys.experiments.verify.comparison import ComparedCase, Finding, norm
 from cs336sys.experiments.verify.gradient_diagnosis import (
     EXPLAINED,
     GRADIENT_PHASES,
@@ -115,8 +115,8 @@ def _race(case: FaultEvidence) -> Diagnosis | None:
             for name, value in gradients.items():
                 other = rerun.record.gradients[step].get(name)
                 if other is not None and other.shape == value.shape:
-                    size = max(norm_of(value), 1e-300)
-                    if norm_of(other - value) / size > max(first.allowed, 1e-12) and math.isfinite(first.allowed):
+                    size = max(norm(value), 1e-300)
+                    if norm(other - value) / size > max(first.allowed, 1e-12) and math.isfinite(first.allowed):
                         sent = case.launches(GRADIENT_PHASES)
                         meaning = f"the gradient of {name} in step {step + 1} changes from run to run"
                         return case.conclude("race", meaning, launches=sent[-1:])
@@ -193,12 +193,12 @@ def _first_output_off(case: FaultEvidence) -> tuple[str, str, float | None] | No
             wanted = value
         if output.shape != wanted.shape:
             continue
-        if norm_of(output - wanted) <= 1e-6 * norm_of(wanted):
+        if norm(output - wanted) <= 1e-6 * norm(wanted):
             partial = "" if name == partial.rpartition(".")[0] else partial
             continue
         if is_shared and all(part is not None and part.shape == wanted.shape for part in outputs):
             total = sum(part for part in outputs if part is not None)
-            if isinstance(total, Tensor) and norm_of(total - wanted) < EXPLAINED * norm_of(wanted):
+            if isinstance(total, Tensor) and norm(total - wanted) < EXPLAINED * norm(wanted):
                 # A layer's output may be a part of a sum that the module around it adds up.
                 partial = name
                 if expected.get(name.rpartition(".")[0]) is not None and name.count(".") > 2:
@@ -239,7 +239,7 @@ def diagnose_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
     is_frozen = torch.equal(first.expected, start)
     if is_frozen and program.frozen:
         return case.conclude("frozen", f"{first.name} is frozen and was changed", launches=sent[-1:])
-    if norm_of(first.actual - start) <= 1e-12 * max(norm_of(start), 1e-300):
+    if norm(first.actual - start) <= 1e-12 * max(norm(start), 1e-300):
         owners = [rank for rank, report in enumerate(case.reports) if first.name in report.owned]
         if not owners:
             return case.conclude("left out", f"no rank's optimizer has {first.name}")

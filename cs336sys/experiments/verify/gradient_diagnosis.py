@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cs336sys.experiments.verify.cases import Program, shares_of
 from cs336sys.experiments.verify.collectives import CollectiveLaunch
-from cs336sys.experiments.verify.comparison import ComparedCase, Finding, norm_of
+from cs336sys.experiments.verify.comparison import ComparedCase, Finding, norm
 from cs336sys.experiments.verify.rank import RankReport
 from cs336sys.experiments.verify.reference import Reference, parts_of_gradients
 from cs336sys.workload.verification import VerifiedWorkload
@@ -129,11 +129,11 @@ def ratio_of(finding: Finding) -> float | None:
 
 def proportion(actual: Tensor, expected: Tensor) -> float | None:
     """Return the factor from ``expected``; None if they are not in proportion."""
-    size = norm_of(expected)
+    size = norm(expected)
     if not size or actual.shape != expected.shape or not torch.isfinite(actual).all():
         return None
     ratio = float((actual.double() * expected.double()).sum()) / size**2
-    return ratio if norm_of(actual.double() - ratio * expected.double()) <= EXPLAINED * size and ratio else None
+    return ratio if norm(actual.double() - ratio * expected.double()) <= EXPLAINED * size and ratio else None
 
 
 def is_near(value: float, other: float) -> bool:
@@ -271,7 +271,7 @@ def _mixture(
         return None
     matrix, wanted = torch.stack(columns, 1), finding.actual.flatten().double()
     solution = torch.linalg.lstsq(matrix, wanted[:, None]).solution[:, 0]
-    if norm_of(matrix @ solution - wanted) > EXPLAINED * max(norm_of(wanted), 1e-300):
+    if norm(matrix @ solution - wanted) > EXPLAINED * max(norm(wanted), 1e-300):
         return None
     coefficients = solution.tolist()
     before = coefficients[len(keys)] if len(coefficients) > len(keys) else 0.0

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from cs336sys.errors import require_known
 from cs336sys.experiments.verify.measurement import measure_case
-from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.ranks import launch
 from cs336sys.sizes import choose_size
 from cs336sys.workload import UserCode, Workload
@@ -92,22 +92,16 @@ def verify(
     for name in cases or ():
         require_known("case", name, CASES)
     user = UserCode(model=model, loss=loss, batch=batch, blocks=blocks)
+    settings = {"gradients": gradients, "finish": finish, "timeout_s": timeout_s}
     verifications = {}
     try:
         for name in CASES if cases is None else cases:
             workload = small_workload(
-                wrap,
-                name,
-                user,
-                world_size=world_size,
-                mesh=mesh,
-                gradients=gradients,
-                finish=finish,
-                device=device,
-                seed=seed,
-                timeout_s=timeout_s,
+                wrap, name, user, world_size=world_size, mesh=mesh, device=device, seed=seed, **settings
             )
-            verifications[name] = _case(name, measure_case(workload.configuration(), lambda stage: None))
+            outcome = measure_case(workload.configuration(), lambda stage: None)
+            verdict, cause, line = (str(outcome.derived.get(key, "")) for key in ("verdict", "cause", "line"))
+            verifications[name] = VerifiedCase(name, verdict or outcome.status, cause, line, outcome.reason or "")
     finally:
         launch.end_kept()
     return Verification(verifications)
@@ -120,26 +114,15 @@ def small_workload(
     *,
     world_size: int = 2,
     mesh: str | None = None,
-    gradients: str = "mean",
-    finish: str | None = None,
     device: str = "auto",
     seed: int = 0,
-    timeout_s: float = 20.0,
+    **settings: Any,
 ) -> VerifiedWorkload:
-    """Build the workload of a case as :func:`verify` runs it.
+    """Build the workload of a case as :func:`verify` runs it; ``settings`` are its other fields.
 
     Raises:
         UsageError: settings do not go together.
     """
     size = choose_size("tiny", batch_size=SEQUENCES * world_size, **SMALL)
     training = Workload(size, device=device, seed=seed, user=user)
-    shared = mesh or WRAPS.get(wrap, "data")
-    return VerifiedWorkload(training, wrap, world_size, case, shared, "auto", finish, gradients, timeout_s)
-
-
-def _case(name: str, outcome: Outcome) -> VerifiedCase:
-    derived = outcome.derived
-    verdict = str(derived.get("verdict", outcome.status))
-    return VerifiedCase(
-        name, verdict, str(derived.get("cause", "")), str(derived.get("line", "")), outcome.reason or ""
-    )
+    return VerifiedWorkload(training, wrap, world_size, case, mesh or WRAPS.get(wrap, "data"), **settings)

@@ -1,6 +1,7 @@
 """Calls a wrap, a user's or a ready one, and finds in what it returns the parts of a training step."""
 
 import contextlib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.errors import CapabilityError, UserCodeError, a_value, choose_from
 from cs336sys.experiments import user_models
-from cs336sys.experiments.models import blocks_of
+from cs336sys.experiments.models import blocks_of, torch_linear
 from cs336sys.experiments.verify.cases import loss_of
 from cs336sys.experiments.verify.reference import default_optimizer
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
@@ -59,8 +60,8 @@ class Wrapped:
         Raises:
             CapabilityError: it has no way to.
         """
-        candidates: tuple[Any, ...] = (self.owner, self.module, optimizer)
-        for candidate in candidates:
+        candidate: Any
+        for candidate in (self.owner, self.module, optimizer):
             if hasattr(candidate, "no_sync"):
                 takes_module = len(inspect.signature(candidate.no_sync).parameters) > 0
                 return candidate.no_sync(self.module) if takes_module else candidate.no_sync()
@@ -70,16 +71,11 @@ class Wrapped:
 
     def clip(self, optimizer: Any, max_norm: float) -> float:
         """Clip gradients by what the wrap has for it, else by torch's function; their norm before."""
-        for candidate in (self.owner, self.module, optimizer):
-            method = getattr(candidate, "clip_grad_norm_", None)
-            if method is not None:
-                norm = method(max_norm)
-                break
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
-        if hasattr(norm, "full_tensor"):
-            norm = norm.full_tensor()
-        return float(norm)
+        clip: Any = functools.partial(torch.nn.utils.clip_grad_norm_, self.module.parameters())
+        for candidate in (optimizer, self.module, self.owner):
+            clip = getattr(candidate, "clip_grad_norm_", None) or clip
+        norm = clip(max_norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 @contextlib.contextmanager
@@ -112,15 +108,12 @@ def _call_wrap(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh)
     except ValueError:
         return function(model)
     group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+    values: dict[str, Any] = dict.fromkeys(_GROUP_NAMES, group) | dict.fromkeys(_MESH_NAMES, mesh)
     for parameter in parameters[1:]:
-        value = group if parameter.name in _GROUP_NAMES else mesh if parameter.name in _MESH_NAMES else None
-        if value is not None:
-            return function(model, **{parameter.name: value})
-    positional = [
-        parameter
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    ]
+        if parameter.name in values:
+            return function(model, **{parameter.name: values[parameter.name]})
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [parameter for parameter in parameters if parameter.kind in kinds]
     if len(positional) > 1 and positional[1].default is inspect.Parameter.empty:
         return function(model, mesh)
     return function(model)
@@ -148,9 +141,8 @@ def _returned_parts(workload: VerifiedWorkload, returned: Any, model: nn.Module)
         )
     if optimizer is not None and not hasattr(optimizer, "zero_grad"):
         raise UserCodeError(f"{name} returned {a_value(optimizer)} for an optimizer: it has no zero_grad()")
-    finish = None
-    for candidate in (owner, module, optimizer):
-        finish = finish or getattr(candidate, workload.finish or FINISH, None)
+    candidates = (getattr(candidate, workload.finish or FINISH, None) for candidate in (owner, module, optimizer))
+    finish = next(filter(None, candidates), None)
     if workload.finish is not None and finish is None:
         methods = [
             method for method in dir(type(owner)) if not method.startswith("_") and not hasattr(nn.Module, method)
@@ -193,7 +185,7 @@ def _fsdp2(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learn
 def _zero(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    module = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), find_unused_parameters=True)
+    module = _ddp(workload, model, mesh, learning_rate).module
     optimizer = ZeroRedundancyOptimizer(
         module.parameters(), torch.optim.AdamW, process_group=mesh.get_group(), **_wrap_settings(learning_rate)
     )
@@ -251,23 +243,21 @@ def _use_torch_layers(model: nn.Module, names: list[str]) -> None:
     """Put torch's linear layers, which torch's styles know, in the places of others."""
     for name in names:
         module = model.get_submodule(name)
-        weight: Any = module.weight
-        if not isinstance(module, nn.Linear) and isinstance(weight, nn.Parameter):
-            with torch.device("meta"):
-                layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-            layer.weight = weight
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, layer)
+        if not isinstance(module, nn.Linear) and isinstance(module.weight, nn.Parameter):
+            model.set_submodule(name, torch_linear(module.weight))
 
 
 def _ours(class_name: str, *arguments: Any) -> Ready:
     def prepare(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
         from cs336sys.parallel import ddp
 
-        module = getattr(ddp, class_name)(model, *arguments)
-        return Wrapped(module, module, finish=module.finish_gradient_synchronization)
+        return _of_ours(getattr(ddp, class_name)(model, *arguments))
 
     return prepare
+
+
+def _of_ours(module: Any, **settings: Any) -> Wrapped:
+    return Wrapped(module, module, finish=module.finish_gradient_synchronization, **settings)
 
 
 def _optimizer(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
@@ -276,7 +266,7 @@ def _optimizer(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, l
 
     module = BucketedDDP(model, "block")
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, **_wrap_settings(learning_rate))
-    return Wrapped(module, module, optimizer, module.finish_gradient_synchronization)
+    return _of_ours(module, optimizer=optimizer)
 
 
 def _flat_optimizer(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
@@ -285,8 +275,7 @@ def _flat_optimizer(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMe
     optimizer = ShardedOptimizer(
         model.parameters(), torch.optim.AdamW, flat=True, module=model, **_wrap_settings(learning_rate)
     )
-    finish = optimizer.finish_gradient_synchronization
-    return Wrapped(model, model, optimizer, finish, scaler_class=ShardedGradScaler)
+    return Wrapped(model, model, optimizer, optimizer.finish_gradient_synchronization, scaler_class=ShardedGradScaler)
 
 
 def _fsdp(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
@@ -294,17 +283,14 @@ def _fsdp(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learni
 
     training = workload.training
     blocks = None if training.is_ours else list(blocks_of(training, model).values()) or None
-    module = FSDP(model, unit_modules=blocks)
-    finish = module.finish_gradient_synchronization
-    return Wrapped(module, module, finish=finish, scaler_class=ShardedGradScaler)
+    return _of_ours(FSDP(model, unit_modules=blocks), scaler_class=ShardedGradScaler)
 
 
 def _tensor(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
     from cs336sys.parallel.tensor_parallel import TensorParallel
 
     module = TensorParallel(model, mesh)
-    finish = module.finish_gradient_synchronization
-    return Wrapped(module, module, finish=finish, loss=module.loss, scaler_class=ShardedGradScaler)
+    return _of_ours(module, loss=module.loss, scaler_class=ShardedGradScaler)
 
 
 @contextlib.contextmanager
