@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -111,44 +111,19 @@ def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
     Derived columns: the fields of :class:`~cs336sys.accounting.step_time.work.CountedModel`.
     """
     workload = Workload.from_configuration(configuration)
-    passes: dict[str, list[OperationCount]] = {"forward": [], "backward": []}
-    calls: list[tuple[int, int, int]] = []
-    step = None
-    for batch in (1, 2):
-        progress(f"counting a step of {batch}")
-        sized = replace(workload, size=replace(workload.size, batch_size=batch))
-        launched = replace(sized, precision="fp32", optimizer="fused", attention="sdpa", mode="forward-backward")
-        calls.clear()
-
-        without_scaling = torch.amp.GradScaler("cpu", enabled=False)
-        try:
-            with user_models.copied_code(), WithoutValues() as unlaunched:
-                step = TrainStep(launched, torch.device("meta"), scaler=without_scaling)
-                with _as_on_a_gpu(calls):
-                    for name, run in (("forward", step.forward), ("backward", step.backward)):
-                        with OperationCount() as count:
-                            run()
-                        passes[name].append(count)
-        except Exception as error:
-            raise CapabilityError(
-                f"{workload.user.model}: cannot be counted, as its step does not run on tensors without values "
-                f"({error!s:.300}); measure it by bench"
-            ) from error
-        if unlaunched.launches:
-            raise CapabilityError(
-                f"{workload.user.model}: launches kernels of Triton ({', '.join(unlaunched.launches)}), whose time is "
-                "not predicted; measure it by bench"
-            )
-    assert step is not None
+    sized = [replace(workload, size=replace(workload.size, batch_size=batch), optimizer="fused") for batch in (1, 2)]
+    passes: list[dict[str, OperationCount]] = []
+    for batch_workload in sized:
+        progress(f"counting a step of {batch_workload.size.batch_size}")
+        parameters, calls, counts = _count_step(batch_workload)
+        passes.append(counts)
     peaks: dict[str, list[int]] = {}
     for checkpointing in _CHECKPOINTING:
         progress(f"tracing memory, checkpoint {checkpointing}")
-        for batch in (1, 2):
-            sized = replace(workload, size=replace(workload.size, batch_size=batch), optimizer="fused")
-            traced = predicted_timeline(MemoryWorkload(sized, checkpointing=checkpointing))
-            highest = max(peak.allocated for peak in timeline_peaks(traced.timeline))
-            peaks.setdefault(checkpointing, []).append(highest)
-    parameters = list(step.model.parameters())
+        traced = [
+            predicted_timeline(MemoryWorkload(batch_workload, checkpointing=checkpointing)) for batch_workload in sized
+        ]
+        peaks[checkpointing] = [max(peak.allocated for peak in timeline_peaks(step.timeline)) for step in traced]
     columns: dict[str, Any] = {
         "parameters": sum(parameter.numel() for parameter in parameters),
         "tensors": len(parameters),
@@ -156,14 +131,44 @@ def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
         "attention": [(heads // 2, queries, dimension) for heads, queries, dimension in calls],
         "peaks": peaks,
     }
-    for name, counts in passes.items():
-        if [len(count.products) for count in counts] != [len(counts[0].products)] * 2:
+    for name in ("forward", "backward"):
+        first, second = (counts[name] for counts in passes)
+        if len(first.products) != len(second.products):
             raise CapabilityError(
                 f"{workload.user.model}: does other products with another batch, so it is not predicted"
             )
         columns[name] = {
-            "products": [count.products for count in counts],
-            "bytes": [count.bytes for count in counts],
-            "kernels": counts[0].kernels,
+            "products": [first.products, second.products],
+            "bytes": [first.bytes, second.bytes],
+            "kernels": first.kernels,
         }
     return Outcome("ok", derived=columns)
+
+
+def _count_step(
+    workload: Workload,
+) -> tuple[list[nn.Parameter], list[tuple[int, int, int]], dict[str, OperationCount]]:
+    """The parameters, the calls of attention and the operations of each pass, on tensors without values."""
+    launched = replace(workload, precision="fp32", attention="sdpa", mode="forward-backward")
+    calls: list[tuple[int, int, int]] = []
+    counts = {"forward": OperationCount(), "backward": OperationCount()}
+    try:
+        with user_models.copied_code(), WithoutValues() as unlaunched:
+            scaler = torch.amp.GradScaler("cpu", enabled=False)
+            step = TrainStep(launched, torch.device("meta"), scaler=scaler)
+            with _as_on_a_gpu(calls):
+                with counts["forward"]:
+                    step.forward()
+                with counts["backward"]:
+                    step.backward()
+    except Exception as error:
+        raise CapabilityError(
+            f"{workload.user.model}: cannot be counted, as its step does not run on tensors without values "
+            f"({error!s:.300}); measure it by bench"
+        ) from error
+    if unlaunched.launches:
+        raise CapabilityError(
+            f"{workload.user.model}: launches kernels of Triton ({', '.join(unlaunched.launches)}), whose time is "
+            "not predicted; measure it by bench"
+        )
+    return list(step.model.parameters()), calls, counts

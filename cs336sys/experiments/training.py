@@ -253,13 +253,9 @@ class TrainStep:
         output, self._output = self._output, None
         user = self.workload.user
         with self._precision():
-            if user.loss is not None:
-                loss = self._loss_function(output, self.targets)
-            else:
-                if user.model is not None:
-                    vocab_size = self.workload.size.vocab_size
-                    output = user_models.token_logits(output, self.targets, user.model, vocab_size)
-                loss = self._loss_function(output, self.targets)
+            if user.loss is None and user.model is not None:
+                output = user_models.token_logits(output, self.targets, user.model, self.workload.size.vocab_size)
+            loss = self._loss_function(output, self.targets)
         if user.loss or user.model:
             with_gradients = self.workload.mode != "forward"
             loss = user_models.scalar_loss(loss, str(user.loss or user.model), with_gradients=with_gradients)
@@ -321,10 +317,8 @@ def time_steps(
     *,
     warmup: int | None = None,
 ) -> dict[str, Samples]:
-    """Time phases of the step as its workload says (:func:`~cs336sys.measure.timing.time_phases`).
-
-    Args:
-        warmup: in place of the workload's, where steps were taken already.
+    """Time phases of the step as its workload says (:func:`~cs336sys.measure.timing.time_phases`), after ``warmup``
+    steps instead of its own, where some were taken already.
     """
     workload = step.workload
     return time_phases(

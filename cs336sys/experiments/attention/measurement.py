@@ -5,8 +5,8 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config
@@ -29,8 +29,7 @@ from cs336sys.workload import FLASH_ATTENTION_4, AttentionWorkload
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Inputs:
+class Inputs(NamedTuple):
     """Query, key and value that require gradients, and the output's gradient: (batch, heads, context, head_dim).
 
     Key and value may have fewer heads.
@@ -131,7 +130,8 @@ def implementation(workload: AttentionWorkload, device: torch.device):
             yield functools.partial(F.scaled_dot_product_attention, is_causal=workload.causal, enable_gqa=grouped)
     elif name in ("compiled", "flex"):
         with torch._functorch.config.patch(donated_buffer=False):
-            yield _flex(workload, device) if name == "flex" else _compiled(workload)
+            compiled = functools.partial(torch.compile(plain_attention, dynamic=False), **_causal_mask(workload))
+            yield _flex(workload, device) if name == "flex" else compiled
     elif name == "model":
         yield functools.partial(model_attention, is_causal=workload.causal)
     elif name == "eager":
@@ -148,31 +148,21 @@ def _causal_mask(workload: AttentionWorkload) -> dict[str, Any]:
     return {"is_causal": workload.causal} | ({} if workload.window is None else {"window": workload.window})
 
 
-def _compiled(workload: AttentionWorkload) -> Attention:
-    return functools.partial(torch.compile(plain_attention, dynamic=False), **_causal_mask(workload))
-
-
 def _flex(workload: AttentionWorkload, device: torch.device) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if device.type != "cuda":
         raise CapabilityError("implementation 'flex' needs a CUDA GPU: its backward pass does not run on a CPU")
-    mask, context = None, workload.context
+    mask, context, window = None, workload.context, workload.window
     if workload.causal:
-        window = context if workload.window is None else workload.window
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (query >= key) & (query - key < window)
+            # Without a window what torch's own examples compile, as one comparison.
+            return query >= key if window is None else (query >= key) & (query - key < window)
 
-        # Without a window what torch's own examples compile, as one comparison.
-        rule = _sees if workload.window is None else sees
-        mask = create_block_mask(rule, None, None, context, context, device=device.type, _compile=True)
+        mask = create_block_mask(sees, None, None, context, context, device=device.type, _compile=True)
     grouped = workload.key_heads != workload.heads
     return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask, enable_gqa=grouped)
-
-
-def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return query >= key
 
 
 # Rows of the score matrix that the float64 reference holds at a time: 0.5 GiB at context 65,536.
@@ -194,7 +184,7 @@ def exact_results(inputs: Inputs, workload: AttentionWorkload) -> dict[str, Tens
     Plain softmax attention and its derivative (FlashAttention-2 handout, equations 4 to 6 and 13 to 19).
     """
     device = inputs.query.device
-    query, key, value, grad_out = (tensor.detach().double() for tensor in (*inputs.differentiable, inputs.grad_out))
+    query, key, value, grad_out = (tensor.detach().double() for tensor in inputs)
     scale, group = 1 / math.sqrt(workload.head_dim), workload.heads // workload.key_heads
     out, grad_query = torch.empty_like(query), torch.empty_like(query)
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
@@ -239,8 +229,13 @@ def attention_errors(
 
 def _results(attention: Attention, inputs: Inputs) -> dict[str, Tensor]:
     out = attention(*inputs.differentiable)
+    return {"out": out.detach(), **gradients_of(out, inputs)}
+
+
+def gradients_of(out: Tensor, inputs: Inputs) -> dict[str, Tensor]:
+    """The gradients of query, key and value."""
     gradients = torch.autograd.grad(out, inputs.differentiable, inputs.grad_out)
-    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=True))
+    return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
 def errors_of_first_sequence(
@@ -249,7 +244,7 @@ def errors_of_first_sequence(
     """As :func:`attention_errors` of one call, whose first sequence alone is looked at: in float64 all take long."""
     inputs = random_inputs(workload, device)
     results = {name: tensor[:1] for name, tensor in _results(attention, inputs).items()}
-    first = Inputs(*(tensor.detach()[:1] for tensor in (*inputs.differentiable, inputs.grad_out)))
+    first = Inputs(*(tensor.detach()[:1] for tensor in inputs))
     return relative_errors(results, exact_results(first, workload))
 
 
@@ -308,8 +303,7 @@ def _peak_of_forward_and_backward(attention: Attention, inputs: Inputs, device: 
     reset_peak_memory(device)
     others_gib = 0.0
     if device.type == "cuda":
-        input_bytes = sum(tensor.nbytes for tensor in (*inputs.differentiable, inputs.grad_out))
-        others_gib = (torch.cuda.memory_allocated(device) - input_bytes) / GIB
+        others_gib = (torch.cuda.memory_allocated(device) - sum(tensor.nbytes for tensor in inputs)) / GIB
     torch.autograd.grad(attention(*inputs.differentiable), inputs.differentiable, inputs.grad_out)
     peak_gib = peak_memory_gib(device)
     return None if peak_gib is None else peak_gib - others_gib

@@ -1,7 +1,9 @@
 """Attention of the user's, beside ours: ``flash --kernel FILE.py:NAME``."""
 
+import functools
+import itertools
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +18,15 @@ from cs336sys.experiments.attention.measurement import (
     Attention,
     Inputs,
     exact_results,
+    gradients_of,
     measure_flash,
     random_inputs,
 )
-from cs336sys.experiments.user_models import load, telling_errors_of
+from cs336sys.experiments.own_kernels import PARTS, OddCase, check_odd, measure_users_function, time_parts
+from cs336sys.experiments.user_models import load
 from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.checked_timing import KernelTimer, WrongKernelError, check_untouched
+from cs336sys.measure.checked_timing import KernelTimer
 from cs336sys.measure.device import choose_device
-from cs336sys.measure.relative_error import error_columns, relative_errors, why_wrong
 from cs336sys.results.model import Samples
 from cs336sys.user_code import is_user_code
 from cs336sys.workload import AttentionWorkload
@@ -44,8 +47,8 @@ class ChangingAttentionInputs:
         self._workload = workload
         self._master = random_inputs(replace(workload, seed=secrets.randbits(62)), device)
         self._expected = exact_results(self._master, workload)
-        inputs = [tensor.detach().clone() for tensor in (*self._master.differentiable, self._master.grad_out)]
-        self.given = tuple(inputs)
+
+        self.given = tuple(tensor.detach().clone() for tensor in self._master)
         self._group = workload.heads // workload.key_heads
         self._one = replace(workload, batch_size=1, heads=self._group, kv_heads=1)
 
@@ -62,23 +65,20 @@ class ChangingAttentionInputs:
         new = random_inputs(replace(self._one, seed=secrets.randbits(62)), self.given[0].device)
         results = exact_results(new, self._one)
         with torch.no_grad():
-            tensors = (*self._master.differentiable, self._master.grad_out)
-            new_tensors = (*new.differentiable, new.grad_out)
-            for tensor, new_tensor, where in zip(tensors, new_tensors, (queries, keys, keys, queries), strict=True):
+            for tensor, new_tensor, where in zip(self._master, new, (queries, keys, keys, queries), strict=True):
                 tensor[where] = new_tensor[0]
             for name, where in (("out", queries), ("dq", queries), ("dk", keys), ("dv", keys)):
                 self._expected[name][where] = results[name][0]
 
         def put() -> None:
             with torch.no_grad():
-                for input_tensor, tensor in zip(self.given, tensors, strict=True):
+                for input_tensor, tensor in zip(self.given, self._master, strict=True):
                     input_tensor.copy_(tensor)
 
         return put
 
     def is_as_given(self) -> bool:
-        tensors = (*self._master.differentiable, self._master.grad_out)
-        return all(torch.equal(input_tensor, tensor) for input_tensor, tensor in zip(self.given, tensors, strict=True))
+        return all(map(torch.equal, self.given, self._master))
 
     def expected(self) -> Mapping[str, Tensor]:
         return self._expected
@@ -94,21 +94,31 @@ def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> 
     if not is_user_code(workload.implementation):
         return measure_flash(configuration, progress)
     device = choose_device(workload.device)
-    reference = workload.implementation
-    try:
-        attention = _called(reference, workload)
-        check_untouched()
-        with telling_errors_of(reference):
-            progress("checking odd lengths and strides")
-            refused = _check_odd_contexts(attention, workload, device)
-            timer = KernelTimer(ChangingAttentionInputs(workload, device), device, TOLERANCES[workload.dtype])
-            samples = _time_own_kernel(attention, timer, workload, device, progress)
-    except WrongKernelError as error:
-        return Outcome("wrong", reason=str(error))
-    derived = error_columns(timer.errors) | workload.tflops(samples)
-    if refused:
-        derived["notes"] = [f"{reference} does not take {refused}"]
-    return Outcome("ok", samples, derived)
+    reference, tolerance = workload.implementation, TOLERANCES[workload.dtype]
+    attention = _called(reference, workload)
+
+    def check() -> str | None:
+        progress("checking odd lengths and strides")
+        return check_odd(_odd_contexts(attention, workload, device), tolerance)
+
+    def time(timer: KernelTimer) -> dict[str, Samples]:
+        problem: Any = timer.problem
+        has_gradient = attention(*problem.inputs.differentiable).requires_grad
+        least_ms = {
+            part: _least_attention_ms(workload, device, part) for part in (PARTS if has_gradient else PARTS[:1])
+        }
+        return time_parts(
+            timer,
+            workload,
+            lambda inputs: attention(*inputs.differentiable),
+            lambda out: {"out": out},
+            gradients_of,
+            least_ms,
+            progress,
+        )
+
+    problem = functools.partial(ChangingAttentionInputs, workload, device)
+    return measure_users_function(reference, check, problem, time, workload.tflops, device, tolerance)
 
 
 def _called(reference: str, workload: AttentionWorkload) -> Attention:
@@ -127,79 +137,23 @@ def _called(reference: str, workload: AttentionWorkload) -> Attention:
     return attention
 
 
-def _check_odd_contexts(attention: Attention, workload: AttentionWorkload, device: torch.device) -> str | None:
-    """Check lengths that no tile divides, and inputs whose heads lie behind their tokens in memory.
-
-    Returns:
-        What it refuses by raising an error; None: nothing.
-
-    Raises:
-        WrongKernelError: it takes one of them and computes something else.
-    """
+def _odd_contexts(attention: Attention, workload: AttentionWorkload, device: torch.device) -> Iterator[OddCase]:
+    """Lengths that no tile divides, and inputs whose heads lie behind their tokens in memory."""
     heads = workload.heads if workload.heads <= _ODD_MOST_HEADS else workload.heads // workload.key_heads
     kv_heads = None if workload.kv_heads is None else max(1, heads * workload.key_heads // workload.heads)
-    refused = []
-    for context in _ODD_CONTEXTS:
-        for is_strided in (False, True):
-            odd = replace(workload, batch_size=2, heads=heads, kv_heads=kv_heads, context=context, window=None)
-            if workload.window is not None:
-                odd = replace(odd, window=min(workload.window, context))
-            odd = replace(odd, seed=secrets.randbits(62), implementation="fa4" if is_strided else "")
-            description = f"a context of {context}" + (" with strided inputs" if is_strided else "")
-            inputs = random_inputs(odd, device)
-            # Before the kernel can change them.
-            expected = {"out": exact_results(inputs, odd)["out"]}
-            try:
-                out = attention(*inputs.differentiable)
-            except UserCodeError:
-                raise
-            except Exception:
-                refused.append(description)
-                continue
-            check_untouched()
-            reason = why_wrong(relative_errors({"out": out.detach()}, expected), TOLERANCES[workload.dtype])
-            if reason is not None:
-                raise WrongKernelError(f"of {description}: {reason}")
-    return ", ".join(refused) or None
-
-
-def _time_own_kernel(
-    attention: Attention, timer: KernelTimer, workload: AttentionWorkload, device: torch.device, progress: Progress
-) -> dict[str, Samples]:
-    problem = timer.problem
-    assert isinstance(problem, ChangingAttentionInputs)
-
-    def forward() -> Callable[[], Mapping[str, Tensor]]:
-        inputs = problem.inputs
-        return lambda: {"out": attention(*inputs.differentiable)}
-
-    def backward() -> Callable[[], Mapping[str, Tensor]]:
-        inputs = problem.inputs
-        out = attention(*inputs.differentiable)
-        return lambda: _gradients(out, inputs)
-
-    def end_to_end() -> Callable[[], Mapping[str, Tensor]]:
-        inputs = problem.inputs
-
-        def call() -> Mapping[str, Tensor]:
-            out = attention(*inputs.differentiable)
-            return {"out": out, **_gradients(out, inputs)}
-
-        return call
-
-    has_gradient = attention(*problem.inputs.differentiable).requires_grad
-    parts = {"forward": forward, "backward": backward, "end_to_end": end_to_end}
-    samples = {}
-    for name, prepare in parts.items() if has_gradient else [("forward", forward)]:
-        progress(f"timing {name}")
-        least_ms = _least_attention_ms(workload, device, name)
-        samples[name] = timer.time(prepare, workload.warmup_ms, workload.repetition_ms, least_ms)
-    return samples
-
-
-def _gradients(out: Tensor, inputs: Inputs) -> dict[str, Tensor]:
-    gradients = torch.autograd.grad(out, inputs.differentiable, inputs.grad_out)
-    return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    for context, is_strided in itertools.product(_ODD_CONTEXTS, (False, True)):
+        window = None if workload.window is None else min(workload.window, context)
+        odd = replace(workload, batch_size=2, heads=heads, kv_heads=kv_heads, context=context, window=window)
+        odd = replace(odd, seed=secrets.randbits(62), implementation="fa4" if is_strided else "")
+        inputs = random_inputs(odd, device)
+        # Before the kernel can change them.
+        expected = {"out": exact_results(inputs, odd)["out"]}
+        run = functools.partial(attention, *inputs.differentiable)
+        yield (
+            f"a context of {context}" + (" with strided inputs" if is_strided else ""),
+            lambda run=run: {"out": run().detach()},
+            expected,
+        )
 
 
 def _least_attention_ms(workload: AttentionWorkload, device: torch.device, part: str) -> float:

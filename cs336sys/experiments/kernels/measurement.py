@@ -2,7 +2,7 @@
 
 import functools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +11,13 @@ import torch._functorch.config
 from torch import Tensor
 
 from cs336sys.accounting.hardware import least_ms
-from cs336sys.errors import UserCodeError
 from cs336sys.experiments.kernels.operation import DifferentiatedFunction, Function, Operation, as_tuple
-from cs336sys.experiments.user_models import load, telling_errors_of
+from cs336sys.experiments.own_kernels import PARTS, OddCase, check_odd, measure_users_function, time_parts
+from cs336sys.experiments.user_models import load
 from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.checked_timing import KernelTimer, WrongKernelError, check_untouched
+from cs336sys.measure.checked_timing import KernelTimer
 from cs336sys.measure.device import choose_device, held_memory_gib, peak_memory_gib, reset_peak_memory
-from cs336sys.measure.relative_error import RelativeError, error_columns, judged, relative_errors, why_wrong
+from cs336sys.measure.relative_error import RelativeError, judged, relative_errors
 from cs336sys.measure.timing import time_queued_calls
 from cs336sys.results.model import Samples
 from cs336sys.user_code import is_user_code
@@ -141,7 +141,7 @@ class ChangingFunctionInputs:
         return put
 
     def is_as_given(self) -> bool:
-        return all(torch.equal(input_tensor, new) for input_tensor, new in zip(self.given, self._new, strict=True))
+        return all(map(torch.equal, self.given, self._new))
 
     def expected(self) -> Mapping[str, Tensor]:
         return self._expected
@@ -172,86 +172,43 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
     device = choose_device(workload.device)
     operation = _differentiated_operation(workload.op)
     assert isinstance(operation, DifferentiatedFunction), "the command refuses others"
-    reference = workload.implementation
-    try:
-        function = load(reference)
-        check_untouched()
-        with telling_errors_of(reference):
-            progress("checking odd numbers of rows")
-            refused = _check_odd_shapes(function, operation, workload, device)
-            timer = KernelTimer(ChangingFunctionInputs(operation, workload, device), device, TOLERANCES[workload.dtype])
-            samples = _time_function(function, operation, timer, workload, device, progress)
-    except WrongKernelError as error:
-        return Outcome("wrong", reason=str(error))
-    derived = error_columns(timer.errors) | part_rates(operation, workload, samples, device)
-    if refused:
-        derived["notes"] = [f"{reference} does not take {refused}"]
-    return Outcome("ok", samples, derived)
+    reference, tolerance = workload.implementation, TOLERANCES[workload.dtype]
+    function = load(reference)
+
+    def check() -> str | None:
+        progress("checking odd numbers of rows")
+        return check_odd(_odd_tokens(function, operation, workload, device), tolerance)
+
+    def time(timer: KernelTimer) -> dict[str, Samples]:
+        problem: Any = timer.problem
+
+        def gradients(outputs: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            leaves = {f"d{name}": tensor for name, tensor in inputs.items() if tensor.requires_grad}
+            tensors = torch.autograd.grad(as_tuple(outputs), tuple(leaves.values()), problem.grad_outputs)
+            return dict(zip(leaves, tensors, strict=True))
+
+        return time_parts(
+            timer,
+            workload,
+            lambda inputs: function(**inputs),
+            lambda outputs: dict(zip(("out", "sum"), as_tuple(outputs), strict=False)),
+            gradients,
+            {part: _least_ms(operation, workload, device, part) for part in PARTS},
+            progress,
+        )
+
+    problem = functools.partial(ChangingFunctionInputs, operation, workload, device)
+    rates = functools.partial(part_rates, operation, workload, device=device)
+    return measure_users_function(reference, check, problem, time, rates, device, tolerance)
 
 
-def _check_odd_shapes(
+def _odd_tokens(
     function: Function, operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device
-) -> str | None:
-    refused = []
+) -> Iterator[OddCase]:
     for tokens in _ODD_TOKENS:
         odd = replace(workload, tokens=tokens, seed=secrets.randbits(60))
-        try:
-            errors = kernel_errors(function, operation, odd, device)
-        except UserCodeError:
-            raise
-        except Exception:
-            refused.append(f"{tokens} rows")
-            continue
-        check_untouched()
-        reason = why_wrong(errors, TOLERANCES[workload.dtype])
-        if reason is not None:
-            raise WrongKernelError(f"of {tokens} rows: {reason}")
-    return ", ".join(refused) or None
-
-
-def _time_function(
-    function: Function,
-    operation: DifferentiatedFunction,
-    timer: KernelTimer,
-    workload: KernelWorkload,
-    device: torch.device,
-    progress: Progress,
-) -> dict[str, Samples]:
-    problem = timer.problem
-    assert isinstance(problem, ChangingFunctionInputs)
-
-    def named(outputs: Any) -> dict[str, Tensor]:
-        return dict(zip(("out", "sum"), as_tuple(outputs), strict=False))
-
-    def gradients(outputs: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        leaves = {f"d{name}": tensor for name, tensor in inputs.items() if tensor.requires_grad}
-        gradients_of_leaves = torch.autograd.grad(as_tuple(outputs), tuple(leaves.values()), problem.grad_outputs)
-        return dict(zip(leaves, gradients_of_leaves, strict=True))
-
-    def forward() -> Callable[[], Mapping[str, Tensor]]:
-        inputs = problem.inputs
-        return lambda: named(function(**inputs))
-
-    def backward() -> Callable[[], Mapping[str, Tensor]]:
-        inputs = problem.inputs
-        outputs = function(**inputs)
-        return lambda: gradients(outputs, inputs)
-
-    def end_to_end() -> Callable[[], Mapping[str, Tensor]]:
-        inputs = problem.inputs
-
-        def call() -> Mapping[str, Tensor]:
-            outputs = function(**inputs)
-            return named(outputs) | gradients(outputs, inputs)
-
-        return call
-
-    samples = {}
-    for name, prepare in {"forward": forward, "backward": backward, "end_to_end": end_to_end}.items():
-        progress(f"timing {name}")
-        least_ms = _least_ms(operation, workload, device, name)
-        samples[name] = timer.time(prepare, workload.warmup_ms, workload.repetition_ms, least_ms)
-    return samples
+        run = functools.partial(operation.results, function, odd, device)
+        yield f"{tokens} rows", run, operation.expected(odd, device)
 
 
 def _least_ms(operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device, part: str) -> float:

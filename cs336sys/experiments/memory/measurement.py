@@ -55,20 +55,20 @@ def _measure_memory(workload: MemoryWorkload, progress: Progress) -> Outcome:
     training = workload.training
     device = choose_device(training.device)
     set_matmul_precision(training)
-    notes_of_check, wrong = check_few_blocks(training, device, progress)
+    notes, wrong = check_few_blocks(training, device, progress)
     if wrong is not None:
         return wrong
     derived: dict[str, Any] = {}
     if workload.trace:
         progress("tracing fake tensors")
-        derived, notes = _traced(workload)
-        notes_of_check = [*notes, *notes_of_check]
+        derived, notes_of_trace = _traced(workload)
+        notes = [*notes_of_trace, *notes]
     progress("building the model")
     step = MemoryStep(workload, device)
     derived |= counted_columns(step, progress)
     if device.type == "cpu" and torch.backends.mkldnn.is_available():
-        notes_of_check = [*notes_of_check, _WITHOUT_ONEDNN]
-    derived = with_notes(derived, notes_of_check)
+        notes = [*notes, _WITHOUT_ONEDNN]
+    derived = with_notes(derived, notes)
     for number in range(training.warmup):
         progress(f"warm-up {number + 1}/{training.warmup}")
         step()

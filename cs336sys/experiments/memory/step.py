@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -153,17 +154,15 @@ class MemoryStep(TrainStep):
         size = self.workload.size
         block = self.blocks[len(self.blocks) // 2]
         names = unique_names(block) if self.workload.compile == "off" else None
+        args: tuple[Any, ...]
         if self.workload.is_ours:
-            with self.device:
-                inputs: tuple[Any, dict[str, Any]] = (
-                    (torch.randn(size.batch_size, size.context, size.d_model, requires_grad=True),),
-                    {},
-                )
+            shape = size.batch_size, size.context, size.d_model
+            args, kwargs = (torch.randn(shape, device=self.device, requires_grad=True),), {}
         else:
-            inputs = self._inputs_of(block)
+            args, kwargs = self._inputs_of(block)
         with self._precision():
-            run = functools.partial(block, *inputs[0], **inputs[1])
-            return saved_tensors(lambda: first_part(run()), [*self.held()["parameters"], *block.buffers()], names)
+            tensors = [*self.held()["parameters"], *block.buffers()]
+            return saved_tensors(lambda: first_part(block(*args, **kwargs)), tensors, names)
 
     def _inputs_of(self, block: nn.Module) -> tuple[Any, dict[str, Any]]:
         calls: list[tuple[Any, dict[str, Any]]] = []
@@ -182,15 +181,10 @@ class MemoryStep(TrainStep):
 
 
 def checkpoint_calls(blocks: Sequence[nn.Module], region: "RegionContext") -> None:
-    """Let each call of a block keep its inputs alone, whoever calls it and with whatever.
-
-    Args:
-        region: entered around every recomputation.
-    """
+    """Let each call of a block keep its inputs alone, whoever calls it; enter ``region`` around recomputations."""
 
     def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        in_backward = torch._C._current_graph_task_id() != -1
-        with region(RECOMPUTATION) if in_backward else contextlib.nullcontext():
+        with _recomputation(region):
             return call(*args, **kwargs)
 
     for block in blocks:
@@ -209,23 +203,23 @@ def unique_names(model: nn.Module) -> dict[nn.Module, str]:
 RegionContext = Callable[[str], AbstractContextManager[None]]
 
 
-def checkpointed(blocks: Sequence[nn.Module], checkpointing: str, region: RegionContext) -> nn.ModuleList:
-    """Return the replacement of a model's blocks, by the strategies of ``accounting.checkpointing``.
+def _recomputation(region: RegionContext) -> AbstractContextManager[None]:
+    """Enter ``region`` where the backward pass runs a block again."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    return region(RECOMPUTATION) if in_backward else contextlib.nullcontext()
 
-    Args:
-        region: entered around every recomputation.
-    """
+
+def checkpointed(blocks: Sequence[nn.Module], checkpointing: str, region: RegionContext) -> nn.ModuleList:
+    """Return the replacement of a model's blocks, by the strategies of ``accounting.checkpointing``."""
     if checkpointing == "none":
         return nn.ModuleList(blocks)
     if checkpointing == "nested":
         return nn.ModuleList([_NestedCheckpoints(blocks, region)])
     if checkpointing in SUBLAYERS:
         return nn.ModuleList([_SublayerCheckpoints(block, SUBLAYERS[checkpointing], region) for block in blocks])
-    groups, first = [], 0
-    for count in group_sizes(checkpointing, len(blocks)):
-        groups.append(_Checkpoint(blocks[first : first + count], region))
-        first += count
-    return nn.ModuleList(groups)
+    remaining = iter(blocks)
+    sizes = group_sizes(checkpointing, len(blocks))
+    return nn.ModuleList([_Checkpoint(list(itertools.islice(remaining, count)), region) for count in sizes])
 
 
 class _Checkpoint(nn.Module):
@@ -240,29 +234,23 @@ class _Checkpoint(nn.Module):
         return keeping_input(self._run, list(self.blocks), x)
 
     def _run(self, blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
-        with self._recomputation():
+        with _recomputation(self._region):
             for block in blocks:
                 x = block(x)
             return x
-
-    def _recomputation(self) -> AbstractContextManager[None]:
-        in_backward = torch._C._current_graph_task_id() != -1
-        return self._region(RECOMPUTATION) if in_backward else contextlib.nullcontext()
 
 
 class _NestedCheckpoints(_Checkpoint):
     """Checkpoints of halves, inside which are checkpoints of halves, down to single blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(self.blocks) == 1:
-            return super().forward(x)
-        return self._halves(list(self.blocks), x)
+        return super().forward(x) if len(self.blocks) == 1 else self._halves(list(self.blocks), x)
 
     def _halves(self, blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
         if len(blocks) == 1:
             return self._run(blocks, x)
         middle = (len(blocks) + 1) // 2
-        with self._recomputation():
+        with _recomputation(self._region):
             for half in (blocks[:middle], blocks[middle:]):
                 x = keeping_input(self._halves, half, x)
             return x

@@ -1,5 +1,6 @@
 """Communication of a training step: recorded, launched by itself, and seen by torch.profiler next to computing."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from cs336sys.measure.allocations.recorder import DispatchMode
 from cs336sys.measure.profile import taxonomy
@@ -87,8 +88,7 @@ class Communication:
     def launcher(self, tensors: dict[Any, Tensor] | None = None) -> Callable[[], Any]:
         """A function that launches the same collective on zeros, without waiting, and returns what can be waited for.
 
-        Args:
-            tensors: those of other launchers, used again where they fit; new ones are added. None shares none.
+        It uses ``tensors`` of other launchers again where they fit, and adds new ones; None shares none.
         """
         tensors = {} if tensors is None else tensors
         leaves, structure = tree_flatten(self._arguments)
@@ -106,10 +106,8 @@ class Communication:
 
 
 class _Watcher(DispatchMode):
-    """Sees every collective that goes through torch's dispatcher, those of the C++ reducer of torch's DDP too.
-
-    Args:
-        launched: is called with the operator, its arguments by name and what it returned.
+    """Calls ``launched`` with the operator, the arguments by name and the result of every collective that goes through
+    torch's dispatcher, those of the C++ reducer of torch's DDP too.
     """
 
     def __init__(self, launched: Callable[[Any, dict[str, Any], Any], None]) -> None:
@@ -179,7 +177,7 @@ class _Arriving:
     tensors: Any
 
     def wait(self) -> None:
-        for tensor in tree_flatten(self.tensors)[0]:
+        for tensor in tree_leaves(self.tensors):
             torch.ops._c10d_functional.wait_tensor(tensor)
 
 
@@ -198,23 +196,19 @@ def _process_group(arguments: dict[str, Any]) -> dist.ProcessGroup:
 
 
 def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
-    bytes_of_arguments, dtypes = [], []
-    for argument in arguments.values():
-        tensors = [leaf for leaf in tree_flatten(argument)[0] if isinstance(leaf, Tensor)]
-        bytes_of_arguments.append(sum(tensor.numel() * tensor.itemsize for tensor in tensors))
-        dtypes += [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-    leaves, structure = tree_flatten(arguments)
-    arguments = tree_unflatten([_layout(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    arguments = tree_map_only(
+        Tensor,
+        lambda tensor: _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device),
+        arguments,
+    )
+    layouts = [[leaf for leaf in tree_leaves(argument) if isinstance(leaf, _Layout)] for argument in arguments.values()]
     name = operator.name().partition("::")[2].partition(".")[0]
-    ranks, most = _process_group(arguments).size(), max(bytes_of_arguments)
+    ranks, most = _process_group(arguments).size(), max(sum(layout.bytes for layout in part) for part in layouts)
     if operator.namespace == _FUNCTIONAL and name.startswith("all_gather"):
         # It returns what the others are given.
         most *= ranks
+    dtypes = [str(layout.dtype).removeprefix("torch.") for part in layouts for layout in part]
     return Communication(name, most, next(iter(dtypes), "none"), ranks, operator, arguments)
-
-
-def _layout(tensor: Tensor) -> _Layout:
-    return _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 
 # How the names of CPU events begin that only hand work to another thread, or wait in :func:`finish_communication`.
@@ -315,22 +309,11 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
             kind = taxonomy.COMMUNICATION
         kinds[kind if kind in kinds else "other"].append((start, end))
         times.setdefault(taxonomy.short_name(name), []).append(end - start)
-    so_far: list[tuple[int, int]] = []
-    before, shares_ms = 0, []
-    for intervals in kinds.values():
-        so_far = [*so_far, *intervals]
-        now = covered(so_far)
-        shares_ms.append((now - before) / 1e6)
-        before = now
-    products_ms, attention_ms, other_ms, communication_ms = shares_ms
-    span = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
+    covered_ns = [covered(intervals) for intervals in itertools.accumulate(kinds.values())]
+    span_ns = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
     longest = sorted(times.items(), key=lambda item: sum(item[1]), reverse=True)[:_NAMED_KERNELS]
     return StepShares(
-        products_ms,
-        attention_ms,
-        other_ms,
-        communication_ms,
-        (span - before) / 1e6,
+        *((after - before) / 1e6 for before, after in itertools.pairwise([0, *covered_ns, span_ns])),
         [(name, sum(each) / 1e6, len(each)) for name, each in longest],
     )
 

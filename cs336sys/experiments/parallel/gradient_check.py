@@ -95,10 +95,8 @@ def gradients_outcome(ranks: Ranks, workload: ParallelWorkload) -> tuple[dict[st
 
 @frees_memory
 def check_gradients(workload: ParallelWorkload) -> GradientDifference:
-    """One forward and backward pass of the workload, and the same alone. All ranks call it together.
-
-    Args:
-        workload: of strategy ``fsdp`` or ``torch-fsdp``, :func:`with_few_blocks`.
+    """One forward and backward pass of a workload :func:`with_few_blocks`, of strategy ``fsdp`` or ``torch-fsdp``, and
+    the same alone. All ranks call it together.
     """
     device = rank_device(workload)
     step = ParallelStep(workload, device)

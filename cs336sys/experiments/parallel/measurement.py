@@ -244,10 +244,8 @@ def _backend(workload: ParallelWorkload) -> str:
 
 
 def trace_path(configuration: Mapping[str, Any]) -> Path | None:
-    """A file of its own for each cell: its name says what cells usually differ in, and ends in a digest of everything.
-
-    Args:
-        configuration: of a cell, with what a sweep has added.
+    """A file of its own for each cell: its name says what cells usually differ in, and ends in a digest of everything,
+    what a sweep has added to the configuration, too.
     """
     workload = ParallelWorkload.from_configuration(dict(configuration))
     if workload.trace is None:
@@ -327,16 +325,21 @@ def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
 
 @frees_memory
 def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> BoardMeasurement:
-    """Train, and time it. All ranks call it together.
-
-    Args:
-        trace: where rank 0 writes a Chrome trace.
-    """
+    """Train, and time it; rank 0 writes a Chrome ``trace`` of one step. All ranks call it together."""
     device = rank_device(workload)
     on_gpu = device.type == "cuda"
     started = time.perf_counter()
     step = ParallelStep(workload, device, lr=_LEARNING_RATE)
-    losses = _kept_losses(step)
+    # Of all steps, () each, kept without waiting for them.
+    losses: list[Tensor] = []
+    update = step.phases["optimizer"]
+
+    def update_and_keep() -> None:
+        update()
+        assert step.loss is not None
+        losses.append(step.loss.detach())
+
+    step.phases["optimizer"] = update_and_keep
     step()
     if on_gpu:
         torch.cuda.synchronize(device)
@@ -358,20 +361,6 @@ def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None)
         shares,
         torch.cuda.get_device_name(device) if on_gpu else "",
     )
-
-
-def _kept_losses(step: ParallelStep) -> list[Tensor]:
-    """The losses of all steps from now on, () each, without waiting for them."""
-    losses: list[Tensor] = []
-    update = step.phases["optimizer"]
-
-    def update_and_keep() -> None:
-        update()
-        assert step.loss is not None
-        losses.append(step.loss.detach())
-
-    step.phases["optimizer"] = update_and_keep
-    return losses
 
 
 def _board_derived(workload: ParallelWorkload, measured: list[BoardMeasurement], seconds: float) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from cs336sys.experiments.parallel.verification import verify_training
 from cs336sys.experiments.training import time_steps, training_warnings
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
-from cs336sys.measure.allocations.timeline import AllocationTimeline, Region, build_timeline, peak_position
+from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline, Region, build_timeline, peak_position
 from cs336sys.measure.device import free_gpu_memory, peak_memory_gib, reset_peak_memory
 from cs336sys.measure.phases import RecordFunctionMarks
 from cs336sys.measure.timing import time_phases
@@ -82,14 +82,20 @@ def build_recorded(
         history.position(mark) for mark in (built, first, stepped, start, before, end)
     )
     at_peak = peak_position(totals, Region("step", at_start, at_end))
-    kept = _blocks_at(timeline, parameters, at_optimizer), _blocks_at(timeline, optimizer_memory.state, at_end)
+    weights, state = (
+        _blocks_at(timeline, parameters, at_optimizer),
+        _blocks_at(timeline, optimizer_memory.state, at_end),
+    )
     gradients = _blocks_at(timeline, optimizer_memory.gradients, at_optimizer)
     of_first = _blocks_at(timeline, first_gradients, at_first)
+    moments = []
     positions = (at_built, at_first, at_stepped, at_optimizer, at_end, at_peak)
-    moments = [
-        _rank_memory(moment, position, (kept[0], of_first if position <= at_stepped else gradients, kept[1]), totals)
-        for moment, position in zip(MOMENTS, positions, strict=True)
-    ]
+    for moment, position in zip(MOMENTS, positions, strict=True):
+        components = [
+            sum(block.size for block in blocks if block.start <= position < block.end)
+            for blocks in (weights, of_first if position <= at_stepped else gradients, state)
+        ]
+        moments.append(RankMemory(moment, *components, totals[position] - sum(components)))
     return step, moments, communications
 
 
@@ -147,24 +153,13 @@ def _addresses(history: AllocationHistory, tensors: Iterable[Tensor | None]) -> 
     return {history.address(tensor) for tensor in local} - {0}
 
 
-# Allocations as (first position, position after the last, bytes).
-_Block = tuple[int, int, int]
-
-
-def _blocks_at(timeline: AllocationTimeline, addresses: set[int], position: int) -> list[_Block]:
+def _blocks_at(timeline: AllocationTimeline, addresses: set[int], position: int) -> list[Allocation]:
     """The allocations at these addresses at a moment."""
     return [
-        (allocation.start, allocation.end, allocation.size)
+        allocation
         for allocation in timeline.allocations
         if allocation.address in addresses and allocation.start <= position < allocation.end
     ]
-
-
-def _rank_memory(moment: str, position: int, components: tuple[list[_Block], ...], totals: list[int]) -> RankMemory:
-    parameters, gradients, state = (
-        sum(size for start, end, size in blocks if start <= position < end) for blocks in components
-    )
-    return RankMemory(moment, parameters, gradients, state, totals[position] - parameters - gradients - state)
 
 
 # Repetitions of the communication alone before it is timed.
@@ -253,11 +248,7 @@ def verify_on_rank(workload: ParallelWorkload) -> WeightDifference:
 
 @frees_memory
 def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> RankMeasurement:
-    """Time the steps of one strategy. All ranks call it together.
-
-    Args:
-        trace: where rank 0 writes a Chrome trace.
-    """
+    """Time the steps of one strategy, of which rank 0 writes a Chrome ``trace``. All ranks call it together."""
     with telling_errors_of_rank(workload):
         return _measure_rank(workload, trace)
 
@@ -302,7 +293,8 @@ def _measure_rank(workload: ParallelWorkload, trace: Path | None) -> RankMeasure
         # GPU has.
         shares = workload.strategy in FULLY_SHARDED or workload.splits_sequences
         tensors: dict[Any, Tensor] | None = {} if shares else None
-        samples["communication"] = _time_alone(communications, tensors, training.steps, device)
+        launchers = [communication.launcher(tensors) for communication in communications]
+        samples["communication"] = _time_alone(launchers, training.steps, device)
     # Last, so that nothing is measured with its ranges.
     if trace is not None:
         write_step_trace(step, device, trace)
@@ -361,24 +353,17 @@ def _watched_gathers(step: ParallelStep) -> dict[tuple[str, bool], list[float]]:
 
 
 def time_all_reduces(workload: ParallelWorkload) -> dict[int, float]:
-    """Return how long an all-reduce takes, in s by its size in bytes, when the next is launched without waiting for
-    it.
-    """
+    """Return how long an all-reduce takes, in s by its size in bytes; the next is launched without waiting for it."""
     device = rank_device(workload)
     times_s = {}
     for size in _LINK_SIZES[device.type]:
         tensor = torch.zeros(size // 4, device=device)
         launchers = [functools.partial(dist.all_reduce, tensor, async_op=True)] * _LINK_CALLS
-        calls = {"calls": functools.partial(run_alone, launchers)}
-        samples = time_phases(calls, warmup=_WARMUP_ALONE, steps=_LINK_REPETITIONS, device=device)["calls"]
-        times_s[size] = samples.median / 1e3 / _LINK_CALLS
+        times_s[size] = _time_alone(launchers, _LINK_REPETITIONS, device).median / 1e3 / _LINK_CALLS
     return times_s
 
 
-def _time_alone(
-    communications: list[Communication], tensors: dict[Any, Tensor] | None, repetitions: int, device: torch.device
-) -> Samples:
-    launchers = [communication.launcher(tensors) for communication in communications]
+def _time_alone(launchers: Sequence[Callable[[], Any]], repetitions: int, device: torch.device) -> Samples:
     alone = {"communication": functools.partial(run_alone, launchers)}
     return time_phases(alone, warmup=_WARMUP_ALONE, steps=repetitions, device=device)["communication"]
 

@@ -124,10 +124,8 @@ def fill(
     device: torch.device,
     poison: Mapping[str, float | int | bool] | None = None,
 ) -> nn.Module:
-    """Give a model on the meta device memory and values, layer by layer; weights that are tied stay so.
-
-    Args:
-        poison: what memory holds before a layer is filled, by kind of dtype.
+    """Give a model on the meta device memory, holding ``poison`` by kind of dtype, and values, layer by layer; weights
+    that are tied stay so.
     """
     filled: dict[nn.Parameter, nn.Parameter] = {}
     for layer in list(layers_without_memory(model)):
@@ -179,11 +177,8 @@ def _differs(reference: str, size: ModelSize) -> str:
         if not _start_alike(*(named[name] for named in tensors)):
             return name
     # Blocks that are copies of one are the same at first.
-    of_layers = _identical_blocks(tensors[2])
-    for name, copies in _identical_blocks(first).items():
-        if copies != of_layers.get(name, copies):
-            return name
-    return ""
+    of_layers, of_whole = _identical_blocks(tensors[2]), _identical_blocks(first)
+    return next((name for name, copies in of_whole.items() if copies != of_layers.get(name, copies)), "")
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:

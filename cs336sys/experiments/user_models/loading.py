@@ -145,11 +145,7 @@ def load(reference: str) -> Callable[..., Any]:
         module = _import_file(file) if is_file(where) else importlib.import_module(where)
     _packages.update(name.partition(".")[0] for name in set(sys.modules) - before if _is_users(name))
     if not hasattr(module, name):
-        public = [
-            public_name
-            for public_name, value in vars(module).items()
-            if callable(value) and not public_name.startswith("_")
-        ]
+        public = [entry for entry, value in vars(module).items() if callable(value) and not entry.startswith("_")]
         raise UserCodeError(f"{where} has no {name}; it has {', '.join(public) or 'nothing to call'}")
     loaded_object = getattr(module, name)
     if not callable(loaded_object):
@@ -369,12 +365,9 @@ def line_of(error: BaseException, files: list[Path]) -> str:
         return f"{Path(error.filename).name}, line {error.lineno}"
     installed = f"{os.sep}site-packages{os.sep}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        frame_file = os.path.abspath(frame.filename)
+        path = os.path.abspath(frame.filename)
         # A file in the folder of an environment has all packages below it.
-        if (
-            frame_file.startswith(folders)
-            and installed not in frame_file[len(os.path.commonpath([frame_file, *folders])) :]
-        ):
+        if path.startswith(folders) and installed not in path[len(os.path.commonpath([path, *folders])) :]:
             return f"{Path(frame.filename).name}, line {frame.lineno}"
     cause = error.__cause__ or error.__context__
     return "" if cause is None else line_of(cause, files)
@@ -388,10 +381,8 @@ def _is_raised_by_kernels(error: BaseException) -> bool:
 
 
 def _first_line_of_error(error: BaseException) -> str:
-    if isinstance(error, SyntaxError):
-        return error.msg
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    text = str(error.msg if isinstance(error, SyntaxError) else error)
+    return next(iter(text.strip().splitlines()), type(error).__name__)
 
 
 def make_optimizer(reference: str, parameters: Iterable[Tensor], settings: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -431,10 +422,9 @@ def optimizer_class(reference: str) -> tuple[type[torch.optim.Optimizer], dict[s
     optimizer = make_optimizer(reference, [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))], {})
     setting_names = inspect.signature(type(optimizer)).parameters
     settings = [
-        {name: value for name, value in group.items() if name in setting_names} for group in optimizer.param_groups
+        {name: value for name, value in group.items() if name in setting_names and name != "params"}
+        for group in optimizer.param_groups
     ]
-    for group in settings:
-        group.pop("params", None)
     if any(group != settings[0] for group in settings):
         raise CapabilityError(
             f"{reference} gives matrices and vectors different settings, which a sharded optimizer does not receive: "

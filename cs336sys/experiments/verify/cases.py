@@ -1,7 +1,9 @@
 """The cases: what a program does to a model and in its steps, the same in one process and on ranks."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,7 +151,7 @@ def build_subject(
             raise CapabilityError("the model has no list of blocks; name them by --blocks")
         for block in blocks.values():
             if program.checkpoint:
-                block.forward = _checkpointed_forward(block.forward)
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
             else:
                 # The wrap is what is asked about, not the code that a compiler writes.
                 block.compile(backend="aot_eager" if device.type == "cpu" else "inductor", dynamic=False)
@@ -178,11 +180,10 @@ def _tie(workload: VerifiedWorkload, model: nn.Module) -> str:
         if isinstance(weight := module._parameters.get("weight"), nn.Parameter) and weight.dim() == 2
     ]
     embeddings = [(name, module) for name, module in holders if "embed" in type(module).__name__.lower()]
-    for name, embedding in embeddings:
-        for other, module in reversed(holders):
-            if other != name and module.weight.shape == embedding.weight.shape and "embed" not in other.lower():
-                module.weight = embedding.weight
-                return f"{name}.weight"
+    for (name, embedding), (other, module) in itertools.product(embeddings, reversed(holders)):
+        if other != name and module.weight.shape == embedding.weight.shape and "embed" not in other.lower():
+            module.weight = embedding.weight
+            return f"{name}.weight"
     raise CapabilityError("no weight of the model has the shape of an embedding to be tied to")
 
 
@@ -205,12 +206,11 @@ def _make_switchable(workload: VerifiedWorkload, model: nn.Module, switch: Switc
         if tensors and not any(tensor.requires_grad for tensor in tensors):
             independent_modules.append(module)
 
-    parameter_modules = [
-        module
+    handles = [
+        module.register_forward_pre_hook(look, with_kwargs=True)
         for module in model.modules()
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     ]
-    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in parameter_modules]
     inputs, _ = batch_of(workload, next(model.parameters()).device, dtype, 0)
     user_models.call_model(model, inputs)
     for handle in handles:
@@ -225,10 +225,6 @@ def _make_switchable(workload: VerifiedWorkload, model: nn.Module, switch: Switc
             return forward(*args, **kwargs)
 
     layer.forward = switchable
-
-
-def _checkpointed_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def batch_of(workload: VerifiedWorkload, device: torch.device, dtype: torch.dtype, step: int) -> tuple[Any, Any]:
@@ -267,11 +263,9 @@ def shares_of(workload: VerifiedWorkload, program: Program, micro: int) -> list[
     total = size - 1 if program.uneven else size
     each = size // ranks // micro
     shares = []
-    for rank in range(ranks):
-        for number in range(micro):
-            first = (rank * micro + number) * each
-            last = min(first + each, total)
-            shares.append(Share(rank, number, (last - first) / total, slice(first, last)))
+    for index in range(ranks * micro):
+        first, last = index * each, min((index + 1) * each, total)
+        shares.append(Share(*divmod(index, micro), (last - first) / total, slice(first, last)))
     return shares
 
 

@@ -116,11 +116,7 @@ class CaseComparison:
         ]
 
     def compare(self, first: int = 0) -> ComparedCase:
-        """Compare everything that ranks have.
-
-        Args:
-            first: steps that others have trained before.
-        """
+        """Compare everything that ranks have, which others have trained ``first`` steps before."""
         for index, report in enumerate(self.reports):
             self.records[index].buffers = report.record.buffers
             self.records[index].outputs = report.record.outputs

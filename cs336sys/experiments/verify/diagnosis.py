@@ -86,17 +86,11 @@ def attribute_to_case(case: FaultEvidence, diagnosis: Diagnosis) -> Diagnosis:
         if diagnosis.cause != cause:
             return replace(diagnosis, cause=cause, meaning=f"{diagnosis.meaning}; {when}")
     names = {finding.name for finding in case.compared.findings if finding.kind == "gradient"}
-    shared = _tied_names(case)
-    if names and shared and names <= shared:
-        return replace(
-            diagnosis, cause="tied", meaning=f"only the weight that several layers share is off: {diagnosis.meaning}"
-        )
-    return diagnosis
-
-
-def _tied_names(case: FaultEvidence) -> set[str]:
     subject = build_subject(case.workload, case.program, torch.device("cpu"), case.reference.dtype)
-    return set() if subject.tied is None else {subject.tied}
+    if names == {subject.tied}:
+        meaning = f"only the weight that several layers share is off: {diagnosis.meaning}"
+        return replace(diagnosis, cause="tied", meaning=meaning)
+    return diagnosis
 
 
 def _race(case: FaultEvidence) -> Diagnosis | None:
@@ -106,20 +100,24 @@ def _race(case: FaultEvidence) -> Diagnosis | None:
             f"right while ranks are equally fast, wrong when rank {case.program.late} is late: something is read "
             "before its collective is done"
         )
-        return case.conclude("race", meaning, launches=sent[-1:])
+        return case.conclude("race", meaning, sent)
     if not case.watched:
         return None
     first = case.compared.findings[0]
-    for report, rerun in zip(case.reports, case.watched, strict=True):
-        for step, gradients in enumerate(report.record.gradients[: len(rerun.record.gradients)]):
-            for name, value in gradients.items():
-                other = rerun.record.gradients[step].get(name)
-                if other is not None and other.shape == value.shape:
-                    size = max(norm(value), 1e-300)
-                    if norm(other - value) / size > max(first.allowed, 1e-12) and math.isfinite(first.allowed):
-                        sent = case.launches(GRADIENT_PHASES)
-                        meaning = f"the gradient of {name} in step {step + 1} changes from run to run"
-                        return case.conclude("race", meaning, launches=sent[-1:])
+    pairs = (
+        (name, step, value, other_gradients[name])
+        for report, rerun in zip(case.reports, case.watched, strict=True)
+        for step, (gradients, other_gradients) in enumerate(
+            zip(report.record.gradients, rerun.record.gradients, strict=False), 1
+        )
+        for name, value in gradients.items()
+        if name in other_gradients and other_gradients[name].shape == value.shape
+    )
+    for name, step, value, other in pairs:
+        difference = norm(other - value) / max(norm(value), 1e-300)
+        if difference > max(first.allowed, 1e-12) and math.isfinite(first.allowed):
+            meaning = f"the gradient of {name} in step {step} changes from run to run"
+            return case.conclude("race", meaning, case.launches(GRADIENT_PHASES))
     return None
 
 
@@ -137,7 +135,7 @@ def diagnose_start(case: FaultEvidence, first: Finding) -> Diagnosis:
         return case.conclude("wrong slices", f"the ranks' slices of {first.name} are in another order than its rows")
     if _holds_twice(first.actual):
         return case.conclude("wrong slices", f"several ranks hold the same slice of {first.name}")
-    return case.conclude("wrong slices", f"wrapping changes {first.name}", ratio_of(first))
+    return case.conclude("wrong slices", f"wrapping changes {first.name}", ratio=ratio_of(first))
 
 
 def _holds_twice(values: Tensor) -> bool:
@@ -152,7 +150,7 @@ def diagnose_forward_loss(case: FaultEvidence, first: Finding) -> Diagnosis:
     if first.step > 1:
         meaning = f"step {first.step} computes with other weights than the last step left: they are gathered too early"
         gathers = [launch for launch in case.launches(("forward", "optimizer")) if "gather" in launch.name]
-        return case.conclude("stale weights", meaning, launches=gathers[-1:])
+        return case.conclude("stale weights", meaning, gathers)
     outputs = _first_output_off(case)
     sent = case.launches(("forward",), 0)
     if outputs is None:
@@ -162,11 +160,11 @@ def diagnose_forward_loss(case: FaultEvidence, first: Finding) -> Diagnosis:
     name, kind, ratio = outputs
     if kind == "partial":
         meaning = f"the output of {name} is a part of the sum on each rank: its all-reduce over ranks is missing"
-        return case.conclude("partial sum", meaning, launches=sent[-1:])
+        return case.conclude("partial sum", meaning, sent)
     if ratio is not None:
         meaning = f"the output of {name} is {ratio:.3g} times what it should be"
-        return case.conclude("partial sum", meaning, ratio, sent[-1:])
-    return case.conclude("forward", f"the output of {name} is the first that is off", launches=sent[-1:])
+        return case.conclude("partial sum", meaning, sent, ratio)
+    return case.conclude("forward", f"the output of {name} is the first that is off", sent)
 
 
 def _first_output_off(case: FaultEvidence) -> tuple[str, str, float | None] | None:
@@ -223,7 +221,7 @@ def diagnose_norm(case: FaultEvidence, first: Finding) -> Diagnosis:
     meaning = (
         f"the norm is {norms[0]:.4g}, and {expected:.4g} in one process: slices or replicas are counted twice or not"
     )
-    return case.conclude("clipping", meaning, ratio)
+    return case.conclude("clipping", meaning, ratio=ratio)
 
 
 def diagnose_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
@@ -238,7 +236,7 @@ def diagnose_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
     sent = case.launches(("optimizer",))
     is_frozen = torch.equal(first.expected, start)
     if is_frozen and program.frozen:
-        return case.conclude("frozen", f"{first.name} is frozen and was changed", launches=sent[-1:])
+        return case.conclude("frozen", f"{first.name} is frozen and was changed", sent)
     if norm(first.actual - start) <= 1e-12 * max(norm(start), 1e-300):
         owners = [rank for rank, report in enumerate(case.reports) if first.name in report.owned]
         if not owners:
@@ -247,33 +245,30 @@ def diagnose_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
         if len(off_on) < len(case.reports):
             who = ", ".join(map(str, off_on))
             meaning = f"rank {who} does not get the new values of {first.name}: send them after the step"
-            return case.conclude("not sent", meaning, launches=sent[-1:])
-        return case.conclude("left out", f"{first.name} is never updated", launches=sent[-1:])
+            return case.conclude("not sent", meaning, sent)
+        return case.conclude("left out", f"{first.name} is never updated", sent)
     if program.scale:
         return case.conclude("scaling", "a step that overflowed on one rank is not skipped on every one")
     if program.clip:
         return case.conclude(
-            "clipping", "gradients are not clipped by the norm that was found", _update_ratio(case, first)
+            "clipping", "gradients are not clipped by the norm that was found", ratio=_update_ratio(case, first)
         )
     off_on = sorted({finding.rank for finding in findings})
     if len(off_on) < len(case.reports):
         who = ", ".join(map(str, off_on))
         meaning = f"only rank {who} has wrong weights, with the right gradients: {', '.join(names[:3])}"
-        return case.conclude("not sent", meaning, launches=sent[-1:])
+        return case.conclude("not sent", meaning, sent)
+    if (unsynchronized := _sent_unsynchronized(case)) is not None:
+        return unsynchronized
     ratio = _update_ratio(case, first)
     how = f"the step is {ratio:.4g} times too long" if ratio is not None else "the step is another"
-    gradients = _sent_unsynchronized(case)
-    if gradients is not None:
-        return gradients
-    return case.conclude("optimizer", f"{how}, with the right gradients: {', '.join(names[:3])}", ratio, sent[-1:])
+    return case.conclude("optimizer", f"{how}, with the right gradients: {', '.join(names[:3])}", sent, ratio)
 
 
 def _sent_unsynchronized(case: FaultEvidence) -> Diagnosis | None:
     """Diagnose a run without visible gradients in which no collective sends any."""
-    if any(report.record.gradients and report.record.gradients[0] for report in case.reports) or not case.watched:
-        return None
-    sent = case.launches(GRADIENT_PHASES)
-    if sent:
+    leaves_gradients = any(report.record.gradients and report.record.gradients[0] for report in case.reports)
+    if leaves_gradients or not case.watched or case.launches(GRADIENT_PHASES):
         return None
     return case.conclude("not synchronized", "no collective follows the backward pass")
 
@@ -288,7 +283,9 @@ def _update_ratio(case: FaultEvidence, first: Finding) -> float | None:
 def diagnose_state(case: FaultEvidence, first: Finding) -> Diagnosis:
     if case.program.resume is not None and first.step > SAVED_AFTER:
         return case.conclude("resume", _resumed(case))
-    return case.conclude("optimizer", f"the optimizer's {first.name} is off, with the right weights", ratio_of(first))
+    return case.conclude(
+        "optimizer", f"the optimizer's {first.name} is off, with the right weights", ratio=ratio_of(first)
+    )
 
 
 def _resumed(case: FaultEvidence) -> str:

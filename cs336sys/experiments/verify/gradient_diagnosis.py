@@ -112,13 +112,13 @@ class FaultEvidence:
         return [launch for launch in watched_launches if launch.phase in phases and step in (None, launch.step)]
 
     def conclude(
-        self, cause: str, meaning: str, ratio: float | None = None, launches: Sequence[CollectiveLaunch] = ()
+        self, cause: str, meaning: str, sent: Sequence[CollectiveLaunch] = (), ratio: float | None = None
     ) -> Diagnosis:
-        lines = [launch.line for launch in launches if launch.line]
-        collective = launches[-1].description if launches else ""
+        """Blame the last of the collectives ``sent``, and its line; without any the wrap."""
+        collective, line = (sent[-1].description, sent[-1].line) if sent else ("", "")
         first = self.compared.findings[0]
         place = first.kind, first.step, first.name
-        return Diagnosis(cause, meaning, ratio, collective, lines[-1] if lines else self.wrap_line, place)
+        return Diagnosis(cause, meaning, ratio, collective, line or self.wrap_line, place)
 
 
 def ratio_of(finding: Finding) -> float | None:
@@ -146,14 +146,12 @@ def diagnose_gradient(case: FaultEvidence, first: Finding) -> Diagnosis:
     early = [launch for launch in case.launches(("backward",)) if launch.incomplete]
     if early:
         meaning = f"the gradient of {early[0].incomplete[0]} was sent before the backward pass had completed it"
-        return case.conclude("too early", meaning, launches=early[:1])
+        return case.conclude("too early", meaning, early[:1])
     sent = case.launches(GRADIENT_PHASES, step)
     if first.actual is None:
         every = all(first.name not in record.gradients[step] for record in case.compared.records if record.gradients)
         who = "on every rank" if every else f"on rank {first.rank}"
-        return case.conclude(
-            "left out", f"{first.name} has no gradient {who}: the wrap leaves it out", launches=sent[-1:]
-        )
+        return case.conclude("left out", f"{first.name} has no gradient {who}: the wrap leaves it out", sent)
     findings = [
         finding for finding in case.compared.findings if finding.kind == "gradient" and finding.step == first.step
     ]
@@ -164,7 +162,7 @@ def diagnose_gradient(case: FaultEvidence, first: Finding) -> Diagnosis:
         assert first.expected is not None
         is_alike = name != first.name and gradient.shape == first.expected.shape
         if is_alike and proportion(first.actual, gradient) is not None:
-            return case.conclude("mixed up", f"{first.name} has the gradient of {name}", launches=sent[-1:])
+            return case.conclude("mixed up", f"{first.name} has the gradient of {name}", sent)
     ratio = ratio_of(first)
     if ratio is not None:
         return diagnose_ratio(case, ratio, sent)
@@ -174,11 +172,8 @@ def diagnose_gradient(case: FaultEvidence, first: Finding) -> Diagnosis:
     correct = [name for name in case.reference.record.gradients[step] if name not in names]
     near = f"; those of {', '.join(correct[-2:])} are right" if correct else ""
     meaning = f"{len(names)} gradients are off, the last one in the model that of {names[-1]}{near}"
-    return case.conclude("partial sum" if _shares_layers(case) else "forward", meaning, launches=sent[-1:])
-
-
-def _shares_layers(case: FaultEvidence) -> bool:
-    return any(case.workload.dimensions.get(name, 1) > 1 for name in ("tensor", "pipeline", "context"))
+    shares_layers = any(case.workload.dimensions.get(name, 1) > 1 for name in ("tensor", "pipeline", "context"))
+    return case.conclude("partial sum" if shares_layers else "forward", meaning, sent)
 
 
 def diagnose_ratio(case: FaultEvidence, ratio: float, sent: Sequence[CollectiveLaunch]) -> Diagnosis:
@@ -187,16 +182,16 @@ def diagnose_ratio(case: FaultEvidence, ratio: float, sent: Sequence[CollectiveL
         return case.conclude(
             "not averaged",
             f"gradients are {ratio:.3g} times too large, the number of ranks: they are summed",
+            sent,
             ratio,
-            sent[-1:],
         )
     if is_near(ratio, 1 / ranks) and ranks > 1:
         meaning = f"gradients are 1/{ranks} of what they should be: they are averaged twice"
-        return case.conclude("averaged twice", meaning, ratio, sent[-1:])
+        return case.conclude("averaged twice", meaning, sent, ratio)
     if is_near(ratio, all_ranks) or is_near(ratio, 1 / all_ranks):
         how = "added up once too often" if ratio > 1 else "divided by, or spread over, ranks that all have them"
-        return case.conclude("scaled", f"gradients are {ratio:.3g} times what they should be: {how}", ratio, sent[-1:])
-    return case.conclude("scaled", f"gradients are {ratio:.4g} times what they should be", ratio, sent[-1:])
+        return case.conclude("scaled", f"gradients are {ratio:.3g} times what they should be: {how}", sent, ratio)
+    return case.conclude("scaled", f"gradients are {ratio:.4g} times what they should be", sent, ratio)
 
 
 def _added_up(case: FaultEvidence, first: Finding, sent: Sequence[CollectiveLaunch]) -> Diagnosis | None:
@@ -204,16 +199,15 @@ def _added_up(case: FaultEvidence, first: Finding, sent: Sequence[CollectiveLaun
     step = first.step - 1
     parts = [record.gradients[step].get(first.name) for record in case.compared.records]
     assert first.expected is not None
-    if any(part is None or part.shape != first.expected.shape for part in parts):
+    present = [part for part in parts if part is not None and part.shape == first.expected.shape]
+    if len(present) < len(parts):
         return None
-    total = sum(part for part in parts if part is not None)
-    assert isinstance(total, Tensor)
-    ratio = proportion(total, first.expected)
+    ratio = proportion(torch.stack(present).sum(0), first.expected)
     if ratio is None:
         return None
     over = "" if is_near(ratio, 1) else f" ({ratio:.3g} times it)"
     meaning = f"each rank has a part of the gradient of {first.name}, and they add up to it{over}: sum it over ranks"
-    return case.conclude("partial sum", meaning, launches=sent[-1:])
+    return case.conclude("partial sum", meaning, sent)
 
 
 @dataclass(frozen=True)
@@ -235,14 +229,11 @@ def diagnose_combination(
     """Explain gradients as combinations of those that each rank's micro-batches have by themselves."""
     if case.workload.dimensions.get("data", 1) == 1 or case.program.clip:
         return None
-    device = torch.device("cpu")
-    dtype = case.reference.dtype
     at = case.reference.record
-    if step and step not in at.weights and step + 1 not in at.weights:
-        return None
     if step and step not in at.weights:
         return None
-    parts = parts_of_gradients(case.workload, replace(case.program, late=None), device, dtype, step, at)
+    program, device = replace(case.program, late=None), torch.device("cpu")
+    parts = parts_of_gradients(case.workload, program, device, case.reference.dtype, step, at)
     mixtures: dict[int, _Mixture] = {}
     name = findings[0].name
     for finding in findings:
@@ -251,9 +242,7 @@ def diagnose_combination(
             if mixture is None:
                 return None
             mixtures[finding.rank] = mixture
-    if not mixtures:
-        return None
-    return diagnose_mixtures(case, name, mixtures, sent)
+    return diagnose_mixtures(case, name, mixtures, sent) if mixtures else None
 
 
 def _mixture(
@@ -273,9 +262,8 @@ def _mixture(
     solution = torch.linalg.lstsq(matrix, wanted[:, None]).solution[:, 0]
     if norm(matrix @ solution - wanted) > EXPLAINED * max(norm(wanted), 1e-300):
         return None
-    coefficients = solution.tolist()
-    before = coefficients[len(keys)] if len(coefficients) > len(keys) else 0.0
-    return _Mixture({key: coefficients[number] for number, key in enumerate(keys)}, before)
+    coefficients = [*solution.tolist(), 0.0]
+    return _Mixture(dict(zip(keys, coefficients, strict=False)), coefficients[len(keys)])
 
 
 def diagnose_mixtures(
@@ -284,23 +272,18 @@ def diagnose_mixtures(
     workload, program = case.workload, case.program
     data, micro = workload.data_ranks, program.micro
     rank, mixture = next(iter(mixtures.items()))
-    coefficients_by_micro = dict(mixture.coefficients)
-    values = list(coefficients_by_micro.values())
+    values = list(mixture.coefficients.values())
     if not values:
         return None
     if abs(mixture.before) > EQUAL:
-        origin = (
-            "is that of the step before"
-            if all(abs(coefficient) < EQUAL for coefficient in values)
-            else "has that of the step before in it"
-        )
-        return case.conclude(
-            "stale gradient", f"the gradient of {name} {origin}: it was not set to zero, or is sent late"
-        )
+        alone = all(abs(coefficient) < EQUAL for coefficient in values)
+        origin = "is that of the step before" if alone else "has that of the step before in it"
+        meaning = f"the gradient of {name} {origin}: it was not set to zero, or is sent late"
+        return case.conclude("stale gradient", meaning)
     if all(is_near(coefficient, values[0]) for coefficient in values):
         return None if is_near(values[0], 1) else diagnose_ratio(case, values[0], sent)
     by_rank = {
-        data_rank: [coefficients_by_micro.get((data_rank, number), 0.0) for number in range(micro)]
+        data_rank: [mixture.coefficients.get((data_rank, number), 0.0) for number in range(micro)]
         for data_rank in range(data)
     }
     used = [
@@ -313,31 +296,25 @@ def diagnose_mixtures(
             f"of the micro-batches of a step, each counts {counts} times: gradients that were averaged are again, or "
             "only the last are"
         )
-        return case.conclude("accumulation", meaning, launches=sent[-1:])
+        return case.conclude("accumulation", meaning, sent)
     if len(used) == 1 and len(mixtures) > 1:
-        alone = {at_rank: _only(rank_mixture.coefficients) for at_rank, rank_mixture in mixtures.items()}
-        if len(set(alone.values())) == 1:
+        largest = [max(each.coefficients.items(), key=lambda item: abs(item[1])) for each in mixtures.values()]
+        if len({data_rank for (data_rank, _), _ in largest}) == 1:
             which = used[0]
             sender = "the last rank" if which == data - 1 else "the first rank" if which == 0 else f"rank {which}"
-            return case.conclude("one rank's", f"every rank has the gradient of {sender} alone", launches=sent[-1:])
+            return case.conclude("one rank's", f"every rank has the gradient of {sender} alone", sent)
         return _not_synchronized(case, name, sent)
     if len(used) == 1:
         if used[0] == case.workload.data_place(rank):
             return _not_synchronized(case, name, sent)
-        return case.conclude("one rank's", f"rank {rank} has the gradient of rank {used[0]} alone", launches=sent[-1:])
+        return case.conclude("one rank's", f"rank {rank} has the gradient of rank {used[0]} alone", sent)
     if len(used) < data:
         missing = ", ".join(str(data_rank) for data_rank in range(data) if data_rank not in used)
-        return case.conclude("rank left out", f"the gradient of rank {missing} is not in the mean", launches=sent[-1:])
+        return case.conclude("rank left out", f"the gradient of rank {missing} is not in the mean", sent)
     if program.uneven:
-        return case.conclude(
-            "uneven", "ranks are averaged evenly that have different numbers of sequences", launches=sent[-1:]
-        )
+        return case.conclude("uneven", "ranks are averaged evenly that have different numbers of sequences", sent)
     counts = ", ".join(f"{sum(coefficients):.3g}" for coefficients in by_rank.values())
-    return case.conclude("scaled", f"the ranks' gradients count {counts} times what they should", launches=sent[-1:])
-
-
-def _only(coefficients: Mapping[tuple[int, int], float]) -> int:
-    return max(coefficients, key=lambda key: abs(coefficients[key]))[0]
+    return case.conclude("scaled", f"the ranks' gradients count {counts} times what they should", sent)
 
 
 def _not_synchronized(case: FaultEvidence, name: str, sent: Sequence[CollectiveLaunch]) -> Diagnosis:
@@ -349,6 +326,6 @@ def _not_synchronized(case: FaultEvidence, name: str, sent: Sequence[CollectiveL
             f"each rank keeps its own gradient of {name}, though as many elements are sent as there are: the result is "
             "not waited for, or not copied back, or it is that of another parameter"
         )
-        return case.conclude("not waited for", meaning, launches=fitting[-1:])
+        return case.conclude("not waited for", meaning, fitting)
     seen = f"{elements:,} of {total:,} elements are sent" if fitting else "no collective follows the backward pass"
     return case.conclude("not synchronized", f"each rank keeps its own gradient of {name}: {seen}")

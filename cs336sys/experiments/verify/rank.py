@@ -146,12 +146,9 @@ def train_on_rank(workload: VerifiedWorkload, program: Program, settings: RankSe
             run.all_steps()
     except CapabilityError as error:
         report.failure, report.applies = str(error), False
-    except (UsageError, UserCodeError) as error:
-        report.failure = str(error)
-        report.is_timeout = _is_timeout(error)
     except Exception as error:
         report.is_timeout = _is_timeout(error)
-        report.failure = _sentence(workload, error)
+        report.failure = str(error) if isinstance(error, UsageError | UserCodeError) else _sentence(workload, error)
     report.at = f"step {run.watcher.step + 1}, {run.watcher.phase}"
     report.launches = run.watcher.launches
     precise = torch.finfo(settings.dtype).eps
@@ -170,15 +167,13 @@ def _is_timeout(error: BaseException | None) -> bool:
 
 
 def _sentence(workload: VerifiedWorkload, error: Exception) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()] or [""]
+    first_line = next(iter(str(error).strip().splitlines()), "")
     where = ""
     if is_user_code(workload.wrap):
         folder = str(source_file(workload.wrap).resolve().parent)
-        for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            if frame.filename.startswith(folder):
-                where = f"{Path(frame.filename).name}, line {frame.lineno}: "
-                break
-    return f"{where}{type(error).__name__}: {lines[0]}"
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(folder)]
+        where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
+    return f"{where}{type(error).__name__}: {first_line}"
 
 
 class _Run:
@@ -259,9 +254,10 @@ class _Run:
         settings: dict[str, Any] = {}
         for group in self.inner.param_groups:
             group_settings = {
-                key: value for key, value in group.items() if isinstance(value, int | float | bool | tuple | None)
+                key: value
+                for key, value in group.items()
+                if isinstance(value, int | float | bool | tuple | None) and key not in _OF_NO_CONSEQUENCE
             }
-            group_settings = {key: value for key, value in group_settings.items() if key not in _OF_NO_CONSEQUENCE}
             names = [self.names[id(parameter)] for parameter in group["params"] if id(parameter) in self.names]
             if group["params"] and not names and len(self.inner.param_groups) == 1:
                 # It updates copies of the weights.
@@ -361,8 +357,9 @@ class _Run:
         if wrapped.finish is not None:
             wrapped.finish()
         record.losses.append(total)
-        if program.scale:
-            self._unscaled()
+        # Optimizers that hold gradients themselves are unscaled by the step.
+        if program.scale and any(parameter.grad is not None for parameter in self.named.values()):
+            self.scaler.unscale_(self.optimizer)
         record.gradients.append(self.gradients())
         watcher.phase = "clip"
         if program.clip:
@@ -371,11 +368,6 @@ class _Run:
         watcher.phase = "optimizer"
         self.scaler.step(self.optimizer)
         self.scaler.update()
-
-    def _unscaled(self) -> None:
-        # Optimizers that hold gradients themselves are unscaled by the step.
-        if any(parameter.grad is not None for parameter in self.named.values()):
-            self.scaler.unscale_(self.optimizer)
 
     def _own_step(self, batch: tuple[Any, Any], shares: list[Share]) -> None:
         program = self.program
@@ -400,22 +392,19 @@ class _Run:
         return loss
 
     def weights(self) -> dict[str, Tensor]:
-        wait = getattr(self.optimizer, "wait_for_parameters", None)
-        if wait is not None:
-            wait()
+        getattr(self.optimizer, "wait_for_parameters", lambda: None)()
         return self._held(self.named)
 
     def gradients(self) -> dict[str, Tensor]:
-        return self._held(
-            {name: parameter.grad for name, parameter in self.named.items() if parameter.grad is not None}
-        )
+        gradients = {name: parameter.grad for name, parameter in self.named.items()}
+        return self._held({name: gradient for name, gradient in gradients.items() if gradient is not None})
 
     def _held(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        whole: dict[str, Any] = dict(tensors)
         phase, self.watcher.phase = self.watcher.phase, OBSERVED
-        for name, tensor in whole.items():
-            if hasattr(tensor, "full_tensor"):
-                whole[name] = tensor.detach().full_tensor()
+        whole = {
+            name: tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            for name, tensor in tensors.items()
+        }
         self.watcher.phase = phase
         return {name: clone(tensor.to_dense() if tensor.is_sparse else tensor) for name, tensor in whole.items()}
 

@@ -3,12 +3,13 @@
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from cs336sys.errors import UserCodeError
 from cs336sys.experiments import user_models
@@ -129,16 +130,12 @@ def states_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
 @contextlib.contextmanager
 def captured_outputs(model: torch.nn.Module, outputs: dict[str, Tensor]) -> Any:
     """Keep what each module returns in its first call within this, where that is one tensor."""
-    handles = []
-    for name, module in model.named_modules():
-        if name:
 
-            def keep(_: Any, args: Any, output: Any, name: str = name) -> None:
-                if isinstance(output, Tensor) and name not in outputs:
-                    whole = output.full_tensor() if hasattr(output, "full_tensor") else output
-                    outputs[name] = clone(whole)
+    def keep(name: str, module: Any, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and name not in outputs:
+            outputs[name] = clone(output.full_tensor() if hasattr(output, "full_tensor") else output)
 
-            handles.append(module.register_forward_hook(keep))
+    handles = [module.register_forward_hook(partial(keep, name)) for name, module in model.named_modules() if name]
     try:
         yield
     finally:
@@ -175,7 +172,7 @@ def train_in_one_process(
         trained = (
             default_optimizer(model.parameters(), optimizer) if isinstance(optimizer, float) else optimizer.build(named)
         )
-        record.weights[0] = {name: clone(parameter) for name, parameter in named.items()}
+        record.weights[0] = tree_map_only(Tensor, clone, named)
         for step in range(program.steps):
             batch = batch_of(workload, device, dtype, step)
             trained.zero_grad()
@@ -191,20 +188,17 @@ def train_in_one_process(
                     total += loss.item()
             record.losses.append(total)
             record.gradients.append(gradients_of(named))
-            is_skipped = program.scale and step == 1
             if program.clip:
                 bound = math.inf if max_norm is None else max_norm
                 record.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), bound).item())
-            if not is_skipped:
+            # Of this step one rank's loss is infinite.
+            if not (program.scale and step == 1):
                 trained.step()
             if program.evaluate and step < program.steps - 1:
                 record.evaluations.append(evaluate_alone(workload, model, device, dtype, program))
             if step + 1 in moments(program):
-                record.weights[step + 1] = {name: clone(parameter) for name, parameter in named.items()}
-                record.states[step + 1] = {
-                    name: {key: clone(value) for key, value in state.items()}
-                    for name, state in states_of(trained, names).items()
-                }
+                record.weights[step + 1] = tree_map_only(Tensor, clone, named)
+                record.states[step + 1] = tree_map_only(Tensor, clone, states_of(trained, names))
         record.buffers = {name: clone(buffer) for name, buffer in model.named_buffers()}
     return record
 
@@ -295,9 +289,7 @@ def in_half_precision(
     # autocast leaves float64 alone.
     autocast = None if half == torch.float32 else half
     other = train_in_one_process(workload, alone, device, torch.float32, shares, how, max_norm, autocast=autocast)
-    return Reference(
-        reference.record, [*reference.others, other], reference.is_whole, reference.dtype, reference.learning_rate, half
-    )
+    return replace(reference, others=[*reference.others, other], half=half)
 
 
 def reference_of(

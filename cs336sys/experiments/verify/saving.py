@@ -31,9 +31,8 @@ class TrainingObjects:
 
 def own_state(trained: TrainingObjects) -> Any:
     """A copy of the state dicts of module and optimizer, or of the object that has them."""
-    owner = trained.wrapped.owner
     if _saves_all(trained, "state_dict"):
-        state = owner.state_dict()
+        state = trained.wrapped.owner.state_dict()
     else:
         state = {"model": trained.wrapped.module.state_dict(), "optimizer": _optimizer_state(trained.optimizer)}
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
@@ -60,9 +59,8 @@ def _optimizer_state(optimizer: Any) -> Any:
 
 def load_own_state(trained: TrainingObjects, state: Any) -> None:
     """Load a :func:`own_state`."""
-    owner = trained.wrapped.owner
     if _saves_all(trained, "load_state_dict"):
-        owner.load_state_dict(state)
+        trained.wrapped.owner.load_state_dict(state)
         return
     trained.wrapped.module.load_state_dict(state["model"])
     trained.optimizer.load_state_dict(state["optimizer"])
