@@ -39,32 +39,28 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
     """
     workload = Workload.from_configuration(configuration)
     with user_models.telling_user_errors(workload):
-        return _measure_bench(workload, progress)
-
-
-def _measure_bench(workload: Workload, progress: Progress) -> Outcome:
-    device = choose_device(workload.device)
-    set_matmul_precision(workload)
-    checked, wrong = check_training(workload, device, progress)
-    if wrong is not None:
-        return wrong
-    resident_before_gib = reset_peak_resident() if device.type == "cpu" else None
-    built = build_step(functools.partial(TrainStep, workload, device), device, progress)
-    with reading_gpu(device) as readings:
-        samples = time_steps(built.step, built.step.phases, progress)
-    peak_gib = peak_memory_gib(device)
-    busy_ms = None
-    if device.type == "cuda":
-        progress("profiling one step")
-        busy_ms = gpu_busy_ms(built.step)
-    measured_ms = samples["wall"].measured
-    drawn_j = readings.drawn_j(sum(measured_ms) / 1e3)
-    surroundings: dict[str, Any] = {"gpu_readings": readings.columns()}
-    if drawn_j is not None:
-        surroundings["step_energy_j"] = drawn_j / len(measured_ms)
-    if resident_before_gib is not None:
-        surroundings |= {"resident_before_gib": resident_before_gib, "peak_resident_gib": peak_resident_gib()}
-    return training_outcome(built, samples, checked, peak_gib, busy_ms, surroundings)
+        device = choose_device(workload.device)
+        set_matmul_precision(workload)
+        checked, wrong = check_training(workload, device, progress)
+        if wrong is not None:
+            return wrong
+        resident_before_gib = reset_peak_resident() if device.type == "cpu" else None
+        built = build_step(functools.partial(TrainStep, workload, device), device, progress)
+        with reading_gpu(device) as readings:
+            samples = time_steps(built.step, built.step.phases, progress)
+        peak_gib = peak_memory_gib(device)
+        busy_ms = None
+        if device.type == "cuda":
+            progress("profiling one step")
+            busy_ms = gpu_busy_ms(built.step)
+        measured_ms = samples["wall"].measured
+        drawn_j = readings.drawn_j(sum(measured_ms) / 1e3)
+        surroundings: dict[str, Any] = {"gpu_readings": readings.columns()}
+        if drawn_j is not None:
+            surroundings["step_energy_j"] = drawn_j / len(measured_ms)
+        if resident_before_gib is not None:
+            surroundings |= {"resident_before_gib": resident_before_gib, "peak_resident_gib": peak_resident_gib()}
+        return training_outcome(built, samples, checked, peak_gib, busy_ms, surroundings)
 
 
 @dataclass(frozen=True)
@@ -103,10 +99,8 @@ def training_outcome(
     busy_ms: float | None,
     surroundings: Mapping[str, Any],
 ) -> Outcome:
-    """Report a measured step: its samples, and the columns derived from them.
-
-    Args:
-        surroundings: what was observed besides the steps, of the GPU's clocks and of the process's memory.
+    """Report a measured step: its samples, the columns derived from them, and ``surroundings``: what was observed of
+    the GPU's clocks and of the process's memory.
     """
     step, counted = built.step, built.counted
     workload, wall = step.workload, samples["wall"]
@@ -200,10 +194,16 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
         if name in outcomes:
             continue
         stage = f"{name}, {len(warm)} more in memory" if warm else name
-        telling = functools.partial(_tell, progress, stage)
         gc.collect()
         others_gib = held_memory_gib(device) - held_at_first
-        warm[name] = _warm_up(workload, device, others_gib, differences[name], telling)
+        telling = functools.partial(_tell, progress, stage)
+        built = build_step(functools.partial(TrainStep, workload, device), device, telling)
+        timer = StepTimer(built.step.phases, device)
+        for number in range(workload.warmup):
+            telling(f"warm-up {number + 1}/{workload.warmup}")
+            timer.run()
+        peak_gib = peak_memory_gib(device)
+        warm[name] = _Warm(built, timer, differences[name], None if peak_gib is None else peak_gib - others_gib)
     with reading_gpu(device) as readings:
         for number in range(first.steps):
             progress(f"step {number + 1}/{first.steps} of each")
@@ -216,24 +216,12 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
             progress(f"{name}: profiling one step")
             use_attention(measured.built.step.workload)
             busy_ms = gpu_busy_ms(measured.built.step)
-        surroundings = {"gpu_readings": readings.columns()}
+        columns = {"gpu_readings": readings.columns()}
         outcomes[name] = training_outcome(
-            measured.built, samples, measured.checked, measured.peak_gib, busy_ms, surroundings
+            measured.built, samples, measured.checked, measured.peak_gib, busy_ms, columns
         )
     return outcomes
 
 
 def _tell(progress: Progress, name: str, stage: str) -> None:
     progress(f"{name}: {stage}")
-
-
-def _warm_up(
-    workload: Workload, device: torch.device, others_gib: float, checked: Checked | None, progress: Progress
-) -> _Warm:
-    built = build_step(functools.partial(TrainStep, workload, device), device, progress)
-    timer = StepTimer(built.step.phases, device)
-    for number in range(workload.warmup):
-        progress(f"warm-up {number + 1}/{workload.warmup}")
-        timer.run()
-    peak_gib = peak_memory_gib(device)
-    return _Warm(built, timer, checked, None if peak_gib is None else peak_gib - others_gib)

@@ -134,12 +134,9 @@ def _does_not_fit(workload: CollectiveWorkload, hardware: Sequence[RankHardware]
         together = 1 if rank.gpu_uuid else sum(other.machine == rank.machine for other in hardware)
         if rank.memory_bytes is not None and together * needed > rank.memory_bytes:
             where = "free on its GPU" if rank.gpu_uuid else f"the limit of {together} ranks on its machine"
-            return f"rank {number} needs {_gb(needed)} for its tensors, {_gb(rank.memory_bytes)} are {where}"
+            needed_gb, free_gb = needed / 1e9, rank.memory_bytes / 1e9
+            return f"rank {number} needs {needed_gb:.3g} GB for its tensors, {free_gb:.3g} GB are {where}"
     return None
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.3g} GB"
 
 
 def time_collective(workload: CollectiveWorkload) -> RankTimes:
@@ -186,12 +183,10 @@ def prepare(workload: CollectiveWorkload, device: torch.device) -> tuple[Callabl
         write(whole, data[rank])
         return partial(reduce_scatter_single, part, whole), partial(count_differences, part, sums, rank * share)
     write(part, data[rank], rank * share)
-
-    def wrong_elements() -> int:
-        parts = whole.split(share)
-        return sum(count_differences(parts[other], data[other], other * share) for other in range(ranks))
-
-    return partial(all_gather_single, whole, part), wrong_elements
+    starts = [other * share for other in range(ranks)]
+    return partial(all_gather_single, whole, part), lambda: sum(
+        map(count_differences, whole.split(share), data, starts)
+    )
 
 
 def exact_data(dtype: str, ranks: int) -> list[Tensor]:

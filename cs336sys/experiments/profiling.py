@@ -4,6 +4,7 @@ Run as ``python -m cs336sys.experiments.profiling CONFIGURATION OUTCOME_FILE`` t
 cell's worker starts under nsys.
 """
 
+import contextlib
 import json
 import shutil
 import sys
@@ -47,39 +48,34 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
     """
     workload = ProfileWorkload.from_configuration(configuration)
     with telling_user_errors(workload.training):
-        return _measure_profile(workload, progress)
-
-
-def _measure_profile(workload: ProfileWorkload, progress: Progress) -> Outcome:
-    device = choose_device(workload.training.device)
-    nsys, why_not = _choose_nsys(workload.profiler, device)
-    notes, wrong = _check_model(workload.training, device, progress)
-    if wrong is not None:
-        return wrong
-    samples, counted = _time_without_profiler(workload.training, device, progress)
-    release_memory()
-    with OwnedFolder() as folder:
-        profile = None
-        if nsys is not None:
-            try:
-                profile = _under_nsys(nsys, workload, folder, progress)
-            except _ProfiledRunFailed as failed:
-                return failed.outcome
-            except (CapabilityError, UsageError) as error:
-                if workload.profiler == "nsys":
-                    raise
-                why_not = str(error)
-        if profile is None:
-            profile = _under_torch_profiler(workload, device, folder, progress)
-    if notes:
-        counted["notes"] = [*counted.get("notes", ()), *notes]
-    derived = {
-        **counted,
-        "profiler": profile.profiler + (f" {nsys.version}" if nsys and profile.profiler == nsight_systems.NAME else ""),
-        "profiler_reason": why_not,
-        "profile": profile.to_json(),
-    }
-    return Outcome("ok", samples, derived)
+        device = choose_device(workload.training.device)
+        nsys, why_not = _choose_nsys(workload.profiler, device)
+        notes, wrong = _check_model(workload.training, device, progress)
+        if wrong is not None:
+            return wrong
+        samples, counted = _time_without_profiler(workload.training, device, progress)
+        release_memory()
+        with OwnedFolder() as folder:
+            profile = None
+            if nsys is not None:
+                try:
+                    profile = _under_nsys(nsys, workload, folder, progress)
+                except _ProfiledRunFailed as failed:
+                    return failed.outcome
+                except (CapabilityError, UsageError) as error:
+                    if workload.profiler == "nsys":
+                        raise
+                    why_not = str(error)
+            if profile is None:
+                profile = _under_torch_profiler(workload, device, folder, progress)
+        derived = {
+            **with_notes(counted, notes),
+            "profiler": profile.profiler
+            + (f" {nsys.version}" if nsys and profile.profiler == nsight_systems.NAME else ""),
+            "profiler_reason": why_not,
+            "profile": profile.to_json(),
+        }
+        return Outcome("ok", samples, derived)
 
 
 def run_for_nsys(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -191,13 +187,10 @@ def _under_torch_profiler(workload: ProfileWorkload, device: torch.device, folde
     release_memory()
     _keep(trace, workload, "trace.json.gz")
     progress("reading the trace")
-    capture = read_chrome_trace(trace, "the trace")
-    try:
+    with contextlib.closing(read_chrome_trace(trace, "the trace")) as capture:
         if device.type == "cuda" and not capture.is_gpu:
             raise CapabilityError("torch.profiler saw no work on the GPU: CUPTI cannot trace it on this machine")
         return summarize(capture)
-    finally:
-        capture.close()
 
 
 class _ProfiledRunFailed(Exception):
@@ -217,8 +210,14 @@ def _under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path, progres
     outcome_file = folder / "outcome.json"
     configuration = json.dumps(workload.training.configuration(), allow_nan=False)
     command = python_module("cs336sys.experiments.profiling", configuration, str(outcome_file))
-    with _raising_outcome(outcome_file):
+    try:
         report = nsight_systems.profile(nsys, command, folder)
+    finally:
+        # What the profiled process says about its failure is better than what nsys makes of it.
+        if outcome_file.exists():
+            outcome = Outcome(**json.loads(outcome_file.read_text()))
+            if outcome.status != "ok":
+                raise _ProfiledRunFailed(outcome)
     if not outcome_file.exists():
         raise _ProfiledRunFailed(Outcome("error", reason="the profiled process ended before its steps were done"))
     _keep(report, workload, report.suffix.removeprefix("."))
@@ -226,23 +225,8 @@ def _under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path, progres
     database = folder / "report.sqlite"
     nsight_systems.export(nsys, report, database)
     _keep(database, workload, "sqlite")
-    capture = read_nsys_database(database, "the report")
-    try:
+    with contextlib.closing(read_nsys_database(database, "the report")) as capture:
         return summarize(capture)
-    finally:
-        capture.close()
-
-
-@contextmanager
-def _raising_outcome(file: Path) -> Iterator[None]:
-    """Prefer what the profiled process says about its failure over what nsys makes of it."""
-    try:
-        yield
-    finally:
-        if file.exists():
-            outcome = Outcome(**json.loads(file.read_text()))
-            if outcome.status != "ok":
-                raise _ProfiledRunFailed(outcome)
 
 
 def _keep(file: Path, workload: ProfileWorkload, ending: str) -> None:

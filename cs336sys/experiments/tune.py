@@ -33,31 +33,27 @@ def measure_configuration(configuration: dict[str, Any], progress: Progress) -> 
     """
     chosen = StepConfiguration.from_configuration(configuration)
     with telling_user_errors(chosen.training):
-        return _measure(chosen, progress)
-
-
-def _measure(chosen: StepConfiguration, progress: Progress) -> Outcome:
-    workload = chosen.training
-    device = choose_device(workload.device)
-    set_matmul_precision(workload)
-    checked, wrong = check_training(workload, device, progress)
-    if wrong is not None:
-        return wrong
-    memory = MemoryWorkload(workload, checkpointing=chosen.checkpointing)
-    built = build_step(functools.partial(MemoryStep, memory, device), device, progress)
-    step = built.step
-    phases = step.phases
-    if chosen.accumulation > 1:
-        passes = functools.partial(_run_passes, step, chosen.accumulation)
-        phases = {"passes": passes, "optimizer": step.phases["optimizer"]}
-    samples = time_steps(step, phases, progress)
-    peak_gib = peak_memory_gib(device)
-    busy_ms = gpu_busy_ms(step) if device.type == "cuda" and chosen.accumulation == 1 else None
-    outcome = training_outcome(built, samples, checked, peak_gib, busy_ms, surroundings={})
-    for name in ("tokens_per_s", "tflops", "mfu_percent"):
-        if outcome.derived.get(name) is not None:
-            outcome.derived[name] *= chosen.accumulation
-    return outcome
+        workload = chosen.training
+        device = choose_device(workload.device)
+        set_matmul_precision(workload)
+        checked, wrong = check_training(workload, device, progress)
+        if wrong is not None:
+            return wrong
+        memory = MemoryWorkload(workload, checkpointing=chosen.checkpointing)
+        built = build_step(functools.partial(MemoryStep, memory, device), device, progress)
+        step = built.step
+        phases = step.phases
+        if chosen.accumulation > 1:
+            passes = functools.partial(_run_passes, step, chosen.accumulation)
+            phases = {"passes": passes, "optimizer": step.phases["optimizer"]}
+        samples = time_steps(step, phases, progress)
+        peak_gib = peak_memory_gib(device)
+        busy_ms = gpu_busy_ms(step) if device.type == "cuda" and chosen.accumulation == 1 else None
+        outcome = training_outcome(built, samples, checked, peak_gib, busy_ms, surroundings={})
+        for name in ("tokens_per_s", "tflops", "mfu_percent"):
+            if outcome.derived.get(name) is not None:
+                outcome.derived[name] *= chosen.accumulation
+        return outcome
 
 
 def _run_passes(step: TrainStep, count: int) -> None:

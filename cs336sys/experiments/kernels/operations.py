@@ -47,17 +47,10 @@ def ours(parameters: list[Tensor], copies: list[Tensor]) -> Step:
     return optimizer, optimizer.step
 
 
-def foreach(parameters: list[Tensor], copies: list[Tensor]) -> Step:
-    """The same with PyTorch's default."""
-    return _torchs(torch.optim.AdamW(parameters, foreach=True), parameters, copies)
+def torchs(parameters: list[Tensor], copies: list[Tensor], **settings: Any) -> Step:
+    """The same with torch's, of these settings."""
+    optimizer = torch.optim.AdamW(parameters, **settings)
 
-
-def fused(parameters: list[Tensor], copies: list[Tensor]) -> Step:
-    """The same with PyTorch's fused kernels."""
-    return _torchs(torch.optim.AdamW(parameters, fused=True), parameters, copies)
-
-
-def _torchs(optimizer: torch.optim.Optimizer, parameters: list[Tensor], copies: list[Tensor]) -> Step:
     @torch.no_grad()
     def step() -> None:
         optimizer.step()
@@ -121,13 +114,9 @@ class OptimizerStep:
         random, _ = random_tensors(workload, device)
         values = random((workload.tokens, workload.width), torch.float32).tensor_split(NUM_PARAMETERS)
         parameters = [value.clone().requires_grad_() for value in values if value.numel()]
-        copies = []
-        if workload.dtype != "fp32":
-            copies = [
-                torch.empty_like(parameter, dtype=DTYPES[workload.dtype], requires_grad=False)
-                for parameter in parameters
-            ]
-        return parameters, copies, random
+        copied = parameters if workload.dtype != "fp32" else []
+        settings: Any = {"dtype": DTYPES[workload.dtype], "requires_grad": False}
+        return parameters, [torch.empty_like(parameter, **settings) for parameter in copied], random
 
     @staticmethod
     def _set_gradients(parameters: list[Tensor], random: Function) -> None:
@@ -147,11 +136,7 @@ def _plain_function(ours: Function, reference: Function, **others: Callable[[], 
         "eager": lambda: reference,
         "compiled": lambda: torch.compile(reference, dynamic=False),
     }
-    return {name: _for_any_workload(make) for name, make in (makers | others).items()}
-
-
-def _for_any_workload(make: Callable[[], Function]) -> Callable[[KernelWorkload], Function]:
-    return lambda workload: make()
+    return {name: lambda workload, make=make: make() for name, make in (makers | others).items()}
 
 
 def _installed(module: str, distribution: str) -> Any:
@@ -161,12 +146,8 @@ def _installed(module: str, distribution: str) -> Any:
     return importlib.import_module(module)
 
 
-def _quack_rms_norm() -> Function:
-    return functools.partial(_installed("quack.rmsnorm", "quack-kernels").rmsnorm, eps=EPS)
-
-
-def _quack_add_rms_norm() -> Function:
-    return functools.partial(_quack_rms_norm(), prenorm=True)
+def _quack_rms_norm(**settings: Any) -> Function:
+    return functools.partial(_installed("quack.rmsnorm", "quack-kernels").rmsnorm, eps=EPS, **settings)
 
 
 def _liger_rms_norm() -> Function:
@@ -203,10 +184,6 @@ def _norm_inputs(workload: KernelWorkload, random: Random, generator: torch.Gene
     x = random((workload.tokens, workload.width))
     # In float32, as a model's parameters are under autocast.
     return {"x": x, "weight": random((workload.width,), torch.float32)}
-
-
-def _add_norm_inputs(workload: KernelWorkload, random: Random, generator: torch.Generator) -> dict[str, Tensor]:
-    return _norm_inputs(workload, random, generator) | {"residual": random((workload.tokens, workload.width))}
 
 
 def _eager_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -254,9 +231,16 @@ OPERATIONS: dict[str, Operation] = {
         (2, 3),
     ),
     "add-rms-norm": DifferentiatedFunction(
-        _add_norm_inputs,
+        lambda workload, random, generator: {
+            **_norm_inputs(workload, random, generator),
+            "residual": random((workload.tokens, workload.width)),
+        },
         lambda workload: functools.partial(reference_rms_norm, eps=EPS),
-        _plain_function(functools.partial(rms_norm, eps=EPS), _eager_add_rms_norm, quack=_quack_add_rms_norm),
+        _plain_function(
+            functools.partial(rms_norm, eps=EPS),
+            _eager_add_rms_norm,
+            quack=functools.partial(_quack_rms_norm, prenorm=True),
+        ),
         # Forward: x, residual, their sum, y. Backward: the sum, both outputs' gradients, one that both inputs share.
         (4, 4),
     ),
@@ -290,7 +274,11 @@ OPERATIONS: dict[str, Operation] = {
         products=lambda workload: 3 * 2 * workload.elements * (workload.vocab_size or 0),
     ),
     "adamw": OptimizerStep(
-        {"ours": lambda workload: ours, "eager": lambda workload: foreach, "fused": lambda workload: fused}
+        {
+            "ours": lambda workload: ours,
+            "eager": lambda workload: functools.partial(torchs, foreach=True),
+            "fused": lambda workload: functools.partial(torchs, fused=True),
+        }
     ),
     "weighted-sum": DifferentiatedFunction(
         lambda workload, random, generator: {

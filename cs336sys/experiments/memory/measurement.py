@@ -48,56 +48,52 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
     """
     workload = MemoryWorkload.from_configuration(configuration)
     with telling_user_errors(workload.training):
-        return _measure_memory(workload, progress)
-
-
-def _measure_memory(workload: MemoryWorkload, progress: Progress) -> Outcome:
-    training = workload.training
-    device = choose_device(training.device)
-    set_matmul_precision(training)
-    notes, wrong = check_few_blocks(training, device, progress)
-    if wrong is not None:
-        return wrong
-    derived: dict[str, Any] = {}
-    if workload.trace:
-        progress("tracing fake tensors")
-        derived, notes_of_trace = _traced(workload)
-        notes = [*notes_of_trace, *notes]
-    progress("building the model")
-    step = MemoryStep(workload, device)
-    derived |= counted_columns(step, progress)
-    if device.type == "cpu" and torch.backends.mkldnn.is_available():
-        notes = [*notes, _WITHOUT_ONEDNN]
-    derived = with_notes(derived, notes)
-    for number in range(training.warmup):
-        progress(f"warm-up {number + 1}/{training.warmup}")
-        step()
-    if training.cuda_graph == "on":
-        # Warm-up was launched on a stream that no capture uses: its cuBLAS workspaces are no part of a captured step.
-        free_gpu_memory()
-    counted = None
-    if device.type == "cuda":
-        progress("counting peaks")
-        counted = counted_peaks(step)
-    progress("recording a step")
-    timeline, history = record(step, follow_operations=training.compile == "off")
-    peaks = counted or timeline_peaks(timeline)
-    derived |= summary(workload, timeline, peaks, step.block_names)
-    if workload.snapshot is not None:
-        progress("writing the snapshot")
-        snapshot = history.snapshot if isinstance(history, CudaHistory) else as_snapshot(timeline)
-        path = Path(workload.snapshot) / f"{workload.name}.pickle"
-        write_snapshot(snapshot, path)
-        derived["snapshot"] = str(path)
-    del timeline, history
-    if step.graphs is not None:
-        derived |= {"capture_s": step.graphs.capture_s, "graph_pool_gib": step.graphs.pool_bytes / GIB}
-    samples = time_steps(step, step.phases, progress, warmup=0)
-    last_loss = step.loss
-    if training.mode != "forward":
-        progress("looking into a block")
-        derived["saved_tensors"] = [asdict(tensor) for tensor in step.block_saved_tensors()]
-    return Outcome("ok", samples, with_notes(derived, training_warnings(last_loss, training)))
+        training = workload.training
+        device = choose_device(training.device)
+        set_matmul_precision(training)
+        notes, wrong = check_few_blocks(training, device, progress)
+        if wrong is not None:
+            return wrong
+        derived: dict[str, Any] = {}
+        if workload.trace:
+            progress("tracing fake tensors")
+            derived, notes_of_trace = _traced(workload)
+            notes = [*notes_of_trace, *notes]
+        progress("building the model")
+        step = MemoryStep(workload, device)
+        derived |= counted_columns(step, progress)
+        if device.type == "cpu" and torch.backends.mkldnn.is_available():
+            notes = [*notes, _WITHOUT_ONEDNN]
+        derived = with_notes(derived, notes)
+        for number in range(training.warmup):
+            progress(f"warm-up {number + 1}/{training.warmup}")
+            step()
+        if training.cuda_graph == "on":
+            # Warm-up was launched on a stream that no capture uses: its cuBLAS workspaces are in no captured step.
+            free_gpu_memory()
+        counted = None
+        if device.type == "cuda":
+            progress("counting peaks")
+            counted = counted_peaks(step)
+        progress("recording a step")
+        timeline, history = record(step, follow_operations=training.compile == "off")
+        peaks = counted or timeline_peaks(timeline)
+        derived |= summary(workload, timeline, peaks, step.block_names)
+        if workload.snapshot is not None:
+            progress("writing the snapshot")
+            snapshot = history.snapshot if isinstance(history, CudaHistory) else as_snapshot(timeline)
+            path = Path(workload.snapshot) / f"{workload.name}.pickle"
+            write_snapshot(snapshot, path)
+            derived["snapshot"] = str(path)
+        del timeline, history
+        if step.graphs is not None:
+            derived |= {"capture_s": step.graphs.capture_s, "graph_pool_gib": step.graphs.pool_bytes / GIB}
+        samples = time_steps(step, step.phases, progress, warmup=0)
+        last_loss = step.loss
+        if training.mode != "forward":
+            progress("looking into a block")
+            derived["saved_tensors"] = [asdict(tensor) for tensor in step.block_saved_tensors()]
+        return Outcome("ok", samples, with_notes(derived, training_warnings(last_loss, training)))
 
 
 def _traced(workload: MemoryWorkload) -> tuple[dict[str, Any], list[str]]:
@@ -172,12 +168,13 @@ class _Planner:
             raise CapabilityError(self._failed)
         changes = possible_changes(self._workload)
         rows = []
+        usable = []
         for change in changes:
             progress(f"predicting {change.option}")
             peak_bytes = self._bytes((change,))
             if peak_bytes is not None:
                 rows.append(asdict(change) | {"peak_bytes": peak_bytes, "saved_bytes": base - peak_bytes})
-        usable = [change for change in changes if any(row["option"] == change.option for row in rows)]
+                usable.append(change)
         plan = () if base <= self._limit else self._cheapest(usable)
         derived: dict[str, Any] = {
             "limit_bytes": self._limit,

@@ -106,10 +106,9 @@ def _weights_outcome(ranks: launch.Ranks, workload: ParallelWorkload) -> tuple[d
     }
     if worst.relative <= worst.allowed:
         return derived, None
-    moved = "its gradient in one process" if worst.of_gradients else "how far one process moves it"
-    target = f"in the first step the gradient of {worst.parameter}"
-    if not worst.of_gradients:
-        target = f"after {STEPS} steps {worst.parameter}"
+    moved, target = "how far one process moves it", f"after {STEPS} steps {worst.parameter}"
+    if worst.of_gradients:
+        moved, target = "its gradient in one process", f"in the first step the gradient of {worst.parameter}"
     reason = (
         f"{workload.strategy}: {target} is off by {100 * worst.relative:.3g} % of {moved}, more than rounding explains "
         f"({100 * worst.allowed:g} %)"

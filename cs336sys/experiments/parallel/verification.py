@@ -58,11 +58,9 @@ def mean_gradients(model: nn.Module, *, is_sharded: bool) -> dict[str, tuple[Ten
     from cs336sys.parallel.fsdp import FSDP
 
     if isinstance(model, FSDP):
-        gradients_and_rows: dict[str, tuple[Tensor | None, range | None]] = {
-            name: (parameter.shard.grad, parameter.rows) for name, parameter in model.sharded_parameters.items()
-        }
-        return gradients_and_rows | {
-            name: (parameter.grad, None) for name, parameter in model.replicated_parameters.items()
+        return {
+            **{name: (parameter.shard.grad, parameter.rows) for name, parameter in model.sharded_parameters.items()},
+            **{name: (parameter.grad, None) for name, parameter in model.replicated_parameters.items()},
         }
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {
@@ -126,9 +124,10 @@ def verify_training(workload: ParallelWorkload) -> WeightDifference:
     device = rank_device(workload)
     if not workload.training.is_ours:
         user_models.without_dropout()
-    workload = replace(
-        workload, training=_fitting_batch(_with_layers(workload.training, workload.check_layers), device)
-    )
+    size = workload.training.size
+    layers = min(size.num_layers, workload.check_layers or size.num_layers)
+    training = replace(workload.training, size=replace(size, num_layers=layers))
+    workload = replace(workload, training=_fitting_batch(training, device))
     # Before a step is captured it is trained a little.
     warmup = warmup_of_capture(workload) if workload.training.cuda_graph == "on" else 0
     reference = _reference(workload, device, warmup)
@@ -139,13 +138,6 @@ def verify_training(workload: ParallelWorkload) -> WeightDifference:
     comparison = _Comparison(workload, device, warmup, reference)
     comparison.train()
     return comparison.judge()
-
-
-def _with_layers(workload: Workload, layers: int | None) -> Workload:
-    """The workload with so many layers at most."""
-    if layers is None or workload.size.num_layers <= layers:
-        return workload
-    return replace(workload, size=replace(workload.size, num_layers=layers))
 
 
 def _fitting_batch(workload: Workload, device: torch.device) -> Workload:

@@ -22,12 +22,8 @@ def find_blocks(model: nn.Module, patterns: str | None) -> dict[str, nn.Module]:
         UserCodeError: no module has such a name.
     """
     if patterns is not None:
-        named = dict(model.named_modules())
-        matching = {
-            name: module
-            for name, module in named.items()
-            if any(_matches_pattern(name, pattern) for pattern in patterns.split(","))
-        }
+        named, wanted = dict(model.named_modules()), patterns.split(",")
+        matching = {name: named[name] for name in named if any(_matches_pattern(name, part) for part in wanted)}
         if not matching:
             lists = {name.rpartition(".")[0] for name in named if name.rpartition(".")[2].isdigit()}
             listed = ", ".join(f"'{name}.*'" for name in sorted(lists)) or "none"

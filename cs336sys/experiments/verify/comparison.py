@@ -149,10 +149,10 @@ class CaseComparison:
         for name, value in expected.items():
             if name in unknown:
                 continue
+            rounding = self._rounding(value, [weights[name] for weights in others])
             for rank, tensors in enumerate(whole):
                 self.records[rank].weights[step] = tensors
                 if name in tensors:
-                    rounding = self._rounding(value, [weights[name] for weights in others])
                     self._compare(kind, step, name, rank, tensors[name], value, rounding)
 
     def _gradients(self, step: int, index: int) -> None:
@@ -171,19 +171,15 @@ class CaseComparison:
         for name, shape in self.shapes.items():
             if name in unknown or leaves_none:
                 continue
-            value = expected.get(name)
+            zeros = torch.zeros(shape, dtype=self.reference.dtype)
+            value = expected.get(name, zeros)
+            rounding = self._rounding(value, [gradients.get(name, value) for gradients in others], total)
             for rank, tensors in enumerate(whole):
-                gradient = tensors.get(name)
-                if name not in self.reports[rank].owned or (gradient is None and value is None):
+                is_missing = name not in tensors
+                if name not in self.reports[rank].owned or (is_missing and name not in expected):
                     continue
-                expected_gradient = torch.zeros(shape, dtype=self.reference.dtype) if value is None else value
-                rounding = self._rounding(
-                    expected_gradient, [gradients.get(name, expected_gradient) for gradients in others], total
-                )
-                actual = torch.zeros_like(expected_gradient) if gradient is None else gradient
-                self._compare(
-                    "gradient", step + 1, name, rank, actual, expected_gradient, rounding, is_missing=gradient is None
-                )
+                actual = tensors.get(name, torch.zeros_like(value))
+                self._compare("gradient", step + 1, name, rank, actual, value, rounding, is_missing=is_missing)
 
     def _states(self, step: int) -> None:
         expected = self.reference.record.states.get(step, {})
@@ -197,18 +193,16 @@ class CaseComparison:
             whole, _ = assemble(rank_tensors, shapes, self.groups)
             for name in shapes:
                 value = expected[name][key]
-                others = [record.states[step][name][key] for record in self.reference.others]
+                rounding = self._rounding(value, [record.states[step][name][key] for record in self.reference.others])
                 for rank, tensors in enumerate(whole):
                     if name in tensors and name in self.reports[rank].owned:
-                        rounding = self._rounding(value, others)
                         self._compare("state", step, f"{name} {key}", rank, tensors[name], value, rounding)
 
     def _buffers(self) -> None:
-        expected = self.reference.record.buffers
         if not self.reference.is_whole:
             # Statistics are those of the sequences that a rank has seen.
             return
-        for name, value in expected.items():
+        for name, value in self.reference.record.buffers.items():
             for rank, record in enumerate(self.records):
                 buffer = record.buffers.get(name)
                 if buffer is None or buffer.shape != value.shape:
@@ -253,10 +247,9 @@ class CaseComparison:
 
     def _rounding(self, value: Tensor, others: Sequence[Tensor], scale: float = 0.0) -> float:
         """The norm of a difference that rounding explains: measured, and some units in the last place."""
-        dtype = self.reference.half or self.reference.dtype
         # One process in half precision is itself as far off as ranks may be, not a few times less.
         repeated, units = (_REPEATED, _UNITS) if self.reference.half is None else (_REPEATED_IN_HALF, 1.0)
-        epsilon = torch.finfo(dtype).eps
+        epsilon = torch.finfo(self.reference.half or self.reference.dtype).eps
         measured = max((norm(other - value) for other in others), default=0.0)
         return repeated * measured + units * epsilon * max(norm(value), scale / math.sqrt(max(len(self.shapes), 1)))
 

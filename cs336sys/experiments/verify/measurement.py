@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,15 +97,15 @@ def _leaves_unused_gradients(compared: ComparedCase) -> bool:
     """
     if not any(finding.kind == "weight" for finding in compared.findings):
         return True
-    first, *others = [record.weights.get(1, {}) for record in compared.records]
-    agree = all(torch.equal(first[name], weights[name]) for weights in others for name in first.keys() & weights.keys())
+    weights = [record.weights.get(1, {}) for record in compared.records]
     gradients = [record.gradients[0] if record.gradients else {} for record in compared.records]
-    differ = any(
-        name in other_gradients and not torch.equal(value, other_gradients[name])
-        for name, value in gradients[0].items()
-        for other_gradients in gradients[1:]
-    )
-    return agree and differ
+    return _are_alike(weights) and not _are_alike(gradients)
+
+
+def _are_alike(rank_tensors: Sequence[Mapping[str, torch.Tensor]]) -> bool:
+    """Return whether all ranks have the same tensors as the first, of those that both have."""
+    first, *others = rank_tensors
+    return all(torch.equal(first[name], other[name]) for other in others for name in first.keys() & other.keys())
 
 
 class _Case:
@@ -189,12 +189,9 @@ class _Case:
             reports = ranks.run(train_on_rank, self.workload, program, settings)
             if any(report.failure for report in reports) and not self._is_sound(ranks, reports):
                 launch.end_kept()
-                if any(report.is_timeout for report in reports):
-                    failure = next(
-                        (report.failure for report in reports if report.failure and not report.is_timeout), ""
-                    )
-                    if not failure:
-                        return Lost("the ranks wait for each other", tuple(reports))
+                failed = [report for report in reports if report.failure]
+                if any(report.is_timeout for report in reports) and all(report.is_timeout for report in failed):
+                    return Lost("the ranks wait for each other", tuple(reports))
             if program.resume == "ranks" and not any(report.failure for report in reports):
                 reports = self._loaded_by_others(program, replace(settings, loads=True), backend, reports)
         except (RankError, LostProcessError) as error:
@@ -204,12 +201,10 @@ class _Case:
         return reports
 
     def _is_sound(self, ranks: launch.Ranks, reports: Sequence[RankReport]) -> bool:
-        if any(report.is_timeout for report in reports):
-            return False
-        try:
-            return all(ranks.run(is_sound, self.workload.world_size))
-        except (RankError, LostProcessError):
-            return False
+        with contextlib.suppress(RankError, LostProcessError):
+            is_lost = any(report.is_timeout for report in reports)
+            return not is_lost and all(ranks.run(is_sound, self.workload.world_size))
+        return False
 
     def _loaded_by_others(
         self, program: Program, settings: RankSettings, backend: str | None, reports: list[RankReport]
@@ -227,15 +222,8 @@ class _Case:
         return loaded
 
     def reference(self, program: Program, reports: Sequence[RankReport]) -> Reference:
-        return reference_of(
-            replace(self.workload, world_size=self.workload.world_size),
-            program,
-            self.device,
-            self.dtype,
-            self.learning_rate,
-            reports[0].optimizer,
-            self.max_norm,
-        )
+        optimizer, device = reports[0].optimizer, self.device
+        return reference_of(self.workload, program, device, self.dtype, self.learning_rate, optimizer, self.max_norm)
 
     def _compare(self, program: Program, reference: Reference, reports: Sequence[RankReport]) -> ComparedCase:
         return CaseComparison(self.workload, program, reference, reports).compare(_first_step(program))
@@ -280,15 +268,15 @@ class _Case:
         for rank, report in enumerate(reports):
             assert report.masks is not None
             by_data.setdefault(self.workload.data_place(rank), []).append(report.masks)
-        for masks in by_data.values():
-            if any(mask.shape == masks[0].shape and not torch.equal(mask, masks[0]) for mask in masks):
-                reason = "ranks that share sequences drop different elements of them: seed them alike"
-                return self._diagnosed(Diagnosis("dropout", reason, line=self._line()))
+        pairs = [(mask, masks[0]) for masks in by_data.values() for mask in masks]
         firsts = [masks[0] for masks in by_data.values()]
-        if any(mask.shape == firsts[0].shape and torch.equal(mask, firsts[0]) for mask in firsts[1:]):
+        if any(mask.shape == other.shape and not torch.equal(mask, other) for mask, other in pairs):
+            reason = "ranks that share sequences drop different elements of them: seed them alike"
+        elif any(torch.equal(mask, firsts[0]) for mask in firsts[1:]):
             reason = "every rank drops the same elements of its own sequences: seed each rank by its number"
-            return self._diagnosed(Diagnosis("dropout", reason, line=self._line()))
-        return Outcome("ok", derived={"verdict": "ok", "notes": []})
+        else:
+            return Outcome("ok", derived={"verdict": "ok", "notes": []})
+        return self._diagnosed(Diagnosis("dropout", reason, line=self._line()))
 
     def _wrong(
         self, program: Program, reference: Reference, reports: Sequence[RankReport], compared: ComparedCase
