@@ -20,9 +20,6 @@ from cs336sys.results.model import Samples
 from cs336sys.workload import LossWorkload
 from cs336sys.workload.profiling_options import read_text
 
-# Between two lines of progress.
-_STEPS_BETWEEN = 20
-
 
 def text_batches(workload: LossWorkload) -> list[tuple[Tensor, Tensor]]:
     """A batch for each step, of random pieces of the text: token ids and those that follow, (batch_size, context) each.
@@ -97,7 +94,8 @@ def _train(step: TrainStep, batches: Sequence[tuple[Tensor, Tensor]], progress: 
     step.warmup_of_capture = min(step.warmup_of_capture, len(batches))
     step.capture(around_warmup=on_batch)
     for number, batch in enumerate(on_device[len(losses) :], len(losses) + 1):
-        if number % _STEPS_BETWEEN == 1:
+        # Between two lines of progress.
+        if number % 20 == 1:
             progress(f"step {number}/{len(batches)}")
         step.use(*batch)
         step()

@@ -23,7 +23,6 @@ from cs336sys.workload import MemoryWorkload, Workload
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 # Operations that start no kernel: they make a tensor without writing it, or look at one in another way.
 _FREE = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view", "lift_fresh", "_reshape_alias")
-_CHECKPOINTING = ("none", "block")
 
 
 class OperationCount(TorchDispatchMode):
@@ -118,7 +117,7 @@ def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
         parameters, calls, counts = _count_step(batch_workload)
         passes.append(counts)
     peaks: dict[str, list[int]] = {}
-    for checkpointing in _CHECKPOINTING:
+    for checkpointing in ("none", "block"):
         progress(f"tracing memory, checkpoint {checkpointing}")
         traced = [
             predicted_timeline(MemoryWorkload(batch_workload, checkpointing=checkpointing)) for batch_workload in sized

@@ -253,9 +253,6 @@ def errors_of_first_sequence(
 # TF32, whose error is near 1e-3.
 TOLERANCES = {"fp32": 1e-4, "fp16": 4e-3, "bf16": 2e-2}
 
-# How torch says that the chosen backend cannot serve a call; the second is the CPU's.
-_NO_SDPA_KERNEL = ("No available kernel", "No viable backend")
-
 
 def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Check, then time one implementation on one shape: a cell of ``flash``, run in the worker process.
@@ -292,7 +289,8 @@ def _checked_attention(
             f"{workload.implementation} does not take this: {str(error) or 'it does not say why'}"
         ) from error
     except RuntimeError as error:
-        if not any(text in str(error) for text in _NO_SDPA_KERNEL):
+        # How torch says that the chosen backend cannot serve a call; the second is the CPU's.
+        if not any(text in str(error) for text in ("No available kernel", "No viable backend")):
             raise
         refused = f"{workload.implementation} has no kernel for {workload.dtype}, head dim {workload.head_dim}"
         raise CapabilityError(f"{refused} on this {device.type.upper()}") from error

@@ -40,12 +40,6 @@ _SAME_REPEATS = 3
 # three times as far off as the first launched steps that differed.
 _ROUNDED = 0.01
 
-# Factors of the loss, by which gradients are divided again: what one process can make of a gradient by rounding alone.
-_LOSS_SCALES = (1.1, 0.9, 0.7)
-
-# How much of a GPU's free memory training may be predicted to take besides weights that wait there.
-_FILLED = 0.8
-
 # The name of a step's loss among the weights that are compared, before the step's number.
 _LOSS = "the loss of step "
 
@@ -272,7 +266,9 @@ def _apart(
     del expected
     others = []
     if again is not None and far and not far.keys() & losses.keys():
-        for loss_scale in _LOSS_SCALES:
+        # Factors of the loss, by which gradients are divided again: what one process can make of a gradient by rounding
+        # alone.
+        for loss_scale in (1.1, 0.9, 0.7):
             trained = again(loss_scale=loss_scale)
             # Training that runs away repeats nothing.
             if all(abs(trained[name].item() - loss) <= allowed * abs(loss) for name, loss in losses.items()):
@@ -291,7 +287,8 @@ def _put_aside(weights: dict[str, Tensor], workload: Workload, device: torch.dev
     _free_memory(device)
     if device.type == "cuda" and workload.is_ours:
         free, _ = torch.cuda.mem_get_info(device)
-        if workload.predicted_peak().total < _FILLED * free:
+        # How much of a GPU's free memory training may be predicted to take besides weights that wait there.
+        if workload.predicted_peak().total < 0.8 * free:
             return weights
     aside = {name: value.cpu() for name, value in weights.items()}
     weights.clear()

@@ -108,10 +108,6 @@ def _memory_of(call: Callable[[], object], device: torch.device) -> float | None
     return None if peak_gib is None else peak_gib - before_gib
 
 
-# Numbers of rows that no tile divides.
-_ODD_TOKENS = (131, 1)
-
-
 class ChangingFunctionInputs:
     """Inputs of an op and gradients of its outputs, all of them new before each call."""
 
@@ -205,7 +201,8 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
 def _odd_tokens(
     function: Function, operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device
 ) -> Iterator[OddCase]:
-    for tokens in _ODD_TOKENS:
+    # Numbers of rows that no tile divides.
+    for tokens in (131, 1):
         odd = replace(workload, tokens=tokens, seed=secrets.randbits(60))
         run = functools.partial(operation.results, function, odd, device)
         yield f"{tokens} rows", run, operation.expected(odd, device)

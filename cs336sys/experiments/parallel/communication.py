@@ -23,10 +23,6 @@ from cs336sys.processes.atomic_write import written_whole
 # torch's functional collectives, which torch.compile knows.
 _FUNCTIONAL = "_c10d_functional"
 
-# How long Gloo's thread may hold tensors after their collective. Without this pause that thread freed tensors in 2 of
-# 90 steps of fsdp by six ranks on two cores; with it in none, and in none of 960 steps of all strategies.
-_RELEASE_S = 0.001
-
 
 @dataclass(frozen=True)
 class _Layout:
@@ -155,7 +151,10 @@ def communication_at_once() -> AbstractContextManager:
 
     def finish(operator: Any, arguments: dict[str, Any], result: Any) -> None:
         _work(result).wait()
-        time.sleep(_RELEASE_S)
+        # How long Gloo's thread may hold tensors after their collective. Without this pause that thread freed tensors
+        # in 2 of 90 steps of fsdp by six ranks on two cores; with it in none, and in none of 960 steps of all
+        # strategies.
+        time.sleep(0.001)
 
     return _Watcher(finish)
 
@@ -211,16 +210,10 @@ def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
     return Communication(name, most, next(iter(dtypes), "none"), ranks, operator, arguments)
 
 
-# How the names of CPU events begin that only hand work to another thread, or wait in :func:`finish_communication`.
-_OVERHEAD = ("c10d::", "record_param_comms", "gloo:barrier")
-
 # Names of communication: NCCL's kernels, and Gloo's work, from its launch until it is done.
 _COMMUNICATION = ("nccl", "gloo:")
 # Names of what copy engines and their kernel do in NCCL's place.
 _COPIES = ("Memcpy PtoP", "Memcpy DtoD", "mean_kernel")
-
-# Pieces of a lane that are closer than this fraction of the step are drawn as one: no picture could show the gap.
-_RESOLUTION = 1 / 2000
 
 TimeSpan = tuple[float, float]
 
@@ -288,9 +281,6 @@ class StepShares:
     kernels: list[tuple[str, float, int]]
 
 
-_NAMED_KERNELS = 24
-
-
 def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.device) -> StepShares | None:
     """Run one step as :func:`profile_step` does, and share out its time by kind of kernel.
 
@@ -311,7 +301,7 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
         times.setdefault(taxonomy.short_name(name), []).append(end - start)
     covered_ns = [covered(intervals) for intervals in itertools.accumulate(kinds.values())]
     span_ns = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
-    longest = sorted(times.items(), key=lambda item: sum(item[1]), reverse=True)[:_NAMED_KERNELS]
+    longest = sorted(times.items(), key=lambda item: sum(item[1]), reverse=True)[:24]
     return StepShares(
         *((after - before) / 1e6 for before, after in itertools.pairwise([0, *covered_ns, span_ns])),
         [(name, sum(each) / 1e6, len(each)) for name, each in longest],
@@ -333,10 +323,12 @@ def _profile_events(
         _synchronize(device)
         finish_communication()
     wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    # How the names of CPU events begin that only hand work to another thread, or wait in :func:`finish_communication`.
     kernels = [
         (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in profiler.profiler.kineto_results.events()
-        if event.device_type() == wanted and not event.name().startswith(_OVERHEAD)
+        if event.device_type() == wanted
+        and not event.name().startswith(("c10d::", "record_param_comms", "gloo:barrier"))
     ]
     return kernels, dict(zip(phases, [elapsed_ms(marks[0], end) for end in marks[1:]], strict=True))
 
@@ -373,7 +365,8 @@ def _communication_timeline(
     computing, communicating = covered(compute), covered(communicate)
     start = min(start for start, _ in [*compute, *communicate])
     end = max(end for _, end in [*compute, *communicate])
-    gap = int((end - start) * _RESOLUTION)
+    # Pieces of a lane that are closer than this fraction of the step are drawn as one: no picture could show the gap.
+    gap = (end - start) // 2000
     return StepTimeline(
         _merged(compute, start, gap),
         _merged(communicate, start, gap),

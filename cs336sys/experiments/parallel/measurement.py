@@ -193,10 +193,6 @@ def _sharding(measured: Sequence[RankMeasurement]) -> dict[str, Any]:
     }
 
 
-# Series that are not a part of the step as a rank's events time it.
-_BESIDE_THE_STEP = ("wall", "communication")
-
-
 def slowest(measured: "Sequence[RankMeasurement] | Sequence[BoardMeasurement]") -> dict[str, Samples]:
     """Return the longest step of all ranks, step by step, with the phases of the same rank, whose sum it is.
 
@@ -204,7 +200,8 @@ def slowest(measured: "Sequence[RankMeasurement] | Sequence[BoardMeasurement]") 
     """
 
     def longest(name: str, kind: str) -> tuple[float, ...]:
-        key = name if name in _BESIDE_THE_STEP else "step"
+        # Series that are not a part of the step as a rank's events time it.
+        key = name if name in ("wall", "communication") else "step"
         keys, times = (
             zip(*(getattr(rank.samples[series], kind) for rank in measured), strict=True) for series in (key, name)
         )
@@ -268,11 +265,6 @@ def trace_path(configuration: Mapping[str, Any]) -> Path | None:
     return Path(workload.trace) / f"{name}.json.gz"
 
 
-# All steps are on one batch, whose loss says whether they train. AdamW's default, 1e-3, is too much for random weights
-# of the 8B model: its loss leaps from 12 up to 14.
-_LEARNING_RATE = 1e-4
-
-
 @dataclass(frozen=True)
 class BoardMeasurement:
     """The measurement of one rank.
@@ -328,7 +320,9 @@ def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None)
     device = rank_device(workload)
     on_gpu = device.type == "cuda"
     started = time.perf_counter()
-    step = ParallelStep(workload, device, lr=_LEARNING_RATE)
+    # All steps are on one batch, whose loss says whether they train. AdamW's default, 1e-3, is too much for random
+    # weights of the 8B model: its loss leaps from 12 up to 14.
+    step = ParallelStep(workload, device, lr=1e-4)
     # Of all steps, () each, kept without waiting for them.
     losses: list[Tensor] = []
     update = step.phases["optimizer"]

@@ -162,15 +162,6 @@ def _blocks_at(timeline: AllocationTimeline, addresses: set[int], position: int)
     ]
 
 
-# Repetitions of the communication alone before it is timed.
-_WARMUP_ALONE = 2
-
-# Steps in which gathers are watched.
-_WATCHED_STEPS = 3
-
-# How much of a GPU's memory a model may be predicted to fill: allocators fragment it, and NCCL and cuBLAS take some.
-_FILLED = 0.9
-
 # What latency and bandwidth of all-reduces are fitted to: sizes in bytes, calls in a row, and repetitions of those.
 _LINK_SIZES = {"cuda": (10_000, 1_000_000, 10_000_000, 100_000_000), "cpu": (1_000, 100_000, 1_000_000, 10_000_000)}
 _LINK_CALLS = 10
@@ -223,7 +214,9 @@ def has_room_alone(workload: ParallelWorkload) -> bool:
     else:
         # Weights, gradients and two states in fp32, and as much again for activations.
         needed = 2 * 4 * 4 * (count_step(training).parameters or 0)
-    return needed < _FILLED * torch.cuda.get_device_properties(device).total_memory
+    # How much of a GPU's memory a model may be predicted to fill: allocators fragment it, and NCCL and cuBLAS take
+    # some.
+    return needed < 0.9 * torch.cuda.get_device_properties(device).total_memory
 
 
 def frees_memory(run: Callable[..., T]) -> Callable[..., T]:
@@ -345,7 +338,8 @@ def _watched_gathers(step: ParallelStep) -> dict[tuple[str, bool], list[float]]:
     # Replays call nothing that could be watched.
     if step.replica.watched_gathers is not None and step.graphs is None:
         with step.replica.watched_gathers() as watch:
-            for _ in range(_WATCHED_STEPS):
+            # Steps in which gathers are watched.
+            for _ in range(3):
                 step()
         for timing in watch.timings():
             gathers.setdefault((timing.unit, timing.is_backward), []).append(timing.late_ms)
@@ -365,7 +359,8 @@ def time_all_reduces(workload: ParallelWorkload) -> dict[int, float]:
 
 def _time_alone(launchers: Sequence[Callable[[], Any]], repetitions: int, device: torch.device) -> Samples:
     alone = {"communication": functools.partial(run_alone, launchers)}
-    return time_phases(alone, warmup=_WARMUP_ALONE, steps=repetitions, device=device)["communication"]
+    # Repetitions of the communication alone before it is timed.
+    return time_phases(alone, warmup=2, steps=repetitions, device=device)["communication"]
 
 
 # Gloo ends a rank that receives more than it expects. Which of these its peer sees is a race: whether it had data left

@@ -22,9 +22,6 @@ from cs336sys.measure.device import choose_device
 from cs336sys.measure.phases import Marks, NvtxMarks
 from cs336sys.workload import ParallelWorkload
 
-# Set by Nsight Systems in the processes that it watches.
-_NSYS_VARIABLE = "NSYS_PROFILING_SESSION_ID"
-
 
 class ParallelStep(TrainStep):
     """A training step of this rank on its share of the batch.
@@ -79,7 +76,8 @@ class ParallelStep(TrainStep):
             self._loss_function = replica.loss
         self._around_passes = contextlib.ExitStack()
         self._arrange_phases(in_graphs)
-        if device.type == "cuda" and _NSYS_VARIABLE in os.environ:
+        # Set by Nsight Systems in the processes that it watches.
+        if device.type == "cuda" and "NSYS_PROFILING_SESSION_ID" in os.environ:
             self.mark(NvtxMarks())
 
     def _arrange_phases(self, in_graphs: bool) -> None:

@@ -40,9 +40,6 @@ from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 # ``keep=N`` of blocks whose backward pass is torch's own, compiled or not. Blocks of fused kernels that nothing
 # compiles have a backward pass of their own, :mod:`cs336sys.kernels.transformer_block`, which keeps the same.
 
-# Attention's operators: their outputs and logsumexps are kept.
-_ATTENTION = ("scaled_dot_product", "flash_attention_forward")
-
 # torch's compiler asks, on every rank, for regions without operations in place. These have none.
 _CHECKPOINT_LOG = logging.getLogger("torch._higher_order_ops.wrap")
 
@@ -82,7 +79,8 @@ def _checkpointed_block(run: Callable[..., Tensor], d_ff: int, keeps_gate_and_up
 
 
 def _policy(d_ff: int, keeps_gate_and_up: bool, context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    is_kept = any(name in str(operator) for name in _ATTENTION)
+    # Attention's operators: their outputs and logsumexps are kept.
+    is_kept = any(name in str(operator) for name in ("scaled_dot_product", "flash_attention_forward"))
     if operator is torch.ops.aten.mm.default:
         inner, columns = args[0].shape[1], args[1].shape[1]
         # The last product of a block is the input of the next one.

@@ -44,8 +44,6 @@ from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.parallel.tensor_parallel import COMPILE_OPTIONS, TensorParallel
 from cs336sys.workload import ParallelWorkload
 
-_META = torch.device("meta")
-
 
 def _data_tensor_mesh(workload: ParallelWorkload, device: torch.device) -> DeviceMesh:
     """(groups, ranks that share layers): the latter are neighbours."""
@@ -72,7 +70,7 @@ def _tensor_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
         training = workload.training
         mesh = _data_tensor_mesh(workload, device)
         # Layers are filled on the device one after the other, so that the whole model never exists.
-        plain = build_plain_model(workload, _META, compile_options=COMPILE_OPTIONS)
+        plain = build_plain_model(workload, torch.device("meta"), compile_options=COMPILE_OPTIONS)
         torch.manual_seed(training.seed)
         shared = TensorParallel(
             plain,
@@ -246,9 +244,6 @@ PREPARE_TENSOR: dict[str, Prepare] = {
     "torch-tensor-sequence": _torch_tensor("torch-tensor-sequence"),
 }
 
-# Of SDPA, those that torch's ring knows: all but the one that keeps scores.
-_RING_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-
 # What computes a block of ring attention, by the name of workload.ATTENTION: torch's own has no logsumexp.
 _IMPLEMENTATIONS = {"flash": "auto", "reference": "reference"}
 
@@ -374,8 +369,9 @@ def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: 
         sequence = torch.empty(1, training.size.context, device=device)
         torch_attention = F.scaled_dot_product_attention
         try:
+            # Of SDPA, those that torch's ring knows: all but the one that keeps scores.
             with (
-                sdpa_kernel(_RING_BACKENDS),
+                sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]),
                 context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1], no_restore_buffers={sequence}),
             ):
                 yield

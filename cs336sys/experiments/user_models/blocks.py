@@ -55,9 +55,6 @@ def _collect(module: nn.Module, name: str, by_class: dict[type[nn.Module], dict[
         _collect(child, child_name, by_class)
 
 
-# Of these modules know themselves.
-_REGISTERED = frozenset(("_parameters", "_buffers", "_modules"))
-
 _NAMED = 3
 
 
@@ -68,7 +65,8 @@ def hidden_parameters(model: nn.Module) -> list[str]:
     visited = {id(part) for part in model.modules()}
     for name, part in model.named_modules():
         for attribute, value in vars(part).items():
-            if attribute not in _REGISTERED:
+            # Of these modules know themselves.
+            if attribute not in ("_parameters", "_buffers", "_modules"):
                 for where, tensor in _tensors(value, f"{name}.{attribute}".removeprefix("."), visited):
                     if id(tensor) not in registered:
                         hidden.setdefault(id(tensor), where)

@@ -19,8 +19,6 @@ Initialize = Callable[[nn.Module], None]
 _MOST_ELEMENTS = 50_000_000
 _LAYERS, _HEADS, _WORDS, _POSITIONS = 2, 4, 512, 64
 
-_SEEDS = (0, 1)
-
 # What memory holds before it is filled, by seed: what nothing fills is neither the same twice nor what it should be.
 _POISON: tuple[dict[str, float | int | bool], ...] = (
     {"floating": math.nan, "integer": 113, "bool": False},
@@ -160,7 +158,7 @@ def _differs(reference: str, size: ModelSize) -> str:
     with torch.device("meta"):
         if sum(parameter.numel() for parameter in build(reference, size).parameters()) > _MOST_ELEMENTS:
             raise MemoryError("a model that is large at every size")
-    for seed, poison in zip(_SEEDS, _POISON, strict=True):
+    for seed, poison in zip((0, 1), _POISON, strict=True):
         torch.manual_seed(seed)
         with torch.device("cpu"):
             whole.append(build(reference, size))

@@ -18,9 +18,6 @@ from cs336sys.experiments import user_models
 from cs336sys.experiments.models import blocks_of, build_model, make_batch
 from cs336sys.workload.verification import VerifiedWorkload
 
-# Batches of evaluations are none that is trained on.
-_EVALUATED = 900
-
 # A power of two, so that scaling rounds nothing.
 LOSS_SCALE = 1024.0
 
@@ -235,7 +232,8 @@ def batch_of(workload: VerifiedWorkload, device: torch.device, dtype: torch.dtyp
 
 def evaluation_batch(workload: VerifiedWorkload, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
     """A batch that no step trains on."""
-    return batch_of(workload, device, dtype, _EVALUATED)
+    # Batches of evaluations are none that is trained on.
+    return batch_of(workload, device, dtype, 900)
 
 
 @dataclass(frozen=True)

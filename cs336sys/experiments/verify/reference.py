@@ -33,8 +33,6 @@ _AWAY = 1.5
 # Losses of a batch as a whole and as the mean of its shares: farther apart, they are different sums.
 _MEAN_LOSS = {torch.float64: 1e-9, torch.float32: 1e-4}
 
-_CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True)
 class OptimizerSpec:
@@ -111,7 +109,7 @@ def moments(program: Program) -> tuple[int, ...]:
 
 def clone(tensor: Tensor) -> Tensor:
     """Copy to the CPU."""
-    return tensor.detach().to(_CPU, copy=True)
+    return tensor.detach().to(torch.device("cpu"), copy=True)
 
 
 def states_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Tensor]]:
