@@ -137,6 +137,10 @@ def _called(reference: str, workload: AttentionWorkload) -> Attention:
     return attention
 
 
+def _output_of(attention: Attention, inputs: Inputs) -> dict[str, Tensor]:
+    return {"out": attention(*inputs.differentiable).detach()}
+
+
 def _odd_contexts(attention: Attention, workload: AttentionWorkload, device: torch.device) -> Iterator[OddCase]:
     """Lengths that no tile divides, and inputs whose heads lie behind their tokens in memory."""
     heads = workload.heads if workload.heads <= _ODD_MOST_HEADS else workload.heads // workload.key_heads
@@ -148,10 +152,10 @@ def _odd_contexts(attention: Attention, workload: AttentionWorkload, device: tor
         inputs = random_inputs(odd, device)
         # Before the kernel can change them.
         expected = {"out": exact_results(inputs, odd)["out"]}
-        run = functools.partial(attention, *inputs.differentiable)
+        run = functools.partial(_output_of, attention, inputs)
         yield (
             f"a context of {context}" + (" with strided inputs" if is_strided else ""),
-            lambda run=run: {"out": run().detach()},
+            run,
             expected,
         )
 

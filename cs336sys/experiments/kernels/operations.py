@@ -136,7 +136,11 @@ def _plain_function(ours: Function, reference: Function, **others: Callable[[], 
         "eager": lambda: reference,
         "compiled": lambda: torch.compile(reference, dynamic=False),
     }
-    return {name: lambda workload, make=make: make() for name, make in (makers | others).items()}
+    return {name: _for_any_workload(make) for name, make in (makers | others).items()}
+
+
+def _for_any_workload(make: Callable[[], Function]) -> Callable[[KernelWorkload], Function]:
+    return lambda workload: make()
 
 
 def _installed(module: str, distribution: str) -> Any:

@@ -155,6 +155,7 @@ class MemoryStep(TrainStep):
         block = self.blocks[len(self.blocks) // 2]
         names = unique_names(block) if self.workload.compile == "off" else None
         args: tuple[Any, ...]
+        kwargs: dict[str, Any]
         if self.workload.is_ours:
             shape = size.batch_size, size.context, size.d_model
             args, kwargs = (torch.randn(shape, device=self.device, requires_grad=True),), {}

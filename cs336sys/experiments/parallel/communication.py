@@ -302,8 +302,15 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
     covered_ns = [covered(intervals) for intervals in itertools.accumulate(kinds.values())]
     span_ns = max(end for _, _, end in kernels) - min(start for _, start, _ in kernels)
     longest = sorted(times.items(), key=lambda item: sum(item[1]), reverse=True)[:24]
+    products_ms, attention_ms, other_ms, communication_ms, idle_ms = (
+        (after - before) / 1e6 for before, after in itertools.pairwise([0, *covered_ns, span_ns])
+    )
     return StepShares(
-        *((after - before) / 1e6 for before, after in itertools.pairwise([0, *covered_ns, span_ns])),
+        products_ms,
+        attention_ms,
+        other_ms,
+        communication_ms,
+        idle_ms,
         [(name, sum(each) / 1e6, len(each)) for name, each in longest],
     )
 

@@ -82,20 +82,19 @@ def build_recorded(
         history.position(mark) for mark in (built, first, stepped, start, before, end)
     )
     at_peak = peak_position(totals, Region("step", at_start, at_end))
-    weights, state = (
-        _blocks_at(timeline, parameters, at_optimizer),
-        _blocks_at(timeline, optimizer_memory.state, at_end),
-    )
+    weights = _blocks_at(timeline, parameters, at_optimizer)
+    state = _blocks_at(timeline, optimizer_memory.state, at_end)
     gradients = _blocks_at(timeline, optimizer_memory.gradients, at_optimizer)
     of_first = _blocks_at(timeline, first_gradients, at_first)
     moments = []
     positions = (at_built, at_first, at_stepped, at_optimizer, at_end, at_peak)
     for moment, position in zip(MOMENTS, positions, strict=True):
-        components = [
+        in_parameters, in_gradients, in_state = (
             sum(block.size for block in blocks if block.start <= position < block.end)
             for blocks in (weights, of_first if position <= at_stepped else gradients, state)
-        ]
-        moments.append(RankMemory(moment, *components, totals[position] - sum(components)))
+        )
+        other = totals[position] - in_parameters - in_gradients - in_state
+        moments.append(RankMemory(moment, in_parameters, in_gradients, in_state, other))
     return step, moments, communications
 
 

@@ -143,7 +143,7 @@ class ParallelStep(TrainStep):
         self.phases = {name: _marked_for_all_threads(name, run, marks) for name, run in self.phases.items()}
         for number, bucket in enumerate(self.replica.launched):
             launch = _marked(f"launch bucket {number}", bucket.launch, marks)
-            bucket.launch = launch  # type: ignore[method-assign]  # of this bucket alone
+            bucket.launch = launch  # of this bucket alone
 
 
 def _refuse_unsupported(workload: ParallelWorkload) -> None:

@@ -175,7 +175,7 @@ def _as_torch_layers(model: nn.Module) -> None:
                 continue
             layer: nn.Module = torch_linear(weight)
             if name == "token_embeddings":
-                layer = nn.Embedding(*weight.shape, _weight=weight)
+                layer = nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight)
                 layer.weight = weight
             setattr(module, name, layer)
 

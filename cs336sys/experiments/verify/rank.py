@@ -399,7 +399,7 @@ class _Run:
         gradients = {name: parameter.grad for name, parameter in self.named.items()}
         return self._held({name: gradient for name, gradient in gradients.items() if gradient is not None})
 
-    def _held(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _held(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
         phase, self.watcher.phase = self.watcher.phase, OBSERVED
         whole = {
             name: tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor
