@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cs336sys.errors import UsageError
+from cs336sys.measure.allocations.timeline import RECOMPUTATION, Event, Gradient, Region, build_timeline
 from cs336sys.report.registry import invocations
 from cs336sys.report.table import Column, Table, select_in_groups
 from cs336sys.results import foreign
@@ -95,6 +96,23 @@ def test_distinguishing_settings_grow_with_the_settings():
 def test_selecting_grows_with_the_tables():
     table = Table("times", "times", (Column("step_ms", "step", "ms"),), [{"step_ms": 1.0}])
     require_linear(lambda count: lambda: select_in_groups([[table]] * count, ["times"], ["step_ms"], "step_ms"))
+
+
+def test_categories_of_a_checkpointed_step_are_linear_in_blocks():
+    def make(count):
+        inputs = [Event(block, 1) for block in range(count)]
+        # A block is computed again, its gradient takes the memory of the one before, and both are freed.
+        again = [Event(-1, 1), Event(-2, 1), Event(-1, -1), Event(-2, -1)]
+        regions = [Region("forward", 0, count), Region("backward", count, 5 * count)]
+        starts = range(count, 5 * count, 4)
+        regions += [Region(RECOMPUTATION, start, start + 1) for start in starts]
+        gradients = [Gradient(start + 2, -2, "weight") for start in starts]
+        return lambda: build_timeline([*inputs, *again * count], regions=regions, gradients=gradients)
+
+    require_linear(make)
+    timeline = make(3)()
+    assert sum(allocation.category == "gradients" for allocation in timeline.allocations) == 3
+    assert sum(allocation.category == "activations" for allocation in timeline.allocations) == 6
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])

@@ -4,6 +4,7 @@ Time is counted in events, as pytorch.org/memory_viz does: a CPU that runs ahead
 memory is used, so a clock would say nothing. Position ``p`` is the moment after ``p`` events.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -200,7 +201,7 @@ def _categorized(
     length: int,
 ) -> Iterable[Allocation]:
     by_address: dict[int, list[Gradient]] = {}
-    for gradient in gradients:
+    for gradient in sorted(gradients, key=lambda gradient: gradient.position):
         by_address.setdefault(gradient.address, []).append(gradient)
     makers = [region for region in regions if region.name == RECOMPUTATION]
     # A step can have several passes, which add their gradients up.
@@ -208,6 +209,10 @@ def _categorized(
     for backward in (region for region in regions if region.name == "backward"):
         makers.append(Region("before the backward pass", before, backward.start))
         before = backward.end
+    # Where what makes activations ends, for each position in it; where several do, the first end counts.
+    ends = [length + 1] * (length + 1)
+    for maker in sorted(makers, key=lambda maker: -maker.end):
+        ends[maker.start + 1 : maker.end + 1] = [maker.end] * (maker.end - maker.start)
     for allocation in allocations:
         if allocation.start == 0:
             yield allocation
@@ -217,15 +222,16 @@ def _categorized(
             yield replace(allocation, category="gradients", parameter=parameter)
         elif allocation.end > length and allocation.address in optimizer_state:
             yield replace(allocation, category="optimizer state")
-        elif any(maker.start < allocation.start <= maker.end < allocation.end for maker in makers):
+        elif ends[allocation.start] < allocation.end:
             yield replace(allocation, category="activations")
         else:
             yield allocation
 
 
-def _parameter(allocation: Allocation, gradients: Iterable[Gradient]) -> str:
-    names = (gradient.parameter for gradient in gradients if allocation.start <= gradient.position < allocation.end)
-    return next(names, "")
+def _parameter(allocation: Allocation, gradients: Sequence[Gradient]) -> str:
+    index = bisect_left(gradients, allocation.start, key=lambda gradient: gradient.position)
+    is_gradient = index < len(gradients) and gradients[index].position < allocation.end
+    return gradients[index].parameter if is_gradient else ""
 
 
 @dataclass(frozen=True)
