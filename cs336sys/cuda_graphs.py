@@ -248,7 +248,7 @@ class GraphedStep:
         device = self.inputs[0].device
         with self.recorder.aside():
             for number in range(warmup):
-                settings = [_settings(optimizer) for optimizer in optimizers]
+                settings = [_captured_settings(optimizer) for optimizer in optimizers]
                 captured: AbstractContextManager[Any] = contextlib.nullcontext()
                 if 0 < number == warmup - 1:
                     # Before, because torch's optimizers refuse to count on the CPU in other words.
@@ -336,7 +336,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _captured_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the numbers of each group that the CPU decides in a step."""
     return [
         {name: value for name, value in group.items() if isinstance(value, int | float)}
@@ -345,7 +345,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _require_constant(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]]) -> None:
-    for old, new in zip(before, _settings(optimizer), strict=True):
+    for old, new in zip(before, _captured_settings(optimizer), strict=True):
         for name, value in new.items():
             if old.get(name) != value:
                 raise CapabilityError(

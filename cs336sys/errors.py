@@ -59,10 +59,10 @@ def choose_from(value: str, names: Collection[str]) -> str:
     return f"choose from {', '.join(names)}{did_you_mean(value, names)}"
 
 
-def require_known(what: str, value: str, names: Collection[str]) -> None:
+def require_known(noun: str, value: str, names: Collection[str]) -> None:
     """Raise a UsageError for a value that is none of the names."""
     if value not in names:
-        raise UsageError(f"unknown {what} '{value}': {choose_from(value, names)}")
+        raise UsageError(f"unknown {noun} '{value}': {choose_from(value, names)}")
 
 
 def did_you_mean(value: str, names: Collection[str]) -> str:

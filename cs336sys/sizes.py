@@ -94,13 +94,13 @@ def choose_size(
     require_known("size", name, SIZES)
     shape = {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
     batch = {"vocab_size": vocab_size, "context": context, "batch_size": batch_size}
-    given: dict[str, Any] = {field: value for field, value in (shape | batch).items() if value is not None}
-    for field, value in given.items():
+    replaced: dict[str, Any] = {field: value for field, value in (shape | batch).items() if value is not None}
+    for field, value in replaced.items():
         if value < 1:
             raise UsageError(f"--{field.replace('_', '-')} {value}: must be at least 1")
         if value > _MOST[field]:
             raise UsageError(f"--{field.replace('_', '-')} {value}: must be at most {_MOST[field]:,}")
-    size = replace(SIZES[name], **given)
+    size = replace(SIZES[name], **replaced)
     if size.d_model % size.num_heads:
         raise UsageError(f"{size.num_heads} heads do not divide d_model {size.d_model}: choose a divisor of it")
     if size.head_dim % 2:

@@ -29,11 +29,11 @@ def is_user_code(value: str | None) -> bool:
 
 def name_object(value: Callable[..., Any]) -> str:
     """Return the name, ``here:NAME``, of an object of this process: the same each time."""
-    for reference, known in _objects.items():
-        if known is value:
+    for reference, earlier in _objects.items():
+        if earlier is value:
             return reference
-    own = getattr(value, "__name__", type(value).__name__)
-    reference = f"{HERE}:{own if own.isidentifier() else 'object'}_{len(_objects) + 1}"
+    name = getattr(value, "__name__", type(value).__name__)
+    reference = f"{HERE}:{name if name.isidentifier() else 'object'}_{len(_objects) + 1}"
     _objects[reference] = value
     return reference
 
@@ -66,9 +66,9 @@ def source_file(reference: str) -> Path:
         UsageError: there is none.
     """
     where, _ = split_reference(reference)
-    if (found := _objects.get(reference)) is not None:
+    if (code_object := _objects.get(reference)) is not None:
         # As Python names it in a traceback; a notebook's cell has no such file.
-        code = getattr(found, "__code__", None)
+        code = getattr(code_object, "__code__", None)
         return Path(reference if code is None else code.co_filename)
     if is_file(where):
         if not Path(where).is_file():
@@ -107,7 +107,7 @@ def digest(references: list[str]) -> str:
     for reference in sorted(set(references) & _objects.keys()):
         total.update(f"{reference} {_objects[reference]!r}\0".encode())
     references = [reference for reference in references if reference not in _objects]
-    for file in sorted({found for reference in references for found in _sources(source_file(reference).resolve())}):
+    for file in sorted({source for reference in references for source in _sources(source_file(reference).resolve())}):
         total.update(f"{file.name}\0".encode() + file.read_bytes() + b"\0")
     return total.hexdigest()[:12]
 
@@ -116,13 +116,13 @@ def _sources(file: Path) -> set[Path]:
     """A file and those next to or below it that it imports, and they in turn; of an installed package itself alone."""
     if "site-packages" in file.parts:
         return {file}
-    found, waiting = {file}, [file]
+    sources, waiting = {file}, [file]
     while waiting:
         for imported in _imported(waiting.pop(), file.parent):
-            if imported not in found:
-                found.add(imported)
+            if imported not in sources:
+                sources.add(imported)
                 waiting.append(imported)
-    return found
+    return sources
 
 
 def _imported(file: Path, folder: Path) -> Iterator[Path]:

@@ -180,7 +180,7 @@ def read_gpus() -> list[GpuState]:
 
 def _gpu_state(values: list[str]) -> GpuState:
     index, uuid, name, driver, *numbers, limits = values
-    total, free, clock, max_clock, temperature, power, power_limit = map(_number, numbers)
+    total, free, clock, max_clock, temperature, power, power_limit = map(_parse_number, numbers)
     bits = int(limits, 16) if limits.startswith("0x") else 0
     return GpuState(
         index=int(index),
@@ -233,7 +233,7 @@ def _first_visible(gpus: Sequence[GpuState]) -> GpuState | None:
     return next((gpu for gpu in gpus if first and (first == str(gpu.index) or gpu.uuid.startswith(first))), None)
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     """A CSV value; None for ``[N/A]``, ``[Not Supported]`` and the like."""
     try:
         return float(text)

@@ -30,14 +30,14 @@ def started_outside() -> RankIdentity | None:
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    rank = _number("RANK")
-    world_size = _number("WORLD_SIZE")
+    rank = _environment_number("RANK")
+    world_size = _environment_number("WORLD_SIZE")
     if rank >= world_size:
         raise UsageError(f"RANK={rank}: must be less than WORLD_SIZE, {world_size}")
-    return RankIdentity(rank, world_size, _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank)
+    return RankIdentity(rank, world_size, _environment_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank)
 
 
-def _number(name: str) -> int:
+def _environment_number(name: str) -> int:
     text = os.environ[name]
     if not text.isdecimal():
         raise UsageError(

@@ -64,10 +64,10 @@ def _made_beside(target: Path, existing: os.stat_result | None) -> Path | None:
             raise
         return None
     try:
-        made = os.fstat(descriptor)
+        new = os.fstat(descriptor)
         if existing is None:
             return partial
-        if (made.st_uid, made.st_gid) == (existing.st_uid, existing.st_gid):
+        if (new.st_uid, new.st_gid) == (existing.st_uid, existing.st_gid):
             with contextlib.suppress(OSError):  # some file systems have no permissions
                 partial.chmod(stat.S_IMODE(existing.st_mode))
             return partial

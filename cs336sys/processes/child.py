@@ -61,11 +61,11 @@ def imported(name: str) -> Any:
     module, attribute = name.split(":")
     gc.disable()
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        value = getattr(importlib.import_module(module), attribute)
         gc.freeze()
     finally:
         gc.enable()
-    return found
+    return value
 
 
 def _exit() -> None:
@@ -84,9 +84,9 @@ def _exit() -> None:
 
 def _flush_files() -> None:
     # Of all objects those that were there before imported() ended are left out: to look at them takes 0.1 s.
-    for found in (sys.stdout, sys.stderr, *gc.get_objects()):
-        if issubclass(type(found), io.IOBase):
+    for candidate in (sys.stdout, sys.stderr, *gc.get_objects()):
+        if issubclass(type(candidate), io.IOBase):
             with contextlib.suppress(Exception):
-                found.flush()
+                candidate.flush()
     # What C and C++ have printed, and kernels.
     ctypes.CDLL(None).fflush(None)

@@ -117,10 +117,10 @@ def _descendants() -> list[int]:
                 with open(f"/proc/{name}/stat", "rb") as file:
                     _, parent = file.read().rpartition(b")")[2].split()[:2]
                 children.setdefault(int(parent), []).append(int(name))
-    found: list[int] = [os.getpid()]
-    for process in found:
-        found += children.get(process, ())
-    return found[1:]
+    processes: list[int] = [os.getpid()]
+    for process in processes:
+        processes += children.get(process, ())
+    return processes[1:]
 
 
 def _remove_folders() -> None:

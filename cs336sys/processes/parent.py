@@ -47,20 +47,20 @@ class Guarded:
     """
 
     def __init__(self, command: Sequence[str], *, descriptors: Sequence[int] = (), **options: Any):
-        told, tell = os.pipe()
+        read_end, write_end = os.pipe()
         # Closed by the kernel when this process dies.
-        self._tell = open(tell, "wb", buffering=0)  # noqa: SIM115
+        self._tell = open(write_end, "wb", buffering=0)  # noqa: SIM115
         try:
             inherited = ",".join(map(str, descriptors))
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _GUARD, str(told), inherited, *command],
-                pass_fds=(told, *descriptors),
+                [sys.executable, "-I", "-S", _GUARD, str(read_end), inherited, *command],
+                pass_fds=(read_end, *descriptors),
                 # Ctrl-C on a terminal reaches this process alone, which decides what happens to the program.
                 start_new_session=True,
                 **options,
             )
         finally:
-            os.close(told)
+            os.close(read_end)
 
     def has_ended(self, timeout_s: float) -> bool:
         """Wait until the program has ended, and return whether it has."""

@@ -178,22 +178,22 @@ def _is_alike(run: Run | None, last: Run | None) -> bool:
     return not differing_conditions(run, last) and same_code(run, last) is not False
 
 
-def shared_metrics(pair: Pair, asked: Sequence[str] = ()) -> list[str]:
-    """The series to compare, which both sides must have: the ``asked`` ones, ``step`` meaning ``step_ms`` as well.
+def shared_metrics(pair: Pair, requested: Sequence[str] = ()) -> list[str]:
+    """The series to compare, which both sides must have: the ``requested`` ones, ``step`` meaning ``step_ms`` as well.
 
-    Unless asked: ``step_ms``, or else every series that is a time.
+    Without any: ``step_ms``, or else every series that is a time.
     """
     of_a, of_b = pair.a.series(), pair.b.series()
     shared = [name for name in of_a if name in of_b]
-    if asked:
-        return [name for name in shared if _is_asked(name, of_a[name][0][0].unit, asked)]
+    if requested:
+        return [name for name in shared if _is_requested(name, of_a[name][0][0].unit, requested)]
     if "step_ms" in shared:
         return ["step_ms"]
     return [name for name in shared if of_a[name][0][0].unit in TIME_UNITS]
 
 
-def _is_asked(metric: str, unit: str, asked: Sequence[str]) -> bool:
-    return metric in asked or metric.removesuffix(f"_{unit}") in asked
+def _is_requested(metric: str, unit: str, requested: Sequence[str]) -> bool:
+    return metric in requested or metric.removesuffix(f"_{unit}") in requested
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,9 @@ class Comparison:
         """The ratio of the means over that of the medians: not 1 where one side's slow samples are slower or more."""
         if self.difference is None or self.difference.ratio is None:
             return None
-        mean_a, mean_b = (fmean(value for one in side.rounds for value in one.measured) for side in (self.a, self.b))
+        mean_a, mean_b = (
+            fmean(value for samples in side.rounds for value in samples.measured) for side in (self.a, self.b)
+        )
         return mean_b / mean_a / self.difference.ratio if mean_a > 0 and mean_b > 0 else None
 
     @property
@@ -288,8 +290,8 @@ def _too_few(difference: Difference, counts: tuple[int, int], confidence_percent
     worth = f" (of {counts[0]} and {counts[1]}, each like the one before)" if drifts else ""
     level = 100 - confidence_percent
     fewest = fewest_samples(level / 100)
-    what = "independent samples" if drifts else difference.level
-    return f"{a} against {b} {what}{worth} decide nothing at {level:g} %: {fewest} against {fewest} are the fewest"
+    unit = "independent samples" if drifts else difference.level
+    return f"{a} against {b} {unit}{worth} decide nothing at {level:g} %: {fewest} against {fewest} are the fewest"
 
 
 # By metric, in the order in which the metrics first appear.
@@ -315,7 +317,9 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
     return Comparison(a, b, difference, autocorrelation(a.values), autocorrelation(b.values), verdict, reason)
 
 
-def compare_pairs(pairs: Iterable[Pair], asked: Sequence[str] = (), *, confidence_percent: float = 95.0) -> Compared:
+def compare_pairs(
+    pairs: Iterable[Pair], requested: Sequence[str] = (), *, confidence_percent: float = 95.0
+) -> Compared:
     """Compare every measured pair in its :func:`shared_metrics`.
 
     Raises:
@@ -325,16 +329,18 @@ def compare_pairs(pairs: Iterable[Pair], asked: Sequence[str] = (), *, confidenc
     measured = [pair for pair in pairs if pair.is_measured]
     for pair in measured:
         of_a, of_b = pair.a.series(), pair.b.series()
-        for metric in shared_metrics(pair, asked):
+        for metric in shared_metrics(pair, requested):
             comparison = compare_samples(
                 Measured(of_a[metric]), Measured(of_b[metric]), confidence_percent=confidence_percent
             )
             compared.setdefault(metric, []).append((pair, comparison))
     units = {metric: rows[0][1].a.unit for metric, rows in compared.items()}
-    missing = [name for name in asked if not any(_is_asked(metric, unit, [name]) for metric, unit in units.items())]
+    missing = [
+        name for name in requested if not any(_is_requested(metric, unit, [name]) for metric, unit in units.items())
+    ]
     if measured and (missing or not compared):
-        known = dict.fromkeys(name for pair in measured for name in pair.a.series() if name in pair.b.series())
-        choices = f"choose --metric from {', '.join(known)}" if known else "the files share no measured series"
+        shared = dict.fromkeys(name for pair in measured for name in pair.a.series() if name in pair.b.series())
+        choices = f"choose --metric from {', '.join(shared)}" if shared else "the files share no measured series"
         raise UsageError(f"no cell has samples of {', '.join(missing) or 'a time'} in both files: {choices}")
     return compared
 

@@ -29,8 +29,8 @@ def printable(text: str) -> str:
     return _UNSEEN.sub(_spelled, text.replace("\r\n", "\n"))
 
 
-def _spelled(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _spelled(match: re.Match[str]) -> str:
+    code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 

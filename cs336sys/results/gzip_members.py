@@ -63,10 +63,10 @@ def members_of(compressed: bytes, limit: int | None = None) -> Iterator[Member]:
     Raises:
         TooLargeError: they hold more.
     """
-    position = held = faults = 0
+    position = content_bytes = faults = 0
     while position < len(compressed):
-        member = _member_at(compressed, position, None if limit is None else limit - held)
-        held += len(member.content)
+        member = _member_at(compressed, position, None if limit is None else limit - content_bytes)
+        content_bytes += len(member.content)
         yield member
         position = member.end
         if member.fault and not member.is_cut:

@@ -53,7 +53,7 @@ _MOMENTARY = re.compile(r"gpu\d+_(sm_clock_mhz|temperature_c|power_w|clock_limit
 _TIME_DIGITS = 7
 
 
-def _rounded(time: float) -> float:
+def _round_time(time: float) -> float:
     return float(f"{time:.{_TIME_DIGITS}g}")
 
 
@@ -84,7 +84,7 @@ class Samples:
             return math.nan
         # In floats: statistics.stdev computes in fractions, which takes ten times as long.
         mean = self.mean
-        return math.sqrt(math.fsum((one - mean) ** 2 for one in self.measured) / (len(self.measured) - 1))
+        return math.sqrt(math.fsum((sample - mean) ** 2 for sample in self.measured) / (len(self.measured) - 1))
 
     @property
     def median(self) -> float:
@@ -95,7 +95,7 @@ class Samples:
         """Times to :data:`_TIME_DIGITS` digits, other units as they are."""
         if self.unit not in ("ms", "us"):
             return self
-        measured, warmup = (tuple(map(_rounded, times)) for times in (self.measured, self.warmup))
+        measured, warmup = (tuple(map(_round_time, times)) for times in (self.measured, self.warmup))
         return replace(self, measured=measured, warmup=warmup)
 
     def percentile(self, percent: float) -> float:
@@ -201,8 +201,8 @@ def code_name(run: Run | None) -> str:
     """Name a run's code: commit and digest of the sources, as far as they are recorded."""
     environment = {} if run is None else run.environment
     digest, commit = environment.get("source_digest"), environment.get("git_commit")
-    words = ([f"commit {commit[:9]}"] if commit else []) + ([f"sources {digest[:9]}"] if digest else [])
-    return " ".join(words) or "not recorded"
+    parts = ([f"commit {commit[:9]}"] if commit else []) + ([f"sources {digest[:9]}"] if digest else [])
+    return " ".join(parts) or "not recorded"
 
 
 def json_text(value: Any, **settings: Any) -> str:
@@ -319,7 +319,7 @@ def read_results(path: Path) -> Results:
     cells: list[Cell] = []
     passed_over: list[str] = []
     usage = FileUsage()
-    for number, line in enumerate(_lines(_contents(path, passed_over)), 1):
+    for number, line in enumerate(_json_lines(_contents(path, passed_over)), 1):
         usage.add(line + b"\n")
         if usage.percent > 100:
             raise UsageError(
@@ -387,7 +387,7 @@ def _contents(path: Path, passed_over: list[str]) -> Iterator[bytes]:
         ) from error
 
 
-def _lines(parts: Iterable[bytes]) -> Iterator[bytes]:
+def _json_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
     """The lines of a text, those longer than :data:`LINE_BYTES` without their end."""
     pending: list[bytes] = []
     room = LINE_BYTES + 1

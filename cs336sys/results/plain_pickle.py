@@ -118,9 +118,9 @@ class _Parts:
 def _check_opcodes(data: bytearray, path: Path) -> None:
     at = memorized = 0
     while True:
-        found = _KNOWN.match(data, at)
-        assert found is not None, "it matches nothing, too"
-        at = found.end()
+        match = _KNOWN.match(data, at)
+        assert match is not None, "it matches nothing, too"
+        at = match.end()
         if at >= len(data):
             raise UsageError(f"{path} is damaged, or no pickle: it ends within a value")
         op = data[at]
@@ -139,7 +139,7 @@ def _check_opcodes(data: bytearray, path: Path) -> None:
             at += 9
         elif op == 0x2E:  # STOP
             return
-        elif found.end() == found.start():
+        elif match.end() == match.start():
             raise UsageError(_refusal(data, at, path))
 
 
@@ -153,15 +153,15 @@ def _refusal(data: bytearray, at: int, path: Path) -> str:
         return f"{path} is damaged, or no pickle: it ends within a value"
     if op not in _ASKS_FOR_CODE:
         return f"{path} holds what no snapshot of torch does ({name} at byte {at:,})"
-    asked = f"an object ({name})"
+    request = f"an object ({name})"
     if op in b"ci":
-        asked = ".".join(_text(part) for part in data[at + 1 : at + 400].split(b"\n")[:2])
+        request = ".".join(_decoded_text(part) for part in data[at + 1 : at + 400].split(b"\n")[:2])
     elif op == 0x93 and (texts := _TWO_TEXTS.search(data, max(0, at - 400), at)):
-        asked = ".".join(map(_text, texts.groups()))
-    return f"{path} asks for {asked}, which could run code and is in no snapshot that torch writes: do not trust it"
+        request = ".".join(map(_decoded_text, texts.groups()))
+    return f"{path} asks for {request}, which could run code and is in no snapshot that torch writes: do not trust it"
 
 
-def _text(part: bytes | bytearray) -> str:
+def _decoded_text(part: bytes | bytearray) -> str:
     return " ".join(printable(part.decode("utf-8", "replace")[:100]).splitlines())
 
 

@@ -35,7 +35,7 @@ _TABLES = _object(
                         "items": {
                             "type": "object",
                             "additionalProperties": {
-                                "anyOf": [{"type": one} for one in ("string", "number", "boolean", "null")]
+                                "anyOf": [{"type": json_type} for json_type in ("string", "number", "boolean", "null")]
                             },
                         },
                     },
@@ -70,9 +70,9 @@ def _of_dataclass(kind: Any) -> dict[str, Any]:
     hints = get_type_hints(kind)
     return {
         "type": "object",
-        "properties": {one.name: _of_type(hints[one.name]) for one in fields(kind)},
+        "properties": {member.name: _of_type(hints[member.name]) for member in fields(kind)},
         # read_results wants these whatever their default; a cell that is ok may lack its reason.
-        "required": [one.name for one in fields(kind) if one.name != "reason"],
+        "required": [member.name for member in fields(kind) if member.name != "reason"],
         "additionalProperties": False,
     }
 
@@ -92,5 +92,5 @@ def _of_type(kind: Any) -> dict[str, Any]:
     if origin is dict:
         return {"type": "object", "additionalProperties": _of_type(arguments[1])}
     if origin in (types.UnionType, typing.Union):
-        return {"anyOf": [_of_type(one) for one in arguments]}
+        return {"anyOf": [_of_type(alternative) for alternative in arguments]}
     return {"type": _NAMES[kind]}

@@ -152,16 +152,18 @@ def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float =
     before, after = (list(map(math.log, side)) if is_positive else side for side in (of_a, of_b))
     low, high, p_value = _rank_sum(before, after, worth, significance)
     median_a, median_b = statistics.median(of_a), statistics.median(of_b)
-    found = median_b / median_a if is_positive else None
+    median_ratio = median_b / median_a if is_positive else None
     if not math.isfinite(high):
-        return Difference(level, median_a, median_b, found, None, None, None, independent)
-    shift = median_b - median_a if found is None else math.log(found)
+        return Difference(level, median_a, median_b, median_ratio, None, None, None, independent)
+    shift = median_b - median_a if median_ratio is None else math.log(median_ratio)
     low, high = min(low, shift), max(high, shift)
     if p_value <= significance * (1 + ROUNDING) and low <= 0 <= high:
         # Ranks that contradict the medians show a difference, but not this one.
         p_value = 1.0
-    ends = [None if found is None else math.exp(end) for end in (low, high)]
-    return Difference(level, median_a, median_b, found, ends[0], ends[1], p_value, independent, not low <= 0 <= high)
+    ends = [None if median_ratio is None else math.exp(end) for end in (low, high)]
+    return Difference(
+        level, median_a, median_b, median_ratio, ends[0], ends[1], p_value, independent, not low <= 0 <= high
+    )
 
 
 def autocorrelation(side: SideSamples) -> float | None:
@@ -173,7 +175,7 @@ def autocorrelation(side: SideSamples) -> float | None:
     length = min(map(len, rounds))
     if length < _LEAST_FOR_DRIFT:
         return None
-    centred = [[rank - (len(samples) - 1) / 2 for rank in _ranks(samples)] for samples in rounds]
+    centred = [[rank - (len(samples) - 1) / 2 for rank in _average_ranks(samples)] for samples in rounds]
     squares = sum(rank * rank for ranks in centred for rank in ranks)
     if squares == 0:
         return None
@@ -198,7 +200,7 @@ def _units(side: SideSamples, level: Level) -> list[float]:
     return [statistics.median([value for samples in run for value in samples]) for run in side]
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
+def _average_ranks(values: Sequence[float]) -> list[float]:
     """Return the place of each value among all, from 0; equal ones share theirs."""
     ordered = sorted(values)
     return [(bisect_left(ordered, value) + bisect_right(ordered, value) - 1) / 2 for value in values]
@@ -209,8 +211,8 @@ def _worth(*sides: SideSamples) -> float:
 
     One rho for both sides, the mean of their estimates: of each alone it is too uncertain.
     """
-    known = [lag for side in sides if (lag := autocorrelation(side)) is not None]
-    lag = min(max(fmean(known), 0.0), _MOST_DRIFT) if known else 0.0
+    lags = [lag for side in sides if (lag := autocorrelation(side)) is not None]
+    lag = min(max(fmean(lags), 0.0), _MOST_DRIFT) if lags else 0.0
     return (1 - lag) / (1 + lag)
 
 
@@ -236,15 +238,15 @@ def _rank_sum(
     before, after = np.asarray(_thinned(a))[:, None], np.asarray(_thinned(b))
     distances = after - before
     distances[abs(distances) <= ROUNDING * np.maximum(abs(before), abs(after))] = 0.0
-    return _limits(np.sort(distances, axis=None).tolist(), _rank_sum_null(*counts), significance)
+    return _interval_limits(np.sort(distances, axis=None).tolist(), _rank_sum_null(*counts), significance)
 
 
 def _signed_rank(values: Sequence[float], worth: float) -> tuple[float, float, float]:
     """Return the limits of the centre of ``values`` and p of 0: of the means of all pairs, each with itself, too."""
     count = _independent(len(values), worth)
     values = _thinned(values)
-    means = sorted((one + other) / 2 for place, one in enumerate(values) for other in values[place:])
-    return _limits(means, _signed_rank_null(count), SIGNIFICANCE)
+    means = sorted((first + second) / 2 for place, first in enumerate(values) for second in values[place:])
+    return _interval_limits(means, _signed_rank_null(count), SIGNIFICANCE)
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,7 @@ class _Null:
         return max(0, math.floor(self._normal.inv_cdf(probability) + 0.5))
 
 
-def _limits(ordered: Sequence[float], null: _Null, significance: float) -> tuple[float, float, float]:
+def _interval_limits(ordered: Sequence[float], null: _Null, significance: float) -> tuple[float, float, float]:
     """Return the values in which a two-sided test ends, and its p of 0; ``ordered`` are the distances it counts."""
     weight = len(ordered) / null.most
     fewer = min(bisect_right(ordered, 0.0), len(ordered) - bisect_left(ordered, 0.0))

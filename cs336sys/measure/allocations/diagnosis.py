@@ -340,14 +340,14 @@ def _half_logits(
         half = [
             product
             for product in recent
-            if _rounded(2 * product.size) == _rounded(failure.size) and product.end > failure.position
+            if _round_up(2 * product.size) == _round_up(failure.size) and product.end > failure.position
         ]
         if half:
             size, code = size + failure.size, code or codes[failure.stack]
     return Copies(size, code) if size >= _TELLING_LOGITS * held_bytes else None
 
 
-def _rounded(size: int) -> int:
+def _round_up(size: int) -> int:
     return -(-size // ROUNDING) * ROUNDING
 
 

@@ -158,7 +158,7 @@ def parse_dump(snapshot: Any) -> list[DeviceRecord]:
         raise _NoSnapshotError("its device_traces are no lists")
     devices: dict[int, list[Mapping[str, Any]]] = {}
     for segment in snapshot["segments"]:
-        devices.setdefault(_integer(segment, "device", "a segment", 0), []).append(segment)
+        devices.setdefault(_integer_field(segment, "device", "a segment", 0), []).append(segment)
     for index, trace in enumerate(traces):
         if trace:
             devices.setdefault(index, [])
@@ -203,9 +203,9 @@ class _Parser:
     def _read_segments(self) -> Iterator[Block]:
         self._trace_has_pools = False
         for segment in self._segments:
-            address = _integer(segment, "address", "a segment")
-            size = _integer(segment, "total_size", "a segment")
-            stream = _integer(segment, "stream", "a segment", 0)
+            address = _integer_field(segment, "address", "a segment")
+            size = _integer_field(segment, "total_size", "a segment")
+            stream = _integer_field(segment, "stream", "a segment", 0)
             pool = _pool_id(segment.get("segment_pool_id"))
             is_expandable = segment.get("is_expandable") is True
             self._record.segments.append(Segment(address, size, stream, pool, is_expandable))
@@ -215,11 +215,11 @@ class _Parser:
             if not isinstance(blocks, list):
                 raise _NoSnapshotError("a segment's blocks are no list")
             for block in blocks:
-                block_size = _integer(block, "size", "a block")
-                where = _integer(block, "address", "a block", address)
+                block_size = _integer_field(block, "size", "a block")
+                where = _integer_field(block, "address", "a block", address)
                 address = where + block_size
                 if block.get("state") != "inactive":
-                    requested = _integer(block, "requested_size", "a block", block_size)
+                    requested = _integer_field(block, "requested_size", "a block", block_size)
                     yield Block(where, block_size, 0, 0, self._stack(block.get("frames")), stream, pool, requested)
 
     def _read_trace(self) -> dict[int, Block]:
@@ -305,14 +305,14 @@ def _frame(frame: Any) -> Frame:
     if not isinstance(frame, dict):
         raise _NoSnapshotError("a frame is no dictionary")
     line = frame.get("line", 0)
-    return Frame(_text(frame.get("filename")), line if type(line) is int else 0, _text(frame.get("name")))
+    return Frame(_frame_text(frame.get("filename")), line if type(line) is int else 0, _frame_text(frame.get("name")))
 
 
-def _text(value: Any) -> str:
+def _frame_text(value: Any) -> str:
     return printable(value[:2000]) if isinstance(value, str) else ""
 
 
-def _integer(values: Any, key: str, owner: str, default: int | None = None) -> int:
+def _integer_field(values: Any, key: str, owner: str, default: int | None = None) -> int:
     value = values.get(key, default) if isinstance(values, dict) else None
     if type(value) is not int:
         raise _NoSnapshotError(f"{owner} has no {key}")

@@ -253,18 +253,18 @@ def saved_tensors(
         names: modules by name; None for compiled code, which cannot be asked for its modules.
     """
     modules = None if names is None else ModuleStack(names)
-    seen = {_address(tensor) for tensor in excluded}
+    seen = {_storage_address(tensor) for tensor in excluded}
     saved = []
 
     def pack(tensor: Tensor) -> Tensor:
-        if _address(tensor) not in seen:
-            seen.add(_address(tensor))
+        if _storage_address(tensor) not in seen:
+            seen.add(_storage_address(tensor))
             saved.append(
                 SavedTensor(
                     tuple(tensor.shape),
                     str(tensor.dtype).removeprefix("torch."),
                     tensor.untyped_storage().nbytes(),
-                    _operation(tensor),
+                    _operation_name(tensor),
                     modules.current if modules else "",
                     code_line(python_frames()),
                 )
@@ -280,11 +280,11 @@ def saved_tensors(
     return sorted(saved, key=lambda tensor: -tensor.size)
 
 
-def _address(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _operation(tensor: Tensor) -> str:
+def _operation_name(tensor: Tensor) -> str:
     node = tensor.grad_fn
     if node is None:
         return "input" if tensor.requires_grad else ""

@@ -155,7 +155,7 @@ def build_timeline(
         regions: phases and recomputations.
         spans: origins of the events, which must not overlap.
         live_blocks: what is known to be there before the first event.
-        held_size: all that is there before the first event, in bytes; what ``held`` does not explain is ``other``.
+        held_size: bytes of all that is there before the first event; those beyond ``live_blocks`` are ``other``.
         optimizer_state: addresses that belong to the optimizer after the last event.
     """
     length = len(events)

@@ -51,7 +51,7 @@ def find_nsys() -> Profiler | None:
     """
     named = os.environ.get(NSYS_VARIABLE)
     if named:
-        version = _version(Path(named))
+        version = _profiler_version(Path(named))
         if version is None:
             raise CapabilityError(f"{NSYS_VARIABLE}={named}: this does not run as nsys; name the program, or unset it")
         return Profiler(Path(named), version)
@@ -59,20 +59,20 @@ def find_nsys() -> Profiler | None:
 
 
 def _find(name: str, patterns: Sequence[str]) -> Profiler | None:
-    for path in _installed(name, patterns):
+    for path in _installed_profilers(name, patterns):
         # The CUDA toolkit's wrapper is there, and fails, also where what it starts was not installed.
-        version = _version(path)
+        version = _profiler_version(path)
         if version is not None:
             return Profiler(path, version)
     return None
 
 
-def _version(program: Path) -> str | None:
+def _profiler_version(program: Path) -> str | None:
     match = re.search(r"[Vv]ersion (\d[\d.]*\d)", run_tool([str(program), "--version"]) or "")
     return match[1] if match else None
 
 
-def _installed(name: str, patterns: Sequence[str]) -> list[Path]:
+def _installed_profilers(name: str, patterns: Sequence[str]) -> list[Path]:
     """The program on PATH first, then the others by the version that their folder names, newest first."""
     on_path = shutil.which(name)
     paths = {path for root in INSTALL_ROOTS for pattern in patterns for path in Path(root).glob(pattern)}
@@ -97,7 +97,7 @@ def check_nsys() -> list[Check]:
 
 
 def _absence(name: str, patterns: Sequence[str]) -> str:
-    paths = _installed(name, patterns)
+    paths = _installed_profilers(name, patterns)
     return f"{paths[0]} does not run" if paths else "not found"
 
 

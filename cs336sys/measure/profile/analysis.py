@@ -149,12 +149,14 @@ def analyze(
         rank=capture.rank,
         steps_are=timeline.steps.definition,
         has_steps=timeline.steps.are_found,
-        step_ms=_ms(bounds[:, 1] - bounds[:, 0]),
-        parts={part: _ms(breakdown_of_steps.parts[part]) for part in PARTS if breakdown_of_steps.parts[part].any()},
-        kernels=_kernels(timeline, breakdown_of_steps),
-        copies=_copies(timeline),
-        collectives=_collectives(timeline),
-        waits=_waits(timeline),
+        step_ms=_ns_to_ms(bounds[:, 1] - bounds[:, 0]),
+        parts={
+            part: _ns_to_ms(breakdown_of_steps.parts[part]) for part in PARTS if breakdown_of_steps.parts[part].any()
+        },
+        kernels=_kernel_groups(timeline, breakdown_of_steps),
+        copies=_copy_rows(timeline),
+        collectives=_collective_times(timeline),
+        waits=_wait_times(timeline),
         totals=_totals(timeline),
         peak_bytes=capture.peak_bytes.get(timeline.gpu),
     )
@@ -171,7 +173,7 @@ def with_waiting(analysis: Analysis, waiting_ms: Sequence[float], collectives: S
     )
 
 
-def _ms(values: NDArray[np.int64]) -> tuple[float, ...]:
+def _ns_to_ms(values: NDArray[np.int64]) -> tuple[float, ...]:
     return tuple((values / 1e6).tolist())
 
 
@@ -182,7 +184,7 @@ def step_of(timeline: Timeline, times: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where((step >= 0) & (times < bounds[np.maximum(step, 0), 1]), step, -1)
 
 
-def _kernels(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGroup, ...]:
+def _kernel_groups(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGroup, ...]:
     steps = len(timeline.steps.bounds)
     table = np.column_stack((timeline.name, timeline.module, timeline.operator, timeline.shape))
     groups, group_of = np.unique(table, axis=0, return_inverse=True)
@@ -227,7 +229,7 @@ def _kernels(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGroup, ...
     return tuple(rows)
 
 
-def _copies(timeline: Timeline) -> tuple[CopyTime, ...]:
+def _copy_rows(timeline: Timeline) -> tuple[CopyTime, ...]:
     chosen = np.flatnonzero((timeline.work_class == COPYING) & (step_of(timeline, timeline.start) >= 0))
     rows = []
     for name in np.unique(timeline.name[chosen]).tolist():
@@ -239,7 +241,7 @@ def _copies(timeline: Timeline) -> tuple[CopyTime, ...]:
     return tuple(sorted(rows, key=lambda row: -row.ms))
 
 
-def _collectives(timeline: Timeline) -> tuple[CollectiveTime, ...]:
+def _collective_times(timeline: Timeline) -> tuple[CollectiveTime, ...]:
     collectives = timeline.collectives
     groups: dict[tuple[str, str, int, int], list[float]] = {}
     step = step_of(timeline, timeline.start[collectives.index]) if len(collectives.index) else collectives.index
@@ -256,7 +258,7 @@ def _collectives(timeline: Timeline) -> tuple[CollectiveTime, ...]:
     return tuple(sorted(rows, key=lambda row: -row.ms))
 
 
-def _waits(timeline: Timeline) -> dict[str, tuple[int, float]]:
+def _wait_times(timeline: Timeline) -> dict[str, tuple[int, float]]:
     count_and_ms: dict[str, tuple[int, float]] = {}
     if len(timeline.waits):
         inside = step_of(timeline, timeline.waits[:, 0]) >= 0

@@ -89,11 +89,11 @@ _RANKS = re.compile(r"\[([\d, ]*)\]")
 
 def group_ranks(group: str) -> tuple[int, ...] | None:
     """Return the ranks that a group's name lists; None where it lists none, or leaves some out."""
-    found = _RANKS.search(group)
-    if not found or "..." in group:
+    match = _RANKS.search(group)
+    if not match or "..." in group:
         return None
     try:
-        return tuple(json.loads(found[0])) or None
+        return tuple(json.loads(match[0])) or None
     except ValueError:
         return None
 

@@ -94,7 +94,7 @@ def read_chrome_trace(path: Path, called: str | None = None) -> Capture:
     """
     tables = empty_tables()
     try:
-        return _load(tables, path)
+        return _load_trace(tables, path)
     except UsageError as error:
         tables.close()
         raise UsageError(f"{called or path} {error}") from error
@@ -103,7 +103,7 @@ def read_chrome_trace(path: Path, called: str | None = None) -> Capture:
         raise UsageError(f"{called or path} {why_unreadable(error, 'a trace of torch.profiler')}") from error
 
 
-def _load(tables: sqlite3.Connection, path: Path) -> Capture:
+def _load_trace(tables: sqlite3.Connection, path: Path) -> Capture:
     with path.open("rb") as binary:
         is_zipped = binary.read(2) == GZIP_MAGIC
     if is_zipped:
@@ -369,7 +369,7 @@ def _let_operations_be_work(tables: sqlite3.Connection, numbered: int) -> None:
     operations = tables.execute(
         "SELECT rowid, start, stop, thread, name, number FROM operation ORDER BY thread, start, stop DESC"
     ).fetchall()
-    own = [stop - start for _, start, stop, *_ in operations]
+    exclusive_ns = [stop - start for _, start, stop, *_ in operations]
     outermost = []
     callers: list[int] = []
     for index, (_, start, stop, thread, *_) in enumerate(operations):
@@ -377,14 +377,14 @@ def _let_operations_be_work(tables: sqlite3.Connection, numbered: int) -> None:
             callers.pop()
         outermost.append(not callers)
         if callers:
-            own[callers[-1]] -= stop - start
+            exclusive_ns[callers[-1]] -= stop - start
         callers.append(index)
     rows = []
     reached = 0
     for index, (number, start, _, thread, name, operation) in enumerate(operations):
         if outermost[index]:
             reached = start
-        ends = reached + max(0, own[index])
+        ends = reached + max(0, exclusive_ns[index])
         rows.append((numbered + index + 1, reached, ends, _PROCESS, number, name, 0, thread, None, operation))
         reached = ends
     tables.executemany(_STATEMENTS["work"], rows)
@@ -442,9 +442,9 @@ class _Events:
 
         Read when all events are.
         """
-        found = re.search(rf'"{key}"\s*:\s*', self._around)
+        match = re.search(rf'"{key}"\s*:\s*', self._around)
         try:
-            value = json.JSONDecoder().raw_decode(self._around, found.end())[0] if found else default
+            value = json.JSONDecoder().raw_decode(self._around, match.end())[0] if match else default
         except json.JSONDecodeError:
             return default
         return value if isinstance(value, type(default)) else default
@@ -455,9 +455,9 @@ class _Events:
         text = self._stream.read(_CHUNK_CHARACTERS)
         if text.lstrip().startswith("["):
             return text, text.index("[") + 1
-        while not (found := key.search(text)):
+        while not (match := key.search(text)):
             more = self._read(_CHUNK_CHARACTERS)
             if not more or len(text) > _EVENT_CHARACTERS:
                 raise UsageError("is no trace of torch.profiler: it has no list of traceEvents")
             text += more
-        return text, found.end()
+        return text, match.end()

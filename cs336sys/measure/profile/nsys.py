@@ -54,7 +54,7 @@ def profile(nsys: Profiler, command: Sequence[str], folder: Path) -> Path:
     Raises:
         CapabilityError: nsys left no report.
     """
-    done = _run(nsys, ["profile", *PROFILE_OPTIONS, f"--output={folder / 'report'}", *command])
+    done = _run_nsys(nsys, ["profile", *PROFILE_OPTIONS, f"--output={folder / 'report'}", *command])
     for suffix in REPORT_SUFFIXES:
         if (report := folder / f"report{suffix}").exists():
             return report
@@ -67,7 +67,7 @@ def export(nsys: Profiler, report: Path, database: Path) -> None:
     Raises:
         UsageError: this nsys cannot read the report: it is none, is damaged, or comes from a newer version.
     """
-    done = _run(
+    done = _run_nsys(
         nsys, ["export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report.absolute())]
     )
     if done.returncode != 0 or not database.exists():
@@ -77,7 +77,7 @@ def export(nsys: Profiler, report: Path, database: Path) -> None:
         )
 
 
-def _run(nsys: Profiler, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run_nsys(nsys: Profiler, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     # nsys starts the program in a session of its own, and daemons besides.
     return run_guarded_program([str(nsys.path), *arguments])
 
@@ -131,7 +131,7 @@ def read_nsys_database(path: Path, called: str | None = None) -> Capture:
         # Neither what a stranger's schema computes nor its virtual tables are trusted.
         tables.execute("PRAGMA trusted_schema = OFF")
         tables.execute("ATTACH ? AS report", (f"{path.absolute().as_uri()}?mode=ro",))
-        gpu_names = _load(tables)
+        gpu_names = _load_export(tables)
         tables.commit()
         tables.execute("DETACH report")
     except sqlite3.DatabaseError as error:
@@ -143,8 +143,8 @@ def read_nsys_database(path: Path, called: str | None = None) -> Capture:
     return Capture(tables, NAME, gpu_names=gpu_names)
 
 
-def _load(tables: sqlite3.Connection) -> dict[int, str]:
-    columns = _columns(tables)
+def _load_export(tables: sqlite3.Connection) -> dict[int, str]:
+    columns = _column_names(tables)
     _require_recorded(tables, columns)
     need = functools.partial(_require_columns, columns)
     need(_CALLS, "start", "end", "globalTid", "correlationId")
@@ -186,13 +186,13 @@ def _require_recorded(tables: sqlite3.Connection, columns: Mapping[str, set[str]
     """Refuse an export without what gives kernels a phase, with the option of nsys that records it."""
     if _STRINGS not in columns:
         raise UsageError(f"is no export of Nsight Systems: it has no table {_STRINGS}")
-    if _has_rows(tables, columns, _WHOLE_GRAPHS):
+    if _table_has_rows(tables, columns, _WHOLE_GRAPHS):
         raise UsageError(
             "holds CUDA graphs as wholes, without their kernels: profile again with --cuda-graph-trace=node"
         )
-    if not _has_rows(tables, columns, _KERNELS):
+    if not _table_has_rows(tables, columns, _KERNELS):
         raise UsageError("holds no GPU kernels: profile with -t cuda,nvtx, and let the capture contain work on the GPU")
-    if not _has_rows(tables, columns, _CALLS):
+    if not _table_has_rows(tables, columns, _CALLS):
         raise UsageError("holds no CUDA API calls, so kernels have no phase: profile with -t cuda,nvtx")
 
 
@@ -234,7 +234,7 @@ def _load_work(tables: sqlite3.Connection, columns: Mapping[str, set[str]], tabl
     )
 
 
-def _columns(tables: sqlite3.Connection) -> dict[str, set[str]]:
+def _column_names(tables: sqlite3.Connection) -> dict[str, set[str]]:
     """The columns of each table of the report; a view of a stranger could compute for ever."""
     names = [row[0] for row in tables.execute("SELECT name FROM report.sqlite_master WHERE type = 'table'")]
     for name in {_KERNELS, _COPIES, _FILLS, _CALLS, _RANGES, _STRINGS}.intersection(names):
@@ -244,5 +244,5 @@ def _columns(tables: sqlite3.Connection) -> dict[str, set[str]]:
     return {name: {row[0] for row in tables.execute(info, (name,))} for name in names}
 
 
-def _has_rows(tables: sqlite3.Connection, columns: Mapping[str, set[str]], table: str) -> bool:
+def _table_has_rows(tables: sqlite3.Connection, columns: Mapping[str, set[str]], table: str) -> bool:
     return table in columns and tables.execute(f"SELECT 1 FROM report.{table} LIMIT 1").fetchone() is not None

@@ -293,7 +293,7 @@ def find_straggler(analyses: Sequence[Analysis]) -> Straggler | None:
         return None
     if error > 0 and _upper_tail(count - 1, mean / error) * len(analyses) > _FALSE_ALARMS:
         return None
-    return Straggler(analyses[slowest].label, mean, 100 * mean / step_ms, _why(analyses, slowest, mean))
+    return Straggler(analyses[slowest].label, mean, 100 * mean / step_ms, _longer_parts(analyses, slowest, mean))
 
 
 def _upper_tail(degrees: int, t: float) -> float:
@@ -310,7 +310,7 @@ def _upper_tail(degrees: int, t: float) -> float:
     return 0.5 - math.sin(angle) * total / 2
 
 
-def _why(analyses: Sequence[Analysis], slowest: int, excess: float) -> str:
+def _longer_parts(analyses: Sequence[Analysis], slowest: int, excess: float) -> str:
     """The parts, and of computing the kinds of kernel, that are longer on the slowest rank, in words."""
     others = [analysis for number, analysis in enumerate(analyses) if number != slowest]
     longer = []
@@ -319,13 +319,13 @@ def _why(analyses: Sequence[Analysis], slowest: int, excess: float) -> str:
         if more < 0.2 * excess:
             continue
         description = f"{part} {more:.3g} ms"
-        if part == COMPUTING_PART and (kinds := _kinds(analyses[slowest], others, more)):
+        if part == COMPUTING_PART and (kinds := _longer_kinds(analyses[slowest], others, more)):
             description += f" ({kinds})"
         longer.append((more, description))
     return ", ".join(description for _, description in sorted(longer, reverse=True)) + " longer" if longer else ""
 
 
-def _kinds(slowest: Analysis, others: Sequence[Analysis], excess: float) -> str:
+def _longer_kinds(slowest: Analysis, others: Sequence[Analysis], excess: float) -> str:
     of_slowest, of_others = _by_kind(slowest), [_by_kind(other) for other in others]
     more = {
         kind: ms - statistics.median(other.get(kind, 0.0) for other in of_others) for kind, ms in of_slowest.items()

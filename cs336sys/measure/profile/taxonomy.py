@@ -164,7 +164,7 @@ def short_name(kernel: str) -> str:
     if cute:
         return cute[1]
     text = _ANONYMOUS.sub("", kernel.removeprefix("void "))
-    base, bracket, arguments = _split(text)
+    base, bracket, arguments = _split_name(text)
     if not bracket:
         return text
     base = base.rpartition("::")[2].strip()
@@ -173,7 +173,7 @@ def short_name(kernel: str) -> str:
     if base in ("Kernel", "Kernel2", "device_kernel"):
         # cutlass has one kernel, and its first argument says what it does.
         arguments = _ARCHITECTURE_WRAPPER.sub("", arguments)
-        return _split(arguments)[0].rpartition("::")[2].rstrip(">")
+        return _split_name(arguments)[0].rpartition("::")[2].rstrip(">")
     base = base.removesuffix("_kernel")
     # gpu_kernel_impl is around operations on tensors of several dtypes, whatever they compute.
     matches = [match for match in _OPERATION.finditer(arguments) if match["before"] != "gpu"]
@@ -188,7 +188,7 @@ def short_name(kernel: str) -> str:
     return f"{base} {operation}" + (f"<{_DTYPES.get(dtype[1], dtype[1])}>" if dtype else "")
 
 
-def _split(name: str) -> tuple[str, str, str]:
+def _split_name(name: str) -> tuple[str, str, str]:
     """Split a name into what comes before its first bracket, the bracket, and the rest."""
     match = re.search(r"[<(]", name)
     return (name[: match.start()], match[0], name[match.end() :]) if match else (name, "", "")

@@ -137,7 +137,7 @@ def _timeline(
            WHERE process = ? AND gpu = ? ORDER BY work.start, work.stop""",
         (process, gpu),
     )
-    number, start, stop, name, launched, size, operation, stream, thread, streams, threads = _columns(rows)
+    number, start, stop, name, launched, size, operation, stream, thread, streams, threads = _work_columns(rows)
     kernel_names = [names.get(id_, f"unnamed {id_}") for id_ in np.unique(name).tolist()]
     name = np.unique(name, return_inverse=True)[1]
     called = CalledOperators(tables, operation, threads)
@@ -174,9 +174,9 @@ def _timeline(
         modules=modules,
         shapes=[shapes.get(number, "") for number in range(max(shapes, default=-1) + 1)],
         class_of=np.array([_class_of(text) for text in texts], np.int8),
-        waits=_pairs([row[:2] for row in waits]),
+        waits=_interval_pairs([row[:2] for row in waits]),
         wait_names=[row[2] for row in waits],
-        loading=_pairs(loading),
+        loading=_interval_pairs(loading),
         collectives=_collectives(tables, number, name, operation, texts),
     )
     return replace(timeline, steps=_find_steps(capture, timeline, step))
@@ -188,11 +188,11 @@ def _class_of(name: str) -> int:
     return COMMUNICATING if category_of(name) == COMMUNICATION else COMPUTING
 
 
-def _pairs(rows: Sequence[tuple[int, int]]) -> Times:
+def _interval_pairs(rows: Sequence[tuple[int, int]]) -> Times:
     return np.array(rows, np.int64).reshape(-1, 2)
 
 
-def _columns(rows: sqlite3.Cursor) -> tuple:
+def _work_columns(rows: sqlite3.Cursor) -> tuple:
     """The columns as arrays, with streams and threads numbered, and the names of these."""
     blocks = []
     streams: dict[str, int] = {}
@@ -340,10 +340,10 @@ def _find_steps(capture: Capture, timeline: Timeline, range_name: str | None) ->
         steps = _by_ranges(capture, timeline, f"{_PROFILER_STEP}*", "those that torch.profiler was told of")
         if steps.are_found:
             return steps
-    return _by_repetition(timeline) or _whole(timeline)
+    return _by_repetition(timeline) or _whole_capture(timeline)
 
 
-def _whole(timeline: Timeline) -> Steps:
+def _whole_capture(timeline: Timeline) -> Steps:
     bounds = np.array([[timeline.start[0], timeline.stop.max()]])
     return Steps(bounds, "none was found, the capture as a whole; --step NAME chooses ranges", False)
 
