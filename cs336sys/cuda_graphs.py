@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -291,35 +292,26 @@ class GraphedStep:
         try:
             return self.recorder.record(run_and_keep_result)
         except RuntimeError as error:
-            if isinstance(error, CapabilityError) or _is_out_of_memory(error):
+            is_out_of_memory = any(isinstance(cause, torch.OutOfMemoryError) for cause in _causes(error))
+            if isinstance(error, CapabilityError) or is_out_of_memory:
                 raise
             raise CaptureError(f"phase '{name}' cannot be captured in a CUDA graph: {_reason(error)}") from error
 
 
-@contextlib.contextmanager
-def pretend_capturing() -> Iterator[None]:
+def pretend_capturing() -> AbstractContextManager[Any]:
     """Tell Python code that asks that a graph is being captured, so that what it does then is compiled before.
 
     In a capture, transformers gives its blocks a mask instead of none, for which compiled blocks are compiled anew, and
     that waits for the GPU. Code of ours asks :func:`torch.cuda.graphs.is_current_stream_capturing`, which tells the
     truth.
     """
-    is_capturing = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: True
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = is_capturing
+    # A function, which torch.compile can trace, and no mock.
+    return mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)  # noqa: PT008
 
 
 def _reason(error: BaseException) -> str:
     """Explain a failed capture in words."""
-    chain: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None:
-        chain.append(cause)
-        cause = cause.__cause__
-    for exception in chain:
+    for exception in _causes(error):
         for text, reason in _REASONS.items():
             if text in str(exception):
                 return reason
@@ -327,13 +319,11 @@ def _reason(error: BaseException) -> str:
     return lines[0].rstrip(".")
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from: compilers wrap what the compiled code raised."""
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
-        # Compilers wrap what the compiled code raised.
+        yield error
         error = error.__cause__
-    return False
 
 
 def _captured_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

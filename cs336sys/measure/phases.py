@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+from unittest import mock
 
 import cs336_basics.model
 import torch
@@ -100,26 +101,12 @@ def annotated_model(blocks: Sequence[nn.Module], marks: Marks, *, attention: boo
 
 
 @contextlib.contextmanager
-def _replaced(owner: object, name: str, replacement: Any) -> Iterator[None]:
-    was_its_own = name in vars(owner)
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        if was_its_own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
-
-
-@contextlib.contextmanager
 def _annotated_blocks(blocks: Sequence[nn.Module], marks: Marks) -> Iterator[None]:
     """Replaces ``__call__`` of their classes: module hooks would become part of a block that is compiled."""
     names = {block: f"block {number}" for number, block in enumerate(blocks)}
     backward = _OneRangeAtATime(marks)
 
-    def call(call_block: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(block: nn.Module, call_block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if block not in names:
             return call_block(block, *args, **kwargs)
         with marks.range(names[block]):
@@ -131,13 +118,9 @@ def _annotated_blocks(blocks: Sequence[nn.Module], marks: Marks) -> Iterator[Non
 
     with contextlib.ExitStack() as replacements:
         for block_class in dict.fromkeys(type(block) for block in blocks):
-            replacements.enter_context(_replaced(block_class, "__call__", _method(call, block_class.__call__)))
+            method = functools.partialmethod(call, block_class.__call__)
+            replacements.enter_context(mock.patch.object(block_class, "__call__", method))
         yield
-
-
-def _method(call: Callable[..., Any], of_class: Callable[..., Any]) -> Callable[..., Any]:
-    """A function, which unlike a partial one becomes a method of the class that it is put into."""
-    return lambda block, *args, **kwargs: call(of_class, block, *args, **kwargs)
 
 
 def _on_gradient(value: Any, action: Callable[[], None]) -> None:
@@ -171,10 +154,10 @@ def _annotated_attention(marks: Marks) -> Iterator[None]:
     ranges = _AttentionRanges(marks, module.scaled_dot_product_attention, getattr(module, "softmax", None))
     with contextlib.ExitStack() as replacements:
         if ranges.show_parts:
-            replacements.enter_context(_replaced(module, "softmax", ranges.softmax))
-        replacements.enter_context(_replaced(module, "scaled_dot_product_attention", ranges.attention))
+            replacements.enter_context(mock.patch.object(module, "softmax", ranges.softmax))
+        replacements.enter_context(mock.patch.object(module, "scaled_dot_product_attention", ranges.attention))
         torchs = _AttentionRanges(marks, F.scaled_dot_product_attention, None, inside=ranges)
-        replacements.enter_context(_replaced(F, "scaled_dot_product_attention", torchs.attention))
+        replacements.enter_context(mock.patch.object(F, "scaled_dot_product_attention", torchs.attention))
         yield
 
 
@@ -237,15 +220,7 @@ class _AttentionRanges:
 def _calls_softmax(attention: Callable[..., Tensor]) -> bool:
     """Return whether attention looks ``softmax`` up in ``cs336_basics.model``: tried on 16 tokens, on the CPU."""
     module = cs336_basics.model
-    original = module.softmax
-    called = False
-
-    def watched(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal called
-        called = True
-        return original(*args, **kwargs)
-
     x = torch.zeros(1, 1, 16, 16)
-    with _replaced(module, "softmax", watched), torch.no_grad():
+    with mock.patch.object(module, "softmax", wraps=module.softmax) as watched, torch.no_grad():
         attention(Q=x, K=x, V=x, mask=None)
-    return called
+    return watched.called
