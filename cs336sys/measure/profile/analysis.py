@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cs336sys.measure.profile.breakdown import COMMUNICATION_PART, PARTS, WAITING_PART, Breakdown, break_down
 from cs336sys.measure.profile.capture import Capture
-from cs336sys.measure.profile.intervals import Cover
+from cs336sys.measure.profile.intervals import Cover, Times
 from cs336sys.measure.profile.taxonomy import category_of
 from cs336sys.measure.profile.timeline import COMMUNICATING, COMPUTING, COPYING, Timeline
 
@@ -155,22 +155,20 @@ def analyze(
         },
         kernels=_kernel_groups(timeline, breakdown_of_steps),
         copies=_copy_rows(timeline),
-        collectives=_collective_times(timeline),
+        collectives=collective_times(timeline),
         waits=_wait_times(timeline),
         totals=_totals(timeline),
         peak_bytes=capture.peak_bytes.get(timeline.gpu),
     )
 
 
-def with_waiting(analysis: Analysis, waiting_ms: Sequence[float], collectives: Sequence[CollectiveTime]) -> Analysis:
+def with_waiting(analysis: Analysis, waiting_ms: Sequence[float], collectives: tuple[CollectiveTime, ...]) -> Analysis:
     """The analysis with what its exposed communication waited for other ranks as a part of its own."""
     parts = dict(analysis.parts)
     alone = parts.get(COMMUNICATION_PART, (0.0,) * len(waiting_ms))
     parts[WAITING_PART] = tuple(waiting_ms)
     parts[COMMUNICATION_PART] = tuple(max(0.0, ms - waited) for ms, waited in zip(alone, waiting_ms, strict=True))
-    return replace(
-        analysis, parts={part: parts[part] for part in PARTS if part in parts}, collectives=tuple(collectives)
-    )
+    return replace(analysis, parts={part: parts[part] for part in PARTS if part in parts}, collectives=collectives)
 
 
 def _ns_to_ms(values: NDArray[np.int64]) -> tuple[float, ...]:
@@ -241,31 +239,38 @@ def _copy_rows(timeline: Timeline) -> tuple[CopyTime, ...]:
     return tuple(sorted(rows, key=lambda row: -row.ms))
 
 
-def _collective_times(timeline: Timeline) -> tuple[CollectiveTime, ...]:
+def collective_times(
+    timeline: Timeline, waiting_ns: Times | None = None, ranks: int = -1
+) -> tuple[CollectiveTime, ...]:
+    """The collectives of a rank within the steps by kind, group and size, the longest first.
+
+    Args:
+        waiting_ns: how long each waited for the last rank; -1 where that is not known, None where it is of all.
+        ranks: how many there are, for collectives whose group was not recorded.
+    """
     collectives = timeline.collectives
-    groups: dict[tuple[str, str, int, int], list[float]] = {}
-    step = step_of(timeline, timeline.start[collectives.index]) if len(collectives.index) else collectives.index
+    step = step_of(timeline, timeline.start[collectives.index])
     lengths = (timeline.stop - timeline.start)[collectives.index]
+    waits_ns = np.full(len(step), -1) if waiting_ns is None else waiting_ns
+    members: dict[tuple[str, str, int, int], list[int]] = {}
     for number in np.flatnonzero(step >= 0).tolist():
-        key = (
-            collectives.kinds[number],
-            collectives.groups[number],
-            int(collectives.ranks[number]),
-            int(collectives.sizes[number]),
-        )
-        groups.setdefault(key, []).append(lengths[number] / 1e6)
-    rows = [CollectiveTime(*key, len(ms), float(sum(ms))) for key, ms in groups.items()]
+        count = int(collectives.ranks[number]) if collectives.ranks[number] > 0 else ranks
+        key = (collectives.kinds[number], collectives.groups[number], count, int(collectives.sizes[number]))
+        members.setdefault(key, []).append(number)
+    rows = []
+    for key, numbers in members.items():
+        known_ns = [waits_ns[number] for number in numbers if waits_ns[number] >= 0]
+        waiting_ms = float(sum(waited / 1e6 for waited in known_ns)) if known_ns else None
+        rows.append(CollectiveTime(*key, len(numbers), float(sum(lengths[numbers] / 1e6)), waiting_ms))
     return tuple(sorted(rows, key=lambda row: -row.ms))
 
 
 def _wait_times(timeline: Timeline) -> dict[str, tuple[int, float]]:
     count_and_ms: dict[str, tuple[int, float]] = {}
-    if len(timeline.waits):
-        inside = step_of(timeline, timeline.waits[:, 0]) >= 0
-        for place in np.flatnonzero(inside).tolist():
-            count, ms = count_and_ms.get(timeline.wait_names[place], (0, 0.0))
-            begin, end = timeline.waits[place].tolist()
-            count_and_ms[timeline.wait_names[place]] = (count + 1, ms + (end - begin) / 1e6)
+    for place in np.flatnonzero(step_of(timeline, timeline.waits[:, 0]) >= 0).tolist():
+        count, ms = count_and_ms.get(timeline.wait_names[place], (0, 0.0))
+        begin, end = timeline.waits[place].tolist()
+        count_and_ms[timeline.wait_names[place]] = (count + 1, ms + (end - begin) / 1e6)
     return count_and_ms
 
 

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.measure.profile.analysis import Analysis, CollectiveTime, step_of
+from cs336sys.measure.profile.analysis import Analysis, step_of
 from cs336sys.measure.profile.breakdown import COMPUTING_PART, COPIES_PART, IDLE_PARTS, WAITING_PART, Breakdown
 from cs336sys.measure.profile.capture import SYNCHRONIZING
 from cs336sys.measure.profile.intervals import Cover, Times
@@ -92,11 +93,8 @@ def match_ranks(timelines: Sequence[Timeline]) -> RanksAnalysis | None:
     index = [timeline.collectives.index for timeline in timelines]
     starts = [timeline.start[chosen] for timeline, chosen in zip(timelines, index, strict=True)]
     stops = [timeline.stop[chosen] for timeline, chosen in zip(timelines, index, strict=True)]
-    joining = [
-        collective
-        for collective in places
-        if timelines[collective[0][0]].collectives.kinds[collective[0][1]] in SYNCHRONIZING
-    ]
+    kinds = [timeline.collectives.kinds for timeline in timelines]
+    joining = [places_of for places_of in places if kinds[places_of[0][0]][places_of[0][1]] in SYNCHRONIZING]
     clocks = _align(len(timelines), joining or places, stops)
     waiting = tuple(np.full(len(chosen), -1) for chosen in index)
     aligned = [clocks.aligned(rank, times) for rank, times in enumerate(starts)]
@@ -113,30 +111,26 @@ Place = tuple[int, int]
 
 def _matched(timelines: Sequence[Timeline]) -> tuple[list[tuple[Place, ...]], tuple[str, ...]]:
     """Places (rank, number of its collective) of each collective that more than one rank has."""
-    places_of: dict[tuple, list[Place]] = {}
+    places_of: dict[tuple, list[Place]] = defaultdict(list)
     numbered = ordered = False
     for rank, timeline in enumerate(timelines):
         collectives = timeline.collectives
         steps = step_of(timeline, timeline.start[collectives.index])
-        counts: dict[tuple, int] = {}
+        counts: Counter[tuple] = Counter()
         for place in range(len(collectives.index)):
-            group, kind, sequence = (
-                collectives.groups[place],
-                collectives.kinds[place],
-                int(collectives.sequences[place]),
-            )
-            if sequence >= 0:
+            group, kind = collectives.groups[place], collectives.kinds[place]
+            if (sequence := int(collectives.sequences[place])) >= 0:
                 numbered = True
-                places_of.setdefault((group, kind, "number", sequence), []).append((rank, place))
+                places_of[group, kind, "number", sequence].append((rank, place))
             elif steps[place] >= 0:
                 ordered = True
                 series = (group, kind, int(steps[place]))
-                counts[series] = counts.get(series, 0) + 1
-                places_of.setdefault((*series, counts[series]), []).append((rank, place))
-    lengths: dict[tuple, set[int]] = {}
-    for key in places_of:
+                counts[series] += 1
+                places_of[*series, counts[series]].append((rank, place))
+    lengths: dict[tuple, set[int]] = defaultdict(set)
+    for key, places in places_of.items():
         if key[2] != "number":
-            lengths.setdefault(key[:3], set()).add(len(places_of[key]))
+            lengths[key[:3]].add(len(places))
     # Of a series that some ranks have less of, nobody knows which is whose.
     uneven = {series for series, counts in lengths.items() if len(counts) > 1}
     matched = [
@@ -168,9 +162,7 @@ def _align(ranks: int, places: Sequence[tuple[Place, ...]], stops: Sequence[Time
         for number, collective in enumerate(chosen)
         for rank, place in collective
     ]
-    group = np.array([row[0] for row in rows])
-    rank_of = np.array([row[1] for row in rows])
-    end = np.array([row[2] for row in rows])
+    group, rank_of, end = map(np.array, zip(*rows, strict=True))
     scale = max(float(end.max()), 1.0)
     has_drift = len(chosen) >= _LEAST_FOR_DRIFT
     design = np.zeros((len(rows), 2 * ranks))
@@ -209,31 +201,6 @@ def exposed_waiting(timeline: Timeline, breakdown: Breakdown, waiting_ns: Times)
     waited = waits.within(begin, end)[inside]
     totals = np.bincount(step[inside], weights=waited, minlength=len(timeline.steps.bounds))
     return (totals / 1e6).tolist()
-
-
-def waited_collectives(timeline: Timeline, waiting_ns: Times, ranks: int) -> list[CollectiveTime]:
-    """The collectives of a rank by kind, group and size, with what they waited.
-
-    Args:
-        ranks: how many there are, for collectives whose group was not recorded.
-    """
-    collectives = timeline.collectives
-    step = step_of(timeline, timeline.start[collectives.index])
-    lengths = (timeline.stop - timeline.start)[collectives.index]
-    groups: dict[tuple[str, str, int, int], list[float]] = {}
-    for number in np.flatnonzero(step >= 0).tolist():
-        members = int(collectives.ranks[number]) if collectives.ranks[number] > 0 else ranks
-        key = (collectives.kinds[number], collectives.groups[number], members, int(collectives.sizes[number]))
-        row = groups.setdefault(key, [0, 0.0, 0.0, 0])
-        row[0] += 1
-        row[1] += lengths[number] / 1e6
-        row[2] += max(int(waiting_ns[number]), 0) / 1e6
-        row[3] += waiting_ns[number] >= 0
-    rows = [
-        CollectiveTime(*key, int(count), float(ms), float(waited) if matched else None)
-        for key, (count, ms, waited, matched) in groups.items()
-    ]
-    return sorted(rows, key=lambda row: -row.ms)
 
 
 # One-sided, over all ranks: of so many trainings without a straggler one is said to have one.
@@ -336,7 +303,7 @@ def _longer_kinds(slowest: Analysis, others: Sequence[Analysis], excess: float) 
 
 
 def _by_kind(analysis: Analysis) -> Mapping[str, float]:
-    totals: dict[str, float] = {}
+    totals: dict[str, float] = defaultdict(float)
     for kernel in analysis.kernels:
-        totals[kernel.kind] = totals.get(kernel.kind, 0.0) + sum(kernel.own_ms) / len(analysis.step_ms)
+        totals[kernel.kind] += sum(kernel.own_ms) / len(analysis.step_ms)
     return totals

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.measure.diagnosis.profilers import find_nsys
-from cs336sys.measure.profile.analysis import Analysis, analyze, with_waiting
+from cs336sys.measure.profile.analysis import Analysis, analyze, collective_times, with_waiting
 from cs336sys.measure.profile.breakdown import break_down
 from cs336sys.measure.profile.capture import FILE_BYTES, Capture
 from cs336sys.measure.profile.chrome_trace import GZIP_MAGIC, read_chrome_trace
 from cs336sys.measure.profile.nsys import REPORT_SUFFIXES, export, read_nsys_database
-from cs336sys.measure.profile.ranks import RanksAnalysis, exposed_waiting, match_ranks, waited_collectives
+from cs336sys.measure.profile.ranks import RanksAnalysis, exposed_waiting, match_ranks
 from cs336sys.measure.profile.timeline import Timeline, timelines
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.results.foreign import MIB
@@ -130,9 +130,7 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
         finally:
             capture.close()
         rank_captures += [(path, capture, timeline, len(of_file)) for timeline in of_file]
-    labels, notes, order = _labels(
-        [(path, capture, timeline, count) for path, capture, timeline, count in rank_captures]
-    )
+    labels, notes, order = _labels(rank_captures)
     rank_captures = [rank_captures[number] for number in order]
     labels = [labels[number] for number in order]
     ranks = match_ranks([timeline for _, _, timeline, _ in rank_captures]) if len(rank_captures) > 1 else None
@@ -142,7 +140,7 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
         analysis = analyze(capture, timeline, path, labels[number], breakdown)
         if ranks is not None:
             waiting = ranks.waiting_ns[number]
-            collectives = waited_collectives(timeline, waiting, len(rank_captures))
+            collectives = collective_times(timeline, waiting, len(rank_captures))
             analysis = with_waiting(analysis, exposed_waiting(timeline, breakdown, waiting), collectives)
         analyses.append(analysis)
     if len(rank_captures) > 1 and ranks is None:

@@ -297,28 +297,14 @@ def _collectives(
     # On a CPU the operators that call Gloo are no collectives.
     is_call = np.array([text.startswith(("c10d::", "record_param")) for text in names], bool)[name]
     index = np.flatnonzero(is_one & ~is_call)
-    recorded = {
-        row[0]: row[1:]
-        for row in tables.execute(
-            "SELECT work, kind, grp, sequence, bytes, ranks FROM collective WHERE work IS NOT NULL"
-        )
-    }
-    of_operators = {
-        row[0]: row[1:]
-        for row in tables.execute(
-            "SELECT operation, kind, grp, sequence, bytes, ranks FROM collective WHERE operation IS NOT NULL"
-        )
-    }
+    recorded, of_operators = (
+        {row[0]: row[1:] for row in tables.execute(f"SELECT {key}, kind, grp, sequence, bytes, ranks FROM collective")}
+        for key in ("work", "operation")
+    )
     kinds, groups, numbers = [], [], []
     for place in index.tolist():
-        collective_row = recorded.get(int(number[place])) or of_operators.get(int(operation[place]))
-        kind, group, sequence, size, ranks = collective_row or (
-            collective_kind(names[name[place]]),
-            "",
-            None,
-            None,
-            None,
-        )
+        row = recorded.get(int(number[place])) or of_operators.get(int(operation[place]))
+        kind, group, sequence, size, ranks = row or (collective_kind(names[name[place]]), "", None, None, None)
         kinds.append(kind)
         groups.append(group)
         numbers.append((-1 if sequence is None else sequence, size or 0, ranks or -1))
