@@ -72,18 +72,8 @@ _MOST = {
 }
 
 
-def choose_size(
-    name: str,
-    *,
-    d_model: int | None = None,
-    d_ff: int | None = None,
-    num_layers: int | None = None,
-    num_heads: int | None = None,
-    vocab_size: int | None = None,
-    context: int | None = None,
-    batch_size: int | None = None,
-) -> ModelSize:
-    """The named size with the given fields replaced.
+def choose_size(name: str, **fields: int | None) -> ModelSize:
+    """Return the named size with these whole numbers of :class:`ModelSize` replaced, except by None.
 
     A size whose shape was changed is called after its fields, so that no result is filed under a name it does not fit.
 
@@ -92,9 +82,7 @@ def choose_size(
             ``d_model`` or leave an odd head dimension, which rotary embeddings cannot split into pairs.
     """
     require_known("size", name, SIZES)
-    shape = {"d_model": d_model, "d_ff": d_ff, "num_layers": num_layers, "num_heads": num_heads}
-    batch = {"vocab_size": vocab_size, "context": context, "batch_size": batch_size}
-    replaced: dict[str, Any] = {field: value for field, value in (shape | batch).items() if value is not None}
+    replaced: dict[str, Any] = {field: value for field, value in fields.items() if value is not None}
     for field, value in replaced.items():
         if value < 1:
             raise UsageError(f"--{field.replace('_', '-')} {value}: must be at least 1")
@@ -108,6 +96,7 @@ def choose_size(
             f"d_model {size.d_model} over {size.num_heads} heads gives head dimension {size.head_dim}: "
             "rotary embeddings need an even one"
         )
+    shape = ("d_model", "d_ff", "num_layers", "num_heads")
     if any(getattr(size, field) != getattr(SIZES[name], field) for field in shape):
         size = replace(size, name=f"{size.d_model}/{size.d_ff}/{size.num_layers}/{size.num_heads}")
     return size

@@ -161,12 +161,7 @@ def _gpu_states() -> dict[str, Any]:
     for index in range(torch.cuda.device_count()):
         gpu = states.get(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
         if gpu is not None:
-            description |= {
-                f"gpu{index}_sm_clock_mhz": gpu.sm_clock_mhz,
-                f"gpu{index}_max_sm_clock_mhz": gpu.max_sm_clock_mhz,
-                f"gpu{index}_temperature_c": gpu.temperature_c,
-                f"gpu{index}_power_w": gpu.power_w,
-                f"gpu{index}_power_limit_w": gpu.power_limit_w,
-                f"gpu{index}_clock_limits": ", ".join(gpu.clock_limits),
-            }
+            for name in ("sm_clock_mhz", "max_sm_clock_mhz", "temperature_c", "power_w", "power_limit_w"):
+                description[f"gpu{index}_{name}"] = getattr(gpu, name)
+            description[f"gpu{index}_clock_limits"] = ", ".join(gpu.clock_limits)
     return description

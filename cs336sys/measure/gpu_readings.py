@@ -7,8 +7,7 @@ microseconds, starting nvidia-smi half a second.
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -98,9 +97,7 @@ class GpuReadings:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._has_ended.set()
         if self._read is not None:
             self._thread.join()
@@ -132,15 +129,10 @@ class GpuReadings:
         """The readings as lists, for a results file; ``time_s`` since the start. None without any."""
         if not self._readings:
             return None
-        readings = [reading for _, reading in self._readings]
-        return {
-            "time_s": [round(time_s, 3) for time_s, _ in self._readings],
-            "sm_clock_mhz": [reading.sm_clock_mhz for reading in readings],
-            "temperature_c": [reading.temperature_c for reading in readings],
-            "power_w": [reading.power_w for reading in readings],
-            "energy_j": [reading.energy_j for reading in readings],
-            "clock_limits": [", ".join(reading.clock_limits) for reading in readings],
-        }
+        columns: dict[str, list[Any]] = {"time_s": [round(time_s, 3) for time_s, _ in self._readings]}
+        for field in fields(Reading):
+            columns[field.name] = [getattr(reading, field.name) for _, reading in self._readings]
+        return columns | {"clock_limits": list(map(", ".join, columns["clock_limits"]))}
 
 
 def reading_gpu(device: torch.device) -> GpuReadings:

@@ -111,16 +111,7 @@ def autocast_dtypes(precision: str, loss_function: str, device: torch.device) ->
         # How torch says that a device lacks a dtype differs by device and operation; RuntimeError is their common base.
         return AutocastDtypes(precision, loss_function, "unsupported", str(error).splitlines()[0])
     return AutocastDtypes(
-        precision,
-        loss_function,
-        parameters=with_layer_norm["parameters"],
-        fc1=with_layer_norm["fc1"],
-        layer_norm=with_layer_norm["ln"],
-        rms_norm=with_rms_norm["ln"],
-        logits=with_layer_norm["logits"],
-        loss=with_layer_norm["loss"],
-        loss_outside=with_layer_norm["loss_outside"],
-        gradients=with_layer_norm["gradients"],
+        precision, loss_function, layer_norm=with_layer_norm.pop("ln"), rms_norm=with_rms_norm["ln"], **with_layer_norm
     )
 
 

@@ -33,16 +33,16 @@ def run_tool(
     try:
         if starts_others:
             done = run_guarded_program(command, timeout_s=timeout_s, variables=variables)
-            return done.stdout.strip() if done.returncode == 0 else None
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            env=os.environ | (variables or {}),
-        )
+        else:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                env=os.environ | (variables or {}),
+            )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -180,22 +180,12 @@ def read_gpus() -> list[GpuState]:
 
 def _gpu_state(values: list[str]) -> GpuState:
     index, uuid, name, driver, *numbers, limits = values
-    total, free, clock, max_clock, temperature, power, power_limit = map(_parse_number, numbers)
-    bits = int(limits, 16) if limits.startswith("0x") else 0
-    return GpuState(
-        index=int(index),
-        uuid=uuid,
-        name=name,
-        driver=None if driver.startswith("[") else driver,
-        memory_total_gib=None if total is None else total / MIB_PER_GIB,
-        memory_free_gib=None if free is None else free / MIB_PER_GIB,
-        sm_clock_mhz=clock,
-        max_sm_clock_mhz=max_clock,
-        temperature_c=temperature,
-        power_w=power,
-        power_limit_w=power_limit,
-        clock_limits=clock_limits_of(bits),
-    )
+    *memory_mib, clock, max_clock, temperature, power, power_limit = map(_parse_number, numbers)
+    total, free = (None if mib is None else mib / MIB_PER_GIB for mib in memory_mib)
+    limit_names = clock_limits_of(int(limits, 16) if limits.startswith("0x") else 0)
+    version = None if driver.startswith("[") else driver
+    sensors = (clock, max_clock, temperature, power, power_limit)
+    return GpuState(int(index), uuid, name, version, total, free, *sensors, limit_names)
 
 
 @dataclass(frozen=True)

@@ -245,12 +245,9 @@ def gpu_busy_ms(step: Callable[[], None]) -> float | None:
 
 def covered(intervals: list[tuple[int, int]]) -> int:
     """Length of the union of intervals given as (start, end)."""
-    total, reached = 0, None
+    total = 0
+    reached, _ = min(intervals, default=(0, 0))
     for start, end in sorted(intervals):
-        if reached is None or start > reached:
-            total += end - start
-            reached = end
-        elif end > reached:
-            total += end - reached
-            reached = end
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
     return total

@@ -38,7 +38,9 @@ def remove_abandoned() -> None:
     that another kernel's processes made in a shared file system are left alone.
     """
     for path in Path(tempfile.gettempdir()).glob(f"{_prefix()}*"):
-        with contextlib.suppress(OSError), _opened(path) as lock:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as cleanup:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            cleanup.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
 
@@ -55,15 +57,6 @@ def _make() -> tuple[Path, int]:
                 return path, lock
             # Another process found the folder between its making and its lock, took it for abandoned and removed it.
             os.close(lock)
-
-
-@contextlib.contextmanager
-def _opened(path: Path):
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _prefix() -> str:

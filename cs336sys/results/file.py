@@ -3,7 +3,7 @@
 import contextlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,20 @@ def check_appendable(path: Path) -> None:
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):
             raise UsageError(f"cannot write results to {path}: {nearest} is no folder that can be written to")
         return
+    with _refusing_faults(path), path.open("r+b") as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            return
+        if is_compressed(path):
+            _check_members(path, stream.read())
+        else:
+            _check_first_line(path, stream.readline(2**20))
+
+
+@contextlib.contextmanager
+def _refusing_faults(path: Path) -> Iterator[None]:
+    """Turn an OSError in this context into a UsageError."""
     try:
-        with path.open("r+b") as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                return
-            if is_compressed(path):
-                _check_members(path, stream.read())
-            else:
-                _check_first_line(path, stream.readline(2**20))
+        yield
     except OSError as error:
         raise UsageError(f"cannot write results to {path}: {error.strerror or error}") from error
 
@@ -80,20 +86,16 @@ class ResultsFile:
         self._open()
 
     def _open(self) -> None:
-        try:
+        with _refusing_faults(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered, so that a failed write has written what the file's size says.
             self._stream = self.path.open("a+b", buffering=0)
-        except OSError as error:
-            raise UsageError(f"cannot write results to {self.path}: {error.strerror or error}") from error
-        try:
-            self._lock()
-            self._close_damaged_end()
-        except BaseException as error:
-            self._stream.close()
-            if isinstance(error, OSError):
-                raise UsageError(f"cannot write results to {self.path}: {error.strerror or error}") from error
-            raise
+            try:
+                self._lock()
+                self._close_damaged_end()
+            except BaseException:
+                self._stream.close()
+                raise
 
     def _close_damaged_end(self) -> None:
         self._stream.seek(0)

@@ -13,10 +13,9 @@ from typing import Any
 
 from cs336sys.errors import UsageError
 
-# Text of strangers without the characters that command a terminal instead of being seen. Plain text, no torch.
-
-# C0 but for tab and newline, DEL, C1; marks, overrides and isolates that turn the direction of what follows; separators
-# that some programs take for newlines; tags, which nothing shows; halves of surrogate pairs, which no file can hold.
+# Characters that command a terminal instead of being seen: C0 but for tab and newline, DEL, C1; marks, overrides and
+# isolates that turn the direction of what follows; separators that some programs take for newlines; tags, which
+# nothing shows; halves of surrogate pairs, which no file can hold.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
@@ -34,11 +33,9 @@ def _spelled(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-# What a saved line may hold, so that nothing that shows it needs guards of its own. Plain data, no torch.
-
-
-# The largest file in docs/results holds 2.3 MB in lines of at most 55 KB, nested 5 deep, with text of 982 characters.
-# 300,000 cells of bench reach both limits of a file.
+# What a saved line may hold, so that nothing that shows it needs guards of its own. The largest file in docs/results
+# holds 2.3 MB in lines of at most 55 KB, nested 5 deep, with text of 982 characters. 300,000 cells of bench reach
+# both limits of a file.
 FILE_BYTES = 512 * 2**20
 FILE_MEMORY_BYTES = 2 * 2**30
 LINE_BYTES = 32 * 2**20
@@ -121,9 +118,6 @@ def check_samples(name: str, unit: str, measured: list[Any], warmup: list[Any]) 
     least = 1 / LARGEST
     if (tiny := next((value for value in numbers if -least < value < least and value), None)) is not None:
         raise ValueError(f"a sample of {name} is {tiny:g}, nearer to 0 than {least:g}")
-
-
-# Files of strangers read within limits: no device, no pipe that nobody writes to, no more than so many bytes.
 
 
 MIB = 2**20

@@ -199,7 +199,7 @@ def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
 
 def _free_pieces(segments: Sequence, blocks: Sequence[Block], failure: FailedAllocation | None) -> FreePieces:
     """Subtract the blocks from the segments; blocks are rounded up, as the allocator does."""
-    ordered = sorted((block.address, block.address + -(-block.size // ROUNDING) * ROUNDING) for block in blocks)
+    ordered = sorted((block.address, block.address + _round_up(block.size)) for block in blocks)
     usable, elsewhere, largest = 0, 0, 0
     next_block = 0
     stream = None if failure is None else failure.stream
@@ -321,28 +321,19 @@ def _half_logits(
         if block.size < _TELLING * held_bytes:
             continue
         number = order[id(block)]
-        before = [
-            earlier for earlier in allocated[max(0, number - _NEAR_LOSS) : number] if earlier.size * 2 == block.size
-        ]
-        before = [
-            earlier for earlier in before if earlier.end > block.start and inference.roles[earlier.stack] in computed
-        ]
-        later = allocated[number + 1 : number + 1 + _NEAR_LOSS]
-        is_near_end = len(later) < _NEAR_LOSS or any(
-            inference.roles[following.stack] not in computed for following in later
+        has_half = any(
+            half.size * 2 == block.size and half.end > block.start and inference.roles[half.stack] in computed
+            for half in allocated[max(0, number - _NEAR_LOSS) : number]
         )
-        if before and is_near_end:
+        later = [inference.roles[following.stack] for following in allocated[number + 1 : number + 1 + _NEAR_LOSS]]
+        if has_half and (len(later) < _NEAR_LOSS or not set(later) <= set(computed)):
             copies.append(block)
     size = sum(block.size for block in copies)
     code = codes[copies[0].stack] if copies else ""
     if failure is not None and inference.roles[failure.stack] in computed:
         recent = [block for block in allocated if block.start <= failure.position][-_NEAR_LOSS:]
-        half = [
-            product
-            for product in recent
-            if _round_up(2 * product.size) == _round_up(failure.size) and product.end > failure.position
-        ]
-        if half:
+        size_of_failure = _round_up(failure.size)
+        if any(_round_up(2 * half.size) == size_of_failure and half.end > failure.position for half in recent):
             size, code = size + failure.size, code or codes[failure.stack]
     return Copies(size, code) if size >= _TELLING_LOGITS * held_bytes else None
 

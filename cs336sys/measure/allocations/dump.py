@@ -185,19 +185,12 @@ class _Parser:
         at_end = list(self._read_segments())
         live = self._read_trace()
         length = record.length
-        live_addresses = {block.address for block in live.values()}
+        record.blocks += [block._replace(end=length + 1) for block in live.values()]
         touched = {block.address for block in record.blocks}
-        for block in live.values():
-            record.blocks.append(block._replace(end=length + 1))
         # What is there at the end and was never spoken of was there before.
-        record.blocks += [
-            block._replace(start=0, end=length + 1)
-            for block in at_end
-            if block.address not in live_addresses and block.address not in touched
-        ]
-        if self._trace_has_pools:
-            return record
-        record.blocks = [block._replace(pool=self._pool(block.address)) for block in record.blocks]
+        record.blocks += [block._replace(start=0, end=length + 1) for block in at_end if block.address not in touched]
+        if not self._trace_has_pools:
+            record.blocks = [block._replace(pool=self._pool(block.address)) for block in record.blocks]
         return record
 
     def _read_segments(self) -> Iterator[Block]:
@@ -241,13 +234,9 @@ class _Parser:
             if action == "alloc":
                 position += 1
                 record.entries.append(number)
-                stream = entry.get("stream")
-                pool = entry.get("pool_id")
-                live[address] = Block(
-                    address, size, position, 0, self._stack(entry.get("frames")),
-                    stream if type(stream) is int else 0, DEFAULT_POOL if pool is None else _pool_id(pool), size,
-                )  # fmt: skip
-                self._trace_has_pools |= pool is not None
+                stack, pool = self._stack(entry.get("frames")), _pool_id(entry.get("pool_id"))
+                live[address] = Block(address, size, position, 0, stack, _stream(entry), pool, size)
+                self._trace_has_pools |= entry.get("pool_id") is not None
             elif action == freed:
                 position += 1
                 record.entries.append(number)
@@ -257,17 +246,12 @@ class _Parser:
                     block = Block(address, size, 0, 0, 0, 0, DEFAULT_POOL, size)
                 blocks.append(block._replace(end=position))
             elif action == "oom":
-                stack, stream = self._stack(entry.get("frames")), entry.get("stream")
-                record.failures.append(
-                    FailedAllocation(position, number, size, address, stack, stream if type(stream) is int else 0)
-                )
+                stack = self._stack(entry.get("frames"))
+                record.failures.append(FailedAllocation(position, number, size, address, stack, _stream(entry)))
             elif action.startswith("segment"):
                 sign = 1 if action in ("segment_alloc", "segment_map") else -1
                 is_expandable = action in ("segment_map", "segment_unmap")
-                stream = entry.get("stream")
-                segment = Segment(
-                    address, size, stream if type(stream) is int else 0, _pool_id(entry.get("pool_id")), is_expandable
-                )
+                segment = Segment(address, size, _stream(entry), _pool_id(entry.get("pool_id")), is_expandable)
                 record.segment_events.append((number, sign, segment))
         record.length = position
         return live
@@ -286,18 +270,13 @@ class _Parser:
     def _new_stack(self, frames: Any) -> int:
         if not isinstance(frames, list):
             raise _NoSnapshotError("frames are no list")
-        frames_by_identity = self._frames
-        stack = []
         for frame in frames:
-            read = frames_by_identity.get(id(frame))
-            if read is None:
-                read = frames_by_identity[id(frame)] = _frame(frame)
-            stack.append(read)
-        key = tuple(stack)
-        index = self._stacks.get(key)
-        if index is None:
-            index = self._stacks[key] = len(self._record.stacks)
-            self._record.stacks.append(key)
+            if id(frame) not in self._frames:
+                self._frames[id(frame)] = _frame(frame)
+        stack = tuple(self._frames[id(frame)] for frame in frames)
+        index = self._stacks.setdefault(stack, len(self._stacks))
+        if index == len(self._record.stacks):
+            self._record.stacks.append(stack)
         return index
 
 
@@ -317,6 +296,11 @@ def _integer_field(values: Any, key: str, owner: str, default: int | None = None
     if type(value) is not int:
         raise _NoSnapshotError(f"{owner} has no {key}")
     return value
+
+
+def _stream(entry: Mapping[str, Any]) -> int:
+    stream = entry.get("stream")
+    return stream if type(stream) is int else 0
 
 
 def _pool_id(value: Any) -> tuple[int, int]:
@@ -347,22 +331,22 @@ def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
     Every allocation gets an address of its own in one segment, which shows what is left after the last event; from that
     and the events, viewers find out what was there before.
     """
-    events: list[tuple[int, dict[str, Any]]] = []
+    events: list[dict[str, Any]] = []
     blocks: list[dict[str, Any]] = []
-    address = 0
+    address = live_bytes = 0
     for allocation in timeline.allocations:
         frames = _frames(allocation)
         entry = {"addr": address, "size": allocation.size, "stream": 0, "frames": frames}
         if allocation.start > 0:
-            events.append((allocation.start, entry | {"action": "alloc", "time_us": allocation.start}))
+            events.append(entry | {"action": "alloc", "time_us": allocation.start})
         is_left = allocation.end > timeline.length
         if not is_left:
-            events.append((allocation.end, entry | {"action": "free_requested", "time_us": allocation.end}))
-            events.append((allocation.end, entry | {"action": "free_completed", "time_us": allocation.end}))
+            events.append(entry | {"action": "free_requested", "time_us": allocation.end})
+            events.append(entry | {"action": "free_completed", "time_us": allocation.end})
         block = {"address": address, "size": allocation.size, "requested_size": allocation.size, "frames": frames}
         blocks.append(block | {"state": "active_allocated" if is_left else "inactive"})
         address += allocation.size
-    live_bytes = sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+        live_bytes += is_left * allocation.size
     segment = {
         "device": 0,
         "address": 0,
@@ -377,8 +361,7 @@ def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
         "frames": [],
         "blocks": blocks,
     }
-    trace = [entry for _, entry in sorted(events, key=lambda event: event[0])]
-    return {"segments": [segment], "device_traces": [trace]}
+    return {"segments": [segment], "device_traces": [sorted(events, key=lambda event: event["time_us"])]}
 
 
 def _frames(allocation: Allocation) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,8 +22,6 @@ from cs336sys.measure.allocations.timeline import (
     Span,
     build_timeline,
 )
-
-# Which module is running, found by hooks.
 
 
 class ModuleStack:
@@ -63,9 +60,6 @@ class ModuleStack:
 
     def _end(self, module: nn.Module, inputs: object, output: object) -> None:
         self._running.pop()
-
-
-# A base for what watches torch's operators.
 
 
 class DispatchMode(TorchDispatchMode):
@@ -113,10 +107,8 @@ class StepRecorder:
             self._cleanup = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._cleanup.__exit__(kind, error, trace)
+    def __exit__(self, *exception: object) -> None:
+        self._cleanup.close()
 
     @contextlib.contextmanager
     def region(self, name: str) -> Iterator[None]:

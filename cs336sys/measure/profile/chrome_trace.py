@@ -29,19 +29,6 @@ from cs336sys.measure.profile.capture import (
 from cs336sys.results.foreign import MIB, printable
 from cs336sys.results.model import json_text
 
-_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-# Triton launches through the driver.
-_CALLS = ("cuda_runtime", "cuda_driver", "xpu_runtime", "privateuse1_runtime")
-_RANGES = ("user_annotation",)
-_OPERATIONS = ("cpu_op",)
-# What older versions of torch called them.
-_TODAYS_CATEGORY = {
-    "Kernel": "kernel",
-    "Memcpy": "gpu_memcpy",
-    "Memset": "gpu_memset",
-    "Runtime": "cuda_runtime",
-    "Operator": "cpu_op",
-}
 # Accelerators whose work is recorded in other ways.
 _FOREIGN_WORK = ("mtia_ccp_events", "hpu_op", "npu")
 # Gloo's threads show a collective as an annotation.
@@ -195,16 +182,15 @@ class _Loader:
         self.peak_bytes: dict[int, int] = {}
 
     def add(self, event: Mapping[str, Any]) -> None:
-        category = str(event.get("cat"))
         if event.get("ph") != "X":
             if event.get("name") == "[memory]":
                 self._add_memory(event.get("args", {}))
             return
-        category = _TODAYS_CATEGORY.get(category, category)
+        category = str(event.get("cat"))
+        if category in _FOREIGN_WORK:
+            self.foreign = category
         add = _ADD.get(category)
         if add is None:
-            if category in _FOREIGN_WORK:
-                self.foreign = category
             return
         start = round(float(event["ts"]) * 1e3)
         length = round(float(event.get("dur", 0)) * 1e3)
@@ -295,8 +281,7 @@ class _Loader:
                 shape = self.shape_ids[text] = len(self.shape_ids)
         number = _integer(arguments.get("External id", arguments.get("external id")))
         sequence = _integer(arguments.get("Sequence number"))
-        row = (number, start, stop, thread, self._name(event), shape, sequence)
-        self.rows["operation"].append(row)
+        self.rows["operation"].append((number, start, stop, thread, self._name(event), shape, sequence))
         if COLLECTIVE_ARGUMENT in arguments:
             self._add_collective(arguments, None, number)
 
@@ -330,8 +315,7 @@ class _Loader:
         kind = collective_kind(name.removeprefix(_GLOO))
         row = (number, start, stop, self._process(event), -number, self._name(event), 0, f"gloo {thread}", None, None)
         self.rows["work"].append(row)
-        arguments = event.get("args", {})
-        size = collective_bytes(kind, arguments)
+        size = collective_bytes(kind, event.get("args", {}))
         self.rows["collective"].append((number, None, kind, "", None, size, None))
 
     def _add_module(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
@@ -346,11 +330,13 @@ class _Loader:
             self.peak_bytes[gpu] = max(allocated, self.peak_bytes.get(gpu, 0))
 
 
+# By category. Capitals are those of older versions of torch; Triton launches through the driver.
 _ADD: dict[str, Callable[[_Loader, Mapping[str, Any], int, int, str], None]] = {
-    **dict.fromkeys(_WORK, _Loader._add_work),
-    **dict.fromkeys(_CALLS, _Loader._add_call),
-    **dict.fromkeys(_RANGES, _Loader._add_range),
-    **dict.fromkeys(_OPERATIONS, _Loader._add_operation),
+    **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"), _Loader._add_work),
+    **dict.fromkeys(("cuda_runtime", "cuda_driver", "xpu_runtime", "privateuse1_runtime"), _Loader._add_call),
+    **dict.fromkeys(("cpu_op", "Operator"), _Loader._add_operation),
+    "Runtime": _Loader._add_call,
+    "user_annotation": _Loader._add_range,
     "python_function": _Loader._add_module,
 }
 

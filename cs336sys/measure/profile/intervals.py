@@ -1,6 +1,7 @@
 """Arithmetic of intervals of time: unions, how much of one lies in another, the innermost around an instant."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,11 +37,12 @@ class Cover:
 
     def until(self, time: Times) -> Times:
         """The covered time before each instant."""
-        place = np.searchsorted(self.start, time, side="right")
         if not len(self.start):
             return np.zeros_like(time)
-        within = np.minimum(time, self.stop[np.maximum(place - 1, 0)]) - self.start[np.maximum(place - 1, 0)]
-        return np.where(place > 0, self._before[np.maximum(place - 1, 0)] + within, 0)
+        place = np.searchsorted(self.start, time, side="right") - 1
+        last = np.maximum(place, 0)
+        within = np.minimum(time, self.stop[last]) - self.start[last]
+        return np.where(place >= 0, self._before[last] + within, 0)
 
     def within(self, start: Times, stop: Times) -> Times:
         """The covered time in each interval."""
@@ -71,14 +73,8 @@ class Nested:
             parents[number] = around[-1] if around else -1
             around.append(number)
         self.parent = parents
-        self._first = {
-            int(thread_number): (int(low), int(high))
-            for thread_number, low, high in zip(
-                *np.unique(thread, return_index=True),
-                np.append(np.unique(thread, return_index=True)[1][1:], len(thread)),
-                strict=True,
-            )
-        }
+        numbers, first = (array.tolist() for array in np.unique(thread, return_index=True))
+        self._bounds = dict(zip(numbers, pairwise([*first, len(thread)]), strict=True))
 
     def pick(self, rows: Sequence[Any], number: int) -> Any:
         """The one of the rows, in their given order, that has this number here."""
@@ -88,9 +84,9 @@ class Nested:
         """The number of the innermost interval of the thread around each instant; -1 for none."""
         innermost = np.full(len(time), -1)
         for thread_number in np.unique(thread).tolist():
-            if thread_number not in self._first:
+            if thread_number not in self._bounds:
                 continue
-            low, high = self._first[thread_number]
+            low, high = self._bounds[thread_number]
             chosen = np.flatnonzero(thread == thread_number)
             at = np.searchsorted(self._start[low:high], time[chosen], side="right") + low - 1
             at[at < low] = -1

@@ -87,12 +87,8 @@ def _last_line(done: subprocess.CompletedProcess[str]) -> str:
     return lines[-1].rstrip(".") if lines else f"it ended with exit code {done.returncode}"
 
 
-# Reads what ``nsys export --type sqlite`` writes.
-#
 # Schema: "SQLite Schema Reference" in the Nsight Systems User Guide. It differs between versions, and a table is there
 # only if it has rows, so tables and columns are looked up before they are read.
-
-
 _KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 _COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
 _FILLS = "CUPTI_ACTIVITY_KIND_MEMSET"
