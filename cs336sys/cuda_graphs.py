@@ -36,6 +36,7 @@ from cs336sys.errors import CapabilityError, CaptureError, UsageError
 WARM_UP_STEPS = 3
 WARM_UP_STEPS_OF_TORCH_DDP = 11
 
+_SILENT = "it did something that no graph can hold, and did not say so"
 # What torch and CUDA say when something cannot be captured, and what that means.
 _REASONS = {
     "operation not permitted when stream is capturing": (
@@ -44,10 +45,8 @@ _REASONS = {
     "Cannot copy between CPU and CUDA tensors during CUDA graph capture": (
         "it copies between CPU and GPU, which waits for the GPU"
     ),
-    "capture was invalidated": "it did something that no graph can hold, and did not say so",
-    "operation failed due to a previous error during capture": (
-        "it did something that no graph can hold, and did not say so"
-    ),
+    "capture was invalidated": _SILENT,
+    "operation failed due to a previous error during capture": _SILENT,
     "unjoined work": "it leaves work on another stream that it does not wait for",
     "dependency created on uncaptured work": "it waits for work that was launched before the capture",
     "legacy stream": "it uses the default stream; build what keeps autograd's state, such as torch's DDP, on `stream`",
@@ -216,22 +215,19 @@ class GraphedStep:
         """
         if len(inputs) != len(self.inputs):
             raise UsageError(f"{len(inputs)} inputs: the step was captured with {len(self.inputs)}")
+        changed, sources = [], []
         for number, (new, captured) in enumerate(zip(inputs, self.inputs, strict=True)):
+            if new is not captured:
+                changed.append(captured)
+                sources.append(new)
             if new.shape != captured.shape or new.dtype != captured.dtype:
                 raise UsageError(
                     f"input {number} is {tuple(new.shape)} of {new.dtype}, and the step was captured with "
                     f"{tuple(captured.shape)} of {captured.dtype}: pad it, or capture a step for each shape"
                 )
-        changed = [
-            (new, captured_input)
-            for new, captured_input in zip(inputs, self.inputs, strict=True)
-            if new is not captured_input
-        ]
         if changed:
             # One launch for all that are on the GPU already.
-            torch._foreach_copy_(
-                [captured_input for _, captured_input in changed], [new for new, _ in changed], non_blocking=True
-            )
+            torch._foreach_copy_(changed, sources, non_blocking=True)
 
     @property
     def pool_bytes(self) -> int:

@@ -19,7 +19,6 @@ HERE = "here"
 _objects: dict[str, Callable[..., Any]] = {}
 
 TO_FILE = "write a function that builds it at module level of a file and give 'FILE.py:NAME', or the function"
-_FORMS = "write FILE.py:NAME or package.module:NAME"
 
 
 def is_user_code(value: str | None) -> bool:
@@ -51,7 +50,7 @@ def split_reference(reference: str) -> tuple[str, str]:
     """
     where, _, name = reference.rpartition(":")
     if not where or not name.isidentifier() or not (is_file(where) or all(map(str.isidentifier, where.split(".")))):
-        raise UsageError(f"'{reference}' names no function: {_FORMS}")
+        raise UsageError(f"'{reference}' names no function: write FILE.py:NAME or package.module:NAME")
     return where, name
 
 

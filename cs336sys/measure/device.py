@@ -17,9 +17,8 @@ def choose_device(name: str) -> torch.device:
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise CapabilityError("device 'cuda': torch sees no CUDA GPU here; choose cpu or auto")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(automatic if name == "auto" else name)
 
 
 # In the order of workload.COLLECTIVE_DTYPES: first those of sizes.PRECISIONS.
@@ -39,9 +38,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 def peak_memory_gib(device: torch.device) -> float | None:
     """Most memory that tensors held at once since the last reset, in GiB; None where torch does not count it (CPU)."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.max_memory_allocated(device) / GIB
+    return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
 
 
 def reset_peak_resident() -> float | None:

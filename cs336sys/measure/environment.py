@@ -54,6 +54,8 @@ def describe_machine() -> dict[str, Any]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = [torch.cuda.get_device_name(index) for index in range(count)]
     drivers = {gpu.driver for gpu in read_gpus()}
+    # Packed into one number; since version 9 as major * 10000 + minor * 100 + patch.
+    cudnn = torch.backends.cudnn.version()
     return {
         "gpu": ", ".join(dict.fromkeys(names)) or None,
         "gpu_count": count,
@@ -64,7 +66,7 @@ def describe_machine() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "triton": installed_version("triton"),
         "cuda": torch.version.cuda,
-        "cudnn": _cudnn_version(),
+        "cudnn": None if cudnn is None else f"{cudnn // 10_000}.{cudnn // 100 % 100}.{cudnn % 100}",
         "nccl": nccl_version(),
     }
 
@@ -135,12 +137,6 @@ def nccl_version() -> str | None:
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def _cudnn_version() -> str | None:
-    """cuDNN packs its version into one number; since version 9 as major * 10000 + minor * 100 + patch."""
-    number = torch.backends.cudnn.version()
-    return None if number is None else f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
 
 
 def _relevant_variables() -> dict[str, str]:

@@ -14,14 +14,8 @@ import torch
 
 from cs336sys.measure.system import clock_limits_of
 
-# Several in the shortest cells, of half a second.
-_INTERVAL_S = 0.05
-
 # A long cell keeps every second, fourth, ... of its readings, so that its record stays smaller than its samples.
 _MOST_READINGS = 400
-
-# The driver adds to its counter every 20 to 100 ms, so over a second it is off by a tenth at most.
-_LEAST_COUNTED_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -82,9 +76,10 @@ class GpuReadings:
 
     Args:
         read: None reads nothing.
+        interval_s: several readings in the shortest cells, of half a second.
     """
 
-    def __init__(self, read: ReadGpu | None, interval_s: float = _INTERVAL_S):
+    def __init__(self, read: ReadGpu | None, interval_s: float = 0.05):
         self._read = read
         self._interval_s = interval_s
         self._readings: list[tuple[float, Reading]] = []
@@ -120,7 +115,8 @@ class GpuReadings:
         """
         counted = [(time_s, reading.energy_j) for time_s, reading in self._readings if reading.energy_j is not None]
         counted = [(time_s, energy_j) for time_s, energy_j in counted if time_s >= counted[-1][0] - last_s]
-        if not counted or counted[-1][0] - counted[0][0] < _LEAST_COUNTED_S:
+        # The driver adds to its counter every 20 to 100 ms, so over a second it is off by a tenth at most.
+        if not counted or counted[-1][0] - counted[0][0] < 1.0:
             return None
         (first_s, first_j), (end_s, end_j) = counted[0], counted[-1]
         return (end_j - first_j) / (end_s - first_s) * last_s

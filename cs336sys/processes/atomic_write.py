@@ -12,10 +12,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-# File systems allow names of 255 bytes, and a character may take four.
-_KEPT_CHARACTERS = 40
-
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
@@ -56,11 +52,12 @@ def _made_beside(target: Path, existing: os.stat_result | None) -> Path | None:
     """An empty file that can take the place of ``target``; None where none can."""
     if existing is not None and not _is_replaceable(target, existing):
         return None
-    partial = target.with_name(f".{secrets.token_hex(4)}-{target.name[-_KEPT_CHARACTERS:]}")
+    # File systems allow names of 255 bytes, and a character may take four.
+    partial = target.with_name(f".{secrets.token_hex(4)}-{target.name[-40:]}")
     try:
         descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except OSError as error:
-        if error.errno in _NO_ROOM:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         return None
     try:

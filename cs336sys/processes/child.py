@@ -18,16 +18,14 @@ from cs336sys.processes.guard import SET_PARENT_DEATH_SIGNAL, prctl
 # Set for programs that run under a profiler, which writes what it has seen when they exit.
 _PROFILER_VARIABLES = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "LD_PRELOAD")
 
-# Of 1000, how much sooner than others a process is killed where memory runs out: sooner than the user's shell.
-_SOONER = "500"
-
 
 def run_guarded(connection: multiprocessing.connection.Connection) -> None:
     """Run the process of :func:`cs336sys.processes.parent.call_guarded`."""
     # What this process starts would keep it open.
     os.set_inheritable(connection.fileno(), False)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write(_SOONER)
+        # Of 1000, how much sooner than others it is killed where memory runs out: sooner than the user's shell.
+        file.write("500")
     function, args = connection.recv()
     imported(function)(connection, *args)
     _exit()

@@ -106,17 +106,13 @@ def match_cells(a: Results, b: Results) -> Matched:
     )
 
 
-# Of each side: every pair of their configurations is compared.
-_NEAREST_OF = 100
-
-
 def nearest_difference(matched: Matched) -> dict[str, tuple[Any, Any]]:
     """The settings in which those cells of two sides differ that differ in fewest, with both values.
 
-    Empty where no command has cells on both sides. Only the first configurations of each side are compared.
+    Empty where no command has cells on both sides. Only the first 100 configurations of each side are compared.
     """
     settings_a, settings_b = (
-        [cell_settings(side.shown) for side in sides[:_NEAREST_OF]] for sides in (matched.only_a, matched.only_b)
+        [cell_settings(side.shown) for side in sides[:100]] for sides in (matched.only_a, matched.only_b)
     )
     differences = (
         {name: (a.get(name), b.get(name)) for name in a | b if a.get(name) != b.get(name)}
@@ -150,8 +146,12 @@ def _sides(results: Results) -> dict[tuple[str, str], Side]:
 def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
     last_id = cells[-1].run_id
     last = runs.get(last_id)
-    is_alike = {id: id == last_id or _is_alike(runs.get(id), last) for id in {cell.run_id for cell in cells}}
-    alike = [cell for cell in cells if is_alike[cell.run_id]]
+    alike_ids = {last_id}
+    for run_id in {cell.run_id for cell in cells}:
+        run = runs.get(run_id)
+        if not differing_conditions(run, last) and same_code(run, last) is not False:
+            alike_ids.add(run_id)
+    alike = [cell for cell in cells if cell.run_id in alike_ids]
     latest = {configuration_key(cell.configuration): number for number, cell in enumerate(alike)}
     by_run: list[dict[int | None, Cell]] = []
     # The runs whose rounds have numbers, and how many of these have each: the first ones.
@@ -172,10 +172,6 @@ def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
         numbered[run_count[round_number]][round_number] = cell
         run_count[round_number] += 1
     return Side(tuple(tuple(run.values()) for run in by_run), left_out=len(cells) - len(alike))
-
-
-def _is_alike(run: Run | None, last: Run | None) -> bool:
-    return not differing_conditions(run, last) and same_code(run, last) is not False
 
 
 def shared_metrics(pair: Pair, requested: Sequence[str] = ()) -> list[str]:

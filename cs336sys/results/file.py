@@ -124,20 +124,17 @@ class ResultsFile:
             )
         self._unwritten.append(as_member(text) if is_compressed(self.path) else text)
         self._records.append((_key(line), self._unwritten[-1]))
-        self._write()
-
-    def catch_up(self) -> None:
-        """Write what could not be written before, and what others have taken away; see :attr:`fault`, `notices`."""
-        self._write()
+        self.catch_up()
 
     def close(self) -> None:
-        self._write()
+        self.catch_up()
         try:
             self._stream.close()
         except OSError as error:
             self.fault = error
 
-    def _write(self) -> None:
+    def catch_up(self) -> None:
+        """Write what could not be written before, and what others have taken away; see :attr:`fault`, `notices`."""
         self.fault = None
         try:
             self._find_changes()

@@ -46,7 +46,6 @@ TEXT_CHARACTERS = 20_000
 # float32 ends at 3.4e38. Squares of squares of numbers up to here are still floats, so that no mean, variance or
 # standard error of samples overflows; likewise of their reciprocals.
 LARGEST = 1e60
-_MOST_INTEGER = 2**64
 
 TIME_UNITS = frozenset({"s", "ms", "us", "ns"})
 
@@ -87,7 +86,7 @@ def checked_value(value: Any, depth: int = DEPTH) -> Any:
         if math.isfinite(value) and abs(value) > LARGEST:
             raise ValueError(f"{value:g} is beyond {LARGEST:g}")
     elif isinstance(value, int):
-        if abs(value) >= _MOST_INTEGER:
+        if abs(value) >= 2**64:
             raise ValueError("an integer has more than 64 bits")
     elif isinstance(value, dict | list):
         if depth == 0:

@@ -13,13 +13,8 @@ from pathlib import Path
 # Each member's first read may reach into the next ones, and these are read again.
 _READ_AT_ONCE = 2**14
 
-# zlib's window of 2^15 bytes, with gzip's header and trailer around.
-_GZIP_WINDOW_BITS = 16 + zlib.MAX_WBITS
-
 # How a member begins, by which the next one is found after a damaged one.
 GZIP_MAGIC = b"\x1f\x8b\x08"
-# A file of more is not what a disk or a network did to one of ours.
-_MOST_FAULTS = 100
 
 
 def is_compressed(path: Path) -> bool:
@@ -72,12 +67,14 @@ def members_of(compressed: bytes, limit: int | None = None) -> Iterator[Member]:
         if member.fault and not member.is_cut:
             faults += 1
             position = compressed.find(GZIP_MAGIC, position)
-            if position < 0 or faults == _MOST_FAULTS:
+            # A file of more faults is not what a disk or a network did to one of ours.
+            if position < 0 or faults == 100:
                 return
 
 
 def _member_at(compressed: bytes, start: int, limit: int | None) -> Member:
-    member = zlib.decompressobj(_GZIP_WINDOW_BITS)
+    # zlib's window of 2^15 bytes, with gzip's header and trailer around.
+    member = zlib.decompressobj(16 + zlib.MAX_WBITS)
     parts: list[bytes] = []
     position, left = start, limit
     while position < len(compressed) and not member.eof:

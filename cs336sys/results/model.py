@@ -44,17 +44,12 @@ Status = Literal["ok", "oom", "timeout", "unsupported", "error", "wrong"]
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 # Of a run's environment, what is known of the code, and what no timing depends on.
-_OF_THE_CODE = ("cs336sys", "git_commit", "git_dirty", "source_digest")
-_OF_NO_CONSEQUENCE = ("seed",)
+_APART = ("cs336sys", "git_commit", "git_dirty", "source_digest", "seed")
 _MOMENTARY = re.compile(r"gpu\d+_(sm_clock_mhz|temperature_c|power_w|clock_limits)")
 
 # A time between CUDA events is a float32 of ms, of which 7 digits are sure. Written with the 17 digits of a double the
 # compressed results in docs/results took 4.2 MB, with 7 they take 2.4 MB.
 _TIME_DIGITS = 7
-
-
-def _round_time(time: float) -> float:
-    return float(f"{time:.{_TIME_DIGITS}g}")
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,9 @@ class Samples:
         """Times to :data:`_TIME_DIGITS` digits, other units as they are."""
         if self.unit not in ("ms", "us"):
             return self
-        measured, warmup = (tuple(map(_round_time, times)) for times in (self.measured, self.warmup))
+        measured, warmup = (
+            tuple(float(f"{time:.{_TIME_DIGITS}g}") for time in times) for times in (self.measured, self.warmup)
+        )
         return replace(self, measured=measured, warmup=warmup)
 
     def percentile(self, percent: float) -> float:
@@ -153,8 +150,7 @@ class Run:
 
         What a GPU's clock and temperature were at a moment is no part of it; its power limit is.
         """
-        apart = (*_OF_THE_CODE, *_OF_NO_CONSEQUENCE)
-        settings = {name: value for name, value in self.environment.items() if name not in apart}
+        settings = {name: value for name, value in self.environment.items() if name not in _APART}
         return self.machine | {name: value for name, value in settings.items() if not _MOMENTARY.fullmatch(name)}
 
 
@@ -171,12 +167,10 @@ def _homes(home: str) -> re.Pattern[str]:
         import pwd
 
         names.add(pwd.getpwuid(os.getuid()).pw_dir)
-    names = {name.rstrip("/") for path in filter(os.path.isabs, names) for name in (path, os.path.realpath(path))} - {
-        ""
-    }
+    paths = {name.rstrip("/") for path in filter(os.path.isabs, names) for name in (path, os.path.realpath(path))}
+    texts = map(re.escape, sorted(paths - {""}, key=len, reverse=True))
     # As a whole name of folders: /home/me is in neither /data/home/me nor /home/me2.
-    paths = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    return re.compile(rf"(?<![\w-])(?:{paths})(?![\w-])" if names else r"(?!)")
+    return re.compile(rf"(?<![\w-])(?:{'|'.join(texts)})(?![\w-])" if paths - {""} else r"(?!)")
 
 
 def differing_conditions(first: Run | None, second: Run | None) -> dict[str, tuple[Any, Any]]:
@@ -233,9 +227,6 @@ def _with_numbers(value: Any) -> Any:
 # Settings that name a folder for files of a cell, or none; memprof has a "trace" that is none of them.
 _FOLDERS = ("keep", "snapshot", "trace")
 
-# How long ranks wait for each other before they give up, which takes no part in what they measured.
-_PATIENCE = ("timeout_s",)
-
 
 def folders_of(configuration: Mapping[str, Any]) -> dict[str, str]:
     """The settings by which a cell leaves traces, reports or snapshots in folders, with these."""
@@ -245,9 +236,10 @@ def folders_of(configuration: Mapping[str, Any]) -> dict[str, str]:
 def configuration_key(configuration: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> str:
     """Canonical text of what a configuration measures: equal for equal settings, whatever their order.
 
-    Settings that no measurement depends on are no part of it: the folders of :func:`folders_of`, and ``timeout_s``.
+    Settings that no measurement depends on are no part of it: the folders of :func:`folders_of`, and ``timeout_s``,
+    how long ranks wait for each other before they give up.
     """
-    passed_over = {*ignore, *_PATIENCE, *folders_of(configuration)}
+    passed_over = {*ignore, "timeout_s", *folders_of(configuration)}
     passed_over |= {name for name in _FOLDERS if configuration.get(name) is None}
     return json_text({name: value for name, value in configuration.items() if name not in passed_over}, sort_keys=True)
 
@@ -348,11 +340,8 @@ def read_results(path: Path) -> Results:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else error
             passed_over.append(f"line {number} is no {name} of this schema: {reason}")
     if not runs and not cells:
-        why = (
-            f"; {passed_over[0]}"
-            if passed_over and ("schema:" in passed_over[0] or "damaged" in passed_over[0])
-            else ""
-        )
+        fault = next(iter(passed_over), "")
+        why = f"; {fault}" if "schema:" in fault or "damaged" in fault else ""
         raise UsageError(f"{path} holds no results: it should be a file written by --save{why}")
     return Results(runs, tuple(cells), tuple(passed_over))
 
@@ -408,14 +397,11 @@ def holds_results(path: Path) -> bool:
     """Return whether a file begins as those that ``--save`` writes, so that measurements would be lost with it."""
     try:
         with gzip.open(path) if is_compressed(path) else path.open("rb") as stream:
-            first = stream.readline(_FIRST_BYTES)
+            # A run's, which is short.
+            first = stream.readline(2**20)
     except (OSError, EOFError, zlib.error):
         return False
     return first.startswith(b'{"schema_version"') or read_record(first) is not None
-
-
-# The first line is a run's, which is short.
-_FIRST_BYTES = 2**20
 
 
 def read_record(line: bytes) -> dict[str, Any] | None:

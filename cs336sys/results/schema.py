@@ -20,31 +20,15 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
+def _array(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
 _TEXT = {"type": "string"}
-_TABLES = _object(
-    {
-        "schema_version": {"const": TABLES_SCHEMA_VERSION},
-        "tables": {
-            "type": "array",
-            "items": _object(
-                {
-                    "name": _TEXT,
-                    "title": _TEXT,
-                    "rows": {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "additionalProperties": {
-                                "anyOf": [{"type": json_type} for json_type in ("string", "number", "boolean", "null")]
-                            },
-                        },
-                    },
-                    "notes": {"type": "array", "items": _TEXT},
-                }
-            ),
-        },
-    }
-)
+_SCALAR = {"anyOf": [{"type": json_type} for json_type in ("string", "number", "boolean", "null")]}
+_ROW = {"type": "object", "additionalProperties": _SCALAR}
+_TABLE = _object({"name": _TEXT, "title": _TEXT, "rows": _array(_ROW), "notes": _array(_TEXT)})
+_TABLES = _object({"schema_version": {"const": TABLES_SCHEMA_VERSION}, "tables": _array(_TABLE)})
 
 
 def results_schema() -> dict[str, Any]:
@@ -88,7 +72,7 @@ def _of_type(kind: Any) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin is tuple:
-        return {"type": "array", "items": _of_type(arguments[0])}
+        return _array(_of_type(arguments[0]))
     if origin is dict:
         return {"type": "object", "additionalProperties": _of_type(arguments[1])}
     if origin in (types.UnionType, typing.Union):

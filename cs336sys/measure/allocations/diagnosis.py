@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from statistics import median
 
 from cs336sys.measure.allocations.dump import DEFAULT_POOL, ROUNDING, Block, DeviceRecord, FailedAllocation, Frame
@@ -215,7 +215,7 @@ def _free_pieces(segments: Sequence, blocks: Sequence[Block], failure: FailedAll
             pieces.append(end - at)
         if segment.pool == DEFAULT_POOL and stream in (None, segment.stream):
             usable += sum(pieces)
-            largest = max(largest, *pieces, 0) if pieces else largest
+            largest = max(largest, *pieces, 0)
         else:
             elsewhere += sum(pieces)
     requested = 0 if failure is None else failure.size
@@ -246,13 +246,12 @@ def _leak(record: DeviceRecord, inference: Inference, alive: Sequence[Block], co
     if leaked_bytes < _TELLING * sum(block.size for block in alive):
         return None
     left.sort(key=lambda entry: -entry[1])
-    lines = {codes[stack] for stack, _, _ in left if inference.roles[stack] == FORWARD}
-    operations = {operation_of(record.stacks[stack]) for stack, _, _ in left if inference.roles[stack] == FORWARD}
-    is_graph = len(left) >= 3 and max(len(lines), len(operations)) >= 3
+    forward = [stack for stack, _, _ in left if inference.roles[stack] == FORWARD]
+    operations = {operation_of(record.stacks[stack]) for stack in forward}
+    is_graph = len(left) >= 3 and max(len({codes[stack] for stack in forward}), len(operations)) >= 3
     code = codes[left[0][0]]
     if is_graph:
-        forward = [record.stacks[stack] for stack, _, _ in left if inference.roles[stack] == FORWARD]
-        code = _common_code(forward) or code
+        code = _common_code([record.stacks[stack] for stack in forward]) or code
     grown = len({bisect_right(steps, block.start) for _, _, blocks in left for block in blocks})
     return Leak(sum(size for _, size, _ in left), grown, leaked_bytes, code, is_graph)
 
@@ -276,11 +275,8 @@ def _repetitions(record: DeviceRecord) -> list[int]:
 
 def _common_code(stacks: Sequence[Sequence[Frame]]) -> str:
     """The innermost line of the user's that all stacks were called from."""
-    common = list(reversed(stacks[0]))
-    for stack in stacks[1:]:
-        outward = list(reversed(stack))
-        same = next((i for i, (a, b) in enumerate(zip(common, outward, strict=False)) if a != b), None)
-        common = common[: min(len(common), len(outward)) if same is None else same]
+    outward = zip(*(reversed(stack) for stack in stacks), strict=False)
+    common = [frames[0] for frames in takewhile(lambda frames: len(set(frames)) == 1, outward)]
     return code_of([frame for frame in reversed(common) if is_own(frame)])
 
 

@@ -309,10 +309,6 @@ def _pool_id(value: Any) -> tuple[int, int]:
     return DEFAULT_POOL
 
 
-# The viewer in the browser cannot read protocol 5 (https://github.com/pytorch/pytorch/issues/183842).
-PICKLE_PROTOCOL = 4
-
-
 def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
     """Raises:
     UsageError: the file cannot be written.
@@ -320,7 +316,8 @@ def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as whole, whole.open("wb") as file:
-            pickle.dump(snapshot, file, protocol=PICKLE_PROTOCOL)
+            # The viewer in the browser cannot read protocol 5 (https://github.com/pytorch/pytorch/issues/183842).
+            pickle.dump(snapshot, file, protocol=4)
     except OSError as error:
         raise UsageError(f"cannot write the snapshot {path}: {error.strerror or error}") from error
 

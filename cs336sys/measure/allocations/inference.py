@@ -23,6 +23,8 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 
 from cs336sys.measure.allocations.dump import DEFAULT_POOL, Block, DeviceRecord, Frame
 from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
@@ -128,14 +130,22 @@ class Inference:
                 self.roles = [BACKWARD if stack_role == NOTHING else stack_role for stack_role in self.roles]
         allocated = sorted((block.start, self.roles[block.stack]) for block in record.blocks if block.start)
         self._made = [start for start, _ in allocated]
-        self._roles_made = [allocating_role for _, allocating_role in allocated]
         self._at = {
             name: [start for start, allocating_role in allocated if allocating_role == name]
             for name in (BACKWARD, RECOMPUTATION, OPTIMIZER)
         }
         self._backward = sorted(self._at[BACKWARD] + self._at[RECOMPUTATION])
-        self._ends_of_runs = self._runs()
-        self.steps = self._find_steps()
+        parts = [BACKWARD if part == RECOMPUTATION else part for _, part in allocated]
+        # Allocations that follow one another in one part of training: the part, and their positions.
+        runs = [
+            (part, [start for _, start in run])
+            for part, run in groupby(zip(parts, self._made, strict=True), itemgetter(0))
+        ]
+        ends = [starts[0] for _, starts in runs[1:]] + [record.length + 1]
+        self._ends_of_runs = [end for (_, starts), end in zip(runs, ends, strict=False) for _ in starts]
+        # A step begins with the first allocation after a run of the optimizer, or else of the backward pass.
+        last = OPTIMIZER if sum(part == OPTIMIZER for part, _ in runs[1:]) > 1 else BACKWARD
+        self.steps = [end for (part, _), end in zip(runs[:-1], ends, strict=False) if part == last]
         if self.is_recorded:
             self.categories = [
                 record.stacks[block.stack][0].filename if block.stack else "other" for block in record.blocks
@@ -155,31 +165,6 @@ class Inference:
         """Code and operation of a block that ``memprof`` recorded on a CPU."""
         stack = self._record.stacks[block.stack]
         return (code_of(stack[1:-1]) or stack[-1].filename, stack[0].name) if stack else ("", "")
-
-    def _runs(self) -> list[int]:
-        """For each allocation, the position of the first one after it that is of another part of training."""
-        ends, following, before = [0] * len(self._made), self._record.length + 1, ""
-        for index in range(len(self._made) - 1, -1, -1):
-            part = BACKWARD if self._roles_made[index] == RECOMPUTATION else self._roles_made[index]
-            if before and part != before:
-                following = self._made[index + 1]
-            before = part
-            ends[index] = following
-        return ends
-
-    def _find_steps(self) -> list[int]:
-        """A step begins with the first allocation after a run of the optimizer, or else of the backward pass."""
-        last = OPTIMIZER if len(self._starts_of_runs(OPTIMIZER)) > 1 else BACKWARD
-        return self._starts_of_runs(last, after=True)
-
-    def _starts_of_runs(self, name: str, after: bool = False) -> list[int]:
-        starts = []
-        parts = [BACKWARD if part == RECOMPUTATION else part for part in self._roles_made]
-        for index in range(1, len(parts)):
-            before, now = (parts[index], parts[index - 1]) if after else (parts[index - 1], parts[index])
-            if now == name and before != name:
-                starts.append(self._made[index])
-        return starts
 
     def _run_end(self, start: int) -> int:
         return self._ends_of_runs[bisect_left(self._made, start)]

@@ -12,9 +12,6 @@ from cs336sys.measure.diagnosis.software import Check, probe_triton
 from cs336sys.measure.environment import nccl_version
 from cs336sys.measure.system import SLOWDOWNS, GpuState, installed_version, read_gpus, run_tool
 
-# The driver keeps a few per cent for itself; with less free than this, another program holds memory.
-FREE_MEMORY_SHARE = 0.9
-
 MULTICAST_VARIABLES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
 
 
@@ -92,7 +89,8 @@ def check_memory(gpus: list[GpuState]) -> Check:
         if gpu.memory_total_gib and gpu.memory_free_gib is not None
     ]
     state = "; ".join(f"GPU {index}: {free:.1f} of {total:.1f} GiB free" for index, free, total in memory_of_gpus)
-    if any(free < FREE_MEMORY_SHARE * total for _, free, total in memory_of_gpus):
+    # The driver keeps a few per cent for itself; with less free, another program holds memory.
+    if any(free < 0.9 * total for _, free, total in memory_of_gpus):
         return Check("GPU memory", state, "warn", "See what holds it, and stop that or use another GPU: `nvidia-smi`.")
     return Check("GPU memory", state or "unknown")
 

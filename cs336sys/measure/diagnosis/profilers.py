@@ -1,5 +1,6 @@
 """Checks of NVIDIA's profilers."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -120,15 +121,10 @@ def check_ncu() -> Check:
     if ncu is None:
         fix = "Only kernel authors need it; from NVIDIA's package repository: `apt-get install nsight-compute`."
         return Check("ncu", _absence("ncu", _NCU_PATTERNS), "warn", fix)
-    state = f"{ncu.version} at {ncu.path}"
-    if _counters_need_root() and os.geteuid() != 0:
+    state, needs_root = f"{ncu.version} at {ncu.path}", False
+    with contextlib.suppress(OSError):
+        needs_root = "RmProfilingAdminOnly: 1" in DRIVER_PARAMETERS.read_text()
+    if needs_root and os.geteuid() != 0:
         fix = "Run it as root, or load the driver with `options nvidia NVreg_RestrictProfilingToAdminUsers=0`."
         return Check("ncu", f"{state}; the driver keeps performance counters from users", "warn", fix)
     return Check("ncu", state)
-
-
-def _counters_need_root() -> bool:
-    try:
-        return "RmProfilingAdminOnly: 1" in DRIVER_PARAMETERS.read_text()
-    except OSError:
-        return False

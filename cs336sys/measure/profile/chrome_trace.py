@@ -29,28 +29,20 @@ from cs336sys.measure.profile.capture import (
 from cs336sys.results.foreign import MIB, printable
 from cs336sys.results.model import json_text
 
-# Accelerators whose work is recorded in other ways.
-_FOREIGN_WORK = ("mtia_ccp_events", "hpu_op", "npu")
 # Gloo's threads show a collective as an annotation.
 _GLOO = "gloo:"
-_MODULE = "nn.Module: "
 
 GZIP_MAGIC = b"\x1f\x8b"
+# What strangers write instead of numbers and texts.
+_OF_VALUES = (ValueError, KeyError, TypeError, AttributeError)
 _CHUNK_CHARACTERS = 1 << 20
 _ROWS_AT_ONCE = 10_000
 # An event of torch's has some hundred characters, one with a stack some thousand.
 _EVENT_CHARACTERS = 1 << 24
 # Templates have names of some thousand characters; strangers may write more.
 _NAME_CHARACTERS = 8000
-# What follows the events is a few lines.
-_TAIL_CHARACTERS = 1 << 22
 # Sums of times are 64 bits wide.
 _LATEST_NS = 1 << 61
-# Shapes beyond these are not told apart.
-_MOST_SHAPES = 200_000
-# What strangers write instead of numbers and texts.
-_OF_VALUES = (ValueError, KeyError, TypeError, AttributeError)
-_STEP = "ProfilerStep#"
 
 # A trace is mostly one process's. Which one kernels belong to is known by their launches alone.
 _PROCESS = 0
@@ -85,7 +77,7 @@ def read_chrome_trace(path: Path, called: str | None = None) -> Capture:
     except UsageError as error:
         tables.close()
         raise UsageError(f"{called or path} {error}") from error
-    except (OSError, EOFError, zlib.error, ArithmeticError, RecursionError, sqlite3.Error, *_OF_VALUES) as error:
+    except (OSError, EOFError, zlib.error, sqlite3.Error, ArithmeticError, RecursionError, *_OF_VALUES) as error:
         tables.close()
         raise UsageError(f"{called or path} {why_unreadable(error, 'a trace of torch.profiler')}") from error
 
@@ -187,7 +179,8 @@ class _Loader:
                 self._add_memory(event.get("args", {}))
             return
         category = str(event.get("cat"))
-        if category in _FOREIGN_WORK:
+        if category in ("mtia_ccp_events", "hpu_op", "npu"):
+            # An accelerator whose work is recorded in other ways.
             self.foreign = category
         add = _ADD.get(category)
         if add is None:
@@ -268,7 +261,7 @@ class _Loader:
     def _add_operation(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
         arguments = event.get("args", {})
         name = str(event.get("name", ""))
-        if name.startswith(_STEP):
+        if name.startswith("ProfilerStep#"):
             # Older versions of torch called their profiler's steps operations.
             self._add_range(event, start, stop, thread)
             return
@@ -277,7 +270,8 @@ class _Loader:
             types = arguments.get("Input type", arguments.get("Input Type", []))
             text = json_text([sizes, types])
             shape = self.shape_ids.get(text)
-            if shape is None and len(self.shape_ids) < _MOST_SHAPES and len(text) <= _NAME_CHARACTERS:
+            # Shapes beyond these are not told apart.
+            if shape is None and len(self.shape_ids) < 200_000 and len(text) <= _NAME_CHARACTERS:
                 shape = self.shape_ids[text] = len(self.shape_ids)
         number = _integer(arguments.get("External id", arguments.get("external id")))
         sequence = _integer(arguments.get("Sequence number"))
@@ -319,7 +313,7 @@ class _Loader:
         self.rows["collective"].append((number, None, kind, "", None, size, None))
 
     def _add_module(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
-        if str(event.get("name", "")).startswith(_MODULE):
+        if str(event.get("name", "")).startswith("nn.Module: "):
             self.rows["module"].append((start, stop, thread, self._name(event)))
 
     def _add_memory(self, arguments: Mapping[str, Any]) -> None:
@@ -379,9 +373,6 @@ def _let_operations_be_work(tables: sqlite3.Connection, numbered: int) -> None:
     tables.execute(f"UPDATE ranges SET process = {_PROCESS}")
 
 
-_SEPARATORS = re.compile(r"[ \t\r\n,]*")
-
-
 class _Events:
     """The objects of the list ``traceEvents``, or of a file that is a list, decoded one at a time."""
 
@@ -392,7 +383,7 @@ class _Events:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         decode = json.JSONDecoder().raw_decode
-        skip = _SEPARATORS.match
+        skip = re.compile(r"[ \t\r\n,]*").match
         text, position = self._find_list()
         self._around = text[:position]
         count = 0
@@ -416,7 +407,8 @@ class _Events:
                 raise UsageError(f"holds more than {EVENTS:,} events, the most that are read: profile fewer steps")
             if isinstance(event, dict):
                 yield event
-        self._around += text[position:] + self._stream.read(_TAIL_CHARACTERS)
+        # What follows the events is a few lines.
+        self._around += text[position:] + self._stream.read(1 << 22)
 
     def _read(self, characters: int) -> str:
         if time.process_time() > self._deadline:

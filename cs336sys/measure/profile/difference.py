@@ -17,8 +17,6 @@ Verdict = Literal["slower", "faster", "new", "gone", "~", "undecided"]
 _LEAST_SHARE = 1e-5
 # A capture has hundreds of kernels: at 95 % one in twenty of them would be marked.
 _CONFIDENCE_PERCENT = 99.0
-# A kernel of fewer of the other side's steps is not always there.
-_PRESENT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -159,20 +157,19 @@ def _aligned(
 
 
 def _kernel_change(pair: _Pair, steps: tuple[int, int], least_ms: float) -> TimeChange:
-    step_ms = [
-        _summed((group.own_ms for group in groups), count)
-        for groups, count in zip((pair.before, pair.after), steps, strict=True)
-    ]
-    counts = [sum(sum(group.count) for group in groups) for groups in (pair.before, pair.after)]
-    lengths = [sum(sum(group.ms) for group in groups) for groups in (pair.before, pair.after)]
+    sides = (pair.before, pair.after)
+    step_ms = [_summed((group.own_ms for group in groups), count) for groups, count in zip(sides, steps, strict=True)]
+    counts = [sum(sum(group.count) for group in groups) for groups in sides]
+    lengths = [sum(sum(group.ms) for group in groups) for groups in sides]
     each = [1e3 * length / count if count else None for length, count in zip(lengths, counts, strict=True)]
     verdict, low, high = _judged(step_ms[0], step_ms[1], least_ms)
-    for number, groups in enumerate((pair.before, pair.after)):
+    for number, groups in enumerate(sides):
         present = _summed((group.count for group in groups), steps[number])
-        is_always = sum(count > 0 for count in present) >= _PRESENT_SHARE * steps[number]
-        if is_always and not (pair.after, pair.before)[number]:
+        # A kernel of fewer steps is not always there.
+        is_always = sum(count > 0 for count in present) >= 0.5 * steps[number]
+        if is_always and not sides[1 - number]:
             verdict = "new" if number else "gone"
-    names = [list(dict.fromkeys(group.name for group in groups)) for groups in (pair.before, pair.after)]
+    names = [list(dict.fromkeys(group.name for group in groups)) for groups in sides]
     is_replaced = names[0] and names[1] and set(names[0]) != set(names[1])
     label = (
         " -> ".join(" + ".join(map(short_name, some)) for some in names) if is_replaced else (names[0] or names[1])[0]
@@ -225,17 +222,13 @@ def _far_apart(before: Sequence[float], after: Sequence[float], least_ms: float)
     is_long = fewest >= fewest_samples(1 - _CONFIDENCE_PERCENT / 100)
     widths = [max(side) - min(side) for side in (before, after)]
     if is_long:
-        widths = [max(_trend(side), width / 2) for side, width in zip((before, after), widths, strict=True)]
+        # By how much the line through a side's values, by least squares, rises or falls in as many steps.
+        trends = [abs(linear_regression(range(len(side)), side).slope) * len(side) for side in (before, after)]
+        widths = [max(trend, width / 2) for trend, width in zip(trends, widths, strict=True)]
     if apart <= max(*widths, least_ms):
         return None
     low, high = min(after) - max(before), max(after) - min(before)
     return ("slower" if low > 0 else "faster"), low, high
-
-
-def _trend(values: Sequence[float]) -> float:
-    """Return by how much the line through the values, by least squares, rises or falls in as many steps."""
-    slope, _ = linear_regression(range(len(values)), values)
-    return abs(slope) * len(values)
 
 
 def _judged(before: Sequence[float], after: Sequence[float], least_ms: float) -> tuple[Verdict, float, float]:

@@ -18,9 +18,6 @@ from cs336sys.measure.profile.timeline import Timeline
 
 # A line through fewer points is no drift but noise.
 _LEAST_FOR_DRIFT = 12
-# More than enough for offsets and drifts.
-_MOST_FITTED = 4000
-_REWEIGHTED = 8
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,8 @@ def _align(ranks: int, places: Sequence[tuple[Place, ...]], stops: Sequence[Time
     less (Huber). The first rank's clock is right by definition.
     """
     origin = np.array([stops[rank][0] if len(stops[rank]) else 0 for rank in range(ranks)], np.int64)
-    chosen = places[:: max(1, len(places) // _MOST_FITTED)]
+    # 4000 are more than enough for offsets and drifts.
+    chosen = places[:: max(1, len(places) // 4000)]
     rows = [
         (number, rank, float(stops[rank][place] - origin[rank]))
         for number, collective in enumerate(chosen)
@@ -181,7 +179,7 @@ def _align(ranks: int, places: Sequence[tuple[Place, ...]], stops: Sequence[Time
     weight = np.ones(len(rows))
     solution = np.zeros(2 * ranks)
     residual = centred_end
-    for _ in range(_REWEIGHTED):
+    for _ in range(8):
         root = np.sqrt(weight)
         solution[:] = np.linalg.lstsq(centred_design * root[:, None], -centred_end * root, rcond=None)[0]
         residual = centred_end + centred_design @ solution
@@ -207,11 +205,6 @@ def exposed_waiting(timeline: Timeline, breakdown: Breakdown, waiting_ns: Times)
 _FALSE_ALARMS = 1e-3
 # A rank that costs less of a step is nobody's concern.
 _LEAST_SHARE = 0.003
-# Fewer steps say nothing of their noise.
-_LEAST_STEPS = 3
-
-# What a rank can do longer than others.
-_OWN_PARTS = (COMPUTING_PART, COPIES_PART, *IDLE_PARTS)
 
 
 @dataclass(frozen=True)
@@ -245,7 +238,8 @@ def find_straggler(analyses: Sequence[Analysis]) -> Straggler | None:
     if len(analyses) < 2 or not all(analysis.has_steps for analysis in analyses):
         return None
     count = min(len(analysis.step_ms) for analysis in analyses)
-    if count < _LEAST_STEPS:
+    if count < 3:
+        # Fewer steps say nothing of their noise.
         return None
     own_step_ms = [own_ms(analysis)[:count] for analysis in analyses]
     means = [statistics.fmean(values) for values in own_step_ms]
@@ -281,7 +275,7 @@ def _longer_parts(analyses: Sequence[Analysis], slowest: int, excess: float) -> 
     """The parts, and of computing the kinds of kernel, that are longer on the slowest rank, in words."""
     others = [analysis for number, analysis in enumerate(analyses) if number != slowest]
     longer = []
-    for part in _OWN_PARTS:
+    for part in (COMPUTING_PART, COPIES_PART, *IDLE_PARTS):
         more = analyses[slowest].mean(part) - statistics.median(other.mean(part) for other in others)
         if more < 0.2 * excess:
             continue

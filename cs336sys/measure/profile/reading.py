@@ -18,8 +18,6 @@ from cs336sys.measure.profile.timeline import Timeline, timelines
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.results.foreign import MIB
 
-_SQLITE_MAGIC = b"SQLite format 3\x00"
-
 
 def open_capture(path: Path) -> Capture:
     """Read an nsys report (``.nsys-rep``, exported by the installed nsys), its export, or a trace of torch.profiler.
@@ -39,7 +37,7 @@ def open_capture(path: Path) -> Capture:
         raise UsageError(
             f"{path} holds more than {FILE_BYTES // MIB:,} MiB, which is the most that is read: profile fewer steps"
         )
-    if head.startswith(_SQLITE_MAGIC):
+    if head.startswith(b"SQLite format 3\x00"):
         return read_nsys_database(path)
     if path.suffix in REPORT_SUFFIXES:
         return _export_and_read(path)
@@ -71,7 +69,6 @@ def _export_and_read(report: Path) -> Capture:
 
 
 _ENDINGS = (".json", ".json.gz", ".sqlite", *REPORT_SUFFIXES)
-_RANK = re.compile(r"rank[-_ .]?(\d+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,7 @@ def _labels(
     ]
     notes: tuple[str, ...] = ()
     if None in ranks or len(set(ranks)) < len(ranks):
-        names = [_RANK.search(path.name) for path in files]
+        names = [re.search(r"rank[-_ .]?(\d+)", path.name, re.IGNORECASE) for path in files]
         if all(names) and len({name[1] for name in names if name}) == len(files):
             ranks, notes = [int(name[1]) for name in names if name], ("ranks by the names of the files",)
         elif None in ranks:

@@ -10,8 +10,6 @@ from cs336sys.errors import UsageError
 from cs336sys.measure.profile.capture import Capture
 from cs336sys.measure.range_names import ATTENTION_PARTS, STEP, STEP_PHASES
 
-# torch.profiler numbers the steps that a program tells it of by profiler.step().
-_PROFILER_STEPS = "ProfilerStep#*"
 PROFILER_STEP = "ProfilerStep"
 WHOLE = "the whole capture"
 
@@ -26,7 +24,8 @@ def choose_ranges(capture: Capture) -> tuple[tuple[str, ...], str]:
     if they cover the work and those of different names do not overlap; else a range around everything, :data:`WHOLE`.
     """
     tables = capture.tables
-    tables.execute("UPDATE ranges SET name = ? WHERE name GLOB ?", (PROFILER_STEP, _PROFILER_STEPS))
+    # torch.profiler numbers the steps that a program tells it of by profiler.step().
+    tables.execute("UPDATE ranges SET name = ? WHERE name GLOB 'ProfilerStep#*'", (PROFILER_STEP,))
     steps = tables.execute("SELECT count(*) FROM ranges WHERE name = ?", (PROFILER_STEP,)).fetchone()[0]
     total, launched, in_steps, annotated = _covered(tables)
     is_known = 100 * launched >= _COVERED_PERCENT * total

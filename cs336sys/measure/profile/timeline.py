@@ -3,7 +3,8 @@
 import re
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +23,6 @@ COMPUTING, COMMUNICATING, COPYING = 0, 1, 2
 
 _ROWS_AT_ONCE = 50_000
 _PROFILER_STEP = "ProfilerStep#"
-# A GPU with less of the work than this share of the busiest one's was only touched.
-_TOUCHED_SHARE = 0.02
-_COPY_NAME = re.compile(r"^Mem(cpy|set)")
 # Ranges in which a program waits for its next batch.
 _LOADER_NAME = re.compile(r"dataloader|data[ _]load|load(ing)? (data|batch)|next[ _]batch|get_batch", re.IGNORECASE)
 _NO_MODULE = re.compile(rf"^({_PROFILER_STEP}|cs336sys |nccl:|gloo:|## Call|Torch-Compiled|{STEP}$|{WARM_UP}$)")
@@ -43,6 +41,9 @@ class Steps:
     bounds: Times
     definition: str
     are_found: bool = True
+
+
+_NO_STEPS = Steps(np.zeros((0, 2), np.int64), "", False)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Timeline:
     wait_names: Sequence[str]
     loading: Times
     collectives: Collectives
-    steps: Steps = field(default_factory=lambda: Steps(np.zeros((0, 2), np.int64), ""))
+    steps: Steps = _NO_STEPS
 
     @property
     def work_class(self) -> NDArray[np.int8]:
@@ -122,7 +123,8 @@ def timelines(capture: Capture, step: str | None = None) -> list[Timeline]:
     return [
         _timeline(capture, process, gpu, names, shapes, step)
         for process, gpu, total in used
-        if total >= _TOUCHED_SHARE * most
+        # A GPU with less of the work was only touched.
+        if total >= 0.02 * most
     ]
 
 
@@ -147,16 +149,11 @@ def _timeline(
     launched[is_lost] = called.start[called.place[is_lost]]
     thread[is_lost] = called.thread[called.place[is_lost]]
     module, modules = _modules(tables, process, launched, thread, threads, names)
-    waits = tables.execute(
-        "SELECT start, stop, name FROM waits WHERE process = ? ORDER BY start", (process,)
-    ).fetchall()
-    loading = [
-        (begin, end)
-        for begin, end, text in tables.execute(
-            "SELECT start, stop, name FROM ranges WHERE process = ? ORDER BY start", (process,)
-        )
-        if _LOADER_NAME.search(text)
-    ]
+    waits, ranges = (
+        tables.execute(f"SELECT start, stop, name FROM {table} WHERE process = ? ORDER BY start", (process,)).fetchall()
+        for table in ("waits", "ranges")
+    )
+    loading = [(begin, end) for begin, end, text in ranges if _LOADER_NAME.search(text)]
     timeline = Timeline(
         gpu=gpu,
         process=process,
@@ -183,7 +180,7 @@ def _timeline(
 
 
 def _class_of(name: str) -> int:
-    if _COPY_NAME.match(name):
+    if name.startswith(("Memcpy", "Memset")):
         return COPYING
     return COMMUNICATING if category_of(name) == COMMUNICATION else COMPUTING
 
@@ -219,22 +216,20 @@ def _modules(
     Where modules were not recorded, the innermost range of the launching thread.
     """
     thread_of = {text: number for number, text in enumerate(threads)}
+
+    def number_of(thread: Any) -> int:
+        return thread_of.setdefault(str(thread), len(thread_of))
+
     rows = [
-        (
-            begin,
-            end,
-            thread_of.setdefault(str(of), len(thread_of)),
-            re.sub(r"_\d+$", "", names[id_][len("nn.Module: ") :]),
-        )
+        (begin, end, number_of(of), re.sub(r"_\d+$", "", names[id_].removeprefix("nn.Module: ")))
         for begin, end, of, id_ in tables.execute("SELECT start, stop, thread, name FROM module")
     ]
     has_modules = bool(rows)
     if not rows:
+        ranges = tables.execute("SELECT start, stop, thread, name FROM ranges WHERE process = ?", (process,))
         rows = [
-            (begin, end, thread_of.setdefault(str(of), len(thread_of)), text)
-            for begin, end, of, text in tables.execute(
-                "SELECT start, stop, thread, name FROM ranges WHERE process = ?", (process,)
-            )
+            (begin, end, number_of(of), text)
+            for begin, end, of, text in ranges
             if not _NO_MODULE.match(text) and not _LOADER_NAME.search(text)
         ]
         phases = [row for row in rows if row[3] in STEP_PHASES]
@@ -326,12 +321,9 @@ def _find_steps(capture: Capture, timeline: Timeline, range_name: str | None) ->
         steps = _by_ranges(capture, timeline, f"{_PROFILER_STEP}*", "those that torch.profiler was told of")
         if steps.are_found:
             return steps
-    return _by_repetition(timeline) or _whole_capture(timeline)
-
-
-def _whole_capture(timeline: Timeline) -> Steps:
-    bounds = np.array([[timeline.start[0], timeline.stop.max()]])
-    return Steps(bounds, "none was found, the capture as a whole; --step NAME chooses ranges", False)
+    whole = np.array([[timeline.start[0], timeline.stop.max()]])
+    definition = "none was found, the capture as a whole; --step NAME chooses ranges"
+    return _by_repetition(timeline) or Steps(whole, definition, are_found=False)
 
 
 def _by_ranges(capture: Capture, timeline: Timeline, name: str, definition: str) -> Steps:
@@ -349,14 +341,13 @@ def _by_ranges(capture: Capture, timeline: Timeline, name: str, definition: str)
         # Those within others are left out. Rounding makes neighbours overlap by a nanosecond.
         if not ranges or (end > ranges[-1][1] and 2 * begin > sum(ranges[-1])):
             ranges.append((begin, end))
+    if not ranges:
+        return _NO_STEPS
     launched = np.where(timeline.launched < 0, timeline.start, timeline.launched)
-    if ranges:
-        # What ran before anything that was launched in the steps, and has no launch, was launched before the capture.
-        starts_of_launched = timeline.start[timeline.launched >= ranges[0][0]]
-        is_earlier = (timeline.launched < 0) & (
-            timeline.start < (starts_of_launched[0] if len(starts_of_launched) else 0)
-        )
-        launched[is_earlier] = np.minimum(launched[is_earlier], ranges[0][0] - 1)
+    # What ran before anything that was launched in the steps, and has no launch, was launched before the capture.
+    starts_of_launched = timeline.start[timeline.launched >= ranges[0][0]]
+    is_earlier = (timeline.launched < 0) & (timeline.start < (starts_of_launched[0] if len(starts_of_launched) else 0))
+    launched[is_earlier] = np.minimum(launched[is_earlier], ranges[0][0] - 1)
     order = np.argsort(launched, kind="stable")
     ends = np.maximum.accumulate(timeline.stop[order]) if len(order) else order
     sorted_launches = launched[order]
@@ -367,21 +358,13 @@ def _by_ranges(capture: Capture, timeline: Timeline, name: str, definition: str)
         return int(ends[count - 1]) if count else time
 
     bounds = []
-    before = max(ranges[0][0], reached(ranges[0][0])) if ranges else 0
+    before = max(ranges[0][0], reached(ranges[0][0]))
     for begin, end in ranges:
         after = max(end, reached(end))
         bounds.append((before if is_pattern else max(before, begin), after))
         before = after
-    inside = np.searchsorted(sorted_launches, [ranges[0][0], ranges[-1][1]]) if ranges else (0, 0)
-    if inside[1] <= inside[0]:
-        return Steps(np.zeros((0, 2), np.int64), "", False)
-    return Steps(np.array(bounds, np.int64), definition)
-
-
-# A step has at least so many kernels, and so many of a sequence are searched for repetition.
-_LEAST_KERNELS = 4
-_MOST_CANDIDATES = 40
-_ALIKE = 0.97
+    first, last = np.searchsorted(sorted_launches, [ranges[0][0], ranges[-1][1]])
+    return Steps(np.array(bounds, np.int64), definition) if last > first else _NO_STEPS
 
 
 def _by_repetition(timeline: Timeline) -> Steps | None:
@@ -395,15 +378,16 @@ def _by_repetition(timeline: Timeline) -> Steps | None:
     counts = np.bincount(sequence)
     rarest = np.argsort(np.where(counts > 1, counts, np.iinfo(np.int64).max), kind="stable")
     tried: set[int] = set()
-    for name in rarest[:_MOST_CANDIDATES].tolist():
+    for name in rarest[:40].tolist():
         if counts[name] < 2:
             break
         places = np.flatnonzero(sequence == name)
         period = int(np.median(np.diff(places)))
-        if period in tried or period < _LEAST_KERNELS or 2 * period > len(sequence):
+        # A step has four kernels at least.
+        if period in tried or period < 4 or 2 * period > len(sequence):
             continue
         tried.add(period)
-        if np.mean(sequence[period:] == sequence[:-period]) < _ALIKE:
+        if np.mean(sequence[period:] == sequence[:-period]) < 0.97:
             continue
         first = int(places[0])
         # From the first place on which everything repeats.
@@ -412,7 +396,7 @@ def _by_repetition(timeline: Timeline) -> Steps | None:
         rows = sequence[first : first + whole * period].reshape(whole, period)
         if whole < 2 or any(not np.all(np.any(rows == name_in_period, axis=1)) for name_in_period in used.tolist()):
             continue
-        if np.isin(np.arange(len(counts)), used).sum() < (counts > 0).sum():
+        if len(used) < (counts > 0).sum():
             continue
         begins = timeline.start[order[first + period * np.arange(whole)]]
         after = first + whole * period
