@@ -107,7 +107,11 @@ class ResultsFile:
             self._stream.seek(0)
             while chunk := self._stream.read(2**20):
                 self._usage.add(chunk)
-            self._end_truncated_line()
+            # A line that an earlier, killed run left half written ends here, so that the next record starts its own.
+            if self._stream.seek(0, 2) > 0:
+                self._stream.seek(-1, 2)
+                if self._stream.read(1) != b"\n":
+                    self._stream.write(b"\n")
         if self._usage.percent > 100:
             raise UsageError(f"cannot write results to {self.path}: it holds as much as can be read; give another file")
         self._size = os.fstat(self._stream.fileno()).st_size
@@ -230,13 +234,6 @@ class ResultsFile:
             self._stream.truncate(cut.start)
         if lost:
             self._stream.write(as_member(lost))
-
-    def _end_truncated_line(self) -> None:
-        """Close a line that an earlier, killed run left half written, so that the next record starts its own."""
-        if self._stream.seek(0, 2) > 0:
-            self._stream.seek(-1, 2)
-            if self._stream.read(1) != b"\n":
-                self._stream.write(b"\n")
 
 
 def _check_members(path: Path, compressed: bytes) -> tuple[bytes, Member | None]:

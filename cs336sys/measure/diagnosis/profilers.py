@@ -77,12 +77,10 @@ def _installed_profilers(name: str, patterns: Sequence[str]) -> list[Path]:
     """The program on PATH first, then the others by the version that their folder names, newest first."""
     on_path = shutil.which(name)
     paths = {path for root in INSTALL_ROOTS for pattern in patterns for path in Path(root).glob(pattern)}
-    others = sorted(paths, key=lambda path: _version_key(re.search(r"20\d\d\.[\d.]+", str(path))), reverse=True)
+    versions = {path: re.search(r"20\d\d\.[\d.]+", str(path)) for path in paths}
+    numbers = {path: re.findall(r"\d+", match[0]) if match else [] for path, match in versions.items()}
+    others = sorted(paths, key=lambda path: list(map(int, numbers[path])), reverse=True)
     return [Path(on_path), *others] if on_path else others
-
-
-def _version_key(match: re.Match[str] | None) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", match[0])] if match else []
 
 
 def check_nsys() -> list[Check]:
