@@ -110,9 +110,8 @@ def autocast_dtypes(precision: str, loss_function: str, device: torch.device) ->
     except RuntimeError as error:
         # How torch says that a device lacks a dtype differs by device and operation; RuntimeError is their common base.
         return AutocastDtypes(precision, loss_function, "unsupported", str(error).splitlines()[0])
-    return AutocastDtypes(
-        precision, loss_function, layer_norm=with_layer_norm.pop("ln"), rms_norm=with_rms_norm["ln"], **with_layer_norm
-    )
+    norms = {"layer_norm": with_layer_norm.pop("ln"), "rms_norm": with_rms_norm["ln"]}
+    return AutocastDtypes(precision, loss_function, "ok", None, **norms, **with_layer_norm)
 
 
 def _train_step(
