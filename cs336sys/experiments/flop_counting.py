@@ -157,8 +157,8 @@ class AttentionCalls(TorchDispatchMode):
             yield
 
     def _attend(self, call: AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
-        query, key, value, mask = call.query, call.key, call.value, call.attn_mask
-        self.calls[why_not_ours(query, key, value, mask, call.dropout_p, call.enable_gqa) or ""] += 1
+        query, key, value, mask = call.query, call.key, call.value, call.mask
+        self.calls[why_not_ours(query, key, value, call.attn_mask, call.dropout_p, call.enable_gqa) or ""] += 1
         matrices, scores = query.shape[:-2].numel(), (query.shape[-2], key.shape[-2])
         if mask is not None and mask in self._from_batch:
             self.is_upper_bound, mask = True, None

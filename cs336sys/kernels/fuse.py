@@ -161,7 +161,8 @@ def head_forward(head: Any, hidden: Tensor) -> Tensor:
     """Logits, or the loss where there are targets."""
     if head.targets is None:
         return type(head).forward(head, hidden)
-    loss = linear_cross_entropy(hidden, head.weight, head.targets, copy=head.copy, gradient_dtype=head.gradient_dtype)
+    copy, dtype, options = head.copy, head.gradient_dtype, head.loss_options
+    loss = linear_cross_entropy(hidden, head.weight, head.targets, copy=copy, gradient_dtype=dtype, **options)
     assert isinstance(loss, Tensor)
     return loss
 
@@ -211,6 +212,9 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "linear-cross-entropy": (),
 }
 
+# What a fused last layer keeps: options of the loss and their targets, which it has within Fused.loss.
+_HEAD_STATE = {"targets": None, "loss_options": {}, "copy": None, "gradient_dtype": None}
+
 # Where a fused model keeps its handle.
 _HANDLE = "fused_kernels"
 
@@ -255,7 +259,7 @@ class Fused:
                 module.__dict__[name] = module.__dict__["gradient_dtype"] = None
         self._head: Any = head
         if head is not None:
-            head.__dict__.update(targets=None, copy=None, gradient_dtype=None)
+            head.__dict__.update(_HEAD_STATE)
         model.__dict__[_HANDLE] = self
 
     @property
@@ -263,13 +267,15 @@ class Fused:
         """Return whether :meth:`loss` works: the model has its kernel, and returns what a last layer computes."""
         return self._head is not None
 
-    def loss(self, model: Callable[[Any], Any], tokens: Any, targets: Tensor) -> Tensor:
+    def loss(self, model: Callable[[Any], Any], tokens: Any, targets: Tensor, **options: Any) -> Tensor:
         """Mean cross-entropy of the next tokens, without their logits: ``lm_head`` and loss are one kernel.
 
         Args:
             model: the fused model or a wrapper; returns logits, or an object with ``.logits``.
             tokens: int64 (batch, sequence).
             targets: int64 (batch, sequence).
+            options: of :func:`linear_cross_entropy`: ``ignore_index``, ``label_smoothing``, ``z_loss``, ``reduction``,
+                ``softcap``, ``class_weight``.
 
         Raises:
             UsageError: no last layer without a bias computes what the model returns, or this kernel was left out.
@@ -284,7 +290,7 @@ class Fused:
             )
         if self.copies is not None:
             self.copies.refresh_changed()
-        self._head.__dict__["targets"] = targets
+        self._head.__dict__.update(targets=targets, loss_options=options)
         try:
             output = model(tokens)
             return getattr(output, "logits", output)
@@ -384,7 +390,7 @@ class Fused:
             for name in (*replacement.stacks, "gradient_dtype", "next_norm", "computed"):
                 module.__dict__.pop(name, None)
         if self._head is not None:
-            for name in ("targets", "copy", "gradient_dtype"):
+            for name in _HEAD_STATE:
                 self._head.__dict__.pop(name, None)
         self._model.__dict__.pop(_HANDLE, None)
         self._replacements = {}

@@ -2,12 +2,14 @@ import functools
 import importlib.util
 import sys
 import sysconfig
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.experiments import flop_counting, user_models
@@ -229,6 +231,37 @@ def test_our_attention_is_torchs(settings):
     expected = user_models.torch_attention(query, key, value, **settings)
     assert user_models.attention.why_not_ours(query, key, value, None, 0.0, "enable_gqa" in settings) is None
     torch.testing.assert_close(user_models.attention.our_attention(query, key, value, **settings), expected)
+
+
+@pytest.mark.parametrize(
+    ("variant", "queries", "keys", "compiles"),
+    [
+        (causal_lower_right, 3, 8, False),
+        (causal_lower_right, 3, 8, True),
+        (causal_lower_right, 8, 8, False),
+        (causal_lower_right, 8, 3, False),
+        (causal_upper_left, 3, 8, False),
+    ],
+)
+def test_torchs_causal_masks_are_computed_by_flash(variant, queries, keys, compiles, monkeypatch):
+    query, (key, value) = torch.randn(1, 2, queries, 16), torch.randn(2, 1, 2, keys, 16)
+    with warnings.catch_warnings(action="ignore"):
+        mask = variant(queries, keys)
+    expected = user_models.torch_attention(query, key, value, mask._materialize().bool())
+    user_models.left_to_torch.clear()
+    monkeypatch.setattr(user_models.attention.F, "scaled_dot_product_attention", user_models.attention.our_attention)
+
+    def attention(*inputs, **settings):
+        return F.scaled_dot_product_attention(*inputs, **settings)
+
+    compute = torch.compile(attention, backend="eager", fullgraph=True) if compiles else attention
+    torch.testing.assert_close(compute(query, key, value, attn_mask=mask), expected)
+    assert user_models.left_to_torch == set()
+    # A head dimension that ours lack.
+    wide = [tensor.repeat(1, 1, 1, 20) for tensor in (query, key, value)]
+    expected = user_models.torch_attention(*wide, mask._materialize().bool())
+    torch.testing.assert_close(compute(*wide, attn_mask=mask), expected)
+    assert len(user_models.left_to_torch) == 1
 
 
 def test_grouped_heads_are_read_in_place(monkeypatch):

@@ -12,6 +12,7 @@ from torch import nn
 from cs336sys.errors import UsageError
 from cs336sys.kernels import fuse as module
 from cs336sys.kernels.fuse import fuse
+from cs336sys.kernels.linear_cross_entropy import reference_linear_cross_entropy
 
 
 @pytest.fixture
@@ -204,6 +205,20 @@ def test_model_of_which_nothing_computes_alike_is_refused(model):
     _replace_forward("RotaryEmbedding", _halves)(model)
     with pytest.raises(UsageError, match="class names of cs336_basics, but none of its modules computes what rope"):
         fuse(model, only=["rope"])
+
+
+@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"reduction": "none"}, {"softcap": 0.5, "ignore_index": 3}])
+def test_loss_takes_the_options_of_the_kernel(model, options):
+    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
+    hidden = []
+    hook = model.lm_head.register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0]))
+    model(tokens)
+    expected = reference_linear_cross_entropy(hidden[0], model.lm_head.weight, tokens, **options)
+    hook.remove()
+    handle = fuse(model)
+    torch.testing.assert_close(handle.loss(model, tokens, tokens, **options), expected)
+    # Options are one call's.
+    torch.testing.assert_close(handle.loss(model, tokens, tokens), cross_entropy(model(tokens), tokens))
 
 
 def test_a_kernel_that_does_not_exist(model):

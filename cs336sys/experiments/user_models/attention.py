@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -50,9 +50,15 @@ class AttentionCall(NamedTuple):
     def by(self, attention: Callable[..., Tensor], *, drops: bool = True) -> Tensor:
         """This call, computed by torch's attention or one in its place."""
         dropout_p = self.dropout_p if drops else 0.0
-        mask, scale = self.attn_mask, self.scale
+        mask, scale = self.mask if attention is torch_attention else self.attn_mask, self.scale
         query, key, value = self.query, self.key, self.value
         return attention(query, key, value, mask, dropout_p, self.is_causal, scale=scale, enable_gqa=self.enable_gqa)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """The mask as a plain tensor: a ``CausalBias`` works only in a function that is still called torch's."""
+        mask: Any = self.attn_mask
+        return mask._materialize(self.query.device) if is_causal_bias(mask) else mask
 
     @property
     def repeated(self) -> tuple[Tensor, Tensor]:
@@ -74,22 +80,30 @@ def _note_left(reason: str) -> None:
 _note_left._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def is_causal_bias(mask: Tensor | None) -> bool:
+    """Return whether a mask is torch's ``causal_upper_left`` or ``causal_lower_right``."""
+    # By its name: the module of the class imports the compiler.
+    return type(mask).__name__ == "CausalBias"
+
+
 def our_attention(*arguments: Any, **named: Any) -> Tensor:
     """This project's attention in the signature of torch's; what it cannot do, torch's does."""
     call = AttentionCall(*arguments, **named)
-    query, key, value = call.query, call.key, call.value
+    query, key, value, mask = call.query, call.key, call.value, cast("Any", call.attn_mask)
     reason = why_not_ours(query, key, value, call.attn_mask, call.dropout_p, call.enable_gqa)
     if reason is not None:
         _note_left(reason)
         return call.by(torch_attention)
-    return flash_attention(query, key, value, is_causal=call.is_causal, scale=call.scale)
+    is_causal = call.is_causal or mask is not None
+    alignment = "end" if mask is not None and mask.variant.name == "LOWER_RIGHT" else "start"
+    return flash_attention(query, key, value, is_causal, scale=call.scale, causal_alignment=alignment)
 
 
 def why_not_ours(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
 ) -> str | None:
     """Return why a call goes to torch's attention, or None."""
-    if attn_mask is not None:
+    if attn_mask is not None and not is_causal_bias(attn_mask):
         return "with a mask, which our kernels have none of but the causal one"
     if dropout_p > 0:
         return f"with dropout {dropout_p:g}, which our kernels have none of"
