@@ -23,14 +23,14 @@ OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]]
 _LEARNING_RATE = 1e-3
 
 
-def require_kernels(what: str) -> None:
+def require_kernels(option: str) -> None:
     """Refuse ``what`` where our kernels cannot be loaded.
 
     Raises:
         CapabilityError: Triton is not installed, or cannot be imported.
     """
     if (reason := why_no_triton()) is not None:
-        raise CapabilityError(f"{what} needs {reason}")
+        raise CapabilityError(f"{option} needs {reason}")
 
 
 def _spare_the_compiler() -> None:
@@ -61,10 +61,10 @@ def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], d
 
         return adamw.AdamW, {"state_dtype": workload.state_dtype}
     optimizer_class, settings = OPTIMIZER_CLASSES[workload.optimizer]
-    known = inspect.signature(optimizer_class).parameters
-    if workload.cuda_graph == "on" and "capturable" in known:
+    parameters = inspect.signature(optimizer_class).parameters
+    if workload.cuda_graph == "on" and "capturable" in parameters:
         settings = {**settings, "capturable": True}
-    if "lr" in known and known["lr"].default is inspect.Parameter.empty:
+    if "lr" in parameters and parameters["lr"].default is inspect.Parameter.empty:
         # A cs336_basics of the user's need not have a default.
         settings = {**settings, "lr": _LEARNING_RATE}
     return optimizer_class, settings
@@ -80,5 +80,5 @@ def build_optimizer_of(workload: Workload, parameters: Any, **settings: Any) -> 
     _spare_the_compiler()
     if is_user_code(workload.optimizer):
         return user_models.make_optimizer(workload.optimizer, parameters, settings)
-    optimizer_class, own = choose_optimizer(workload)
-    return optimizer_class(parameters, **{**own, **settings})
+    optimizer_class, defaults = choose_optimizer(workload)
+    return optimizer_class(parameters, **{**defaults, **settings})

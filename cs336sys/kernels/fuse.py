@@ -362,7 +362,7 @@ class Fused:
 
     def _owners(self, weight: nn.Parameter) -> int:
         """Count the modules that own a parameter: an embedding may share the head's."""
-        return sum(one is weight for module in self._model.modules() for one in module._parameters.values())
+        return sum(parameter is weight for module in self._model.modules() for parameter in module._parameters.values())
 
     def chain_blocks(self) -> None:
         """Let each block's last addition run in the kernel of the norm after it: the next block's first, or the last.
@@ -526,8 +526,8 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
     head = find_head(model) if "linear-cross-entropy" in kernels else None
     replacements: dict[nn.Module, Replacement] = {}
     inside_gates: set[nn.Module] = set()
-    found = Counter({} if head is None else {"linear-cross-entropy": 1})
-    owners = Counter(one for module in model.modules() for one in module._parameters.values())
+    counts = Counter({} if head is None else {"linear-cross-entropy": 1})
+    owners = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
 
     def owns(*layers: nn.Module) -> bool:
         # A weight that another module reads, too, would have two copies, of which an optimizer writes one.
@@ -537,14 +537,14 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
         if module in inside_gates:
             continue
         if "rms-norm" in kernels and (eps := norm_epsilon(module)) is not None:
-            found["rms-norm"] += 1
+            counts["rms-norm"] += 1
             replacement = Replacement(norm_forward(eps))
         elif (
             "swiglu" in kernels
             and (gate := gate_layers(module)) is not None
             and owns(*(layers := [module.get_submodule(name) for name in gate]))
         ):
-            found["swiglu"] += 1
+            counts["swiglu"] += 1
             inside_gates.update(layers)
             replacement = Replacement(
                 gate_forward(gate), {"gate_up_copy": tuple(layers[:2]), "down_copy": tuple(layers[2:])}
@@ -557,14 +557,14 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
             continue
         _refuse_own_forward(path, module)
         replacements[module] = replacement
-    missing = [kernel for kernel in kernels if kernel not in found]
-    if not found or (missing and kernels is not KERNELS):
+    missing = [kernel for kernel in kernels if kernel not in counts]
+    if not counts or (missing and kernels is not KERNELS):
         raise UsageError(
             f"{type(model).__name__} has no module that {', '.join(missing)} can replace: in a model without the "
             f"classes {', '.join(ATTRIBUTES)}, fused kernels replace RMSNorms, SwiGLUs of three linear layers without "
             "biases, and such a layer at the end whose output the model returns"
         )
-    recognized = {kernel: found[kernel] for kernel in KERNELS if kernel in found}
+    recognized = {kernel: counts[kernel] for kernel in KERNELS if kernel in counts}
     return Fused(model, replacements, kernels, head, recognized)
 
 

@@ -33,7 +33,9 @@ _weight_gradient_operator = define_operator(
 
 
 @register_flop_formula(torch.ops.cs336sys.linear_weight_gradient)
-def _flops(grad_shape: torch.Size, x_shape: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _product_flops(
+    grad_shape: torch.Size, x_shape: torch.Size, *args: Any, out_shape: Any = None, **kwargs: Any
+) -> int:
     return 2 * math.prod(grad_shape) * x_shape[-1]
 
 

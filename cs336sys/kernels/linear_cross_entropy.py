@@ -61,7 +61,7 @@ def _load_class_weights(class_weight_ptr, column, num_columns, WEIGHTED: tl.cons
 
 
 @triton.jit
-def _gradient(
+def _logit_gradient(
     x, column, target, maximum, softmax_factor, target_share, other_share, scale, softcap, CAPPED: tl.constexpr
 ):
     # The maximum and log(sum) stay apart: their sum has no digits left for log(sum) where all logits are large.
@@ -173,7 +173,7 @@ def cross_entropy_forward_kernel(
         column_share = other_share
         if SMOOTHED:
             column_share = other_share * weights
-        gradient = _gradient(
+        gradient = _logit_gradient(
             x, column, target, maximum, softmax_factor, target_share, column_share, scale, softcap, CAPPED
         )
         tl.store(logits_ptr + column, gradient, mask=column < row_stride)
@@ -184,7 +184,7 @@ def cross_entropy_forward_kernel(
                 x = _capped(x, softcap)
             if SMOOTHED:
                 column_share = other_share * _load_class_weights(class_weight_ptr, column, num_columns, WEIGHTED)
-            gradient = _gradient(
+            gradient = _logit_gradient(
                 x, column, target, maximum, softmax_factor, target_share, column_share, scale, softcap, CAPPED
             )
             tl.store(logits_ptr + column, gradient)

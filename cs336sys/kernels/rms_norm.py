@@ -24,7 +24,7 @@ Matrix = namedtuple("Matrix", "pointer strides")
 
 
 @triton.jit
-def _load(matrix, row, column, mask):
+def _load_row(matrix, row, column, mask):
     pointers = matrix.pointer + row * matrix.strides[0] + column * matrix.strides[1]
     return tl.load(pointers, mask=mask, other=0.0)
 
@@ -32,9 +32,9 @@ def _load(matrix, row, column, mask):
 @triton.jit
 def _load_total(x, residual, total_ptr, row, column, width, mask, HAS_RESIDUAL: tl.constexpr, STORES: tl.constexpr):
     """A tile of x, or of x + residual as total holds it, in float32."""
-    total = _load(x, row, column, mask).to(tl.float32)
+    total = _load_row(x, row, column, mask).to(tl.float32)
     if HAS_RESIDUAL:
-        rounded = (total + _load(residual, row, column, mask).to(tl.float32)).to(total_ptr.dtype.element_ty)
+        rounded = (total + _load_row(residual, row, column, mask).to(tl.float32)).to(total_ptr.dtype.element_ty)
         if STORES:
             tl.store(total_ptr + row * width + column, rounded, mask=mask)
         total = rounded.to(tl.float32)
@@ -96,7 +96,7 @@ def rms_norm_forward_kernel(
 @triton.jit
 def _load_normalized(total, grad_y, row, column, inverse_rms, mask):
     """A tile of n = total * inverse_rms and of y's gradient, in float32."""
-    total_tile, grad_y_tile = _load(total, row, column, mask), _load(grad_y, row, column, mask)
+    total_tile, grad_y_tile = _load_row(total, row, column, mask), _load_row(grad_y, row, column, mask)
     return total_tile.to(tl.float32) * inverse_rms, grad_y_tile.to(tl.float32)
 
 
@@ -266,7 +266,7 @@ def _num_programs(rows: torch.Tensor, settings: RMSNormSettings) -> int:
     return min(num_tiles, settings.programs * num_multiprocessors(rows.device))
 
 
-def _check_shapes(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
+def _check_norm_shapes(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"x (..., d) needs a weight of shape (d,), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if residual is not None and residual.shape != x.shape:
@@ -276,7 +276,7 @@ def _check_shapes(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor 
 def empty_results(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _check_shapes(x, weight, residual)
+    _check_norm_shapes(x, weight, residual)
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if residual is None:
         total = torch.empty(0, dtype=x.dtype, device=x.device)

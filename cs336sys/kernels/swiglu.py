@@ -90,7 +90,7 @@ def _as_matrices(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(as_rows(tensor) for tensor in tensors)
 
 
-def _tiling(matrix: torch.Tensor) -> tuple[int, dict[str, int]]:
+def _swiglu_tiling(matrix: torch.Tensor) -> tuple[int, dict[str, int]]:
     """Programs and constants of a launch over a matrix."""
     num_rows, num_columns = matrix.shape
     column_tile = min(triton.next_power_of_2(num_columns), TILE)
@@ -99,7 +99,7 @@ def _tiling(matrix: torch.Tensor) -> tuple[int, dict[str, int]]:
     return num_programs, {"ROW_TILE": row_tile, "COLUMN_TILE": column_tile, "num_warps": NUM_WARPS}
 
 
-def _check_shapes(gate: torch.Tensor, up: torch.Tensor) -> None:
+def _check_gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> None:
     if gate.dim() == 0 or gate.shape != up.shape:
         raise ValueError(
             f"gate and up must have the same shape (..., d), got {tuple(gate.shape)} and {tuple(up.shape)}"
@@ -107,7 +107,7 @@ def _check_shapes(gate: torch.Tensor, up: torch.Tensor) -> None:
 
 
 def _empty_product(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    _check_shapes(gate, up)
+    _check_gate_and_up(gate, up)
     return torch.empty(gate.shape, dtype=dtype, device=gate.device)
 
 
@@ -117,7 +117,7 @@ def _forward(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.
     if product.numel() == 0:
         return product
     gate, up = _as_matrices(gate, up)
-    num_programs, constants = _tiling(gate)
+    num_programs, constants = _swiglu_tiling(gate)
     with torch.cuda.device_of(gate):
         _swiglu_forward_kernel[(num_programs,)](gate, up, product, gate.stride(), up.stride(), *gate.shape, **constants)
     return product
@@ -152,7 +152,7 @@ def _launch_backward(
     """Launch on matrices; the product is written if it has elements."""
     if gate.numel() == 0:
         return
-    num_programs, constants = _tiling(gate)
+    num_programs, constants = _swiglu_tiling(gate)
     with torch.cuda.device_of(gate):
         _swiglu_backward_kernel[(num_programs,)](
             gate,

@@ -73,7 +73,7 @@ class TransformerBlock(torch.autograd.Function):
             # A graph of attention's own, which keeps query, key, value, output and logsumexp.
             heads = [projection.detach().requires_grad_(is_trained) for projection in heads]
             attended = settings.attention(*heads)
-        projected = product(_rows(attended.detach()), o.mT)
+        projected = product(_merge_heads(attended.detach()), o.mT)
         normalized, total, inverse2 = ops.rms_norm_forward(projected, norm2, rows, settings.epsilons[1], x.dtype)
         del projected
         gate, up = product(normalized, gate_weight.mT), product(normalized, up_weight.mT)
@@ -115,7 +115,7 @@ class TransformerBlock(torch.autograd.Function):
         )
 
         heads, attended = ctx.attention
-        grad_o = product(grad_total.mT, _rows(attended.detach())) if needs_o else None
+        grad_o = product(grad_total.mT, _merge_heads(attended.detach())) if needs_o else None
         grad_attended = _heads(product(grad_total, o), x, settings.num_heads)
         grad_heads = list(torch.autograd.grad(attended, heads, grad_attended, retain_graph=keeps_graph))
         del heads, attended, grad_attended
@@ -126,7 +126,7 @@ class TransformerBlock(torch.autograd.Function):
             for index in range(2):
                 grad_head = grad_heads[index]
                 grad_heads[index] = ops.rope(grad_head, None, settings.theta, True, None, grad_head.dtype)
-        grad_q, grad_k, grad_v = (_rows(grad_head) for grad_head in grad_heads)
+        grad_q, grad_k, grad_v = (_merge_heads(grad_head) for grad_head in grad_heads)
         del grad_heads
         normalized = ops.rms_norm_forward(rows, norm1, None, settings.epsilons[0], x.dtype)[0]
         grad_weights = [
@@ -149,7 +149,7 @@ def _heads(rows: Tensor, like: Tensor, num_heads: int) -> Tensor:
     return rows.view(*like.shape[:-1], num_heads, -1).transpose(-3, -2)
 
 
-def _rows(heads: Tensor) -> Tensor:
+def _merge_heads(heads: Tensor) -> Tensor:
     """(B, H, S, D) as (B S, H D): a view where the heads of a token lie side by side."""
     return as_rows(heads.transpose(-3, -2).flatten(-2))
 

@@ -95,7 +95,7 @@ def _weighted_sum_backward_kernel(
     tl.store(partial_grad_weight_ptr + strip * num_columns + column, tl.sum(grad_weight, axis=0), mask=column_mask)
 
 
-def _check_inputs(x: torch.Tensor, weight: torch.Tensor) -> None:
+def _check_weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> None:
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"x (..., D) needs a weight of shape (D,), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if x.dtype != weight.dtype:
@@ -104,7 +104,7 @@ def _check_inputs(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    _check_inputs(x, weight)
+    _check_weighted_sum(x, weight)
     num_columns = x.shape[-1]
     rows = as_rows(x)
     output = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)

@@ -74,12 +74,12 @@ def _trains(workload: Workload) -> list[Check]:
         step.optimizer_step()
     batch = ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in step.batch[:2])
     without = [name for name, parameter in _without_gradients(workload)]
-    found = f"batch {batch}; losses {', '.join(f'{loss:.4f}' for loss in losses)}"
+    losses_text = f"batch {batch}; losses {', '.join(f'{loss:.4f}' for loss in losses)}"
     if all(map(math.isfinite, losses)):
-        checks.append(Check("trains", found))
+        checks.append(Check("trains", losses_text))
     else:
         fix = "doctor trains 3 steps on one batch from random weights: divide by no zero, mask no whole row"
-        checks.append(Check("trains", f"{found}: a NaN or infinite loss trains nothing", "warn", fix))
+        checks.append(Check("trains", f"{losses_text}: a NaN or infinite loss trains nothing", "warn", fix))
     hidden = user_models.hidden_warnings(str(workload.user.model), user_models.hidden_parameters(step.model))
     checks += [
         Check("parameters", warning.partition(": ")[2], "warn", "each command trains its parameters() alone")
@@ -110,16 +110,18 @@ def _without_gradients(workload: Workload) -> list[tuple[str, nn.Parameter]]:
 
 def _changed_in_place(workload: Workload) -> str:
     """The line of the user's whose result was changed before the backward pass, which needs it; or nothing."""
-    with warnings.catch_warnings(record=True) as told, torch.autograd.detect_anomaly(check_nan=False):
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.detect_anomaly(check_nan=False):
         warnings.simplefilter("always")
         step = TrainStep(workload, _CPU)
         step.forward()
         with contextlib.suppress(RuntimeError):
             step.backward()
     files = [str(source_file(reference).resolve()) for reference in user_models.references_of(workload)]
-    lines = re.findall(r'File "([^"]+)", line (\d+)', "".join(str(warning.message) for warning in told))
-    own = [f"{file.rpartition('/')[2]}, line {line}" for file, line in lines if str(Path(file).resolve()) in files]
-    return f"what {own[-1]} computes is changed in place" if own else ""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', "".join(str(warning.message) for warning in caught))
+    user_lines = [
+        f"{file.rpartition('/')[2]}, line {line}" for file, line in lines if str(Path(file).resolve()) in files
+    ]
+    return f"what {user_lines[-1]} computes is changed in place" if user_lines else ""
 
 
 def _blocks(workload: Workload) -> list[Check]:
@@ -150,12 +152,12 @@ def _attention(workload: Workload) -> list[Check]:
                 "call it, and --attention flash replaces it",
             )
         ]
-    found = f"{calls.total()} calls of torch's scaled_dot_product_attention"
+    calls_text = f"{calls.total()} calls of torch's scaled_dot_product_attention"
     reasons = "; ".join(f"{times} stay torch's, {reason}" for reason, times in calls.items() if reason)
     return [
         Check(
             "attention",
-            f"{found}, {calls['']} of them --attention flash can compute",
+            f"{calls_text}, {calls['']} of them --attention flash can compute",
             "warn" if reasons else "ok",
             reasons or None,
         )
@@ -171,14 +173,14 @@ def _kernels(workload: Workload) -> list[Check]:
         handle = fuse(TrainStep(workload, _CPU).model)
     except UsageError:
         return [Check("kernels", "--kernels fused finds no module that it can replace")]
-    found = ", ".join(f"{times} x {name}" for name, times in handle.recognized.items())
-    return [Check("kernels", f"--kernels fused replaces {found or 'the modules of cs336_basics'}")]
+    replaced = ", ".join(f"{times} x {name}" for name, times in handle.recognized.items())
+    return [Check("kernels", f"--kernels fused replaces {replaced or 'the modules of cs336_basics'}")]
 
 
 def _compiles(workload: Workload) -> list[Check]:
     if launches := count_step(workload).launches:
-        found = f"not tried: Triton's interpreter runs {', '.join(launches)} here, and cannot be compiled"
-        return [Check("compiles", found)]
+        summary = f"not tried: Triton's interpreter runs {', '.join(launches)} here, and cannot be compiled"
+        return [Check("compiles", summary)]
     step = TrainStep(workload, _CPU)
     try:
         explained = torch._dynamo.explain(user_models.call_model)(step.model, step.inputs)
@@ -189,8 +191,8 @@ def _compiles(workload: Workload) -> list[Check]:
     if explained.graph_count == 0:
         return [Check("compiles", "nothing: torch.compile leaves the model as it is", "warn", "choose --compile off")]
     reason = explained.break_reasons[0].reason.strip().splitlines()[0] if explained.break_reasons else ""
-    found = f"in {explained.graph_count} graphs, the first break: {reason:.120}"
-    return [Check("compiles", found, "warn", "--compile block compiles the parts between graph breaks")]
+    summary = f"in {explained.graph_count} graphs, the first break: {reason:.120}"
+    return [Check("compiles", summary, "warn", "--compile block compiles the parts between graph breaks")]
 
 
 def _waits(workload: Workload) -> list[Check]:
@@ -226,13 +228,13 @@ def _starts_in_parts(workload: Workload) -> list[Check]:
 
 
 def _commands(checks: list[Check]) -> list[Check]:
-    found = {check.name: check.verdict == "ok" for check in checks}
-    graphs = "" if found.get("waits") else ", but --cuda-graph on"
-    blocks = "" if found["blocks"] else ", but --compile block, ranges and tables of blocks"
+    is_ok = {check.name: check.verdict == "ok" for check in checks}
+    graphs = "" if is_ok.get("waits") else ", but --cuda-graph on"
+    blocks = "" if is_ok["blocks"] else ", but --compile block, ranges and tables of blocks"
     return [
         Check("bench", f"all{graphs}{blocks}"),
         Check("nsys", f"all{graphs}{blocks}"),
-        Check("memprof", "--checkpoint none, block" if found["blocks"] else "--checkpoint none"),
+        Check("memprof", "--checkpoint none, block" if is_ok["blocks"] else "--checkpoint none"),
         Check("ddp", f"all{graphs}"),
-        Check("shard", "all" if found["blocks"] else "all; fsdp gathers layer by layer"),
+        Check("shard", "all" if is_ok["blocks"] else "all; fsdp gathers layer by layer"),
     ]

@@ -180,7 +180,7 @@ class AdamW(torch.optim.Optimizer):
             ValueError: the parameter is not one of this optimizer's, or the copy has another shape, device or strides.
             TypeError: the parameter is not float32, or the copy not float16 or bfloat16.
         """
-        if not any(parameter is one for group in self.param_groups for one in group["params"]):
+        if not any(parameter is member for group in self.param_groups for member in group["params"]):
             raise ValueError(f"AdamW: a parameter of shape {tuple(parameter.shape)} is not one of this optimizer's")
         if parameter.dtype != torch.float32 or copy.dtype not in (torch.float16, torch.bfloat16):
             raise TypeError(
@@ -263,12 +263,12 @@ class AdamW(torch.optim.Optimizer):
         """
         if self.max_grad_norm is not None:
             raise ValueError("AdamW: max_grad_norm needs all gradients before the first update: leave it out")
-        known = {id(member.parameter): member for member in self._members()}
+        members = {id(member.parameter): member for member in self._members()}
         parts = []
         for group in groups:
-            if any(id(parameter) not in known for parameter in group):
+            if any(id(parameter) not in members for parameter in group):
                 raise ValueError("AdamW: update_in_backward takes each of this optimizer's parameters once at most")
-            parts.append(ParameterSet([known.pop(id(parameter)) for parameter in group]))
+            parts.append(ParameterSet([members.pop(id(parameter)) for parameter in group]))
         side_stream = SideStream(self._device, depth)
         self._in_backward += parts
         # Python's collector does not see through a parameter what its hooks refer to: they must not keep it alive.
@@ -323,7 +323,7 @@ class AdamW(torch.optim.Optimizer):
             # What a graph that is being captured copies to the device is not there before it runs.
             part.described = None if is_capturing(self._device) else signature
         assert part.tables is not None
-        self._clip = part.tables.step([_settings(group) for group in self.param_groups], self.max_grad_norm)
+        self._clip = part.tables.step([_group_settings(group) for group in self.param_groups], self.max_grad_norm)
         del updates
 
     @property
@@ -446,7 +446,7 @@ def _check_betas(betas: tuple[float, float]) -> None:
         raise ValueError(f"AdamW: betas are {betas}, but must be two numbers, each at least 0 and below 1")
 
 
-def _settings(group: dict) -> list[float | torch.Tensor]:
+def _group_settings(group: dict) -> list[float | torch.Tensor]:
     """As ``kernels.SETTINGS``; a learning rate on the device stays there."""
     lr = group["lr"]
     if isinstance(lr, torch.Tensor) and not lr.is_cuda:

@@ -128,7 +128,7 @@ class Uploader:
                 "AdamW: parameters or settings have changed since the last step outside of a CUDA graph: take a step "
                 "before the graph is captured, and between two captures"
             )
-        pinned, on_device = (one.view(values.dtype).view(values.shape) for one in self._spares.pop(num_bytes))
+        pinned, on_device = (buffer.view(values.dtype).view(values.shape) for buffer in self._spares.pop(num_bytes))
         if _pending is not None:
             _pending.append((on_device, values))
             return on_device

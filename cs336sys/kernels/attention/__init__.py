@@ -142,7 +142,7 @@ def flash_attention(
         RuntimeError: it is differentiated twice or in forward mode, or transformed by ``torch.func``.
     """
     query, key, value = _autocast(query, key, value)
-    implementation = _chosen(implementation, query, float32_precision)
+    implementation = _chosen_backend(implementation, query, float32_precision)
     if implementation == "reference":
         # In float32, because the logsumexp of half precision scores has their few digits.
         dtype = torch.promote_types(query.dtype, torch.float32) if return_logsumexp else None
@@ -223,7 +223,7 @@ def flash_attention_backward(
         ValueError, TypeError, CapabilityError: as in :func:`flash_attention`; also if ``grad_out``, ``logsumexp`` or
             ``delta`` do not fit the query.
     """
-    implementation = _chosen(implementation, query, float32_precision)
+    implementation = _chosen_backend(implementation, query, float32_precision)
     check_attention_inputs(query, key, value, for_kernel=implementation in ("auto", "triton", "hopper"))
     check_mask(window, is_causal)
     check_row_statistics(query, grad_out, logsumexp, delta)
@@ -253,7 +253,7 @@ def wait_until_compiled() -> None:
         native_call.library.wait()
 
 
-def _chosen(implementation: str, query: torch.Tensor, float32_precision: str | None) -> str:
+def _chosen_backend(implementation: str, query: torch.Tensor, float32_precision: str | None) -> str:
     """The implementation that is asked for; for "auto" one of the names or, for CUDA tensors, "auto" again."""
     if implementation != "auto" and implementation not in IMPLEMENTATIONS:
         names = ", ".join(("auto", *IMPLEMENTATIONS))
@@ -276,6 +276,8 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     dtype = torch.get_autocast_dtype(device_type)
     # Autocast lowers every floating dtype but float64.
     return tuple(
-        one.to(dtype) if one.dtype != dtype and one.is_floating_point() and one.dtype != torch.float64 else one
-        for one in tensors
+        tensor.to(dtype)
+        if tensor.dtype != dtype and tensor.is_floating_point() and tensor.dtype != torch.float64
+        else tensor
+        for tensor in tensors
     )

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 
-def main(file: Path, command: list[str]) -> int:
+def build(file: Path, command: list[str]) -> int:
     # The system opens the lock again however this process ends.
     with Path(f"{file}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -24,10 +24,10 @@ def main(file: Path, command: list[str]) -> int:
         if done.returncode == 0:
             part.replace(file)  # whole or not at all
         else:
-            said = (done.stderr + done.stdout).strip() or f"it ended with {done.returncode} and said nothing"
-            Path(f"{file}.log").write_text(said)
+            message = (done.stderr + done.stdout).strip() or f"it ended with {done.returncode} and said nothing"
+            Path(f"{file}.log").write_text(message)
         return done.returncode
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    sys.exit(build(Path(sys.argv[1]), sys.argv[2:]))

@@ -61,9 +61,9 @@ def why_off() -> str | None:
     C++.
     """
     if not KNOWN_TRITON:
-        known = ", ".join(KNOWN_LAUNCHERS)
+        versions = ", ".join(KNOWN_LAUNCHERS)
         return (
-            f"triton {triton.__version__} may launch kernels in another way than {known}, the versions that the C++ "
+            f"triton {triton.__version__} may launch kernels in another way than {versions}, the versions that the C++ "
             "supports"
         )
     if compiler() is None:
@@ -231,10 +231,11 @@ def translate(module: ModuleType, plan: Plan) -> Any | None:
         _warn(f"triton {triton.__version__}: {error}")
         return None
     results = [module.Layout(*layout) for layout in plan.result_layouts]
-    own = [
-        module.Layout(one.shape, one.strides, torch.float32) if isinstance(one, Scratch) else one for one in plan.own
+    scratch = [
+        module.Layout(tensor.shape, tensor.strides, torch.float32) if isinstance(tensor, Scratch) else tensor
+        for tensor in plan.additions
     ]
-    return module.Plan(results, own, launches)
+    return module.Plan(results, scratch, launches)
 
 
 def translate_launch(module: ModuleType, launch: Launch, slots: Sequence[int]) -> Any:
@@ -242,7 +243,7 @@ def translate_launch(module: ModuleType, launch: Launch, slots: Sequence[int]) -
     compiled = launch.compiled
     metadata = compiled.metadata
     _check_plain(metadata)
-    parameters = _parameters(module, compiled, (*slots, *launch.arguments), launch.descriptors)
+    parameters = _launch_parameters(module, compiled, (*slots, *launch.arguments), launch.descriptors)
     _check_sizes(compiled.asm["ptx"], parameters)
     return module.Launch(compiled.function, launch.num_programs, 32 * metadata.num_warps, metadata.shared, parameters)
 
@@ -274,15 +275,19 @@ def _check_sizes(ptx: str, parameters: Sequence) -> None:
         int(bits) // 8 * int(count or 1)
         for bits, count in re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+)[^,\[]*(?:\[(\d+)\])?", declaration)
     ]
-    given = [
-        len(one) if isinstance(one, bytes) else len(_NULL) if isinstance(one, int) else _DESCRIPTOR_BYTES
-        for one in parameters
+    expected_sizes = [
+        len(parameter)
+        if isinstance(parameter, bytes)
+        else len(_NULL)
+        if isinstance(parameter, int)
+        else _DESCRIPTOR_BYTES
+        for parameter in parameters
     ]
-    if sizes != given:
-        raise UnknownLaunchError(f"a kernel takes parameters of {sizes} bytes, expected were {given}")
+    if sizes != expected_sizes:
+        raise UnknownLaunchError(f"a kernel takes parameters of {sizes} bytes, expected were {expected_sizes}")
 
 
-def _parameters(module: ModuleType, compiled, arguments: Sequence, descriptors: Sequence) -> list:
+def _launch_parameters(module: ModuleType, compiled, arguments: Sequence, descriptors: Sequence) -> list:
     """List a kernel's launch parameters: slots of tensors, descriptors of them, and the bytes of numbers.
 
     Behind them come the addresses of two kinds of scratch memory, of which it needs none.
@@ -293,8 +298,8 @@ def _parameters(module: ModuleType, compiled, arguments: Sequence, descriptors: 
 
     def add(kind: str | tuple, argument: Any) -> None:
         if isinstance(kind, tuple):
-            for one_kind, one in zip(kind, argument, strict=True):
-                add(one_kind, one)
+            for element_kind, element in zip(kind, argument, strict=True):
+                add(element_kind, element)
         elif kind.startswith("*"):
             parameters.append(argument)
         elif kind.startswith("tensordesc"):

@@ -81,12 +81,16 @@ def _empty_result(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(tensor.shape)
 
 
-def _remember(signature: tuple, plan: Plan, given: Sequence, used: Sequence, results: Sequence[torch.Tensor]) -> None:
-    """``given``: tensors of the signature, inputs and results; ``used``: what the kernels take, the same or copies."""
+def _remember(
+    signature: tuple, plan: Plan, tensors: Sequence, kernel_tensors: Sequence, results: Sequence[torch.Tensor]
+) -> None:
+    """``tensors``: of the signature, inputs and results; ``kernel_tensors``: what the kernels take, these or copies."""
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
     _plans[signature] = plan
-    plan.is_direct = given[0].is_cuda and all(one is other for one, other in zip(given, used, strict=True))
+    plan.is_direct = tensors[0].is_cuda and all(
+        tensor is kernel_tensor for tensor, kernel_tensor in zip(tensors, kernel_tensors, strict=True)
+    )
     plan.result_layouts = [(tuple(result.shape), result.stride(), result.dtype) for result in results]
 
 
@@ -183,9 +187,9 @@ def _backward(
 
     ``out`` may be D = rowsum(dO * O) instead, contiguous in float32, which has one dimension less.
     """
-    given = [query, key, value, out, logsumexp, grad_out]
+    saved = [query, key, value, out, logsumexp, grad_out]
     if _native is not None:
-        grads = _native.backward(given, _number_of(options))
+        grads = _native.backward(saved, _number_of(options))
         if grads is not None:
             return grads
     chosen = AttentionOptions(*options)
@@ -203,10 +207,10 @@ def _backward(
         grads = _empty_results(plan)
         plan(query, key, value, out, _statistic(logsumexp), grad_out, *grads)
         if logsumexp.is_contiguous():
-            _tell_native("add_backward", plan, given, options)
+            _tell_native("add_backward", plan, saved, options)
         return grads
     if INTERPRETED and query.dtype == torch.bfloat16:
-        query, key, value, out, logsumexp, grad_out = (tensor.float() for tensor in given)
+        query, key, value, out, logsumexp, grad_out = (tensor.float() for tensor in saved)
         grads = _backward(query, key, value, out, logsumexp, grad_out, options)
         return [grad.to(torch.bfloat16) for grad in grads]
     grads = [_empty_result(tensor) for tensor in (query, key, value)]
@@ -223,7 +227,7 @@ def _backward(
     with torch.cuda.device_of(query):
         plan(*tensors[:4], _statistic(logsumexp), tensors[4], *kernel_grads)
         if plan.is_direct and logsumexp.is_contiguous():
-            _tell_native("add_backward", plan, given, options)
+            _tell_native("add_backward", plan, saved, options)
     return grads
 
 

@@ -116,30 +116,30 @@ class Scratch:
 
 
 class Plan:
-    """Launches over named tensors: those that the plan is called with, in the order of ``given``, and its own.
+    """Launches over named tensors: those that the plan is called with, in the order of ``tensor_names``, and its own.
 
     Attributes:
-        own: what follows the given tensors: scratch tensors and constants.
+        additions: what follows these tensors: scratch tensors and constants.
         steps: every launch with the numbers of its tensors.
         is_direct: tensors of this signature are on a GPU and go to the kernels as they are.
         result_layouts: shape, strides and dtype of each result.
         told_native: the numbers of the options under which the C++ was given the plan.
     """
 
-    given: Sequence[str]
+    tensor_names: Sequence[str]
     is_direct: bool
     result_layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._numbers = {name: number for number, name in enumerate(self.given)}
-        self.own: list[Scratch | torch.Tensor] = []
+        self._numbers = {name: number for number, name in enumerate(self.tensor_names)}
+        self.additions: list[Scratch | torch.Tensor] = []
         self.steps: list[tuple[Launch, tuple[int, ...]]] = []
         self.told_native: set[int] = set()
 
-    def _own(self, name: str, one: Scratch | torch.Tensor) -> str:
+    def _own(self, name: str, tensor: Scratch | torch.Tensor) -> str:
         self._numbers[name] = len(self._numbers)
-        self.own.append(one)
+        self.additions.append(tensor)
         return name
 
     def _then(self, launch: Launch, *names: str) -> None:
@@ -147,6 +147,6 @@ class Plan:
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         slots = list(tensors)
-        slots += (one.allocate(self._device) if isinstance(one, Scratch) else one for one in self.own)
+        slots += (tensor.allocate(self._device) if isinstance(tensor, Scratch) else tensor for tensor in self.additions)
         for launch, numbers in self.steps:
             launch(*[slots[number] for number in numbers])

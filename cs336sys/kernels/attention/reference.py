@@ -170,7 +170,7 @@ def _tile_shape(device: torch.device) -> tuple[int, int]:
     return CPU_TILE if device.type == "cpu" else GPU_TILE
 
 
-def _tiles(length: int, size: int) -> list[slice]:
+def _tile_ranges(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
@@ -181,7 +181,7 @@ def _column_tiles(rows: slice, num_keys: int, size: int, rule: Scores) -> list[s
     return [slice(start, min(start + size, num_keys)) for start in range(first, end, size)]
 
 
-def _finite(maximum: torch.Tensor) -> torch.Tensor:
+def _finite_or_zero(maximum: torch.Tensor) -> torch.Tensor:
     """Return what to subtract from scores before exp: -inf, for a row that saw only -inf, would make NaN."""
     return maximum.masked_fill(maximum == -math.inf, 0.0)
 
@@ -190,7 +190,7 @@ def _tile_scores(
     scaled_query: torch.Tensor, key: torch.Tensor, rows: slice, columns: slice, rule: Scores
 ) -> torch.Tensor:
     """One tile of scale Q K^T, masked only if it crosses the diagonal or the far end of a window."""
-    scores = _rows(scaled_query, rows) @ key[..., columns, :].mT
+    scores = _score_rows(scaled_query, rows) @ key[..., columns, :].mT
     crosses_diagonal = columns.stop - 1 > rows.start + rule.diagonal
     crosses_window = rule.window is not None and columns.start <= rows.stop - 1 + rule.diagonal - rule.window
     if crosses_diagonal or crosses_window:
@@ -209,7 +209,7 @@ def _grouped(tensor: torch.Tensor, key: torch.Tensor, dims: int = 2) -> torch.Te
     return tensor.unflatten(-dims - 1, (leading[-1], tensor.shape[-dims - 1] // leading[-1]))
 
 
-def _rows(grouped: torch.Tensor, rows: slice) -> torch.Tensor:
+def _score_rows(grouped: torch.Tensor, rows: slice) -> torch.Tensor:
     """Some queries of all heads that share a key's, below each other: (..., G, S_q, D) to (..., G rows, D)."""
     return grouped[..., rows, :].flatten(-3, -2)
 
@@ -227,15 +227,15 @@ def _tiled_forward(
     group = query.shape[-3]
     query_tile, key_tile = _tile_shape(query.device)
 
-    for rows in _tiles(query.shape[-2], query_tile):
-        out_tile = torch.zeros_like(_rows(query, rows))
+    for rows in _tile_ranges(query.shape[-2], query_tile):
+        out_tile = torch.zeros_like(_score_rows(query, rows))
         row_sum = torch.zeros_like(out_tile[..., :1])
         row_max = torch.full_like(row_sum, -math.inf)
         for columns in _column_tiles(rows, key.shape[-2], key_tile, rule):
             scores = _tile_scores(query, key, rows, columns, rule)
             new_max = torch.maximum(row_max, scores.amax(dim=-1, keepdim=True))
-            weights = torch.exp(scores - _finite(new_max))
-            rescale = torch.exp(row_max - _finite(new_max))
+            weights = torch.exp(scores - _finite_or_zero(new_max))
+            rescale = torch.exp(row_max - _finite_or_zero(new_max))
             row_sum = rescale * row_sum + weights.sum(dim=-1, keepdim=True)
             out_tile = rescale * out_tile + weights @ value[..., columns, :]
             row_max = new_max
@@ -272,7 +272,7 @@ def _output_products(out: torch.Tensor, logsumexp: torch.Tensor, grad_out: torch
     return (grad_out.to(logsumexp.dtype) * out).sum(dim=-1)
 
 
-def _gradients(
+def _attention_gradients(
     scaled_query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -284,14 +284,14 @@ def _gradients(
     rule: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what one tile of scores adds to the gradients of its queries, keys and values."""
-    grad_out_tile = _rows(grad_out, rows)
+    grad_out_tile = _score_rows(grad_out, rows)
     scores = _tile_scores(scaled_query, key, rows, columns, rule)  # equation 13
-    probabilities = torch.exp(scores - _finite(_rows(logsumexp, rows)))  # equation 14
+    probabilities = torch.exp(scores - _finite_or_zero(_score_rows(logsumexp, rows)))  # equation 14
     grad_value = probabilities.mT @ grad_out_tile  # equation 15
     grad_probabilities = grad_out_tile @ value[..., columns, :].mT  # equation 16
-    grad_scores = probabilities * (grad_probabilities - _rows(delta, rows))  # equation 17
+    grad_scores = probabilities * (grad_probabilities - _score_rows(delta, rows))  # equation 17
     grad_query = grad_scores @ key[..., columns, :] * rule.scale  # equation 18
-    grad_key = grad_scores.mT @ _rows(scaled_query, rows)  # equation 19
+    grad_key = grad_scores.mT @ _score_rows(scaled_query, rows)  # equation 19
     return grad_query, grad_key, grad_value
 
 
@@ -313,9 +313,9 @@ def tiled_backward(
     grouped_grad_query = _grouped(grad_query, key)
     group = grouped_grad_query.shape[-3]
     query_tile, key_tile = tile or _tile_shape(query.device)
-    for rows in _tiles(query.shape[-2], query_tile):
+    for rows in _tile_ranges(query.shape[-2], query_tile):
         for columns in _column_tiles(rows, key.shape[-2], key_tile, rule):
-            grad_query_tile, grad_key_tile, grad_value_tile = _gradients(*operands, rows, columns, rule)
+            grad_query_tile, grad_key_tile, grad_value_tile = _attention_gradients(*operands, rows, columns, rule)
             grouped_grad_query[..., rows, :] += grad_query_tile.unflatten(-2, (group, -1))
             grad_key[..., columns, :] += grad_key_tile
             grad_value[..., columns, :] += grad_value_tile
@@ -335,7 +335,7 @@ def _untiled_backward(
     delta = _output_products(out, logsumexp, grad_out)
     operands = _backward_operands(query, key, value, logsumexp, grad_out, delta, rule.scale)
     whole = slice(0, query.shape[-2]), slice(0, key.shape[-2])
-    grad_query, grad_key, grad_value = _gradients(*operands, *whole, rule)
+    grad_query, grad_key, grad_value = _attention_gradients(*operands, *whole, rule)
     return tuple(gradient.to(query.dtype) for gradient in (grad_query.view(query.shape), grad_key, grad_value))
 
 

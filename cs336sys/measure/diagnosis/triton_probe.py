@@ -25,7 +25,7 @@ def _sum_kernel(x_ptr, sum_ptr, n, BLOCK: tl.constexpr):
     tl.store(sum_ptr, tl.sum(total, 0))
 
 
-def main(device: str) -> None:
+def probe(device: str) -> None:
     x = torch.arange(100, dtype=torch.float32, device=device)
     result = torch.zeros(1, device=device)
     repair_interpreter()
@@ -42,4 +42,4 @@ def main(device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    probe(sys.argv[1])

@@ -482,7 +482,7 @@ def test_parameters_of_a_compiled_kernel(monkeypatch):
     monkeypatch.setattr(native_call, "TMA_DTYPE_DEVICE_TO_HOST", {10: 9})
     arguments = 4, 2, (640, 1, 2**40), 77, 0.25, True
     descriptors = [Descriptors((10, 64), (64, 1), [1, 64])]
-    descriptor, *others = native_call._parameters(module, compiled, arguments, descriptors)
+    descriptor, *others = native_call._launch_parameters(module, compiled, arguments, descriptors)
     assert descriptor == (4, 9, 3, 2, [1, 64], (10, 64), (64, 1))
     packed = [struct.pack("<i", 10), struct.pack("<i", 64), struct.pack("<q", 64), struct.pack("<q", 1)]
     numbers = [struct.pack("<i", 640), struct.pack("<q", 2**40), struct.pack("<i", 77), struct.pack("<f", 0.25)]
@@ -591,7 +591,7 @@ def test_descriptors_are_encoded_as_by_tritons_own_launcher(monkeypatch):
         metadata=SimpleNamespace(tensordesc_meta=[about]),
     )
     module = SimpleNamespace(Descriptor=lambda *arguments: arguments)
-    descriptor, *others, _, _ = native_call._parameters(module, compiled, (4,), [descriptors])
+    descriptor, *others, _, _ = native_call._launch_parameters(module, compiled, (4,), [descriptors])
     assert descriptor == (4, dtype, swizzle, element_bytes, box, shape, strides)
     assert others == [
         struct.pack(kind, one) for kind, one in zip(["<i", "<i", "<q", "<q"], shape_and_strides, strict=True)

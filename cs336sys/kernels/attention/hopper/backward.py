@@ -241,8 +241,8 @@ def backward_kernel(
     )
     mbarrier.init(barriers.key_ready.index(0), count=1)
     mbarrier.init(barriers.value_ready.index(0), count=1)
-    for one in gl.static_range(TURNS):
-        mbarrier.init(barriers.turn.index(one), count=1)
+    for turn in gl.static_range(TURNS):
+        mbarrier.init(barriers.turn.index(turn), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers.query_ready.index(stage), count=1)
         mbarrier.init(barriers.grad_out_ready.index(stage), count=1)

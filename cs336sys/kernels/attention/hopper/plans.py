@@ -110,7 +110,7 @@ def _table(rows: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
 class HopperForwardPlan(Plan):
     """The launch of the forward kernel."""
 
-    given = FORWARD_TENSORS
+    tensor_names = FORWARD_TENSORS
 
     def __init__(self, problem: AttentionProblem, operands: Sequence[Operand], device: torch.device):
         """``operands``: query, key, value and output."""
@@ -164,7 +164,7 @@ class HopperForwardPlan(Plan):
             [_tile_descriptors(operand, n, problem.dtype) for operand, n in zip(operands, rows, strict=True)],
             **_OPTIONS,
         )
-        self._then(launch, *self.given, schedule)
+        self._then(launch, *self.tensor_names, schedule)
 
 
 class HopperBackwardPlan(BackwardPlan):

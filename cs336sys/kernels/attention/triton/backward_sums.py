@@ -15,7 +15,7 @@ class PrepareConfig(Dims):
     rows: int
     fused: bool
     key_sums: bool
-    given: bool
+    has_delta: bool
     turns: bool
 
 
@@ -65,7 +65,7 @@ def prepare_kernel(
     batch = sequence // num_heads
     head = sequence % num_heads
     rows = first_row + tl.arange(0, CONFIG.rows)
-    if CONFIG.given:
+    if CONFIG.has_delta:
         delta = tl.load(out + sequence.to(tl.int64) * num_queries + rows, mask=rows < num_queries, other=0.0)
     else:
         grad_out_rows = Rows(grad_out, grad_out_strides, batch, head, num_queries)

@@ -171,14 +171,14 @@ def combine_kernel(
     stride = num_sequences.to(tl.int64) * num_queries
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     for split in tl.static_range(NUM_SPLITS):
-        one = tl.load(partial_logsumexps + split * stride, mask=inside, other=0.0)
-        row_max = tl.maximum(row_max, one)
+        partial_logsumexp = tl.load(partial_logsumexps + split * stride, mask=inside, other=0.0)
+        row_max = tl.maximum(row_max, partial_logsumexp)
     shift = tl.where(row_max == float("-inf"), 0.0, row_max)  # as in forward_kernel
     row_sum = tl.zeros([ROWS], tl.float32)
     out_tile = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     for split in tl.static_range(NUM_SPLITS):
-        one = tl.load(partial_logsumexps + split * stride, mask=inside, other=0.0)
-        weight = tl.math.exp2((one - shift) * LOG2_E)
+        partial_logsumexp = tl.load(partial_logsumexps + split * stride, mask=inside, other=0.0)
+        weight = tl.math.exp2((partial_logsumexp - shift) * LOG2_E)
         row_sum += weight
         first = tl.full([], split, tl.int32)
         tile = load_rows(Rows(partial, partial_strides, first, sequence, num_queries), first_row, ROWS, CONFIG, False)

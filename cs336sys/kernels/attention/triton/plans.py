@@ -66,7 +66,7 @@ def _descriptors(operand: Operand, rows: int, block_dim: int) -> Descriptors:
     return Descriptors(operand.shape, operand.strides, [1, 1, rows, block_dim])
 
 
-def _options(tile: TileSettings) -> dict:
+def _launch_options(tile: TileSettings) -> dict:
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     if tile.max_registers is not None:
         options["maxnreg"] = tile.max_registers
@@ -76,7 +76,7 @@ def _options(tile: TileSettings) -> dict:
 class ForwardPlan(Plan):
     """The launches of the forward kernels: one, and if programs share keys a second that combines what they find."""
 
-    given = FORWARD_TENSORS
+    tensor_names = FORWARD_TENSORS
 
     def __init__(self, problem: AttentionProblem, operands: Sequence[Operand], device: torch.device):
         """``operands``: query, key, value and output."""
@@ -101,7 +101,7 @@ class ForwardPlan(Plan):
         descriptors = []
         if tile.use_tma:
             rows = tile.query_rows, tile.key_rows, tile.key_rows
-            descriptors = [_descriptors(one, n, block_dim) for one, n in zip(operands[:3], rows, strict=True)]
+            descriptors = [_descriptors(operand, n, block_dim) for operand, n in zip(operands[:3], rows, strict=True)]
         # The heads of a group stream the same keys.
         streamed_bytes = 2 * problem.num_keys * problem.head_dim * problem.dtype.itemsize // problem.group_size
         launch = Launch(
@@ -121,7 +121,7 @@ class ForwardPlan(Plan):
             ),
             (ForwardConfig(**_tile_constants(problem, tile), num_splits=num_splits),),
             descriptors,
-            **_options(tile),
+            **_launch_options(tile),
         )
         self._then(launch, "query", "key", "value", *results)
         if num_splits > 1:
@@ -131,7 +131,7 @@ class ForwardPlan(Plan):
 class BackwardPlan(Plan):
     """The launches of the backward kernels: prepare if need be, one or two passes, and in the fused form convert."""
 
-    given = BACKWARD_TENSORS
+    tensor_names = BACKWARD_TENSORS
     _read_by_pass = "query", "key", "value", "grad_out"
     # Whether programs add their shares of dQ one after the other, counting their turns.
     _takes_turns = False
@@ -163,15 +163,17 @@ class BackwardPlan(Plan):
         settings = backward_settings(self._problem, deterministic)
         self.fused, self._num_splits = settings.fused, settings.num_splits
         self._prepared = settings.prepared or self._delta_given
-        self._pad(max(one.tile.query_rows for one in settings.passes), settings.passes[0].tile.key_rows)
-        launches = [self._pass_launch(one) for one in settings.passes]
+        self._pad(
+            max(backward_pass.tile.query_rows for backward_pass in settings.passes), settings.passes[0].tile.key_rows
+        )
+        launches = [self._pass_launch(backward_pass) for backward_pass in settings.passes]
         if self._prepared:
             self._add_prepared(launches)
             return
         for launch in launches:
             # The logsumexp also stands in for the sum of dQ, which is not touched.
             sums = "logsumexp", "logsumexp"
-            self._then(launch, "query", "key", "value", "grad_out", *sums, *self.given[6:], "out")
+            self._then(launch, "query", "key", "value", "grad_out", *sums, *self.tensor_names[6:], "out")
 
     def _pad(self, query_rows: int, key_rows: int) -> None:
         """Rows of a sequence in scratch memory: whole tiles."""
@@ -180,7 +182,7 @@ class BackwardPlan(Plan):
 
     def _add_prepared(self, passes: Sequence[Launch]) -> None:
         """The passes between the launch that prepares them and, in the fused form, the one that converts sums."""
-        problem, grads = self._problem, self.given[6:]
+        problem, grads = self._problem, self.tensor_names[6:]
         num_heads = self._operands[0].shape[1]
         rows = max(16, min(128, ELEMENTWISE_TILE // self._block_dim))
         key_sums = self._num_splits > 1
@@ -244,12 +246,12 @@ class BackwardPlan(Plan):
             ),
             (ConvertConfig(problem.head_dim, self._block_dim, rows, key_sums),),
         )
-        self._then(convert, *sums, *self.given[6:])
+        self._then(convert, *sums, *self.tensor_names[6:])
 
-    def _pass_launch(self, one: BackwardPass) -> Launch:
-        problem, tile = self._problem, one.tile
+    def _pass_launch(self, backward_pass: BackwardPass) -> Launch:
+        problem, tile = self._problem, backward_pass.tile
         element_bytes = problem.dtype.itemsize
-        if one.keys:
+        if backward_pass.keys:
             row_bytes = problem.head_dim * 2 * element_bytes + (4 * self._block_dim if self.fused else 0)
             # Of the sequences of keys that a pass over them counts, each streams the queries of its group.
             streamed_bytes, l2_bytes = problem.num_queries * row_bytes * problem.group_size, BACKWARD_L2_BYTES
@@ -257,8 +259,10 @@ class BackwardPlan(Plan):
             key_bytes = 2 * problem.num_keys * problem.head_dim * element_bytes
             streamed_bytes, l2_bytes = key_bytes // problem.group_size, FORWARD_L2_BYTES
         key_tiles = triton.cdiv(problem.num_keys, tile.key_rows)
-        key_programs = problem.num_key_sequences * key_tiles * self._num_splits if one.keys else 0
-        query_programs = problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows) if one.queries else 0
+        key_programs = problem.num_key_sequences * key_tiles * self._num_splits if backward_pass.keys else 0
+        query_programs = (
+            problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows) if backward_pass.queries else 0
+        )
         return Launch(
             backward_kernel,
             key_programs + query_programs,
@@ -286,15 +290,15 @@ class BackwardPlan(Plan):
                 BackwardConfig(
                     **_tile_constants(problem, tile),
                     grouped=problem.group_size > 1,
-                    key_pass=one.keys,
-                    query_pass=one.queries,
+                    key_pass=backward_pass.keys,
+                    query_pass=backward_pass.queries,
                     prepared=self._prepared,
                     fused=self.fused,
                     key_sums=self._num_splits > 1,
                 ),
             ),
             self._pass_descriptors(tile),
-            **_options(tile),
+            **_launch_options(tile),
         )
 
     def _tensors_of_pass(self, statistics: str, grad_query_sum: str, grads: Sequence[str]) -> Sequence[str]:
@@ -312,7 +316,9 @@ class BackwardPlan(Plan):
         if not tile.use_tma:
             return []
         rows = tile.query_rows, tile.key_rows, tile.key_rows, tile.query_rows
-        descriptors = [_descriptors(one, n, self._block_dim) for one, n in zip(self._operands, rows, strict=True)]
+        descriptors = [
+            _descriptors(operand, n, self._block_dim) for operand, n in zip(self._operands, rows, strict=True)
+        ]
         if not self._prepared:
             return descriptors
         padded_queries = self._padded_queries

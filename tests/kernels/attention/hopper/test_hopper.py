@@ -226,7 +226,7 @@ def test_a_full_backward_of_head_dimension_128_is_cut_at_its_end(
     plan = HopperBackwardPlan(described, operands[:4], operands[4], operands[5:], cpu, deterministic)
     launches = [launch for launch, _ in plan.steps]
     assert launches[1].num_programs == programs
-    (schedule,) = (one for one in plan.own if isinstance(one, torch.Tensor))
+    (schedule,) = (one for one in plan.additions if isinstance(one, torch.Tensor))
     assert len(schedule) == programs + 128 * num_heads
     num_cut = 128 * num_heads % 132 if programs > 128 * num_heads else 0
     assert [launch.num_programs for launch in launches[3:]] == ([2 * num_cut] if num_cut else [])
@@ -289,8 +289,8 @@ def test_a_backward_visits_every_tile_once_and_sums_every_piece_to_where_it_belo
     )
     plan = HopperBackwardPlan(described, operands[:4], operands[0], grads, torch.device("cpu"), False)
     backward, tensors_of_pass = plan.steps[1]
-    table = next(one for one in plan.own if isinstance(one, torch.Tensor)).tolist()
-    of_plan = dict(enumerate([*plan.given, *plan.own]))
+    table = next(one for one in plan.additions if isinstance(one, torch.Tensor)).tolist()
+    of_plan = dict(enumerate([*plan.tensor_names, *plan.additions]))
     key_rows = 64 if head_dim == 256 else 128
     window_tiles = tiles_of_window(window, 64, key_rows) if window else 0
     assert backward.arguments[:3] == (key_heads, num_queries, num_keys)
@@ -383,7 +383,7 @@ def test_forward_works_on_heads_that_share_keys_at_the_same_time(num_heads, grou
     ((launch, _),) = plan.steps
     assert launch.arguments[:3] == (num_heads, 16384, 16384)
     assert launch.arguments[4] == group_size
-    (schedule,) = plan.own
+    (schedule,) = plan.additions
     (count, first), *items = schedule.tolist()
     assert (count, first) == (len(items), 1)
     sequences = [sequence for _, sequence in items]
