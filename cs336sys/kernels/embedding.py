@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import check_tensors, needs_operators
@@ -73,7 +74,7 @@ def _embedding_sum_kernel(
         tl.store(grad_weight_ptr + offset, tl.sum(total, axis=0, keep_dims=True), mask=column < width)
 
 
-def _order(ids: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _order(ids: Tensor, num_rows: int) -> Tensor:
     """The tokens' numbers in the order of their rows, int32 or int64."""
     if len(ids) > MOST_COMPARED:
         return (ids % num_rows).argsort(stable=True)
@@ -84,7 +85,7 @@ def _order(ids: torch.Tensor, num_rows: int) -> torch.Tensor:
     return order
 
 
-def embedding_gradient(ids: torch.Tensor, grad: torch.Tensor, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
+def embedding_gradient(ids: Tensor, grad: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
     """The gradient (num_rows, d) in ``dtype`` of a weight whose rows ``ids`` (...) have gradients ``grad`` (..., d).
 
     Added up in float32 in an order that is always the same, and rounded once.
@@ -114,19 +115,19 @@ class EmbeddingRows(torch.autograd.Function):
     """``EmbeddingRows.apply(weight, ids)``; see :func:`embedding_rows`."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.num_rows, ctx.dtype = len(weight), weight.dtype
         return weight[ids]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+    def backward(ctx: Any, grad: Tensor) -> tuple:
         (ids,) = ctx.saved_tensors
         return embedding_gradient(ids, grad, ctx.num_rows, ctx.dtype), None
 
 
-def embedding_rows(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def embedding_rows(weight: Tensor, ids: Tensor) -> Tensor:
     """``weight[ids]``, whose gradient is two launches besides zeros where torch's is six.
 
     On a GPU; elsewhere, and where a compiler sees it, it is torch's. Equal from run to run to the last bit.

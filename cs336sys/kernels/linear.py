@@ -4,17 +4,18 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import as_rows, define_operator, needs_operators
 
 
-def _empty_weight_gradient(grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _empty_weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty((grad.shape[-1], x.shape[-1]), dtype=dtype, device=x.device)
 
 
-def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """grad (..., d_out)^T x (..., d_in) -> (d_out, d_in), summed in float32 and rounded once, to ``dtype``."""
     grad_rows, rows = as_rows(grad), as_rows(x)
     if dtype == rows.dtype:
@@ -39,7 +40,7 @@ def _product_flops(
     return 2 * math.prod(grad_shape) * x_shape[-1]
 
 
-def weight_gradient(grad: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient (d_out, d_in) of a linear layer's weight in ``dtype``; see :func:`linear_of_copy`."""
     compute = _weight_gradient_operator if needs_operators(grad) else _weight_gradient
     return compute(grad, x, dtype)
@@ -49,9 +50,7 @@ class LinearOfCopy(torch.autograd.Function):
     """``LinearOfCopy.apply(x, copy, gradient_dtype, *weights)``; see :func:`linear_of_copy`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, copy: torch.Tensor, gradient_dtype: torch.dtype, *weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, copy: Tensor, gradient_dtype: torch.dtype, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, copy)
         ctx.rows = [len(weight) for weight in weights]
         ctx.dtype = gradient_dtype
@@ -59,15 +58,13 @@ class LinearOfCopy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, copy = ctx.saved_tensors
         grad_weight = weight_gradient(grad, x, ctx.dtype)
         return grad @ copy, None, None, *grad_weight.split(ctx.rows)
 
 
-def linear_of_copy(
-    x: torch.Tensor, copy: torch.Tensor, *weights: torch.Tensor, gradient_dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def linear_of_copy(x: Tensor, copy: Tensor, *weights: Tensor, gradient_dtype: torch.dtype | None = None) -> Tensor:
     """``x @ copy.T``, where ``copy`` has the rows of all ``weights``: several layers in one product.
 
     Gradients go to x and to the weights: these straight from the product, which sums in float32, as views of one

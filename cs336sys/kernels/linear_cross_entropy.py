@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
@@ -240,12 +241,12 @@ class LossOptions(NamedTuple):
     dtype: torch.dtype
     needs_grad_hidden: bool
     needs_grad_weight: bool
-    copy: torch.Tensor | None = None
+    copy: Tensor | None = None
     gradient_dtype: torch.dtype | None = None
     reduction: str = "mean"
     softcap: float | None = None
-    class_weight: torch.Tensor | None = None
-    grad_loss: torch.Tensor | None = None
+    class_weight: Tensor | None = None
+    grad_loss: Tensor | None = None
 
     @property
     def is_deferred(self) -> bool:
@@ -253,7 +254,7 @@ class LossOptions(NamedTuple):
         return self.reduction == "none" and self.grad_loss is None
 
 
-def check_arguments(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, options: LossOptions) -> None:
+def check_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, options: LossOptions) -> None:
     dtype, copy, class_weight = options.dtype, options.copy, options.class_weight
     if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or len(weight) == 0:
         raise ValueError(
@@ -300,7 +301,7 @@ def check_arguments(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
         raise ValueError(f"z_loss {options.z_loss} cannot be combined with class_weight: choose z_loss=0 or no weights")
 
 
-def _count_targets(targets: torch.Tensor, vocab_size: int, ignore_index: int) -> torch.Tensor:
+def _count_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
     """Count targets that are not ignored, as a scalar on their device.
 
     One that is not in the vocabulary is, as in torch's cross-entropy, an IndexError on the CPU and a device-side
@@ -330,7 +331,7 @@ def kept_dtype(weight_dtype: torch.dtype, dtype: torch.dtype, gradient_dtype: to
 
 
 def _sums_dtype(
-    weight: torch.Tensor, dtype: torch.dtype, kept: torch.dtype, chunk_bytes: int, logits_bytes: int
+    weight: Tensor, dtype: torch.dtype, kept: torch.dtype, chunk_bytes: int, logits_bytes: int
 ) -> torch.dtype:
     """The dtype in which the weight's gradient is summed over chunks; ``kept`` is that in which it is kept."""
     if dtype != torch.bfloat16 or kept == torch.float32:
@@ -352,7 +353,7 @@ def chunk_tokens(num_tokens: int, chunk_bytes: int, token_bytes: int) -> int:
     return triton.cdiv(triton.cdiv(num_tokens, num_chunks), CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
 
 
-def _add_product(total: torch.Tensor, grad_logits: torch.Tensor, rows: torch.Tensor, is_first: bool) -> None:
+def _add_product(total: Tensor, grad_logits: Tensor, rows: Tensor, is_first: bool) -> None:
     """total (V, d) (+)= grad_logits (N, V)^T rows (N, d), added up in the dtype of ``total``."""
     beta = 0 if is_first else 1
     if total.dtype == rows.dtype:
@@ -365,8 +366,8 @@ def _add_product(total: torch.Tensor, grad_logits: torch.Tensor, rows: torch.Ten
 
 
 def launch_forward(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *arguments: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden: Tensor, weight: Tensor, targets: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, logsumexp, gradients of hidden and weight (empty where not needed), and what these still lack as a factor.
 
     The factor is empty if it is 1. Of float16, which could not hold gradients that small, it is 1 over the number of
@@ -469,7 +470,7 @@ def launch_forward(
     return loss, logsumexp.view(hidden.shape[:-1]), grad_hidden, grad_weight, factor
 
 
-def launch_scale(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype, overwrite: bool) -> torch.Tensor:
+def launch_scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensor:
     """``factor`` times the gradient in ``dtype``, in its own memory where that is allowed and possible."""
     overwrite = overwrite and gradient.dtype == dtype
     output = gradient if overwrite else torch.empty_like(gradient, dtype=dtype)
@@ -490,8 +491,8 @@ def launch_scale(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtyp
 
 
 def _fake_forward(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *arguments: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    hidden: Tensor, weight: Tensor, targets: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = LossOptions(*arguments)
     check_arguments(hidden, weight, targets, options)
     kept, makes_gradients = kept_dtype(weight.dtype, options.dtype, options.gradient_dtype), not options.is_deferred
@@ -517,7 +518,7 @@ _operator = define_operator(
 )
 
 
-def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     hidden, weight, targets, *arguments = inputs
     options = LossOptions(*arguments)
     ctx.hidden_shape, ctx.gradient_dtype = hidden.shape, options.gradient_dtype or weight.dtype
@@ -528,9 +529,7 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]
         ctx.save_for_backward(*output[2:])
 
 
-def _gradients(
-    ctx: Any, grad_loss: torch.Tensor, compute: Callable
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
+def _gradients(ctx: Any, grad_loss: Tensor, compute: Callable) -> tuple[Tensor, Tensor, Tensor | None, bool]:
     """Return gradients of hidden and weight, the factor that they lack, and whether nobody else holds them."""
     if not ctx.options.is_deferred:
         grad_hidden, grad_weight, factor = ctx.saved_tensors
@@ -543,7 +542,7 @@ def _gradients(
     return grad_hidden, grad_weight, factor if factor.numel() else None, True
 
 
-def _differentiate(ctx: Any, grad_loss: torch.Tensor, *others: Any) -> tuple:
+def _differentiate(ctx: Any, grad_loss: Tensor, *others: Any) -> tuple:
     """For compilers, which write no memory that they keep for backward."""
     grad_hidden, grad_weight, factor, _ = _gradients(ctx, grad_loss, _operator)
     if factor is not None:
@@ -573,9 +572,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
         compute = _operator if needs_operators(hidden) else launch_forward
         output = compute(hidden, weight, targets, *options)
         _save_for_backward(ctx, (hidden, weight, targets, *options), output)
@@ -585,7 +582,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         if needs_operators(grad_loss):
             return _differentiate(ctx, grad_loss)
         grad_hidden, grad_weight, factor, overwrite = _gradients(ctx, grad_loss, launch_forward)
@@ -601,20 +598,20 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
     softcap: float | None = None,
-    class_weight: torch.Tensor | None = None,
+    class_weight: Tensor | None = None,
     return_logsumexp: bool = False,
-    copy: torch.Tensor | None = None,
+    copy: Tensor | None = None,
     gradient_dtype: torch.dtype | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Cross-entropy of the logits ``hidden @ weight.T``, and the gradients of both, without keeping the logits.
 
     With x the logits of a token, t its target, L = logsumexp(x) and w the class weights, the token's loss in nats is
@@ -691,18 +688,18 @@ def linear_cross_entropy(
 
 
 def reference_linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
     softcap: float | None = None,
-    class_weight: torch.Tensor | None = None,
+    class_weight: Tensor | None = None,
     return_logsumexp: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """The same in plain PyTorch, with all logits at once, for any dtypes: the ground truth of the tests."""
     logits = functional.linear(hidden, weight).reshape(-1, len(weight))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from cs336sys.errors import CapabilityError
@@ -36,18 +37,18 @@ def define_gradient(name: str, differentiate: Callable, save: Callable) -> None:
     torch.library.register_autograd(f"cs336sys::{name}", differentiate, setup_context=save, lib=_library)
 
 
-def needs_operators(tensor: torch.Tensor) -> bool:
+def needs_operators(tensor: Tensor) -> bool:
     """Return whether something other than the plain call wants to see the kernels: a compiler, a dispatch mode, a
     subclass.
     """
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or type(tensor) not in (Tensor, torch.nn.Parameter)
     )
 
 
-def check_tensors(function: str, kernel: object, **tensors: torch.Tensor) -> None:
+def check_tensors(function: str, kernel: object, **tensors: Tensor) -> None:
     """Check that ``kernel`` can compute ``function`` from these tensors, by name.
 
     Raises:
@@ -74,7 +75,7 @@ def check_tensors(function: str, kernel: object, **tensors: torch.Tensor) -> Non
         )
 
 
-def result_dtype(*tensors: torch.Tensor) -> torch.dtype:
+def result_dtype(*tensors: Tensor) -> torch.dtype:
     """Autocast's dtype where it is on, as what follows would cast to it anyway; else what the tensors promote to."""
     device_type = tensors[0].device.type
     if torch.is_autocast_enabled(device_type):
@@ -82,7 +83,7 @@ def result_dtype(*tensors: torch.Tensor) -> torch.dtype:
     return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
-def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+def as_rows(tensor: Tensor) -> Tensor:
     """(..., D) as (rows, D): a copy only where the leading dimensions are no single stride apart."""
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
@@ -114,7 +115,7 @@ def _partial_sums_kernel(partials_ptr, sum_ptr, num_partials, width, ROW_TILE: t
     tl.store(sum_ptr + column, tl.sum(total, axis=0, keep_dims=True), mask=column < width)
 
 
-def sum_of_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def sum_of_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums over the first dimension: (P, D) in float32, contiguous -> (D,), added in float32 and rounded to ``dtype``.
 
     ``torch.sum`` takes 10 microseconds on an H200 for 132 x 4096 and 27 for 660 x 768: with few rows, most of the time.

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import (
@@ -261,12 +262,12 @@ def backward_settings(width: int, element_bytes: int) -> RMSNormSettings:
     return RMSNormSettings(row_tile, column_tile, num_warps, programs, stages=1 + min(stages - 1, affordable))
 
 
-def _num_programs(rows: torch.Tensor, settings: RMSNormSettings) -> int:
+def _num_programs(rows: Tensor, settings: RMSNormSettings) -> int:
     num_tiles = triton.cdiv(len(rows), settings.row_tile)
     return min(num_tiles, settings.programs * num_multiprocessors(rows.device))
 
 
-def _check_norm_shapes(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> None:
+def _check_norm_shapes(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"x (..., d) needs a weight of shape (d,), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if residual is not None and residual.shape != x.shape:
@@ -274,8 +275,8 @@ def _check_norm_shapes(x: torch.Tensor, weight: torch.Tensor, residual: torch.Te
 
 
 def empty_results(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     _check_norm_shapes(x, weight, residual)
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if residual is None:
@@ -286,8 +287,8 @@ def empty_results(
 
 
 def launch_forward(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """y, x + residual (empty where there is no residual), and 1 / rms of each row in float32."""
     y, total, inverse_rms = empty_results(x, weight, residual, eps, dtype)
     tensors = {"x": x, "weight": weight} | ({} if residual is None else {"residual": residual})
@@ -322,14 +323,14 @@ def launch_forward(
 
 
 def empty_grads(
-    grad_y: torch.Tensor,
-    grad_total: torch.Tensor | None,
-    total: torch.Tensor,
-    weight: torch.Tensor,
-    inverse_rms: torch.Tensor,
+    grad_y: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    inverse_rms: Tensor,
     x_dtype: torch.dtype,
     residual_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     grad_x = torch.empty(total.shape, dtype=x_dtype, device=total.device)
     if residual_dtype is None or residual_dtype == x_dtype:
         grad_residual = torch.empty(0, dtype=x_dtype, device=total.device)
@@ -339,14 +340,14 @@ def empty_grads(
 
 
 def launch_backward(
-    grad_y: torch.Tensor,
-    grad_total: torch.Tensor | None,
-    total: torch.Tensor,
-    weight: torch.Tensor,
-    inverse_rms: torch.Tensor,
+    grad_y: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    inverse_rms: Tensor,
     x_dtype: torch.dtype,
     residual_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, of the residual (empty unless its dtype is another than x's) and of the weight."""
     grad_x, grad_residual, grad_weight = empty_grads(
         grad_y, grad_total, total, weight, inverse_rms, x_dtype, residual_dtype
@@ -403,7 +404,7 @@ _backward_operator = define_operator(
 )
 
 
-def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, weight, residual, *_ = inputs
     _, total, inverse_rms = output
     ctx.dtypes = x.dtype, None if residual is None else residual.dtype
@@ -411,7 +412,7 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torc
     ctx.save_for_backward(x if residual is None else total, weight, inverse_rms)
 
 
-def _differentiate(ctx: Any, grad_y: torch.Tensor, grad_total: torch.Tensor | None = None, *_) -> tuple:
+def _differentiate(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None, *_) -> tuple:
     total, weight, inverse_rms = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes
     if residual_dtype is None and not ctx.returns_x:
@@ -433,14 +434,8 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        residual: torch.Tensor | None,
-        eps: float,
-        dtype: torch.dtype,
-        returns_x: bool,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, dtype: torch.dtype, returns_x: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
         y, total, inverse_rms = launch_forward(x, weight, residual, eps, dtype)
         _save_for_backward(ctx, (x, weight, residual), (y, total, inverse_rms))
         ctx.returns_x = returns_x
@@ -450,18 +445,13 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: torch.Tensor, grad_total: torch.Tensor | None = None) -> tuple:
+    def backward(ctx: Any, grad_y: Tensor, grad_total: Tensor | None = None) -> tuple:
         return *_differentiate(ctx, grad_y, grad_total), None
 
 
 def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-5,
-    residual: torch.Tensor | None = None,
-    *,
-    returns_x: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, eps: float = 1e-5, residual: Tensor | None = None, *, returns_x: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (https://arxiv.org/abs/1910.07467, eq. 4).
 
     With a residual the sum x + residual takes the place of x and is returned, too. Arithmetic is in float32, forward
@@ -499,8 +489,8 @@ def rms_norm(
 
 
 def reference_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, residual: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, weight: Tensor, eps: float = 1e-5, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     """The same in PyTorch, for any dtypes, half precision in float32: the ground truth of the tests."""
     total = x if residual is None else x + residual
     wide = total.to(torch.promote_types(total.dtype, torch.float32))

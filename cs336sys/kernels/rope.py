@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import (
@@ -191,7 +192,7 @@ MIN_PROGRAMS = 12
 
 
 @functools.lru_cache(maxsize=32)
-def _frequencies(dim: int, theta: float, inverse: bool, device: torch.device) -> torch.Tensor:
+def _frequencies(dim: int, theta: float, inverse: bool, device: torch.device) -> Tensor:
     """theta^(-2i / dim) / (2 pi) for each pair i: what a position adds to the angle, in units of 2^-64 turns."""
     turns = (math.fmod(theta ** (-2 * pair / dim) / (2 * math.pi), 1) for pair in range(dim // 2))
     # A fraction of more than a half is a negative int64.
@@ -226,7 +227,7 @@ def _tiling(batches: int, heads: Sequence[int], num_rows: int, dim: int, device:
     return Tiling(tiles, triton.cdiv(max(heads), in_group), in_group, row_tile, half_tile)
 
 
-def _rotate(x: torch.Tensor, y: torch.Tensor, positions: torch.Tensor | None, theta: float, inverse: bool) -> None:
+def _rotate(x: Tensor, y: Tensor, positions: Tensor | None, theta: float, inverse: bool) -> None:
     """Writes x (..., S, D), rotated, to y of the same shape and any strides; ``positions`` broadcast to (..., S)."""
     if x.numel() == 0:
         return
@@ -258,13 +259,7 @@ def _rotate(x: torch.Tensor, y: torch.Tensor, positions: torch.Tensor | None, th
         )
 
 
-def _rotate_qkv(
-    qkv: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-    positions: torch.Tensor | None,
-    theta: float,
-    backward: bool,
-) -> None:
+def _rotate_qkv(qkv: Tensor, parts: Sequence[Tensor], positions: Tensor | None, theta: float, backward: bool) -> None:
     """Writes query, key and value (..., H, S, D) from qkv (..., S, all heads x D), or qkv from their gradients.
 
     ``positions`` broadcast to (..., S). What is written is a view of four dimensions whatever its strides are.
@@ -303,7 +298,7 @@ def _rotate_qkv(
         )
 
 
-def _check_positions(positions: torch.Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+def _check_positions(positions: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
     if positions is None:
         return
     if positions.dtype not in (torch.int32, torch.int64):
@@ -317,7 +312,7 @@ def _check_positions(positions: torch.Tensor | None, shape: tuple[int, ...], dev
         raise ValueError(f"positions of shape {tuple(positions.shape)} do not broadcast to {tuple(shape)}")
 
 
-def _check_inputs(x: torch.Tensor, positions: torch.Tensor | None, theta: float) -> None:
+def _check_inputs(x: Tensor, positions: Tensor | None, theta: float) -> None:
     if x.dim() < 2 or x.shape[-1] % 2 or x.shape[-1] == 0:
         raise ValueError(f"rope rotates pairs of x (..., S, D) with D even, got x of shape {tuple(x.shape)}")
     _check_theta(theta)
@@ -330,13 +325,8 @@ def _check_theta(theta: float) -> None:
 
 
 def empty_rotated(
-    x: torch.Tensor,
-    positions: torch.Tensor | None,
-    theta: float,
-    inverse: bool,
-    strides: Sequence[int] | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    x: Tensor, positions: Tensor | None, theta: float, inverse: bool, strides: Sequence[int] | None, dtype: torch.dtype
+) -> Tensor:
     _check_inputs(x, positions, theta)
     if strides is None:
         # With more dimensions the kernel could not address every order of them.
@@ -345,13 +335,8 @@ def empty_rotated(
 
 
 def compute(
-    x: torch.Tensor,
-    positions: torch.Tensor | None,
-    theta: float,
-    inverse: bool,
-    strides: Sequence[int] | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    x: Tensor, positions: Tensor | None, theta: float, inverse: bool, strides: Sequence[int] | None, dtype: torch.dtype
+) -> Tensor:
     """x rotated, or with ``inverse`` rotated back, with these strides, or those of x where it is dense."""
     y = empty_rotated(x, positions, theta, inverse, strides, dtype)
     check_tensors("rope", rope_kernel, x=x)
@@ -359,7 +344,7 @@ def compute(
     return y
 
 
-def _check_qkv(qkv: torch.Tensor, positions: torch.Tensor | None, num_heads: int, num_key_value_heads: int) -> int:
+def _check_qkv(qkv: Tensor, positions: Tensor | None, num_heads: int, num_key_value_heads: int) -> int:
     """The head dimension."""
     if num_heads < 1 or num_key_value_heads < 1:
         raise ValueError(f"num_heads {num_heads}, num_key_value_heads {num_key_value_heads}: must be at least 1")
@@ -373,13 +358,8 @@ def _check_qkv(qkv: torch.Tensor, positions: torch.Tensor | None, num_heads: int
 
 
 def empty_qkv(
-    qkv: torch.Tensor,
-    positions: torch.Tensor | None,
-    num_heads: int,
-    num_key_value_heads: int,
-    theta: float,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    qkv: Tensor, positions: Tensor | None, num_heads: int, num_key_value_heads: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     head_dim = _check_qkv(qkv, positions, num_heads, num_key_value_heads)
     _check_theta(theta)
     query, key, value = (
@@ -390,13 +370,8 @@ def empty_qkv(
 
 
 def compute_qkv(
-    qkv: torch.Tensor,
-    positions: torch.Tensor | None,
-    num_heads: int,
-    num_key_value_heads: int,
-    theta: float,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    qkv: Tensor, positions: Tensor | None, num_heads: int, num_key_value_heads: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     results = empty_qkv(qkv, positions, num_heads, num_key_value_heads, theta, dtype)
     check_tensors("rope_qkv", rope_qkv_kernel, qkv=qkv)
     _rotate_qkv(qkv, results, positions, theta, backward=False)
@@ -404,26 +379,16 @@ def compute_qkv(
 
 
 def empty_grad_qkv(
-    grad_query: torch.Tensor,
-    grad_key: torch.Tensor,
-    grad_value: torch.Tensor,
-    positions: torch.Tensor | None,
-    theta: float,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, positions: Tensor | None, theta: float, dtype: torch.dtype
+) -> Tensor:
     *leading, num_heads, length, head_dim = grad_query.shape
     width = (num_heads + 2 * grad_key.shape[-3]) * head_dim
     return torch.empty((*leading, length, width), dtype=dtype, device=grad_query.device)
 
 
 def compute_grad_qkv(
-    grad_query: torch.Tensor,
-    grad_key: torch.Tensor,
-    grad_value: torch.Tensor,
-    positions: torch.Tensor | None,
-    theta: float,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, positions: Tensor | None, theta: float, dtype: torch.dtype
+) -> Tensor:
     grad_qkv = empty_grad_qkv(grad_query, grad_key, grad_value, positions, theta, dtype)
     _rotate_qkv(grad_qkv, (grad_query, grad_key, grad_value), positions, theta, backward=True)
     return grad_qkv
@@ -436,13 +401,13 @@ _operator = define_operator(
 )
 
 
-def _save_for_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, positions, ctx.theta, ctx.inverse, *_ = inputs
     ctx.dtype, ctx.strides = x.dtype, output.stride()
     ctx.save_for_backward(positions)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple:
+def _differentiate(ctx: Any, grad: Tensor) -> tuple:
     (positions,) = ctx.saved_tensors
     rotate = _operator if needs_operators(grad) else Rope.apply
     # The transposed rotation is the rotation back; written as x was, so that a projection's gradient is contiguous.
@@ -459,23 +424,23 @@ class Rope(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        positions: torch.Tensor | None,
+        x: Tensor,
+        positions: Tensor | None,
         theta: float,
         inverse: bool,
         strides: tuple[int, ...] | None,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         y = compute(x, positions, theta, inverse, strides, dtype)
         _save_for_backward(ctx, (x, positions, theta, inverse), y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+    def backward(ctx: Any, grad: Tensor) -> tuple:
         return _differentiate(ctx, grad)
 
 
-def rope(x: torch.Tensor, positions: torch.Tensor | None = None, *, theta: float = 10_000.0) -> torch.Tensor:
+def rope(x: Tensor, positions: Tensor | None = None, *, theta: float = 10_000.0) -> Tensor:
     """Rotates the pair ``(x[2i], x[2i + 1])`` at position p by the angle ``p theta^(-2i / D)``.
 
     RoFormer (https://arxiv.org/abs/2104.09864), eq. 34, with neighbours as pairs. Angles are exact to float32 at any
@@ -515,13 +480,13 @@ _grad_qkv_operator = define_operator(
 )
 
 
-def _save_qkv_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
+def _save_qkv_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     qkv, positions, _, _, ctx.theta, _ = inputs
     ctx.dtype = qkv.dtype
     ctx.save_for_backward(positions)
 
 
-def _differentiate_qkv(ctx: Any, grad_query: torch.Tensor, grad_key: torch.Tensor, grad_value: torch.Tensor) -> tuple:
+def _differentiate_qkv(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple:
     (positions,) = ctx.saved_tensors
     backward = _grad_qkv_operator if needs_operators(grad_query) else compute_grad_qkv
     grad_qkv = backward(grad_query, grad_key, grad_value, positions, ctx.theta, ctx.dtype)
@@ -535,25 +500,25 @@ class RopeQKV(torch.autograd.Function):
     """``RopeQKV.apply(qkv, positions, heads, key and value heads, theta, dtype)``; see :func:`rope_qkv`."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         results = compute_qkv(*arguments)
         _save_qkv_for_backward(ctx, arguments, results)
         return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
         return _differentiate_qkv(ctx, *grads)
 
 
 def rope_qkv(
-    qkv: torch.Tensor,
+    qkv: Tensor,
     num_heads: int,
     num_key_value_heads: int | None = None,
-    positions: torch.Tensor | None = None,
+    positions: Tensor | None = None,
     *,
     theta: float = 10_000.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Query and key, rotated by :func:`rope`, and value, out of one fused projection and each in memory of its own.
 
     The backward pass writes the projection's whole gradient at once, which slicing it would add up from three.
@@ -581,7 +546,7 @@ def rope_qkv(
     return split(qkv, positions, num_heads, num_key_value_heads, theta, result_dtype(qkv))
 
 
-def reference_rope(x: torch.Tensor, positions: torch.Tensor | None = None, *, theta: float = 10_000.0) -> torch.Tensor:
+def reference_rope(x: Tensor, positions: Tensor | None = None, *, theta: float = 10_000.0) -> Tensor:
     """:func:`~cs336sys.kernels.rope.rope` in PyTorch, with angles in float64: the ground truth of the tests."""
     wide = torch.promote_types(x.dtype, torch.float32)
     if positions is None:

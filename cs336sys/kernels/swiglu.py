@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.linear import weight_gradient
@@ -83,14 +84,14 @@ def _swiglu_backward_kernel(
         tl.store(product_ptr + row * num_columns + column, silu * up, mask=mask)
 
 
-def _as_matrices(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _as_matrices(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Views of equally shaped tensors as rows and columns: one row where all are contiguous."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return tuple(tensor.view(1, -1) for tensor in tensors)
     return tuple(as_rows(tensor) for tensor in tensors)
 
 
-def _swiglu_tiling(matrix: torch.Tensor) -> tuple[int, dict[str, int]]:
+def _swiglu_tiling(matrix: Tensor) -> tuple[int, dict[str, int]]:
     """Programs and constants of a launch over a matrix."""
     num_rows, num_columns = matrix.shape
     column_tile = min(triton.next_power_of_2(num_columns), TILE)
@@ -99,19 +100,19 @@ def _swiglu_tiling(matrix: torch.Tensor) -> tuple[int, dict[str, int]]:
     return num_programs, {"ROW_TILE": row_tile, "COLUMN_TILE": column_tile, "num_warps": NUM_WARPS}
 
 
-def _check_gate_and_up(gate: torch.Tensor, up: torch.Tensor) -> None:
+def _check_gate_and_up(gate: Tensor, up: Tensor) -> None:
     if gate.dim() == 0 or gate.shape != up.shape:
         raise ValueError(
             f"gate and up must have the same shape (..., d), got {tuple(gate.shape)} and {tuple(up.shape)}"
         )
 
 
-def _empty_product(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _empty_product(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     _check_gate_and_up(gate, up)
     return torch.empty(gate.shape, dtype=dtype, device=gate.device)
 
 
-def _forward(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _forward(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     product = _empty_product(gate, up, dtype)
     check_tensors("swiglu", _swiglu_forward_kernel, gate=gate, up=up)
     if product.numel() == 0:
@@ -123,16 +124,12 @@ def _forward(gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.
     return product
 
 
-def _empty_grads(
-    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, recomputes: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _empty_grads(gate: Tensor, up: Tensor, grad: Tensor, recomputes: bool) -> tuple[Tensor, Tensor, Tensor]:
     grad_gate, grad_up = (torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in (gate, up))
     return grad_gate, grad_up, torch.empty(gate.shape if recomputes else 0, dtype=grad.dtype, device=gate.device)
 
 
-def _backward(
-    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, recomputes: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _backward(gate: Tensor, up: Tensor, grad: Tensor, recomputes: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of gate and up, and the product in the dtype of ``grad``, empty unless it was asked for."""
     grad_gate, grad_up, product = _empty_grads(gate, up, grad, recomputes)
     gate, up, grad = _as_matrices(gate, up, grad)
@@ -141,12 +138,12 @@ def _backward(
 
 
 def _launch_backward(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    grad: torch.Tensor,
-    grad_gate: torch.Tensor,
-    grad_up: torch.Tensor,
-    product: torch.Tensor,
+    gate: Tensor,
+    up: Tensor,
+    grad: Tensor,
+    grad_gate: Tensor,
+    grad_up: Tensor,
+    product: Tensor,
     grad_inputs_row_stride: int,
 ) -> None:
     """Launch on matrices; the product is written if it has elements."""
@@ -171,13 +168,13 @@ def _launch_backward(
         )
 
 
-def _empty_grad_of_pair(gate_up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_grad_of_pair(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device), torch.empty(
         grad.shape, dtype=grad.dtype, device=grad.device
     )
 
 
-def _backward_of_pair(gate_up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _backward_of_pair(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of (..., gate and up side by side), likewise, and the product in the dtype of ``grad``."""
     grad_gate_up, product = _empty_grad_of_pair(gate_up, grad)
     rows = as_rows(gate_up)
@@ -200,11 +197,11 @@ _pair_backward_operator = define_operator(
 )
 
 
-def _save_for_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple:
+def _differentiate(ctx: Any, grad: Tensor) -> tuple:
     gate, up = ctx.saved_tensors
     backward = _backward_operator if needs_operators(grad) else _backward
     grad_gate, grad_up, _ = backward(gate, up, grad, False)
@@ -218,17 +215,17 @@ class SwiGLU(torch.autograd.Function):
     """``SwiGLU.apply(gate, up, dtype of the product)``; see :func:`swiglu`."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(gate, up)
         return _forward(gate, up, dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+    def backward(ctx: Any, grad: Tensor) -> tuple:
         return _differentiate(ctx, grad)
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` (https://arxiv.org/abs/2002.05202, eq. 6), with silu(x) = x sigmoid(x).
 
     Keeps its two inputs for the backward pass, which computes both gradients at once; arithmetic is in float32.
@@ -251,7 +248,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _forward_operator(gate, up, dtype) if needs_operators(gate) else SwiGLU.apply(gate, up, dtype)
 
 
-def _project(gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _project(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     if weight.dim() != 2 or weight.shape[1:] != gate.shape[-1:]:
         raise ValueError(
             f"gate (..., d) needs a weight of shape (d_out, d), got {tuple(gate.shape)} and {tuple(weight.shape)}"
@@ -264,9 +261,7 @@ class SwiGLULinearOfCopy(torch.autograd.Function):
     """``SwiGLULinearOfCopy.apply(gate_up, copy, gradient_dtype, weight)``; see :func:`swiglu_linear_of_copy`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, gate_up: torch.Tensor, copy: torch.Tensor, gradient_dtype: torch.dtype, weight: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, gate_up: Tensor, copy: Tensor, gradient_dtype: torch.dtype, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, copy)
         ctx.dtype = gradient_dtype
         gate, up = gate_up.chunk(2, -1)
@@ -274,7 +269,7 @@ class SwiGLULinearOfCopy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+    def backward(ctx: Any, grad: Tensor) -> tuple:
         gate_up, copy = ctx.saved_tensors
         backward = _pair_backward_operator if needs_operators(grad) else _backward_of_pair
         grad_gate_up, product = backward(gate_up, grad @ copy)
@@ -282,8 +277,8 @@ class SwiGLULinearOfCopy(torch.autograd.Function):
 
 
 def swiglu_linear_of_copy(
-    gate_up: torch.Tensor, copy: torch.Tensor, weight: torch.Tensor, gradient_dtype: torch.dtype | None = None
-) -> torch.Tensor:
+    gate_up: Tensor, copy: Tensor, weight: Tensor, gradient_dtype: torch.dtype | None = None
+) -> Tensor:
     """Return ``swiglu(gate, up) @ copy.T``, the down projection, without keeping the product for the weight's gradient.
 
     The backward pass computes the product again while it reads gate and up anyway: 2 bytes an element more to write in
@@ -308,7 +303,7 @@ def swiglu_linear_of_copy(
         return SwiGLULinearOfCopy.apply(gate_up, copy, gradient_dtype or weight.dtype, weight)
 
 
-def reference_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def reference_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """The same as :func:`swiglu` in PyTorch, half precision in float32: the ground truth of the tests."""
     dtype = torch.promote_types(gate.dtype, up.dtype)
     wide = torch.promote_types(dtype, torch.float32)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import as_rows, check_tensors, sum_of_partials
@@ -95,7 +96,7 @@ def _weighted_sum_backward_kernel(
     tl.store(partial_grad_weight_ptr + strip * num_columns + column, tl.sum(grad_weight, axis=0), mask=column_mask)
 
 
-def _check_weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> None:
+def _check_weighted_sum(x: Tensor, weight: Tensor) -> None:
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"x (..., D) needs a weight of shape (D,), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if x.dtype != weight.dtype:
@@ -103,7 +104,7 @@ def _check_weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> None:
     check_tensors("weighted_sum", _weighted_sum_forward_kernel, x=x, weight=weight)
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _forward(x: Tensor, weight: Tensor) -> Tensor:
     _check_weighted_sum(x, weight)
     num_columns = x.shape[-1]
     rows = as_rows(x)
@@ -123,7 +124,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def _backward(x: torch.Tensor, weight: torch.Tensor, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _backward(x: Tensor, weight: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor]:
     num_columns = x.shape[-1]
     rows = as_rows(x)
     grad_output = grad_output.reshape(len(rows))
@@ -160,18 +161,18 @@ class WeightedSum(torch.autograd.Function):
     """``WeightedSum.apply(x, weight)``; see :func:`weighted_sum`."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return _forward(x, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return _backward(x, weight, grad_output)
 
 
-def weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
     """Sums the last dimension of ``x`` with ``weight``: f(x, w)[...] = sum_d w[d] x[..., d].
 
     Sums are in float32, forward and backward. Differentiable once, in ``x`` and ``weight``.
@@ -191,6 +192,6 @@ def weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return WeightedSum.apply(x, weight)
 
 
-def reference_weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def reference_weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
     """The same in one line of PyTorch, (..., D) and (D,) -> (...), for any dtypes: the ground truth of the tests."""
     return (x * weight).sum(dim=-1)

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # Rows of the table and sums of squares that the preparing program takes at once.
 ROW_TILE = 512
@@ -217,13 +217,7 @@ def _sum_of_squares(
 
 @triton.jit
 def adamw_norm_kernel(
-    rows_ptr,
-    chunks_ptr,
-    sums_ptr,
-    first_chunk,
-    GRADIENT_DTYPE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILE: tl.constexpr,
+    rows_ptr, chunks_ptr, sums_ptr, first_chunk, GRADIENT_DTYPE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr
 ):
     """Each program sums the squares of one chunk of one gradient."""
     chunk = first_chunk + tl.program_id(0)
@@ -296,17 +290,17 @@ CHUNK = 65536 if INTERPRETED else 4096
 
 
 def reference_adamw(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
     step: int,
     *,
     lr: float = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.01,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Step number ``step`` (the first is 1) of one parameter in plain PyTorch, as ``torch.optim.AdamW`` takes it.
 
     All tensors have one shape and dtype, any; returns the new parameter and moments.

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from cs336sys.kernels.adamw import kernels
@@ -81,7 +82,7 @@ class AdamW(torch.optim.Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | torch.Tensor = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -103,8 +104,8 @@ class AdamW(torch.optim.Optimizer):
     def _forget(self) -> None:
         self._rest = ParameterSet([])
         self._in_backward: list[ParameterSet] = []
-        self._clip: torch.Tensor | None = None
-        self._copies: dict[torch.Tensor, torch.Tensor] = {}
+        self._clip: Tensor | None = None
+        self._copies: dict[Tensor, Tensor] = {}
 
     def __getstate__(self) -> dict:
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "state_dtype": self.state_dtype}
@@ -118,7 +119,7 @@ class AdamW(torch.optim.Optimizer):
         settings = {**self.defaults, **param_group}
         for name in ("lr", "eps", "weight_decay"):
             value = settings[name]
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 if name != "lr" or value.numel() != 1:
                     raise ValueError(f"AdamW: {name} is a tensor of shape {tuple(value.shape)}, but must be a number")
             elif not value >= 0:
@@ -142,7 +143,7 @@ class AdamW(torch.optim.Optimizer):
                 self.param_groups.pop()
                 raise
 
-    def _check_parameter(self, parameter: torch.Tensor) -> None:
+    def _check_parameter(self, parameter: Tensor) -> None:
         if parameter.dtype not in TRITON_DTYPES:
             raise TypeError(
                 f"AdamW: dtype {parameter.dtype} is not supported: it takes {', '.join(map(str, TRITON_DTYPES))}"
@@ -163,7 +164,7 @@ class AdamW(torch.optim.Optimizer):
             )
 
     @property
-    def grad_norm(self) -> torch.Tensor:
+    def grad_norm(self) -> Tensor:
         """The L2 norm of all gradients of the last step before clipping, a float32 scalar on the device.
 
         Raises:
@@ -173,7 +174,7 @@ class AdamW(torch.optim.Optimizer):
             raise RuntimeError("AdamW: the norm of the gradients is known after a step with max_grad_norm")
         return self._clip[0]
 
-    def attach_copy(self, parameter: torch.Tensor, copy: torch.Tensor) -> None:
+    def attach_copy(self, parameter: Tensor, copy: Tensor) -> None:
         """Writes ``copy`` now and in every step: the float32 ``parameter`` in float16 or bfloat16.
 
         Raises:
@@ -205,7 +206,7 @@ class AdamW(torch.optim.Optimizer):
             copy.copy_(parameter)
 
     @torch.no_grad()
-    def float32_weight(self, parameter: torch.Tensor) -> torch.Tensor:
+    def float32_weight(self, parameter: Tensor) -> Tensor:
         """The weight as steps update it: a parameter of 16 bits with what the state keeps next to it, else itself."""
         state = self.state.get(parameter, {})
         if "low_bits" in state:
@@ -244,7 +245,7 @@ class AdamW(torch.optim.Optimizer):
         """To enter around the capture of CUDA graphs that hold steps: else every replay copies tables to the device."""
         return tables_after_capture()
 
-    def update_in_backward(self, groups: Sequence[Sequence[torch.Tensor]], depth: int) -> Callable[[], None]:
+    def update_in_backward(self, groups: Sequence[Sequence[Tensor]], depth: int) -> Callable[[], None]:
         """From now on the backward pass updates parameters: each group as soon as all in it have gradients.
 
         These are dropped then. :meth:`step` updates all other parameters. Gradients of several backward passes cannot
@@ -344,12 +345,12 @@ class AdamW(torch.optim.Optimizer):
             signature.append(
                 (
                     parameter.data_ptr(), gradient.data_ptr(), gradient.dtype, parameter.numel(),
-                    *[tensor.data_ptr() for tensor in state.values() if isinstance(tensor, torch.Tensor)],
+                    *[tensor.data_ptr() for tensor in state.values() if isinstance(tensor, Tensor)],
                 )
             )  # fmt: skip
         return signature if any(signature) else []
 
-    def _describe(self, parameter: torch.Tensor, number: int, group: int) -> Update:
+    def _describe(self, parameter: Tensor, number: int, group: int) -> Update:
         gradient = parameter.grad
         assert gradient is not None
         if gradient.layout != torch.strided:
@@ -383,7 +384,7 @@ class AdamW(torch.optim.Optimizer):
     def _moment_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.state_dtype == "bf16" else torch.float32
 
-    def _kept_state(self, parameter: torch.Tensor) -> str | None:
+    def _kept_state(self, parameter: Tensor) -> str | None:
         """Return the part of a weight's state that its parameter cannot hold."""
         if parameter.dtype == torch.float32:
             return None
@@ -391,7 +392,7 @@ class AdamW(torch.optim.Optimizer):
             return "master"
         return "low_bits" if self.state_dtype == "split" else None
 
-    def _initial_state(self, parameter: torch.Tensor, saved: dict | None = None) -> dict:
+    def _initial_state(self, parameter: Tensor, saved: dict | None = None) -> dict:
         """Make the state of a first step, or the ``saved`` one, whose dtypes and devices may differ."""
         saved = saved or {}
         state = {
@@ -432,7 +433,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _update_if_complete(
-    optimizer: weakref.ref[AdamW], part: weakref.ref[ParameterSet], side_stream: SideStream, _: torch.Tensor
+    optimizer: weakref.ref[AdamW], part: weakref.ref[ParameterSet], side_stream: SideStream, _: Tensor
 ) -> None:
     owner, complete = optimizer(), part()
     if owner is not None and complete is not None:
@@ -440,15 +441,15 @@ def _update_if_complete(
 
 
 def _check_betas(betas: tuple[float, float]) -> None:
-    if any(isinstance(beta, torch.Tensor) for beta in betas):
+    if any(isinstance(beta, Tensor) for beta in betas):
         raise ValueError(f"AdamW: betas are {betas}, but must be two numbers: choose beta.item() of a tensor")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"AdamW: betas are {betas}, but must be two numbers, each at least 0 and below 1")
 
 
-def _group_settings(group: dict) -> list[float | torch.Tensor]:
+def _group_settings(group: dict) -> list[float | Tensor]:
     """As ``kernels.SETTINGS``; a learning rate on the device stays there."""
     lr = group["lr"]
-    if isinstance(lr, torch.Tensor) and not lr.is_cuda:
+    if isinstance(lr, Tensor) and not lr.is_cuda:
         lr = lr.item()
     return [lr, *group["betas"], group["eps"], group["weight_decay"]]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from cs336sys.kernels.adamw import kernels
 
@@ -48,12 +49,12 @@ class Update(NamedTuple):
     """One parameter's tensors, all dense with the same strides, its place in the optimizer, and its group's."""
 
     variant: Variant
-    weight: torch.Tensor
-    gradient: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    other: torch.Tensor | None
-    step: torch.Tensor
+    weight: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    other: Tensor | None
+    step: Tensor
     number: int
     group: int
 
@@ -80,7 +81,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 # Device memory and what is to be copied there when a capture has ended; None outside of `tables_after_capture`.
-_pending: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+_pending: list[tuple[Tensor, Tensor]] | None = None
 
 
 @contextlib.contextmanager
@@ -90,7 +91,7 @@ def tables_after_capture() -> Iterator[None]:
     Else every replay copies it anew: of a step of 5 ms (``small`` on an H200) 16 us.
     """
     global _pending
-    pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+    pending: list[tuple[Tensor, Tensor]] = []
     _pending = pending
     try:
         yield
@@ -111,10 +112,10 @@ class Uploader:
     def __init__(self, device: torch.device):
         self._device = device
         # Pinned, and on the device.
-        self._spares: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._captured: list[torch.Tensor] = []
+        self._spares: dict[int, tuple[Tensor, Tensor]] = {}
+        self._captured: list[Tensor] = []
 
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+    def __call__(self, values: Tensor) -> Tensor:
         if self._device.type != "cuda":
             return values
         num_bytes = values.nbytes
@@ -184,7 +185,7 @@ class Tables:
             self._chunks, self._sizes = Chunks(sizes, self._upload, self._device), sizes
         self._rows = self._upload(torch.tensor([update.row() for update in updates]))
 
-    def step(self, settings: list[list[float | torch.Tensor]], max_norm: float | None) -> torch.Tensor:
+    def step(self, settings: list[list[float | Tensor]], max_norm: float | None) -> Tensor:
         """Updates all parameters.
 
         Args:
@@ -203,14 +204,14 @@ class Tables:
             self._captured.append((self._chunks, self._rows, groups))
         return self._chunks.clip
 
-    def _groups_of(self, settings: list[list[float | torch.Tensor]]) -> torch.Tensor:
-        numbers = [[0.0 if isinstance(value, torch.Tensor) else float(value) for value in group] for group in settings]
+    def _groups_of(self, settings: list[list[float | Tensor]]) -> Tensor:
+        numbers = [[0.0 if isinstance(value, Tensor) else float(value) for value in group] for group in settings]
         if numbers != self._settings:
             self._setting_table = self._upload(torch.tensor(numbers, dtype=torch.float64))
             self._settings = numbers
         for group, values in enumerate(settings):
             for place, value in enumerate(values):
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, Tensor):
                     self._setting_table[group, place].copy_(value.squeeze())
         return self._setting_table
 
@@ -218,7 +219,7 @@ class Tables:
 class GroupedParameter(NamedTuple):
     """A parameter with its place in the optimizer and its group's."""
 
-    parameter: torch.Tensor
+    parameter: Tensor
     number: int
     group: int
 
@@ -232,7 +233,7 @@ class ParameterSet:
         self.described: list | None = None
 
 
-def _launch(chunks: Chunks, rows: torch.Tensor, groups: torch.Tensor, max_norm: float | None) -> None:
+def _launch(chunks: Chunks, rows: Tensor, groups: Tensor, max_norm: float | None) -> None:
     if max_norm is not None:
         for variant, first, count in chunks.launches:
             if count:

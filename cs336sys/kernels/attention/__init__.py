@@ -3,6 +3,7 @@
 from typing import Literal, overload
 
 import torch
+from torch import Tensor
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention.problem import (
@@ -41,7 +42,7 @@ if why_no_triton() is None:
 else:
     native_call = None  # type: ignore[assignment]  # it translates what Triton compiled
 
-    def triton_attention(*arguments: object) -> torch.Tensor:  # type: ignore[misc]  # whatever it is given, it refuses
+    def triton_attention(*arguments: object) -> Tensor:  # type: ignore[misc]  # whatever it is given, it refuses
         raise CapabilityError(f"implementations 'triton' and 'hopper' need {why_no_triton()}")
 
     triton_attention_backward = triton_attention  # type: ignore[assignment]  # likewise
@@ -49,9 +50,9 @@ else:
 
 @overload
 def flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     is_causal: bool = ...,
     *,
     window: int | None = ...,
@@ -61,14 +62,14 @@ def flash_attention(
     return_logsumexp: Literal[False] = ...,
     implementation: str = ...,
     float32_precision: str | None = ...,
-) -> torch.Tensor: ...
+) -> Tensor: ...
 
 
 @overload
 def flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     is_causal: bool = ...,
     *,
     window: int | None = ...,
@@ -78,13 +79,13 @@ def flash_attention(
     return_logsumexp: Literal[True],
     implementation: str = ...,
     float32_precision: str | None = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+) -> tuple[Tensor, Tensor]: ...
 
 
 def flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     is_causal: bool = False,
     *,
     window: int | None = None,
@@ -94,7 +95,7 @@ def flash_attention(
     return_logsumexp: bool = False,
     implementation: str = "auto",
     float32_precision: str | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention O = softmax(scale Q K^T) V in memory linear in the sequence, forward and backward.
 
     FlashAttention-2 (Dao, 2023; handout, section on FlashAttention-2). Differentiable once in query, key and value,
@@ -175,12 +176,12 @@ def flash_attention(
 
 
 def flash_attention_backward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    grad_out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    delta: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor,
+    logsumexp: Tensor,
+    delta: Tensor,
     is_causal: bool = False,
     *,
     window: int | None = None,
@@ -189,7 +190,7 @@ def flash_attention_backward(
     deterministic: bool = False,
     implementation: str = "auto",
     float32_precision: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients that one block of keys takes part in, where the softmax goes over more keys than these.
 
     Where the keys of a sequence are split into blocks (ring attention, Liu et al., 2023: a block on each GPU of a
@@ -253,7 +254,7 @@ def wait_until_compiled() -> None:
         native_call.library.wait()
 
 
-def _chosen_backend(implementation: str, query: torch.Tensor, float32_precision: str | None) -> str:
+def _chosen_backend(implementation: str, query: Tensor, float32_precision: str | None) -> str:
     """The implementation that is asked for; for "auto" one of the names or, for CUDA tensors, "auto" again."""
     if implementation != "auto" and implementation not in IMPLEMENTATIONS:
         names = ", ".join(("auto", *IMPLEMENTATIONS))
@@ -268,7 +269,7 @@ def _chosen_backend(implementation: str, query: torch.Tensor, float32_precision:
     return implementation
 
 
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     first = tensors[0]
     device_type = "cuda" if first.is_cuda else first.device.type  # the latter takes 0.2 us
     if not torch.is_autocast_enabled(device_type):

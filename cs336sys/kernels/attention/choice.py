@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import triton
+from torch import Tensor
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention.hopper import settings
@@ -30,7 +31,7 @@ KERNELS = ("auto", "triton", "hopper")
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 
 
-def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> None:
+def check(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
     """Refuse what no kernel computes.
 
     Raises:
@@ -59,7 +60,7 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: 
         raise CapabilityError(reason)
 
 
-def _why_unavailable(query: torch.Tensor) -> str | None:
+def _why_unavailable(query: Tensor) -> str | None:
     """One sentence why these kernels cannot run on the device and dtype of ``query``, or None if they can."""
     if not query.is_cuda:
         if INTERPRETED and query.device.type == "cpu":
@@ -77,14 +78,14 @@ def _why_unavailable(query: torch.Tensor) -> str | None:
 
 
 def _takes_hopper(
-    kernels: str, query: torch.Tensor, problem: AttentionProblem, is_faster: Callable[[AttentionProblem], bool]
+    kernels: str, query: Tensor, problem: AttentionProblem, is_faster: Callable[[AttentionProblem], bool]
 ) -> bool:
     if kernels != "auto":
         return kernels == "hopper"
     return problem.diagonal == 0 and settings.why_unavailable(query) is None and is_faster(problem)
 
 
-def forward_plan(tensors: Sequence[torch.Tensor], options: AttentionOptions) -> Plan:
+def forward_plan(tensors: Sequence[Tensor], options: AttentionOptions) -> Plan:
     """``tensors``: query, key, value and output."""
     query, key = tensors[:2]
     operands = [Operand(tensor) for tensor in tensors]
@@ -96,9 +97,7 @@ def forward_plan(tensors: Sequence[torch.Tensor], options: AttentionOptions) -> 
     return ForwardPlan(problem, operands, query.device)
 
 
-def backward_plan(
-    tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], options: AttentionOptions
-) -> BackwardPlan:
+def backward_plan(tensors: Sequence[Tensor], grads: Sequence[Tensor], options: AttentionOptions) -> BackwardPlan:
     """``tensors``: query, key, value, output and its gradient; ``grads``: those of query, key and value.
 
     In the place of the output may stand D = rowsum(dO * O), which has one dimension less.

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cs336sys.accounting.flops import attention_flops
@@ -53,7 +54,7 @@ def _number_of(options: Options) -> int:
     return number + window * len(OPTIONS) if isinstance(window, int) and window > 0 else UNKNOWN_OPTIONS
 
 
-def _kernel_view(tensor: torch.Tensor, kernels: str = "triton") -> torch.Tensor:
+def _kernel_view(tensor: Tensor, kernels: str = "triton") -> Tensor:
     """The tensor with at most four dimensions, the last contiguous, and 16-byte aligned: a copy only where needed.
 
     For "hopper" its strides must also suit TMA; "auto" leaves tensors whose strides do not to plain Triton.
@@ -66,13 +67,13 @@ def _kernel_view(tensor: torch.Tensor, kernels: str = "triton") -> torch.Tensor:
     return tensor
 
 
-def _statistic(tensor: torch.Tensor) -> torch.Tensor:
+def _statistic(tensor: Tensor) -> Tensor:
     """One number for each query as the kernels read them: contiguous, and 16-byte aligned as those of forward are."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
-def _empty_result(tensor: torch.Tensor) -> torch.Tensor:
+def _empty_result(tensor: Tensor) -> Tensor:
     """Uninitialised, with the strides of ``tensor`` where the kernels can write them."""
     if tensor.dim() <= 4 and tensor.stride(-1) == 1:
         result = torch.empty_like(tensor)
@@ -82,7 +83,7 @@ def _empty_result(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _remember(
-    signature: tuple, plan: Plan, tensors: Sequence, kernel_tensors: Sequence, results: Sequence[torch.Tensor]
+    signature: tuple, plan: Plan, tensors: Sequence, kernel_tensors: Sequence, results: Sequence[Tensor]
 ) -> None:
     """``tensors``: of the signature, inputs and results; ``kernel_tensors``: what the kernels take, these or copies."""
     if len(_plans) >= MAX_PLANS:
@@ -101,7 +102,7 @@ def forget_plans() -> None:
         _native.forget_plans()
 
 
-def _tell_native(add: str, plan: Plan, tensors: Sequence[torch.Tensor], options: Options) -> None:
+def _tell_native(add: str, plan: Plan, tensors: Sequence[Tensor], options: Options) -> None:
     """Gives the C++, once it is compiled, a direct plan that has run, for tensors such as these.
 
     ``add``: its function that takes it.
@@ -118,21 +119,19 @@ def _tell_native(add: str, plan: Plan, tensors: Sequence[torch.Tensor], options:
         getattr(_native, add)(tensors, number, native_plan)
 
 
-def _backward_of_node(*arguments: Any) -> Sequence[torch.Tensor]:
+def _backward_of_node(*arguments: Any) -> Sequence[Tensor]:
     """Serve a node of the C++ that knows no plan, or where something else has to see the kernels."""
     backward = _backward_operator if needs_operators(arguments[5]) else _compute_backward
     return backward(*arguments)
 
 
-def _empty_results(plan: Plan) -> list[torch.Tensor]:
+def _empty_results(plan: Plan) -> list[Tensor]:
     """Allocate a direct plan's results on the current GPU; torch.empty_like takes twice as long."""
     allocate = _compiled_code._empty_strided_cuda  # type: ignore[attr-defined]  # torch's stubs leave it out
     return [allocate(*layout) for layout in plan.result_layouts]
 
 
-def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Output (..., S_q, D) in the inputs' dtype and natural logsumexp (..., S_q) in float32."""
     if _native is not None:
         results = _native.forward([query, key, value], _number_of(options))
@@ -175,14 +174,8 @@ def _forward(
 
 
 def _backward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    grad_out: torch.Tensor,
-    options: Options,
-) -> Sequence[torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, grad_out: Tensor, options: Options
+) -> Sequence[Tensor]:
     """Gradients of query, key and value, in their dtype and, where possible, their strides.
 
     ``out`` may be D = rowsum(dO * O) instead, contiguous in float32, which has one dimension less.
@@ -247,22 +240,14 @@ def _define(name: str, arguments: str, results: str, function: Callable, fake: C
     return getattr(torch.ops.cs336sys, name)
 
 
-def _compute_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     out, logsumexp = _forward(query, key, value, (*AttentionOptions(*options),))
     return out, logsumexp
 
 
 def _compute_backward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    grad_out: torch.Tensor,
-    *options: Any,
-) -> tuple[torch.Tensor, ...]:
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, grad_out: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
     return tuple(_backward(query, key, value, out, logsumexp, grad_out, (*AttentionOptions(*options),)))
 
 
@@ -294,12 +279,12 @@ _backward_operator = _define(
 )
 
 
-def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     query, key, value, *ctx.options = inputs
     ctx.save_for_backward(query, key, value, *output)
 
 
-def _differentiate(ctx: Any, grad_out: torch.Tensor, grad_logsumexp: torch.Tensor) -> tuple:
+def _differentiate(ctx: Any, grad_out: Tensor, grad_logsumexp: Tensor) -> tuple:
     return *_backward_operator(*ctx.saved_tensors, grad_out, *ctx.options), *(None,) * len(ctx.options)
 
 
@@ -378,9 +363,9 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         is_causal: bool = False,
         float32_precision: str = "tf32x3",
         deterministic: bool = False,
@@ -389,7 +374,7 @@ class FlashAttentionTriton(torch.autograd.Function):
         scale: float | None = None,
         aligned_at_end: bool = False,
         return_logsumexp: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.options = is_causal, float32_precision, deterministic, kernels, window, scale, aligned_at_end
         if needs_operators(query):
             out, logsumexp = _forward_operator(query, key, value, *ctx.options)
@@ -403,7 +388,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logsumexp = ctx.saved_tensors
         if needs_operators(grad_out):
             grads = _backward_operator(query, key, value, out, logsumexp, grad_out, *ctx.options)
@@ -413,12 +398,8 @@ class FlashAttentionTriton(torch.autograd.Function):
 
 
 def triton_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    options: Options,
-    return_logsumexp: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, options: Options, return_logsumexp: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
     """As :class:`FlashAttentionTriton`, and one node of the graph under ``torch.compile``."""
     if torch.compiler.is_compiling():
         out, logsumexp = _forward_operator(query, key, value, *options)
@@ -432,14 +413,8 @@ def triton_attention(
 
 
 def triton_attention_backward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    grad_out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    delta: torch.Tensor,
-    options: Options,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, logsumexp: Tensor, delta: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`cs336sys.kernels.attention.flash_attention_backward`, whose checks it expects to be done."""
     if torch.compiler.is_compiling() or needs_operators(query):
         return _backward_operator(query, key, value, delta, logsumexp, grad_out, *options)

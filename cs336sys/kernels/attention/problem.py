@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cs336sys.errors import UsageError
 
@@ -71,7 +72,7 @@ class AttentionProblem:
         return self.num_keys if self.window is None else min(self.num_keys, self.window + query_rows - 1)
 
 
-def group_size(query: torch.Tensor, key: torch.Tensor) -> int:
+def group_size(query: Tensor, key: Tensor) -> int:
     """Return how many heads of queries share one of keys and values: all tensors without (batch, heads) have one
     each.
     """
@@ -81,7 +82,7 @@ def group_size(query: torch.Tensor, key: torch.Tensor) -> int:
 class Operand:
     """Strides by which kernels address a tensor of two to four dimensions: as (batch, head, row, element)."""
 
-    def __init__(self, tensor: torch.Tensor):
+    def __init__(self, tensor: Tensor):
         leading = (1,) * (4 - tensor.dim())
         self.shape = (*leading, *tensor.shape)
         strides = [*leading, *tensor.stride()]
@@ -95,7 +96,7 @@ class Operand:
 
 
 def make_problem(
-    query: torch.Tensor, key: torch.Tensor, operands: Sequence[Operand], options: AttentionOptions
+    query: Tensor, key: Tensor, operands: Sequence[Operand], options: AttentionOptions
 ) -> AttentionProblem:
     """The problem of these tensors; ``operands``: what the kernels would read or write by TMA if it is allowed."""
     num_sequences = math.prod(query.shape[:-2])
@@ -127,7 +128,7 @@ def make_problem(
     )
 
 
-def score_scale(query: torch.Tensor, scale: float | None) -> float:
+def score_scale(query: Tensor, scale: float | None) -> float:
     """Return what scores are multiplied by: 1 / sqrt(D) by default."""
     return 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
 
@@ -148,9 +149,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KERNEL_MAX_HEAD_DIM = 256
 
 
-def check_attention_inputs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, for_kernel: bool = True
-) -> None:
+def check_attention_inputs(query: Tensor, key: Tensor, value: Tensor, *, for_kernel: bool = True) -> None:
     """Refuses, in one sentence, tensors that are not query (..., S_q, D) and key and value (..., S_k, D).
 
     With (batch, heads) in front, keys and values may have fewer heads, a number that divides the query's. No queries
@@ -234,7 +233,7 @@ def check_mask(window: int | None, is_causal: bool, aligned_at_end: bool = False
         raise UsageError(f"window {window} needs is_causal=True: it counts the keys back from the query's own")
 
 
-def is_aligned_at_end(causal_alignment: str, is_causal: bool, query: torch.Tensor, key: torch.Tensor) -> bool:
+def is_aligned_at_end(causal_alignment: str, is_causal: bool, query: Tensor, key: Tensor) -> bool:
     """Return whether the causal mask is another than that aligned at the start.
 
     Raises:
@@ -268,9 +267,7 @@ def check_scale(scale: float | None) -> None:
         )
 
 
-def check_row_statistics(
-    query: torch.Tensor, grad_out: torch.Tensor, logsumexp: torch.Tensor, delta: torch.Tensor
-) -> None:
+def check_row_statistics(query: Tensor, grad_out: Tensor, logsumexp: Tensor, delta: Tensor) -> None:
     """Refuses, in one sentence, what is not the gradient of the query's output, or one number for each query.
 
     Raises:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from cs336sys.kernels.attention.problem import (
     check_attention_inputs,
@@ -28,7 +29,7 @@ class Scores(NamedTuple):
     window: int | None
     diagonal: int
 
-    def hide(self, scores: torch.Tensor, first_query: int, first_key: int, num_queries: int) -> None:
+    def hide(self, scores: Tensor, first_query: int, first_key: int, num_queries: int) -> None:
         """Overwrite a tile (..., G queries, keys) of scores that a query does not see, of G heads below each other."""
         if not self.is_causal:
             return
@@ -42,9 +43,9 @@ class Scores(NamedTuple):
 
 
 def describe_scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     is_causal: bool,
     window: int | None,
     scale: float | None = None,
@@ -65,8 +66,8 @@ def describe_scores(
 
 
 def plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool = False, window: int | None = None
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, window: int | None = None
+) -> Tensor:
     """Softmax attention in four steps, matmul, mask, softmax, matmul: the baseline of the benchmarks.
 
     Equations 4 to 6 of the handout, O = softmax(Q K^T / sqrt(D)) V, in the inputs' dtype. For backward, autograd keeps
@@ -94,16 +95,16 @@ def plain_attention(
 
 
 def reference_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     is_causal: bool = False,
     *,
     window: int | None = None,
     scale: float | None = None,
     causal_alignment: str = "start",
     compute_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Softmax attention with the logsumexp of its scores, differentiable by autograd any number of times.
 
     Equations 4 to 6 and 12 of the handout. A query that sees no key, or whose scores are all -inf, gives zeros,
@@ -131,7 +132,7 @@ def reference_attention(
     return _heads_apart(probabilities @ value, query.shape), _heads_apart(logsumexp, query.shape[:-1])
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, rule: Scores) -> torch.Tensor:
+def _scores(query: Tensor, key: Tensor, rule: Scores) -> Tensor:
     """scale Q K^T under its mask: (..., H, S_q, S_k), or with groups of G heads (..., H_kv, G S_q, S_k).
 
     The queries of a group stand below each other in one matrix, so that keys and values need no copies.
@@ -145,7 +146,7 @@ def _scores(query: torch.Tensor, key: torch.Tensor, rule: Scores) -> torch.Tenso
     return scores
 
 
-def _heads_apart(rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def _heads_apart(rows: Tensor, shape: torch.Size) -> Tensor:
     return rows if rows.shape == shape else rows.view(shape)
 
 
@@ -181,14 +182,12 @@ def _column_tiles(rows: slice, num_keys: int, size: int, rule: Scores) -> list[s
     return [slice(start, min(start + size, num_keys)) for start in range(first, end, size)]
 
 
-def _finite_or_zero(maximum: torch.Tensor) -> torch.Tensor:
+def _finite_or_zero(maximum: Tensor) -> Tensor:
     """Return what to subtract from scores before exp: -inf, for a row that saw only -inf, would make NaN."""
     return maximum.masked_fill(maximum == -math.inf, 0.0)
 
 
-def _tile_scores(
-    scaled_query: torch.Tensor, key: torch.Tensor, rows: slice, columns: slice, rule: Scores
-) -> torch.Tensor:
+def _tile_scores(scaled_query: Tensor, key: Tensor, rows: slice, columns: slice, rule: Scores) -> Tensor:
     """One tile of scale Q K^T, masked only if it crosses the diagonal or the far end of a window."""
     scores = _score_rows(scaled_query, rows) @ key[..., columns, :].mT
     crosses_diagonal = columns.stop - 1 > rows.start + rule.diagonal
@@ -198,7 +197,7 @@ def _tile_scores(
     return scores
 
 
-def _grouped(tensor: torch.Tensor, key: torch.Tensor, dims: int = 2) -> torch.Tensor:
+def _grouped(tensor: Tensor, key: Tensor, dims: int = 2) -> Tensor:
     """A tensor with queries in its last ``dims`` dimensions and a dimension in front for the heads that share a key's.
 
     (..., H, S_q, D) becomes (..., H_kv, H / H_kv, S_q, D): 1 head where nothing is shared.
@@ -209,14 +208,12 @@ def _grouped(tensor: torch.Tensor, key: torch.Tensor, dims: int = 2) -> torch.Te
     return tensor.unflatten(-dims - 1, (leading[-1], tensor.shape[-dims - 1] // leading[-1]))
 
 
-def _score_rows(grouped: torch.Tensor, rows: slice) -> torch.Tensor:
+def _score_rows(grouped: Tensor, rows: slice) -> Tensor:
     """Some queries of all heads that share a key's, below each other: (..., G, S_q, D) to (..., G rows, D)."""
     return grouped[..., rows, :].flatten(-3, -2)
 
 
-def _tiled_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Scores
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _tiled_forward(query: Tensor, key: Tensor, value: Tensor, rule: Scores) -> tuple[Tensor, Tensor]:
     """Algorithm 1: the output (..., S_q, D) in the inputs' dtype, and the logsumexp (..., S_q)."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     out = torch.empty_like(query)
@@ -247,14 +244,8 @@ def _tiled_forward(
 
 
 def _backward_operands(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    logsumexp: torch.Tensor,
-    grad_out: torch.Tensor,
-    delta: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, logsumexp: Tensor, grad_out: Tensor, delta: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what equations 13 to 19 read, in the logsumexp's dtype: scale Q, K, V, L, dO and D."""
     dtype = logsumexp.dtype
     return (
@@ -267,22 +258,22 @@ def _backward_operands(
     )
 
 
-def _output_products(out: torch.Tensor, logsumexp: torch.Tensor, grad_out: torch.Tensor) -> torch.Tensor:
+def _output_products(out: Tensor, logsumexp: Tensor, grad_out: Tensor) -> Tensor:
     """D = rowsum(dO * O), in the logsumexp's dtype."""
     return (grad_out.to(logsumexp.dtype) * out).sum(dim=-1)
 
 
 def _attention_gradients(
-    scaled_query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    logsumexp: torch.Tensor,
-    grad_out: torch.Tensor,
-    delta: torch.Tensor,
+    scaled_query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    logsumexp: Tensor,
+    grad_out: Tensor,
+    delta: Tensor,
     rows: slice,
     columns: slice,
     rule: Scores,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return what one tile of scores adds to the gradients of its queries, keys and values."""
     grad_out_tile = _score_rows(grad_out, rows)
     scores = _tile_scores(scaled_query, key, rows, columns, rule)  # equation 13
@@ -296,15 +287,15 @@ def _attention_gradients(
 
 
 def tiled_backward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    logsumexp: torch.Tensor,
-    grad_out: torch.Tensor,
-    delta: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    logsumexp: Tensor,
+    grad_out: Tensor,
+    delta: Tensor,
     rule: Scores,
     tile: tuple[int, int] | None = None,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """Algorithm 2: the gradients of query, key and value, in the inputs' dtype; ``delta`` is D = rowsum(dO * O)."""
     operands = _backward_operands(query, key, value, logsumexp, grad_out, delta, rule.scale)
     grad_query, grad_key, grad_value = (
@@ -323,14 +314,8 @@ def tiled_backward(
 
 
 def _untiled_backward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    grad_out: torch.Tensor,
-    rule: Scores,
-) -> tuple[torch.Tensor, ...]:
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, grad_out: Tensor, rule: Scores
+) -> tuple[Tensor, ...]:
     """The gradients of query, key and value from one tile that is the whole matrix."""
     delta = _output_products(out, logsumexp, grad_out)
     operands = _backward_operands(query, key, value, logsumexp, grad_out, delta, rule.scale)
@@ -340,7 +325,7 @@ def _untiled_backward(
 
 
 @functools.cache
-def _compiled_backward() -> Callable[..., tuple[torch.Tensor, ...]]:
+def _compiled_backward() -> Callable[..., tuple[Tensor, ...]]:
     # Not at import: torch.compile loads the compiler, which takes seconds.
     return torch.compile(_untiled_backward)
 
@@ -375,15 +360,15 @@ class FlashAttentionTorch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         is_causal: bool = False,
         window: int | None = None,
         return_logsumexp: bool = False,
         scale: float | None = None,
         causal_alignment: str = "start",
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.rule = describe_scores(query, key, value, is_causal, window, scale, causal_alignment)
         with torch.autocast(query.device.type, enabled=False):
             out, logsumexp = _tiled_forward(query, key, value, ctx.rule)
@@ -395,7 +380,7 @@ class FlashAttentionTorch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logsumexp = ctx.saved_tensors
         with torch.autocast(grad_out.device.type, enabled=False):
             delta = _output_products(out, logsumexp, grad_out)
@@ -411,6 +396,6 @@ class FlashAttentionCompiledBackward(FlashAttentionTorch):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(grad_out.device.type, enabled=False):
             return *_compiled_backward()(*ctx.saved_tensors, grad_out, ctx.rule), *(None,) * 5

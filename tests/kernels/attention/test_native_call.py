@@ -603,7 +603,7 @@ def test_translation_of_a_plan():
     launch = pretend_launch()
     constant = torch.ones(2)
     layouts = [((4, 4), (4, 1), torch.float32)]
-    plan = SimpleNamespace(steps=[(launch, (0, 3))], own=[Scratch((5, 6)), constant], result_layouts=layouts)
+    plan = SimpleNamespace(steps=[(launch, (0, 3))], additions=[Scratch((5, 6)), constant], result_layouts=layouts)
     results, (scratch, one), launches = native_call.translate(module, plan)
     assert results == layouts
     assert scratch == ((5, 6), (6, 1), torch.float32)

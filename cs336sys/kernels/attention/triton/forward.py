@@ -147,15 +147,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["num_heads", "num_sequences", "num_queries"])
 def combine_kernel(
-    partial,
-    out,
-    logsumexp,
-    partial_strides,
-    out_strides,
-    num_heads,
-    num_sequences,
-    num_queries,
-    CONFIG: tl.constexpr,
+    partial, out, logsumexp, partial_strides, out_strides, num_heads, num_sequences, num_queries, CONFIG: tl.constexpr
 ):
     """Output and logsumexp L of some queries from the O_s and L_s of the splits: O = sum_s exp(L_s - L) O_s."""
     ROWS: tl.constexpr = CONFIG.rows
