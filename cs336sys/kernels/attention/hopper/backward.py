@@ -44,14 +44,14 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
     grad_weights_start,
     is_piece,
     item,
-    load_tiles,
     pieces_of,
+    produce,
     scores_start,
     store_piece,
     tile_of,
     wait_for_turn,
 )
-from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, tma_store
+from cs336sys.kernels.attention.hopper.gluon import new_barriers, thread_barrier
 
 Buffers = namedtuple(
     "Buffers",
@@ -65,14 +65,7 @@ Barriers = namedtuple(
 
 @gluon.jit
 def _producer(shared, turns, CONFIG: gl.constexpr):
-    batch, head, first_key = load_tiles(shared, turns, True, CONFIG)
-    if not is_piece(shared.schedule, CONFIG):
-        for consumer in gl.static_range(2):
-            mbarrier.wait(shared.barriers.results_ready.index(consumer), 0)
-            row = first_key + consumer * ROWS
-            tma_store(shared.tensors.grad_key, [batch, head, row, 0], shared.buffers.grad_key_tiles.index(consumer))
-            tma_store(shared.tensors.grad_value, [batch, head, row, 0], shared.buffers.value_tiles.index(consumer))
-        store_wait(0)
+    produce(shared, turns, shared.buffers.grad_key_tiles, 2, True, CONFIG)
 
 
 @gluon.jit
@@ -228,28 +221,16 @@ def backward_kernel(
         logsumexp_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
         delta_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
     )
-    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
     barriers = Barriers(
-        key_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
-        value_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
-        query_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
-        grad_out_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
-        tile_free=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
-        grad_scores_ready=gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout),
-        results_ready=gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout),
-        turn=gl.allocate_shared_memory(gl.int64, [TURNS, 1], barrier_layout),
+        key_ready=new_barriers(1, 1),
+        value_ready=new_barriers(1, 1),
+        query_ready=new_barriers(STAGES, 1),
+        grad_out_ready=new_barriers(STAGES, 1),
+        tile_free=new_barriers(STAGES, 2),
+        grad_scores_ready=new_barriers(2, 2),
+        results_ready=new_barriers(2, 1),
+        turn=new_barriers(TURNS, 1),
     )
-    mbarrier.init(barriers.key_ready.index(0), count=1)
-    mbarrier.init(barriers.value_ready.index(0), count=1)
-    for turn in gl.static_range(TURNS):
-        mbarrier.init(barriers.turn.index(turn), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.query_ready.index(stage), count=1)
-        mbarrier.init(barriers.grad_out_ready.index(stage), count=1)
-        mbarrier.init(barriers.tile_free.index(stage), count=2)
-    for consumer in gl.static_range(2):
-        mbarrier.init(barriers.grad_scores_ready.index(consumer), count=2)
-        mbarrier.init(barriers.results_ready.index(consumer), count=1)
     fence_async_shared()
 
     tensors = Tensors(query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)

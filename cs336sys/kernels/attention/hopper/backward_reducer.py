@@ -40,14 +40,20 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
     is_piece,
     issue_scores,
     item,
-    load_tiles,
     pieces_of,
+    produce,
     store_piece,
     tile_of,
     tile_of_group,
     wait_for_turn,
 )
-from cs336sys.kernels.attention.hopper.gluon import reduce_wait, store_wait, thread_barrier, tma_reduce_add, tma_store
+from cs336sys.kernels.attention.hopper.gluon import (
+    new_barriers,
+    reduce_wait,
+    store_wait,
+    thread_barrier,
+    tma_reduce_add,
+)
 
 Buffers = namedtuple(
     "Buffers",
@@ -62,14 +68,7 @@ Barriers = namedtuple(
 
 @gluon.jit
 def _producer(shared, turns, CONFIG: gl.constexpr):
-    batch, head, first_key = load_tiles(shared, turns, False, CONFIG)
-    if not is_piece(shared.schedule, CONFIG):
-        for consumer in gl.static_range(2):
-            mbarrier.wait(shared.barriers.results_ready.index(consumer), 0)
-            row = first_key + consumer * ROWS
-            tma_store(shared.tensors.grad_key, [batch, head, row, 0], shared.buffers.key_tiles.index(consumer))
-            tma_store(shared.tensors.grad_value, [batch, head, row, 0], shared.buffers.value_tiles.index(consumer))
-        store_wait(0)
+    produce(shared, turns, shared.buffers.key_tiles, 2, False, CONFIG)
 
 
 @gluon.jit
@@ -177,17 +176,10 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
         tile = tile_of_group(visit, first_tile, shape, CONFIG)
         row = (sequence * shape.padded_queries // ROWS + tile) * (HEAD_DIM // 2)
         grad_query = warpgroup_mma(
-            grad_scores_tiles.index(2 * buffer).permute([1, 0]),
-            key_tiles.index(0),
-            zeros,
-            use_acc=False,
-            is_async=True,
+            grad_scores_tiles.index(2 * buffer).permute([1, 0]), key_tiles.index(0), zeros, use_acc=False, is_async=True
         )
         grad_query = warpgroup_mma(
-            grad_scores_tiles.index(2 * buffer + 1).permute([1, 0]),
-            key_tiles.index(1),
-            grad_query,
-            is_async=True,
+            grad_scores_tiles.index(2 * buffer + 1).permute([1, 0]), key_tiles.index(1), grad_query, is_async=True
         )
         grad_query = warpgroup_mma_wait(0, [grad_query])
         mbarrier.arrive(barriers.grad_scores_free.index(buffer), count=1)
@@ -266,32 +258,18 @@ def reducer_backward_kernel(
         logsumexp_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
         delta_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
     )
-    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
     barriers = Barriers(
-        key_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
-        value_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
-        query_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
-        grad_out_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
-        tile_free=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
-        grad_scores_ready=gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout),
-        grad_scores_free=gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout),
-        grad_query_done=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
-        results_ready=gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout),
-        turn=gl.allocate_shared_memory(gl.int64, [TURNS, 1], barrier_layout),
+        key_ready=new_barriers(1, 1),
+        value_ready=new_barriers(1, 1),
+        query_ready=new_barriers(STAGES, 1),
+        grad_out_ready=new_barriers(STAGES, 1),
+        tile_free=new_barriers(STAGES, 2),
+        grad_scores_ready=new_barriers(2, 2),
+        grad_scores_free=new_barriers(2, 1),
+        grad_query_done=new_barriers(1, 1),
+        results_ready=new_barriers(2, 1),
+        turn=new_barriers(TURNS, 1),
     )
-    mbarrier.init(barriers.key_ready.index(0), count=1)
-    mbarrier.init(barriers.value_ready.index(0), count=1)
-    for turn in gl.static_range(TURNS):
-        mbarrier.init(barriers.turn.index(turn), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.query_ready.index(stage), count=1)
-        mbarrier.init(barriers.grad_out_ready.index(stage), count=1)
-        mbarrier.init(barriers.tile_free.index(stage), count=2)
-    mbarrier.init(barriers.grad_query_done.index(0), count=1)
-    for consumer in gl.static_range(2):
-        mbarrier.init(barriers.grad_scores_free.index(consumer), count=1)
-        mbarrier.init(barriers.grad_scores_ready.index(consumer), count=2)
-        mbarrier.init(barriers.results_ready.index(consumer), count=1)
     fence_async_shared()
 
     tensors = Tensors(query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, tma_load
+from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, store_wait, tma_load, tma_store
 from cs336sys.kernels.attention.hopper.schedule import (
     member_of_visit,
     piece_visits,
@@ -155,28 +155,33 @@ def is_piece(schedule, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_tiles(shared, turns, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
-    """The producer: keys and values once, then every tile of queries that sees them; returns (batch, head, first key).
+def produce(shared, turns, grad_key_tiles, TILES: gl.constexpr, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
+    """Load keys and values of TILES times 64 keys once, then every tile of queries that sees them, and store dK and dV.
 
-    The head is that of keys. Ordered: see ``pass_turns``.
+    Consumers leave dV where the values were, and dK in ``grad_key_tiles``. Ordered: see ``pass_turns``. One tile of
+    keys: consumers release a tile's queries later than its gradient of the output.
     """
     tensors, buffers, barriers, schedule, shape = shared
-    query, key, value, grad_out, statistics, _, _, _ = tensors
+    query, key, value, grad_out, statistics, grad_key, grad_value, _ = tensors
     key_ready, value_ready = barriers.key_ready, barriers.value_ready
     query_ready, grad_out_ready = barriers.query_ready, barriers.grad_out_ready
     logsumexp_ring, delta_ring, grad_out_ring = buffers.logsumexp_ring, buffers.delta_ring, buffers.grad_out_ring
     STAGES: gl.constexpr = CONFIG.stages
-    first_key, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, CONFIG)
+    if TILES == 1:
+        query_free = barriers.query_free
+    else:
+        query_free = barriers.tile_free
+    first_key, key_sequence, first_tile, first, end = item(schedule, shape, TILES * ROWS, CONFIG)
     batch = key_sequence // shape.num_key_heads
     key_head = key_sequence % shape.num_key_heads
-    mbarrier.expect(key_ready.index(0), 2 * key.block_type.nbytes)
-    mbarrier.expect(value_ready.index(0), 2 * value.block_type.nbytes)
-    for consumer in gl.static_range(2):
-        row = first_key + consumer * ROWS
-        tma_load(key, [batch, key_head, row, 0], key_ready.index(0), buffers.key_tiles.index(consumer))
-    for consumer in gl.static_range(2):
-        row = first_key + consumer * ROWS
-        tma_load(value, [batch, key_head, row, 0], value_ready.index(0), buffers.value_tiles.index(consumer))
+    mbarrier.expect(key_ready.index(0), TILES * key.block_type.nbytes)
+    mbarrier.expect(value_ready.index(0), TILES * value.block_type.nbytes)
+    for tile in gl.static_range(TILES):
+        row = first_key + tile * ROWS
+        tma_load(key, [batch, key_head, row, 0], key_ready.index(0), buffers.key_tiles.index(tile))
+    for tile in gl.static_range(TILES):
+        row = first_key + tile * ROWS
+        tma_load(value, [batch, key_head, row, 0], value_ready.index(0), buffers.value_tiles.index(tile))
     first_of_group = first_sequence(key_sequence, shape, CONFIG)
     first_head = first_sequence(key_head, shape, CONFIG)
     turns += first_of_group * shape.padded_queries
@@ -186,7 +191,8 @@ def load_tiles(shared, turns, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
         first_query = tile_of(visit, first_tile, shape, CONFIG) * ROWS
         head = first_head + member_of(visit, first_tile, shape, CONFIG)
         sequence = first_of_group + member_of(visit, first_tile, shape, CONFIG)
-        mbarrier.wait(barriers.tile_free.index(slot), ((use // STAGES) & 1) ^ 1)
+        fresh = ((use // STAGES) & 1) ^ 1
+        mbarrier.wait(query_free.index(slot), fresh)
         # Turns go on for as many visits as the ring has tiles.
         there_is_one = visit < end if CONFIG.ordered else True
         if there_is_one:
@@ -194,12 +200,20 @@ def load_tiles(shared, turns, ENDS_TURNS: gl.constexpr, CONFIG: gl.constexpr):
             tma_load(query, [batch, head, first_query, 0], query_ready.index(slot), buffers.query_ring.index(slot))
             tma_load(statistics, [2 * sequence, first_query], query_ready.index(slot), logsumexp_ring.index(slot))
             tma_load(statistics, [2 * sequence + 1, first_query], query_ready.index(slot), delta_ring.index(slot))
+            if TILES == 1:
+                mbarrier.wait(barriers.grad_out_free.index(slot), fresh)
             mbarrier.expect(grad_out_ready.index(slot), grad_out.block_type.nbytes)
             tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
         if CONFIG.ordered:
             place = (first_key, first_tile, first, end)
-            pass_turns(turns, barriers.turn, visit, place, shape, 2 * ROWS, ENDS_TURNS, CONFIG)
-    return batch, key_head, first_key
+            pass_turns(turns, barriers.turn, visit, place, shape, TILES * ROWS, ENDS_TURNS, CONFIG)
+    if not is_piece(schedule, CONFIG):
+        for tile in gl.static_range(TILES):
+            mbarrier.wait(barriers.results_ready.index(tile), 0)
+            row = first_key + tile * ROWS
+            tma_store(grad_key, [batch, key_head, row, 0], grad_key_tiles.index(tile))
+            tma_store(grad_value, [batch, key_head, row, 0], buffers.value_tiles.index(tile))
+        store_wait(0)
 
 
 @gluon.jit

@@ -44,15 +44,14 @@ from cs336sys.kernels.attention.hopper.backward_tiles import (
     grad_weights_start,
     is_piece,
     item,
-    member_of,
-    pass_turns,
     pieces_of,
+    produce,
     scores_start,
     store_piece,
     tile_of,
     wait_for_turn,
 )
-from cs336sys.kernels.attention.hopper.gluon import store_wait, thread_barrier, tma_load, tma_store
+from cs336sys.kernels.attention.hopper.gluon import new_barriers, thread_barrier
 
 # The queries of a tile for which one warpgroup computes scores.
 HALF_ROWS = gl.constexpr(ROWS.value // 2)
@@ -70,48 +69,8 @@ Barriers = namedtuple(
 
 @gluon.jit
 def _producer(shared, turns, CONFIG: gl.constexpr):
-    tensors, buffers, barriers, schedule, shape = shared
-    query, key, value, grad_out, statistics, grad_key, grad_value, _ = tensors
-    key_tiles, value_tiles, query_ring, grad_out_ring, logsumexp_ring, delta_ring, _, _ = buffers
-    key_ready, value_ready, query_ready, grad_out_ready, query_free, grad_out_free, _, _, results_ready, turn = barriers
-    STAGES: gl.constexpr = CONFIG.stages
-    first_key, key_sequence, first_tile, first, end = item(schedule, shape, ROWS, CONFIG)
-    batch = key_sequence // shape.num_key_heads
-    key_head = key_sequence % shape.num_key_heads
-    mbarrier.expect(key_ready.index(0), key.block_type.nbytes)
-    tma_load(key, [batch, key_head, first_key, 0], key_ready.index(0), key_tiles.index(0))
-    mbarrier.expect(value_ready.index(0), value.block_type.nbytes)
-    tma_load(value, [batch, key_head, first_key, 0], value_ready.index(0), value_tiles.index(0))
-    first_of_group = first_sequence(key_sequence, shape, CONFIG)
-    first_head = first_sequence(key_head, shape, CONFIG)
-    turns += first_of_group * shape.padded_queries
-    for visit in range(first, end + (STAGES if CONFIG.ordered else 0)):
-        use = visit - first
-        slot = use % STAGES
-        fresh = ((use // STAGES) & 1) ^ 1
-        first_query = tile_of(visit, first_tile, shape, CONFIG) * ROWS
-        head = first_head + member_of(visit, first_tile, shape, CONFIG)
-        sequence = first_of_group + member_of(visit, first_tile, shape, CONFIG)
-        mbarrier.wait(query_free.index(slot), fresh)
-        # Turns go on for as many visits as the ring has tiles.
-        there_is_one = visit < end if CONFIG.ordered else True
-        if there_is_one:
-            mbarrier.expect(query_ready.index(slot), query.block_type.nbytes + 2 * statistics.block_type.nbytes)
-            tma_load(query, [batch, head, first_query, 0], query_ready.index(slot), query_ring.index(slot))
-            tma_load(statistics, [2 * sequence, first_query], query_ready.index(slot), logsumexp_ring.index(slot))
-            tma_load(statistics, [2 * sequence + 1, first_query], query_ready.index(slot), delta_ring.index(slot))
-            mbarrier.wait(grad_out_free.index(slot), fresh)
-            mbarrier.expect(grad_out_ready.index(slot), grad_out.block_type.nbytes)
-            tma_load(grad_out, [batch, head, first_query, 0], grad_out_ready.index(slot), grad_out_ring.index(slot))
-        if CONFIG.ordered:
-            # Who releases the queries of a tile has added to its dQ.
-            place = (first_key, first_tile, first, end)
-            pass_turns(turns, turn, visit, place, shape, ROWS, True, CONFIG)
-    if not is_piece(schedule, CONFIG):
-        mbarrier.wait(results_ready.index(0), 0)
-        tma_store(grad_key, [batch, key_head, first_key, 0], key_tiles.index(0))
-        tma_store(grad_value, [batch, key_head, first_key, 0], value_tiles.index(0))
-        store_wait(0)
+    # Who releases the queries of a tile has added to its dQ.
+    produce(shared, turns, shared.buffers.key_tiles, 1, True, CONFIG)
 
 
 @gluon.jit
@@ -234,12 +193,7 @@ def wide_backward_kernel(
     window_tiles,
     CONFIG: gl.constexpr,
 ):
-    """dK and dV of 64 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
-
-    All tensors but the last four are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``
-    writes them, the others (batch, head, row, element). grad_query_sum is in the order that ``convert.py`` describes.
-    ``turns`` and ``pieces``: as ``HopperBackwardConfig`` says, a piece having 64 keys.
-    """
+    """As ``backward.backward_kernel``, for 64 keys of one sequence."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     STAGES: gl.constexpr = CONFIG.stages
     dtype: gl.constexpr = query.dtype
@@ -255,31 +209,18 @@ def wide_backward_kernel(
         logsumexp_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
         delta_ring=gl.allocate_shared_memory(gl.float32, [STAGES, 1, ROWS], statistics_layout),
     )
-    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
     barriers = Barriers(
-        key_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
-        value_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
-        query_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
-        grad_out_ready=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
-        query_free=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
-        grad_out_free=gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout),
-        weights_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
-        grad_scores_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
-        results_ready=gl.allocate_shared_memory(gl.int64, [1, 1], barrier_layout),
-        turn=gl.allocate_shared_memory(gl.int64, [TURNS, 1], barrier_layout),
+        key_ready=new_barriers(1, 1),
+        value_ready=new_barriers(1, 1),
+        query_ready=new_barriers(STAGES, 1),
+        grad_out_ready=new_barriers(STAGES, 1),
+        query_free=new_barriers(STAGES, 2),
+        grad_out_free=new_barriers(STAGES, 2),
+        weights_ready=new_barriers(1, 2),
+        grad_scores_ready=new_barriers(1, 2),
+        results_ready=new_barriers(1, 2),
+        turn=new_barriers(TURNS, 1),
     )
-    mbarrier.init(barriers.key_ready.index(0), count=1)
-    mbarrier.init(barriers.value_ready.index(0), count=1)
-    for turn in gl.static_range(TURNS):
-        mbarrier.init(barriers.turn.index(turn), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.query_ready.index(stage), count=1)
-        mbarrier.init(barriers.grad_out_ready.index(stage), count=1)
-        mbarrier.init(barriers.query_free.index(stage), count=2)
-        mbarrier.init(barriers.grad_out_free.index(stage), count=2)
-    mbarrier.init(barriers.weights_ready.index(0), count=2)
-    mbarrier.init(barriers.grad_scores_ready.index(0), count=2)
-    mbarrier.init(barriers.results_ready.index(0), count=2)
     fence_async_shared()
 
     tensors = Tensors(query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum)

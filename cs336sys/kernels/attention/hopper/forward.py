@@ -41,6 +41,7 @@ from cs336sys.kernels.attention.hopper.gluon import (
     WINDOW,
     named_barrier_arrive,
     named_barrier_wait,
+    new_barriers,
     store_wait,
     thread_barrier,
     tma_load,
@@ -418,22 +419,15 @@ def forward_kernel(
         out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, CONSUMER_ROWS, HEAD_DIM], layout)
     # Two for each consumer, in turn; with one, which would do, the compiler of triton 3.6 spills 380 bytes.
     largest_sums = gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, WARPS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    query_ready = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier_layout)
-    query_free = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], barrier_layout)
-    key_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    value_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    for consumer in gl.static_range(CONSUMERS):
-        mbarrier.init(query_ready.index(consumer), count=1)
-        mbarrier.init(query_free.index(consumer), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(key_ready.index(stage), count=1)
-        mbarrier.init(value_ready.index(stage), count=1)
-
     shared = Shared(
         Tensors(query, key, value, out),
         Buffers(query_tiles, key_ring, value_ring, out_tiles, largest_sums),
-        Barriers(query_ready, query_free, key_ready, value_ready),
+        Barriers(
+            query_ready=new_barriers(CONSUMERS, 1),
+            query_free=new_barriers(CONSUMERS, 1),
+            key_ready=new_barriers(STAGES, 1),
+            value_ready=new_barriers(STAGES, 1),
+        ),
         schedule,
         Shape(num_heads, num_queries, num_keys, window),
     )

@@ -4,7 +4,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "TensorDescriptor",
     "named_barrier_arrive",
     "named_barrier_wait",
+    "new_barriers",
     "reduce_wait",
     "store_wait",
     "thread_barrier",
@@ -45,6 +46,15 @@ else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
     # The compiler of 3.6 lowers the instruction, though its Gluon has no function that emits it.
     tma_reduce_add = _reduce_add
+
+
+@gluon.jit
+def new_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    """A barrier for each slot, whose phases end after so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(barriers.index(slot), count=ARRIVALS)
+    return barriers
 
 
 @gluon.jit
