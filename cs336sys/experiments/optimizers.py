@@ -24,7 +24,7 @@ _LEARNING_RATE = 1e-3
 
 
 def require_kernels(option: str) -> None:
-    """Refuse ``what`` where our kernels cannot be loaded.
+    """Refuse an option where our kernels cannot be loaded.
 
     Raises:
         CapabilityError: Triton is not installed, or cannot be imported.

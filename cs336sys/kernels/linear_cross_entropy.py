@@ -43,14 +43,17 @@ def _accumulate(x, maximum, total):
 
 
 @triton.jit
-def _capped(x, softcap):
-    """softcap * tanh(x / softcap), to the precision of float32 near 0 as well."""
-    ratio = x / softcap
-    square = ratio * ratio
-    decay = tl.exp(-2.0 * tl.abs(ratio))
-    tanh = (1.0 - decay) / (1.0 + decay)
-    series = 1.0 - square * (1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315)))
-    return softcap * tl.where(square < 0.01, ratio * series, tl.where(ratio < 0.0, -tanh, tanh))
+def _load_logits(pointers, mask, other, softcap, CAPPED: tl.constexpr):
+    """Logits in float32; capped: softcap * tanh(x / softcap), to the precision of float32 near 0 as well."""
+    x = tl.load(pointers, mask=mask, other=other).to(tl.float32)
+    if CAPPED:
+        ratio = x / softcap
+        square = ratio * ratio
+        decay = tl.exp(-2.0 * tl.abs(ratio))
+        tanh = (1.0 - decay) / (1.0 + decay)
+        series = 1.0 - square * (1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315)))
+        x = softcap * tl.where(square < 0.01, ratio * series, tl.where(ratio < 0.0, -tanh, tanh))
+    return x
 
 
 @triton.jit
@@ -106,9 +109,7 @@ def cross_entropy_forward_kernel(
     target = tl.load(target_ptr + row)
     is_target = (target >= 0) & (target < num_columns)
     # Before the first reduction, behind which other threads overwrite it.
-    target_logit = tl.load(logits_ptr + target, mask=is_target, other=float("nan")).to(tl.float32)
-    if CAPPED:
-        target_logit = _capped(target_logit, softcap)
+    target_logit = _load_logits(logits_ptr + target, is_target, float("nan"), softcap, CAPPED)
     target_weight = 1.0
     if WEIGHTED:
         target_weight = tl.load(class_weight_ptr + target, mask=is_target, other=0.0)
@@ -121,9 +122,7 @@ def cross_entropy_forward_kernel(
     sum_of_logits = 0.0
     last = (tl.cdiv(num_columns, COLUMN_TILE) - 1) * COLUMN_TILE
     for start in range(0, last, COLUMN_TILE):
-        x = tl.load(logits_ptr + start + tile).to(tl.float32)
-        if CAPPED:
-            x = _capped(x, softcap)
+        x = _load_logits(logits_ptr + start + tile, None, None, softcap, CAPPED)
         maximum, total = _accumulate(x, maximum, total)
         if SMOOTHED:
             weights = _load_class_weights(class_weight_ptr, start + tile, num_columns, WEIGHTED)
@@ -131,9 +130,7 @@ def cross_entropy_forward_kernel(
     column = last + tile
     in_row = column < num_columns
     # Up to the stride, which is a multiple of what a thread reads at once, and not up to the last column.
-    last_x = tl.load(logits_ptr + column, mask=column < row_stride, other=0.0).to(tl.float32)
-    if CAPPED:
-        last_x = _capped(last_x, softcap)
+    last_x = _load_logits(logits_ptr + column, column < row_stride, 0.0, softcap, CAPPED)
     x = tl.where(in_row, last_x, -float("inf"))
     maximum, total = _accumulate(x, maximum, total)
 
@@ -180,9 +177,7 @@ def cross_entropy_forward_kernel(
         tl.store(logits_ptr + column, gradient, mask=column < row_stride)
         for done in range(0, last, COLUMN_TILE):
             column = last - COLUMN_TILE - done + tile
-            x = tl.load(logits_ptr + column).to(tl.float32)
-            if CAPPED:
-                x = _capped(x, softcap)
+            x = _load_logits(logits_ptr + column, None, None, softcap, CAPPED)
             if SMOOTHED:
                 column_share = other_share * _load_class_weights(class_weight_ptr, column, num_columns, WEIGHTED)
             gradient = _logit_gradient(
@@ -252,6 +247,11 @@ class LossOptions(NamedTuple):
     def is_deferred(self) -> bool:
         """Whether gradients wait for backward, which has a factor for each token."""
         return self.reduction == "none" and self.grad_loss is None
+
+    @property
+    def makes_gradients(self) -> tuple[bool, bool]:
+        """Whether this call makes the gradient of hidden and that of the weight."""
+        return self.needs_grad_hidden and not self.is_deferred, self.needs_grad_weight and not self.is_deferred
 
 
 def check_arguments(hidden: Tensor, weight: Tensor, targets: Tensor, options: LossOptions) -> None:
@@ -377,8 +377,7 @@ def launch_forward(
     check_arguments(hidden, weight, targets, options)
     check_tensors("linear_cross_entropy", cross_entropy_forward_kernel, hidden=hidden, weight=weight)
     dtype, copy, class_weight, grad_loss = options.dtype, options.copy, options.class_weight, options.grad_loss
-    needs_grad_hidden = options.needs_grad_hidden and not options.is_deferred
-    needs_grad_weight = options.needs_grad_weight and not options.is_deferred
+    needs_grad_hidden, needs_grad_weight = options.makes_gradients
     vocab_size, width = weight.shape
     targets = targets.reshape(-1).contiguous()
     num_tokens = len(targets)
@@ -495,15 +494,16 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = LossOptions(*arguments)
     check_arguments(hidden, weight, targets, options)
-    kept, makes_gradients = kept_dtype(weight.dtype, options.dtype, options.gradient_dtype), not options.is_deferred
+    kept, (makes_hidden, makes_weight) = (
+        kept_dtype(weight.dtype, options.dtype, options.gradient_dtype),
+        options.makes_gradients,
+    )
     has_factor = options.dtype == torch.float16 and (options.reduction == "mean" or options.grad_loss is not None)
     return (
         hidden.new_empty(hidden.shape[:-1] if options.reduction == "none" else (), dtype=torch.float32),
         hidden.new_empty(hidden.shape[:-1], dtype=torch.float32),
-        hidden.new_empty((targets.numel(), hidden.shape[-1]) if options.needs_grad_hidden and makes_gradients else 0),
-        hidden.new_empty(weight.shape, dtype=kept)
-        if options.needs_grad_weight and makes_gradients
-        else hidden.new_empty(0),
+        hidden.new_empty((targets.numel(), hidden.shape[-1]) if makes_hidden else 0),
+        hidden.new_empty(weight.shape, dtype=kept) if makes_weight else hidden.new_empty(0),
         hidden.new_empty(() if has_factor else 0, dtype=torch.float32),
     )
 
@@ -547,6 +547,10 @@ def _differentiate(ctx: Any, grad_loss: Tensor, *others: Any) -> tuple:
     grad_hidden, grad_weight, factor, _ = _gradients(ctx, grad_loss, _operator)
     if factor is not None:
         grad_hidden, grad_weight = grad_hidden * factor, grad_weight * factor
+    return _gradients_of_arguments(ctx, grad_hidden, grad_weight)
+
+
+def _gradients_of_arguments(ctx: Any, grad_hidden: Tensor, grad_weight: Tensor) -> tuple[Tensor | None, ...]:
     return (
         grad_hidden.view(ctx.hidden_shape) if ctx.options.needs_grad_hidden else None,
         grad_weight.to(ctx.gradient_dtype) if ctx.options.needs_grad_weight else None,
@@ -586,15 +590,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         if needs_operators(grad_loss):
             return _differentiate(ctx, grad_loss)
         grad_hidden, grad_weight, factor, overwrite = _gradients(ctx, grad_loss, launch_forward)
-        gradient_dtype = ctx.gradient_dtype
         if factor is not None:
             grad_hidden = launch_scale(grad_hidden, factor, grad_hidden.dtype, overwrite)
-            grad_weight = launch_scale(grad_weight, factor, gradient_dtype, overwrite)
-        return (
-            grad_hidden.view(ctx.hidden_shape) if ctx.options.needs_grad_hidden else None,
-            grad_weight.to(gradient_dtype) if ctx.options.needs_grad_weight else None,
-            *(None,) * (1 + len(ctx.options)),
-        )
+            grad_weight = launch_scale(grad_weight, factor, ctx.gradient_dtype, overwrite)
+        return _gradients_of_arguments(ctx, grad_hidden, grad_weight)
 
 
 def linear_cross_entropy(
@@ -665,20 +664,11 @@ def linear_cross_entropy(
         weight = weight.to(dtype) if weight.dtype in DTYPES and weight.dtype != torch.float32 else weight
     elif weight.dtype != dtype:
         raise TypeError(f"hidden and weight must have the same dtype, got {dtype} and {weight.dtype}")
-    needs_hidden, needs_weight = (torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight))
+    needs_gradients = (torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight))
     options = LossOptions(
-        ignore_index,
-        label_smoothing,
-        z_loss,
-        dtype,
-        needs_hidden,
-        needs_weight,
-        copy,
-        gradient_dtype,
-        reduction,
-        softcap,
+        ignore_index, label_smoothing, z_loss, dtype, *needs_gradients, copy, gradient_dtype, reduction, softcap,
         class_weight,
-    )
+    )  # fmt: skip
     with torch.autocast(device, enabled=False):
         if torch.compiler.is_compiling():
             loss, logsumexp = _operator(hidden, weight, targets, *options)[:2]

@@ -262,22 +262,13 @@ def backward_settings(width: int, element_bytes: int) -> RMSNormSettings:
     return RMSNormSettings(row_tile, column_tile, num_warps, programs, stages=1 + min(stages - 1, affordable))
 
 
-def _num_programs(rows: Tensor, settings: RMSNormSettings) -> int:
-    num_tiles = triton.cdiv(len(rows), settings.row_tile)
-    return min(num_tiles, settings.programs * num_multiprocessors(rows.device))
-
-
-def _check_norm_shapes(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
+def empty_results(
+    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"x (..., d) needs a weight of shape (d,), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"x and residual must have the same shape, got {tuple(x.shape)} and {tuple(residual.shape)}")
-
-
-def empty_results(
-    x: Tensor, weight: Tensor, residual: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_norm_shapes(x, weight, residual)
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if residual is None:
         total = torch.empty(0, dtype=x.dtype, device=x.device)
@@ -322,15 +313,7 @@ def launch_forward(
     return y, total, inverse_rms
 
 
-def empty_grads(
-    grad_y: Tensor,
-    grad_total: Tensor | None,
-    total: Tensor,
-    weight: Tensor,
-    inverse_rms: Tensor,
-    x_dtype: torch.dtype,
-    residual_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_grads(grad_y, grad_total, total, weight, inverse_rms, x_dtype, residual_dtype):
     grad_x = torch.empty(total.shape, dtype=x_dtype, device=total.device)
     if residual_dtype is None or residual_dtype == x_dtype:
         grad_residual = torch.empty(0, dtype=x_dtype, device=total.device)
@@ -349,7 +332,7 @@ def launch_backward(
     residual_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, of the residual (empty unless its dtype is another than x's) and of the weight."""
-    grad_x, grad_residual, grad_weight = empty_grads(
+    grad_x, grad_residual, grad_weight = _empty_grads(
         grad_y, grad_total, total, weight, inverse_rms, x_dtype, residual_dtype
     )
     if grad_x.numel() == 0:
@@ -360,7 +343,8 @@ def launch_backward(
     read = [total, grad_y] if grad_total is None else [total, grad_y, grad_total]
     settings = backward_settings(width, sum(tensor.element_size() for tensor in read))
     is_one_tile = width <= settings.column_tile
-    num_programs = _num_programs(rows, settings)
+    num_tiles = triton.cdiv(len(rows), settings.row_tile)
+    num_programs = min(num_tiles, settings.programs * num_multiprocessors(rows.device))
     allocate = torch.empty if is_one_tile else torch.zeros
     partial_grad_weight = allocate((num_programs, width), dtype=torch.float32, device=total.device)
     with torch.cuda.device_of(total):
@@ -400,7 +384,7 @@ _backward_operator = define_operator(
     "rms_norm_backward(Tensor grad_y, Tensor? grad_total, Tensor total, Tensor weight, Tensor inverse_rms,"
     " ScalarType x_dtype, ScalarType? residual_dtype) -> (Tensor, Tensor, Tensor)",
     launch_backward,
-    empty_grads,
+    _empty_grads,
 )
 
 

@@ -5,7 +5,7 @@ import math
 from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -200,21 +200,13 @@ def _frequencies(dim: int, theta: float, inverse: bool, device: torch.device) ->
     return torch.tensor([-unit if inverse else unit for unit in units], dtype=torch.int64, device=device)
 
 
-class Tiling(NamedTuple):
-    """The division of rows and heads among programs."""
+def _tiling(
+    batches: int, heads: Sequence[int], num_rows: int, dim: int, device: torch.device, *, implied: bool, shared: bool
+) -> tuple[int, int, RotationConfig]:
+    """Return the programs of a launch, the groups of heads that a tensor has at most, and a program's share.
 
-    tiles: int
-    groups: int
-    heads: int
-    row_tile: int
-    half_tile: int
-
-    def config(self, implied: bool, shared: bool) -> RotationConfig:
-        return RotationConfig(self.heads, self.row_tile, self.half_tile, implied, shared)
-
-
-def _tiling(batches: int, heads: Sequence[int], num_rows: int, dim: int, device: torch.device) -> Tiling:
-    """``heads``: of each tensor that one launch rotates. A tensor's heads are in at most ``groups`` groups."""
+    ``heads``: of each tensor that the launch rotates.
+    """
     half_tile = triton.next_power_of_2(dim) // 2
     row_tile = min(max(1, TILE // (2 * half_tile)), triton.next_power_of_2(num_rows))
     tiles = batches * triton.cdiv(num_rows, row_tile)
@@ -224,7 +216,8 @@ def _tiling(batches: int, heads: Sequence[int], num_rows: int, dim: int, device:
         at_least = MIN_PROGRAMS * num_multiprocessors(device)
         while in_group > 1 and tiles * sum(triton.cdiv(number, in_group) for number in heads) < at_least:
             in_group //= 2
-    return Tiling(tiles, triton.cdiv(max(heads), in_group), in_group, row_tile, half_tile)
+    num_groups = triton.cdiv(max(heads), in_group)
+    return tiles * num_groups, num_groups, RotationConfig(in_group, row_tile, half_tile, implied, shared)
 
 
 def _rotate(x: Tensor, y: Tensor, positions: Tensor | None, theta: float, inverse: bool) -> None:
@@ -234,16 +227,17 @@ def _rotate(x: Tensor, y: Tensor, positions: Tensor | None, theta: float, invers
     *leading, num_rows, dim = x.shape
     shape = (math.prod(leading[:-1]), leading[-1] if leading else 1, num_rows, dim)
     x, y = x.reshape(shape), y.view(shape)
-    is_implied = positions is None
+    implied = positions is None
     if positions is None:
         positions = torch.empty(0, dtype=torch.int64, device=x.device)
         positions_strides: tuple[int, ...] = (0, 0, 0)
     else:
         positions = positions.expand(*leading, num_rows).reshape(shape[:-1])
         positions_strides = positions.stride()
-    tiling = _tiling(shape[0], shape[1:2], num_rows, dim, x.device)
+    shared = positions_strides[1] == 0 or shape[1] == 1
+    num_programs, _, config = _tiling(shape[0], shape[1:2], num_rows, dim, x.device, implied=implied, shared=shared)
     with torch.cuda.device_of(x):
-        rope_kernel[(tiling.tiles * tiling.groups,)](
+        rope_kernel[(num_programs,)](
             x,
             y,
             positions,
@@ -254,7 +248,7 @@ def _rotate(x: Tensor, y: Tensor, positions: Tensor | None, theta: float, invers
             shape[1],
             num_rows,
             dim // 2,
-            CONFIG=tiling.config(is_implied, shared=positions_strides[1] == 0 or shape[1] == 1),
+            CONFIG=config,
             num_warps=NUM_WARPS,
         )
 
@@ -271,15 +265,15 @@ def _rotate_qkv(qkv: Tensor, parts: Sequence[Tensor], positions: Tensor | None, 
     heads = [part.shape[-3] for part in parts]
     qkv = qkv.reshape(batches, num_rows, -1, dim)
     flat = [part.reshape(batches, -1, num_rows, dim) for part in parts]
-    is_implied = positions is None
+    implied = positions is None
     if positions is None:
         positions = torch.empty((0, 0), dtype=torch.int64, device=qkv.device)
     else:
         positions = positions.expand(*leading, num_rows).reshape(batches, num_rows)
-    tiling = _tiling(batches, heads, num_rows, dim, qkv.device)
+    num_programs, num_groups, config = _tiling(batches, heads, num_rows, dim, qkv.device, implied=implied, shared=True)
     batch_stride, row_stride, head_stride, column_stride = qkv.stride()
     with torch.cuda.device_of(qkv):
-        rope_qkv_kernel[(tiling.tiles * tiling.groups, len(parts))](
+        rope_qkv_kernel[(num_programs, len(parts))](
             qkv,
             *flat,
             positions,
@@ -287,18 +281,19 @@ def _rotate_qkv(qkv: Tensor, parts: Sequence[Tensor], positions: Tensor | None, 
             (batch_stride, head_stride, row_stride, column_stride),
             *(part.stride() for part in flat),
             positions.stride(),
-            heads[0],
-            heads[1],
-            tiling.groups,
+            *heads[:2],
+            num_groups,
             num_rows,
             dim // 2,
             BACKWARD=backward,
-            CONFIG=tiling.config(is_implied, shared=True),
+            CONFIG=config,
             num_warps=NUM_WARPS,
         )
 
 
-def _check_positions(positions: Tensor | None, shape: tuple[int, ...], device: torch.device) -> None:
+def _check_angles(positions: Tensor | None, theta: float, shape: tuple[int, ...], device: torch.device) -> None:
+    if not 0 < theta < math.inf:
+        raise ValueError(f"theta {theta}: must be a positive number")
     if positions is None:
         return
     if positions.dtype not in (torch.int32, torch.int64):
@@ -312,22 +307,12 @@ def _check_positions(positions: Tensor | None, shape: tuple[int, ...], device: t
         raise ValueError(f"positions of shape {tuple(positions.shape)} do not broadcast to {tuple(shape)}")
 
 
-def _check_inputs(x: Tensor, positions: Tensor | None, theta: float) -> None:
-    if x.dim() < 2 or x.shape[-1] % 2 or x.shape[-1] == 0:
-        raise ValueError(f"rope rotates pairs of x (..., S, D) with D even, got x of shape {tuple(x.shape)}")
-    _check_theta(theta)
-    _check_positions(positions, x.shape[:-1], x.device)
-
-
-def _check_theta(theta: float) -> None:
-    if not 0 < theta < math.inf:
-        raise ValueError(f"theta {theta}: must be a positive number")
-
-
 def empty_rotated(
     x: Tensor, positions: Tensor | None, theta: float, inverse: bool, strides: Sequence[int] | None, dtype: torch.dtype
 ) -> Tensor:
-    _check_inputs(x, positions, theta)
+    if x.dim() < 2 or x.shape[-1] % 2 or x.shape[-1] == 0:
+        raise ValueError(f"rope rotates pairs of x (..., S, D) with D even, got x of shape {tuple(x.shape)}")
+    _check_angles(positions, theta, x.shape[:-1], x.device)
     if strides is None:
         # With more dimensions the kernel could not address every order of them.
         return torch.empty_like(x, dtype=dtype) if x.dim() <= 4 else torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -344,8 +329,9 @@ def compute(
     return y
 
 
-def _check_qkv(qkv: Tensor, positions: Tensor | None, num_heads: int, num_key_value_heads: int) -> int:
-    """The head dimension."""
+def empty_qkv(
+    qkv: Tensor, positions: Tensor | None, num_heads: int, num_key_value_heads: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     if num_heads < 1 or num_key_value_heads < 1:
         raise ValueError(f"num_heads {num_heads}, num_key_value_heads {num_key_value_heads}: must be at least 1")
     head_dim, rest = divmod(qkv.shape[-1] if qkv.dim() > 1 else 0, num_heads + 2 * num_key_value_heads)
@@ -353,15 +339,7 @@ def _check_qkv(qkv: Tensor, positions: Tensor | None, num_heads: int, num_key_va
         raise ValueError(
             f"qkv (..., S, ({num_heads} + 2 * {num_key_value_heads}) D) needs an even D, got {tuple(qkv.shape)}"
         )
-    _check_positions(positions, qkv.shape[:-1], qkv.device)
-    return head_dim
-
-
-def empty_qkv(
-    qkv: Tensor, positions: Tensor | None, num_heads: int, num_key_value_heads: int, theta: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    head_dim = _check_qkv(qkv, positions, num_heads, num_key_value_heads)
-    _check_theta(theta)
+    _check_angles(positions, theta, qkv.shape[:-1], qkv.device)
     query, key, value = (
         torch.empty((*qkv.shape[:-1], heads, head_dim), dtype=dtype, device=qkv.device).transpose(-3, -2)
         for heads in (num_heads, num_key_value_heads, num_key_value_heads)
@@ -422,17 +400,9 @@ class Rope(torch.autograd.Function):
     """``Rope.apply(x, positions, theta, inverse, strides of y, dtype of y)``; see :func:`rope`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        positions: Tensor | None,
-        theta: float,
-        inverse: bool,
-        strides: tuple[int, ...] | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        y = compute(x, positions, theta, inverse, strides, dtype)
-        _save_for_backward(ctx, (x, positions, theta, inverse), y)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        y = compute(*arguments)
+        _save_for_backward(ctx, arguments, y)
         return y
 
     @staticmethod

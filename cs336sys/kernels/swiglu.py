@@ -100,15 +100,11 @@ def _swiglu_tiling(matrix: Tensor) -> tuple[int, dict[str, int]]:
     return num_programs, {"ROW_TILE": row_tile, "COLUMN_TILE": column_tile, "num_warps": NUM_WARPS}
 
 
-def _check_gate_and_up(gate: Tensor, up: Tensor) -> None:
+def _empty_product(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
     if gate.dim() == 0 or gate.shape != up.shape:
         raise ValueError(
             f"gate and up must have the same shape (..., d), got {tuple(gate.shape)} and {tuple(up.shape)}"
         )
-
-
-def _empty_product(gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-    _check_gate_and_up(gate, up)
     return torch.empty(gate.shape, dtype=dtype, device=gate.device)
 
 
@@ -169,9 +165,8 @@ def _launch_backward(
 
 
 def _empty_grad_of_pair(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device), torch.empty(
-        grad.shape, dtype=grad.dtype, device=grad.device
-    )
+    first, second = (torch.empty(like.shape, dtype=like.dtype, device=like.device) for like in (gate_up, grad))
+    return first, second
 
 
 def _backward_of_pair(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,15 +243,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _forward_operator(gate, up, dtype) if needs_operators(gate) else SwiGLU.apply(gate, up, dtype)
 
 
-def _project(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-    if weight.dim() != 2 or weight.shape[1:] != gate.shape[-1:]:
-        raise ValueError(
-            f"gate (..., d) needs a weight of shape (d_out, d), got {tuple(gate.shape)} and {tuple(weight.shape)}"
-        )
-    product = _forward_operator if needs_operators(gate) else _forward
-    return torch.nn.functional.linear(product(gate, up, weight.dtype), weight)
-
-
 class SwiGLULinearOfCopy(torch.autograd.Function):
     """``SwiGLULinearOfCopy.apply(gate_up, copy, gradient_dtype, weight)``; see :func:`swiglu_linear_of_copy`."""
 
@@ -265,7 +251,12 @@ class SwiGLULinearOfCopy(torch.autograd.Function):
         ctx.save_for_backward(gate_up, copy)
         ctx.dtype = gradient_dtype
         gate, up = gate_up.chunk(2, -1)
-        return _project(gate, up, copy)
+        if copy.dim() != 2 or copy.shape[1:] != gate.shape[-1:]:
+            raise ValueError(
+                f"gate (..., d) needs a weight of shape (d_out, d), got {tuple(gate.shape)} and {tuple(copy.shape)}"
+            )
+        product = _forward_operator if needs_operators(gate) else _forward
+        return torch.nn.functional.linear(product(gate, up, copy.dtype), copy)
 
     @staticmethod
     @once_differentiable

@@ -96,16 +96,12 @@ def _weighted_sum_backward_kernel(
     tl.store(partial_grad_weight_ptr + strip * num_columns + column, tl.sum(grad_weight, axis=0), mask=column_mask)
 
 
-def _check_weighted_sum(x: Tensor, weight: Tensor) -> None:
+def _forward(x: Tensor, weight: Tensor) -> Tensor:
     if x.dim() == 0 or weight.shape != x.shape[-1:]:
         raise ValueError(f"x (..., D) needs a weight of shape (D,), got {tuple(x.shape)} and {tuple(weight.shape)}")
     if x.dtype != weight.dtype:
         raise TypeError(f"x and weight must have the same dtype, got {x.dtype} and {weight.dtype}")
     check_tensors("weighted_sum", _weighted_sum_forward_kernel, x=x, weight=weight)
-
-
-def _forward(x: Tensor, weight: Tensor) -> Tensor:
-    _check_weighted_sum(x, weight)
     num_columns = x.shape[-1]
     rows = as_rows(x)
     output = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)

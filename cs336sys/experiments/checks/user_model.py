@@ -14,7 +14,7 @@ from cs336sys.experiments import user_models
 from cs336sys.experiments.flop_counting import AttentionCalls, count_step
 from cs336sys.experiments.models import blocks_of, initializer_of
 from cs336sys.experiments.training import TrainStep
-from cs336sys.measure.diagnosis.software import Check
+from cs336sys.measure.diagnosis.software import Check, Verdict
 from cs336sys.triton_package import why_no_triton
 from cs336sys.user_code import source_file
 from cs336sys.workload import Workload
@@ -55,13 +55,8 @@ def _trains(workload: Workload) -> list[Check]:
     step = TrainStep(workload, _CPU)
     count = sum(parameter.numel() for parameter in step.model.parameters())
     size = workload.size
-    checks = [
-        Check(
-            "builds",
-            f"{type(step.model).__name__}, {count:,} parameters at d_model {size.d_model}, d_ff {size.d_ff}, "
-            f"{size.num_layers} layers, {size.num_heads} heads",
-        )
-    ]
+    sizes = f"d_model {size.d_model}, d_ff {size.d_ff}, {size.num_layers} layers, {size.num_heads} heads"
+    checks = [Check("builds", f"{type(step.model).__name__}, {count:,} parameters at {sizes}")]
     losses = []
     for _ in range(3):
         step.forward()
@@ -73,7 +68,7 @@ def _trains(workload: Workload) -> list[Check]:
             raise UserCodeError(f"{_changed_in_place(workload) or workload.user.model}: {error!s:.160}") from error
         step.optimizer_step()
     batch = ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in step.batch[:2])
-    without = [name for name, parameter in _without_gradients(workload)]
+    without = _without_gradients(workload)
     losses_text = f"batch {batch}; losses {', '.join(f'{loss:.4f}' for loss in losses)}"
     if all(map(math.isfinite, losses)):
         checks.append(Check("trains", losses_text))
@@ -86,26 +81,18 @@ def _trains(workload: Workload) -> list[Check]:
         for warning in hidden
     ]
     if without:
-        checks.append(
-            Check(
-                "gradients",
-                f"none for {', '.join(without[:3])}" + (" ..." if without[3:] else ""),
-                "warn",
-                "remove parameters that the loss does not depend on: torch's DDP fails on them",
-            )
-        )
+        names = f"none for {', '.join(without[:3])}" + (" ..." if without[3:] else "")
+        fix = "remove parameters that the loss does not depend on: torch's DDP fails on them"
+        checks.append(Check("gradients", names, "warn", fix))
     return checks
 
 
-def _without_gradients(workload: Workload) -> list[tuple[str, nn.Parameter]]:
+def _without_gradients(workload: Workload) -> list[str]:
     step = TrainStep(workload, _CPU)
     step.forward()
     step.backward()
-    return [
-        (name, parameter)
-        for name, parameter in step.model.named_parameters()
-        if parameter.requires_grad and parameter.grad is None
-    ]
+    trained = ((name, tensor) for name, tensor in step.model.named_parameters() if tensor.requires_grad)
+    return [name for name, parameter in trained if parameter.grad is None]
 
 
 def _changed_in_place(workload: Workload) -> str:
@@ -128,11 +115,8 @@ def _blocks(workload: Workload) -> list[Check]:
     model = TrainStep(workload, _CPU).model
     blocks = blocks_of(workload, model)
     if not blocks:
-        return [
-            Check(
-                "blocks", "no list of modules of one class", "warn", "name them by --blocks, as in 'encoder.layers.*'"
-            )
-        ]
+        fix = "name them by --blocks, as in 'encoder.layers.*'"
+        return [Check("blocks", "no list of modules of one class", "warn", fix)]
     first, *_, last = [*blocks, *blocks]
     return [Check("blocks", f"{len(blocks)} of {type(next(iter(blocks.values()))).__name__}: {first} to {last}")]
 
@@ -144,24 +128,12 @@ def _attention(workload: Workload) -> list[Check]:
         step.compute_logits(attention.watching())
     calls = attention.calls
     if not calls:
-        return [
-            Check(
-                "attention",
-                "torch's scaled_dot_product_attention is never called",
-                "warn",
-                "call it, and --attention flash replaces it",
-            )
-        ]
-    calls_text = f"{calls.total()} calls of torch's scaled_dot_product_attention"
+        fix = "call it, and --attention flash replaces it"
+        return [Check("attention", "torch's scaled_dot_product_attention is never called", "warn", fix)]
+    counts = f"{calls.total()} calls of torch's scaled_dot_product_attention, {calls['']} of them"
     reasons = "; ".join(f"{times} stay torch's, {reason}" for reason, times in calls.items() if reason)
-    return [
-        Check(
-            "attention",
-            f"{calls_text}, {calls['']} of them --attention flash can compute",
-            "warn" if reasons else "ok",
-            reasons or None,
-        )
-    ]
+    verdict: Verdict = "warn" if reasons else "ok"
+    return [Check("attention", f"{counts} --attention flash can compute", verdict, reasons or None)]
 
 
 def _kernels(workload: Workload) -> list[Check]:
@@ -207,19 +179,14 @@ def _waits(workload: Workload) -> list[Check]:
 
 def _starts_in_parts(workload: Workload) -> list[Check]:
     model = TrainStep(workload, _CPU).model
-    checks = []
-    if initializer_of(workload) is not None:
-        checks.append(Check("initial values", "layer by layer, from the meta device"))
-    else:
-        checks.append(
-            Check(
-                "initial values",
-                f"of the whole model at once: {user_models.why_built_whole(str(workload.user.model), workload.size)}",
-                "warn",
-                "give each class with parameters a reset_parameters() that does all that its constructor does: each "
-                "rank of fsdp holds the model at first",
-            )
+    checks = [Check("initial values", "layer by layer, from the meta device")]
+    if initializer_of(workload) is None:
+        reason = user_models.why_built_whole(str(workload.user.model), workload.size)
+        fix = (
+            "give each class with parameters a reset_parameters() that does all that its constructor does: each rank "
+            "of fsdp holds the model at first"
         )
+        checks = [Check("initial values", f"of the whole model at once: {reason}", "warn", fix)]
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules()):
         checks.append(Check("batch norm", "over a rank's share of the batch: checks compare with that"))
     if any(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in model.modules()):

@@ -132,16 +132,16 @@ class AdamW(torch.optim.Optimizer):
             if name in settings:
                 raise ValueError(f"AdamW: {name} in a group: it is one for all groups, an argument of AdamW")
         super().add_param_group(param_group)
-        # torch only warns: it would update the parameter twice, and one launch of all of them undefined times.
-        if len(set(self.param_groups[-1]["params"])) < len(self.param_groups[-1]["params"]):
-            self.param_groups.pop()
-            raise ValueError("AdamW: a parameter is twice in a group: give it once")
-        for parameter in self.param_groups[-1]["params"]:
-            try:
+        parameters = self.param_groups[-1]["params"]
+        try:
+            # torch only warns: it would update the parameter twice, and one launch of all of them undefined times.
+            if len(set(parameters)) < len(parameters):
+                raise ValueError("AdamW: a parameter is twice in a group: give it once")
+            for parameter in parameters:
                 self._check_parameter(parameter)
-            except (TypeError, ValueError):
-                self.param_groups.pop()
-                raise
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
 
     def _check_parameter(self, parameter: Tensor) -> None:
         if parameter.dtype not in TRITON_DTYPES:

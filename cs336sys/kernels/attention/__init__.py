@@ -214,8 +214,8 @@ def flash_attention_backward(
         delta: (..., H, S_q), D = rowsum(dO * O) of the whole output (FlashAttention-2, algorithm 2).
         is_causal, window, scale, causal_alignment, deterministic, implementation, float32_precision: as in
             :func:`flash_attention`, positions counted in the queries and keys given here; "triton" and "hopper" take a
-            scale greater than 0. In ring attention a block before the queries' own
-            is seen in full, the own one causally, and later ones not at all.
+            scale greater than 0. In ring attention a block before the queries' own is seen in full, the own one
+            causally, and later ones not at all.
 
     Returns:
         dq (..., H, S_q, D), dk and dv (..., H_kv, S_k, D) in the inputs' dtype.

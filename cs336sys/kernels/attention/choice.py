@@ -109,8 +109,7 @@ def backward_plan(tensors: Sequence[Tensor], grads: Sequence[Tensor], options: A
     problem = make_problem(query, key, operands, options)
     plan_class = BackwardPlan
     # The Hopper kernels write by TMA.
-    written_or_read = (*results, *(() if out is None else (out,)))
-    may_take_hopper = all(operand.fits_tma for operand in written_or_read)
+    may_take_hopper = all(operand.fits_tma for operand in (*results, out) if operand is not None)
     is_faster = functools.partial(hopper_backward_is_faster, deterministic=options.deterministic)
     if may_take_hopper and _takes_hopper(options.kernels, query, problem, is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan as plan_class

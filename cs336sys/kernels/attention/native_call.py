@@ -89,11 +89,11 @@ class Library:
         """
         if self._is_off or self._module is not None or self._builder == os.getpid():
             return
-        self._is_off = why_off() is not None
-        if self._is_off:
-            if not KNOWN_TRITON:
-                return
-            _warn(str(why_off()))
+        reason = why_off()
+        if reason is not None:
+            self._is_off = True
+            if KNOWN_TRITON:
+                _warn(reason)
             return
         path = library_path()
         if path.exists():
@@ -139,7 +139,8 @@ class Library:
             return self._module
         self.start()
         path = library_path()
-        if self._is_off or (self._builder == os.getpid() and self._is_building()):
+        is_building = self._build is not None and self._build.poll() is None
+        if self._is_off or (self._builder == os.getpid() and is_building):
             return None
         try:
             if not path.exists():
@@ -163,9 +164,6 @@ class Library:
         self.start()
         if self._build is not None:
             self._build.wait()
-
-    def _is_building(self) -> bool:
-        return self._build is not None and self._build.poll() is None
 
 
 library = Library()

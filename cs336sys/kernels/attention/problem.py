@@ -257,14 +257,11 @@ def check_scale(scale: float | None) -> None:
     """
     if scale is None:
         return
+    choices = "choose what the scores are multiplied by, or None for 1/sqrt(D)"
     if not isinstance(scale, (int, float, torch.SymFloat)) or isinstance(scale, bool):
-        raise TypeError(
-            f"scale {scale!r} is no number: choose what the scores are multiplied by, or None for 1/sqrt(D)"
-        )
+        raise TypeError(f"scale {scale!r} is no number: {choices}")
     if not math.isfinite(scale):
-        raise UsageError(
-            f"scale {scale} is not finite: choose what the scores are multiplied by, or None for 1/sqrt(D)"
-        )
+        raise UsageError(f"scale {scale} is not finite: {choices}")
 
 
 def check_row_statistics(query: Tensor, grad_out: Tensor, logsumexp: Tensor, delta: Tensor) -> None:

@@ -74,12 +74,8 @@ def plain_attention(
     the probabilities (..., S_q, S_k), and if causal a boolean mask (S_q, S_k), next to tensors linear in S.
 
     Args:
-        query: (..., H, S_q, D), of any floating dtype, or without heads (..., S_q, D).
-        key: (..., H_kv, S_k, D), H_kv a divisor of H: heads of queries side by side share one of keys.
-        value: (..., H_kv, S_k, D).
-        is_causal: query i sees the keys j <= i, counted from the first of each as in
-            ``torch.nn.functional.scaled_dot_product_attention``; if S_q > S_k the later queries see all keys.
-        window: if causal, only the last so many of them, i - window < j <= i.
+        query, key, value, is_causal, window: as in :func:`cs336sys.kernels.attention.flash_attention`, but of any
+            floating dtype and any D.
 
     Returns:
         (..., S_q, D), in the inputs' dtype. NaN for a query that sees no key, of which a window with S_q > S_k makes
@@ -153,8 +149,7 @@ def _heads_apart(rows: Tensor, shape: torch.Size) -> Tensor:
 # FlashAttention-2 in PyTorch alone: what the Triton kernels do, in operations that can be read and printed.
 #
 # Memory grows linearly with the sequence: scores exist for one tile at a time, and the backward pass computes them
-# again
-# from the logsumexp. Slow, and accurate: float64 inputs are computed in float64, all others in float32.
+# again from the logsumexp. Slow, and accurate: float64 inputs are computed in float64, all others in float32.
 #
 # Source: Dao, "FlashAttention-2" (2023); algorithms and equations are numbered as in the course's 2026 handout.
 
@@ -336,25 +331,8 @@ class FlashAttentionTorch(torch.autograd.Function):
     Keeps the inputs, the output and the logsumexp (..., S_q) for backward. Differentiable once. Autocast does not lower
     its precision.
 
-    Args:
-        query: (..., H, S_q, D), or without heads (..., S_q, D), of any floating dtype and strides.
-        key: (..., H_kv, S_k, D), H_kv a divisor of H: heads of queries side by side share one of keys.
-        value: (..., H_kv, S_k, D).
-        is_causal: query i sees the keys j <= i, counted from the first of each as in
-            ``torch.nn.functional.scaled_dot_product_attention``; if S_q > S_k the later queries see all keys.
-        window: if causal, only the last so many of them, i - window < j <= i; others are not computed.
-        return_logsumexp: return the logsumexp as well.
-        scale, causal_alignment: as in :func:`cs336sys.kernels.attention.flash_attention`.
-
-    Returns:
-        (..., S_q, D), in the inputs' dtype. A query that sees no key, or whose scores are all -inf, gives zeros. With
-        ``return_logsumexp`` also the natural logsumexp of the scores (..., S_q), float32 (float64 of float64 inputs),
-        not differentiable.
-
-    Raises:
-        ValueError: shapes or devices do not fit together, or the window not to them.
-        TypeError: dtypes differ or are not floating.
-        RuntimeError: it is differentiated twice, or transformed by ``torch.func``.
+    Arguments and results are those of :func:`cs336sys.kernels.attention.flash_attention`, for any floating dtype and
+    any D. A query that sees no key, or whose scores are all -inf, gives zeros.
     """
 
     @staticmethod

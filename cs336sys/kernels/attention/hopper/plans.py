@@ -59,11 +59,7 @@ WHOLE_COST = 2
 # may be few items of many pieces.
 SUMMED = {"of one head": (128, 1), "grouped": (16, 8)}
 
-_BACKWARD_KERNELS = {
-    "exchange": backward_kernel,
-    "reducer": reducer_backward_kernel,
-    "wide": wide_backward_kernel,
-}
+_BACKWARD_KERNELS = {"exchange": backward_kernel, "reducer": reducer_backward_kernel, "wide": wide_backward_kernel}
 
 _GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
@@ -308,13 +304,7 @@ class HopperBackwardPlan(BackwardPlan):
         convert = Launch(
             convert_register_order_kernel,
             problem.num_sequences * num_tiles,
-            (
-                self._grad_strides[0],
-                num_tiles,
-                self._operands[0].shape[1],
-                problem.num_queries,
-                problem.scale,
-            ),
+            (self._grad_strides[0], num_tiles, self._operands[0].shape[1], problem.num_queries, problem.scale),
             # The reducer has whole tiles, otherwise each of two warpgroups half of the head dimension.
             (problem.head_dim, problem.head_dim // (1 if self._settings.kernel == "reducer" else 2)),
         )
