@@ -60,9 +60,9 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
             Column("wrong_elements", "wrong", "count"),
             Column("status", "status"),
         ),
-        [_row(cell, "back_to_back") | misfits.get(id(cell), {}) for cell in cells],
+        [_collective_row(cell, "back_to_back") | misfits.get(id(cell), {}) for cell in cells],
         notes=(
-            *_notes(cells),
+            *_collective_notes(cells),
             *reasons(cells),
             *_less_than_asked([cell.configuration | cell.derived for cell in cells if cell.status == "ok"]),
         ),
@@ -80,7 +80,7 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
             *_time_columns("synchronized"),
             Column("misfit_percent", "off the fit", "percent"),
         ),
-        [_row(cell, "synchronized") | misfits.get(id(cell), {}) for cell in measured],
+        [_collective_row(cell, "synchronized") | misfits.get(id(cell), {}) for cell in measured],
         notes=("all ranks start together, and the CPU clock runs until the call is done: launch and waiting included",),
     )
     fits = _fit_table(measured, varying)
@@ -175,12 +175,12 @@ def _time_columns(timing: str) -> tuple[Column, ...]:
     )
 
 
-def _row(cell: Cell, timing: str) -> dict[str, Any]:
+def _collective_row(cell: Cell, timing: str) -> dict[str, Any]:
     row = cell.configuration | {"size_bytes": _of(cell, "message_bytes")} | cell.derived | {"status": cell.status}
     return row | fill_row(_time_columns(timing), cell) if cell.status == "ok" else row
 
 
-def _notes(cells: Sequence[Cell]) -> list[str]:
+def _collective_notes(cells: Sequence[Cell]) -> list[str]:
     links: dict[str, list[str]] = {}
     for cell in cells:
         if "link" in cell.derived:
@@ -300,7 +300,7 @@ def _draw_time_over_size(drawing: "Axes", groups: dict[MessageSweep, list[Cell]]
     for number, (group, cells) in enumerate(groups.items()):
         sizes = [cell.derived["size_bytes"] for cell in cells]
         medians = [cell.samples["back_to_back"].median for cell in cells]
-        drawing.plot(sizes, medians, label=_ranks(group), color=f"C{number}", **_STYLE)
+        drawing.plot(sizes, medians, label=_rank_label(group), color=f"C{number}", **_STYLE)
         line = fit_of(cells, "back_to_back")
         if line is not None:
             fitted = [1e6 * line.time_s(size) for size in sizes]
@@ -315,7 +315,7 @@ def _draw_bus_bandwidth(drawing: "Axes", groups: dict[MessageSweep, list[Cell]])
         # One rank alone has none.
         if group.world_size > 1:
             points = [(cell.derived["size_bytes"], rates_of_median(cell)[1]) for cell in cells]
-            drawing.plot(*zip(*points, strict=True), label=_ranks(group), color=f"C{number}", **_STYLE)
+            drawing.plot(*zip(*points, strict=True), label=_rank_label(group), color=f"C{number}", **_STYLE)
     drawing.set_xscale("log")
     drawing.set_xlabel("size, bytes")
     drawing.set_ylabel("bus bandwidth, GB/s")
@@ -338,5 +338,5 @@ def _draw_time_over_ranks(drawing: "Axes", groups: dict[MessageSweep, list[Cell]
     drawing.set_ylabel("time, us")
 
 
-def _ranks(group: MessageSweep) -> str:
+def _rank_label(group: MessageSweep) -> str:
     return f"{group.world_size} ranks"

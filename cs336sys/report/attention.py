@@ -52,10 +52,10 @@ def pool_flash_rounds(cells: Sequence[Cell]) -> list[Cell]:
 
     TFLOP/s are of the medians of all samples, errors and peak the largest.
     """
-    return pool_cells(cells, _derived_of_rounds)
+    return pool_cells(cells, _attention_of_rounds)
 
 
-def _derived_of_rounds(
+def _attention_of_rounds(
     rounds: Sequence[Cell], configuration: Mapping[str, Any], samples: Mapping[str, Samples]
 ) -> dict[str, Any]:
     names = dict.fromkeys(name for cell in rounds for name in cell.derived if not name.endswith("_tflops"))
@@ -240,7 +240,7 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
     from matplotlib.figure import Figure
 
     measured = [cell for cell in cells if cell.status == "ok"]
-    groups = list(dict.fromkeys(_group(cell) for cell in measured))
+    groups = list(dict.fromkeys(_shape_label(cell) for cell in measured))
     implementations = list(dict.fromkeys(cell.configuration["implementation"] for cell in measured))
     parts = {"forward_tflops": "forward", "backward_tflops": "backward", "end_to_end_tflops": "end-to-end"}
     figure = Figure(figsize=(1 + 3.4 * max(1, len(groups)), 8.5), layout="constrained")
@@ -253,7 +253,7 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
                     (cell.configuration["context"], cell.derived[name])
                     for cell in measured
                     if name in cell.derived
-                    and (_group(cell), cell.configuration["implementation"]) == (group, implementation)
+                    and (_shape_label(cell), cell.configuration["implementation"]) == (group, implementation)
                 )
                 if points:
                     # Our own kernels stand out; the others differ by colour and marker.
@@ -286,7 +286,7 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
     write_figure(figure, path)
 
 
-def _group(cell: Cell) -> str:
+def _shape_label(cell: Cell) -> str:
     shape = cell.configuration
     mask = "causal" if shape["causal"] else "full"
     return f"{shape['batch_size']} x {shape['heads']} x S x {shape['head_dim']}, {shape['dtype']}, {mask}"
@@ -313,7 +313,7 @@ def plot_attn(cells: Sequence[Cell], path: Path) -> None:
                 drawing.plot(context, predicted(cell), "+", color="black", markersize=9, zorder=3)
             if predicted is not None and cell.status == "oom":
                 drawing.plot(context, predicted(cell), "x", color=color, markersize=9, markeredgewidth=2, zorder=3)
-        for (shape, implementation), points in _series(cells, value).items():
+        for (shape, implementation), points in _points_by_line(cells, value).items():
             drawing.plot(
                 *zip(*points, strict=True),
                 _LINES[implementations.index(implementation) % len(_LINES)],
@@ -321,7 +321,7 @@ def plot_attn(cells: Sequence[Cell], path: Path) -> None:
                 marker="o",
                 markersize=4,
             )
-        _draw_square_law(drawing, [point for points in _series(cells, value).values() for point in points])
+        _draw_square_law(drawing, [point for points in _points_by_line(cells, value).values() for point in points])
         drawing.set_title(label, fontsize=10, loc="left")
         drawing.set_xscale("log", base=2)
         drawing.set_yscale("log")
@@ -344,7 +344,7 @@ def plot_attn(cells: Sequence[Cell], path: Path) -> None:
     write_figure(figure, path)
 
 
-def _series(
+def _points_by_line(
     cells: Sequence[Cell], value: Callable[[Cell], float | None]
 ) -> dict[tuple[str, str], list[tuple[int, float]]]:
     """Contexts with their values, by shape and implementation."""

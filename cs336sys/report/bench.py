@@ -143,10 +143,10 @@ def pool_bench_rounds(cells: Sequence[Cell]) -> list[Cell]:
     Tokens/s, TFLOP/s and MFU are of the mean of all steps, the peak the largest, the GPU's busy time the median, and
     what is left (the time until the first step is done) the first round's.
     """
-    return pool_cells(cells, _derived_of_rounds)
+    return pool_cells(cells, _bench_of_rounds)
 
 
-def _derived_of_rounds(
+def _bench_of_rounds(
     rounds: Sequence[Cell], configuration: Mapping[str, Any], samples: Mapping[str, Samples]
 ) -> dict[str, Any]:
     if not samples:
@@ -179,7 +179,7 @@ def bench_tables(cells: Sequence[Cell], run: Run | None, percentiles: Sequence[f
     settings = SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN}
     shown = shown_settings(cells, settings, _ALWAYS_SHOWN)
     heading = title("bench", cells, run, settings, shown)
-    tables = [_times(cells, run, heading, shown, percentiles)]
+    tables = [_time_table(cells, run, heading, shown, percentiles)]
     speedups = _speedups(cells, shown)
     return [*tables, speedups] if speedups else tables
 
@@ -208,7 +208,7 @@ def bench_plan(
         row = workload.configuration() | {"parameters": workload.parameters}
         if workload.memory_is_known:
             peak = workload.predicted_peak()
-            row |= fill_row(PEAK_COLUMNS, peak) | _fitting(peak.total_gib, capacity)
+            row |= fill_row(PEAK_COLUMNS, peak) | _memory_fit(peak.total_gib, capacity)
         rows.append(row)
     columns = (*SIZE_COLUMNS, *plan_settings(workloads, SETTING_COLUMNS), *PEAK_COLUMNS, *_FITTING_COLUMNS)
     assumption = "Predicted for eager mode: the most memory in use at one moment."
@@ -227,7 +227,7 @@ def bench_plan(
     )
 
 
-def _fitting(needed_gib: float, capacity: Capacity | None) -> dict[str, Any]:
+def _memory_fit(needed_gib: float, capacity: Capacity | None) -> dict[str, Any]:
     """The values of the columns that say whether a cell fits."""
     if capacity is None:
         return {}
@@ -235,7 +235,7 @@ def _fitting(needed_gib: float, capacity: Capacity | None) -> dict[str, Any]:
     return {"capacity_percent": 100 * part, "fits": "no" if part > 1 else "tight" if part > _TIGHT_PART else "yes"}
 
 
-def _times(
+def _time_table(
     cells: Sequence[Cell], run: Run | None, heading: str, settings: dict[str, Column], percentiles: Sequence[float]
 ) -> Table:
     phases = list(dict.fromkeys(phase for cell in cells for phase in PHASES_OF_MODE[cell.configuration["mode"]]))
@@ -265,7 +265,7 @@ def _times(
     ]
     columns += [column for column in _CHECK_COLUMNS if any(column.key in cell.derived for cell in cells)]
     columns.append(Column("status", "status"))
-    rows = [_row(cell, percentiles) for cell in cells]
+    rows = [_bench_row(cell, percentiles) for cell in cells]
     notes = (*method_notes(cells), *notes_of_run(cells, run), *_resident_notes(cells), *clock_notes(cells, run))
     if any("relative_difference_percent" in cell.derived for cell in cells):
         notes = (*notes, _CHECKED)
@@ -282,7 +282,7 @@ def _times(
     return Table("bench", heading, tuple(columns), rows, notes, _STEADIER)
 
 
-def _row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
+def _bench_row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
     workload = Workload.from_configuration(cell.configuration)
     row = cell.configuration | {"parameters": workload.parameters, "status": cell.status}
     if cell.status != "ok":

@@ -57,7 +57,7 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """The step, its phases, where the time of one went, its longest kernels, and the losses."""
     shown = shown_settings(cells, _SETTING_COLUMNS, _ALWAYS_SHOWN)
     setting_columns = tuple(shown.values())
-    rows = [_row(cell) for cell in cells]
+    rows = [_board_row(cell) for cell in cells]
     measured = [cell for cell in cells if cell.status == "ok"]
     notes = [
         "step: forward pass, loss, backward pass and update of all parameters, by the clock of the slowest rank",
@@ -90,7 +90,7 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     return tables
 
 
-def _row(cell: Cell) -> dict[str, Any]:
+def _board_row(cell: Cell) -> dict[str, Any]:
     workload = ParallelWorkload.from_configuration(cell.configuration)
     row = cell.configuration | cell.derived | {"status": cell.status}
     row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}

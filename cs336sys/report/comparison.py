@@ -193,23 +193,23 @@ def comparison_warnings(
     ):
         left_out = sum(side.left_out for side in sides)
         if left_out:
-            yield f"{name} holds {_count(left_out, 'cell')} of other code or another machine than its last: left out"
+            yield f"{name} holds {_count_of(left_out, 'cell')} of other code or another machine than its last: left out"
     for name, alone in (("A", matched.only_a), ("B", matched.only_b)):
         if alone:
-            yield f"not compared, because only {name} has them: {_count(len(alone), 'cell')}"
+            yield f"not compared, because only {name} has them: {_count_of(len(alone), 'cell')}"
     differences = machine_differences(matched.pairs, a, b)
     if differences:
         listed = ", ".join(f"{field} ({of_a} / {of_b})" for field, (of_a, of_b) in differences.items())
         yield f"A and B were not measured under the same conditions, so the ratios are not the code's alone: {listed}"
     without = sum(pair.is_measured and not shared_metrics(pair, metrics) for pair in matched.pairs)
     if without:
-        yield f"not compared, because A or B lacks the series: {_count(without, 'cell')}"
+        yield f"not compared, because A or B lacks the series: {_count_of(without, 'cell')}"
     comparisons = [comparison for rows in compared.values() for _, comparison in rows]
     methods = {(comparison.a.method, comparison.b.method) for comparison in comparisons}
     for of_a, of_b in sorted(method for method in methods if method[0] != method[1]):
         yield f"samples were taken by {of_a} in A and by {of_b} in B"
     for reason, count in Counter(comparison.reason for comparison in comparisons if comparison.reason).items():
-        yield f"undecided, {_count(count, 'comparison')} of {len(comparisons)}: {reason}"
+        yield f"undecided, {_count_of(count, 'comparison')} of {len(comparisons)}: {reason}"
 
 
 def regressions(pairs: Sequence[Pair], compared: Compared, limit_percent: float) -> Iterator[str]:
@@ -244,5 +244,5 @@ def undecided(matched: Matched, compared: Compared, metrics: Sequence[str], limi
             yield f"{name(side)}: only A has it"
 
 
-def _count(number: int, noun: str) -> str:
+def _count_of(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

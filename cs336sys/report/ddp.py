@@ -67,10 +67,10 @@ def pool_ddp_rounds(cells: Sequence[Cell]) -> list[Cell]:
     Rates and what is exposed are of all steps together, the peak is the largest, and what is left (the timeline, the
     link, the check) the first round's.
     """
-    return pool_cells(cells, _derived_of_rounds)
+    return pool_cells(cells, _ddp_of_rounds)
 
 
-def _derived_of_rounds(
+def _ddp_of_rounds(
     rounds: Sequence[Cell], configuration: Mapping[str, Any], samples: Mapping[str, Samples]
 ) -> dict[str, Any]:
     if not samples:
@@ -371,16 +371,16 @@ def _draw_timeline(drawing: "Axes", timeline: dict[str, Any]) -> None:
 
 def _heading(cell: Cell, settings: dict[str, Any]) -> str:
     configuration, timeline = cell.configuration, cell.derived["timeline"]
-    words = [configuration["strategy"]]
+    label_parts = [configuration["strategy"]]
     # Of `ddp` and of FSDP.
     if configuration.get("bucket_mb") is not None:
-        words.append(bucket_name(configuration["bucket_mb"]))
+        label_parts.append(bucket_name(configuration["bucket_mb"]))
     if configuration.get("prefetch") is not None:
-        words.append(f"prefetch {configuration['prefetch']}")
-    words += [configuration["size"], *(f"{configuration[name]}" for name in settings)]
+        label_parts.append(f"prefetch {configuration['prefetch']}")
+    label_parts += [configuration["size"], *(f"{configuration[name]}" for name in settings)]
     exposed = exposure(cell).get("exposed_ms")
     return (
-        f"{' '.join(words)}: communication {timeline['communication_ms']:.1f} ms, of which "
+        f"{' '.join(label_parts)}: communication {timeline['communication_ms']:.1f} ms, of which "
         f"{timeline['overlap_ms']:.1f} ms overlapped with computing; exposed {format_value(exposed, 'ms')} ms "
         f"of a {cell.samples['step'].median:.1f} ms step"
     )

@@ -54,7 +54,7 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
         Column("error", "largest error"),
         Column("status", "status"),
     ]
-    rows = list(map(_row, cells, baselines))
+    rows = list(map(_kernel_row, cells, baselines))
     rates = [cell.derived["copy_gbps"] for cell in cells if cell.derived.get("copy_gbps") is not None]
     notes = [ERROR_NOTE]
     if rates:
@@ -70,7 +70,7 @@ def _words(part: str) -> str:
     return part.replace("_", "-")
 
 
-def _row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
+def _kernel_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
     row = dict(cell.configuration) | cell.derived | {"status": cell.status}
     errors = {name.removesuffix("_error"): value for name, value in cell.derived.items() if name.endswith("_error")}
     if errors:

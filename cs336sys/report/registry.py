@@ -74,15 +74,15 @@ def _picture(
     name: str, draw: Callable[[Sequence[Cell], Path], None]
 ) -> Callable[[Sequence[Cell], Run | None], Pictures]:
     """One picture of all cells, if any was measured."""
-    return lambda cells, run: {name: partial(draw, cells)} if _measured(cells) else {}
+    return lambda cells, run: {name: partial(draw, cells)} if _measured_cells(cells) else {}
 
 
-def _measured(cells: Sequence[Cell]) -> list[Cell]:
+def _measured_cells(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if cell.status == "ok"]
 
 
 def _ddp_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
-    timelines = any(cell.derived["timeline"] is not None for cell in _measured(cells))
+    timelines = any(cell.derived["timeline"] is not None for cell in _measured_cells(cells))
     pictures: dict[str, Callable[[Path], None]] = {"timelines": partial(plot_timelines, cells)} if timelines else {}
     if bucket_sweeps(cells):
         pictures["buckets"] = partial(plot_buckets, cells, option="--plot")
@@ -91,7 +91,7 @@ def _ddp_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
 
 def _shard_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
     memory = _picture("memory", plot_memory)([cell for cell in cells if not is_of_board(cell)], run)
-    gathering = [cell for cell in _measured(cells) if cell.derived.get("gathers") and not is_of_board(cell)]
+    gathering = [cell for cell in _measured_cells(cells) if cell.derived.get("gathers") and not is_of_board(cell)]
     timelines = {"timelines": partial(plot_timelines, gathering)} if gathering else {}
     return {**memory, **timelines, **_scaling_picture(cells)}
 
@@ -105,46 +105,57 @@ def _memory_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
         MemoryWorkload.from_configuration(cell.configuration).name: partial(
             plot_timeline, cell, timeline_title(cell, run), option="--plot"
         )
-        for cell in _measured(cells)
+        for cell in _measured_cells(cells)
     }
 
 
 SAVED_COMMANDS: dict[str, SavedCommand] = {
     "bench": SavedCommand(
-        lambda cells, run, asked: bench_tables(cells, run, asked.percentiles),
+        lambda cells, run, presentation: bench_tables(cells, run, presentation.percentiles),
         _picture("bench", plot_bench),
         pool_bench_rounds,
     ),
-    "tune": SavedCommand(lambda cells, run, asked: tune_tables(cells, run)),
-    "losses": SavedCommand(lambda cells, run, asked: loss_tables(cells, run), _picture("losses", plot_losses)),
+    "tune": SavedCommand(lambda cells, run, presentation: tune_tables(cells, run)),
+    "losses": SavedCommand(lambda cells, run, presentation: loss_tables(cells, run), _picture("losses", plot_losses)),
     "nsys": SavedCommand(
-        lambda cells, run, asked: profile_tables(
-            cells, run, top=asked.top, full_names=asked.full_names, compare_precision=asked.compare_precision
+        lambda cells, run, presentation: profile_tables(
+            cells,
+            run,
+            top=presentation.top,
+            full_names=presentation.full_names,
+            compare_precision=presentation.compare_precision,
         ),
         _picture("shares", plot_profiles),
     ),
-    "memprof": SavedCommand(lambda cells, run, asked: memory_tables(cells, run, asked.top), _memory_pictures),
-    "attn": SavedCommand(lambda cells, run, asked: attn_tables(cells, run), _picture("attn", plot_attn)),
+    "memprof": SavedCommand(
+        lambda cells, run, presentation: memory_tables(cells, run, presentation.top), _memory_pictures
+    ),
+    "attn": SavedCommand(lambda cells, run, presentation: attn_tables(cells, run), _picture("attn", plot_attn)),
     "flash": SavedCommand(
-        lambda cells, run, asked: flash_tables(cells, run, asked.baseline),
+        lambda cells, run, presentation: flash_tables(cells, run, presentation.baseline),
         _picture("flash", plot_flash),
         pool_flash_rounds,
     ),
     "kernels": SavedCommand(
-        lambda cells, run, asked: kernel_tables(cells, run, asked.baseline), _picture("kernels", plot_kernels)
+        lambda cells, run, presentation: kernel_tables(cells, run, presentation.baseline),
+        _picture("kernels", plot_kernels),
     ),
     "allreduce": SavedCommand(
-        lambda cells, run, asked: allreduce_tables(cells, run), _picture("allreduce", plot_collectives)
+        lambda cells, run, presentation: allreduce_tables(cells, run), _picture("allreduce", plot_collectives)
     ),
     "ddp": SavedCommand(
-        lambda cells, run, asked: [*ddp_tables(cells, run), *scaling_tables(cells)], _ddp_pictures, pool_ddp_rounds
+        lambda cells, run, presentation: [*ddp_tables(cells, run), *scaling_tables(cells)],
+        _ddp_pictures,
+        pool_ddp_rounds,
     ),
-    "trace": SavedCommand(lambda cells, run, asked: saved_trace_tables(cells, asked.top, asked.full_names)),
-    "precision": SavedCommand(lambda cells, run, asked: precision_tables(cells, run)),
+    "trace": SavedCommand(
+        lambda cells, run, presentation: saved_trace_tables(cells, presentation.top, presentation.full_names)
+    ),
+    "precision": SavedCommand(lambda cells, run, presentation: precision_tables(cells, run)),
     "shard": SavedCommand(
-        lambda cells, run, asked: [*sharding_tables(cells, run), *scaling_tables(cells)], _shard_pictures
+        lambda cells, run, presentation: [*sharding_tables(cells, run), *scaling_tables(cells)], _shard_pictures
     ),
-    "verify": SavedCommand(lambda cells, run, asked: verify_tables(cells, run)),
+    "verify": SavedCommand(lambda cells, run, presentation: verify_tables(cells, run)),
 }
 
 
@@ -228,9 +239,11 @@ def shown_cells(invocation: Invocation, statuses: Sequence[str] = ()) -> list[Ce
         UsageError: nothing knows how cells of its command are shown, or they lack what that needs.
     """
     if invocation.command not in SAVED_COMMANDS:
-        known = choose_from(invocation.command, SAVED_COMMANDS)
-        raise UsageError(f"cells of '{invocation.command}' cannot be shown by this cs336sys: {known}")
-    cells = _checked(invocation, lambda: SAVED_COMMANDS[invocation.command].pooled(list(invocation.cells.values())))
+        choices = choose_from(invocation.command, SAVED_COMMANDS)
+        raise UsageError(f"cells of '{invocation.command}' cannot be shown by this cs336sys: {choices}")
+    cells = _build_checked(
+        invocation, lambda: SAVED_COMMANDS[invocation.command].pooled(list(invocation.cells.values()))
+    )
     return [cell for cell in cells if not statuses or cell.status in statuses]
 
 
@@ -241,7 +254,7 @@ def saved_tables(invocation: Invocation, cells: Sequence[Cell], presentation: Pr
         UsageError: the cells lack what the tables need.
     """
     build = SAVED_COMMANDS[invocation.command].tables
-    return _checked(invocation, lambda: [_plain(table) for table in build(cells, invocation.run, presentation)])
+    return _build_checked(invocation, lambda: [_plain(table) for table in build(cells, invocation.run, presentation)])
 
 
 def marked(invocation: Invocation, tables: Sequence[Table]) -> list[Table]:
@@ -292,39 +305,39 @@ def saved_pictures(invocation: Invocation, cells: Sequence[Cell]) -> Pictures:
         UsageError: the cells lack what that needs; also raised by drawing one.
     """
     draw = SAVED_COMMANDS[invocation.command].pictures
-    pictures = _checked(invocation, lambda: draw(cells, invocation.run))
-    return {name: partial(_draw, invocation, name, one) for name, one in pictures.items()}
+    pictures = _build_checked(invocation, lambda: draw(cells, invocation.run))
+    return {name: partial(_draw, invocation, name, draw_picture) for name, draw_picture in pictures.items()}
 
 
 def _draw(invocation: Invocation, name: str, draw: Callable[[Path], None], path: Path) -> None:
-    _checked(invocation, lambda: draw(path), f"drawn as the picture '{name}'")
+    _build_checked(invocation, lambda: draw(path), f"drawn as the picture '{name}'")
 
 
 def _leave_out_unsound(invocation: Invocation, presentation: Presentation) -> list[str]:
     """Remove the cells that cannot be shown by themselves, unless none can; which they are and why."""
 
     def fault(key: str) -> str | None:
-        alone = Invocation(invocation.command, invocation.runs, {key: invocation.cells[key]})
+        single = Invocation(invocation.command, invocation.runs, {key: invocation.cells[key]})
         try:
-            saved_tables(alone, shown_cells(alone), presentation)
+            saved_tables(single, shown_cells(single), presentation)
         except UsageError as error:
             return fault_words(error.__cause__) if isinstance(error.__cause__, FAULTS) else f"cannot be shown: {error}"
         return None
 
-    faults = {key: found for key in invocation.cells if (found := fault(key)) is not None}
+    faults = {key: reason for key in invocation.cells if (reason := fault(key)) is not None}
     if len(faults) == len(invocation.cells):
         return []
     identifying = distinguishing_settings([cell.configuration for cell in invocation.cells.values()])
     sentences = []
-    for key, found in faults.items():
+    for key, reason in faults.items():
         settings = invocation.cells.pop(key).configuration
-        words = ", ".join(f"{name} {settings[name]}"[:_NAME_CHARACTERS] for name in identifying if name in settings)
+        label = ", ".join(f"{name} {settings[name]}"[:_NAME_CHARACTERS] for name in identifying if name in settings)
         which = f"{invocation.command}, {invocation.name}"
-        sentences.append(f"{which}: the values of {words or 'the cell'} {found}, and it is left out")
+        sentences.append(f"{which}: the values of {label or 'the cell'} {reason}, and it is left out")
     return sentences
 
 
-def _checked(invocation: Invocation, build: Callable[[], Built], done: str = "shown") -> Built:
+def _build_checked(invocation: Invocation, build: Callable[[], Built], done: str = "shown") -> Built:
     """Build from cells that another version, or another program, may have written."""
     try:
         return build()
@@ -357,23 +370,23 @@ def saved_page(title: str, shown: Sequence[Shown], say: Callable[[str], None]) -
     Raises:
         OutputError: a picture cannot be drawn, because no file can be written.
     """
-    total = sum(len(one.pictures) for one in shown)
-    drawn, said = 0, time.monotonic()
+    total = sum(len(invocation_shown.pictures) for invocation_shown in shown)
+    drawn, said_at = 0, time.monotonic()
 
     def picture(draw: Callable[[Path], None], caption: str) -> str:
-        nonlocal drawn, said
+        nonlocal drawn, said_at
         try:
             part = html_picture(draw, caption)
         except UsageError as error:
             say(f"warning: {error}")
             part = f'<p class="note">{html.escape(str(error))}</p>'
         drawn += 1
-        if drawn < total and time.monotonic() - said >= _SILENT_S:
-            said = time.monotonic()
+        if drawn < total and time.monotonic() - said_at >= _SILENT_S:
+            said_at = time.monotonic()
             say(f"{drawn} of {total} pictures are done")
         return part
 
-    return html_page(title, [part for one in shown for part in _parts(one, picture)])
+    return html_page(title, [part for invocation_shown in shown for part in _parts(invocation_shown, picture)])
 
 
 def _parts(shown: Shown, picture: Callable[[Callable[[Path], None], str], str]) -> list[str]:

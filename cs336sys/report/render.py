@@ -140,7 +140,7 @@ def _join(parts: Sequence[str]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _text(tables: Sequence[Table]) -> str:
+def _plain_text(tables: Sequence[Table]) -> str:
     return _join(
         [
             "\n".join(
@@ -231,11 +231,11 @@ def _flat_rows(
             continue
         keys += [f"{column.key}_{statistic}" for statistic in statistics]
         for row, value in zip(rows, values, strict=True):
-            row += [_statistic(value, statistic) for statistic in statistics]
+            row += [_statistic_of(value, statistic) for statistic in statistics]
     return keys, rows
 
 
-def _statistic(value: Value, statistic: str) -> Value:
+def _statistic_of(value: Value, statistic: str) -> Value:
     if isinstance(value, Samples):
         return getattr(value, statistic) if value.measured else None
     return value if statistic == "mean" else None
@@ -269,17 +269,17 @@ def _json(tables: Sequence[Table]) -> str:
     documents = []
     for table in tables:
         keys, rows = _flat_rows(table, ("mean", "std", "median"))
-        objects = [dict(zip(keys, map(_finite, row), strict=True)) for row in rows]
+        objects = [dict(zip(keys, map(_finite_or_none, row), strict=True)) for row in rows]
         documents.append({"name": table.name, "title": table.title, "rows": objects, "notes": table.all_notes})
     return json.dumps({"schema_version": TABLES_SCHEMA_VERSION, "tables": documents}, indent=2, allow_nan=False) + "\n"
 
 
-def _finite(value: str | float | None) -> str | float | None:
+def _finite_or_none(value: str | float | None) -> str | float | None:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _RENDERERS: dict[str, Callable[[Sequence[Table]], str]] = {
-    "table": _text,
+    "table": _plain_text,
     "markdown": _markdown,
     "csv": _csv,
     "json": _json,

@@ -87,7 +87,7 @@ def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
     curves = scaling_curves(cells)
     if not curves:
         return []
-    rows = [_row(curve, cell) for curve in curves for cell in curve.cells]
+    rows = [_curve_row(curve, cell) for curve in curves for cell in curve.cells]
     settings = shown_settings([cell for curve in curves for cell in curve.cells], _SETTING_COLUMNS)
     columns = (
         Column("scaling", "scaling"),
@@ -113,7 +113,7 @@ def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
 _PREDICTED = Column("predicted_peak_gib", "predicted peak", "gib")
 
 
-def _row(curve: Curve, cell: Cell) -> dict[str, Any]:
+def _curve_row(curve: Curve, cell: Cell) -> dict[str, Any]:
     return {
         **cell.configuration,
         **cell.derived,
@@ -148,7 +148,7 @@ def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scalin
     for row, scaling in zip(axes, scalings, strict=True):
         drawn = [curve for curve in curves if curve.scaling == scaling]
         for curve in drawn:
-            _draw_curve(row, curve, _name(curve, list(settings)))
+            _draw_curve(row, curve, _curve_name(curve, list(settings)))
         ranks = sorted({cell.configuration["world_size"] for curve in drawn for cell in curve.cells})
         for drawing, quantity in zip(row, (rate, "exposed, % of the step", "peak of a rank, GiB"), strict=True):
             drawing.set_xscale("log", base=2)
@@ -166,7 +166,7 @@ def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scalin
     write_figure(figure, path, option)
 
 
-def _name(curve: Curve, settings: Sequence[str]) -> str:
+def _curve_name(curve: Curve, settings: Sequence[str]) -> str:
     configuration = curve.cells[-1].configuration
     batch = configuration["batch_size"]
     share = f"batch {batch}" if curve.scaling == "strong" else f"{batch / configuration['world_size']:g} a rank"

@@ -163,7 +163,7 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
                 Column("status", "status"),
             ),
             rows,
-            notes=(*_step_notes(cells), *check_notes(cells), *method_notes(cells), *notes_of_run(cells, run)),
+            notes=(*_shard_step_notes(cells), *check_notes(cells), *method_notes(cells), *notes_of_run(cells, run)),
             steadier=STEADIER,
         )
     ]
@@ -217,7 +217,7 @@ def _add_scaling(cells: Sequence[Cell], rows: Sequence[dict[str, Any]]) -> None:
             row["scaling"] = ratio(one_rank_samples, cell.samples["step"])
 
 
-def _step_notes(cells: Sequence[Cell]) -> list[str]:
+def _shard_step_notes(cells: Sequence[Cell]) -> list[str]:
     if not any(cell.status == "ok" for cell in cells):
         return []
     return [
@@ -341,7 +341,7 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
         for source, moments in memory_of(cell).items():
             _draw_bars(drawing, moments, source)
         drawing.set_xticks(range(len(MOMENTS)), MOMENTS, rotation=35, ha="right", fontsize=7)
-        drawing.set_title(_heading(cell, list(settings)), fontsize=8)
+        drawing.set_title(_shard_heading(cell, list(settings)), fontsize=8)
         drawing.grid(axis="y", alpha=0.3)
     for drawing in axes[::columns]:
         drawing.set_ylabel("memory of the fullest rank, GiB")
@@ -366,7 +366,7 @@ def _draw_bars(drawing: "Axes", moments: Sequence[RankMemory], source: str) -> N
             bottom += height
 
 
-def _heading(cell: Cell, settings: Sequence[str]) -> str:
+def _shard_heading(cell: Cell, settings: Sequence[str]) -> str:
     configuration = cell.configuration
     ahead = [] if configuration["prefetch"] is None else [f"prefetch {configuration['prefetch']}"]
     return ", ".join([configuration["strategy"], *ahead, *(str(configuration[name]) for name in settings)])

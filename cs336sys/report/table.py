@@ -171,7 +171,7 @@ def select_tables(tables: Sequence[Table], names: Sequence[str], among: Sequence
     Raises:
         UsageError: no table has one of the names.
     """
-    _check(names, "--table", [table.name for table in among or tables])
+    _check_names(names, "--table", [table.name for table in among or tables])
     return [table for table in tables if table.name in names]
 
 
@@ -247,10 +247,10 @@ def _named(table: Table, name: str) -> list[Column]:
 
 def _check_columns(names: Sequence[str], option: str, tables: Sequence[Table]) -> None:
     unknown = [name for name in names if not any(_named(table, name) for table in tables)]
-    _check(unknown, option, [column.key for table in tables for column in table.columns])
+    _check_names(unknown, option, [column.key for table in tables for column in table.columns])
 
 
-def _check(names: Sequence[str], option: str, choices: Collection[str]) -> None:
+def _check_names(names: Sequence[str], option: str, choices: Collection[str]) -> None:
     for name in names:
         if name not in choices:
             raise UsageError(f"{option} '{name}': {choose_from(name, list(dict.fromkeys(choices)))}")

@@ -40,19 +40,19 @@ def print_tables(tables: Sequence[Table], console: "rich.console.Console") -> No
 def _drawn(table: Table, console: "rich.console.Console") -> "tuple[str, list[rich.table.Table]]":
     """The title, and the table in as many drawings as it takes."""
     grid = grid_of(table)
-    whole = _fitting(grid, console)
+    whole = _fitting_table(grid, console)
     if whole is not None:
         return one_line(table.title), [whole]
     grid, common = _without_common(grid)
     title = ", ".join([one_line(table.title), *common])
     for candidate in (grid, _turned(grid)):
-        fitting = _fitting(candidate, console)
+        fitting = _fitting_table(candidate, console)
         if fitting is not None:
             return title, [fitting]
     return title, list(_split(grid, console)) or [_records(grid)]
 
 
-def _fitting(grid: Grid, console: "rich.console.Console") -> "rich.table.Table | None":
+def _fitting_table(grid: Grid, console: "rich.console.Console") -> "rich.table.Table | None":
     """The table in one piece, with stacked headers where it must be; None if it is too wide even then."""
     from rich.measure import Measurement
 
@@ -75,7 +75,7 @@ def _stacked_headers(grid: Grid) -> list[str]:
     return stacked
 
 
-def _columns(grid: Grid, chosen: Sequence[int]) -> Grid:
+def _chosen_columns(grid: Grid, chosen: Sequence[int]) -> Grid:
     return Grid(
         [grid.headers[index] for index in chosen],
         [[row[index] for index in chosen] for row in grid.rows],
@@ -95,7 +95,7 @@ def _without_common(grid: Grid) -> tuple[Grid, list[str]]:
     chosen = [index for index in range(len(grid.headers)) if index not in common]
     if not chosen:
         return grid, []
-    return _columns(grid, chosen), [f"{grid.headers[index]} {grid.rows[0][index]}" for index in common]
+    return _chosen_columns(grid, chosen), [f"{grid.headers[index]} {grid.rows[0][index]}" for index in common]
 
 
 def _turned(grid: Grid) -> Grid:
@@ -113,7 +113,7 @@ def _split(grid: Grid, console: "rich.console.Console") -> "Iterator[rich.table.
     while rest:
         fitting = None
         for count in range(1, len(rest) + 1):
-            wider = _fitting(_columns(grid, keys + rest[:count]), console)
+            wider = _fitting_table(_chosen_columns(grid, keys + rest[:count]), console)
             if wider is None:
                 break
             fitting, taken = wider, count

@@ -304,12 +304,12 @@ def _pooled(rounds: Sequence[Cell], combine_derived: CombineDerived) -> Cell:
     configuration = {name: value for name, value in shown.configuration.items() if name != "round"}
     samples: dict[str, Samples] = {}
     if shown.status == "ok":
-        samples = {name: _joined([cell.samples[name] for cell in rounds]) for name in shown.samples}
+        samples = {name: _join_samples([cell.samples[name] for cell in rounds]) for name in shown.samples}
     derived = combine_derived(rounds, configuration, samples)
     return replace(shown, configuration=configuration | {"rounds": len(rounds)}, samples=samples, derived=derived)
 
 
-def _joined(series: Sequence[Samples]) -> Samples:
+def _join_samples(series: Sequence[Samples]) -> Samples:
     return replace(
         series[0],
         measured=tuple(chain.from_iterable(samples.measured for samples in series)),

@@ -23,7 +23,7 @@ SHOWN = 10
 _PREDICTED = (Column("configuration", "configuration"), *PREDICTED_COLUMNS)
 
 
-def _row(candidate: Candidate, rates: Rates) -> dict[str, Value]:
+def _candidate_row(candidate: Candidate, rates: Rates) -> dict[str, Value]:
     return step_row(candidate.configuration, candidate.time, rates, candidate.memory)
 
 
@@ -50,7 +50,7 @@ def choice_tables(
             "as ours, the memory is the eager step's, and the error above is our model's."
         )
     title = f": {best[0].configuration.training.size.name}, {short_gpu_name(rates.gpu)}" if best else ""
-    numbered = [{"number": number} | _row(candidate, rates) for number, candidate in enumerate(best, 1)]
+    numbered = [{"number": number} | _candidate_row(candidate, rates) for number, candidate in enumerate(best, 1)]
     number = Column("number", "#")
     tables = [
         Table("best", f"The fastest that fit{title}", (number, *_PREDICTED), numbered, notes),
@@ -74,7 +74,10 @@ def choice_tables(
             ],
         ),
         Table(
-            "front", "Least memory for its speed", _PREDICTED, [_row(candidate, rates) for candidate in choice.front]
+            "front",
+            "Least memory for its speed",
+            _PREDICTED,
+            [_candidate_row(candidate, rates) for candidate in choice.front],
         ),
         _rejected_table(choice, rates),
         _more_table(choice, more_rank),
@@ -97,7 +100,7 @@ def choice_tables(
 def _rejected_table(choice: Choice, rates: Rates) -> Table:
     columns = (*_PREDICTED[:-1], Column("over_gib", "over the limit by", "gib"))
     rows = [
-        _row(candidate, rates) | {"over_gib": (candidate.memory - choice.limit) / GIB}
+        _candidate_row(candidate, rates) | {"over_gib": (candidate.memory - choice.limit) / GIB}
         for candidate in choice.too_large[:SHOWN]
     ]
     count = sum(candidate.memory > choice.limit for candidate in choice.predicted)

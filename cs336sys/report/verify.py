@@ -50,7 +50,10 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         if any(cell.configuration.get(name) not in (None, _DEFAULTS.get(name)) for cell in cells)
     }
     shown = shown_settings(cells, settings)
-    rows = [cell.configuration | cell.derived | {"verdict": _verdict(cell), "reason": _why(cell)} for cell in cells]
+    rows = [
+        cell.configuration | cell.derived | {"verdict": _case_verdict(cell), "reason": _verdict_reason(cell)}
+        for cell in cells
+    ]
     wrong = [row for row, cell in zip(rows, cells, strict=True) if cell.status == "wrong"]
     counts = ", ".join(
         f"{count} {verdict}"
@@ -76,12 +79,12 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     )
 
 
-def _verdict(cell: Cell) -> str:
+def _case_verdict(cell: Cell) -> str:
     if cell.status in ("ok", "wrong"):
         return cell.status
     return str(cell.derived.get("verdict", cell.status))
 
 
-def _why(cell: Cell) -> str | None:
+def _verdict_reason(cell: Cell) -> str | None:
     """Return the row's own reason; the other table says more about a fault."""
     return None if cell.status == "wrong" and "meaning" in cell.derived else cell.reason

@@ -112,7 +112,7 @@ def parallel_tables(strategies: Sequence[str], layer: Layer, devices: int, mesh:
     """
     tables, summary = [], []
     for strategy in strategies:
-        chosen = _mesh(strategy, layer, devices, mesh)
+        chosen = _choose_mesh(strategy, layer, devices, mesh)
         answers = parallelism_answers(strategy, layer, chosen)
         count = f"{chosen.fsdp} x {chosen.tp} devices" if strategy == "fsdp-tp" else f"{chosen.devices} devices"
         title = f"{_TITLES[strategy]}: B {layer.batch}, D {layer.d_model}, D_FF {layer.d_ff}, {count}"
@@ -141,7 +141,7 @@ for _which in PASSES:
     ]
 
 
-def _mesh(strategy: str, layer: Layer, devices: int, mesh: Mesh | None) -> Mesh:
+def _choose_mesh(strategy: str, layer: Layer, devices: int, mesh: Mesh | None) -> Mesh:
     if strategy == "fsdp-tp":
         # The fastest forward pass, axes sharing the network as they do on one kind of links.
         return mesh or Mesh(*best_whole_mesh(layer, devices, "forward", overlapped=False))

@@ -34,7 +34,9 @@ _COLUMNS = (
     Column("before_first_step_gib", "before first step", "gib"),
     Column("first_peak_gib", "most until then", "gib"),
     Column("after_first_step_gib", "after first step", "gib"),
-    Column("activations_gib", "activations and buffers at the peak", "gib", lambda one: rank_peak(one).activations_gib),
+    Column(
+        "activations_gib", "activations and buffers at the peak", "gib", lambda step: rank_peak(step).activations_gib
+    ),
     Column("peak_gib", "peak of later steps", "gib", lambda step: rank_peak(step).total_gib),
     Column("moment", "moment of the peak", value=lambda step: rank_peak(step).moment),
 )
@@ -53,7 +55,7 @@ def rank_memory_tables(steps: Sequence[ShardedStep]) -> list[Table]:
         )
     batches = dict.fromkeys(f"batch {step.size.batch_size}, {step.attention} attention" for step in steps)
     title = f"Memory of a rank: {', '.join(batches)}"
-    tables = [Table("memory", title, _COLUMNS, [_row(step) for step in steps], notes)]
+    tables = [Table("memory", title, _COLUMNS, [_model_row(step) for step in steps], notes)]
     states: dict[str, dict[str, list[Derived]]] = {}
     for step in steps:
         if step.mode == "train":
@@ -74,7 +76,7 @@ _STATE_NOTES = (
 )
 
 
-def _row(step: ShardedStep) -> dict:
+def _model_row(step: ShardedStep) -> dict:
     state, row = fullest_state(step), fill_row(_COLUMNS, step)
     if state.master_parameters:
         row["master_parameters_gib"] = state.master_parameters / GIB
@@ -120,20 +122,20 @@ def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
 def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:
     """The strategy, and below it what differs between the bars."""
 
-    def words(one: ShardedStep) -> tuple[str, ...]:
-        size = one.size
-        return size.name, f"context {size.context}", one.precision, one.mode, f"{one.world_size} ranks"
+    def step_labels(labelled: ShardedStep) -> tuple[str, ...]:
+        size = labelled.size
+        return size.name, f"context {size.context}", labelled.precision, labelled.mode, f"{labelled.world_size} ranks"
 
-    columns = zip(*map(words, steps), strict=True)
+    columns = zip(*map(step_labels, steps), strict=True)
     differing = [index for index, values in enumerate(columns) if len(set(values)) > 1]
-    return "\n".join([step.strategy, *(words(step)[index] for index in differing)])
+    return "\n".join([step.strategy, *(step_labels(step)[index] for index in differing)])
 
 
 # Contexts beyond the grid that are tried for one that does not fit; far more than any memory holds.
 _LONGEST_CONTEXT = 2**30
 
 
-def _shape(size: ModelSize) -> str:
+def _describe_size(size: ModelSize) -> str:
     return f"{size.name}, batch {size.batch_size}, context {size.context}"
 
 
@@ -141,7 +143,7 @@ def activations_tables(sizes: Sequence[ModelSize], precision: str, attention: st
     """Single tensors, and what one block saves for backward, for each size."""
     tables = []
     for size in sizes:
-        title = f"{_shape(size)}, {precision}"
+        title = f"{_describe_size(size)}, {precision}"
         tables += [
             answers_table("tensors", f"Activation tensors: {title}", tensor_answers(size, precision)),
             answers_table(
@@ -161,7 +163,7 @@ def flops_tables(sizes: Sequence[ModelSize]) -> list[Table]:
         "cs336_basics does. TFLOP/s and MFU of other commands count the half that causal attention needs.",
         f"Assumed: softmax takes {SOFTMAX_FLOPS_PER_SCORE} operations a score, an exponential counting as one.",
     )
-    return [answers_table("flops", f"FLOPs: {_shape(size)}", flops_answers(size), notes) for size in sizes]
+    return [answers_table("flops", f"FLOPs: {_describe_size(size)}", flops_answers(size), notes) for size in sizes]
 
 
 def attention_tables(
@@ -183,11 +185,11 @@ def attention_tables(
     for implementation, head_dim in product(implementations, head_dims):
         rising = sorted(contexts)
         for shorter, context in zip([None, *rising], rising, strict=False):
-            found = memory(implementation, context, head_dim)
+            needed = memory(implementation, context, head_dim)
             row: dict[str, Value] = {"implementation": implementation, "head_dim": head_dim, "context": context}
-            row |= {"held_gib": found.held / GIB, "peak_gib": found.peak / GIB, "fits": found.peak <= capacity_bytes}
+            row |= {"held_gib": needed.held / GIB, "peak_gib": needed.peak / GIB, "fits": needed.peak <= capacity_bytes}
             if shorter is not None:
-                held_ratio = found.held / memory(implementation, shorter, head_dim).held
+                held_ratio = needed.held / memory(implementation, shorter, head_dim).held
                 row |= {"context_ratio": context / shorter, "held_ratio": held_ratio}
             rows.append(row)
     columns = (

@@ -46,7 +46,9 @@ def measured_flops(cells: Sequence[Cell], precision: str) -> MeasuredRate:
             f"measure one with cs336sys bench --precision {precision} --save bench.jsonl"
         )
     cell = max(steps, key=lambda step: step.derived["tflops"])
-    return MeasuredRate(cell.derived["tflops"] * 1e12, f"bench, {_of(cell)}: model FLOPs of the whole step")
+    return MeasuredRate(
+        cell.derived["tflops"] * 1e12, f"bench, {_bench_step_label(cell)}: model FLOPs of the whole step"
+    )
 
 
 def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
@@ -55,34 +57,37 @@ def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
     Raises:
         UsageError: no cell of ``allreduce`` is there.
     """
-    found = [cell for cell in _all_reduces(cells) if cell.derived.get("back_to_back_busbw_gbps")]
-    if not found:
+    all_reduces = [cell for cell in _all_reduces(cells) if cell.derived.get("back_to_back_busbw_gbps")]
+    if not all_reduces:
         raise UsageError(
             "--measured: no all-reduce to take a bandwidth from; measure some with "
             "cs336sys allreduce --world-size 2 --save allreduce.jsonl"
         )
-    cell = max(found, key=lambda one: (one.configuration["message_bytes"], one.configuration["world_size"]))
-    one = cell.configuration
-    source = f"{one['backend']}, {one['world_size']} ranks, {one['message_bytes'] / 1e6:g} MB: busbw"
+    cell = max(
+        all_reduces,
+        key=lambda candidate: (candidate.configuration["message_bytes"], candidate.configuration["world_size"]),
+    )
+    settings = cell.configuration
+    source = f"{settings['backend']}, {settings['world_size']} ranks, {settings['message_bytes'] / 1e6:g} MB: busbw"
     return MeasuredRate(cell.derived["back_to_back_busbw_gbps"] * 1e9, f"allreduce, {source}")
 
 
 def measured_ranks(cells: Sequence[Cell]) -> dict[int, float]:
     """The same for each number of ranks: bytes a second."""
-    found = [cell for cell in _all_reduces(cells) if cell.derived.get("back_to_back_busbw_gbps")]
-    counts = sorted({cell.configuration["world_size"] for cell in found})
+    all_reduces = [cell for cell in _all_reduces(cells) if cell.derived.get("back_to_back_busbw_gbps")]
+    counts = sorted({cell.configuration["world_size"] for cell in all_reduces})
     return {
-        ranks: measured_bandwidth([cell for cell in found if cell.configuration["world_size"] == ranks]).value
+        ranks: measured_bandwidth([cell for cell in all_reduces if cell.configuration["world_size"] == ranks]).value
         for ranks in counts
     }
 
 
 def measured_call(cells: Sequence[Cell]) -> MeasuredRate:
     """Seconds of an all-reduce of the smallest message, which its call takes whatever it sends."""
-    found = [cell for cell in _all_reduces(cells) if "back_to_back" in cell.samples]
-    if not found:
+    all_reduces = [cell for cell in _all_reduces(cells) if "back_to_back" in cell.samples]
+    if not all_reduces:
         return MeasuredRate(0.0, "left out")
-    cell = min(found, key=lambda one: one.configuration["message_bytes"])
+    cell = min(all_reduces, key=lambda candidate: candidate.configuration["message_bytes"])
     source = f"allreduce, {cell.configuration['message_bytes']} bytes"
     return MeasuredRate(cell.samples["back_to_back"].median / 1e6, source)
 
@@ -98,10 +103,10 @@ def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
     """
     computing, communication = [], []
     for cell in cells:
-        timeline, one = cell.derived.get("timeline"), cell.configuration
-        is_replayed = cell.command == "ddp" and one.get("cuda_graph") == "on"
+        timeline, settings = cell.derived.get("timeline"), cell.configuration
+        is_replayed = cell.command == "ddp" and settings.get("cuda_graph") == "on"
         is_whole = {"unsynchronized", "communication"} <= cell.samples.keys()
-        if not timeline or not is_replayed or not is_whole or one.get("transport") == "copy-engines":
+        if not timeline or not is_replayed or not is_whole or settings.get("transport") == "copy-engines":
             continue
         overlap_ms, sent_ms = timeline["overlap_ms"], timeline["communication_ms"]
         lost_ms = timeline["compute_ms"] - cell.samples["unsynchronized"].median
@@ -126,10 +131,10 @@ def measured_device_time(
     Raises:
         UsageError: there is none in this precision with this state.
     """
-    asked = {"precision": precision, "state_dtype": state_dtype, "update": "step"}
+    settings = {"precision": precision, "state_dtype": state_dtype, "update": "step"}
     steps = [
         cell
-        for cell in _bench(cells, asked)
+        for cell in _bench(cells, settings)
         if cell.configuration.get("size") in SIZES and {"forward", "backward", "optimizer"} <= cell.samples.keys()
     ]
     if not steps:
@@ -138,18 +143,18 @@ def measured_device_time(
             f"--measured: no step in {precision} with state in {state_dtype} has the times of its forward, backward "
             f"and optimizer; measure one with cs336sys bench --precision {precision}{more} --save bench.jsonl"
         )
-    alike = [cell for cell in steps if _shape(cell) == (size.d_model, size.d_ff, size.num_layers, size.context)]
+    alike = [cell for cell in steps if _model_shape(cell) == (size.d_model, size.d_ff, size.num_layers, size.context)]
     cell = min(alike or steps, key=_seconds_per_flop)
     workload = Workload.from_configuration(cell.configuration)
     passes_s = (cell.samples["forward"].median + cell.samples["backward"].median) / 1e3
     optimizer_s = cell.samples["optimizer"].median / 1e3
     if alike:
         time = DeviceTime(passes_s / workload.size.batch_size, optimizer_s)
-        return time, f"bench, {_of(cell)}"
+        return time, f"bench, {_bench_step_label(cell)}"
     of_sequence = replace(size, batch_size=1)
     passes_s *= model_flops(of_sequence) / model_flops(workload.size)
     optimizer_s *= count_parameters(size) / count_parameters(workload.size)
-    return DeviceTime(passes_s, optimizer_s), f"bench, {_of(cell)}, by FLOPs and parameters"
+    return DeviceTime(passes_s, optimizer_s), f"bench, {_bench_step_label(cell)}, by FLOPs and parameters"
 
 
 def device_time(cells: Sequence[Cell], size: ModelSize, dtypes: Dtypes, flops: float | None) -> tuple[DeviceTime, str]:
@@ -209,27 +214,27 @@ def _bench(cells: Sequence[Cell], settings: Mapping[str, str]) -> list[Cell]:
 
 def _all_reduces(cells: Sequence[Cell]) -> list[Cell]:
     """Measured by ``allreduce``; NCCL's, or Gloo's where there are no others."""
-    found = [
+    all_reduces = [
         cell for cell in cells if cell.command == "allreduce" and cell.configuration.get("collective") == "all_reduce"
     ]
-    return [cell for cell in found if cell.configuration["backend"] == "nccl"] or found
+    return [cell for cell in all_reduces if cell.configuration["backend"] == "nccl"] or all_reduces
 
 
-def _of(cell: Cell) -> str:
+def _bench_step_label(cell: Cell) -> str:
     settings = cell.configuration
-    words = [f"{settings['size']}", f"{settings['precision']}", f"context {settings['context']}"]
-    words += [f"batch {settings['batch_size']}", f"compile {settings['compile']}"]
+    parts = [f"{settings['size']}", f"{settings['precision']}", f"context {settings['context']}"]
+    parts += [f"batch {settings['batch_size']}", f"compile {settings['compile']}"]
     # What everybody assumes is not named.
     for name, (word, assumed) in _NAMED.items():
         if settings.get(name, assumed) != assumed:
-            words.append(f"{word} {settings[name]}")
-    return " ".join(words)
+            parts.append(f"{word} {settings[name]}")
+    return " ".join(parts)
 
 
 _NAMED = {"cuda_graph": ("CUDA graph", "off"), "kernels": ("kernels", "reference"), "state_dtype": ("state in", "fp32")}
 
 
-def _shape(cell: Cell) -> tuple[Any, ...]:
+def _model_shape(cell: Cell) -> tuple[Any, ...]:
     return tuple(cell.configuration.get(name) for name in ("d_model", "d_ff", "num_layers", "context"))
 
 
@@ -292,7 +297,9 @@ _STEP_COLUMNS = (
 
 def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: MeasuredRate) -> Table:
     """Compare each step of ``ddp`` and ``shard`` with two predictions: full overlap, and none."""
-    rows = [row for cell in cells if cell.command in ("ddp", "shard") if (row := _row(cell, flops, bandwidth))]
+    rows = [
+        row for cell in cells if cell.command in ("ddp", "shard") if (row := _measured_step_row(cell, flops, bandwidth))
+    ]
     columns = (
         *_STEP_COLUMNS,
         Column("predicted_computing_ms", "computing at C", "ms"),
@@ -315,7 +322,7 @@ def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: 
     return Table("measured", "Steps of several ranks compared with the model", columns, rows, notes)
 
 
-def _row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate) -> dict[str, Value] | None:
+def _measured_step_row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate) -> dict[str, Value] | None:
     if not {"step", "unsynchronized"} <= cell.samples.keys():
         return None
     workload = ParallelWorkload.from_configuration(cell.configuration)

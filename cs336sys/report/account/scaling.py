@@ -54,9 +54,9 @@ def simulate_scaling(
 def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes: Sequence[str]) -> Table:
     """A row for each kind of mesh, kind of scaling and number of devices; ``notes`` say where its rates come from."""
     rows = [
-        _row(scaling, count, found, simulation)
-        for of_meshes in simulated
-        for (scaling, count), found in of_meshes.items()
+        _scaling_row(scaling, count, fastest_steps, simulation)
+        for simulated_meshes in simulated
+        for (scaling, count), fastest_steps in simulated_meshes.items()
     ]
     size = simulation.size
     billions = count_parameters(size) / 1e9
@@ -69,13 +69,13 @@ def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes:
     return Table("scaling", f"{title}, {simulation.dtypes.text}", _COLUMNS, rows, [*notes, *assumptions])
 
 
-def _row(
-    scaling: str, count: int, found: tuple[SimulatedStep, SimulatedStep] | None, simulation: Simulation
+def _scaling_row(
+    scaling: str, count: int, fastest_steps: tuple[SimulatedStep, SimulatedStep] | None, simulation: Simulation
 ) -> dict[str, Value]:
     row: dict[str, Value] = {"scaling": scaling, "devices": count}
-    if found is None:
+    if fastest_steps is None:
         return row | {"limit": "no mesh of so many devices divides the batch, and the heads inside a node"}
-    step, anyway = found
+    step, unlimited = fastest_steps
     context, capacity = simulation.size.context, simulation.cluster.memory_bytes
     tokens_per_s = step.batch_size * context / step.step_s
     # Tokens/s of as many devices that only compute, each at the rate of one alone, without optimizer and communication.
@@ -83,8 +83,10 @@ def _row(
     limit = step.limit
     if step.memory > capacity:
         limit = f"memory: no mesh fits into {capacity / GIB:.4g} GiB"
-    elif anyway.step_s < step.step_s:
-        limit = f"memory: {anyway.mesh.text} at once: {1e3 * anyway.step_s:.4g} ms, {anyway.memory_gib:.4g} GiB"
+    elif unlimited.step_s < step.step_s:
+        limit = (
+            f"memory: {unlimited.mesh.text} at once: {1e3 * unlimited.step_s:.4g} ms, {unlimited.memory_gib:.4g} GiB"
+        )
     row |= {"tokens_per_s": tokens_per_s, "efficiency_percent": 100 * tokens_per_s / ideal, "limit": limit}
     return row | fill_row(_COLUMNS, step) | {"tflops": simulation.flops_per_s(step) / 1e12}
 
@@ -98,9 +100,13 @@ def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: P
     figure = Figure(figsize=(1 + 5.5 * len(scalings), 7.5), layout="constrained")
     axes = figure.subplots(2, len(scalings), squeeze=False, sharex="col")
     for column, scaling in enumerate(scalings):
-        steps = {count: found[0] for (name, count), found in simulated.items() if name == scaling and found}
+        steps = {
+            count: fastest_steps[0]
+            for (name, count), fastest_steps in simulated.items()
+            if name == scaling and fastest_steps
+        }
         rates, memories = axes[0, column], axes[1, column]
-        for name, curve in _curves(steps, simulation).items():
+        for name, curve in _scaling_curves(steps, simulation).items():
             style = {"marker": "o", "color": "black"} if name == "fastest that fits" else {"marker": ".", "alpha": 0.8}
             tokens = [step.batch_size * size.context / step.step_s / count for count, step in curve.items()]
             rates.plot(list(curve), tokens, label=name, **style)
@@ -124,7 +130,7 @@ def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: P
     write_figure(figure, path)
 
 
-def _curves(steps: Mapping[int, SimulatedStep], simulation: Simulation) -> dict[str, dict[int, SimulatedStep]]:
+def _scaling_curves(steps: Mapping[int, SimulatedStep], simulation: Simulation) -> dict[str, dict[int, SimulatedStep]]:
     """By name, the steps of each number of devices: the fastest that fits, and single strategies where they can."""
     widths = [tp for tp in (2, simulation.cluster.node_devices) if tp > 1]
     curves: dict[str, dict[int, SimulatedStep]] = {"fastest that fits": dict(steps), "ddp": {}, "fsdp": {}}

@@ -59,16 +59,16 @@ _STEP_COLUMNS = (
 def configuration_words(configuration: StepConfiguration) -> str:
     """Name what a configuration chooses: ``compile block, flash, adamw bf16, graph, checkpoint block``."""
     training = configuration.training
-    words = [f"batch {training.size.batch_size}"]
-    words += [f"x {configuration.accumulation}"] if configuration.accumulation > 1 else []
-    words += [f"compile {training.compile}"] if training.compile != "off" else []
-    words += [training.attention, *([] if training.kernels == "reference" else [f"{training.kernels} kernels"])]
-    words += [training.optimizer + ("" if training.state_dtype == "fp32" else f" {training.state_dtype}")]
-    words += ["graph"] if training.cuda_graph == "on" else []
-    words += [f"checkpoint {configuration.checkpointing}"] if configuration.checkpointing != "none" else []
-    words += [configuration.strategy] if configuration.strategy else []
-    words += ["gradients bf16"] if configuration.gradient_dtype == "bf16" else []
-    return ", ".join(words).replace(", x ", " x ")
+    choices = [f"batch {training.size.batch_size}"]
+    choices += [f"x {configuration.accumulation}"] if configuration.accumulation > 1 else []
+    choices += [f"compile {training.compile}"] if training.compile != "off" else []
+    choices += [training.attention, *([] if training.kernels == "reference" else [f"{training.kernels} kernels"])]
+    choices += [training.optimizer + ("" if training.state_dtype == "fp32" else f" {training.state_dtype}")]
+    choices += ["graph"] if training.cuda_graph == "on" else []
+    choices += [f"checkpoint {configuration.checkpointing}"] if configuration.checkpointing != "none" else []
+    choices += [configuration.strategy] if configuration.strategy else []
+    choices += ["gradients bf16"] if configuration.gradient_dtype == "bf16" else []
+    return ", ".join(choices).replace(", x ", " x ")
 
 
 def limit_words(time: StepTime) -> str:

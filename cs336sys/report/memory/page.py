@@ -222,13 +222,13 @@ def timeline_page(timelines: Sequence[tuple[str, Mapping[str, Any]]], title: str
     """
     parts, scripts = [], []
     for number, (name, derived) in enumerate(timelines):
-        part, script = _timeline(number, name, derived)
+        part, script = _timeline_html(number, name, derived)
         parts.append(part)
         scripts.append(script)
     return html_page(title, [*parts, *map(html_table, tables)], _STYLE, "".join(scripts))
 
 
-def _timeline(number: int, name: str, derived: Mapping[str, Any]) -> tuple[str, str]:
+def _timeline_html(number: int, name: str, derived: Mapping[str, Any]) -> tuple[str, str]:
     timeline = derived["timeline"]
     colors = {category: color for category, color in CATEGORY_COLORS.items() if any(timeline.get(category, ()))}
     most = max(map(sum, zip(*(timeline[category] for category in colors), strict=True)), default=0)

@@ -31,8 +31,8 @@ def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Tabl
     return [
         verdict,
         *with_rows(
-            _causes(diagnosed), _holders(ordered), _ranks(ordered), _kinds(ordered, top), _lines(ordered, top),
-            _provable(ordered),
+            _causes(diagnosed), _holders(ordered), _ranks_table(ordered), _kinds(ordered, top),
+            _line_table(ordered, top), _provable(ordered),
         ),
     ]  # fmt: skip
 
@@ -118,7 +118,7 @@ def _how_known(diagnosis: MemoryDiagnosis) -> str:
     )
 
 
-def _ranks(diagnoses: Sequence[MemoryDiagnosis]) -> Table | None:
+def _ranks_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table | None:
     """Return what each of several snapshots holds more than the median of all."""
     if len(diagnoses) < 2:
         return None
@@ -158,7 +158,7 @@ def _kinds(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
     return Table("kinds", f"the {top} largest kinds of memory", columns, rows)
 
 
-def _lines(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
+def _line_table(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
     columns = (
         _SNAPSHOT,
         Column("code", "code"),

@@ -48,7 +48,7 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
     notes: dict[str, None] = {}
     for cell in cells:
         workload = MemoryWorkload.from_configuration(cell.configuration)
-        row = cell.configuration | _predicted(workload) | {"status": cell.status}
+        row = cell.configuration | _predicted_columns(workload) | {"status": cell.status}
         if cell.status == "ok":
             first = firsts.setdefault(configuration_key(cell.configuration, ignore=("checkpointing",)), cell)
             row |= {"peak_gib": cell.derived["peak_gib"], "step_ms": cell.samples["step"]}
@@ -84,14 +84,14 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table | N
         inside = [] if training.kernels == "fused" or training.compile != "off" else SUBLAYERS
         for strategy in ["none", *(f"every={k}" for k in sorted(sizes)), *inside, "nested"]:
             workload = MemoryWorkload(training, strategy)
-            rows.append(workload.configuration() | _predicted(workload))
+            rows.append(workload.configuration() | _predicted_columns(workload))
         notes[best_strategy(training)] = None
     settings = ("context", "batch_size", "mode", "precision", "attention", "checkpointing")
     columns = (Column("size", "size"), *(MEMORY_SETTINGS[name] for name in settings), *_PREDICTED)
     return Table("strategies", "checkpointing strategies on paper", columns, rows, notes=tuple(notes)) if rows else None
 
 
-def _predicted(workload: MemoryWorkload) -> dict[str, Any]:
+def _predicted_columns(workload: MemoryWorkload) -> dict[str, Any]:
     training = workload.training
     if not training.is_ours:
         return {}
@@ -146,7 +146,7 @@ def memory_tables(cells: Sequence[Cell], run: Run | None, top: int) -> list[Tabl
     details = with_rows(
         phases_table(measured, identity),
         allocations_table(measured, identity, top),
-        _block(_first_strategy(measured), identity),
+        _block_table(_first_strategy(measured), identity),
         _saved_tensors(_first_strategy(measured), identity),
         strategies_table(cells, identity),
     )
@@ -269,7 +269,7 @@ def allocations_table(cells: Sequence[Cell], identity: Sequence[Column], top: in
     return Table("allocations", f"the {top} largest kinds of allocations of a step", columns, rows)
 
 
-def _block(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
+def _block_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     """One residual-stream activation, and what one block in the middle saves, frees and emits."""
     columns = (
         *identity,
@@ -362,10 +362,10 @@ def plan_tables(cells: Sequence[Cell], top: int) -> list[Table]:
         allocations_table(traced, identity, top),
         predicted_strategies_table([MemoryWorkload.from_configuration(cell.configuration) for cell in cells]),
     )
-    return [_plan(cells), *details]
+    return [_plan_table(cells), *details]
 
 
-def _plan(cells: Sequence[Cell]) -> Table:
+def _plan_table(cells: Sequence[Cell]) -> Table:
     workloads = [MemoryWorkload.from_configuration(cell.configuration) for cell in cells]
     columns = (
         *SIZE_COLUMNS,

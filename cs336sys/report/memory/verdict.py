@@ -110,13 +110,13 @@ def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[tuple[MemoryDiagnosis
     longer = longer_batch(diagnoses)
     ordered = sorted(diagnoses, key=lambda diagnosis: (not diagnosis.is_failed, -diagnosis.held))
     return [
-        (diagnosis, _verdict(diagnosis, proved), proved)
+        (diagnosis, _snapshot_verdict(diagnosis, proved), proved)
         for diagnosis in ordered
         for proved in [causes(diagnosis, longer)]
     ]
 
 
-def _verdict(diagnosis: MemoryDiagnosis, proved: Sequence[Cause]) -> str:
+def _snapshot_verdict(diagnosis: MemoryDiagnosis, proved: Sequence[Cause]) -> str:
     sizes = [(size, category) for category, size in diagnosis.by_category.items() if size]
     sizes.sort(reverse=True)
     parts = ", ".join(f"{category} {size_words(size)}" for size, category in sizes[:_LISTED])
@@ -160,15 +160,15 @@ def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:
     answers = [cell.configuration | {"status": None if cell.status == "ok" else cell.status} for cell in cells]
     for row, cell in zip(answers, cells, strict=True):
         if cell.status == "ok":
-            row["answer"] = _answer(cell.derived)
+            row["answer"] = _plan_answer(cell.derived)
             row["command"] = cell.derived.get("command")
     columns = (*identity, Column("answer", "answer"), Column("command", "command"), Column("status", "status"))
-    notes = [*_notes(planned), *reasons(cells)]
+    notes = [*_plan_notes(planned), *reasons(cells)]
     answer = Table("answer", "what would fit", columns, answers, notes=notes)
-    return [answer, *with_rows(_steps(planned, identity), _changes(planned, identity))]
+    return [answer, *with_rows(_step_table(planned, identity), _change_table(planned, identity))]
 
 
-def _answer(derived: dict[str, Any]) -> str:
+def _plan_answer(derived: dict[str, Any]) -> str:
     limit, base, plan = (derived[key] for key in ("limit_bytes", "base_bytes", "plan"))
     if plan is None:
         return (
@@ -184,7 +184,7 @@ def _answer(derived: dict[str, Any]) -> str:
     )
 
 
-def _notes(cells: Sequence[Cell]) -> list[str]:
+def _plan_notes(cells: Sequence[Cell]) -> list[str]:
     by = "formulas" if all(cell.derived["by_formula"] for cell in cells) else "traces of fake tensors"
     notes = [
         f"Predicted by {by}: tensors alone. On a GPU leave some 2 GiB for the CUDA context, workspaces and rounding.",
@@ -196,7 +196,7 @@ def _notes(cells: Sequence[Cell]) -> list[str]:
     return notes
 
 
-def _steps(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
+def _step_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     columns = (
         *identity,
         Column("option", "change"),
@@ -204,11 +204,11 @@ def _steps(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         Column("cost", "cost"),
         Column("pytorch", "in PyTorch"),
     )
-    rows = [_row(cell, step) for cell in cells for step in cell.derived["plan"] or ()]
+    rows = [_change_row(cell, step) for cell in cells for step in cell.derived["plan"] or ()]
     return Table("steps", "the plan, one change after another", columns, rows)
 
 
-def _changes(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
+def _change_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     columns = (
         *identity,
         Column("option", "change"),
@@ -216,11 +216,11 @@ def _changes(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         Column("peak_bytes", "then holds", "bytes"),
         Column("cost", "cost"),
     )
-    rows = [_row(cell, change) for cell in cells for change in cell.derived["changes"]]
+    rows = [_change_row(cell, change) for cell in cells for change in cell.derived["changes"]]
     return Table("changes", "what each change alone would save", columns, rows)
 
 
-def _row(cell: Cell, values: dict[str, Any]) -> dict[str, Any]:
+def _change_row(cell: Cell, values: dict[str, Any]) -> dict[str, Any]:
     """A row with the cell's settings and a change, whose own setting is told by its option."""
     return cell.configuration | {
         key: values.get(key) for key in ("option", "peak_bytes", "saved_bytes", "cost", "pytorch")

@@ -24,7 +24,11 @@ _OTHER = "other"
 
 def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table | None:
     """Time, FLOPs and bytes of both; None where no profile shows the parts of attention."""
-    rows = [{**m.labels, **_row(m)} for m in measured if {SCORES, SOFTMAX} <= {part.name for part in m.profile.parts}]
+    rows = [
+        {**m.labels, **_attention_row(m)}
+        for m in measured
+        if {SCORES, SOFTMAX} <= {part.name for part in m.profile.parts}
+    ]
     if not rows:
         return None
     columns = (
@@ -50,7 +54,7 @@ def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
     return Table("attention", "nsys: softmax against the matmuls inside attention", columns, rows, notes=notes)
 
 
-def _row(measured: MeasuredProfile) -> dict[str, Any]:
+def _attention_row(measured: MeasuredProfile) -> dict[str, Any]:
     totals: Counter[str] = Counter()
     for kernel in measured.profile.part_kernels:
         is_meant = kernel.range == SOFTMAX or category_of(kernel.kernel) == MATMUL
@@ -114,7 +118,7 @@ def phase_table(
         Column("status", "status"),
     )
     rows = [{**m.labels, **_phase_row(m, row), "status": "ok"} for m in measured for row in m.ranges]
-    return Table("phases", title, columns, [*rows, *failed], notes=(*notes, *_notes(measured)))
+    return Table("phases", title, columns, [*rows, *failed], notes=(*notes, *_profile_notes(measured)))
 
 
 def _phase_row(measured: MeasuredProfile, row: RangeTime) -> dict[str, Any]:
@@ -140,7 +144,7 @@ def _phase_row(measured: MeasuredProfile, row: RangeTime) -> dict[str, Any]:
     }
 
 
-def _notes(measured: Sequence[MeasuredProfile]) -> list[str]:
+def _profile_notes(measured: Sequence[MeasuredProfile]) -> list[str]:
     """Say how much of the work has a phase, and what is unusual."""
     if not measured:
         return []
@@ -236,8 +240,8 @@ def profile_tables(
         compare_precision: add the table of fp32 against bf16.
     """
     shown = shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
-    measured = _measured(cells)
-    failed = [_labels(cell) | {"status": cell.status} for cell in cells if cell.status != "ok"]
+    measured = _measured_profiles(cells)
+    failed = [_profile_labels(cell) | {"status": cell.status} for cell in cells if cell.status != "ok"]
     notes = [*method_notes(cells), *_profilers(cells)]
     phases = phase_table(
         measured, failed, (*SIZE_COLUMNS, *shown.values()), title("nsys", cells, run, _SETTINGS, shown), notes
@@ -252,7 +256,7 @@ def profile_tables(
 def plot_profiles(cells: Sequence[Cell], path: Path) -> None:
     """The picture of a sweep (:func:`plot_shares`)."""
     shown = shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
-    plot_shares(_measured(cells), (SIZE_COLUMNS[0], *shown.values()), path)
+    plot_shares(_measured_profiles(cells), (SIZE_COLUMNS[0], *shown.values()), path)
 
 
 def report_tables(
@@ -288,15 +292,15 @@ def _of_report(profile: Profile) -> tuple[list[MeasuredProfile], tuple[Column, .
     return [MeasuredProfile(values, profile)], labels
 
 
-def _measured(cells: Sequence[Cell]) -> list[MeasuredProfile]:
+def _measured_profiles(cells: Sequence[Cell]) -> list[MeasuredProfile]:
     return [
-        MeasuredProfile(_labels(cell), Profile.from_json(cell.derived["profile"]), cell)
+        MeasuredProfile(_profile_labels(cell), Profile.from_json(cell.derived["profile"]), cell)
         for cell in cells
         if cell.status == "ok"
     ]
 
 
-def _labels(cell: Cell) -> dict[str, Any]:
+def _profile_labels(cell: Cell) -> dict[str, Any]:
     training = ProfileWorkload.from_configuration(cell.configuration).training
     values = cell.configuration | {"parameters": cell.derived.get("parameters", training.parameters)}
     values[_MODEL_KERNELS.key] = values.pop("kernels", None)

@@ -120,7 +120,7 @@ def _part_column(part: str) -> Column:
     return Column(f"{part.replace(' ', '_')}_ms", part, "ms")
 
 
-def _grouped(
+def _group_kernels(
     analysis: Analysis, key: Callable[[KernelGroup], str]
 ) -> list[tuple[str, list[KernelGroup], float, float, float]]:
     """Kernels by a key: the key, its groups, and count, duration and own time of a step; the longest first."""
@@ -149,7 +149,7 @@ _TIMES = (
 )
 
 
-def _times(analysis: Analysis, row: tuple[str, list[KernelGroup], float, float, float]) -> dict[str, Any]:
+def _time_values(analysis: Analysis, row: tuple[str, list[KernelGroup], float, float, float]) -> dict[str, Any]:
     total = sum(sum(kernel.ms) for kernel in analysis.kernels) / len(analysis.step_ms)
     _, _, count, ms, exclusive_ms = row
     return {
@@ -164,9 +164,9 @@ def _times(analysis: Analysis, row: tuple[str, list[KernelGroup], float, float, 
 def kind_table(analyses: Sequence[Analysis]) -> Table:
     """Kernels by kind."""
     rows = [
-        {**_times(analysis, row), "category": row[0]}
+        {**_time_values(analysis, row), "category": row[0]}
         for analysis in analyses
-        for row in _grouped(analysis, lambda kernel: kernel.kind)
+        for row in _group_kernels(analysis, lambda kernel: kernel.kind)
     ]
     unknown = {
         short_name(kernel.name): sum(kernel.ms)
@@ -183,10 +183,10 @@ def kind_table(analyses: Sequence[Analysis]) -> Table:
 def module_table(analyses: Sequence[Analysis], top: int) -> Table:
     """Kernels by the module, or the range, that launched them."""
     rows = [
-        {**_times(analysis, row), "module": row[0] or "(none)"}
+        {**_time_values(analysis, row), "module": row[0] or "(none)"}
         for analysis in analyses
         if any(kernel.module for kernel in analysis.kernels)
-        for row in _grouped(analysis, lambda kernel: kernel.module)[:top]
+        for row in _group_kernels(analysis, lambda kernel: kernel.module)[:top]
     ]
     notes = ["in the backward pass, the module of the forward operator; without recorded modules, the innermost range"]
     return Table("modules", "trace: kernels by module", (_GPU, Column("module", "module"), *_TIMES), rows, notes=notes)
@@ -196,11 +196,11 @@ def kernel_rows(analyses: Sequence[Analysis], shown: DisplayOptions) -> Table:
     """The kernels that take most time, by name."""
     rows = []
     for analysis in analyses:
-        groups = _grouped(analysis, lambda kernel: kernel.name)[: shown.top]
+        groups = _group_kernels(analysis, lambda kernel: kernel.name)[: shown.top]
         names = numbered([row[0] if shown.full_names else short_name(row[0]) for row in groups])
         for row, name in zip(groups, names, strict=True):
             mean_us = 1e3 * row[3] / row[2] if row[2] else None
-            rows.append({**_times(analysis, row), "mean_us": mean_us, "category": row[1][0].kind, "kernel": name})
+            rows.append({**_time_values(analysis, row), "mean_us": mean_us, "category": row[1][0].kind, "kernel": name})
     columns = (_GPU, *_TIMES, Column("mean_us", "mean", "us"), Column("category", "kind"), Column("kernel", "kernel"))
     return Table("kernels", f"trace: the {shown.top} kernels that take most time", columns, rows)
 
@@ -210,10 +210,10 @@ def operator_table(analyses: Sequence[Analysis], shown: DisplayOptions) -> Table
     rows: list[dict[str, Any]] = []
     sources: dict[str, None] = {}
     for analysis in analyses:
-        groups = _grouped(analysis, lambda kernel: f"{kernel.operator}\0{kernel.shape}" if kernel.shape else "")
+        groups = _group_kernels(analysis, lambda kernel: f"{kernel.operator}\0{kernel.shape}" if kernel.shape else "")
         for row in [row for row in groups if row[0]][: shown.top]:
             operator, _, shape = row[0].partition("\0")
-            values = {**_times(analysis, row), "operator": operator, "shapes": shape_words(shape)}
+            values = {**_time_values(analysis, row), "operator": operator, "shapes": shape_words(shape)}
             launches = _calls(row[1])
             work = operator_work(operator, shape)
             if work is not None and row[3]:

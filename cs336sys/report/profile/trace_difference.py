@@ -31,7 +31,9 @@ def difference_sentences(difference: CaptureDifference) -> list[str]:
     if significant:
         sentences.append(
             "Most: "
-            + ", ".join(f"{_name(change)} ({change.verdict}, {_signed(change)})" for change in significant[:_NAMED])
+            + ", ".join(
+                f"{_change_name(change)} ({change.verdict}, {_signed(change)})" for change in significant[:_NAMED]
+            )
             + "."
         )
     elif all(change.verdict == "undecided" for change in difference.changes):
@@ -49,7 +51,7 @@ def _signed(change: TimeChange) -> str:
     return f"{'+' if change.delta_ms > 0 else ''}{format_number(change.delta_ms, 'ms')} ms"
 
 
-def _name(change: TimeChange) -> str:
+def _change_name(change: TimeChange) -> str:
     return short_name(change.label) if change.is_kernel and " -> " not in change.label else change.label
 
 
@@ -71,7 +73,7 @@ def difference_tables(difference: CaptureDifference, title: str, shown: DisplayO
             "after_count": change.after_count if change.is_kernel else None,
             "before_us": change.before_us,
             "after_us": change.after_us,
-            "change": change.label if shown.full_names else _name(change),
+            "change": change.label if shown.full_names else _change_name(change),
             "module": change.module or None,
             "operator": change.operator or None,
             "shapes": shape_words(change.shape) or None,
@@ -108,7 +110,7 @@ def difference_tables(difference: CaptureDifference, title: str, shown: DisplayO
 def waterfall(difference: CaptureDifference) -> list[tuple[str, float]]:
     """Return the changes from one step to the other: the largest by name, sums of the others, noise."""
     significant = [change for change in difference.changes if change.is_significant]
-    rows = [(f"{_name(change)} ({change.verdict})", change.delta_ms) for change in significant[:8]]
+    rows = [(f"{_change_name(change)} ({change.verdict})", change.delta_ms) for change in significant[:8]]
     if len(significant) > 8:
         rows.append((f"{len(significant) - 8} other changes", sum(change.delta_ms for change in significant[8:])))
     noise = difference.delta_ms - sum(ms for _, ms in rows)

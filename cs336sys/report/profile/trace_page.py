@@ -83,11 +83,11 @@ def trace_page(
         before_ms: where that begins.
     """
     verdict, *rest = tables
-    sentences = "".join(f"<p>{_text(str(row['verdict']))}</p>" for row in verdict.rows)
-    notes = "".join(f'<p class="note">{_text(note)}</p>' for note in verdict.notes)
+    sentences = "".join(f"<p>{_escaped(str(row['verdict']))}</p>" for row in verdict.rows)
+    notes = "".join(f'<p class="note">{_escaped(note)}</p>' for note in verdict.notes)
     parts = [f'<div class="verdict">{sentences}</div>{notes}']
     if falls:
-        parts.append(_waterfall(falls, before_ms))
+        parts.append(_waterfall_html(falls, before_ms))
     sides = ("before", "after") if len(reads) > 1 else ("",)
     for side, read in zip(sides, reads, strict=True):
         parts.append(_timelines(read, f"One step{', ' + side if side else ''}"))
@@ -95,7 +95,7 @@ def trace_page(
     return html_page(verdict.title, parts, _STYLE, _SCRIPT)
 
 
-def _text(text: str) -> str:
+def _escaped(text: str) -> str:
     return html.escape(one_line(text))
 
 
@@ -130,7 +130,7 @@ def _timelines(read: Read, heading: str) -> str:
     )
     step = f"Step {chosen}" if read.analyses[0].has_steps else "The capture"
     return (
-        f"<h2>{_text(heading)}</h2>\n<p class=zoom>{buttons}</p>\n{''.join(lanes)}\n<p class=key>{key}</p>"
+        f"<h2>{_escaped(heading)}</h2>\n<p class=zoom>{buttons}</p>\n{''.join(lanes)}\n<p class=key>{key}</p>"
         f'<p class="note">{step}, {format_number(length / 1e6, "ms")} ms from left to right, a lane for each '
         "stream; wheel and dragging zoom and move; a bar names its kernel</p>"
     )
@@ -146,13 +146,13 @@ def _lanes(
         bars = _bars(timeline, inside[timeline.stream[inside] == stream], first, length)
         used.update(kind for *_, kind, _ in bars)
         shapes = "".join(
-            f'<rect x="{left:.1f}" y="1" width="{width:.1f}" height="18" fill="{_COLORS[kind]}"><title>{_text(title)}'
-            "</title></rect>"
+            f'<rect x="{left:.1f}" y="1" width="{width:.1f}" height="18" fill="{_COLORS[kind]}"><title>'
+            f"{_escaped(title)}</title></rect>"
             for left, width, kind, title in bars
         )
         name = ", ".join(filter(None, (label, timeline.streams[stream])))
         lanes.append(
-            f'<div class="lane"><span title="{_text(name)}">{_text(name)}</span>'
+            f'<div class="lane"><span title="{_escaped(name)}">{_escaped(name)}</span>'
             f'<svg viewBox="0 0 {_WIDTH} 20" preserveAspectRatio="none" role="img">{shapes}</svg></div>\n'
         )
     return lanes
@@ -180,7 +180,7 @@ def _bars(timeline: Timeline, chosen: np.ndarray, first: float, length: float) -
     ]
 
 
-def _waterfall(falls: Sequence[tuple[str, float]], before_ms: float) -> str:
+def _waterfall_html(falls: Sequence[tuple[str, float]], before_ms: float) -> str:
     after_ms = before_ms + sum(ms for _, ms in falls)
     edges = [before_ms]
     for _, ms in falls:
@@ -202,6 +202,6 @@ def _bar(name: str, start: float, end: float, low: float, span: float, kind: str
     left, width = 100 * (start - low) / span, 100 * (end - start) / span
     sign = "+" if kind == "more" else ""
     return (
-        f"<span>{_text(name)}, {sign}{format_number(ms, 'ms')} ms</span>"
+        f"<span>{_escaped(name)}, {sign}{format_number(ms, 'ms')} ms</span>"
         f'<div><b class="{kind}" style="margin-left:{left:.2f}%;width:{width:.2f}%"></b></div>'
     )
