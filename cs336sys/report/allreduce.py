@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cs336sys.accounting.communication import AlphaBeta, buffer_bytes, bus_factor, fit_alpha_beta
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import format_number, format_quantity
-from cs336sys.report.outputs import write_figure
+from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.report.titles import reasons, shown_settings, title
 from cs336sys.results.model import Cell, Run
@@ -261,15 +261,13 @@ def plot_collectives(cells: Sequence[Cell], path: Path) -> None:
     Times are medians of calls back to back, bandwidths those of these medians; dashed lines are the fitted latency and
     bandwidth. Time over the ranks is drawn where several world sizes were measured.
     """
-    from matplotlib.figure import Figure
-
     groups = groups_of(cells)
     columns = sorted({(group.collective, group.dtype, group.backend) for group in groups}) or [("", "", "")]
     rows: list[Callable[[Axes, dict[MessageSweep, list[Cell]]], None]] = [_draw_time_over_size, _draw_bus_bandwidth]
     if len({group.world_size for group in groups}) > 1:
         rows.append(_draw_time_over_ranks)
-    figure = Figure(figsize=(1.5 + 4 * len(columns), 0.5 + 3.6 * len(rows)), layout="constrained")
-    axes = figure.subplots(len(rows), len(columns), squeeze=False, sharey="row")
+    size = 1.5 + 4 * len(columns), 0.5 + 3.6 * len(rows)
+    figure, axes = new_axes(*size, len(rows), len(columns), sharey="row")
     for number, column in enumerate(columns):
         of_column = {
             group: cells_of_group

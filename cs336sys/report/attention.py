@@ -9,7 +9,7 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers
 from cs336sys.measure.system import Capacity
 from cs336sys.report.account.answers import answers_table
-from cs336sys.report.outputs import legend_columns, write_figure
+from cs336sys.report.outputs import legend_columns, new_axes, write_figure
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
     ERROR_NOTE,
@@ -237,14 +237,12 @@ _PREDICTED: dict[str, Callable[[Cell], float]] = {
 
 def plot_flash(cells: Sequence[Cell], path: Path) -> None:
     """TFLOP/s over the context, forward above backward, a column of axes for each head dim and dtype."""
-    from matplotlib.figure import Figure
-
     measured = [cell for cell in cells if cell.status == "ok"]
     groups = list(dict.fromkeys(_shape_label(cell) for cell in measured))
     implementations = list(dict.fromkeys(cell.configuration["implementation"] for cell in measured))
     parts = {"forward_tflops": "forward", "backward_tflops": "backward", "end_to_end_tflops": "end-to-end"}
-    figure = Figure(figsize=(1 + 3.4 * max(1, len(groups)), 8.5), layout="constrained")
-    axes = figure.subplots(len(parts), max(1, len(groups)), squeeze=False, sharex="col")
+    columns = max(1, len(groups))
+    figure, axes = new_axes(1 + 3.4 * columns, 8.5, len(parts), columns, sharex="col")
     for column, group in enumerate(groups):
         for row, (name, part) in enumerate(parts.items()):
             drawing = axes[row][column]
@@ -297,14 +295,12 @@ def plot_attn(cells: Sequence[Cell], path: Path) -> None:
 
     Colours are head dims (and dtypes), line styles implementations.
     """
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     shapes = list(dict.fromkeys(_shape_in_words(cell) for cell in cells))
     implementations = list(dict.fromkeys(cell.configuration["implementation"] for cell in cells))
     contexts = sorted({cell.configuration["context"] for cell in cells})
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
-    axes = figure.subplots(2, 2, sharex=True)
+    figure, axes = new_axes(11, 7.5, 2, 2, sharex=True)
     for drawing, (name, (label, value)) in zip(axes.flat, _ATTN_PARTS.items(), strict=True):
         for cell in cells:
             context, color = cell.configuration["context"], f"C{shapes.index(_shape_in_words(cell))}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.measure.system import SLOWDOWNS, Capacity
 from cs336sys.report.numbers import format_number
-from cs336sys.report.outputs import write_figure
+from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.report.titles import (
     ROUNDS_COLUMN,
@@ -379,7 +379,6 @@ _LABEL_ROOM = 0.22
 
 def plot_bench(cells: Sequence[Cell], path: Path) -> None:
     """Axes for each model: a bar of phases for each way of training it, and next to it the step's speed-up."""
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     settings = shown_settings(cells, SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN})
@@ -390,8 +389,8 @@ def plot_bench(cells: Sequence[Cell], path: Path) -> None:
     _, pairs = speedup_pairs(cells, settings)
     baselines = {id(cell): baseline for cell, baseline in pairs}
     bars = [len(group) for group in groups.values()] or [1]
-    figure = Figure(figsize=(10, 0.5 + sum(bars) * _INCHES_PER_BAR + len(bars) * _INCHES_BETWEEN), layout="constrained")
-    axes = figure.subplots(len(bars), 2 if pairs else 1, squeeze=False, gridspec_kw={"height_ratios": bars})
+    inches = 0.5 + sum(bars) * _INCHES_PER_BAR + len(bars) * _INCHES_BETWEEN
+    figure, axes = new_axes(10, inches, len(bars), 2 if pairs else 1, gridspec_kw={"height_ratios": bars})
     most = max((_speedup(*pair) for pair in pairs), default=1.0)
     for drawings, (model, group) in zip(axes, groups.items(), strict=False):
         drawings[0].set_title(model, fontsize=10, loc="left")

@@ -15,7 +15,7 @@ from cs336sys.accounting.communication import (
 )
 from cs336sys.accounting.memory import GIB, training_state
 from cs336sys.report.numbers import format_number, format_quantity, format_value
-from cs336sys.report.outputs import write_figure
+from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
     ROUNDS_COLUMN,
@@ -340,17 +340,14 @@ def plot_timelines(cells: Sequence[Cell], path: Path) -> None:
 
     Phases are shaded; where communication runs under the backward pass it is hidden.
     """
-    from matplotlib.figure import Figure
-
     drawn = [cell for cell in cells if cell.status == "ok" and cell.derived["timeline"] is not None]
     count = max(1, len(drawn))
-    figure = Figure(figsize=(11, 0.9 + 1.15 * count), layout="constrained")
-    axes = figure.subplots(count, 1, squeeze=False, sharex=True)[:, 0]
+    figure, axes = new_axes(11, 0.9 + 1.15 * count, count, sharex=True)
     settings = shown_settings(cells, PARALLEL_SETTING_COLUMNS)
-    for drawing, cell in zip(axes, drawn, strict=False):
+    for drawing, cell in zip(axes.flat, drawn, strict=False):
         _draw_timeline(drawing, cell.derived["timeline"])
         drawing.set_title(_heading(cell, settings), fontsize=8, loc="left", pad=2)
-    axes[-1].set_xlabel("ms from the first kernel of one profiled step (rank 0)")
+    axes[-1, 0].set_xlabel("ms from the first kernel of one profiled step (rank 0)")
     write_figure(figure, path)
 
 
@@ -388,14 +385,11 @@ def _heading(cell: Cell, settings: dict[str, Any]) -> str:
 
 def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-buckets") -> None:
     """Overhead over the mean size of a bucket: exposed time as points, the model as a curve; axes for each sweep."""
-    from matplotlib.figure import Figure
-
     sweeps = bucket_sweeps(cells)
     count = max(1, len(sweeps))
-    figure = Figure(figsize=(0.5 + 4.2 * count, 4), layout="constrained")
-    axes = figure.subplots(1, count, squeeze=False)[0]
+    figure, axes = new_axes(0.5 + 4.2 * count, 4, 1, count)
     settings = shown_settings(cells, PARALLEL_SETTING_COLUMNS)
-    for drawing, sweep in zip(axes, sweeps, strict=False):
+    for drawing, sweep in zip(axes.flat, sweeps, strict=False):
         total, link = sweep[0].derived["communicated_bytes"], link_of(sweep[0])
         sizes = [total / cell.derived["gradient_calls"] for cell in sweep]
         smallest = min(sizes) / 4

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336sys.report.outputs import write_figure
+from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
     ERROR_NOTE,
@@ -86,16 +86,14 @@ def _kernel_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
 
 def plot_kernels(cells: Sequence[Cell], path: Path) -> None:
     """Share of the copy rate: a row of axes for each part, a group of bars for each op and shape."""
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     measured = [cell for cell in cells if cell.status == "ok" and "end_to_end_copy_percent" in cell.derived]
     groups = list(dict.fromkeys(_label(cell) for cell in measured))
     implementations = list(dict.fromkeys(cell.configuration["implementation"] for cell in measured))
-    figure = Figure(figsize=(2 + 1.6 * max(2, len(groups)), 8.5), layout="constrained")
-    axes = figure.subplots(len(PARTS), 1, sharex=True)
+    figure, axes = new_axes(2 + 1.6 * max(2, len(groups)), 8.5, len(PARTS), sharex=True)
     width = 0.8 / max(1, len(implementations))
-    for drawing, part in zip(axes, PARTS, strict=True):
+    for drawing, part in zip(axes.flat, PARTS, strict=True):
         for number, implementation in enumerate(implementations):
             bars = {
                 groups.index(_label(cell)) + (number - (len(implementations) - 1) / 2) * width: cell.derived[
@@ -108,7 +106,7 @@ def plot_kernels(cells: Sequence[Cell], path: Path) -> None:
         drawing.axhline(100, color="black", linewidth=0.8)
         drawing.set_ylabel(f"{_words(part)}, % of a copy")
         drawing.grid(axis="y", alpha=0.3)
-    axes[-1].set_xticks(range(len(groups)), groups, fontsize=8)
+    axes[-1, 0].set_xticks(range(len(groups)), groups, fontsize=8)
     if measured:
         handles = [Patch(color=f"C{number}", label=name) for number, name in enumerate(implementations)]
         figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=9)

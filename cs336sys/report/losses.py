@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cs336sys.report.outputs import write_figure
+from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
     SETTING_COLUMNS,
@@ -93,13 +93,11 @@ def _losses(cell: Cell, firsts: Mapping[_Batches, Cell], averaged: int) -> dict[
 
 def plot_losses(cells: Sequence[Cell], path: Path) -> None:
     """The loss over the steps, a line for each way of training; below, how far each is from the first."""
-    from matplotlib.figure import Figure
-
     measured = [cell for cell in cells if cell.status == "ok"]
     settings = shown_settings(measured, _SETTINGS)
     firsts = _first_on_batches(measured)
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    curves, differences = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
+    figure, axes = new_axes(8, 6, 2, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
+    curves, differences = axes.flat
     for number, cell in enumerate(measured):
         losses = cell.samples["loss"].measured
         name = ", ".join(f"{column.header} {setting_of(cell, key)}" for key, column in settings.items()) or "loss"
@@ -114,7 +112,7 @@ def plot_losses(cells: Sequence[Cell], path: Path) -> None:
     curves.legend()
     differences.set_ylabel("off the first\non its batches" if len(firsts) > 1 else "off the first")
     differences.set_xlabel("step")
-    for axes in (curves, differences):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+    for drawing in axes.flat:
+        drawing.grid(alpha=0.3)
+        drawing.spines[["top", "right"]].set_visible(False)
     write_figure(figure, path)

@@ -13,6 +13,7 @@ from cs336sys.errors import CapabilityError, OutputError, ReaderLeft, UsageError
 from cs336sys.processes.atomic_write import written_whole
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.figure import Figure
 
 FORMATS = ("table", "markdown", "csv", "json", "latex", "typst")
@@ -94,6 +95,16 @@ def write_file(path: Path, content: bytes, option: str) -> None:
             whole.write_bytes(content)
     except OSError as error:
         raise OutputError(_unwritable(f"{option} {path}", error)) from error
+
+
+def new_axes(
+    width: float, height: float, rows: int = 1, columns: int = 1, **options: Any
+) -> "tuple[Figure, np.ndarray[Any, Any]]":
+    """Return a figure of this size in inches and its axes by row and column; ``options`` as of ``Figure.subplots``."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 # A handle and a name of 20 characters at 9 points; "activations and buffers" and its handle take 1.8 inches at 7.

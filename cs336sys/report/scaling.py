@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.report.ddp import PARALLEL_SETTING_COLUMNS, STEADIER, exposure
-from cs336sys.report.outputs import write_figure
+from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.shard import SHARDING_SETTING_COLUMNS, memory_of
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import rate_columns, shown_settings
@@ -137,12 +137,9 @@ def _peak_gib(cell: Cell, source: str) -> float | None:
 
 def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scaling") -> None:
     """Over the ranks, axes of tokens/s, exposed communication and a rank's memory, for strong and for weak scaling."""
-    from matplotlib.figure import Figure
-
     curves = scaling_curves(cells)
     scalings = list(dict.fromkeys(curve.scaling for curve in curves)) or ["strong"]
-    figure = Figure(figsize=(12, 0.6 + 3.4 * len(scalings)), layout="constrained")
-    axes = figure.subplots(len(scalings), 3, squeeze=False)
+    figure, axes = new_axes(12, 0.6 + 3.4 * len(scalings), len(scalings), 3)
     rate = rate_columns(cells)[0].header
     settings = shown_settings([curve.cells[-1] for curve in curves], _SETTING_COLUMNS)
     for row, scaling in zip(axes, scalings, strict=True):

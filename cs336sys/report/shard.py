@@ -23,7 +23,7 @@ from cs336sys.accounting.sharding.step import (
 from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, TensorStep, tensor_moments
 from cs336sys.report.ddp import OFF_COLUMNS, STEADIER, check_notes, parallel_phase_table, step_rows
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.outputs import legend_columns, write_figure
+from cs336sys.report.outputs import legend_columns, new_axes, write_figure
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
     SETTING_COLUMNS,
@@ -327,15 +327,14 @@ _OFFSETS = {"measured": -_WIDTH / 2, "predicted": _WIDTH / 2}
 
 def plot_memory(cells: Sequence[Cell], path: Path) -> None:
     """Axes for each measured cell: a bar of components for each moment, and the predicted one as an outline."""
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     drawn = [cell for cell in cells if cell.status == "ok" and cell.derived["memory"]]
     count = max(1, len(drawn))
     columns = min(count, _AXES_IN_A_ROW)
     rows = math.ceil(count / columns)
-    figure = Figure(figsize=(1 + 2.6 * columns, 4.6 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
+    figure, grid = new_axes(1 + 2.6 * columns, 4.6 * rows, rows, columns, sharey=True)
+    axes = grid.flat
     settings = shown_settings(cells, {"size": Column("size", "size"), **SHARDING_SETTING_COLUMNS})
     for drawing, cell in zip(axes, drawn, strict=False):
         for source, moments in memory_of(cell).items():

@@ -10,7 +10,7 @@ from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
 from cs336sys.report.account.step import PREDICTED_COLUMNS, configuration_words, step_row
 from cs336sys.report.numbers import Value
-from cs336sys.report.outputs import write_figure
+from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.table import Column, Table, with_rows
 from cs336sys.report.titles import by_configuration
 from cs336sys.results.comparison import Comparison, Measured, compare_samples
@@ -138,10 +138,7 @@ def _more_table(choice: Choice, more_rank: Choice | None) -> Table:
 
 def plot_front(choice: Choice, path: Path) -> None:
     """Draw tokens/s over memory: all configurations, the Pareto front, and the limit."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
+    figure, ((axes,),) = new_axes(8, 5)
     xs = [candidate.memory / GIB for candidate in choice.predicted]
     axes.scatter(
         xs, [candidate.tokens_per_s for candidate in choice.predicted], s=4, color="0.7", label="configurations"

@@ -21,7 +21,7 @@ from cs336sys.accounting.parallelism import (
 )
 from cs336sys.accounting.xxl import FeedForwardStack, TpuMesh, batch_answers, memory_answers
 from cs336sys.report.numbers import Value, format_operand, in_shown_unit
-from cs336sys.report.outputs import write_figure
+from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.table import Column, Table
 
 if TYPE_CHECKING:
@@ -168,10 +168,7 @@ _POINTS = 121
 
 def plot_parallel(strategies: Sequence[str], layer: Layer, path: Path) -> None:
     """Computing and communication time over the devices, forward above backward, and where they cross."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(1 + 3.6 * len(strategies), 6.5), layout="constrained")
-    axes = figure.subplots(len(PASSES), len(strategies), squeeze=False, sharex="col")
+    figure, axes = new_axes(1 + 3.6 * len(strategies), 6.5, len(PASSES), len(strategies), sharex="col")
     for column, strategy in enumerate(strategies):
         curves = {which: _curves(strategy, layer, which) for which in PASSES}
         most = 8 * max(crossing for which in PASSES for _, crossing in curves[which].values())

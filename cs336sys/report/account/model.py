@@ -14,7 +14,7 @@ from cs336sys.accounting.sharding.ideal import state_answers
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_peak
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.numbers import Value
-from cs336sys.report.outputs import write_figure
+from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
@@ -100,12 +100,9 @@ _BAR_NAMES = {"optimizer_state": "optimizer state", "activations": "activations 
 
 def plot_rank_memory(steps: Sequence[ShardedStep], path: Path) -> None:
     """A bar for each way of training, stacked by component: what is there at the peak."""
-    from matplotlib.figure import Figure
-
     peaks = [rank_peak(step) for step in steps]
     labels = [_bar_label(step, steps) for step in steps]
-    figure = Figure(figsize=(2 + 1.1 * len(steps), 5), layout="constrained")
-    drawing = figure.subplots()
+    figure, ((drawing,),) = new_axes(2 + 1.1 * len(steps), 5)
     bottoms = [0.0] * len(peaks)
     for component in ("parameters", "gradients", "optimizer_state", "activations"):
         heights = [getattr(peak, component) / GIB for peak in peaks]

@@ -9,7 +9,7 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.scaling import MeshShape, SimulatedStep, Simulation
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import Value
-from cs336sys.report.outputs import write_figure
+from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.table import Column, Table, fill_row
 
 # A step, and the fastest one if memory were no matter; None where no mesh divides batch and heads.
@@ -93,12 +93,9 @@ def _scaling_row(
 
 def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: Path) -> None:
     """Above, tokens/s of a device over the devices, by strategy and by the fastest mesh; below, a rank's memory."""
-    from matplotlib.figure import Figure
-
     size, capacity = simulation.size, simulation.cluster.memory_bytes
     scalings = list(dict.fromkeys(scaling for scaling, _ in simulated))
-    figure = Figure(figsize=(1 + 5.5 * len(scalings), 7.5), layout="constrained")
-    axes = figure.subplots(2, len(scalings), squeeze=False, sharex="col")
+    figure, axes = new_axes(1 + 5.5 * len(scalings), 7.5, 2, len(scalings), sharex="col")
     for column, scaling in enumerate(scalings):
         steps = {
             count: fastest_steps[0]

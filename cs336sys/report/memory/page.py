@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336sys.report.memory.tables import memory_tables
 from cs336sys.report.numbers import format_number, in_shown_unit
-from cs336sys.report.outputs import check_writable, write_figure, write_file
+from cs336sys.report.outputs import check_writable, new_axes, write_figure, write_file
 from cs336sys.report.page import html_page, html_table
 from cs336sys.report.table import Table, one_line
 from cs336sys.report.titles import machine_words
@@ -62,12 +62,9 @@ def plot_derived(derived: Mapping[str, Any], title: str, *paths: Path, option: s
 
 def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     """The picture of a cell's derived columns."""
-    from matplotlib.figure import Figure
-
     timeline = derived["timeline"]
     positions = timeline["position"]
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    axes = figure.subplots()
+    figure, ((axes,),) = new_axes(11, 5)
     categories = [category for category in CATEGORY_COLORS if category in timeline]
     totals = [sum(sizes) for sizes in zip(*(timeline[category] for category in categories), strict=True)]
     highest = max(range(len(totals)), key=totals.__getitem__)

@@ -17,7 +17,7 @@ from cs336sys.measure.profile.taxonomy import (
 )
 from cs336sys.measure.range_names import STEP
 from cs336sys.report.numbers import format_number
-from cs336sys.report.outputs import write_figure
+from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.table import Column, Table
 from cs336sys.results.model import Cell, Samples
 
@@ -242,7 +242,6 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
 
     The time of all kernels of the phase stands next to its bar.
     """
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     # Without a profile an empty picture: what failed stands in the table.
@@ -259,11 +258,8 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
             bars.append((name, {}))
         bars[-1][1][str(row["phase"])] = row
     heights = [len(bars) for bars in groups.values()] or [1]
-    figure = Figure(
-        figsize=(2 + 2.1 * len(phases), 0.8 + sum(heights) * _INCHES_PER_BAR + len(heights) * _INCHES_BETWEEN),
-        layout="constrained",
-    )
-    axes = figure.subplots(len(heights), max(1, len(phases)), squeeze=False, gridspec_kw={"height_ratios": heights})
+    size = 2 + 2.1 * len(phases), 0.8 + sum(heights) * _INCHES_PER_BAR + len(heights) * _INCHES_BETWEEN
+    figure, axes = new_axes(*size, len(heights), max(1, len(phases)), gridspec_kw={"height_ratios": heights})
     for drawings, (size, bars) in zip(axes, groups.items(), strict=False):
         for drawing, phase in zip(drawings, phases, strict=True):
             for number, (_, by_phase) in enumerate(bars):
