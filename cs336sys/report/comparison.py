@@ -81,29 +81,12 @@ def _metric_table(
     interval = f"{confidence_percent:g} %"
     columns = (
         *identity,
-        Column(
-            f"a_median_{unit}",
-            "A median",
-            unit,
-            lambda comparison: comparison.difference and comparison.difference.median_a,
-        ),
-        Column(
-            f"b_median_{unit}",
-            "B median",
-            unit,
-            lambda comparison: comparison.difference and comparison.difference.median_b,
-        ),
-        Column("ratio", "B/A", "ratio", lambda comparison: comparison.difference and comparison.difference.ratio),
-        Column(
-            "ratio_low",
-            f"{interval} from",
-            "ratio",
-            lambda comparison: comparison.difference and comparison.difference.ratio_low,
-        ),
-        Column(
-            "ratio_high", "to", "ratio", lambda comparison: comparison.difference and comparison.difference.ratio_high
-        ),
-        Column("p_value", "p", "p_value", lambda comparison: comparison.difference and comparison.difference.p_value),
+        Column(f"a_median_{unit}", "A median", unit, _of_difference("median_a")),
+        Column(f"b_median_{unit}", "B median", unit, _of_difference("median_b")),
+        Column("ratio", "B/A", "ratio", _of_difference("ratio")),
+        Column("ratio_low", f"{interval} from", "ratio", _of_difference("ratio_low")),
+        Column("ratio_high", "to", "ratio", _of_difference("ratio_high")),
+        Column("p_value", "p", "p_value", _of_difference("p_value")),
         Column("verdict", "B is", value=lambda comparison: comparison.verdict),
         Column("a_runs", "A runs", "count", lambda comparison: len(comparison.a.rounds)),
         Column("b_runs", "B runs", "count", lambda comparison: len(comparison.b.rounds)),
@@ -125,6 +108,11 @@ def _metric_table(
         rows=[cell_settings(pair.a.shown) | fill_row(columns, comparison) for pair, comparison in rows],
         notes=(legend, *(_COVERED[level] for level in levels), *_drift(comparisons)),
     )
+
+
+def _of_difference(name: str) -> Callable[[Comparison], Value]:
+    """A column's value: this attribute of the difference, where there is one."""
+    return lambda comparison: comparison.difference and getattr(comparison.difference, name)
 
 
 def _drift(comparisons: Sequence[Comparison]) -> Iterator[str]:

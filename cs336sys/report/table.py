@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,11 @@ class Column:
 def fill_row(columns: Sequence[Column], item: Any) -> dict[str, Value]:
     """Return what the columns that compute a value make of an item."""
     return {column.key: column.value(item) for column in columns if column.value is not None}
+
+
+def fill_rows(columns: Sequence[Column], items: Iterable[Any]) -> list[dict[str, Value]]:
+    """Return a row for each item (:func:`fill_row`)."""
+    return [fill_row(columns, item) for item in items]
 
 
 @dataclass(frozen=True)
@@ -139,34 +144,29 @@ def select_in_groups(
 ) -> list[list[Table]]:
     """Apply :func:`select_tables`, :func:`sort_rows` and :func:`select_columns` to tables in groups.
 
+    Rows are sorted before columns are left out, so that they may be sorted by one of these.
+
     Raises:
         UsageError: no table of any group has what was asked for.
     """
     chosen = [list(group) for group in groups]
-
-    def kinds() -> list[Table]:
-        """Return one table of each name and columns: files of thousands of runs have as many tables of each."""
-        tables = (table for group in chosen for table in group)
-        return list({(table.name, *(column.title for column in table.columns)): table for table in tables}.values())
-
-    if names:
-        among = kinds()
-        chosen = [select_tables(group, names, among) for group in chosen]
-    # Before columns are left out: rows may be sorted by another one.
-    if order is not None:
-        among = kinds()
-        chosen = [sort_rows(group, order, among) for group in chosen]
-    if keys:
-        among = kinds()
-        chosen = [select_columns(group, keys, among) for group in chosen]
+    selections: tuple[tuple[Callable[..., list[Table]], Any], ...] = (
+        (select_tables, names or None), (sort_rows, order), (select_columns, keys or None),
+    )  # fmt: skip
+    for select, selection in selections:
+        if selection is not None:
+            # One table of each name and columns: files of thousands of runs have as many tables of each.
+            tables = (table for group in chosen for table in group)
+            kinds = {(table.name, *(column.title for column in table.columns)): table for table in tables}
+            chosen = [select(group, selection, list(kinds.values())) for group in chosen]
     return chosen
 
 
 def select_tables(tables: Sequence[Table], names: Sequence[str], among: Sequence[Table] = ()) -> list[Table]:
-    """The tables of these names.
+    """Return the tables of these names.
 
     Args:
-        among: the tables that the names must be of, where ``tables`` are some of them.
+        among: the tables that the names must be of, where ``tables`` are some of them; so in the next functions.
 
     Raises:
         UsageError: no table has one of the names.
@@ -176,12 +176,9 @@ def select_tables(tables: Sequence[Table], names: Sequence[str], among: Sequence
 
 
 def select_columns(tables: Sequence[Table], names: Sequence[str], among: Sequence[Table] = ()) -> list[Table]:
-    """The tables with these columns alone, in this order; those that have none of them are left out.
+    """Return the tables with these columns alone, in this order; those that have none of them are left out.
 
     A column is named by its key (``step_ms``), or by its header (``step``) in any case.
-
-    Args:
-        among: the tables that the columns must be of, where ``tables`` are some of them.
 
     Raises:
         UsageError: no table has one of the columns.
@@ -195,13 +192,10 @@ def select_columns(tables: Sequence[Table], names: Sequence[str], among: Sequenc
 
 
 def sort_rows(tables: Sequence[Table], order: str, among: Sequence[Table] = ()) -> list[Table]:
-    """The tables with their rows sorted by a column (``step_ms``; ``-step_ms``: the largest first), where they have it.
+    """Return the tables sorted by a column (``step_ms``; ``-step_ms``: the largest first), where they have it.
 
     Samples are sorted by their mean. Rows without a value come last in either order. Where rows have their own
     units, bytes and seconds, those of one kind are sorted among themselves, and kinds keep their order.
-
-    Args:
-        among: the tables that the column must be of, where ``tables`` are some of them.
 
     Raises:
         UsageError: no table has the column.

@@ -13,13 +13,13 @@ from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline
 from cs336sys.report.memory.page import plot_derived, timeline_page
 from cs336sys.report.memory.verdict import size_words, verdicts
 from cs336sys.report.outputs import write_file
-from cs336sys.report.table import Column, Table, with_rows
+from cs336sys.report.table import Column, Table, fill_row, with_rows
 
 _TIMELINE_POINTS = 400
 _MOST_REGIONS = 30
 
-_SNAPSHOT = Column("snapshot", "snapshot")
-_CATEGORIES = tuple(Column(f"{name.replace(' ', '_')}_bytes", name, "bytes") for name in FOREIGN_CATEGORIES)
+_SNAPSHOT = Column("snapshot", "snapshot", value=lambda diagnosis: diagnosis.name)
+_CATEGORIES = {name: Column(f"{name.replace(' ', '_')}_bytes", name, "bytes") for name in FOREIGN_CATEGORIES}
 
 
 def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Table]:
@@ -40,19 +40,13 @@ def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Tabl
 def _causes(diagnosed: Sequence[tuple[MemoryDiagnosis, str, Sequence[Any]]]) -> Table:
     columns = (
         _SNAPSHOT,
-        Column("cause", "cause"),
-        Column("cause_bytes", "holds", "bytes"),
-        Column("why", "why"),
-        Column("advice", "what to do"),
+        Column("cause", "cause", value=lambda cause: cause.name),
+        Column("cause_bytes", "holds", "bytes", lambda cause: cause.size),
+        Column("why", "why", value=lambda cause: cause.why),
+        Column("advice", "what to do", value=lambda cause: cause.advice),
     )
-    rows: list[dict[str, Any]] = [
-        {
-            "snapshot": diagnosis.name,
-            "cause": cause.name,
-            "cause_bytes": cause.size,
-            "why": cause.why,
-            "advice": cause.advice,
-        }
+    rows = [
+        {"snapshot": diagnosis.name} | fill_row(columns[1:], cause)
         for diagnosis, _, causes in diagnosed
         for cause in causes
     ]
@@ -62,37 +56,26 @@ def _causes(diagnosed: Sequence[tuple[MemoryDiagnosis, str, Sequence[Any]]]) -> 
 def _holders(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
     columns = (
         _SNAPSHOT,
-        Column("moment", "moment"),
-        Column("held_bytes", "held", "bytes"),
-        *_CATEGORIES,
-        Column("peak_bytes", "peak", "bytes"),
-        Column("reserved_bytes", "reserved", "bytes"),
-        Column("free_bytes", "free in segments", "bytes"),
-        Column("largest_free_bytes", "largest piece", "bytes"),
-        Column("elsewhere_bytes", "free for others", "bytes"),
+        Column("moment", "moment", value=lambda diagnosis: "failure" if diagnosis.is_failed else "peak"),
+        Column("held_bytes", "held", "bytes", lambda diagnosis: diagnosis.held),
+        *_CATEGORIES.values(),
+        Column("peak_bytes", "peak", "bytes", lambda diagnosis: diagnosis.peak),
+        Column("reserved_bytes", "reserved", "bytes", lambda diagnosis: diagnosis.reserved or None),
+        Column("free_bytes", "free in segments", "bytes", lambda diagnosis: diagnosis.free.usable),
+        Column("largest_free_bytes", "largest piece", "bytes", lambda diagnosis: diagnosis.free.largest),
+        Column("elsewhere_bytes", "free for others", "bytes", lambda diagnosis: diagnosis.free.elsewhere or None),
         Column("asked_bytes", "asked for", "bytes"),
         Column("device_free_bytes", "free of the device", "bytes"),
-        Column("events", "events", "count"),
-        Column("steps", "steps", "count"),
+        Column("events", "events", "count", lambda diagnosis: diagnosis.record.length),
+        Column("steps", "steps", "count", lambda diagnosis: diagnosis.steps or None),
     )
     rows: list[dict[str, Any]] = []
     notes: dict[str, None] = {}
     for diagnosis in diagnoses:
-        row: dict[str, Any] = {
-            "snapshot": diagnosis.name,
-            "moment": "failure" if diagnosis.is_failed else "peak",
-            "held_bytes": diagnosis.held,
-            "peak_bytes": diagnosis.peak,
-            "reserved_bytes": diagnosis.reserved or None,
-            "free_bytes": diagnosis.free.usable,
-            "largest_free_bytes": diagnosis.free.largest,
-            "elsewhere_bytes": diagnosis.free.elsewhere or None,
-            "events": diagnosis.record.length,
-            "steps": diagnosis.steps or None,
-        }
+        row = fill_row(columns, diagnosis)
         if diagnosis.failure is not None:
             row |= {"asked_bytes": diagnosis.failure.size, "device_free_bytes": diagnosis.failure.device_free}
-        row |= {f"{category.replace(' ', '_')}_bytes": size or None for category, size in diagnosis.by_category.items()}
+        row |= {_CATEGORIES[category].key: size or None for category, size in diagnosis.by_category.items()}
         rows.append(row)
         notes[_how_known(diagnosis)] = None
         if diagnosis.record.unknown_frees and not diagnosis.is_recorded:
@@ -122,13 +105,13 @@ def _ranks_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table | None:
     """Return what each of several snapshots holds more than the median of all."""
     if len(diagnoses) < 2:
         return None
-    columns = (_SNAPSHOT, Column("held_bytes", "held over the median", "bytes"), *_CATEGORIES)
+    columns = (_SNAPSHOT, Column("held_bytes", "held over the median", "bytes"), *_CATEGORIES.values())
     median_held = median(diagnosis.held for diagnosis in diagnoses)
     middle = {name: median(diagnosis.by_category[name] for diagnosis in diagnoses) for name in FOREIGN_CATEGORIES}
     rows: list[dict[str, Any]] = [
         {"snapshot": diagnosis.name, "held_bytes": diagnosis.held - median_held}
         | {
-            f"{name.replace(' ', '_')}_bytes": difference
+            _CATEGORIES[name].key: difference
             for name, size in diagnosis.by_category.items()
             if (difference := size - middle[name])
         }
@@ -140,18 +123,17 @@ def _ranks_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table | None:
 def _kinds(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
     columns = (
         _SNAPSHOT,
-        Column("size_bytes", "size of one", "bytes"),
-        Column("count", "alive", "count"),
-        Column("total_bytes", "all", "bytes"),
+        Column("size_bytes", "size of one", "bytes", lambda kind: kind.size),
+        Column("count", "alive", "count", lambda kind: kind.count),
+        Column("total_bytes", "all", "bytes", lambda kind: kind.total),
         Column("share_percent", "share", "percent"),
-        Column("category", "category"),
-        Column("operation", "operation"),
-        Column("code", "code"),
+        Column("category", "category", value=lambda kind: kind.category),
+        Column("operation", "operation", value=lambda kind: kind.operation or None),
+        Column("code", "code", value=lambda kind: kind.code or None),
     )
-    rows: list[dict[str, Any]] = [
-        {"snapshot": diagnosis.name, "size_bytes": kind.size, "count": kind.count, "total_bytes": kind.total}
-        | {"share_percent": 100 * kind.total / max(1, diagnosis.held), "category": kind.category}
-        | {"operation": kind.operation or None, "code": kind.code or None}
+    rows = [
+        fill_row(columns[1:], kind)
+        | {"snapshot": diagnosis.name, "share_percent": 100 * kind.total / max(1, diagnosis.held)}
         for diagnosis in diagnoses
         for kind in diagnosis.kinds[:top]
     ]
@@ -186,23 +168,17 @@ def _provable(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
         Column("at_most_bytes", "saves at most", "bytes"),
         Column("proof", "because"),
     )
-    rows: list[dict[str, Any]] = []
-    for diagnosis in diagnoses:
-        offered = (
-            ("activations", "checkpoint the layers", "they are kept from the forward to the backward pass"),
-            ("optimizer state", "shard or offload it", "it is used in the optimizer's step alone"),
-            ("gradients", "update parameters within the backward pass", "they outlive it until the step"),
-        )
-        rows += [
-            {
-                "snapshot": diagnosis.name,
-                "change": change,
-                "at_most_bytes": diagnosis.by_category[category],
-                "proof": proof,
-            }
-            for category, change, proof in offered
-            if diagnosis.by_category[category]
-        ]
+    offered = (
+        ("activations", "checkpoint the layers", "they are kept from the forward to the backward pass"),
+        ("optimizer state", "shard or offload it", "it is used in the optimizer's step alone"),
+        ("gradients", "update parameters within the backward pass", "they outlive it until the step"),
+    )
+    rows = [
+        {"snapshot": diagnosis.name, "change": change, "at_most_bytes": size, "proof": proof}
+        for diagnosis in diagnoses
+        for category, change, proof in offered
+        if (size := diagnosis.by_category[category])
+    ]
     note = (
         "From a snapshot alone. For a model that is there, memprof --memory 80GiB --plan predicts what each change "
         "saves, and finds the cheapest that fits."

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cs336sys.accounting.communication import WITH_BUS_BANDWIDTH, BusBandwidths, bus_factor
@@ -21,7 +21,7 @@ from cs336sys.measure.profile.ranks import RanksFound, find_straggler, own_ms
 from cs336sys.measure.profile.taxonomy import UNCLASSIFIED, short_name
 from cs336sys.report.profile.kernels import numbered
 from cs336sys.report.profile.verdict import several, verdict
-from cs336sys.report.table import Column, Table, with_rows
+from cs336sys.report.table import Column, Table, fill_row, fill_rows, with_rows
 from cs336sys.results.model import Samples
 
 _MOST_STEPS = 30
@@ -48,7 +48,7 @@ class DisplayOptions:
     bandwidths: BusBandwidths | None = None
 
 
-_GPU = Column("gpu", "GPU")
+_GPU = Column("gpu", "GPU", value=lambda analysis: analysis.label or None)
 
 
 def file_words(analyses: Sequence[Analysis]) -> str:
@@ -358,59 +358,34 @@ def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | N
 
 def capture_table(analyses: Sequence[Analysis]) -> Table:
     """The whole capture, in and outside of steps."""
-    rows = [
-        {
-            "gpu": analysis.label or None,
-            "gpu_name": analysis.gpu_name or None,
-            "profiler": analysis.profiler,
-            "steps": len(analysis.step_ms) if analysis.has_steps else None,
-            **analysis.totals,
-            "peak_gib": analysis.peak_bytes / 2**30 if analysis.peak_bytes else None,
-        }
-        for analysis in analyses
-    ]
     columns = (
         _GPU,
-        Column("gpu_name", "name"),
-        Column("profiler", "profiler"),
-        Column("steps", "steps", "count"),
+        Column("gpu_name", "name", value=lambda analysis: analysis.gpu_name or None),
+        Column("profiler", "profiler", value=lambda analysis: analysis.profiler),
+        Column("steps", "steps", "count", lambda analysis: len(analysis.step_ms) if analysis.has_steps else None),
         Column("events", "kernels and copies", "count"),
         Column("kernel_ms", "sum of kernels", "ms"),
         Column("busy_ms", "busy", "ms"),
         Column("computing_ms", "computing", "ms"),
         Column("communication_ms", "communication", "ms"),
         Column("span_ms", "span", "ms"),
-        Column("peak_gib", "peak memory of tensors", "gib"),
+        Column("peak_gib", "peak memory of tensors", "gib", lambda analysis: analysis.peak_bytes / 2**30 or None),
     )
+    rows = [fill_row(columns, analysis) | analysis.totals for analysis in analyses]
     return Table("capture", "trace: the whole capture", columns, rows)
 
 
 def rank_table(analyses: Sequence[Analysis], ranks: RanksFound | None) -> Table:
     """The steps of each rank: its parts, and how much of the step is its own."""
-    rows = []
-    for analysis in analyses:
-        exclusive_ms = own_ms(analysis)
-        rows.append(
-            {
-                "gpu": analysis.label or None,
-                "step_ms": step_samples(analysis.step_ms),
-                "own_ms": step_samples(exclusive_ms),
-                "computing_ms": analysis.mean(COMPUTING_PART),
-                "exposed_ms": analysis.mean(COMMUNICATION_PART),
-                "waiting_ms": analysis.mean(WAITING_PART) if WAITING_PART in analysis.parts else None,
-                "copies_ms": analysis.mean(COPIES_PART),
-                "idle_ms": sum(map(analysis.mean, IDLE_PARTS)),
-            }
-        )
     columns = (
-        Column("gpu", "rank"),
-        Column("step_ms", "step", "ms"),
-        Column("own_ms", "without waiting for ranks", "ms"),
-        Column("computing_ms", "computing", "ms"),
-        Column("exposed_ms", "communication alone", "ms"),
-        Column("waiting_ms", "waiting for ranks", "ms"),
-        Column("copies_ms", "copies alone", "ms"),
-        Column("idle_ms", "idle", "ms"),
+        replace(_GPU, header="rank"),
+        Column("step_ms", "step", "ms", lambda analysis: step_samples(analysis.step_ms)),
+        Column("own_ms", "without waiting for ranks", "ms", lambda analysis: step_samples(own_ms(analysis))),
+        Column("computing_ms", "computing", "ms", lambda analysis: analysis.mean(COMPUTING_PART)),
+        Column("exposed_ms", "communication alone", "ms", lambda analysis: analysis.mean(COMMUNICATION_PART)),
+        Column("waiting_ms", "waiting for ranks", "ms", _waiting_ms),
+        Column("copies_ms", "copies alone", "ms", lambda analysis: analysis.mean(COPIES_PART)),
+        Column("idle_ms", "idle", "ms", lambda analysis: sum(map(analysis.mean, IDLE_PARTS))),
     )
     notes = []
     if ranks is not None:
@@ -419,7 +394,11 @@ def rank_table(analyses: Sequence[Analysis], ranks: RanksFound | None) -> Table:
             f"then at most {ranks.error_us:.3g} us from their mean in 95 of 100"
         )
         notes += ranks.notes
-    return Table("ranks", "trace: each rank", columns, rows, notes=notes)
+    return Table("ranks", "trace: each rank", columns, fill_rows(columns, analyses), notes=notes)
+
+
+def _waiting_ms(analysis: Analysis) -> float | None:
+    return analysis.mean(WAITING_PART) if WAITING_PART in analysis.parts else None
 
 
 def trace_tables(analyses: Sequence[Analysis], ranks: RanksFound | None, shown: DisplayOptions) -> list[Table]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cs336sys.accounting.communication import BusBandwidths
 from cs336sys.accounting.hardware import Ceilings
@@ -13,7 +13,7 @@ from cs336sys.measure.profile.reading import Read
 from cs336sys.measure.profile.taxonomy import short_name
 from cs336sys.report.numbers import format_number
 from cs336sys.report.profile.trace import DisplayOptions, file_words, shape_words, trace_tables, verdict_table
-from cs336sys.report.table import Column, Table, with_rows
+from cs336sys.report.table import Column, Table, fill_rows, with_rows
 from cs336sys.results.model import Cell, Samples
 
 _NAMED = 3
@@ -61,41 +61,25 @@ def difference_tables(difference: CaptureDifference, title: str, shown: DisplayO
     listed = [
         change for number, change in enumerate(difference.changes) if number < shown.top or change.is_significant
     ][: 3 * shown.top]
-    rows = [
-        {
-            "verdict": change.verdict,
-            "before_ms": change.before_ms,
-            "after_ms": change.after_ms,
-            "delta_ms": change.delta_ms,
-            "low_ms": change.low_ms if math.isfinite(change.low_ms) else None,
-            "high_ms": change.high_ms if math.isfinite(change.high_ms) else None,
-            "before_count": change.before_count if change.is_kernel else None,
-            "after_count": change.after_count if change.is_kernel else None,
-            "before_us": change.before_us,
-            "after_us": change.after_us,
-            "change": change.label if shown.full_names else _change_name(change),
-            "module": change.module or None,
-            "operator": change.operator or None,
-            "shapes": shape_words(change.shape) or None,
-        }
-        for change in listed
-    ]
     columns = (
-        Column("verdict", "change is"),
-        Column("before_ms", "before, of a step", "ms"),
-        Column("after_ms", "after", "ms"),
-        Column("delta_ms", "change", "ms"),
-        Column("low_ms", "at least", "ms"),
-        Column("high_ms", "at most", "ms"),
-        Column("before_count", "times before"),
-        Column("after_count", "times after"),
-        Column("before_us", "one run before", "us"),
-        Column("after_us", "one run after", "us"),
-        Column("change", "kernel or part"),
-        Column("module", "module"),
-        Column("operator", "operator"),
-        Column("shapes", "shapes of inputs"),
+        Column("verdict", "change is", value=lambda change: change.verdict),
+        Column("before_ms", "before, of a step", "ms", lambda change: change.before_ms),
+        Column("after_ms", "after", "ms", lambda change: change.after_ms),
+        Column("delta_ms", "change", "ms", lambda change: change.delta_ms),
+        Column("low_ms", "at least", "ms", lambda change: change.low_ms if math.isfinite(change.low_ms) else None),
+        Column("high_ms", "at most", "ms", lambda change: change.high_ms if math.isfinite(change.high_ms) else None),
+        Column("before_count", "times before", value=lambda change: change.before_count if change.is_kernel else None),
+        Column("after_count", "times after", value=lambda change: change.after_count if change.is_kernel else None),
+        Column("before_us", "one run before", "us", lambda change: change.before_us),
+        Column("after_us", "one run after", "us", lambda change: change.after_us),
+        Column(
+            "change", "kernel or part", value=lambda change: change.label if shown.full_names else _change_name(change)
+        ),
+        Column("module", "module", value=lambda change: change.module or None),
+        Column("operator", "operator", value=lambda change: change.operator or None),
+        Column("shapes", "shapes of inputs", value=lambda change: shape_words(change.shape) or None),
     )
+    rows = fill_rows(columns, listed)
     notes = [
         "~: within the noise of the steps, by the rank test at 99 %; undecided: too few steps to say; ends at 95 %"
     ]
@@ -196,22 +180,19 @@ def all_tables(sides: dict[str, CaptureAnalyses], shown: DisplayOptions) -> list
         return trace_tables(side.analyses, side.ranks, shown)
     before, after = (file_words(sides[name].analyses) for name in (BEFORE, AFTER))
     tables = difference_tables(difference, f"trace: {before} before, {after} after", shown)
+    notes = []
     if any(len(side.analyses) > 1 for side in sides.values()):
-        tables[0] = _with_notes(tables[0], ["of several ranks, the first of each side is compared"])
+        notes.append("of several ranks, the first of each side is compared")
     if difference.of_kernels:
-        tables[0] = _with_notes(tables[0], ["the captures come from two profilers: only kernels are compared, by name"])
-    return tables
-
-
-def _with_notes(table: Table, notes: Sequence[str]) -> Table:
-    return Table(table.name, table.title, table.columns, table.rows, (*table.notes, *notes), table.steadier)
+        notes.append("the captures come from two profilers: only kernels are compared, by name")
+    return [replace(tables[0], notes=(*tables[0].notes, *notes)), *tables[1:]]
 
 
 def saved_trace_tables(cells: Sequence[Cell], top: int, full_names: bool) -> list[Table]:
     """The tables of saved cells."""
-    measured = next((saved for cell in cells if (saved := cell.derived.get("ceilings"))), None)
-    ceilings = None if measured is None else Ceilings.from_json(measured)
-    bandwidths_json = next((saved for cell in cells if (saved := cell.derived.get("bandwidths"))), None)
-    bandwidths = None if bandwidths_json is None else BusBandwidths.from_json(bandwidths_json)
+    ceilings, bandwidths = (
+        next((read(saved) for cell in cells if (saved := cell.derived.get(name))), None)
+        for name, read in (("ceilings", Ceilings.from_json), ("bandwidths", BusBandwidths.from_json))
+    )
     roofline = any(cell.configuration["roofline"] for cell in cells)
     return all_tables(saved_sides(cells), DisplayOptions(top, full_names, roofline, ceilings, bandwidths))
