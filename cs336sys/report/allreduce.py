@@ -9,7 +9,7 @@ from cs336sys.accounting.communication import AlphaBeta, buffer_bytes, bus_facto
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import format_number, format_quantity
 from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, fill_row
+from cs336sys.report.table import Column, Table, fill_row, with_rows
 from cs336sys.report.titles import reasons, shown_settings, title
 from cs336sys.results.model import Cell, Run
 from cs336sys.workload import CollectiveWorkload
@@ -47,44 +47,32 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Times and bandwidths back to back, those of synchronized calls, and latency and bandwidth fitted to both."""
     varying = shown_settings(cells, _GROUP_COLUMNS)
     shown = varying if "dtype" in varying else varying | {"dtype": _GROUP_COLUMNS["dtype"]}
-    misfits = _misfits(cells, "back_to_back")
+    message_columns = (*shown.values(), *_SIZE_COLUMNS)
+    measured = [cell for cell in cells if cell.status == "ok"]
+    rounded = _less_than_asked([cell.configuration | cell.derived for cell in measured])
     first = Table(
         "allreduce",
         title("allreduce", cells, run, _GROUP_COLUMNS, varying, "calls back to back"),
         (
-            *shown.values(),
-            *_SIZE_COLUMNS,
+            *message_columns,
             *_time_columns("back_to_back"),
-            Column("misfit_percent", "off the fit", "percent"),
             Column("in_place", "in place"),
             Column("wrong_elements", "wrong", "count"),
             Column("status", "status"),
         ),
-        [_collective_row(cell, "back_to_back") | misfits.get(id(cell), {}) for cell in cells],
-        notes=(
-            *_collective_notes(cells),
-            *reasons(cells),
-            *_less_than_asked([cell.configuration | cell.derived for cell in cells if cell.status == "ok"]),
-        ),
+        _collective_rows(cells, "back_to_back"),
+        notes=(*_collective_notes(cells), *reasons(cells), *rounded),
     )
-    measured = [cell for cell in cells if cell.status == "ok"]
     if not measured:
         return [first]
-    misfits = _misfits(cells, "synchronized")
     second = Table(
         "latency",
         "the same calls, each waited for",
-        (
-            *shown.values(),
-            *_SIZE_COLUMNS,
-            *_time_columns("synchronized"),
-            Column("misfit_percent", "off the fit", "percent"),
-        ),
-        [_collective_row(cell, "synchronized") | misfits.get(id(cell), {}) for cell in measured],
+        (*message_columns, *_time_columns("synchronized")),
+        _collective_rows(measured, "synchronized"),
         notes=("all ranks start together, and the CPU clock runs until the call is done: launch and waiting included",),
     )
-    fits = _fit_table(measured, varying)
-    return [first, second, fits] if fits else [first, second]
+    return [first, second, *with_rows(_fit_table(measured, varying))]
 
 
 def groups_of(cells: Sequence[Cell]) -> dict[MessageSweep, list[Cell]]:
@@ -172,12 +160,19 @@ def _time_columns(timing: str) -> tuple[Column, ...]:
         Column("p99_us", "p99", "us", lambda cell: cell.samples[timing].percentile(99)),
         Column("algbw_gbps", "algbw", "gbps", lambda cell: cell.derived[f"{timing}_algbw_gbps"]),
         Column("busbw_gbps", "busbw", "gbps", lambda cell: cell.derived[f"{timing}_busbw_gbps"]),
+        Column("misfit_percent", "off the fit", "percent"),
     )
 
 
-def _collective_row(cell: Cell, timing: str) -> dict[str, Any]:
-    row = cell.configuration | {"size_bytes": _of(cell, "message_bytes")} | cell.derived | {"status": cell.status}
-    return row | fill_row(_time_columns(timing), cell) if cell.status == "ok" else row
+def _collective_rows(cells: Sequence[Cell], timing: str) -> list[dict[str, Any]]:
+    misfits = _misfits(cells, timing)
+    return [
+        cell.configuration
+        | {"size_bytes": _of(cell, "message_bytes"), **cell.derived, "status": cell.status}
+        | (fill_row(_time_columns(timing), cell) if cell.status == "ok" else {})
+        | misfits.get(id(cell), {})
+        for cell in cells
+    ]
 
 
 def _collective_notes(cells: Sequence[Cell]) -> list[str]:
@@ -205,7 +200,7 @@ def _average_busbw(cells: Sequence[Cell]) -> float | None:
     return None if None in busbw else sum(busbw) / len(busbw)
 
 
-def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table | None:
+def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
     rows = []
     for group, of_group in groups_of(cells).items():
         average = _average_busbw(of_group)
@@ -230,8 +225,6 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table | Non
                     "deviation_percent": None if deviation is None else 100 * deviation,
                 }
             )
-    if not rows:
-        return None
     columns = (
         *varying.values(),
         Column("timing", "calls"),
@@ -303,9 +296,7 @@ def _draw_time_over_size(drawing: "Axes", groups: dict[MessageSweep, list[Cell]]
         if line is not None:
             fitted = [1e6 * line.time_s(size) for size in sizes]
             drawing.plot(sizes, fitted, color=f"C{number}", linestyle="--", linewidth=0.8)
-    drawing.set_xscale("log")
-    drawing.set_xlabel("size, bytes")
-    drawing.set_ylabel("time, us (dashed: fit)")
+    drawing.set(xscale="log", xlabel="size, bytes", ylabel="time, us (dashed: fit)")
 
 
 def _draw_bus_bandwidth(drawing: "Axes", groups: dict[MessageSweep, list[Cell]]) -> None:
@@ -314,9 +305,7 @@ def _draw_bus_bandwidth(drawing: "Axes", groups: dict[MessageSweep, list[Cell]])
         if group.world_size > 1:
             points = [(cell.derived["size_bytes"], rates_of_median(cell)[1]) for cell in cells]
             drawing.plot(*zip(*points, strict=True), label=_rank_label(group), color=f"C{number}", **_STYLE)
-    drawing.set_xscale("log")
-    drawing.set_xlabel("size, bytes")
-    drawing.set_ylabel("bus bandwidth, GB/s")
+    drawing.set(xscale="log", xlabel="size, bytes", ylabel="bus bandwidth, GB/s")
 
 
 def _draw_time_over_ranks(drawing: "Axes", groups: dict[MessageSweep, list[Cell]]) -> None:
@@ -332,8 +321,7 @@ def _draw_time_over_ranks(drawing: "Axes", groups: dict[MessageSweep, list[Cell]
         label = format_number(float(message_bytes), "decimal_bytes")
         drawing.plot(*zip(*sorted(by_message[message_bytes]), strict=True), label=label, color=f"C{number}", **_STYLE)
     drawing.set_xticks(sorted({group.world_size for group in groups}))
-    drawing.set_xlabel("ranks")
-    drawing.set_ylabel("time, us")
+    drawing.set(xlabel="ranks", ylabel="time, us")
 
 
 def _rank_label(group: MessageSweep) -> str:

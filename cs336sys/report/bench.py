@@ -52,14 +52,11 @@ def median_clock(cell: Cell) -> float | None:
 def joined_readings(cells: Sequence[Cell]) -> dict[str, list[Any]] | None:
     """The readings of rounds, one after another."""
     readings_of_rounds = [readings for cell in cells if (readings := cell.derived.get("gpu_readings"))]
-    return (
-        {
-            name: [value for round_readings in readings_of_rounds for value in round_readings[name]]
-            for name in readings_of_rounds[0]
-        }
-        if readings_of_rounds
-        else None
-    )
+    if not readings_of_rounds:
+        return None
+    return {
+        name: [value for readings in readings_of_rounds for value in readings[name]] for name in readings_of_rounds[0]
+    }
 
 
 def clock_notes(cells: Sequence[Cell], run: Run | None = None) -> tuple[str, ...]:
@@ -79,9 +76,8 @@ def clock_notes(cells: Sequence[Cell], run: Run | None = None) -> tuple[str, ...
             ]
             clocks.setdefault(limit, []).append(statistics.median([clock for clock in capped if clock] or [math.inf]))
         fall = _fall(_clocks(readings))
-        if fall is not None:
-            lowest.append(fall)
-        if fall is not None or any(limits):
+        lowest += [fall] if fall else []
+        if fall or any(limits):
             hottest += [degrees for degrees in readings["temperature_c"] if degrees is not None]
     sentences = []
     for limit, parts in sorted(seen.items()):
@@ -157,21 +153,16 @@ def _bench_of_rounds(
     peak_tflops = None if mfu_percent is None else 100 * first["tflops"] / mfu_percent
     busy_ms = known_values(rounds, "gpu_busy_ms")
     energies_j = known_values(rounds, "step_energy_j")
-    surroundings = {
+    joined = {
+        "peak_gib": largest_known(rounds, "peak_gib"),
+        "gpu_busy_ms": statistics.median(busy_ms) if busy_ms else None,
         "peak_resident_gib": largest_known(rounds, "peak_resident_gib"),
         "gpu_readings": joined_readings(rounds),
         "step_energy_j": statistics.mean(energies_j) if energies_j else None,
     }
-    return (
-        first
-        | Workload.from_configuration(configuration).rates(samples["step"], peak_tflops, first.get("flops"))
-        | {
-            "peak_gib": largest_known(rounds, "peak_gib"),
-            "gpu_busy_ms": statistics.median(busy_ms) if busy_ms else None,
-        }
-        # Cells of a GPU have no resident memory.
-        | {name: value for name, value in surroundings.items() if name in first}
-    )
+    rates = Workload.from_configuration(configuration).rates(samples["step"], peak_tflops, first.get("flops"))
+    # Cells of a GPU have no resident memory.
+    return first | rates | {name: value for name, value in joined.items() if name in first}
 
 
 def bench_tables(cells: Sequence[Cell], run: Run | None, percentiles: Sequence[float] = ()) -> list[Table]:
@@ -266,19 +257,15 @@ def _time_table(
     columns += [column for column in _CHECK_COLUMNS if any(column.key in cell.derived for cell in cells)]
     columns.append(Column("status", "status"))
     rows = [_bench_row(cell, percentiles) for cell in cells]
-    notes = (*method_notes(cells), *notes_of_run(cells, run), *_resident_notes(cells), *clock_notes(cells, run))
-    if any("relative_difference_percent" in cell.derived for cell in cells):
-        notes = (*notes, _CHECKED)
-    if any("replayed_difference_percent" in cell.derived for cell in cells):
-        notes = (*notes, _REPLAYED)
+    notes = [*method_notes(cells), *notes_of_run(cells, run), *_resident_notes(cells), *clock_notes(cells, run)]
+    for key, note in (("relative_difference_percent", _CHECKED), ("replayed_difference_percent", _REPLAYED)):
+        notes += [note] if any(key in cell.derived for cell in cells) else []
     if any("rounds" in cell.configuration for cell in cells):
-        notes = (*notes, "rounds: the whole sweep so many times over, the steps of all rounds together")
-    for setting, values in sorted(_interleaved(cells)):
-        notes = (
-            *notes,
-            f"interleaved: a step of each {SETTING_COLUMNS[setting].header} of {values} alternately, all held in "
-            f"memory",
-        )
+        notes.append("rounds: the whole sweep so many times over, the steps of all rounds together")
+    notes += [
+        f"interleaved: a step of each {SETTING_COLUMNS[setting].header} of {values} alternately, all held in memory"
+        for setting, values in sorted(_interleaved(cells))
+    ]
     return Table("bench", heading, tuple(columns), rows, notes, _STEADIER)
 
 
@@ -424,15 +411,14 @@ def _model(cell: Cell) -> str:
 
 def _way(cell: Cell, ways: Sequence[str]) -> str:
     compile_names = {"off": "eager", "block": "compiled by block", "model": "compiled whole"}
-    values = [
-        compile_names[setting_of(cell, name)]
-        if name == "compile"
-        else f"{SETTING_COLUMNS[name].header} {setting_of(cell, name)}"
-        if name in ("cuda_graph", "warmup")
-        else str(setting_of(cell, name))
-        for name in ways
-    ]
-    return ", ".join(values)
+
+    def value_text(name: str) -> str:
+        value = setting_of(cell, name)
+        if name == "compile":
+            return compile_names[value]
+        return f"{SETTING_COLUMNS[name].header} {value}" if name in ("cuda_graph", "warmup") else str(value)
+
+    return ", ".join(map(value_text, ways))
 
 
 def _draw_times(drawing: "Axes", group: Sequence[Cell]) -> None:

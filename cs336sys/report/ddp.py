@@ -1,7 +1,7 @@
 """The tables of ``ddp``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,24 +99,8 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     shown = shown_settings(cells, settings, _ALWAYS_SHOWN)
     identity = (*shown.values(), Column("strategy", "mode"), Column("bucket_mb", "bucket, MB"))
     rows = step_rows(cells, "naive", _COMPARED)
-    tables = [
-        Table(
-            "ddp",
-            title("ddp", cells, run, settings, shown),
-            (
-                *SIZE_COLUMNS,
-                *identity,
-                *_STEP_COLUMNS,
-                *rate_columns(cells),
-                *OFF_COLUMNS,
-                *graph_columns(cells),
-                Column("status", "status"),
-            ),
-            rows,
-            notes=(*_step_notes(cells), *method_notes(cells), *notes_of_run(cells, run)),
-            steadier=_STEADIER,
-        )
-    ]
+    heading, columns = title("ddp", cells, run, settings, shown), (*identity, *_STEP_COLUMNS)
+    tables = [parallel_step_table("ddp", heading, cells, run, columns, rows, _step_notes(cells), _STEADIER)]
     measured = [cell for cell in cells if cell.status == "ok"]
     if measured:
         tables.append(parallel_phase_table(rows, (Column("size", "size"), *identity), "torch's DDP does"))
@@ -140,10 +124,26 @@ _STEP_COLUMNS = (
     Column("peak_gib", "peak", "gib"),
 )
 
-OFF_COLUMNS = (
+_OFF_COLUMNS = (
     Column("largest_difference", "largest difference"),
     Column("relative_difference_percent", "relative", "percent"),
 )
+
+
+def parallel_step_table(
+    command: str,
+    heading: str,
+    cells: Sequence[Cell],
+    run: Run | None,
+    columns: Sequence[Column],
+    rows: Sequence[dict[str, Any]],
+    notes: Sequence[str],
+    steadier: str,
+) -> Table:
+    """The first table of ``ddp`` and of ``shard``: ``columns`` of its own, and those that both have."""
+    last_columns = (*rate_columns(cells), *_OFF_COLUMNS, *graph_columns(cells), Column("status", "status"))
+    all_notes = (*notes, *_check_notes(cells), *method_notes(cells), *notes_of_run(cells, run))
+    return Table(command, heading, (*SIZE_COLUMNS, *columns, *last_columns), rows, all_notes, steadier)
 
 
 def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -199,10 +199,10 @@ def _step_notes(cells: Sequence[Cell]) -> list[str]:
         )
     if any("rounds" in cell.configuration for cell in cells):
         notes.append("rounds: to and fro through the whole sweep so many times, the steps of all rounds together")
-    return [*notes, *check_notes(cells)]
+    return notes
 
 
-def check_notes(cells: Sequence[Cell]) -> list[str]:
+def _check_notes(cells: Sequence[Cell]) -> list[str]:
     """Name the models that were checked with fewer layers."""
     notes = []
     for cell in cells:
@@ -305,24 +305,40 @@ def _optimum(sweep: Sequence[Cell]) -> str:
 
 def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     """Build the table of ``--dry-run``: each cell with the memory of a rank's training state."""
-    rows = []
-    for workload in workloads:
-        row = workload.configuration() | {"parameters": workload.training.parameters, "share": workload.share}
-        if workload.training.is_ours:
-            state = training_state(workload.training.size, workload.training.precision)
-            row |= {"state_gib": state.total / GIB, "gradients_gib": state.gradients / GIB}
-        rows.append(row)
     columns = (
-        *SIZE_COLUMNS,
-        *plan_settings([workload.training for workload in workloads], PARALLEL_SETTING_COLUMNS),
         Column("strategy", "mode"),
         Column("bucket_mb", "bucket, MB"),
         Column("share", "sequences a rank"),
         Column("state_gib", "parameters, gradients and optimizer of a rank", "gib"),
         Column("gradients_gib", "gradients to average", "gib"),
     )
-    notes = unknown_memory([workload.training for workload in workloads])
-    return Table("plan", "ddp: cells and the memory of their state (nothing was run)", columns, rows, notes)
+
+    def memory(workload: ParallelWorkload) -> dict[str, Any]:
+        state = training_state(workload.training.size, workload.training.precision)
+        return {"state_gib": state.total / GIB, "gradients_gib": state.gradients / GIB}
+
+    return parallel_plan(
+        "ddp: cells and the memory of their state", workloads, PARALLEL_SETTING_COLUMNS, columns, memory
+    )
+
+
+def parallel_plan(
+    heading: str,
+    workloads: Sequence[ParallelWorkload],
+    settings: Mapping[str, Column],
+    columns: Sequence[Column],
+    predict: Callable[[ParallelWorkload], dict[str, Any]],
+) -> Table:
+    """Build the table of ``--dry-run`` of several ranks; ``predict`` gives the values of models with formulas."""
+    trainings = [workload.training for workload in workloads]
+    rows = [
+        workload.configuration()
+        | {"parameters": workload.training.parameters, "share": workload.share, "tokens": workload.share_size.context}
+        | (predict(workload) if workload.training.is_ours else {})
+        for workload in workloads
+    ]
+    columns = (*SIZE_COLUMNS, *plan_settings(trainings, settings), *columns)
+    return Table("plan", f"{heading} (nothing was run)", columns, rows, unknown_memory(trainings))
 
 
 _LANES = {"compute": (1, "C0"), "communicate": (0, "C1")}

@@ -21,21 +21,14 @@ from cs336sys.accounting.sharding.step import (
     predicted_sent_bytes,
 )
 from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, TensorStep, tensor_moments
-from cs336sys.report.ddp import OFF_COLUMNS, STEADIER, check_notes, parallel_phase_table, step_rows
+from cs336sys.report.ddp import STEADIER, parallel_phase_table, parallel_plan, parallel_step_table, step_rows
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.outputs import legend_columns, new_axes, write_figure
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
     SETTING_COLUMNS,
-    SIZE_COLUMNS,
-    graph_columns,
-    method_notes,
-    notes_of_run,
-    plan_settings,
-    rate_columns,
     shown_settings,
     title,
-    unknown_memory,
 )
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
@@ -147,26 +140,9 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     rows = _step_rows(cells)
     scaling = [Column("scaling", "over one rank", "ratio")] if any("scaling" in row for row in rows) else []
     measured = [cell for cell in cells if cell.status == "ok"]
-    tables = [
-        Table(
-            "shard",
-            title("shard", cells, run, SHARDING_SETTING_COLUMNS, shown),
-            (
-                *SIZE_COLUMNS,
-                *setting_columns,
-                *_STEP_COLUMNS[:2],
-                *scaling,
-                *_STEP_COLUMNS[2:],
-                *rate_columns(cells),
-                *OFF_COLUMNS,
-                *graph_columns(cells),
-                Column("status", "status"),
-            ),
-            rows,
-            notes=(*_shard_step_notes(cells), *check_notes(cells), *method_notes(cells), *notes_of_run(cells, run)),
-            steadier=STEADIER,
-        )
-    ]
+    heading = title("shard", cells, run, SHARDING_SETTING_COLUMNS, shown)
+    columns = (*setting_columns, *_STEP_COLUMNS[:2], *scaling, *_STEP_COLUMNS[2:])
+    tables = [parallel_step_table("shard", heading, cells, run, columns, rows, _shard_step_notes(cells), STEADIER)]
     if measured:
         identity = (Column("size", "size"), *setting_columns)
         tables.append(parallel_phase_table(rows, identity, "torch's strategies do"))
@@ -288,31 +264,20 @@ def _gather_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
 
 def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     """Build the table of ``--dry-run``: each cell with what a rank is predicted to hold and to send."""
-    rows = []
-    for workload in workloads:
-        row = workload.configuration() | {"parameters": workload.training.parameters, "share": workload.share}
-        row["tokens"] = workload.share_size.context
-        if workload.training.is_ours:
-            row |= {
-                f"{_column_name(rank_memory.moment)}_gib": rank_memory.total_gib for rank_memory in _predicted(workload)
-            }
-            row["predicted_sent_bytes"] = sharding_sent_bytes(workload)
-        rows.append(row)
+    keys = {moment: f"{moment.replace(' ', '_')}_gib" for moment in MOMENTS}
     columns = (
-        *SIZE_COLUMNS,
-        *plan_settings([workload.training for workload in workloads], SHARDING_SETTING_COLUMNS),
         *_STRATEGY_COLUMNS,
         Column("share", "sequences a rank"),
         Column("tokens", "tokens of each", "count"),
-        *(Column(f"{_column_name(moment)}_gib", moment, "gib") for moment in MOMENTS),
+        *(Column(key, moment, "gib") for moment, key in keys.items()),
         Column("predicted_sent_bytes", "sent", "decimal_bytes"),
     )
-    notes = unknown_memory([workload.training for workload in workloads])
-    return Table("plan", "shard: cells and the memory of a rank (nothing was run)", columns, rows, notes)
 
+    def predict(workload: ParallelWorkload) -> dict[str, Any]:
+        sent = {"predicted_sent_bytes": sharding_sent_bytes(workload)}
+        return sent | {keys[rank_memory.moment]: rank_memory.total_gib for rank_memory in _predicted(workload)}
 
-def _column_name(moment: str) -> str:
-    return moment.replace(" ", "_")
+    return parallel_plan("shard: cells and the memory of a rank", workloads, SHARDING_SETTING_COLUMNS, columns, predict)
 
 
 _COLORS = {"parameters": "#4c72b0", "gradients": "#c44e52", "optimizer_state": "#8172b3", "rest": "#55a868"}

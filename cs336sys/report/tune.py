@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.choice import MORE_MEMORY, Candidate, Choice, measuring_command, pytorch_lines
@@ -11,8 +12,8 @@ from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
 from cs336sys.report.account.step import PREDICTED_COLUMNS, configuration_words, step_row
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, with_rows
-from cs336sys.report.titles import by_configuration
+from cs336sys.report.table import Column, Table, fill_row, with_rows
+from cs336sys.report.titles import by_configuration, known_values
 from cs336sys.results.comparison import Comparison, Measured, compare_samples
 from cs336sys.results.model import Cell, Run
 from cs336sys.workload import ParallelWorkload
@@ -50,51 +51,28 @@ def choice_tables(
             "as ours, the memory is the eager step's, and the error above is our model's."
         )
     title = f": {best[0].configuration.training.size.name}, {short_gpu_name(rates.gpu)}" if best else ""
-    numbered = [{"number": number} | _candidate_row(candidate, rates) for number, candidate in enumerate(best, 1)]
+    ranked = list(enumerate(best, 1))
+    rows = [{"number": i} | _candidate_row(candidate, rates) for i, candidate in ranked]
+    commands = [{"number": i, "command": measuring_command(candidate.configuration)} for i, candidate in ranked]
+    lines = [
+        {"number": i, "line": line}
+        for i, candidate in ranked[:lines_of]
+        for line in pytorch_lines(candidate.configuration)
+    ]
+    front = [_candidate_row(candidate, rates) for candidate in choice.front]
+    unlike = [(f"unlike what was measured: {reason}", count) for reason, count in choice.unknown.most_common()]
+    left_out = [{"reason": reason, "combinations": n} for reason, n in [*choice.refused.most_common(), *unlike]]
     number = Column("number", "#")
-    tables = [
-        Table("best", f"The fastest that fit{title}", (number, *_PREDICTED), numbered, notes),
-        Table(
-            "commands",
-            "Commands that measure them",
-            (number, Column("command", "command")),
-            [
-                {"number": i, "command": measuring_command(candidate.configuration)}
-                for i, candidate in enumerate(best, 1)
-            ],
-        ),
-        Table(
-            "lines",
-            "The same as lines of PyTorch",
-            (number, Column("line", "line")),
-            [
-                {"number": i, "line": line}
-                for i, candidate in enumerate(best[:lines_of], 1)
-                for line in pytorch_lines(candidate.configuration)
-            ],
-        ),
-        Table(
-            "front",
-            "Least memory for its speed",
-            _PREDICTED,
-            [_candidate_row(candidate, rates) for candidate in choice.front],
-        ),
+    left_out_columns = (Column("reason", "because"), Column("combinations", "combinations", "count"))
+    return with_rows(
+        Table("best", f"The fastest that fit{title}", (number, *_PREDICTED), rows, notes),
+        Table("commands", "Commands that measure them", (number, Column("command", "command")), commands),
+        Table("lines", "The same as lines of PyTorch", (number, Column("line", "line")), lines),
+        Table("front", "Least memory for its speed", _PREDICTED, front),
         _rejected_table(choice, rates),
         _more_table(choice, more_rank),
-        Table(
-            "left_out",
-            "Left out",
-            (Column("reason", "because"), Column("combinations", "combinations", "count")),
-            [
-                {"reason": reason, "combinations": count}
-                for reason, count in [
-                    *choice.refused.most_common(),
-                    *((f"unlike what was measured: {reason}", count) for reason, count in choice.unknown.most_common()),
-                ]
-            ],
-        ),
-    ]
-    return with_rows(*tables)
+        Table("left_out", "Left out", left_out_columns, left_out),
+    )
 
 
 def _rejected_table(choice: Choice, rates: Rates) -> Table:
@@ -111,47 +89,31 @@ def _rejected_table(choice: Choice, rates: Rates) -> Table:
 
 
 def _more_table(choice: Choice, more_rank: Choice | None) -> Table:
+    now = choice.best_within(choice.limit)
     columns = (
         Column("with", "with"),
-        Column("tokens_per_s", "tokens/s", "tokens_per_s"),
-        Column("gain", "gain", "ratio"),
-        Column("configuration", "configuration"),
+        Column("tokens_per_s", "tokens/s", "tokens_per_s", lambda best: best.tokens_per_s),
+        Column("gain", "gain", "ratio", lambda best: None if now is None else best.tokens_per_s / now.tokens_per_s),
+        Column("configuration", "configuration", value=lambda best: configuration_words(best.configuration)),
     )
-    now = choice.best_within(choice.limit)
-    limit = f"{choice.limit / GIB:.4g} GiB"
-    more = f"{(choice.limit + MORE_MEMORY) / GIB:.4g} GiB"
-    options: list[tuple[str, Candidate | None]] = [(limit, now), (more, choice.best_within(choice.limit + MORE_MEMORY))]
+    limits = (choice.limit, choice.limit + MORE_MEMORY)
+    options = {f"{limit / GIB:.4g} GiB": choice.best_within(limit) for limit in limits}
     if more_rank is not None:
-        options.append(("one more GPU", more_rank.best_within(choice.limit)))
-    rows: list[dict[str, Value]] = [
-        {
-            "with": name,
-            "tokens_per_s": candidate.tokens_per_s,
-            "gain": None if now is None else candidate.tokens_per_s / now.tokens_per_s,
-            "configuration": configuration_words(candidate.configuration),
-        }
-        for name, candidate in options
-        if candidate is not None
-    ]
+        options["one more GPU"] = more_rank.best_within(choice.limit)
+    rows = [{"with": name} | fill_row(columns, best) for name, best in options.items() if best is not None]
     return Table("more", "What more would buy", columns, rows)
 
 
 def plot_front(choice: Choice, path: Path) -> None:
     """Draw tokens/s over memory: all configurations, the Pareto front, and the limit."""
     figure, ((axes,),) = new_axes(8, 5)
-    xs = [candidate.memory / GIB for candidate in choice.predicted]
-    axes.scatter(
-        xs, [candidate.tokens_per_s for candidate in choice.predicted], s=4, color="0.7", label="configurations"
-    )
-    front = choice.front
-    axes.step(
-        [candidate.memory / GIB for candidate in front],
-        [candidate.tokens_per_s for candidate in front],
-        where="post",
-        marker="o",
-        markersize=4,
-        label="least memory for its speed",
-    )
+
+    def points(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+        return [best.memory / GIB for best in candidates], [best.tokens_per_s for best in candidates]
+
+    axes.scatter(*points(choice.predicted), s=4, color="0.7", label="configurations")
+    front_style: dict[str, Any] = {"where": "post", "marker": "o", "markersize": 4}
+    axes.step(*points(choice.front), label="least memory for its speed", **front_style)
     axes.axvline(choice.limit / GIB, color="0.3", linestyle="--", label=f"limit, {choice.limit / GIB:.4g} GiB")
     axes.set_xlabel("memory of a rank, GiB")
     axes.set_ylabel("tokens/s")
@@ -201,12 +163,11 @@ def fastest(groups: dict[str, list[Cell]]) -> str | None:
 
 def compared_to_best(groups: dict[str, list[Cell]], best: str) -> dict[str, Comparison]:
     """Compare every other measured configuration with the best, as ``compare`` does, in the rounds that both have."""
-    compared = {}
-    for key, cells in groups.items():
-        if key != best and all(cell.status == "ok" for cell in cells):
-            common = min(len(cells), len(groups[best]))
-            compared[key] = compare_samples(token_ms(groups[best][:common]), token_ms(cells[:common]))
-    return compared
+    return {
+        key: compare_samples(token_ms(groups[best][: len(cells)]), token_ms(cells[: len(groups[best])]))
+        for key, cells in running(groups).items()
+        if key != best
+    }
 
 
 # Samples that follow one another resemble each other: two processes that measured one step on an H200 (medium, batch 8,
@@ -247,9 +208,7 @@ def tune_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     compared = {} if best is None else compared_to_best(groups, best)
     rows = [_measured_row(key, group, best, compared) for key, group in groups.items()]
     rows.sort(key=lambda row: -(row.get("tokens_per_s") or 0))  # type: ignore[operator]
-    notes = []
-    if best is not None:
-        notes.append(_winner(groups, best, compared))
+    notes = [] if best is None else [_winner(groups, best, compared)]
     reasons = dict.fromkeys(str(cell.reason) for cell in cells if cell.reason)
     machine = run.machine.get("gpu") or run.machine.get("cpu") if run is not None else None
     title = "Measured" + (f" on {machine}" if machine else "")
@@ -259,16 +218,15 @@ def tune_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 def _measured_row(key: str, cells: list[Cell], best: str | None, compared: dict[str, Comparison]) -> dict[str, Value]:
     first = cells[0]
     row: dict[str, Value] = {"configuration": configuration_words(configuration_of(first)), "rounds": len(cells)}
-    failed = next((cell for cell in cells if cell.status != "ok"), None)
-    row |= {"status": "ok" if failed is None else failed.status}
+    row |= {"status": next((cell.status for cell in cells if cell.status != "ok"), "ok")}
     row |= {name: first.derived.get(name) for name in ("predicted_ms", "predicted_gib")}
-    if failed is not None:
+    if row["status"] != "ok":
         return row
     values = [value for cell in cells for value in cell.samples["step"].measured]
     median = statistics.median(values)
     predicted = first.derived.get("predicted_ms")
-    peaks = [cell.derived["peak_gib"] for cell in cells if cell.derived.get("peak_gib") is not None]
-    row |= {"step_ms": median, "tokens_per_s": 1e3 * _tokens(first) / median, "peak_gib": max(peaks, default=None)}
+    peak_gib = max(known_values(cells, "peak_gib"), default=None)
+    row |= {"step_ms": median, "tokens_per_s": 1e3 * _tokens(first) / median, "peak_gib": peak_gib}
     row |= {"off_percent": None if predicted is None else 100 * (predicted / median - 1)}
     if key in compared:
         verdict = compared[key].verdict if is_decided(compared[key], first.configuration["device"]) else "~"
