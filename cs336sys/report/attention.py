@@ -10,11 +10,13 @@ from cs336sys.accounting.one_device import attention_answers
 from cs336sys.measure.system import Capacity
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.outputs import legend_columns, new_axes, write_figure
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, with_rows
 from cs336sys.report.titles import (
     ERROR_NOTE,
+    OF_IMPLEMENTATION,
     ROUNDS_COLUMN,
     SETTING_COLUMNS,
+    by_configuration,
     find_baselines,
     found_in_user_code,
     interpreted_notes,
@@ -67,9 +69,7 @@ def _attention_of_rounds(
 def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[Table]:
     """Times of every implementation on every shape, with its errors, and its speed-up over ``baseline``."""
     varying = shown_settings(cells, _SHAPE_COLUMNS)
-    baselines, without_baseline = find_baselines(
-        cells, "implementation", baseline, ignore=("implementation", "code", "rounds")
-    )
+    baselines, without_baseline = find_baselines(cells, "implementation", baseline, OF_IMPLEMENTATION)
     rows = list(map(_flash_row, cells, baselines))
     columns = [
         *varying.values(),
@@ -108,13 +108,10 @@ def _flash_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
 def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], capacity: Capacity | None) -> Table:
     """Build the table of ``--dry-run``: each cell with the memory that plain attention of its shape needs."""
     cells = [Cell(command, dict(configuration), "ok") for configuration in configurations]
-    plain = [cell for cell in cells if cell.configuration["implementation"] in PLAIN_ATTENTION]
     rows: list[dict[str, Any]] = []
     for cell in cells:
-        rows.append(dict(cell.configuration))
-        if cell in plain:
-            memory = predicted_eager_memory(cell)
-            rows[-1] |= {"predicted_held_gib": memory.held / GIB, "predicted_peak_gib": memory.peak / GIB}
+        is_plain = cell.configuration["implementation"] in PLAIN_ATTENTION
+        rows.append(cell.configuration | (_predicted_memory(cell) if is_plain else {}))
     notes = ["predicted for plain attention, eager with torch.softmax; fused kernels hold a row statistic a query"]
     if capacity is not None:
         too_large = sum(row.get("predicted_peak_gib", 0) > capacity.memory_gib for row in rows)
@@ -152,16 +149,19 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     out_of_memory = [cell for cell in cells if cell.status == "oom"]
     if out_of_memory:
         tables.append(_worked_through(min(out_of_memory, key=lambda cell: predicted_eager_memory(cell).peak)))
-    growth = _growth(cells)
-    return [*tables, growth] if growth else tables
+    return [*tables, *with_rows(_growth(cells))]
 
 
 def _attn_row(cell: Cell) -> dict[str, Any]:
-    memory = predicted_eager_memory(cell)
-    row = dict(cell.configuration) | {"status": cell.status}
+    row = cell.configuration | {"status": cell.status}
     if cell.configuration["implementation"] != "model":
-        row |= {"predicted_held_gib": memory.held / GIB, "predicted_peak_gib": memory.peak / GIB}
+        row |= _predicted_memory(cell)
     return row | cell.derived | {f"{name}_ms": samples for name, samples in cell.samples.items()}
+
+
+def _predicted_memory(cell: Cell) -> dict[str, float]:
+    memory = predicted_eager_memory(cell)
+    return {"predicted_held_gib": memory.held / GIB, "predicted_peak_gib": memory.peak / GIB}
 
 
 def predicted_eager_memory(cell: Cell) -> AttentionMemory:
@@ -183,31 +183,20 @@ def _worked_through(cell: Cell) -> Table:
     return answers_table("accounting", heading, answers)
 
 
-def _growth(cells: Sequence[Cell]) -> Table | None:
+def _growth(cells: Sequence[Cell]) -> Table:
     """Return the growth of memory held for the backward pass from each context to the next."""
     measured = [cell for cell in cells if cell.status == "ok" and cell.derived.get("held_gib") is not None]
+    alike = by_configuration(measured, ignore=("context",))
     rows = []
     for cell in measured:
-        shape = cell.configuration
-        shorter = [
-            other
-            for other in measured
-            if configuration_key(other.configuration, ("context",)) == configuration_key(shape, ("context",))
-            and other.configuration["context"] < shape["context"]
-        ]
-        if shorter:
-            before = max(shorter, key=lambda other: other.configuration["context"])
-            rows.append(
-                {
-                    "implementation": shape["implementation"],
-                    "head_dim": shape["head_dim"],
-                    "contexts": f"{before.configuration['context']} to {shape['context']}",
-                    "context_ratio": shape["context"] / before.configuration["context"],
-                    "held_ratio": cell.derived["held_gib"] / before.derived["held_gib"],
-                }
-            )
-    if not rows:
-        return None
+        context = cell.configuration["context"]
+        same_shape = alike[configuration_key(cell.configuration, ignore=("context",))]
+        shorter = {other.configuration["context"]: other for other in same_shape[::-1]}
+        previous = max((length for length in shorter if length < context), default=None)
+        if previous is not None:
+            growth = {"contexts": f"{previous} to {context}", "context_ratio": context / previous}
+            growth["held_ratio"] = cell.derived["held_gib"] / shorter[previous].derived["held_gib"]
+            rows.append(cell.configuration | growth)
     columns = (
         Column("implementation", "implementation"),
         Column("head_dim", "head dim"),

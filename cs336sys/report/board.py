@@ -71,15 +71,9 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         f"last {cell.derived['last_loss']:.4f}"
         for cell in measured
     ]
-    tables = [
-        Table(
-            "board",
-            title("shard --board", cells, run, _SETTING_COLUMNS, shown),
-            (*SIZE_COLUMNS, *setting_columns, *_BOARD_COLUMNS, Column("status", "status")),
-            rows,
-            notes=(*notes, *method_notes(cells)),
-        )
-    ]
+    heading = title("shard --board", cells, run, _SETTING_COLUMNS, shown)
+    columns = (*SIZE_COLUMNS, *setting_columns, *_BOARD_COLUMNS, Column("status", "status"))
+    tables = [Table("board", heading, columns, rows, (*notes, *method_notes(cells)))]
     if measured:
         identity = (Column("size", "size"), *setting_columns)
         tables.append(parallel_phase_table(rows, identity, "torch's strategies do"))
@@ -106,11 +100,13 @@ def _shares_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) ->
     rows = []
     for cell in cells:
         shares = cell.derived["shares"] or {}
-        total = sum(shares.get(f"{name}_ms", 0.0) for name in _SHARES)
-        for name, label in _SHARES.items():
-            if total:
-                ms = shares[f"{name}_ms"]
-                rows.append(cell.configuration | {"part": label, "time_ms": ms, "share_percent": 100 * ms / total})
+        part_ms = {label: shares.get(f"{name}_ms", 0.0) for name, label in _SHARES.items()}
+        total_ms = sum(part_ms.values())
+        rows += [
+            cell.configuration | {"part": label, "time_ms": ms, "share_percent": 100 * ms / total_ms}
+            for label, ms in part_ms.items()
+            if total_ms
+        ]
     columns = (
         *setting_columns,
         Column("part", "part"),

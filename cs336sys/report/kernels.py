@@ -8,6 +8,7 @@ from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
     ERROR_NOTE,
+    OF_IMPLEMENTATION,
     SETTING_COLUMNS,
     find_baselines,
     found_in_user_code,
@@ -39,9 +40,7 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
         if any(cell.configuration.get(name) is not None for cell in cells)
     }
     varying = shown_settings(cells, settings)
-    baselines, without_baseline = find_baselines(
-        cells, "implementation", baseline, ignore=("implementation", "code", "rounds")
-    )
+    baselines, without_baseline = find_baselines(cells, "implementation", baseline, OF_IMPLEMENTATION)
     columns = [
         *varying.values(),
         Column("implementation", "implementation"),
@@ -77,8 +76,7 @@ def _kernel_row(cell: Cell, baseline: Cell | None) -> dict[str, Any]:
         # NaN counts as the largest; max alone would find it or not by its place.
         worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
         row["error"] = f"{errors[worst]:.1e} ({worst})"
-    for part, samples in cell.samples.items():
-        row[f"{part}_ms"] = samples.median
+    row |= {f"{part}_ms": samples.median for part, samples in cell.samples.items()}
     if baseline is not None and cell.status == "ok":
         row["end_to_end_speedup"] = ratio(baseline.samples["end_to_end"], cell.samples["end_to_end"])
     return row
@@ -95,10 +93,9 @@ def plot_kernels(cells: Sequence[Cell], path: Path) -> None:
     width = 0.8 / max(1, len(implementations))
     for drawing, part in zip(axes.flat, PARTS, strict=True):
         for number, implementation in enumerate(implementations):
+            offset = (number - (len(implementations) - 1) / 2) * width
             bars = {
-                groups.index(_label(cell)) + (number - (len(implementations) - 1) / 2) * width: cell.derived[
-                    f"{part}_copy_percent"
-                ]
+                groups.index(_label(cell)) + offset: cell.derived[f"{part}_copy_percent"]
                 for cell in measured
                 if cell.configuration["implementation"] == implementation and f"{part}_copy_percent" in cell.derived
             }

@@ -226,6 +226,9 @@ def steps_words(cells: Sequence[Cell]) -> str:
     return f"mean ± standard deviation of {steps}"
 
 
+# Settings in which an implementation may differ from the one that its speed-up is over.
+OF_IMPLEMENTATION = ("implementation", "code", "rounds")
+
 ERROR_NOTE = "medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"
 
 

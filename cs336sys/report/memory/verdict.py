@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cs336sys.measure.allocations.diagnosis import Longer, MemoryDiagnosis, longer_batch
+from cs336sys.measure.allocations.diagnosis import Leak, Longer, MemoryDiagnosis, longer_batch
 from cs336sys.report.memory.tables import identity_columns
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.table import Column, Table, with_rows
@@ -42,67 +42,52 @@ def size_words(size: float) -> str:
 def causes(diagnosis: MemoryDiagnosis, longer: Longer | None = None) -> list[Cause]:
     """The mistakes that a snapshot proves, in the order in which to mend them."""
     proved = []
-    free, failure = diagnosis.free, diagnosis.failure
-    if diagnosis.twice is not None:
-        proved.append(
-            Cause(
-                "optimizer state twice",
-                diagnosis.twice.held,
-                f"the optimizer's state exists twice, {size_words(diagnosis.twice.held)} more than once, made at "
-                f"{diagnosis.twice.code}",
-                "step one optimizer alone, and drop the old one before its state is loaded into another",
-            )
+    twice, leak, logits = diagnosis.twice, diagnosis.leak, diagnosis.logits
+    if twice is not None:
+        why = (
+            f"the optimizer's state exists twice, {size_words(twice.held)} more than once, made at {twice.code}",
+            "step one optimizer alone, and drop the old one before its state is loaded into another",
         )
-    if diagnosis.leak is not None:
-        leak = diagnosis.leak
-        grows = f"grows by {size_words(leak.step_bytes)} a step from {leak.code or 'code without a stack'}"
-        if leak.is_graph:
-            cause = Cause(
-                "graph kept",
-                leak.held,
-                f"memory {grows}: {leak.steps} steps have left the activations of a whole forward pass behind",
-                "something keeps a tensor with its graph, such as a loss in a list; keep loss.item(), or compute it "
-                "under torch.no_grad()",
-            )
-        else:
-            cause = Cause(
-                "leak",
-                leak.held,
-                f"memory {grows}, {size_words(leak.held)} after {leak.steps} steps",
-                "something, such as a list, keeps the tensors that this line makes; keep a number, or .detach().cpu()",
-            )
-        proved.append(cause)
+        proved.append(Cause("optimizer state twice", twice.held, *why))
+    if leak is not None:
+        proved.append(_leak_cause(leak))
     if longer is not None and longer.name == diagnosis.name:
-        proved.append(
-            Cause(
-                "longer batch",
-                max(0, longer.difference),
-                f"its activations are {longer.ratio:.3g} times those of the other ranks by the same lines",
-                "its batch is longer; pad or pack batches to one length on all ranks, or bound tokens a rank",
-            )
+        why = (
+            f"its activations are {longer.ratio:.3g} times those of the other ranks by the same lines",
+            "its batch is longer; pad or pack batches to one length on all ranks, or bound tokens a rank",
         )
+        proved.append(Cause("longer batch", max(0, longer.difference), *why))
+    free, failure = diagnosis.free, diagnosis.failure
     if free.is_cause and failure is not None:
         expand = "" if free.is_expandable else "; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        proved.append(
-            Cause(
-                "fragmentation",
-                free.usable,
-                f"{size_words(free.usable)} free in pieces of at most {size_words(free.largest)}, and "
-                f"{size_words(failure.size)} were asked for",
-                f"fragmentation{expand}",
-            )
+        pieces = f"{size_words(free.usable)} free in pieces of at most {size_words(free.largest)}"
+        why = (f"{pieces}, and {size_words(failure.size)} were asked for", f"fragmentation{expand}")
+        proved.append(Cause("fragmentation", free.usable, *why))
+    if logits is not None:
+        why = (
+            f"fp32 copies of half-precision logits take {size_words(logits.held)} ({logits.code})",
+            "compute the loss in chunks, or with a fused cross entropy that holds no logits",
         )
-    if diagnosis.logits is not None:
-        proved.append(
-            Cause(
-                "fp32 logits",
-                diagnosis.logits.held,
-                f"fp32 copies of half-precision logits take {size_words(diagnosis.logits.held)} "
-                f"({diagnosis.logits.code})",
-                "compute the loss in chunks, or with a fused cross entropy that holds no logits",
-            )
-        )
+        proved.append(Cause("fp32 logits", logits.held, *why))
     return proved
+
+
+def _leak_cause(leak: Leak) -> Cause:
+    grows = f"memory grows by {size_words(leak.step_bytes)} a step from {leak.code or 'code without a stack'}"
+    if leak.is_graph:
+        return Cause(
+            "graph kept",
+            leak.held,
+            f"{grows}: {leak.steps} steps have left the activations of a whole forward pass behind",
+            "something keeps a tensor with its graph, such as a loss in a list; keep loss.item(), or compute it under "
+            "torch.no_grad()",
+        )
+    return Cause(
+        "leak",
+        leak.held,
+        f"{grows}, {size_words(leak.held)} after {leak.steps} steps",
+        "something, such as a list, keeps the tensors that this line makes; keep a number, or .detach().cpu()",
+    )
 
 
 def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[tuple[MemoryDiagnosis, str, list[Cause]]]:
@@ -120,20 +105,13 @@ def _snapshot_verdict(diagnosis: MemoryDiagnosis, proved: Sequence[Cause]) -> st
     sizes = [(size, category) for category, size in diagnosis.by_category.items() if size]
     sizes.sort(reverse=True)
     parts = ", ".join(f"{category} {size_words(size)}" for size, category in sizes[:_LISTED])
-    if diagnosis.failure is not None:
-        where = (
-            f" at {diagnosis.failed_at}"
-            if diagnosis.failed_at
-            else " in the backward pass"
-            if diagnosis.has_stacks
-            else ""
-        )
-        event = (
-            f"An allocation of {size_words(diagnosis.failure.size)}{where} failed with "
-            f"{size_words(diagnosis.held)} held"
-        )
+    held = size_words(diagnosis.held)
+    if diagnosis.failure is None:
+        event = f"Nothing failed: the record holds {held} at its peak"
     else:
-        event = f"Nothing failed: the record holds {size_words(diagnosis.held)} at its peak"
+        backward = " in the backward pass" if diagnosis.has_stacks else ""
+        where = f" at {diagnosis.failed_at}" if diagnosis.failed_at else backward
+        event = f"An allocation of {size_words(diagnosis.failure.size)}{where} failed with {held} held"
     first = f"{event}: {parts}." if parts else f"{event}."
     if proved:
         sentences = "; also, ".join(cause.sentence for cause in proved)
@@ -148,11 +126,6 @@ def _snapshot_verdict(diagnosis: MemoryDiagnosis, proved: Sequence[Cause]) -> st
     )
 
 
-_OFFLOAD = (
-    "Not predicted: offloading optimizer state or activations to the CPU (torch.distributed.fsdp.CPUOffloadPolicy)"
-)
-
-
 def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:
     """The answer first, then the plan step by step, and each change by itself."""
     identity = identity_columns(cells)
@@ -165,7 +138,19 @@ def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:
     columns = (*identity, Column("answer", "answer"), Column("command", "command"), Column("status", "status"))
     notes = [*_plan_notes(planned), *reasons(cells)]
     answer = Table("answer", "what would fit", columns, answers, notes=notes)
-    return [answer, *with_rows(_step_table(planned, identity), _change_table(planned, identity))]
+    steps = [_change_row(cell, step) for cell in planned for step in cell.derived["plan"] or ()]
+    changes = [_change_row(cell, change) for cell in planned for change in cell.derived["changes"]]
+    common = (Column("peak_bytes", "then holds", "bytes"), Column("cost", "cost"))
+    identity = (*identity, Column("option", "change"))
+    step_columns = (*identity, *common, Column("pytorch", "in PyTorch"))
+    change_columns = (*identity, Column("saved_bytes", "saves", "bytes"), *common)
+    return [
+        answer,
+        *with_rows(
+            Table("steps", "the plan, one change after another", step_columns, steps),
+            Table("changes", "what each change alone would save", change_columns, changes),
+        ),
+    ]
 
 
 def _plan_answer(derived: dict[str, Any]) -> str:
@@ -189,35 +174,12 @@ def _plan_notes(cells: Sequence[Cell]) -> list[str]:
     notes = [
         f"Predicted by {by}: tensors alone. On a GPU leave some 2 GiB for the CUDA context, workspaces and rounding.",
         "The cheapest plan: the same numbers before recomputation, that before other rounding, more GPUs last.",
-        f"{_OFFLOAD}.",
+        "Not predicted: offloading optimizer state or activations to the CPU "
+        "(torch.distributed.fsdp.CPUOffloadPolicy).",
     ]
     if any("model" in cell.configuration for cell in cells):
         notes.append("Not predicted for a model of yours: fsdp (shard --model measures it).")
     return notes
-
-
-def _step_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
-    columns = (
-        *identity,
-        Column("option", "change"),
-        Column("peak_bytes", "then holds", "bytes"),
-        Column("cost", "cost"),
-        Column("pytorch", "in PyTorch"),
-    )
-    rows = [_change_row(cell, step) for cell in cells for step in cell.derived["plan"] or ()]
-    return Table("steps", "the plan, one change after another", columns, rows)
-
-
-def _change_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
-    columns = (
-        *identity,
-        Column("option", "change"),
-        Column("saved_bytes", "saves", "bytes"),
-        Column("peak_bytes", "then holds", "bytes"),
-        Column("cost", "cost"),
-    )
-    rows = [_change_row(cell, change) for cell in cells for change in cell.derived["changes"]]
-    return Table("changes", "what each change alone would save", columns, rows)
 
 
 def _change_row(cell: Cell, values: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A capture in two or three sentences: how much of a step is computing, what the rest waits for, what to try next."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cs336sys.measure.profile.analysis import Analysis
 from cs336sys.measure.profile.breakdown import (
@@ -46,7 +46,7 @@ def verdict(analysis: Analysis, straggler: Straggler | None = None) -> list[str]
         (part for part in (*IDLE_PARTS, COMMUNICATION_PART, WAITING_PART, COPIES_PART) if part != UNKNOWN),
         key=lambda part: -analysis.share(part),
     )
-    causes = [_ABOUT[part](analysis) for part in parts if analysis.share(part) >= _LEAST_SHARE and part in _ABOUT]
+    causes = [_sentence(analysis, part) for part in parts if analysis.share(part) >= _LEAST_SHARE and part in _ABOUT]
     if not causes or analysis.share(COMPUTING_PART) >= _MOSTLY:
         causes.insert(0, _computing_sentence(analysis))
     sentences += causes[: 2 if straggler is None else 1]
@@ -100,13 +100,6 @@ def _synchronizing(analysis: Analysis) -> str:
     )
 
 
-def _loading(analysis: Analysis) -> str:
-    return (
-        f"{_share_of(analysis, LOADING)} are waited for the next batch: more workers of the data loader, pinned "
-        "memory, or batches prepared beforehand."
-    )
-
-
 def _copy_sentence(analysis: Analysis) -> str:
     copy = analysis.copies[0].name if analysis.copies else "copies"
     return f"{_share_of(analysis, COPIES_PART)} are copies alone (most: {copy}): pin memory and copy on another stream."
@@ -123,14 +116,6 @@ def _communication_sentence(analysis: Analysis) -> str:
     )
 
 
-def _waiting(analysis: Analysis) -> str:
-    return f"{_share_of(analysis, WAITING_PART)} are spent in collectives that wait for another rank."
-
-
-def _other_stream(analysis: Analysis) -> str:
-    return f"{_share_of(analysis, OTHER_STREAM)} pass while kernels that were launched wait for another stream."
-
-
 def _between(analysis: Analysis) -> str:
     count, mean_us = _count(analysis)
     return (
@@ -139,16 +124,23 @@ def _between(analysis: Analysis) -> str:
     )
 
 
-_ABOUT = {
+# The sentence on each part of a step; of text the part's share is the beginning.
+_ABOUT: dict[str, str | Callable[[Analysis], str]] = {
     LAUNCHING: _launching,
     SYNCHRONIZING_CALL: _synchronizing,
-    LOADING: _loading,
+    LOADING: "are waited for the next batch: more workers of the data loader, pinned memory, or batches prepared "
+    "beforehand.",
     COPIES_PART: _copy_sentence,
     COMMUNICATION_PART: _communication_sentence,
-    WAITING_PART: _waiting,
-    OTHER_STREAM: _other_stream,
+    WAITING_PART: "are spent in collectives that wait for another rank.",
+    OTHER_STREAM: "pass while kernels that were launched wait for another stream.",
     BETWEEN_KERNELS: _between,
 }
+
+
+def _sentence(analysis: Analysis, part: str) -> str:
+    about = _ABOUT[part]
+    return f"{_share_of(analysis, part)} {about}" if isinstance(about, str) else about(analysis)
 
 
 def _computing_sentence(analysis: Analysis) -> str:
@@ -162,15 +154,15 @@ def _computing_sentence(analysis: Analysis) -> str:
     share = f"{100 * ms / total:.3g} % of the kernels' time"
     if moving > max(0.35, totals[MATMUL] / total):
         return f"{100 * moving:.3g} % of the kernels' time moves memory element by element: compile, or fuse them."
-    if kind == MATMUL:
-        return (
-            f"Matrix products take {share}: `--roofline` shows how near to the peak they are; else a lower precision."
-        )
-    if kind == ATTENTION_SOFTMAX:
-        return f"Attention takes {share}: a fused kernel (`flash`), or shorter contexts."
-    if kind == OPTIMIZER:
-        return f"The optimizer takes {share}: a fused one, or larger batches for each step."
-    return f"{kind.capitalize()} takes {share}, more than anything else."
+    subject, advice = _KIND_ADVICE.get(kind, (f"{kind.capitalize()} takes", ", more than anything else."))
+    return f"{subject} {share}{advice}"
+
+
+_KIND_ADVICE = {
+    MATMUL: ("Matrix products take", ": `--roofline` shows how near to the peak they are; else a lower precision."),
+    ATTENTION_SOFTMAX: ("Attention takes", ": a fused kernel (`flash`), or shorter contexts."),
+    OPTIMIZER: ("The optimizer takes", ": a fused one, or larger batches for each step."),
+}
 
 
 def several(analyses: Sequence[Analysis], straggler: Straggler | None) -> list[str]:
