@@ -141,12 +141,11 @@ def _join(parts: Sequence[str]) -> str:
 
 
 def _plain_text(tables: Sequence[Table]) -> str:
+    grids = [_tabulate(grid_of(table), "rounded_outline") for table in tables]
     return _join(
         [
-            "\n".join(
-                [one_line(table.title), _tabulate(grid_of(table), "rounded_outline"), *map(one_line, table.all_notes)]
-            )
-            for table in tables
+            "\n".join([one_line(t.title), grid, *map(one_line, t.all_notes)])
+            for t, grid in zip(tables, grids, strict=True)
         ]
     )
 
@@ -221,17 +220,15 @@ def _flat_rows(
         values = [row.get(column.key) for row in table.rows]
         if any(isinstance(value, Interval) for value in values):
             keys += [column.key, f"{column.key}_low", f"{column.key}_high"]
-            for row, value in zip(rows, values, strict=True):
-                row += [value.estimate, value.low, value.high] if isinstance(value, Interval) else [value, None, None]
-            continue
-        if not any(isinstance(value, Samples) for value in values):
+            flat = [[v.estimate, v.low, v.high] if isinstance(v, Interval) else [v, None, None] for v in values]
+        elif any(isinstance(value, Samples) for value in values):
+            keys += [f"{column.key}_{statistic}" for statistic in statistics]
+            flat = [[_statistic_of(value, statistic) for statistic in statistics] for value in values]
+        else:
             keys.append(column.key)
-            for row, value in zip(rows, values, strict=True):
-                row.append(value)
-            continue
-        keys += [f"{column.key}_{statistic}" for statistic in statistics]
-        for row, value in zip(rows, values, strict=True):
-            row += [_statistic_of(value, statistic) for statistic in statistics]
+            flat = [[value] for value in values]
+        for row, cells in zip(rows, flat, strict=True):
+            row += cells
     return keys, rows
 
 

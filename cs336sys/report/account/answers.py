@@ -22,19 +22,19 @@ from cs336sys.accounting.parallelism import (
 from cs336sys.accounting.xxl import FeedForwardStack, TpuMesh, batch_answers, memory_answers
 from cs336sys.report.numbers import Value, format_operand, in_shown_unit
 from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, fill_row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLUMNS = (
-    Column("question", "question"),
-    Column("quantity", "quantity"),
+    Column("question", "question", value=lambda answer: answer.question or None),
+    Column("quantity", "quantity", value=lambda answer: answer.quantity),
     Column("value", "value", "value", exact="exact", kind="kind"),
     Column("unit", "unit"),
-    Column("derivation", "derivation"),
-    Column("reason", "because"),
-    Column("source", "source"),
+    Column("derivation", "derivation", value=lambda answer: answer.derivation(format_operand)),
+    Column("reason", "because", value=lambda answer: answer.reason or None),
+    Column("source", "source", value=lambda answer: answer.source),
 )
 
 # Units that count the same.
@@ -46,10 +46,8 @@ def answers_table(name: str, title: str, answers: Sequence[Derived], notes: Sequ
     rows: list[dict[str, Value]] = []
     for answer in answers:
         value, unit = in_shown_unit(answer.value, answer.unit)
-        row: dict[str, Value] = {"quantity": answer.quantity, "value": value, "unit": unit, "source": answer.source}
-        row |= {"exact": answer.value, "kind": _KINDS.get(answer.unit, answer.unit)}
-        row |= {"question": answer.question or None, "reason": answer.reason or None}
-        rows.append(row | {"derivation": answer.derivation(format_operand)})
+        rows.append(fill_row(_COLUMNS, answer) | {"value": value, "unit": unit, "exact": answer.value})
+        rows[-1]["kind"] = _KINDS.get(answer.unit, answer.unit)
     return Table(name, title, _COLUMNS, rows, notes)
 
 

@@ -330,21 +330,14 @@ def _measured_step_row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate)
     if sent is None:
         return None
     computing_ms, step_ms = cell.samples["unsynchronized"].median, cell.samples["step"].median
+    predicted_ms = model_flops(workload.training.size) / workload.world_size / flops.value * 1e3
     communication_ms = sent / bandwidth.value * 1e3
     overlapped_ms, in_turn_ms = max(computing_ms, communication_ms), computing_ms + communication_ms
     nearer = min(max(step_ms, overlapped_ms), in_turn_ms)
-    return fill_row(_STEP_COLUMNS, workload) | {
-        "command": cell.command,
-        "predicted_computing_ms": model_flops(workload.training.size) / workload.world_size / flops.value * 1e3,
-        "computing_ms": computing_ms,
-        "sent_bytes": sent,
-        "communication_ms": communication_ms,
-        "overlapped_ms": overlapped_ms,
-        "in_turn_ms": in_turn_ms,
-        "step_ms": step_ms,
-        "off_percent": 100 * (step_ms / nearer - 1),
-        "verdict": _verdict(cell, step_ms, overlapped_ms, in_turn_ms),
-    }
+    row = fill_row(_STEP_COLUMNS, workload) | {"command": cell.command, "sent_bytes": sent, "step_ms": step_ms}
+    row |= {"predicted_computing_ms": predicted_ms, "computing_ms": computing_ms, "communication_ms": communication_ms}
+    row |= {"overlapped_ms": overlapped_ms, "in_turn_ms": in_turn_ms, "off_percent": 100 * (step_ms / nearer - 1)}
+    return row | {"verdict": _verdict(cell, step_ms, overlapped_ms, in_turn_ms)}
 
 
 def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float) -> str:

@@ -47,7 +47,7 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
     rows = []
     notes: dict[str, None] = {}
     for cell in cells:
-        workload = MemoryWorkload.from_configuration(cell.configuration)
+        workload = _workload(cell)
         row = cell.configuration | _predicted_columns(workload) | {"status": cell.status}
         if cell.status == "ok":
             first = firsts.setdefault(configuration_key(cell.configuration, ignore=("checkpointing",)), cell)
@@ -67,10 +67,10 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
     return Table("checkpointing", "what checkpointing holds and costs", columns, rows, notes=tuple(notes))
 
 
-def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table | None:
+def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table:
     """Every group size that divides the blocks, the best one and its neighbours, and every other strategy.
 
-    None where no workload has checkpoints: nobody asked.
+    No rows where no workload has checkpoints: nobody asked.
     """
     trainings = {workload.training: None for workload in workloads if workload.checkpointing != "none"}
     rows = []
@@ -88,7 +88,7 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table | N
         notes[best_strategy(training)] = None
     settings = ("context", "batch_size", "mode", "precision", "attention", "checkpointing")
     columns = (Column("size", "size"), *(MEMORY_SETTINGS[name] for name in settings), *_PREDICTED)
-    return Table("strategies", "checkpointing strategies on paper", columns, rows, notes=tuple(notes)) if rows else None
+    return Table("strategies", "checkpointing strategies on paper", columns, rows, notes=tuple(notes))
 
 
 def _predicted_columns(workload: MemoryWorkload) -> dict[str, Any]:
@@ -239,10 +239,10 @@ def phases_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     for cell in cells:
         traced = {peak["phase"]: peak["allocated"] for peak in cell.derived.get("traced", ())}
         for phase in cell.derived["phases"]:
-            row = cell.configuration | {"phase": phase["phase"], "allocated_gib": phase["allocated"] / GIB}
-            row |= {f"{category.replace(' ', '_')}_gib": phase[category] / GIB for category in MEMORY_CATEGORIES}
-            row["reserved_gib"] = None if phase["reserved"] is None else phase["reserved"] / GIB
-            row["traced_gib"] = traced[phase["phase"]] / GIB if traced else None
+            row = cell.configuration | {"phase": phase["phase"]}
+            held = {name: phase[name] for name in ("allocated", "reserved", *MEMORY_CATEGORIES)}
+            held["traced"] = traced[phase["phase"]] if traced else None
+            row |= {f"{n.replace(' ', '_')}_gib": size / GIB for n, size in held.items() if size is not None}
             rows.append(row)
     note = "Each category where the phase holds the most. Activations: tensors kept for the backward pass."
     return Table("phases", "where memory goes: the widest moment of each phase", columns, rows, notes=(note,))
@@ -327,13 +327,15 @@ def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     for cell in cells:
         tensors = cell.derived.get("saved_tensors", ())
         total = sum(tensor["size"] for tensor in tensors)
-        listed = [
-            tensor | {"tensor": str(number), "shape": " x ".join(map(str, tensor["shape"]))}
-            for number, tensor in enumerate(tensors[:_LISTED_TENSORS], 1)
-        ]
         rest = tensors[_LISTED_TENSORS:]
-        listed.append({"tensor": f"{len(rest)} others", "size": sum(tensor["size"] for tensor in rest)})
-        listed.append({"tensor": "all", "size": total})
+        listed = [
+            *(
+                tensor | {"tensor": str(number), "shape": " x ".join(map(str, tensor["shape"]))}
+                for number, tensor in enumerate(tensors[:_LISTED_TENSORS], 1)
+            ),
+            {"tensor": f"{len(rest)} others", "size": sum(tensor["size"] for tensor in rest)},
+            {"tensor": "all", "size": total},
+        ]
         for tensor in listed if total else ():
             share = {"size_bytes": tensor["size"], "share_percent": 100 * tensor["size"] / total}
             rows.append(cell.configuration | tensor | share | {"size": cell.configuration["size"]})
@@ -360,16 +362,17 @@ def plan_tables(cells: Sequence[Cell], top: int) -> list[Table]:
     details = with_rows(
         phases_table(traced, identity),
         allocations_table(traced, identity, top),
-        predicted_strategies_table([MemoryWorkload.from_configuration(cell.configuration) for cell in cells]),
+        predicted_strategies_table([_workload(cell) for cell in cells]),
     )
     return [_plan_table(cells), *details]
 
 
 def _plan_table(cells: Sequence[Cell]) -> Table:
-    workloads = [MemoryWorkload.from_configuration(cell.configuration) for cell in cells]
+    workloads = [_workload(cell) for cell in cells]
+    trainings = [workload.training for workload in workloads]
     columns = (
         *SIZE_COLUMNS,
-        *plan_settings([workload.training for workload in workloads], MEMORY_SETTINGS),
+        *plan_settings(trainings, MEMORY_SETTINGS),
         *PEAK_COLUMNS,
         Column("traced_peak_gib", "traced peak", "gib"),
         Column("traced_phase", "phase of the traced peak"),
@@ -377,12 +380,11 @@ def _plan_table(cells: Sequence[Cell]) -> Table:
     )
     rows = []
     for cell, workload in zip(cells, workloads, strict=True):
-        row = cell.configuration | {"parameters": workload.training.parameters}
-        row["status"] = None if cell.status == "ok" else cell.status
+        parameters = cell.derived.get("parameters", workload.training.parameters)
+        row = cell.configuration | {"parameters": parameters, "status": None if cell.status == "ok" else cell.status}
         if workload.training.is_ours:
             row |= fill_row(PEAK_COLUMNS, workload.peak)
         if cell.derived:
-            row |= {"parameters": cell.derived.get("parameters", row["parameters"])}
             row |= {"traced_peak_gib": cell.derived["peak_gib"], "traced_phase": cell.derived["peak_phase"]}
         rows.append(row)
     traced = " and traced on fake tensors, both" if any(cell.derived for cell in cells) else ","
@@ -390,6 +392,6 @@ def _plan_table(cells: Sequence[Cell]) -> Table:
         f"Predicted by formulas{traced} for eager mode: the most memory in use at one moment.",
         *found_in_user_code(cells),
         *reasons(cells),
-        *planned_package_notes([workload.training for workload in workloads]),
+        *planned_package_notes(trainings),
     ]
     return Table("plan", "memprof: cells and predicted memory (nothing was computed)", columns, rows, notes=notes)

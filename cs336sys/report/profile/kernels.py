@@ -117,10 +117,10 @@ def kernel_table(
             total_ns = sum(kernel.total_ns for kernel in kernels)
             chosen = [k for k in kernels if not without_matmul or category_of(k.kernel) != MATMUL][:top]
             names = [kernel.kernel if full_names else short_name(kernel.kernel) for kernel in chosen]
-            for kernel, name in zip(chosen, numbered(names), strict=True):
-                rows.append(
-                    {**m.labels, **_kernel_row(kernel, total_ns, phase.count), "phase": phase.name, "kernel": name}
-                )
+            rows += [
+                {**m.labels, **_kernel_row(kernel, total_ns, phase.count), "phase": phase.name, "kernel": name}
+                for kernel, name in zip(chosen, numbered(names), strict=True)
+            ]
     columns = (
         *labels,
         Column("phase", "phase"),
@@ -134,11 +134,9 @@ def kernel_table(
         Column("category", "category"),
         Column("kernel", "kernel"),
     )
-    note = ("share: of the time of all kernels of the phase",)
-    if without_matmul:
-        heading = f"nsys: the {top} kernels of each phase that take most time, without matrix products"
-        return Table("other kernels", heading, columns, rows, notes=note)
-    return Table("kernels", f"nsys: the {top} kernels of each phase that take most time", columns, rows, notes=note)
+    name, without = ("other kernels", ", without matrix products") if without_matmul else ("kernels", "")
+    heading = f"nsys: the {top} kernels of each phase that take most time{without}"
+    return Table(name, heading, columns, rows, notes=("share: of the time of all kernels of the phase",))
 
 
 def numbered(names: Sequence[str]) -> list[str]:

@@ -83,10 +83,6 @@ def _attention_row(measured: MeasuredProfile) -> dict[str, Any]:
     return row
 
 
-# From here on, two decimals would say 100.00.
-_ALL_PERCENT = 99.995
-
-
 def phase_table(
     measured: Sequence[MeasuredProfile],
     failed: Sequence[dict[str, Any]],
@@ -151,9 +147,10 @@ def _profile_notes(measured: Sequence[MeasuredProfile]) -> list[str]:
     notes = []
     if all(m.profile.is_gpu for m in measured):
         least = min(m.profile.attributed_percent for m in measured)
-        placed, rest = "all", ""
-        if least < _ALL_PERCENT:
-            placed, rest = f"at least {least:.2f} %", "; the rest has no recorded launch, or one between phases"
+        # From 99.995 on, two decimals would say 100.00.
+        is_all = least >= 99.995
+        placed = "all" if is_all else f"at least {least:.2f} %"
+        rest = "" if is_all else "; the rest has no recorded launch, or one between phases"
         notes.append(
             f"a kernel belongs to the phase that launched it: {placed} of the kernels' time could be given to phases"
             + rest
@@ -161,8 +158,7 @@ def _profile_notes(measured: Sequence[MeasuredProfile]) -> list[str]:
     else:
         notes.append(
             "no GPU: CPU operations replace kernels, each with its own time, without the operations that it calls; "
-            "idle is "
-            "the time between them, in Python"
+            "idle is the time between them, in Python"
         )
     for m in measured:
         kernels = {row.name: row.kernels for row in m.profile.phases}
@@ -189,10 +185,8 @@ def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
     for m in measured:
         all_else = configuration_key(m.labels, ignore=("precision",))
         pairs.setdefault(all_else, {})[m.labels["precision"]] = m
-    rows = []
-    for pair in pairs.values():
-        if set(pair) == {"fp32", "bf16"}:
-            rows += _precision_rows(pair["fp32"], pair["bf16"])
+    both = [pair for pair in pairs.values() if set(pair) == {"fp32", "bf16"}]
+    rows = [row for pair in both for row in _precision_rows(pair["fp32"], pair["bf16"])]
     columns = (
         *labels,
         Column("phase", "phase"),

@@ -68,20 +68,15 @@ def step_samples(values: Sequence[float]) -> Samples | float:
 
 def part_table(analyses: Sequence[Analysis]) -> Table:
     """Build the table of a step's parts, which add up to the step."""
-    rows = [
-        {
-            "gpu": analysis.label or None,
-            "part": part,
-            "ms": step_samples(values),
-            "share_percent": 100 * analysis.share(part),
-        }
-        for analysis in analyses
-        for part, values in [*analysis.parts.items(), ("step", analysis.step_ms)]
-        if part != "step" or analysis.parts
-    ]
-    for row in rows:
-        if row["part"] == "step":
-            row["share_percent"] = 100.0
+    rows: list[dict[str, Any]] = []
+    for analysis in analyses:
+        gpu = {"gpu": analysis.label or None}
+        rows += [
+            gpu | {"part": part, "ms": step_samples(values), "share_percent": 100 * analysis.share(part)}
+            for part, values in analysis.parts.items()
+        ]
+        if analysis.parts:
+            rows.append(gpu | {"part": "step", "ms": step_samples(analysis.step_ms), "share_percent": 100.0})
     columns = (_GPU, Column("part", "part"), Column("ms", "a step", "ms"), Column("share_percent", "share", "percent"))
     notes = [f"steps: {definition}" for definition in dict.fromkeys(analysis.steps_are for analysis in analyses)]
     if any(analysis.is_gpu and analysis.share(LAUNCHING) >= _MUCH_LAUNCHING for analysis in analyses):
@@ -127,15 +122,12 @@ def _group_kernels(
     groups: dict[str, list[KernelGroup]] = {}
     for kernel in analysis.kernels:
         groups.setdefault(key(kernel), []).append(kernel)
-    steps = len(analysis.step_ms)
+
+    def of_step(kernels: Sequence[KernelGroup], quantity: str) -> float:
+        return sum(sum(getattr(kernel, quantity)) for kernel in kernels) / len(analysis.step_ms)
+
     rows = [
-        (
-            name,
-            kernels,
-            sum(sum(kernel.count) for kernel in kernels) / steps,
-            sum(sum(kernel.ms) for kernel in kernels) / steps,
-            sum(sum(kernel.own_ms) for kernel in kernels) / steps,
-        )
+        (name, kernels, of_step(kernels, "count"), of_step(kernels, "ms"), of_step(kernels, "own_ms"))
         for name, kernels in groups.items()
     ]
     return sorted(rows, key=lambda row: -row[3])
@@ -291,13 +283,9 @@ def copy_table(analyses: Sequence[Analysis]) -> Table:
 def wait_table(analyses: Sequence[Analysis]) -> Table:
     """Calls of the CPU that wait for the GPU."""
     rows = [
-        {
-            "gpu": analysis.label or None,
-            "call": name,
-            "count": count / len(analysis.step_ms),
-            "ms": ms / len(analysis.step_ms),
-        }
+        {"gpu": analysis.label or None, "call": name, "count": count / steps, "ms": ms / steps}
         for analysis in analyses
+        for steps in [len(analysis.step_ms)]
         for name, (count, ms) in sorted(analysis.waits.items(), key=lambda item: -item[1][1])
     ]
     columns = (_GPU, Column("call", "call"), Column("count", "times a step"), Column("ms", "a step", "ms"))
@@ -349,10 +337,9 @@ def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | N
     if bandwidths is not None and rows and not any(row["alone_busbw_gbps"] for row in rows):
         notes.append("allreduce measured none of these collectives, sizes and numbers of ranks")
     if any(row["busbw_gbps"] for row in rows):
-        waited = (
-            "without waiting" if any(row["waiting_ms"] is not None for row in rows) else "waiting for others included"
-        )
-        notes.append(f"bus bandwidth as `cs336sys allreduce` has it, {waited}")
+        is_waiting_known = any(row["waiting_ms"] is not None for row in rows)
+        waiting = "without waiting" if is_waiting_known else "waiting for others included"
+        notes.append(f"bus bandwidth as `cs336sys allreduce` has it, {waiting}")
     return Table("collectives", "trace: collectives", columns, rows, notes=notes)
 
 
