@@ -85,11 +85,7 @@ def groups_of(cells: Sequence[Cell]) -> dict[MessageSweep, list[Cell]]:
 
 
 def fit_of(cells: Sequence[Cell], timing: str) -> AlphaBeta | None:
-    """Latency and bandwidth of one group's cells, fitted to the medians; None with fewer than two sizes.
-
-    Args:
-        timing: ``back_to_back`` or ``synchronized``.
-    """
+    """Latency and bandwidth of one group's cells, fitted to the medians of a timing; None with fewer than two sizes."""
     try:
         return fit_alpha_beta(*_points(cells, timing))
     except UsageError:
@@ -213,18 +209,13 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
             is_finite = math.isfinite(line.bytes_per_s)
             # Through two sizes there is always a line.
             deviation = line.largest_deviation(*_points(of_group, timing)) if len(of_group) > 2 else None
-            rows.append(
-                group._asdict()
-                | {
-                    "timing": label,
-                    "latency_us": 1e6 * line.latency_s,
-                    "bandwidth_gbps": line.bytes_per_s / 1e9 if is_finite else None,
-                    "bus_bandwidth_gbps": factor * line.bytes_per_s / 1e9 if factor and is_finite else None,
-                    "half_bandwidth_bytes": line.half_bandwidth_bytes if is_finite else None,
-                    "average_busbw_gbps": average if timing == "back_to_back" else None,
-                    "deviation_percent": None if deviation is None else 100 * deviation,
-                }
-            )
+            row = group._asdict() | {"timing": label, "latency_us": 1e6 * line.latency_s}
+            row |= {"average_busbw_gbps": average} if timing == "back_to_back" else {}
+            row |= {} if deviation is None else {"deviation_percent": 100 * deviation}
+            if is_finite:
+                row |= {"bandwidth_gbps": line.bytes_per_s / 1e9, "half_bandwidth_bytes": line.half_bandwidth_bytes}
+                row["bus_bandwidth_gbps"] = factor * line.bytes_per_s / 1e9 if factor else None
+            rows.append(row)
     columns = (
         *varying.values(),
         Column("timing", "calls"),

@@ -244,15 +244,9 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
                 )
                 if points:
                     # Our own kernels stand out; the others differ by colour and marker.
-                    ours = implementation in ("auto", "triton", "hopper")
-                    drawing.plot(
-                        *zip(*points, strict=True),
-                        label=implementation,
-                        color=f"C{number}",
-                        marker="osD^vPX*h<"[number % 10],
-                        markersize=4,
-                        linewidth=2.5 if ours else 1.2,
-                    )
+                    width = 2.5 if implementation in ("auto", "triton", "hopper") else 1.2
+                    style = {"color": f"C{number}", "marker": "osD^vPX*h<"[number % 10], "markersize": 4}
+                    drawing.plot(*zip(*points, strict=True), label=implementation, linewidth=width, **style)
             drawing.set_xscale("log", base=2)
             drawing.set_ylim(bottom=0)
             drawing.grid(alpha=0.3)
@@ -298,15 +292,12 @@ def plot_attn(cells: Sequence[Cell], path: Path) -> None:
                 drawing.plot(context, predicted(cell), "+", color="black", markersize=9, zorder=3)
             if predicted is not None and cell.status == "oom":
                 drawing.plot(context, predicted(cell), "x", color=color, markersize=9, markeredgewidth=2, zorder=3)
-        for (shape, implementation), points in _points_by_line(cells, value).items():
-            drawing.plot(
-                *zip(*points, strict=True),
-                _LINES[implementations.index(implementation) % len(_LINES)],
-                color=f"C{shapes.index(shape)}",
-                marker="o",
-                markersize=4,
-            )
-        _draw_square_law(drawing, [point for points in _points_by_line(cells, value).values() for point in points])
+        lines = _points_by_line(cells, value)
+        for (shape, implementation), points in lines.items():
+            style = _LINES[implementations.index(implementation) % len(_LINES)]
+            color = f"C{shapes.index(shape)}"
+            drawing.plot(*zip(*points, strict=True), style, color=color, marker="o", markersize=4)
+        _draw_square_law(drawing, [point for points in lines.values() for point in points])
         drawing.set_title(label, fontsize=10, loc="left")
         drawing.set_xscale("log", base=2)
         drawing.set_yscale("log")
@@ -355,5 +346,4 @@ def _draw_square_law(drawing: "Axes", points: Sequence[tuple[int, float]]) -> No
 
 
 def _shape_in_words(cell: Cell) -> str:
-    configuration = cell.configuration
-    return f"head dim {configuration['head_dim']}, {configuration['dtype']}"
+    return f"head dim {cell.configuration['head_dim']}, {cell.configuration['dtype']}"

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 # A clock that is lower by more than this makes what computing limits slower by as much, more than the spread of steps.
 _FALLEN_PART = 0.03
 
-CLOCK_COLUMN = Column("sm_clock_mhz", "SM clock", "mhz")
-
 
 def median_clock(cell: Cell) -> float | None:
     """The clock of the multiprocessors in MHz while the cell was measured, None where it is not known."""
@@ -136,8 +134,7 @@ _STEADIER = "--interleave SETTING, --rounds 5 or more --steps"
 def pool_bench_rounds(cells: Sequence[Cell]) -> list[Cell]:
     """The cells of ``bench`` with their rounds pooled (:func:`pool_cells`).
 
-    Tokens/s, TFLOP/s and MFU are of the mean of all steps, the peak the largest, the GPU's busy time the median, and
-    what is left (the time until the first step is done) the first round's.
+    Rates are of the mean of all steps, the peak is the largest, the GPU's busy time the median, the rest the first's.
     """
     return pool_cells(cells, _bench_of_rounds)
 
@@ -203,19 +200,12 @@ def bench_plan(
         rows.append(row)
     columns = (*SIZE_COLUMNS, *plan_settings(workloads, SETTING_COLUMNS), *PEAK_COLUMNS, *_FITTING_COLUMNS)
     assumption = "Predicted for eager mode: the most memory in use at one moment."
-    if capacity is None:
-        fit = "Whether it fits is not known: no memory of such a device was found."
-    else:
-        fit = (
-            f"fits: on {capacity.device} with {capacity.memory_gib:.1f} GiB; tight: over {100 * _TIGHT_PART:g} % of it."
-        )
-    return Table(
-        "plan",
-        f"{command}: cells and predicted memory (nothing was run)",
-        columns,
-        rows,
-        notes=(assumption, fit, *unknown_memory(workloads), *notes),
-    )
+    fit = "Whether it fits is not known: no memory of such a device was found."
+    if capacity is not None:
+        memory = f"{capacity.device} with {capacity.memory_gib:.1f} GiB"
+        fit = f"fits: on {memory}; tight: over {100 * _TIGHT_PART:g} % of it."
+    heading = f"{command}: cells and predicted memory (nothing was run)"
+    return Table("plan", heading, columns, rows, (assumption, fit, *unknown_memory(workloads), *notes))
 
 
 def _memory_fit(needed_gib: float, capacity: Capacity | None) -> dict[str, Any]:
@@ -251,7 +241,7 @@ def _time_table(
         Column("tokens_per_j", "tokens/J", "tokens_per_j"),
         Column("peak_gib", "peak", "gib"),
         Column("peak_resident_gib", "peak resident", "gib"),
-        CLOCK_COLUMN,
+        Column("sm_clock_mhz", "SM clock", "mhz"),
         *graph_columns(cells),
     ]
     columns += [column for column in _CHECK_COLUMNS if any(column.key in cell.derived for cell in cells)]
@@ -330,11 +320,9 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | Non
     series = list(dict.fromkeys(name for pair in pairs for cell in pair for name in cell.samples if name != "wall"))
     rows = []
     for cell, baseline in pairs:
-        row = dict(cell.configuration) | {"over": ", ".join(str(setting_of(baseline, name)) for name in axes)}
-        for name in series:
-            if name in cell.samples and name in baseline.samples:
-                row[f"{name}_speedup"] = speedup(cell, baseline, name)
-        rows.append(row)
+        row = cell.configuration | {"over": ", ".join(str(setting_of(baseline, name)) for name in axes)}
+        both = [name for name in series if name in cell.samples and name in baseline.samples]
+        rows.append(row | {f"{name}_speedup": speedup(cell, baseline, name) for name in both})
     columns = (
         Column("size", "size"),
         *settings.values(),

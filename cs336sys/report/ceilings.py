@@ -11,13 +11,8 @@ def ceilings_table(ceilings: Ceilings) -> Table:
         peak = peak_tflops(ceilings.gpu, precision.replace("tf32", "fp32"), tf32=precision == "tf32")
         rows.append({"what": f"product of matrices in {precision}", **_pair(tflops, peak), "unit": "TFLOP/s"})
     sheet = datasheet(ceilings.gpu)
-    rows.append(
-        {
-            "what": "copy in memory, bytes read and written",
-            **_pair(ceilings.copy_gbps, None if sheet is None else sheet.memory_bytes_per_s / 1e9),
-            "unit": "GB/s",
-        }
-    )
+    copy = _pair(ceilings.copy_gbps, None if sheet is None else sheet.memory_bytes_per_s / 1e9)
+    rows.append({"what": "copy in memory, bytes read and written", **copy, "unit": "GB/s"})
     rows.append({"what": "launch of a small kernel, CPU time", "measured": ceilings.launch_us, "unit": "us"})
     rows.append({"what": "copy to another GPU, one way", "measured": ceilings.link_gbps, "unit": "GB/s"})
     columns = (

@@ -117,19 +117,17 @@ def _of_difference(name: str) -> Callable[[Comparison], Value]:
 
 def _drift(comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Say how few independent samples the fewest are worth, and where stalls hide from medians."""
-    differences = [
-        (comparison.difference, comparison) for comparison in comparisons if comparison.difference is not None
+    differences = [(compared.difference, compared) for compared in comparisons if compared.difference is not None]
+    counts = [
+        (difference.independent[0], compared.a.count)
+        for difference, compared in differences
+        if difference.level == "samples"
     ]
-    of_samples = [(difference, comparison) for difference, comparison in differences if difference.level == "samples"]
-    worth, count = min(
-        ((difference.independent[0], comparison.a.count) for difference, comparison in of_samples), default=(0, 0)
-    )
+    worth, count = min(counts, default=(0, 0))
     if worth < count:
         yield f"samples are like those before them: {count} are worth {worth} independent ones where they are most"
-    stalled = max(
-        (abs(math.log(comparison.stalls)) for _, comparison in differences if comparison.stalls is not None),
-        default=0.0,
-    )
+    stalls = [abs(math.log(compared.stalls)) for _, compared in differences if compared.stalls is not None]
+    stalled = max(stalls, default=0.0)
     if stalled > _NOTED_STALLS:
         percent = format_quantity(100 * math.expm1(stalled), "percent")
         yield (
@@ -213,9 +211,7 @@ def regressions(pairs: Sequence[Pair], compared: Compared, limit_percent: float)
 
 
 def undecided(matched: Matched, compared: Compared, metrics: Sequence[str], limit_percent: float) -> Iterator[str]:
-    """List what may be slower by more than the limit for all that the files say: too noisy, not finite, or not
-    there.
-    """
+    """List what may be slower by more than the limit: too noisy, not finite, or not there."""
     name = _names(matched.pairs, matched.only_a)
     for metric, rows in compared.items():
         for pair, comparison in rows:

@@ -64,8 +64,7 @@ _PHASES = ("forward", "backward", "synchronize", "optimizer")
 def pool_ddp_rounds(cells: Sequence[Cell]) -> list[Cell]:
     """The cells of ``ddp`` with their rounds pooled (:func:`~cs336sys.report.titles.pool_cells`).
 
-    Rates and what is exposed are of all steps together, the peak is the largest, and what is left (the timeline, the
-    link, the check) the first round's.
+    Rates and what is exposed are of all steps together, the peak is the largest, the rest is the first round's.
     """
     return pool_cells(cells, _ddp_of_rounds)
 
@@ -257,19 +256,11 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     for sweep in sweeps:
         for cell in sweep:
             link, total, count = link_of(cell), cell.derived["communicated_bytes"], cell.derived["gradient_calls"]
-            predicted_ms = None
+            row = cell.configuration | {"buckets": count, "mean_bucket_bytes": total / count}
             if link.has_bandwidth:
-                predicted_ms = 1e3 * bucketing_overhead_s(total, count, link.bytes_per_s, link.latency_s)
-            rows.append(
-                cell.configuration
-                | {
-                    "buckets": count,
-                    "mean_bucket_bytes": total / count,
-                    "predicted_ms": predicted_ms,
-                    "exposed_ms": exposure(cell)["exposed_ms"],
-                    "step_ms": cell.samples["step"],
-                }
-            )
+                overhead_s = bucketing_overhead_s(total, count, link.bytes_per_s, link.latency_s)
+                row["predicted_ms"] = 1e3 * overhead_s
+            rows.append(row | {"exposed_ms": exposure(cell)["exposed_ms"], "step_ms": cell.samples["step"]})
         which = ", ".join(f"{column.header} {setting_of(sweep[0], column.key)}" for column in differing)
         notes.append(": ".join([*([which] if which else []), _optimum(sweep)]))
     columns = (
@@ -290,17 +281,13 @@ def _optimum(sweep: Sequence[Cell]) -> str:
     if not link.has_bandwidth:
         return "w not found: of the all-reduces just measured larger ones took no longer, so nothing is predicted"
     best_bytes = optimal_bucket_on_link_bytes(total, link)
-    link_words = (
-        f"w {format_quantity(link.bytes_per_s / 1e9, 'gbps')} and o {format_quantity(1e6 * link.latency_s, 'us')}, "
-        "fitted to all-reduces just measured"
-    )
+    w, o = format_quantity(link.bytes_per_s / 1e9, "gbps"), format_quantity(1e6 * link.latency_s, "us")
+    rates = f"w {w} and o {o}, fitted to all-reduces just measured"
     if best_bytes == 0:
-        return f"{link_words}: calls look free, so the model prefers the smallest buckets"
-    overhead_ms = 1e3 * overhead_on_link_s(total, best_bytes, link)
-    return (
-        f"{link_words}: least overhead, {format_quantity(overhead_ms, 'ms')}, predicted for buckets of "
-        f"{format_number(float(best_bytes), 'decimal_bytes')}"
-    )
+        return f"{rates}: calls look free, so the model prefers the smallest buckets"
+    overhead = format_quantity(1e3 * overhead_on_link_s(total, best_bytes, link), "ms")
+    bucket = format_number(float(best_bytes), "decimal_bytes")
+    return f"{rates}: least overhead, {overhead}, predicted for buckets of {bucket}"
 
 
 def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
@@ -384,13 +371,12 @@ def _draw_timeline(drawing: "Axes", timeline: dict[str, Any]) -> None:
 
 def _heading(cell: Cell, settings: dict[str, Any]) -> str:
     configuration, timeline = cell.configuration, cell.derived["timeline"]
-    label_parts = [configuration["strategy"]]
     # Of `ddp` and of FSDP.
-    if configuration.get("bucket_mb") is not None:
-        label_parts.append(bucket_name(configuration["bucket_mb"]))
-    if configuration.get("prefetch") is not None:
-        label_parts.append(f"prefetch {configuration['prefetch']}")
-    label_parts += [configuration["size"], *(f"{configuration[name]}" for name in settings)]
+    bucket_mb, prefetch = configuration.get("bucket_mb"), configuration.get("prefetch")
+    buckets = [] if bucket_mb is None else [bucket_name(bucket_mb)]
+    ahead = [] if prefetch is None else [f"prefetch {prefetch}"]
+    settled = (f"{configuration[name]}" for name in ("size", *settings))
+    label_parts = [configuration["strategy"], *buckets, *ahead, *settled]
     exposed = exposure(cell).get("exposed_ms")
     return (
         f"{' '.join(label_parts)}: communication {timeline['communication_ms']:.1f} ms, of which "
@@ -423,10 +409,8 @@ def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-bucket
         # Half of the label of the largest bucket stands next to the curve's end, and a label is as high as this.
         drawing.margins(x=0.08, y=0.08)
         drawing.set_ylim(bottom=min(0.0, *exposed))
-        drawing.set_xlabel("mean bucket, MB")
-        drawing.set_ylabel("overhead, ms")
-        configuration = sweep[0].configuration
-        names = [configuration["size"], *(str(configuration[name]) for name in settings)]
+        drawing.set(xlabel="mean bucket, MB", ylabel="overhead, ms")
+        names = (str(sweep[0].configuration[name]) for name in ("size", *settings))
         drawing.set_title(" ".join(names), fontsize=9)
         drawing.grid(alpha=0.3)
         drawing.legend(fontsize=7)

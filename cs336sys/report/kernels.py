@@ -13,6 +13,7 @@ from cs336sys.report.titles import (
     find_baselines,
     found_in_user_code,
     interpreted_notes,
+    known_values,
     reasons,
     shown_settings,
     title,
@@ -54,7 +55,7 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
         Column("status", "status"),
     ]
     rows = list(map(_kernel_row, cells, baselines))
-    rates = [cell.derived["copy_gbps"] for cell in cells if cell.derived.get("copy_gbps") is not None]
+    rates = known_values(cells, "copy_gbps")
     notes = [ERROR_NOTE]
     if rates:
         slowest, fastest = f"{min(rates):,.0f}", f"{max(rates):,.0f}"

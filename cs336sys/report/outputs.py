@@ -75,11 +75,7 @@ def check_plot(path: Path | None, option: str = "--plot") -> None:
 
 
 def check_drawing(option: str) -> None:
-    """Find out whether pictures can be drawn, for what was ``asked``.
-
-    Raises:
-        CapabilityError: matplotlib is not installed.
-    """
+    """Raise a CapabilityError that names the option if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise CapabilityError(f"{option}: matplotlib is not installed: python -m pip install matplotlib")
 
@@ -117,11 +113,7 @@ def legend_columns(figure: "Figure") -> int:
 
 
 def write_figure(figure: "Figure", path: Path, option: str = "--plot", metadata: dict[str, Any] | None = None) -> None:
-    """Write a picture in the format of its file's ending.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Write a picture in the format of its file's ending, or raise an OutputError."""
     content = io.BytesIO()
     _let_names_be_plain(figure)
     figure.savefig(content, format=path.suffix[1:], dpi=150, metadata=metadata)

@@ -54,6 +54,11 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
+def escaped(text: str) -> str:
+    """The text without newlines, terminal commands and HTML."""
+    return html.escape(one_line(text))
+
+
 def html_page(title: str, parts: Sequence[str], style: str = "", script: str = "") -> str:
     """The text of a page.
 
@@ -65,7 +70,7 @@ def html_page(title: str, parts: Sequence[str], style: str = "", script: str = "
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return _PAGE.format(
-        title=html.escape(one_line(title)),
+        title=escaped(title),
         body="\n".join([*parts, *([f"<script>{script}</script>"] if script else [])]),
         style=_STYLE + style,
         policy=policy,
@@ -73,35 +78,25 @@ def html_page(title: str, parts: Sequence[str], style: str = "", script: str = "
 
 
 def html_table(table: Table, heading: str = "h2") -> str:
-    """A table under its title, with its notes: as the other formats for people show it.
-
-    Args:
-        heading: the element of the title.
-    """
+    """A table under its title, an element ``heading``, with its notes: as the other formats for people show it."""
     grid = grid_of(table).map(html.escape)
     kinds = [' class="number"' if is_number else "" for is_number in grid.is_number]
-    head = "".join(f"<th{kind}>{header}</th>" for header, kind in zip(grid.headers, kinds, strict=True))
-    rows = [
-        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for cell, kind in zip(row, kinds, strict=True)) + "</tr>"
-        for row in grid.rows
-    ]
-    notes = [f'<p class="note">{html.escape(one_line(note))}</p>' for note in table.all_notes]
+
+    def html_row(cells: Sequence[str], tag: str) -> str:
+        return "".join(f"<{tag}{kind}>{cell}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+
     lines = [
-        f"<{heading}>{html.escape(one_line(table.title))}</{heading}>",
-        f'<div class="table"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>',
-        *rows,
+        f"<{heading}>{escaped(table.title)}</{heading}>",
+        f'<div class="table"><table>\n<thead><tr>{html_row(grid.headers, "th")}</tr></thead>\n<tbody>',
+        *(f"<tr>{html_row(row, 'td')}</tr>" for row in grid.rows),
         "</tbody>\n</table></div>",
-        *notes,
+        *(f'<p class="note">{escaped(note)}</p>' for note in table.all_notes),
     ]
     return "\n".join(lines)
 
 
 def html_picture(draw: Callable[[Path], None], caption: str) -> str:
-    """A picture inside of the page, with its caption.
-
-    Args:
-        draw: draws to the file that it is given.
-    """
+    """A picture inside of the page, drawn to a file by ``draw``, with its caption."""
     with OwnedFolder() as folder:
         path = folder / "picture.png"
         draw(path)

@@ -54,6 +54,8 @@ class Presentation:
 # The pictures of some cells by name, each drawn to a file.
 Pictures = Mapping[str, Callable[[Path], None]]
 
+TableBuilder = Callable[[Sequence[Cell], Run | None, Presentation], list[Table]]
+
 
 @dataclass(frozen=True)
 class SavedCommand:
@@ -65,9 +67,14 @@ class SavedCommand:
         pooled: joins the rounds of ``--rounds``.
     """
 
-    tables: Callable[[Sequence[Cell], Run | None, Presentation], list[Table]]
+    tables: TableBuilder
     pictures: Callable[[Sequence[Cell], Run | None], Pictures] = lambda cells, run: {}
     pooled: Callable[[Sequence[Cell]], list[Cell]] = list
+
+
+def _of_run(build: Callable[[Sequence[Cell], Run | None], list[Table]]) -> TableBuilder:
+    """Tables that no option changes."""
+    return lambda cells, run, options: build(cells, run)
 
 
 def _picture(
@@ -103,7 +110,7 @@ def _scaling_picture(cells: Sequence[Cell]) -> Pictures:
 def _memory_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
     return {
         MemoryWorkload.from_configuration(cell.configuration).name: partial(
-            plot_timeline, cell, timeline_title(cell, run), option="--plot"
+            plot_timeline, cell.derived, timeline_title(cell, run), option="--plot"
         )
         for cell in _measured_cells(cells)
     }
@@ -111,51 +118,38 @@ def _memory_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
 
 SAVED_COMMANDS: dict[str, SavedCommand] = {
     "bench": SavedCommand(
-        lambda cells, run, presentation: bench_tables(cells, run, presentation.percentiles),
+        lambda cells, run, options: bench_tables(cells, run, options.percentiles),
         _picture("bench", plot_bench),
         pool_bench_rounds,
     ),
-    "tune": SavedCommand(lambda cells, run, presentation: tune_tables(cells, run)),
-    "losses": SavedCommand(lambda cells, run, presentation: loss_tables(cells, run), _picture("losses", plot_losses)),
+    "tune": SavedCommand(_of_run(tune_tables)),
+    "losses": SavedCommand(_of_run(loss_tables), _picture("losses", plot_losses)),
     "nsys": SavedCommand(
-        lambda cells, run, presentation: profile_tables(
-            cells,
-            run,
-            top=presentation.top,
-            full_names=presentation.full_names,
-            compare_precision=presentation.compare_precision,
+        lambda cells, run, options: profile_tables(
+            cells, run, top=options.top, full_names=options.full_names, compare_precision=options.compare_precision
         ),
         _picture("shares", plot_profiles),
     ),
-    "memprof": SavedCommand(
-        lambda cells, run, presentation: memory_tables(cells, run, presentation.top), _memory_pictures
-    ),
-    "attn": SavedCommand(lambda cells, run, presentation: attn_tables(cells, run), _picture("attn", plot_attn)),
+    "memprof": SavedCommand(lambda cells, run, options: memory_tables(cells, run, options.top), _memory_pictures),
+    "attn": SavedCommand(_of_run(attn_tables), _picture("attn", plot_attn)),
     "flash": SavedCommand(
-        lambda cells, run, presentation: flash_tables(cells, run, presentation.baseline),
+        lambda cells, run, options: flash_tables(cells, run, options.baseline),
         _picture("flash", plot_flash),
         pool_flash_rounds,
     ),
     "kernels": SavedCommand(
-        lambda cells, run, presentation: kernel_tables(cells, run, presentation.baseline),
-        _picture("kernels", plot_kernels),
+        lambda cells, run, options: kernel_tables(cells, run, options.baseline), _picture("kernels", plot_kernels)
     ),
-    "allreduce": SavedCommand(
-        lambda cells, run, presentation: allreduce_tables(cells, run), _picture("allreduce", plot_collectives)
-    ),
+    "allreduce": SavedCommand(_of_run(allreduce_tables), _picture("allreduce", plot_collectives)),
     "ddp": SavedCommand(
-        lambda cells, run, presentation: [*ddp_tables(cells, run), *scaling_tables(cells)],
-        _ddp_pictures,
-        pool_ddp_rounds,
+        _of_run(lambda cells, run: [*ddp_tables(cells, run), *scaling_tables(cells)]), _ddp_pictures, pool_ddp_rounds
     ),
-    "trace": SavedCommand(
-        lambda cells, run, presentation: saved_trace_tables(cells, presentation.top, presentation.full_names)
-    ),
-    "precision": SavedCommand(lambda cells, run, presentation: precision_tables(cells, run)),
+    "trace": SavedCommand(lambda cells, run, options: saved_trace_tables(cells, options.top, options.full_names)),
+    "precision": SavedCommand(_of_run(precision_tables)),
     "shard": SavedCommand(
-        lambda cells, run, presentation: [*sharding_tables(cells, run), *scaling_tables(cells)], _shard_pictures
+        _of_run(lambda cells, run: [*sharding_tables(cells, run), *scaling_tables(cells)]), _shard_pictures
     ),
-    "verify": SavedCommand(lambda cells, run, presentation: verify_tables(cells, run)),
+    "verify": SavedCommand(_of_run(verify_tables)),
 }
 
 
@@ -248,11 +242,7 @@ def shown_cells(invocation: Invocation, statuses: Sequence[str] = ()) -> list[Ce
 
 
 def saved_tables(invocation: Invocation, cells: Sequence[Cell], presentation: Presentation) -> list[Table]:
-    """The tables of an invocation's :func:`shown_cells`.
-
-    Raises:
-        UsageError: the cells lack what the tables need.
-    """
+    """The tables of an invocation's :func:`shown_cells`, or a UsageError where these lack what tables need."""
     build = SAVED_COMMANDS[invocation.command].tables
     return _build_checked(invocation, lambda: [_plain(table) for table in build(cells, invocation.run, presentation)])
 
@@ -267,8 +257,7 @@ def sound_cells_and_tables(
 ) -> tuple[list[Cell], list[Table]]:
     """The :func:`shown_cells` and their :func:`saved_tables`, without cells that cannot be shown even by themselves.
 
-    Args:
-        say: is told of each that is left out.
+    ``say`` gets a sentence on each of these.
 
     Raises:
         UsageError: no cell can be shown, or all can and are at odds with each other.
@@ -301,8 +290,7 @@ def _plain(table: Table) -> Table:
 def saved_pictures(invocation: Invocation, cells: Sequence[Cell]) -> Pictures:
     """The pictures that an invocation's :func:`shown_cells` have data for.
 
-    Raises:
-        UsageError: the cells lack what that needs; also raised by drawing one.
+    This and drawing one raise a UsageError where the cells lack what that needs.
     """
     draw = SAVED_COMMANDS[invocation.command].pictures
     pictures = _build_checked(invocation, lambda: draw(cells, invocation.run))
@@ -316,15 +304,14 @@ def _draw(invocation: Invocation, name: str, draw: Callable[[Path], None], path:
 def _leave_out_unsound(invocation: Invocation, presentation: Presentation) -> list[str]:
     """Remove the cells that cannot be shown by themselves, unless none can; which they are and why."""
 
-    def fault(key: str) -> str | None:
-        single = Invocation(invocation.command, invocation.runs, {key: invocation.cells[key]})
+    faults = {}
+    for key, cell in invocation.cells.items():
+        single = Invocation(invocation.command, invocation.runs, {key: cell})
         try:
             saved_tables(single, shown_cells(single), presentation)
         except UsageError as error:
-            return fault_words(error.__cause__) if isinstance(error.__cause__, FAULTS) else f"cannot be shown: {error}"
-        return None
-
-    faults = {key: reason for key in invocation.cells if (reason := fault(key)) is not None}
+            cause = error.__cause__
+            faults[key] = fault_words(cause) if isinstance(cause, FAULTS) else f"cannot be shown: {error}"
     if len(faults) == len(invocation.cells):
         return []
     identifying = distinguishing_settings([cell.configuration for cell in invocation.cells.values()])

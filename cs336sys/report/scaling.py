@@ -1,6 +1,7 @@
 """Scaling of ``ddp`` and ``shard``: cells that differ in the number of ranks, as a table and as a picture."""
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 # What differs along a curve, and what no step depends on.
 _ALONG = ("world_size", "mesh", "trace")
+
+_PREDICTED = Column("predicted_peak_gib", "predicted peak", "gib")
 
 # Settings of a strategy: on one rank there is nothing that they could change.
 _OF_STRATEGIES = ("strategy", "prefetch", "keep_gathered", "bucket_mb")
@@ -110,9 +113,6 @@ def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
     return [Table("scaling", "speed and memory by ranks", columns, rows, notes, STEADIER)]
 
 
-_PREDICTED = Column("predicted_peak_gib", "predicted peak", "gib")
-
-
 def _curve_row(curve: Curve, cell: Cell) -> dict[str, Any]:
     return {
         **cell.configuration,
@@ -151,8 +151,7 @@ def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scalin
             drawing.set_xscale("log", base=2)
             drawing.set_xticks(ranks, [str(count) for count in ranks])
             drawing.minorticks_off()
-            drawing.set_xlabel("ranks")
-            drawing.set_ylabel(quantity)
+            drawing.set(xlabel="ranks", ylabel=quantity)
             drawing.set_ylim(bottom=0)
             drawing.grid(alpha=0.3)
         row[0].set_title(f"{scaling} scaling; dotted: linear", fontsize=9)
@@ -184,18 +183,12 @@ def _draw_curve(row: Sequence["Axes"], curve: Curve, name: str) -> None:
     color = line.get_color()
     rates.plot(ranks, [per_s[0] * count / ranks[0] for count in ranks], linestyle=":", color=color, alpha=0.6)
     shares = [(count, exposure(cell).get("exposed_percent")) for count, cell in zip(ranks, curve.cells, strict=True)]
-    measured_shares = [(count, share) for count, share in shares if share is not None]
-    exposed.errorbar(
-        [count for count, _ in measured_shares],
-        [max(share.estimate, 0.0) for _, share in measured_shares],
-        [
-            [max(share.estimate, 0.0) - max(share.low, 0.0) for _, share in measured_shares],
-            [max(share.high, 0.0) - max(share.estimate, 0.0) for _, share in measured_shares],
-        ],
-        marker="o",
-        capsize=3,
-        color=color,
+    measured = [(count, share) for count, share in shares if share is not None]
+    estimates, lows, highs = (
+        [max(getattr(share, end), 0.0) for _, share in measured] for end in ("estimate", "low", "high")
     )
+    errors = [list(map(operator.sub, estimates, lows)), list(map(operator.sub, highs, estimates))]
+    exposed.errorbar([count for count, _ in measured], estimates, errors, marker="o", capsize=3, color=color)
     for source, marker, line_style in (("measured", "o", "-"), ("predicted", "_", "--")):
         peak_gib = [_or_nan(_peak_gib(cell, source)) for cell in curve.cells]
         if any(map(math.isfinite, peak_gib)):

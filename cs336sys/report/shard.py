@@ -229,13 +229,11 @@ def _memory_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
         by_source = memory_of(cell)
         if not by_source["measured"]:
             notes.append(f"{cell.configuration['strategy']}: the allocator's history was too short for two steps")
-        for moment in MOMENTS:
-            for source, moments in by_source.items():
-                for rank_memory in moments:
-                    if rank_memory.moment == moment:
-                        parts = {f"{name}_gib": getattr(rank_memory, name) / GIB for name in COMPONENTS}
-                        row = {"moment": moment, "source": source, "total_gib": rank_memory.total_gib}
-                        rows.append(cell.configuration | row | parts)
+        at_moments = [(source, memory) for source, memories in by_source.items() for memory in memories]
+        for source, rank_memory in sorted(at_moments, key=lambda pair: MOMENTS.index(pair[1].moment)):
+            parts = {f"{name}_gib": getattr(rank_memory, name) / GIB for name in COMPONENTS}
+            row = {"moment": rank_memory.moment, "source": source, "total_gib": rank_memory.total_gib}
+            rows.append(cell.configuration | row | parts)
     return Table("memory", "memory of a rank", columns, rows, tuple(notes))
 
 
@@ -313,9 +311,8 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
         drawing.set_visible(False)
     handles = [Patch(color=_COLORS[name], label=header) for name, header in COMPONENTS.items()]
     handles.append(Patch(facecolor="none", edgecolor="black", linewidth=0.7, label="predicted"))
-    figure.legend(
-        handles=handles, loc="outside upper center", ncols=min(len(handles), legend_columns(figure)), fontsize=7
-    )
+    ncols = min(len(handles), legend_columns(figure))
+    figure.legend(handles=handles, loc="outside upper center", ncols=ncols, fontsize=7)
     write_figure(figure, path)
 
 

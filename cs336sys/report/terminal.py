@@ -45,11 +45,8 @@ def _drawn(table: Table, console: "rich.console.Console") -> "tuple[str, list[ri
         return one_line(table.title), [whole]
     grid, common = _without_common(grid)
     title = ", ".join([one_line(table.title), *common])
-    for candidate in (grid, _turned(grid)):
-        fitting = _fitting_table(candidate, console)
-        if fitting is not None:
-            return title, [fitting]
-    return title, list(_split(grid, console)) or [_records(grid)]
+    fitting = _fitting_table(grid, console) or _fitting_table(_turned(grid), console)
+    return title, [fitting] if fitting else list(_split(grid, console)) or [_records(grid)]
 
 
 def _fitting_table(grid: Grid, console: "rich.console.Console") -> "rich.table.Table | None":

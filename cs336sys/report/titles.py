@@ -38,9 +38,6 @@ SETTING_COLUMNS = {
     "seed": Column("seed", "seed"),
 }
 
-# Which of them change nothing about the memory that is planned for.
-_OF_NO_MEMORY = ("tf32", "synchronize", "seed")
-
 # Values that a title does not name: what everybody assumes.
 _UNNAMED = {
     "kernels": ("reference",),
@@ -75,15 +72,12 @@ def rate_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
     return (*tokens, Column("examples_per_s", "examples/s", "examples_per_s")) if any(examples) else tokens
 
 
-# Settings that only a model of the user's has.
-_USER_SETTINGS = tuple(field.name for field in fields(UserCode))
-
-
 def plan_settings(workloads: Sequence[Workload], settings: Mapping[str, Column]) -> list[Column]:
     """The columns of cells that are planned: all settings of memory, those of the user's code where there is any."""
-    user_settings = {name for workload in workloads for name in workload.user.configuration()}
-    left_out = {name for name in (*_USER_SETTINGS, *_OF_NO_MEMORY) if name not in user_settings}
-    return [column for name, column in settings.items() if name not in left_out]
+    user_settings = {field.name for field in fields(UserCode)}
+    unset = user_settings.difference(*(workload.user.configuration() for workload in workloads))
+    # The last three change nothing about the memory that is planned for.
+    return [column for name, column in settings.items() if name not in (*unset, "tf32", "synchronize", "seed")]
 
 
 def unknown_memory(workloads: Sequence[Workload]) -> tuple[str, ...]:
@@ -116,10 +110,8 @@ def notes_of_run(cells: Sequence[Cell], run: Run | None) -> tuple[str, ...]:
 
 
 def _formula_notes(package: str) -> tuple[str, ...]:
-    return (
-        f"parameters, FLOPs and predicted memory are formulas of this program's own cs336_basics; {package} may have "
-        "and need others",
-    )
+    formulas = "parameters, FLOPs and predicted memory are formulas of this program's own cs336_basics"
+    return (f"{formulas}; {package} may have and need others",)
 
 
 def machine_words(run: Run | None) -> list[str]:
@@ -254,11 +246,7 @@ def found_in_user_code(cells: Sequence[Cell]) -> tuple[str, ...]:
 
 
 def reasons(cells: Sequence[Cell], of: str | None = None) -> tuple[str, ...]:
-    """List why cells have no numbers, each reason once.
-
-    Args:
-        of: a setting whose value is said with the reason.
-    """
+    """List why cells have no numbers, each reason once, with the value of the setting ``of``."""
     failed = [cell for cell in cells if cell.reason]
     names = ["" if of is None else f"{cell.configuration[of]} " for cell in failed]
     return tuple(dict.fromkeys(f"{name}{cell.status}: {cell.reason}" for name, cell in zip(names, failed, strict=True)))

@@ -33,9 +33,7 @@ def choice_tables(
 ) -> list[Table]:
     """Return the fastest that fit, the Pareto front, what did not fit, what more would buy, and what was left out.
 
-    Args:
-        more_rank: the choice with one more GPU; None if there is none.
-        lines_of: for how many of the fastest to write lines of PyTorch.
+    ``more_rank`` is the choice with one more GPU; lines of PyTorch are written for ``lines_of`` of the fastest.
     """
     best = choice.fitting[:SHOWN]
     limit_gib = choice.limit / GIB
@@ -115,8 +113,7 @@ def plot_front(choice: Choice, path: Path) -> None:
     front_style: dict[str, Any] = {"where": "post", "marker": "o", "markersize": 4}
     axes.step(*points(choice.front), label="least memory for its speed", **front_style)
     axes.axvline(choice.limit / GIB, color="0.3", linestyle="--", label=f"limit, {choice.limit / GIB:.4g} GiB")
-    axes.set_xlabel("memory of a rank, GiB")
-    axes.set_ylabel("tokens/s")
+    axes.set(xlabel="memory of a rank, GiB", ylabel="tokens/s")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,5 +1,6 @@
 """The tables of ``verify``, built from its cells; columns are described in ``docs/columns.md``."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from cs336sys.report.table import Column, Table, with_rows
@@ -55,11 +56,7 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         for cell in cells
     ]
     wrong = [row for row, cell in zip(rows, cells, strict=True) if cell.status == "wrong"]
-    counts = ", ".join(
-        f"{count} {verdict}"
-        for verdict in dict.fromkeys(row["verdict"] for row in rows)
-        if (count := sum(row["verdict"] == verdict for row in rows))
-    )
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(row["verdict"] for row in rows).items())
     dtypes = {cell.derived["reference_dtype"] for cell in cells if "reference_dtype" in cell.derived}
     notes = [
         f"compared with one process in {', '.join(sorted(dtypes))}: losses, gradients, norms, weights, optimizer state",
@@ -67,22 +64,15 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     ]
     named = dict.fromkeys(cell.configuration["case"] for cell in cells if cell.status == "wrong")
     meanings = [f"{case}: {CASES[case]}" for case in named if case in CASES]
+    heading = title("verify", cells, run, settings, shown, counts)
     return with_rows(
-        Table(
-            "verify",
-            title("verify", cells, run, settings, shown, counts),
-            (*shown.values(), *_CASE_COLUMNS),
-            rows,
-            notes if dtypes else notes[1:],
-        ),
+        Table("verify", heading, (*shown.values(), *_CASE_COLUMNS), rows, notes if dtypes else notes[1:]),
         Table("diagnosis", "What is wrong", (*shown.values(), *_DIAGNOSIS_COLUMNS), wrong, meanings),
     )
 
 
 def _case_verdict(cell: Cell) -> str:
-    if cell.status in ("ok", "wrong"):
-        return cell.status
-    return str(cell.derived.get("verdict", cell.status))
+    return cell.status if cell.status in ("ok", "wrong") else str(cell.derived.get("verdict", cell.status))
 
 
 def _verdict_reason(cell: Cell) -> str | None:

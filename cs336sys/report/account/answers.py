@@ -54,11 +54,7 @@ def answers_table(name: str, title: str, answers: Sequence[Derived], notes: Sequ
 def bucket_tables(
     gradient_bytes: float, bucket_bytes: Sequence[float], bytes_per_s: float, call_s: float, title: str
 ) -> list[Table]:
-    """The formulas at the first bucket size, and the overhead of every size.
-
-    Args:
-        title: whose gradients they are.
-    """
+    """The formulas at the first bucket size, and the overhead of every size; ``title`` says of whose gradients."""
     rows = []
     for size in bucket_bytes:
         buckets = max(1.0, gradient_bytes / size)
@@ -194,16 +190,10 @@ def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: 
         # One device communicates nothing, which a logarithmic axis cannot show.
         drawing.plot(counts[1:], [1e3 * seconds(n) for n in counts[1:]], color=f"C{number}", label=name)
         drawing.axvline(crossing, color=f"C{number}", linestyle=":", linewidth=1)
-        drawing.annotate(
-            f"{crossing:.4g}",
-            (crossing, computing_ms(crossing)),
-            textcoords="offset points",
-            xytext=(4, 6),
-            color=f"C{number}",
-            fontsize=9,
-            # Other curves may cross the number.
-            bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5},
-        )
+        point, color = (crossing, computing_ms(crossing)), f"C{number}"
+        # Other curves may cross the number.
+        style = {"fontsize": 9, "bbox": {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5}}
+        drawing.annotate(f"{crossing:.4g}", point, (4, 6), textcoords="offset points", color=color, **style)
     drawing.set_xscale("log", base=2)
     drawing.set_yscale("log")
     drawing.grid(alpha=0.3)

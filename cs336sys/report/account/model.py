@@ -85,13 +85,9 @@ def _model_row(step: ShardedStep) -> dict:
     if step.mode == "train":
         # Optimizers make their state in the first step, but master parameters at once.
         model = state.parameters + state.master_parameters
-        row |= {
-            "optimizer_state_gib": state.optimizer_state / GIB,
-            "after_initialization_gib": model / GIB,
-            "before_first_step_gib": (model + state.gradients) / GIB,
-            "first_peak_gib": rank_peak(replace(step, mode="forward-backward")).total_gib,
-            "after_first_step_gib": state.total / GIB,
-        }
+        row |= {"optimizer_state_gib": state.optimizer_state / GIB, "after_initialization_gib": model / GIB}
+        row |= {"before_first_step_gib": (model + state.gradients) / GIB, "after_first_step_gib": state.total / GIB}
+        row["first_peak_gib"] = rank_peak(replace(step, mode="forward-backward")).total_gib
     return row
 
 
@@ -123,9 +119,8 @@ def _bar_label(step: ShardedStep, steps: Sequence[ShardedStep]) -> str:
         size = labelled.size
         return size.name, f"context {size.context}", labelled.precision, labelled.mode, f"{labelled.world_size} ranks"
 
-    columns = zip(*map(step_labels, steps), strict=True)
-    differing = [index for index, values in enumerate(columns) if len(set(values)) > 1]
-    return "\n".join([step.strategy, *(step_labels(step)[index] for index in differing)])
+    columns = zip(step_labels(step), *map(step_labels, steps), strict=True)
+    return "\n".join([step.strategy, *(label for label, *labels in columns if len(set(labels)) > 1)])
 
 
 # Contexts beyond the grid that are tried for one that does not fit; far more than any memory holds.

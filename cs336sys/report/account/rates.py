@@ -74,12 +74,11 @@ def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
 
 def measured_ranks(cells: Sequence[Cell]) -> dict[int, float]:
     """The same for each number of ranks: bytes a second."""
-    all_reduces = [cell for cell in _all_reduces(cells) if cell.derived.get("back_to_back_busbw_gbps")]
-    counts = sorted({cell.configuration["world_size"] for cell in all_reduces})
-    return {
-        ranks: measured_bandwidth([cell for cell in all_reduces if cell.configuration["world_size"] == ranks]).value
-        for ranks in counts
-    }
+    by_ranks: dict[int, list[Cell]] = {}
+    for cell in _all_reduces(cells):
+        if cell.derived.get("back_to_back_busbw_gbps"):
+            by_ranks.setdefault(cell.configuration["world_size"], []).append(cell)
+    return {ranks: measured_bandwidth(by_ranks[ranks]).value for ranks in sorted(by_ranks)}
 
 
 def measured_call(cells: Sequence[Cell]) -> MeasuredRate:
@@ -93,8 +92,7 @@ def measured_call(cells: Sequence[Cell]) -> MeasuredRate:
 
 
 def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
-    """Return what communication and computing cost each other in steps of ``ddp`` in CUDA graphs, and how many those
-    were.
+    """Return what communication and computing cost each other in how many steps of ``ddp`` in CUDA graphs.
 
     Of one profiled step it is known how long kernels ran, how long communication ran, and how long both did; of the
     same step without communication, and of communication alone, how long each takes by itself. What kernels took longer
@@ -122,8 +120,7 @@ def measured_slowdown(cells: Sequence[Cell]) -> tuple[OverlapSlowdown, str]:
 def measured_device_time(
     cells: Sequence[Cell], size: ModelSize, precision: str, state_dtype: str = "fp32"
 ) -> tuple[DeviceTime, str]:
-    """Return what one device needs, from the fastest step of this size and context in ``bench``; and which step that
-    was.
+    """Return what one device needs, from the fastest step of this size and context in ``bench``, and its name.
 
     Without one of the size, from the step of the most FLOP/s: passes by FLOPs, the optimizer by parameters. Steps that
     update parameters in the backward pass do not tell the two apart.
@@ -357,9 +354,7 @@ def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float
 
 
 def _sent_bytes(cell: Cell, workload: ParallelWorkload) -> float | None:
-    """Return what a rank sends in a step: as counted, else by the formula; of data parallel ones that of
-    all-reduces.
-    """
+    """Return what a rank sends in a step: as counted, else by the formula, of data parallel ones of all-reduces."""
     counted: Any = cell.derived.get("sent_bytes")
     if counted:
         return float(counted)

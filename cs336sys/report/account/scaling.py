@@ -118,8 +118,7 @@ def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: P
             drawing.grid(alpha=0.3)
             drawing.legend(fontsize=7)
         rates.set_ylim(bottom=0)
-        memories.set_yscale("log")
-        memories.set_xlabel("devices")
+        memories.set(yscale="log", xlabel="devices")
     axes[0, 0].set_ylabel("tokens/s of a device")
     axes[1, 0].set_ylabel("peak of a rank, GiB")
     title = f"{size.name}, context {size.context}, {simulation.dtypes.text}: a simulation"

@@ -130,27 +130,27 @@ def step_tables(configurations: Sequence[StepConfiguration], rates: Rates, launc
 
 def _terms_table(configuration: StepConfiguration, time: StepTime, rates: Rates) -> Table:
     rows: list[dict[str, Value]] = []
-    times = configuration.accumulation
+
+    def add(term: str, seconds: float, amount: float, unit: str, formula: str, rate: float | None = None) -> None:
+        row: dict[str, Value] = {"term": term, "amount": amount, "rate": rate, "unit": unit, "formula": formula}
+        rows.append(row | {"time_ms": 1e3 * seconds, "step_percent": 100 * seconds / time.step_s})
+
     for term, unit in TERMS.items():
         seconds = time.terms_s.get(term, 0.0)
-        if not seconds:
-            continue
-        row: dict[str, Value] = {"term": term.replace("_", " "), "amount": seconds / rates.seconds[term]}
-        row |= {"rate": 1 / rates.seconds[term], "unit": unit, "formula": FORMULAS[term]}
-        rows.append(row | {"time_ms": 1e3 * seconds, "step_percent": 100 * seconds / time.step_s})
+        if seconds:
+            unit_s = rates.seconds[term]
+            add(term.replace("_", " "), seconds, seconds / unit_s, unit, FORMULAS[term], 1 / unit_s)
     if time.exposed_s:
         exposure = rates.exposures[configuration.exposure_name]
         share = time.exposed_s / time.communication_s
-        formula = f"bytes that a rank sends: alone {1e3 * time.communication_s:.1f} ms, of which {share:.0%}"
-        row = {"term": "communication", "amount": configuration.sent_bytes, "rate": exposure.bytes_per_s}
-        row |= {"unit": "bytes/s", "formula": f"{formula} makes the step longer", "time_ms": 1e3 * time.exposed_s}
-        rows.append(row | {"step_percent": 100 * time.exposed_s / time.step_s})
+        alone = f"bytes that a rank sends: alone {1e3 * time.communication_s:.1f} ms"
+        formula = f"{alone}, of which {share:.0%} makes the step longer"
+        add("communication", time.exposed_s, configuration.sent_bytes, "bytes/s", formula, exposure.bytes_per_s)
     waiting_s = time.step_s - time.gpu_s - time.exposed_s
     if waiting_s > 1e-9:
-        count = times * sum(time.work.launches.values())
-        row = {"term": "waiting for launches", "amount": count, "unit": "launches", "time_ms": 1e3 * waiting_s}
-        row |= {"formula": "by which launches, a CPU time each, take longer than the GPU's work"}
-        rows.append(row | {"step_percent": 100 * waiting_s / time.step_s})
+        count = configuration.accumulation * sum(time.work.launches.values())
+        formula = "by which launches, a CPU time each, take longer than the GPU's work"
+        add("waiting for launches", waiting_s, count, "launches", formula)
     notes = (
         "T tokens of a rank, L blocks, d d_model, f d_ff, V vocabulary, B batch, H heads, S context, D head dimension.",
         rates.error_note,

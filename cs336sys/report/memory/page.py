@@ -1,6 +1,5 @@
 """The memory of a cell of ``memprof`` as a picture, and as an HTML file that loads nothing: a timeline to point at."""
 
-import html
 import json
 import math
 import textwrap
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from cs336sys.report.memory.tables import memory_tables
 from cs336sys.report.numbers import format_number, in_shown_unit
 from cs336sys.report.outputs import check_writable, new_axes, write_figure, write_file
-from cs336sys.report.page import html_page, html_table
-from cs336sys.report.table import Table, one_line
+from cs336sys.report.page import escaped, html_page, html_table
+from cs336sys.report.table import Table
 from cs336sys.report.titles import machine_words
 from cs336sys.results.model import Cell, Run
 from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload
@@ -43,13 +42,12 @@ _TITLE_CHARACTERS = 95
 _NEAR_AXIS = 0.08
 
 
-def plot_timeline(cell: Cell, title: str, *paths: Path, option: str = "--snapshot") -> None:
-    """Bytes held by category over the events of the recorded step, with its phases marked, to files of any ending."""
-    plot_derived(cell.derived, title, *paths, option=option)
+def plot_timeline(derived: Mapping[str, Any], title: str, *paths: Path, option: str = "--snapshot") -> None:
+    """Bytes held by category over the events of a step, with its phases marked, to files of any ending.
 
-
-def plot_derived(derived: Mapping[str, Any], title: str, *paths: Path, option: str = "--snapshot") -> None:
-    """Draw a timeline and its regions, as a cell's derived columns hold them."""
+    Args:
+        derived: the timeline and its regions, as a cell's derived columns hold them.
+    """
     import matplotlib
 
     # A fixed salt and no date: the same cell gives the same file.
@@ -73,13 +71,8 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     scaled = {category: [scale * size for size in timeline[category]] for category in categories}
     shown = {category: sizes for category, sizes in scaled.items() if any(sizes)}
     if shown:
-        axes.stackplot(
-            positions,
-            *shown.values(),
-            labels=list(shown),
-            colors=[CATEGORY_COLORS[category] for category in shown],
-            linewidth=0,
-        )
+        colors = [CATEGORY_COLORS[category] for category in shown]
+        axes.stackplot(positions, *shown.values(), labels=list(shown), colors=colors, linewidth=0)
     axes.set_ylim(0, 1.12 * peak or 1)
     last = max(positions[-1], 1)
     axes.set_xlim(positions[0], last)
@@ -94,8 +87,7 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
         ha="left" if part < _NEAR_AXIS else "right" if part > 1 - _NEAR_AXIS else "center",
         fontsize=9,
     )
-    axes.set_xlabel("allocations and frees since the step began")
-    axes.set_ylabel(f"active memory, {unit}")
+    axes.set(xlabel="allocations and frees since the step began", ylabel=f"active memory, {unit}")
     axes.set_title(textwrap.fill(title, _TITLE_CHARACTERS), fontsize=10, pad=6 + 13 * rows)
     axes.grid(alpha=0.3)
     if shown:
@@ -217,12 +209,9 @@ def timeline_page(timelines: Sequence[tuple[str, Mapping[str, Any]]], title: str
     Args:
         timelines: by name, each with its regions, as a cell's derived columns hold them.
     """
-    parts, scripts = [], []
-    for number, (name, derived) in enumerate(timelines):
-        part, script = _timeline_html(number, name, derived)
-        parts.append(part)
-        scripts.append(script)
-    return html_page(title, [*parts, *map(html_table, tables)], _STYLE, "".join(scripts))
+    drawn = [_timeline_html(number, name, derived) for number, (name, derived) in enumerate(timelines)]
+    parts = [*(part for part, _ in drawn), *map(html_table, tables)]
+    return html_page(title, parts, _STYLE, "".join(script for _, script in drawn))
 
 
 def _timeline_html(number: int, name: str, derived: Mapping[str, Any]) -> tuple[str, str]:
@@ -243,7 +232,7 @@ def _timeline_html(number: int, name: str, derived: Mapping[str, Any]) -> tuple[
     )
     # "</script" would end the script element inside of a string, and "<!--<script" would keep its end from ending it.
     script = _DATA.format(data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"), script=_SCRIPT)
-    heading = html.escape(one_line(name))
+    heading = escaped(name)
     part = _TIMELINE.format(number=number, name=heading, legend=legend)
     return (part if heading else part.replace("<h2></h2>\n", "")), script
 
@@ -260,28 +249,20 @@ def axis_ticks(most: float) -> list[dict[str, float | str]]:
 
 
 def check_directory(directory: Path | None) -> None:
-    """Find out before anything is measured whether files can be written there.
-
-    Raises:
-        UsageError: they cannot.
-    """
+    """Raise a UsageError before anything is measured if files cannot be written there."""
     if directory is not None:
         check_writable(directory / "memory.pickle", "--snapshot")
 
 
 def write_files(cells: Sequence[Cell], run: Run | None, directory: Path) -> None:
-    """The timeline of every measured cell as ``.png`` and ``.svg``, and its page as ``.html``.
-
-    Raises:
-        OutputError: a file cannot be written.
-    """
+    """Write every measured cell's timeline as ``.png`` and ``.svg`` and its page as ``.html``, or raise OutputError."""
     for cell in cells:
         if cell.status != "ok":
             continue
         workload = MemoryWorkload.from_configuration(cell.configuration)
         path = directory / workload.name
         title = timeline_title(cell, run)
-        plot_timeline(cell, title, path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.svg"))
+        plot_timeline(cell.derived, title, path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.svg"))
         page = timeline_page([("", cell.derived)], title, memory_tables([cell], run, LARGEST_ALLOCATIONS))
         write_file(path.with_name(f"{path.name}.html"), page.encode(), "--snapshot")
 

@@ -10,7 +10,7 @@ from typing import Any
 from cs336sys.measure.allocations.diagnosis import MemoryDiagnosis, changes
 from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES
 from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline, Region, thinned
-from cs336sys.report.memory.page import plot_derived, timeline_page
+from cs336sys.report.memory.page import plot_timeline, timeline_page
 from cs336sys.report.memory.verdict import size_words, verdicts
 from cs336sys.report.outputs import write_file
 from cs336sys.report.table import Column, Table, fill_row, with_rows
@@ -153,10 +153,8 @@ def _line_table(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
         for kind in diagnosis.kinds:
             bytes_by_line[kind.code] += kind.total
         for code, size in bytes_by_line.most_common(top):
-            share = 100 * size / max(1, diagnosis.held)
-            rows.append(
-                {"snapshot": diagnosis.name, "code": code or "no stack", "total_bytes": size, "share_percent": share}
-            )
+            row = {"snapshot": diagnosis.name, "code": code or "no stack", "total_bytes": size}
+            rows.append(row | {"share_percent": 100 * size / max(1, diagnosis.held)})
     return Table("lines", "memory by the line of code that made it", columns, rows)
 
 
@@ -254,25 +252,17 @@ def timeline_data(diagnosis: MemoryDiagnosis) -> dict[str, Any]:
 
 
 def write_snapshot_page(diagnoses: Sequence[MemoryDiagnosis], tables: Sequence[Table], path: Path) -> None:
-    """Write all tables and the timeline of each snapshot as one page.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write all tables and the timeline of each snapshot as one page, or raise an OutputError."""
     timelines = [(diagnosis.name, timeline_data(diagnosis)) for diagnosis in diagnoses]
     page = timeline_page(timelines, "memory: " + ", ".join(diagnosis.name for diagnosis in diagnoses), tables)
     write_file(path, page.encode(), "--html")
 
 
 def write_snapshot_files(diagnoses: Sequence[MemoryDiagnosis], top: int, directory: Path) -> None:
-    """Write the timeline of each snapshot as ``.png``, ``.svg`` and ``.html`` into a folder.
-
-    Raises:
-        OutputError: a file cannot be written.
-    """
+    """Write each snapshot's timeline as ``.png``, ``.svg`` and ``.html`` into a folder, or raise an OutputError."""
     for diagnosis in diagnoses:
         stem = Path(diagnosis.source).stem + (f"-device{diagnosis.device}" if diagnosis.device else "")
         data = timeline_data(diagnosis)
-        plot_derived(data, diagnosis.name, directory / f"{stem}.png", directory / f"{stem}.svg")
+        plot_timeline(data, diagnosis.name, directory / f"{stem}.png", directory / f"{stem}.svg")
         page = timeline_page([(diagnosis.name, data)], f"memory: {diagnosis.name}", snapshot_tables([diagnosis], top))
         write_file(directory / f"{stem}.html", page.encode(), "--snapshot")

@@ -205,9 +205,7 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
 
 def _warnings(cells: Sequence[Cell]) -> list[str]:
     notes = []
-    for cell in cells:
-        if cell.status != "ok":
-            continue
+    for cell in (cell for cell in cells if cell.status == "ok"):
         lost, phases = cell.derived["lost_events"], cell.derived["phases"]
         if lost:
             notes.append(
@@ -218,9 +216,10 @@ def _warnings(cells: Sequence[Cell]) -> list[str]:
         listed = max(sum(phase[category] for category in MEMORY_CATEGORIES) for phase in phases)
         counted = max(phase["allocated"] for phase in phases)
         if abs(listed / counted - 1) > _COUNTER_TOLERANCE:
+            sum_gib, counter_gib = (format_quantity(size / GIB, "gib") for size in (listed, counted))
             notes.append(
-                f"warning: {_workload(cell).name}: the recorded step's allocations add up to "
-                f"{format_quantity(listed / GIB, 'gib')}, the allocator counted {format_quantity(counted / GIB, 'gib')}"
+                f"warning: {_workload(cell).name}: the recorded step's allocations add up to {sum_gib}, the allocator "
+                f"counted {counter_gib}"
             )
     return notes
 

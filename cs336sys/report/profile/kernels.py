@@ -83,8 +83,7 @@ def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Colum
                 counts[kernel.kernel] += kernel.count
             if totals.total():
                 name, total = totals.most_common(1)[0]
-                row[f"{group}_kernel"] = short_name(name)
-                row[f"{group}_percent"] = 100 * total / totals.total()
+                row |= {f"{group}_kernel": short_name(name), f"{group}_percent": 100 * total / totals.total()}
                 row[f"{group}_instances"] = counts[name] / m.steps
         rows.append(row)
     first = measured[0].profile.phases[0].name
@@ -289,7 +288,7 @@ def _draw_bar(drawing: "Axes", height: int, shares: Mapping[str, Any]) -> None:
             continue
         drawing.barh(height, share, 0.8, left, color=color)
         if share >= _LEAST_LABELLED_PERCENT:
-            text_style: dict[str, Any] = {"fontsize": 6.5, "color": "white", "ha": "center", "va": "center"}
-            drawing.text(left + share / 2, height, f"{share:.0f}", **text_style)
+            middle = left + share / 2
+            drawing.text(middle, height, f"{share:.0f}", fontsize=6.5, color="white", ha="center", va="center")
         left += share
     drawing.text(100, height, f" {format_number(shares['kernel_ms'], 'ms')} ms", fontsize=6.5, va="center")

@@ -226,12 +226,9 @@ _ALWAYS_SHOWN = ("context", "precision")
 def profile_tables(
     cells: Sequence[Cell], run: Run | None, *, top: int, full_names: bool, compare_precision: bool = False
 ) -> list[Table]:
-    """All tables of a sweep.
+    """All tables of a sweep; ``compare_precision`` adds the table of fp32 against bf16.
 
-    Args:
-        top: kernels shown of each phase.
-        full_names: show kernels by their whole names.
-        compare_precision: add the table of fp32 against bf16.
+    ``top`` kernels of each phase are shown, with ``full_names`` by their whole names.
     """
     shown = shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
     measured = _measured_profiles(cells)
@@ -256,12 +253,7 @@ def plot_profiles(cells: Sequence[Cell], path: Path) -> None:
 def report_tables(
     analyses: Sequence[Analysis], profile: Profile, name: str, *, top: int, full_names: bool
 ) -> list[Table]:
-    """All tables of one report: where its step goes, as ``trace`` has it, and its phases.
-
-    Args:
-        name: of its file.
-        top, full_names: as of :func:`profile_tables`.
-    """
+    """All tables of one report, a file of this name: where its step goes, as ``trace`` has it, and its phases."""
     measured, labels = _of_report(profile)
     notes = [profile.phases_are] if profile.phases_are else []
     phases = phase_table(measured, [], labels, f"nsys: {name}, made by {profile.profiler}", notes)

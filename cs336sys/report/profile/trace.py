@@ -296,8 +296,7 @@ def wait_table(analyses: Sequence[Analysis]) -> Table:
 def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | None = None) -> Table:
     """Collectives by kind and size: their time, of it waiting for the last rank, and bus bandwidth of the rest.
 
-    Args:
-        bandwidths: what ``allreduce`` measured, to stand beside it.
+    ``bandwidths`` are what ``allreduce`` measured, to stand next to it.
     """
     rows = []
     for analysis in analyses:

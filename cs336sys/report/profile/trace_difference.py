@@ -29,13 +29,8 @@ def difference_sentences(difference: CaptureDifference) -> list[str]:
         f"{_ms(difference.after_ms)} after; {_ms(difference.explained_ms)} of {_ms(difference.delta_ms)} explained."
     ]
     if significant:
-        sentences.append(
-            "Most: "
-            + ", ".join(
-                f"{_change_name(change)} ({change.verdict}, {_signed(change)})" for change in significant[:_NAMED]
-            )
-            + "."
-        )
+        largest = [f"{_change_name(change)} ({change.verdict}, {_signed(change)})" for change in significant[:_NAMED]]
+        sentences.append(f"Most: {', '.join(largest)}.")
     elif all(change.verdict == "undecided" for change in difference.changes):
         sentences.append("The captures hold too few steps to tell a change from noise: record at least 5 in each.")
     else:
@@ -157,11 +152,9 @@ def saved_sides(cells: Sequence[Cell]) -> dict[str, CaptureAnalyses]:
     for name in (BEFORE, AFTER):
         side_cells = [cell for cell in cells if cell.configuration["side"] == name]
         if side_cells:
-            ranks_json = side_cells[0].derived["ranks"]
-            ranks = RanksFound.from_json(ranks_json) if ranks_json else None
-            sides[name] = CaptureAnalyses(
-                tuple(Analysis.from_json(cell.derived["trace"]) for cell in side_cells), ranks
-            )
+            ranks = side_cells[0].derived["ranks"]
+            analyses = tuple(Analysis.from_json(cell.derived["trace"]) for cell in side_cells)
+            sides[name] = CaptureAnalyses(analyses, RanksFound.from_json(ranks) if ranks else None)
     return sides
 
 

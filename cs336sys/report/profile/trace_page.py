@@ -1,6 +1,6 @@
 """The page of ``trace --html``: verdict, timeline of a step by rank and stream, the waterfall, tables that sort."""
 
-import html
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,9 +9,9 @@ from cs336sys.measure.profile.reading import Read
 from cs336sys.measure.profile.taxonomy import KERNEL_CATEGORIES, category_of, short_name
 from cs336sys.measure.profile.timeline import Timeline
 from cs336sys.report.numbers import format_number
-from cs336sys.report.page import html_page, html_table
+from cs336sys.report.page import escaped, html_page, html_table
 from cs336sys.report.profile.kernels import KIND_COLORS
-from cs336sys.report.table import Table, one_line
+from cs336sys.report.table import Table
 
 # Of a timeline as wide as the page: shorter kernels are drawn together with their neighbours of the same kind.
 _WIDTH = 10_000
@@ -79,24 +79,19 @@ def trace_page(
     Args:
         tables: the verdict first.
         reads: what was read, with timelines; the side before, and the one after.
-        falls: what leads from before to after; empty for a single capture.
-        before_ms: where that begins.
+        falls: the changes from before, at ``before_ms``, to after; empty for a single capture.
     """
     verdict, *rest = tables
-    sentences = "".join(f"<p>{_escaped(str(row['verdict']))}</p>" for row in verdict.rows)
-    notes = "".join(f'<p class="note">{_escaped(note)}</p>' for note in verdict.notes)
-    parts = [f'<div class="verdict">{sentences}</div>{notes}']
-    if falls:
-        parts.append(_waterfall_html(falls, before_ms))
-    sides = ("before", "after") if len(reads) > 1 else ("",)
-    for side, read in zip(sides, reads, strict=True):
-        parts.append(_timelines(read, f"One step{', ' + side if side else ''}"))
-    parts += [html_table(table) for table in rest]
+    sentences = "".join(f"<p>{escaped(str(row['verdict']))}</p>" for row in verdict.rows)
+    notes = "".join(f'<p class="note">{escaped(note)}</p>' for note in verdict.notes)
+    headings = ("One step, before", "One step, after") if len(reads) > 1 else ("One step",)
+    parts = [
+        f'<div class="verdict">{sentences}</div>{notes}',
+        *([_waterfall_html(falls, before_ms)] if falls else []),
+        *map(_timelines, reads, headings),
+        *map(html_table, rest),
+    ]
     return html_page(verdict.title, parts, _STYLE, _SCRIPT)
-
-
-def _escaped(text: str) -> str:
-    return html.escape(one_line(text))
 
 
 def _timelines(read: Read, heading: str) -> str:
@@ -130,7 +125,7 @@ def _timelines(read: Read, heading: str) -> str:
     )
     step = f"Step {chosen}" if read.analyses[0].has_steps else "The capture"
     return (
-        f"<h2>{_escaped(heading)}</h2>\n<p class=zoom>{buttons}</p>\n{''.join(lanes)}\n<p class=key>{key}</p>"
+        f"<h2>{escaped(heading)}</h2>\n<p class=zoom>{buttons}</p>\n{''.join(lanes)}\n<p class=key>{key}</p>"
         f'<p class="note">{step}, {format_number(length / 1e6, "ms")} ms from left to right, a lane for each '
         "stream; wheel and dragging zoom and move; a bar names its kernel</p>"
     )
@@ -147,12 +142,12 @@ def _lanes(
         used.update(kind for *_, kind, _ in bars)
         shapes = "".join(
             f'<rect x="{left:.1f}" y="1" width="{width:.1f}" height="18" fill="{_COLORS[kind]}"><title>'
-            f"{_escaped(title)}</title></rect>"
+            f"{escaped(title)}</title></rect>"
             for left, width, kind, title in bars
         )
         name = ", ".join(filter(None, (label, timeline.streams[stream])))
         lanes.append(
-            f'<div class="lane"><span title="{_escaped(name)}">{_escaped(name)}</span>'
+            f'<div class="lane"><span title="{escaped(name)}">{escaped(name)}</span>'
             f'<svg viewBox="0 0 {_WIDTH} 20" preserveAspectRatio="none" role="img">{shapes}</svg></div>\n'
         )
     return lanes
@@ -182,18 +177,19 @@ def _bars(timeline: Timeline, chosen: np.ndarray, first: float, length: float) -
 
 def _waterfall_html(falls: Sequence[tuple[str, float]], before_ms: float) -> str:
     after_ms = before_ms + sum(ms for _, ms in falls)
-    edges = [before_ms]
-    for _, ms in falls:
-        edges.append(edges[-1] + ms)
+    edges = list(itertools.accumulate((ms for _, ms in falls), initial=before_ms))
     # The axis begins where it shows the changes, and not at 0.
     low, high = min(edges), max(edges)
     low = max(0.0, low - max(high - low, 1e-9) * 0.2)
     span = max(high - low, 1e-9)
-    rows = [_bar("before", low, before_ms, low, span, "whole", before_ms)]
-    for (name, ms), start in zip(falls, edges, strict=False):
-        kind = "more" if ms > 0 else "less"
-        rows.append(_bar(name, min(start, start + ms), max(start, start + ms), low, span, kind, ms))
-    rows.append(_bar("after", low, after_ms, low, span, "whole", after_ms))
+    rows = [
+        _bar("before", low, before_ms, low, span, "whole", before_ms),
+        *(
+            _bar(name, min(start, start + ms), max(start, start + ms), low, span, "more" if ms > 0 else "less", ms)
+            for (name, ms), start in zip(falls, edges, strict=False)
+        ),
+        _bar("after", low, after_ms, low, span, "whole", after_ms),
+    ]
     note = f'<p class="note">the axis begins at {format_number(low, "ms")} ms</p>'
     return f'<h2>From before to after</h2>\n<div class="fall">{"".join(rows)}</div>{note}'
 
@@ -202,6 +198,6 @@ def _bar(name: str, start: float, end: float, low: float, span: float, kind: str
     left, width = 100 * (start - low) / span, 100 * (end - start) / span
     sign = "+" if kind == "more" else ""
     return (
-        f"<span>{_escaped(name)}, {sign}{format_number(ms, 'ms')} ms</span>"
+        f"<span>{escaped(name)}, {sign}{format_number(ms, 'ms')} ms</span>"
         f'<div><b class="{kind}" style="margin-left:{left:.2f}%;width:{width:.2f}%"></b></div>'
     )
