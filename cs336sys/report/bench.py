@@ -256,7 +256,7 @@ def _time_table(
         f"interleaved: a step of each {SETTING_COLUMNS[setting].header} of {values} alternately, all held in memory"
         for setting, values in sorted(_interleaved(cells))
     ]
-    return Table("bench", heading, tuple(columns), rows, notes, _STEADIER)
+    return Table("bench", heading, tuple(columns), rows, tuple(notes), _STEADIER)
 
 
 def _bench_row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:

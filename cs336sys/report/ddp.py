@@ -256,7 +256,7 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     for sweep in sweeps:
         for cell in sweep:
             link, total, count = link_of(cell), cell.derived["communicated_bytes"], cell.derived["gradient_calls"]
-            row = cell.configuration | {"buckets": count, "mean_bucket_bytes": total / count}
+            row = cell.configuration | {"buckets": count, "mean_bucket_bytes": total / count, "predicted_ms": None}
             if link.has_bandwidth:
                 overhead_s = bucketing_overhead_s(total, count, link.bytes_per_s, link.latency_s)
                 row["predicted_ms"] = 1e3 * overhead_s

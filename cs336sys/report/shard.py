@@ -262,18 +262,18 @@ def _gather_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
 
 def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     """Build the table of ``--dry-run``: each cell with what a rank is predicted to hold and to send."""
-    keys = {moment: f"{moment.replace(' ', '_')}_gib" for moment in MOMENTS}
+    moments = {moment: Column(f"{moment.replace(' ', '_')}_gib", moment, "gib") for moment in MOMENTS}
     columns = (
         *_STRATEGY_COLUMNS,
         Column("share", "sequences a rank"),
         Column("tokens", "tokens of each", "count"),
-        *(Column(key, moment, "gib") for moment, key in keys.items()),
+        *moments.values(),
         Column("predicted_sent_bytes", "sent", "decimal_bytes"),
     )
 
     def predict(workload: ParallelWorkload) -> dict[str, Any]:
         sent = {"predicted_sent_bytes": sharding_sent_bytes(workload)}
-        return sent | {keys[rank_memory.moment]: rank_memory.total_gib for rank_memory in _predicted(workload)}
+        return sent | {moments[rank_memory.moment].key: rank_memory.total_gib for rank_memory in _predicted(workload)}
 
     return parallel_plan("shard: cells and the memory of a rank", workloads, SHARDING_SETTING_COLUMNS, columns, predict)
 
