@@ -282,7 +282,7 @@ def _draw_time_over_size(drawing: "Axes", groups: dict[MessageSweep, list[Cell]]
     for number, (group, cells) in enumerate(groups.items()):
         sizes = [cell.derived["size_bytes"] for cell in cells]
         medians = [cell.samples["back_to_back"].median for cell in cells]
-        drawing.plot(sizes, medians, label=_rank_label(group), color=f"C{number}", **_STYLE)
+        drawing.plot(sizes, medians, label=f"{group.world_size} ranks", color=f"C{number}", **_STYLE)
         line = fit_of(cells, "back_to_back")
         if line is not None:
             fitted = [1e6 * line.time_s(size) for size in sizes]
@@ -295,7 +295,7 @@ def _draw_bus_bandwidth(drawing: "Axes", groups: dict[MessageSweep, list[Cell]])
         # One rank alone has none.
         if group.world_size > 1:
             points = [(cell.derived["size_bytes"], rates_of_median(cell)[1]) for cell in cells]
-            drawing.plot(*zip(*points, strict=True), label=_rank_label(group), color=f"C{number}", **_STYLE)
+            drawing.plot(*zip(*points, strict=True), label=f"{group.world_size} ranks", color=f"C{number}", **_STYLE)
     drawing.set(xscale="log", xlabel="size, bytes", ylabel="bus bandwidth, GB/s")
 
 
@@ -313,7 +313,3 @@ def _draw_time_over_ranks(drawing: "Axes", groups: dict[MessageSweep, list[Cell]
         drawing.plot(*zip(*sorted(by_message[message_bytes]), strict=True), label=label, color=f"C{number}", **_STYLE)
     drawing.set_xticks(sorted({group.world_size for group in groups}))
     drawing.set(xlabel="ranks", ylabel="time, us")
-
-
-def _rank_label(group: MessageSweep) -> str:
-    return f"{group.world_size} ranks"

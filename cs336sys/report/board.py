@@ -118,18 +118,14 @@ def _shares_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) ->
 
 
 def _kernels_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) -> Table:
+    columns = (Column("kernel", "kernel"), Column("time_ms", "time", "ms"), Column("launches", "launches", "count"))
+    keys = [column.key for column in columns]
     rows = [
-        cell.configuration | {"kernel": name, "time_ms": time_ms, "launches": launches}
+        cell.configuration | dict(zip(keys, kernel, strict=True))
         for cell in cells
-        for name, time_ms, launches in (cell.derived["shares"] or {"kernels": []})["kernels"]
+        for kernel in (cell.derived["shares"] or {"kernels": []})["kernels"]
     ]
-    columns = (
-        *setting_columns,
-        Column("kernel", "kernel"),
-        Column("time_ms", "time", "ms"),
-        Column("launches", "launches", "count"),
-    )
-    return Table("kernels", "kernels that took most time", columns, rows)
+    return Table("kernels", "kernels that took most time", (*setting_columns, *columns), rows)
 
 
 def _losses_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) -> Table:

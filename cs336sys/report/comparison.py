@@ -5,6 +5,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from cs336sys.report.numbers import Value, format_quantity
 from cs336sys.report.table import Column, Table, fill_row
@@ -110,7 +111,7 @@ def _metric_table(
     )
 
 
-def _of_difference(name: str) -> Callable[[Comparison], Value]:
+def _of_difference(name: str) -> Callable[[Comparison], Any]:
     """A column's value: this attribute of the difference, where there is one."""
     return lambda comparison: comparison.difference and getattr(comparison.difference, name)
 

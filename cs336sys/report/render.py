@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 from cs336sys.errors import OutputError, UsageError, require_known
 from cs336sys.report.numbers import Value
@@ -216,6 +217,7 @@ def _flat_rows(
     """Keys and rows for programs: a column of samples or intervals becomes one column for each of their statistics."""
     keys: list[str] = []
     rows: list[list] = [[] for _ in table.rows]
+    flat: list[list[Any]]
     for column in table.columns:
         values = [row.get(column.key) for row in table.rows]
         if any(isinstance(value, Interval) for value in values):

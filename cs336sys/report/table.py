@@ -40,12 +40,12 @@ class Column:
         return self.header if self.header.endswith(label) else f"{self.header}, {label}"
 
 
-def fill_row(columns: Sequence[Column], item: Any) -> dict[str, Value]:
+def fill_row(columns: Sequence[Column], item: Any) -> dict[str, Any]:
     """Return what the columns that compute a value make of an item."""
     return {column.key: column.value(item) for column in columns if column.value is not None}
 
 
-def fill_rows(columns: Sequence[Column], items: Iterable[Any]) -> list[dict[str, Value]]:
+def fill_rows(columns: Sequence[Column], items: Iterable[Any]) -> list[dict[str, Any]]:
     """Return a row for each item (:func:`fill_row`)."""
     return [fill_row(columns, item) for item in items]
 

@@ -56,13 +56,12 @@ _UNNAMED = {
     "seed": (0,),
 }
 
-# What a step in CUDA graphs costs.
-_GRAPH_COLUMNS = (Column("capture_s", "capture", "s"), Column("graph_pool_gib", "graphs' memory", "gib"))
-
 
 def graph_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
-    """The columns of what only steps in CUDA graphs have, where there are any."""
-    return _GRAPH_COLUMNS if any(cell.derived.get("capture_s") is not None for cell in cells) else ()
+    """The columns of what steps in CUDA graphs cost, where there are any."""
+    if not known_values(cells, "capture_s"):
+        return ()
+    return Column("capture_s", "capture", "s"), Column("graph_pool_gib", "graphs' memory", "gib")
 
 
 def rate_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:

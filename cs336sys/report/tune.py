@@ -51,15 +51,18 @@ def choice_tables(
     title = f": {best[0].configuration.training.size.name}, {short_gpu_name(rates.gpu)}" if best else ""
     ranked = list(enumerate(best, 1))
     rows = [{"number": i} | _candidate_row(candidate, rates) for i, candidate in ranked]
-    commands = [{"number": i, "command": measuring_command(candidate.configuration)} for i, candidate in ranked]
-    lines = [
+    commands: list[dict[str, Value]] = [
+        {"number": i, "command": measuring_command(candidate.configuration)} for i, candidate in ranked
+    ]
+    lines: list[dict[str, Value]] = [
         {"number": i, "line": line}
         for i, candidate in ranked[:lines_of]
         for line in pytorch_lines(candidate.configuration)
     ]
     front = [_candidate_row(candidate, rates) for candidate in choice.front]
     unlike = [(f"unlike what was measured: {reason}", count) for reason, count in choice.unknown.most_common()]
-    left_out = [{"reason": reason, "combinations": n} for reason, n in [*choice.refused.most_common(), *unlike]]
+    reasons = [*choice.refused.most_common(), *unlike]
+    left_out: list[dict[str, Value]] = [{"reason": reason, "combinations": count} for reason, count in reasons]
     number = Column("number", "#")
     left_out_columns = (Column("reason", "because"), Column("combinations", "combinations", "count"))
     return with_rows(
@@ -127,13 +130,9 @@ def configuration_of(cell: Cell) -> StepConfiguration:
     return StepConfiguration.of_parallel(ParallelWorkload.from_configuration(cell.configuration))
 
 
-def _tokens(cell: Cell) -> int:
-    return configuration_of(cell).tokens
-
-
 def token_ms(cells: Sequence[Cell]) -> Measured:
     """Return the milliseconds of a million tokens in the rounds of one configuration, which batches do not change."""
-    scale = 1e6 / _tokens(cells[0])
+    scale = 1e6 / configuration_of(cells[0]).tokens
     rounds = []
     for cell in cells:
         step = cell.samples["step"]
@@ -223,7 +222,7 @@ def _measured_row(key: str, cells: list[Cell], best: str | None, compared: dict[
     median = statistics.median(values)
     predicted = first.derived.get("predicted_ms")
     peak_gib = max(known_values(cells, "peak_gib"), default=None)
-    row |= {"step_ms": median, "tokens_per_s": 1e3 * _tokens(first) / median, "peak_gib": peak_gib}
+    row |= {"step_ms": median, "tokens_per_s": 1e3 * configuration_of(first).tokens / median, "peak_gib": peak_gib}
     row |= {"off_percent": None if predicted is None else 100 * (predicted / median - 1)}
     if key in compared:
         verdict = compared[key].verdict if is_decided(compared[key], first.configuration["device"]) else "~"

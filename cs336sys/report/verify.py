@@ -51,10 +51,11 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         if any(cell.configuration.get(name) not in (None, _DEFAULTS.get(name)) for cell in cells)
     }
     shown = shown_settings(cells, settings)
-    rows = [
-        cell.configuration | cell.derived | {"verdict": _case_verdict(cell), "reason": _verdict_reason(cell)}
-        for cell in cells
-    ]
+    rows = []
+    for cell in cells:
+        # The other table says more about a fault.
+        reason = None if cell.status == "wrong" and "meaning" in cell.derived else cell.reason
+        rows.append(cell.configuration | cell.derived | {"verdict": _case_verdict(cell), "reason": reason})
     wrong = [row for row, cell in zip(rows, cells, strict=True) if cell.status == "wrong"]
     counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(row["verdict"] for row in rows).items())
     dtypes = {cell.derived["reference_dtype"] for cell in cells if "reference_dtype" in cell.derived}
@@ -73,8 +74,3 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 
 def _case_verdict(cell: Cell) -> str:
     return cell.status if cell.status in ("ok", "wrong") else str(cell.derived.get("verdict", cell.status))
-
-
-def _verdict_reason(cell: Cell) -> str | None:
-    """Return the row's own reason; the other table says more about a fault."""
-    return None if cell.status == "wrong" and "meaning" in cell.derived else cell.reason

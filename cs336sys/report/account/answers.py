@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cs336sys.accounting.communication import bucket_answers, bucketing_overhead_s
 from cs336sys.accounting.derivation import Derived, number_of
@@ -192,7 +192,10 @@ def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: 
         drawing.axvline(crossing, color=f"C{number}", linestyle=":", linewidth=1)
         point, color = (crossing, computing_ms(crossing)), f"C{number}"
         # Other curves may cross the number.
-        style = {"fontsize": 9, "bbox": {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5}}
+        style: dict[str, Any] = {
+            "fontsize": 9,
+            "bbox": {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5},
+        }
         drawing.annotate(f"{crossing:.4g}", point, (4, 6), textcoords="offset points", color=color, **style)
     drawing.set_xscale("log", base=2)
     drawing.set_yscale("log")

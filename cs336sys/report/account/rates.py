@@ -140,7 +140,8 @@ def measured_device_time(
             f"--measured: no step in {precision} with state in {state_dtype} has the times of its forward, backward "
             f"and optimizer; measure one with cs336sys bench --precision {precision}{more} --save bench.jsonl"
         )
-    alike = [cell for cell in steps if _model_shape(cell) == (size.d_model, size.d_ff, size.num_layers, size.context)]
+    shape = ("d_model", "d_ff", "num_layers", "context")
+    alike = [cell for cell in steps if all(cell.configuration.get(name) == getattr(size, name) for name in shape)]
     cell = min(alike or steps, key=_seconds_per_flop)
     workload = Workload.from_configuration(cell.configuration)
     passes_s = (cell.samples["forward"].median + cell.samples["backward"].median) / 1e3
@@ -229,10 +230,6 @@ def _bench_step_label(cell: Cell) -> str:
 
 
 _NAMED = {"cuda_graph": ("CUDA graph", "off"), "kernels": ("kernels", "reference"), "state_dtype": ("state in", "fp32")}
-
-
-def _model_shape(cell: Cell) -> tuple[Any, ...]:
-    return tuple(cell.configuration.get(name) for name in ("d_model", "d_ff", "num_layers", "context"))
 
 
 def _seconds_per_flop(cell: Cell) -> float:

@@ -171,7 +171,7 @@ def _provable(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
         ("optimizer state", "shard or offload it", "it is used in the optimizer's step alone"),
         ("gradients", "update parameters within the backward pass", "they outlive it until the step"),
     )
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"snapshot": diagnosis.name, "change": change, "at_most_bytes": size, "proof": proof}
         for diagnosis in diagnoses
         for category, change, proof in offered

@@ -27,7 +27,6 @@ from cs336sys.report.titles import (
     title,
 )
 from cs336sys.results.model import Cell, Run, configuration_key
-from cs336sys.sizes import ModelSize
 from cs336sys.workload import MemoryWorkload, Workload
 
 _PREDICTED = (
@@ -299,15 +298,12 @@ def _block_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         if changes is not None:
             row |= {f"{name}_bytes": value for name, value in changes.items()}
             if training.is_ours:
-                row["gradients_expected_bytes"] = 4 * _block_parameters(training.size)
+                one_layer, none = (count_parameters(replace(size, num_layers=layers)) for layers in (1, 0))
+                row["gradients_expected_bytes"] = 4 * (one_layer - none)
             if changes["backward_change"] is not None:
                 row["gradients_by_difference_bytes"] = changes["backward_change"] + changes["forward_growth"]
         rows.append(row)
     return Table("block", "one residual-stream activation, and one block", columns, rows)
-
-
-def _block_parameters(size: ModelSize) -> int:
-    return count_parameters(replace(size, num_layers=1)) - count_parameters(replace(size, num_layers=0))
 
 
 def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:

@@ -255,8 +255,8 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
             bars.append((name, {}))
         bars[-1][1][str(row["phase"])] = row
     heights = [len(bars) for bars in groups.values()] or [1]
-    size = 2 + 2.1 * len(phases), 0.8 + sum(heights) * _INCHES_PER_BAR + len(heights) * _INCHES_BETWEEN
-    figure, axes = new_axes(*size, len(heights), max(1, len(phases)), gridspec_kw={"height_ratios": heights})
+    figure_size = 2 + 2.1 * len(phases), 0.8 + sum(heights) * _INCHES_PER_BAR + len(heights) * _INCHES_BETWEEN
+    figure, axes = new_axes(*figure_size, len(heights), max(1, len(phases)), gridspec_kw={"height_ratios": heights})
     for drawings, (size, bars) in zip(axes, groups.items(), strict=False):
         for drawing, phase in zip(drawings, phases, strict=True):
             for number, (_, by_phase) in enumerate(bars):

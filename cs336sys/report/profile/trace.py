@@ -357,7 +357,7 @@ def capture_table(analyses: Sequence[Analysis]) -> Table:
         Column("span_ms", "span", "ms"),
         Column("peak_gib", "peak memory of tensors", "gib", lambda analysis: analysis.peak_bytes / 2**30 or None),
     )
-    rows = [fill_row(columns, analysis) | analysis.totals for analysis in analyses]
+    rows = [{**fill_row(columns, analysis), **analysis.totals} for analysis in analyses]
     return Table("capture", "trace: the whole capture", columns, rows)
 
 

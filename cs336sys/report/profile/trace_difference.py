@@ -183,9 +183,9 @@ def all_tables(sides: dict[str, CaptureAnalyses], shown: DisplayOptions) -> list
 
 def saved_trace_tables(cells: Sequence[Cell], top: int, full_names: bool) -> list[Table]:
     """The tables of saved cells."""
-    ceilings, bandwidths = (
-        next((read(saved) for cell in cells if (saved := cell.derived.get(name))), None)
-        for name, read in (("ceilings", Ceilings.from_json), ("bandwidths", BusBandwidths.from_json))
+    ceilings = next((Ceilings.from_json(saved) for cell in cells if (saved := cell.derived.get("ceilings"))), None)
+    bandwidths = next(
+        (BusBandwidths.from_json(saved) for cell in cells if (saved := cell.derived.get("bandwidths"))), None
     )
     roofline = any(cell.configuration["roofline"] for cell in cells)
     return all_tables(saved_sides(cells), DisplayOptions(top, full_names, roofline, ceilings, bandwidths))
