@@ -238,9 +238,9 @@ def phases_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         traced = {peak["phase"]: peak["allocated"] for peak in cell.derived.get("traced", ())}
         for phase in cell.derived["phases"]:
             row = cell.configuration | {"phase": phase["phase"]}
-            held = {name: phase[name] for name in ("allocated", "reserved", *MEMORY_CATEGORIES)}
-            held["traced"] = traced[phase["phase"]] if traced else None
-            row |= {f"{n.replace(' ', '_')}_gib": size / GIB for n, size in held.items() if size is not None}
+            sizes = {name: phase[name] for name in ("allocated", "reserved", *MEMORY_CATEGORIES)}
+            sizes["traced"] = traced[phase["phase"]] if traced else None
+            row |= {f"{n.replace(' ', '_')}_gib": size / GIB for n, size in sizes.items() if size is not None}
             rows.append(row)
     note = "Each category where the phase holds the most. Activations: tensors kept for the backward pass."
     return Table("phases", "where memory goes: the widest moment of each phase", columns, rows, notes=(note,))

@@ -105,13 +105,13 @@ def _snapshot_verdict(diagnosis: MemoryDiagnosis, proved: Sequence[Cause]) -> st
     sizes = [(size, category) for category, size in diagnosis.by_category.items() if size]
     sizes.sort(reverse=True)
     parts = ", ".join(f"{category} {size_words(size)}" for size, category in sizes[:_LISTED])
-    held = size_words(diagnosis.held)
+    held_text = size_words(diagnosis.held)
     if diagnosis.failure is None:
-        event = f"Nothing failed: the record holds {held} at its peak"
+        event = f"Nothing failed: the record holds {held_text} at its peak"
     else:
         backward = " in the backward pass" if diagnosis.has_stacks else ""
         where = f" at {diagnosis.failed_at}" if diagnosis.failed_at else backward
-        event = f"An allocation of {size_words(diagnosis.failure.size)}{where} failed with {held} held"
+        event = f"An allocation of {size_words(diagnosis.failure.size)}{where} failed with {held_text} held"
     first = f"{event}: {parts}." if parts else f"{event}."
     if proved:
         sentences = "; also, ".join(cause.sentence for cause in proved)
