@@ -355,7 +355,9 @@ def capture_table(analyses: Sequence[Analysis]) -> Table:
         Column("computing_ms", "computing", "ms"),
         Column("communication_ms", "communication", "ms"),
         Column("span_ms", "span", "ms"),
-        Column("peak_gib", "peak memory of tensors", "gib", lambda analysis: analysis.peak_bytes / 2**30 or None),
+        Column(
+            "peak_gib", "peak memory of tensors", "gib", lambda analysis: (analysis.peak_bytes or 0) / 2**30 or None
+        ),
     )
     rows = [{**fill_row(columns, analysis), **analysis.totals} for analysis in analyses]
     return Table("capture", "trace: the whole capture", columns, rows)
