@@ -3,9 +3,10 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
-from itertools import pairwise
+from itertools import pairwise, product
+from operator import itemgetter
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -29,6 +30,10 @@ def joined(parts: Iterable[str], conjunction: str = "and") -> str:
     if len(listed) < 2:
         return "".join(listed)
     return f"{', '.join(listed[:-1])} {conjunction} {listed[-1]}"
+
+
+def _ms(value: float) -> str:
+    return format_quantity(value, "ms")
 
 
 def gib(value: float) -> str:
@@ -104,11 +109,10 @@ def trend(values: Sequence[float]) -> str:
 def cost(exposed: Interval) -> str:
     """Phrase what communication adds to a step, as far as the noise allows."""
     if exposed.is_undecided:
-        return f"{format_quantity(exposed.estimate, 'ms')} (too few steps to tell from nothing at 5 %)"
+        return f"{_ms(exposed.estimate)} (too few steps to tell from nothing at 5 %)"
     if exposed.is_noise:
-        return f"less than {format_quantity(max(exposed.high, 0), 'ms')}, below the noise"
-    low, high = format_quantity(exposed.low, "ms"), format_quantity(exposed.high, "ms")
-    return f"{format_quantity(exposed.estimate, 'ms')} ({low} to {high})"
+        return f"less than {_ms(max(exposed.high, 0))}, below the noise"
+    return f"{_ms(exposed.estimate)} ({_ms(exposed.low)} to {_ms(exposed.high)})"
 
 
 def derived_sentence(answer: Derived) -> str:
@@ -128,23 +132,19 @@ def derived_value(answer: Derived) -> str:
     return f"{relation}{number.strip()} {unit}".strip()
 
 
-def _quantity(unit: str) -> Callable[[float], str]:
-    return lambda value: format_quantity(value, unit)
-
-
 # Formats of one fact; of a list each is written so, joined with "and".
 FORMATS: dict[str, Callable[[Any], str]] = {
-    **{unit: _quantity(unit) for unit in ("ms", "bytes", "decimal_bytes", "gbps")},
-    **{"gib": gib, "times": times, "percent": percent, "change": change, "as_long": as_long, "speed": speed},
+    **{unit: partial(format_quantity, unit=unit) for unit in ("bytes", "decimal_bytes", "gbps")},
+    **{"ms": _ms, "gib": gib, "times": times, "percent": percent, "change": change, "as_long": as_long, "speed": speed},
     **{"cost": cost, "derived": derived_value, "s": lambda count: "" if count == 1 else "s"},
-    "us": lambda us: format_quantity(us, "us") if us < 1e3 else format_quantity(us / 1e3, "ms"),
-    "signed ms": lambda value: f"{'+' if value > 0 else ''}{format_quantity(value, 'ms')}",
+    "us": lambda us: format_quantity(us, "us") if us < 1e3 else _ms(us / 1e3),
+    "signed ms": lambda value: f"{'+' if value > 0 else ''}{_ms(value)}",
 }
 # Formats of a list.
 LIST_FORMATS: dict[str, Callable[[Any], str]] = {
     "trend": trend,
     "spread": spread,
-    "spread ms": lambda values: spread(values, _quantity("ms")),
+    "spread ms": lambda values: spread(values, _ms),
     "spread percent": lambda values: spread(values, percent),
     "or": lambda values: joined(map(str, values), "or"),
 }
@@ -197,6 +197,8 @@ def prose_of(function: Callable[..., Any]) -> Prose:
     return Prose(_text("common"), _text(function.__module__.rpartition(".")[2]))
 
 
+_NO_FACTS: Mapping[str, Any] = {}
+
 # Units of a column by how its key ends.
 _UNITS = {"_ms": "ms", "_gib": "gib", "_speedup": "ratio"}
 
@@ -206,8 +208,7 @@ class Answer:
     """The sentences of a part, and the cells of one machine that they are about.
 
     Attributes:
-        sentences: computed from the numbers; a part that says and shows nothing has no answer.
-        tables: trimmed to what is asked.
+        sentences: computed from the numbers; a part without sentences and tables has no answer.
         pictures: by name, each drawn to a file.
         runs: that measured what the sentences say; none for what follows from arithmetic.
         missing: what is asked and was not measured.
@@ -226,27 +227,38 @@ class Answer:
         self.prose.formats["called"] = self.handout.called
         self.find, self.find_each = self.evidence.find, self.evidence.find_each
 
-    def fill(self, name: str, facts: Mapping[str, Any] | None = None, /, **more: Any) -> str:
+    def fill(self, name: str, facts: Mapping[str, Any] = _NO_FACTS, /, **more: Any) -> str:
         """A named sentence of the template with these facts."""
-        return self.prose.fill(name, {**(facts or {}), **more})
+        return self.prose.fill(name, {**facts, **more})
 
-    def say(self, name: str, facts: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+    def say(self, name: str, facts: Mapping[str, Any] = _NO_FACTS, /, **more: Any) -> None:
         self.sentences.append(self.fill(name, facts, **more))
 
-    def lack(self, name: str, facts: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+    def say_any(self, name: str, /, **lists: Sequence[Any]) -> None:
+        """A sentence about lists, unless they are empty; ``is_one`` in it chooses by the length."""
+        if all(lists.values()):
+            self.say(name, lists, is_one=len(next(iter(lists.values()))) == 1)
+
+    def lack(self, name: str, facts: Mapping[str, Any] = _NO_FACTS, /, **more: Any) -> None:
         """Say what is missing."""
         self.missing.append(self.fill(name, facts, **more))
 
+    def lack_unmeasured(self, name: str, rows: Iterable[Mapping[str, Any]], **grid: Iterable[Any]) -> None:
+        """Say which points of a grid of settings no row has."""
+        measured = {tuple(row[key] for key in grid) for row in rows}
+        for values in product(*grid.values()):
+            if values not in measured:
+                self.lack(name, dict(zip(grid, values, strict=True)))
+
     def say_failures(self, cells: Sequence[Cell], name: str | Callable[[Cell], str]) -> None:
-        """One sentence for each status that is none of success: which cells, by the named words, and why."""
+        """One sentence for each status that is none of success: which cells, by the named sentence, and why."""
         name_of = name if callable(name) else lambda cell: name
         for status in ("oom", "unsupported", "timeout", "wrong", "error"):
-            failed = [cell for cell in cells if cell.status == status]
-            if failed:
+            if failed := [cell for cell in cells if cell.status == status]:
                 names = joined(dict.fromkeys(self.fill(name_of(cell), cell.configuration) for cell in failed))
                 # "a training step" begins the sentence, the name of a size stays as it is.
                 names = f"A{names[1:]}" if names.startswith("a ") else names
-                reasons = dict.fromkeys(_why(cell.reason) for cell in failed if cell.reason)
+                reasons = dict.fromkeys(_short_reason(cell.reason) for cell in failed if cell.reason)
                 self.say(status, names=names, reasons=f" ({'; '.join(reasons)})" if reasons else "")
 
     def derive(self, answers: Sequence[Derived], table: str, title: str, say: Iterable[Derived] = ()) -> None:
@@ -283,14 +295,11 @@ class Answer:
 def _with_its_notes(table: Table, whole: Table) -> Table:
     """A table without what notes say of columns that it has not (``hidden: ...; as it ran: ...``)."""
     headers = {column.header for column in table.columns}
-    has_speedups = any(column.key.endswith("speedup") for column in table.columns)
     gone = {column.header.split(",")[0] for column in whole.columns if column.header not in headers}
-
-    def trimmed(note: str) -> str:
-        return "; ".join(part for part in note.split("; ") if part.partition(":")[0] not in gone)
-
+    has_speedups = any(column.key.endswith("speedup") for column in table.columns)
     notes = [note for note in table.notes if has_speedups or not note.startswith("no speed-ups")]
-    return replace(table, notes=[kept for note in notes if (kept := trimmed(note))])
+    kept = ("; ".join(part for part in note.split("; ") if part.partition(":")[0] not in gone) for note in notes)
+    return replace(table, notes=list(filter(None, kept)))
 
 
 def of_medians(table: Table) -> Table:
@@ -304,10 +313,14 @@ def of_medians(table: Table) -> Table:
     return replace(table, rows=rows, notes=notes)
 
 
-def _why(reason: str) -> str:
+def _short_reason(reason: str) -> str:
     """A cell's reason, without what the verb before it says: ``at warm-up 1/5: tried to allocate 82.00 MiB``."""
-    shortened = reason.removeprefix("out of memory ").replace("CUDA out of memory. Tried", "tried")
-    return shortened.rstrip(".")
+    return reason.removeprefix("out of memory ").replace("CUDA out of memory. Tried", "tried").rstrip(".")
+
+
+def extremes(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, Mapping[str, Any]]:
+    """The rows with the least and with the most."""
+    return {"least": min(rows, key=itemgetter(key)), "most": max(rows, key=itemgetter(key))}
 
 
 def compared(before: Cell, after: Cell, phases: Iterable[str]) -> dict[str, Any]:
@@ -315,11 +328,10 @@ def compared(before: Cell, after: Cell, phases: Iterable[str]) -> dict[str, Any]
     row: dict[str, Any] = {}
     for phase in phases:
         first, second = before.samples[phase], after.samples[phase]
-        facts: dict[str, Any] = {"before": first.median, "after": second.median}
         speedup = ratio(first, second)
-        facts |= {"speedup": speedup.estimate, "low": speedup.low, "high": speedup.high}
-        row |= {phase: facts, f"{phase}_before_ms": facts["before"], f"{phase}_ms": facts["after"]}
-        row[f"{phase}_speedup"] = facts["speedup"]
+        row |= {f"{phase}_before_ms": first.median, f"{phase}_ms": second.median, f"{phase}_speedup": speedup.estimate}
+        row[phase] = {"before": first.median, "after": second.median, "speedup": speedup.estimate}
+        row[phase] |= {"low": speedup.low, "high": speedup.high}
     return row
 
 

@@ -12,19 +12,9 @@ from cs336sys.report.registry import FAULTS, fault_words
 from cs336sys.report.table import Table
 from cs336sys.results.model import Run
 
-# Options of a command line that say where results went, and not what was measured; True: followed by a value.
-_OF_FILES = {
-    "--save": True,
-    "--output": True,
-    "-o": True,
-    "--format": True,
-    "--plot": True,
-    "--plot-buckets": True,
-    "--snapshot": True,
-    "--trace": True,
-    "--resume": False,
-    "--resume-any": False,
-}
+# Options of a command line that say where results went, and not what was measured: with a value, and without.
+_FILE_OPTIONS = ("--save", "--output", "-o", "--format", "--plot", "--plot-buckets", "--snapshot", "--trace")
+_FILE_FLAGS = ("--resume", "--resume-any")
 
 # What pictures show, by the names that commands give them; memprof names each by its workload.
 _CAPTIONS = {
@@ -66,11 +56,7 @@ class AnswerBlock:
 
 @dataclass(frozen=True)
 class Section:
-    """One lettered part of a problem.
-
-    Attributes:
-        absent: the command lines that would give what no file has.
-    """
+    """One lettered part of a problem; ``absent``: the command lines that would give what no file has."""
 
     letter: str
     blocks: Sequence[AnswerBlock]
@@ -79,16 +65,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """All of it.
-
-    Attributes:
-        problems: each with its sections.
-        faults: cells that could not be shown, a sentence each.
-    """
+    """All problems, each with its sections; ``faults``: cells that could not be shown, a sentence each."""
 
     year: int
     machines: Sequence[str]
-    problems: Sequence[tuple[Problem, Sequence[Section]]]
+    problems: list[tuple[Problem, Sequence[Section]]]
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -115,14 +96,12 @@ def build_document(
     problems: Sequence[Problem], evidences: Sequence[Evidence], target: Target, faults: Sequence[str] = ()
 ) -> Document:
     """Answer every part from the cells of each machine; those of two machines are never put together."""
-    document = Document(
-        target.handout.year, [evidence.machine for evidence in evidences if evidence.machine], [], faults=list(faults)
-    )
-    answered = [
-        (problem, [_section(problem, part, evidences, target, document.faults) for part in problem.parts])
-        for problem in problems
-    ]
-    return Document(document.year, document.machines, answered, document.faults)
+    machines = [evidence.machine for evidence in evidences if evidence.machine]
+    document = Document(target.handout.year, machines, [], list(faults))
+    for problem in problems:
+        sections = [_section(problem, part, evidences, target, document.faults) for part in problem.parts]
+        document.problems.append((problem, sections))
+    return document
 
 
 def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target: Target, faults: list[str]) -> Section:
@@ -144,8 +123,8 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
             blocks.append(_block(answer, lines, handouts_own))
     # A machine that measured nothing adds nothing to another's answer, and the same words are said once.
     blocks = [block for block in blocks if block.machine] or blocks[:1]
+    # What one machine lacks another has measured.
     if any(not block.missing for block in blocks):
-        # What one machine lacks another has measured.
         blocks = [replace(block, missing=[]) for block in blocks]
     return Section(part.letter, blocks, [] if blocks else lines)
 
@@ -159,22 +138,16 @@ def _caption(name: str) -> str:
 
 def _block(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> AnswerBlock:
     """An answer as it is written, with the commands in ``sources`` as where what it lacks comes from."""
-    measured = [typed_command(run) for run in answer.runs.values()]
     # Some say themselves what would give them.
     missing = [f"Not measured: {item}." for item in answer.missing if "`" in item]
     plain = [item for item in answer.missing if "`" not in item]
     if plain:
         source = f" Measure it with {', '.join(f'`{line}`' for line in sources)}." if sources else ""
         missing.append(f"Not measured: {'; '.join(plain)}.{source}")
+    machine = answer.evidence.machine if answer.runs else ""
+    commands = list(dict.fromkeys(map(typed_command, answer.runs.values()))) or list(lines)
     pictures = [Picture(_caption(name), draw) for name, draw in answer.pictures.items()]
-    return AnswerBlock(
-        answer.evidence.machine if answer.runs else "",
-        list(dict.fromkeys(measured)) or list(lines),
-        answer.sentences,
-        _saying_once(answer.tables),
-        pictures,
-        missing,
-    )
+    return AnswerBlock(machine, commands, answer.sentences, _saying_once(answer.tables), pictures, missing)
 
 
 def _saying_once(tables: Sequence[Table]) -> list[Table]:
@@ -189,13 +162,11 @@ def _saying_once(tables: Sequence[Table]) -> list[Table]:
 
 def typed_command(run: Run) -> str:
     """Return what was typed, without where its results went."""
-    kept: list[str] = []
+    kept = ["cs336sys"]
     arguments = iter(run.arguments)
     for argument in arguments:
-        name, assigned, _ = argument.partition("=")
-        if name in _OF_FILES:
-            if _OF_FILES[name] and not assigned:
-                next(arguments, None)
-        else:
+        if argument in _FILE_OPTIONS:
+            next(arguments, None)
+        elif argument.partition("=")[0] not in (*_FILE_OPTIONS, *_FILE_FLAGS):
             kept.append(argument)
-    return shlex.join(("cs336sys", *kept))
+    return shlex.join(kept)

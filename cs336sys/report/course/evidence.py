@@ -1,6 +1,6 @@
 """Find in saved results the cells that a problem of the write-up asks for, machine by machine."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from cs336sys.report.registry import (
     saved_tables,
     shown_cells,
 )
-from cs336sys.report.table import Table, select_columns, select_tables
+from cs336sys.report.table import Table, select_columns
 from cs336sys.report.titles import setting_of
 from cs336sys.results.model import Cell, Results, Run, configuration_key
 
@@ -49,10 +49,6 @@ class Selection:
     cells: list[Cell]
 
     @property
-    def run(self) -> Run | None:
-        return self.invocation.run
-
-    @property
     def measured(self) -> list[Cell]:
         return [cell for cell in self.cells if cell.status == "ok"]
 
@@ -60,18 +56,15 @@ class Selection:
     def _tables(self) -> list[Table]:
         return saved_tables(self.invocation, self.cells, Presentation())
 
-    def table(self, name: str, *columns: str) -> list[Table]:
-        """The command's table of this name with these columns alone (all, without any); none where it has none."""
-        return [table for table, _ in self.tables(name, *columns)]
-
     def tables(self, name: str, *columns: str) -> list[tuple[Table, Table]]:
-        """As :meth:`table`, each with the table that the command prints."""
+        """The command's tables of this name with these columns alone (all, without any), each next to the whole one."""
         chosen = [table for table in self._tables if table.name == name and table.rows]
-        if not chosen or not columns:
-            return [(table, table) for table in chosen]
         keys = {column.key for table in chosen for column in table.columns}
-        selected = select_columns(select_tables(chosen, [name]), [key for key in columns if key in keys])
+        selected = select_columns(chosen, [key for key in columns if key in keys]) if chosen and columns else chosen
         return list(zip(selected, chosen, strict=True))
+
+    def rows(self, table: str) -> list[dict[str, Any]]:
+        return [dict(row) for _, whole in self.tables(table) for row in whole.rows]
 
     def pictures(self, *names: str) -> Pictures:
         """The command's pictures of the cells, of these names alone if any is given."""
@@ -80,9 +73,21 @@ class Selection:
 
     def of(self, **settings: Any) -> list[Cell]:
         """The measured cells with these settings."""
-        return [
-            cell for cell in self.measured if all(setting_of(cell, name) == value for name, value in settings.items())
-        ]
+        return [cell for cell in self.measured if settings.items() <= cell.configuration.items()]
+
+    def first(self, **settings: Any) -> Cell | None:
+        return next(iter(self.of(**settings)), None)
+
+    def by(self, setting: str) -> dict[Any, Cell]:
+        """The measured cells by a setting, of equal ones the last."""
+        return {cell.configuration[setting]: cell for cell in self.measured}
+
+    def only(self, is_wanted: Callable[[Cell], Any]) -> "Selection":
+        return Selection(self.invocation, [cell for cell in self.cells if is_wanted(cell)])
+
+    def setting(self, name: str) -> Any:
+        """A setting that all cells have alike."""
+        return self.cells[0].configuration[name]
 
 
 def cells_of(groups: Sequence[Selection]) -> list[Cell]:
@@ -127,37 +132,27 @@ class Evidence:
         self, command: str, preferred: Mapping[str, Collection[Any]] | None = None, /, **required: Collection[Any]
     ) -> list[Selection]:
         """As :meth:`find`, with what several invocations measured in each of them, for what is compared within one."""
-        candidates = [
-            (invocation, chosen)
-            for invocation, cells in self.shown
-            if invocation.command == command and (chosen := [cell for cell in cells if _matches(cell, required)])
-        ]
+        # A board's cells have columns of their own: whoever wants them says so.
+        settings = {"board": (None, False), **required}
+        groups = _narrowed([Selection(*shown) for shown in self.shown if shown[0].command == command], settings)
         for name, values in (preferred or {}).items():
-            narrowed = [
-                (invocation, chosen)
-                for invocation, cells in candidates
-                if (chosen := [cell for cell in cells if _matches(cell, {name: values})])
-            ]
-            candidates = narrowed or candidates
-        candidates.sort(
-            key=lambda candidate: (len({_what(cell) for cell in candidate[1]}), _time(candidate[0])), reverse=True
-        )
-        return [Selection(invocation, cells) for invocation, cells in candidates]
+            groups = _narrowed(groups, {name: values}) or groups
+
+        def count_and_time(group: Selection) -> tuple[int, str]:
+            runs = group.invocation.runs
+            return len({_what(cell) for cell in group.cells}), runs[-1].time if runs else ""
+
+        return sorted(groups, key=count_and_time, reverse=True)
 
 
-def _matches(cell: Cell, required: Mapping[str, Collection[Any]]) -> bool:
-    # A board's cells have columns of their own: whoever wants them says so.
-    if cell.configuration.get("board") and "board" not in required:
-        return False
-    return all(setting_of(cell, name) in values for name, values in required.items())
+def _narrowed(groups: Sequence[Selection], settings: Mapping[str, Collection[Any]]) -> list[Selection]:
+    """The groups with those cells that have one of the values of each setting, without groups that have none."""
+    chosen = [group.only(lambda c: all(setting_of(c, key) in settings[key] for key in settings)) for group in groups]
+    return [group for group in chosen if group.cells]
 
 
 def _what(cell: Cell) -> str:
     return configuration_key(cell.configuration, ignore=_OF_MEASURING)
-
-
-def _time(invocation: Invocation) -> str:
-    return invocation.runs[-1].time if invocation.runs else ""
 
 
 def machine_name(run: Run | None) -> str:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.measure.system import cpu_cores, memory_gib, read_gpus
@@ -146,9 +147,7 @@ def planned(problems: Sequence[Problem], target: Target) -> list[tuple[Command, 
 
 
 def why_not(command: Command, target: Target) -> str | None:
-    """Explain why it cannot be run here; None if it can. What is too large for a GPU is run: that it is, is a
-    result.
-    """
+    """Explain why it cannot be run here, None if it can; running out of a GPU's memory is a result."""
     if target.gpus and command.gpus > target.gpus:
         return f"needs {command.gpus} GPUs, here {'are' if target.gpus > 1 else 'is'} {target.gpus}"
     if not target.gpus and target.memory_gib is not None and (command.memory_gib or 0) > target.memory_gib:
@@ -166,20 +165,13 @@ def plan_table(plan: Sequence[tuple[Command, Sequence[str]]], target: Target) ->
         Column("note", "note"),
         Column("problems", "for"),
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for command, names in plan:
         large = target.gpus and target.memory_gib and (command.memory_gib or 0) > target.memory_gib
         note = why_not(command, target) or ("what does not fit becomes a result" if large else None)
-        rows.append(
-            {
-                "command": command.line,
-                "seconds": format_duration(command.seconds),
-                "memory_gib": command.memory_gib,
-                "gpus": command.gpus if target.gpus else None,
-                "note": note,
-                "problems": ", ".join(names),
-            }
-        )
+        row = {"command": command.line, "note": note, "problems": ", ".join(names)}
+        row |= {"seconds": format_duration(command.seconds), "memory_gib": command.memory_gib}
+        rows.append(row | {"gpus": command.gpus if target.gpus else None})
     total = format_duration(sum(command.seconds for command, _ in plan if why_not(command, target) is None))
     title = f"report {target.handout.year}: {len(plan)} commands, about {total} altogether"
     return Table("plan", title, columns, rows)

@@ -2,8 +2,8 @@
 
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -45,18 +45,11 @@ class Handout:
         return f"{size} (the handout's xl)" if size == self.xl != "xl" else size
 
 
+_SIZES_2025 = ("small", "medium", "large", "xl", "2.7b")
+_SIZES_2026 = ("small", "medium", "large", "2.7b", "10b")
 HANDOUTS = {
-    2025: Handout(
-        2025,
-        ("small", "medium", "large", "xl", "2.7b"),
-        "xl",
-        ("small", "medium", "large", "xl", "2.7b"),
-        (128, 256, 512, 1024),
-        (512, 256, 128),
-    ),
-    2026: Handout(
-        2026, ("small", "medium", "large", "2.7b", "10b"), "2.7b", ("small", "2.7b"), (256, 512, 1024), (2048, 128)
-    ),
+    2025: Handout(2025, _SIZES_2025, "xl", _SIZES_2025, (128, 256, 512, 1024), (512, 256, 128)),
+    2026: Handout(2026, _SIZES_2026, "2.7b", ("small", "2.7b"), (256, 512, 1024), (2048, 128)),
 }
 
 
@@ -118,58 +111,52 @@ class Command:
         return shlex.join(("cs336sys", *self.arguments))
 
 
-def arithmetic(line: str) -> Callable[["Target"], list[Command]]:
+Commands = Callable[[Target], Sequence[Command]]
+
+
+def arithmetic(line: str) -> Commands:
     """A command that measures nothing; ``{xl}`` is what the handout calls so."""
     return lambda target: [Command(tuple(line.format(xl=target.handout.xl).split()), is_saved=False)]
 
 
-@dataclass(frozen=True)
-class TrainingSweep:
-    """Training steps to measure, as options of a command that trains; the cells are the product of the lists.
+def training_sweep(
+    target: Target,
+    command: str,
+    names: Sequence[str],
+    contexts: Sequence[int] = (),
+    flags: Sequence[str] = (),
+    steps: int = 15,
+    ranks: int = 1,
+    **options: Sequence[str],
+) -> Command:
+    """Training steps to measure, with what they are expected to need; the cells are the product of the lists.
 
-    Attributes:
-        options: lists of values by option, ``{"compile": ("off", "model")}``.
+    Args:
+        names: of sizes, of which a small write-up has its own.
         flags: other options, as typed.
         steps: of a cell, warm-up among them.
         ranks: that hold a model each.
+        options: lists of values by option, ``compile=("off", "model")``.
     """
-
-    command: str
-    sizes: tuple[str, ...]
-    contexts: tuple[int, ...] = ()
-    options: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
-    steps: int = 15
-    ranks: int = 1
-
-    def on(self, target: Target) -> Command:
-        """The command line, with what it is expected to need there."""
-        arguments = [self.command, "--size", ",".join(self.sizes)]
-        contexts = self.contexts or (() if not target.is_small else target.contexts((512,)))
-        if contexts:
-            arguments += ["--context", ",".join(map(str, contexts))]
-        for name, values in self.options.items():
-            arguments += [f"--{name}", ",".join(values)]
-        arguments += [*self.flags, *target.device_options]
-        seconds, most = self._needs(contexts or (512,), target)
-        return Command(tuple(arguments), seconds, most, self.ranks)
-
-    def _needs(self, contexts: Sequence[int], target: Target) -> tuple[float, float]:
-        flops, cells, most = 0, 0, 0.0
-        values = {name: self.options.get(name, (default,)) for name, default in _DEFAULTS.items()}
-        others = math.prod(len(choices) for name, choices in self.options.items() if name not in _DEFAULTS)
-        for name, context, mode, precision in product(self.sizes, contexts, values["mode"], values["precision"]):
-            size = choose_size(name, context=context)
-            alike = others * len(values["compile"])
-            cells += alike
-            flops += alike * model_flops(size, backward=mode != "forward", causal=False)
-            most = max(most, predicted_peak(size, precision, mode, "reference").total_gib)
-        seconds = self.steps * flops / (target.tflops * 1e12 * _REACHED) + _START_S + _CELL_S * cells * self.ranks
-        compiled = sum(mode != "off" for mode in values["compile"])
-        return seconds + _COMPILE_S * compiled * len(self.sizes), most
+    contexts = target.contexts(contexts or ((512,) if target.is_small else ()))
+    lists = {"size": target.sizes(names), "context": contexts, **options}
+    typed = [part for name, values in lists.items() if values for part in (f"--{name}", ",".join(map(str, values)))]
+    lists = {"mode": ("train",), "precision": ("fp32",), "compile": ("off",), **lists, "context": contexts or (512,)}
+    alike = math.prod(len(values) for name, values in lists.items() if name not in _COUNTED)
+    flops, most = 0, 0.0
+    for name, context, mode, precision in product(*(lists[name] for name in _COUNTED)):
+        size = choose_size(name, context=context)
+        flops += alike * model_flops(size, backward=mode != "forward", causal=False)
+        most = max(most, predicted_peak(size, precision, mode, "reference").total_gib)
+    cells = math.prod(map(len, lists.values()))
+    compiled = sum(mode != "off" for mode in lists["compile"]) * len(lists["size"])
+    seconds = steps * flops / (target.tflops * 1e12 * _REACHED) + _START_S + _CELL_S * cells * ranks
+    arguments = (command, *typed, *flags, *target.device_options)
+    return Command(arguments, seconds + _COMPILE_S * compiled, most, ranks)
 
 
-_DEFAULTS = {"mode": "train", "precision": "fp32", "compile": "off"}
+# The settings of a sweep that FLOPs and memory depend on.
+_COUNTED = ("size", "context", "mode", "precision")
 
 
 def state_gib(size: str) -> float:
@@ -177,34 +164,33 @@ def state_gib(size: str) -> float:
     return training_state(SIZES[size], "fp32").total / GIB
 
 
-def simple(target: Target, *arguments: str, seconds: float, gpus: int = 1, on_device: bool = True) -> Command:
+def measurement(line: str, seconds: float, gpus: int = 1) -> Commands:
     """A command whose time hardly depends on the machine."""
-    return Command((*arguments, *(target.device_options if on_device else ())), seconds + _START_S, None, gpus)
+    return lambda target: [Command((*line.split(), *target.device_options), seconds + _START_S, None, gpus)]
+
+
+def sized(large: Commands, small: Commands = lambda target: ()) -> Commands:
+    """Other commands, or none, for a small write-up."""
+    return lambda target: (small if target.is_small else large)(target)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One lettered question.
+    """One lettered question, and the commands that its answer is computed from.
 
     Attributes:
         letter: ``a``; empty where the problem is one question.
         answer: writes into an :class:`~cs336sys.report.course.answer.Answer` what the cells of one machine say.
-        commands: that give what the answer is computed from.
     """
 
     letter: str
     answer: Callable[[Any], None]
-    commands: Callable[[Target], Sequence[Command]] = lambda target: ()
+    commands: Commands = lambda target: ()
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem by the handout's name.
-
-    Attributes:
-        name: ``nsys_profile``.
-        title: in words.
-    """
+    """A problem by the handout's name, ``nsys_profile``."""
 
     name: str
     title: str

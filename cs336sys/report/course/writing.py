@@ -20,19 +20,15 @@ from cs336sys.results.foreign import printable
 # So many sentences are the answer that a handout asks for; the others stand below a fold where there is one.
 _ANSWER_SENTENCES = 3
 
-DrawnPicture = Callable[[Picture], str | None]
-
 
 @dataclass(frozen=True)
 class Markup:
     """A format's markup for the pieces of a document; ``%s`` is text that is marked up already.
 
     Attributes:
-        plain, code: mark up running text, and what stands between backticks in it.
-        commands: command lines as they are typed.
-        table: a table, of which a page holds so many rows.
-        listed, item: sentences one by one.
-        details: what goes beyond the answer.
+        plain, code: running text, and its code between backticks.
+        table: a table, in pieces that fit a page.
+        listed, item: sentences one by one; ``details``: those beyond the answer.
         absent, fault: what is missing, and what could not be shown.
     """
 
@@ -91,14 +87,9 @@ _MARKDOWN = Markup(
 _PAGE_ROWS = 40
 
 _LATEX_SPECIAL = {
-    "\\": r"\textbackslash{}",
     **{character: f"\\{character}" for character in "&%$#{}"},
-    "_": r"\_\allowbreak{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "±": r"$\pm$",
+    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+    **{"_": r"\_\allowbreak{}", "<": r"\textless{}", ">": r"\textgreater{}", "±": r"$\pm$"},
 }
 
 _LATEX_HEAD = r"""\documentclass[10pt]{article}
@@ -225,7 +216,7 @@ def introduction(document: Document) -> list[str]:
     return sentences
 
 
-def document_text(document: Document, format: str, draw: DrawnPicture) -> str:
+def document_text(document: Document, format: str, draw: Callable[[Picture], str | None]) -> str:
     """The document in a format; ``draw`` gives a picture's file, or its HTML, and None for one that is left out."""
     markup = _MARKUPS[format]
     parts = [markup.paragraph % markup.inline(sentence) for sentence in introduction(document)]
@@ -238,7 +229,7 @@ def document_text(document: Document, format: str, draw: DrawnPicture) -> str:
     return "\n\n".join([head, *parts, *body, *end]) + "\n"
 
 
-def _body(document: Document, markup: Markup, draw: DrawnPicture) -> Iterator[str]:
+def _body(document: Document, markup: Markup, draw: Callable[[Picture], str | None]) -> Iterator[str]:
     for problem, sections in document.problems:
         yield markup.problem(problem)
         for section in sections:
@@ -255,9 +246,8 @@ def _body(document: Document, markup: Markup, draw: DrawnPicture) -> Iterator[st
                 yield from (markup.absent % markup.inline(lacking) for lacking in block.missing)
                 for table in block.tables:
                     yield from markup.table(table)
-                for picture in block.pictures:
-                    if drawn := draw(picture):
-                        yield markup.picture(drawn, picture.name)
+                drawn = ((draw(picture), picture.name) for picture in block.pictures)
+                yield from (markup.picture(path, name) for path, name in drawn if path)
             if not section.blocks:
                 source = ". Measure it with " + ", ".join(f"`{line}`" for line in section.absent)
                 why = source if section.absent else ", and no command for this machine gives it"
@@ -275,35 +265,29 @@ def write_document(document: Document, format: str, output: Path | None) -> list
     Raises:
         OutputError: it cannot be written; stdout then gets it.
     """
-    notes: dict[str, None] = {}
-    count = 0
+    file = None if output == STDOUT else output
+    notes: list[str] = []
+    names: list[str] = []
 
-    def drawn(make: Callable[[], str | None]) -> str | None:
+    def drawn(picture: Picture) -> str | None:
         try:
-            return make()
+            if format == "html":
+                return html_picture(picture.draw, picture.name)
+            if file is not None:
+                path = file.with_name(f"{file.stem}-{len(names) + 1:02}.png")
+                picture.draw(path)
+                names.append(path.name)
+                return path.name
         except (ImportError, CapabilityError) as error:
-            notes[f"pictures are left out: {error}"] = None
+            notes.append(f"pictures are left out: {error}")
         except FAULTS as error:
-            notes[f"left out a picture, because its saved data cannot be drawn: {error}"] = None
+            notes.append(f"left out a picture, because its saved data cannot be drawn: {error}")
         return None
 
-    def beside(picture: Picture) -> str | None:
-        nonlocal count
-        if output is None or output == STDOUT:
-            return None
-        path = output.with_name(f"{output.stem}-{count + 1:02}.png")
-        picture.draw(path)
-        count += 1
-        return path.name
-
-    def inside(picture: Picture) -> str:
-        return html_picture(picture.draw, picture.name)
-
-    make = inside if format == "html" else beside
-    text = document_text(document, format, lambda picture: drawn(lambda: make(picture)))
-    if output is None or output == STDOUT:
+    text = document_text(document, format, drawn)
+    if file is None:
         with writing_stdout():
             sys.stdout.write(text)
     else:
-        write_file(output, text.encode(), "--output")
-    return list(notes)
+        write_file(file, text.encode(), "--output")
+    return list(dict.fromkeys(notes))

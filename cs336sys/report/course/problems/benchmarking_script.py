@@ -1,17 +1,15 @@
 """``benchmarking_script``: how long forward, backward and optimizer take, and what warm-up changes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import PLAIN, PLAIN_OF_ANY_MODE, Evidence, Selection, cells_of, measured_of
-from cs336sys.report.course.problem import Command, Target, TrainingSweep
+from cs336sys.report.course.problem import Command, Target, training_sweep
 from cs336sys.results.model import Cell
 from cs336sys.sizes import SIZES
 from cs336sys.workload import Workload
-
-_WARMUPS = ("0", "1", "2", "5")
 
 # Below this part of the mean a standard deviation is called small.
 _SMALL_SPREAD = 0.05
@@ -22,8 +20,7 @@ _SLOW_FIRST = 1.1
 
 def script(answer: Answer) -> None:
     answer.say("script")
-    cells = cells_of(answer.find("bench"))
-    if cells:
+    if cells := cells_of(answer.find("bench")):
         modes = list(dict.fromkeys(cell.configuration["mode"] for cell in cells))
         answer.say("cells", count=len(cells), modes=modes)
 
@@ -32,12 +29,11 @@ def timings(answer: Answer) -> None:
     sizes = answer.handout.sizes
     wanted = {"size": sizes, "context": (512,), "precision": ("fp32",), "warmup": (5,), "batch_size": (4,)}
     selections = answer.find("bench", wanted, **PLAIN)
-    if not selections:
-        return
-    measured = sorted(measured_of(selections), key=_parameters)
-    if measured:
-        _say_timings(answer, measured)
     every = cells_of(selections)
+    if not every:
+        return
+    if measured := sorted(measured_of(selections), key=_parameters):
+        _say_timings(answer, measured)
     answer.say_failures(every, "name of the size")
     for cell in every:
         if cell.status == "oom":
@@ -55,7 +51,7 @@ def _parameters(cell: Cell) -> int:
 
 
 def _say_timings(answer: Answer, measured: Sequence[Cell]) -> None:
-    """Return how long each part takes, from the smallest size to the largest, and how sure that is."""
+    """Say how long each part takes, from the smallest size to the largest, and how sure that is."""
     rows = [{**cell.configuration, **cell.samples, "parameters": _parameters(cell)} for cell in measured]
     answer.say("passes", sizes=rows)
     ratios = [row["backward"].mean / row["forward"].mean for row in rows]
@@ -74,14 +70,12 @@ def _say_timings(answer: Answer, measured: Sequence[Cell]) -> None:
         for row, cell in zip(rows, measured, strict=True)
         if (busy := cell.derived.get("gpu_busy_ms")) is not None and busy < 0.8 * row["step"].median
     ]
-    if waiting:
-        answer.say("waiting", sizes=waiting)
+    answer.say_any("waiting", sizes=waiting)
 
 
 def timing_commands(target: Target) -> list[Command]:
     """In both precisions, so that ``benchmarking_mixed_precision`` needs no run of its own."""
-    options = {"precision": ("fp32", "bf16")}
-    return [TrainingSweep("bench", target.sizes(target.handout.sizes), options=options).on(target)]
+    return [training_sweep(target, "bench", target.handout.sizes, precision=("fp32", "bf16"))]
 
 
 def warmup(answer: Answer) -> None:
@@ -89,32 +83,27 @@ def warmup(answer: Answer) -> None:
     if group is None:
         return
     sizes = _by_size(group.measured)
-    *others, warm = sizes[next(iter(sizes))]
-    base = warm.samples["step"]
-    most = warm.configuration["warmup"]
-    slow = {cell.configuration["warmup"] for cell in group.measured if _first(cell) > _SLOW_FIRST}
-    for cell in (*others, warm):
-        step, count = cell.samples["step"], cell.configuration["warmup"]
-        first = _first(cell)
-        if cell is not warm:
-            facts = {"size": cell.configuration["size"], "count": count, "steps": len(step.measured)}
-            facts |= {"step": step, "base": base, "most": most}
-            answer.say("warm-up", facts, grown=step.mean / base.mean, first=first, first_step=step.measured[0])
-    cold = [{"size": size, "first": _first(cells[0])} for size, cells in sizes.items()][1:]
-    if cold:
-        answer.say("other sizes", sizes=cold)
+    *others, warm = next(iter(sizes.values()))
+    base, most = warm.samples["step"], warm.configuration["warmup"]
+    for cell in others:
+        step = cell.samples["step"]
+        facts = {**cell.configuration, "steps": len(step.measured), "step": step, "base": base, "most": most}
+        grown = step.mean / base.mean
+        answer.say("warm-up", facts, grown=grown, first=_first_step(cell), first_step=step.measured[0])
+    answer.say_any("other sizes", sizes=[{"size": size, "first": _first_step(sizes[size][0])} for size in sizes][1:])
+    slow = {cell.configuration["warmup"] for cell in group.measured if _first_step(cell) > _SLOW_FIRST}
     if 0 in slow:
         answer.say("pays once")
         later = sorted(count for count in slow if 0 < count < most)
         if later:
             answer.say("still to be done", counts=later, is_one=later == [1])
-        elif any(cell.configuration["warmup"] == 1 for cell in group.measured):
+        elif group.of(warmup=1):
             answer.say("one is enough")
     columns = ("size", "warmup", "forward_ms", "backward_ms", "optimizer_ms", "step_ms", "first_measured_ms")
     answer.show([group], "bench", *columns)
 
 
-def _first(cell: Cell) -> float:
+def _first_step(cell: Cell) -> float:
     """Return the first measured step as a multiple of the median."""
     step = cell.samples["step"]
     return step.measured[0] / step.median
@@ -125,23 +114,18 @@ def _by_size(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     sizes: dict[str, dict[int, Cell]] = {}
     for cell in sorted(cells, key=lambda cell: (_parameters(cell), cell.configuration["warmup"])):
         sizes.setdefault(cell.configuration["size"], {})[cell.configuration["warmup"]] = cell
-    return {
-        size: list(by_warmup.values()) for size, by_warmup in sizes.items() if len(by_warmup) > 1 and 0 in by_warmup
-    }
+    return {size: list(cells.values()) for size, cells in sizes.items() if len(cells) > 1 and 0 in cells}
 
 
-def _by_warmup(evidence: Evidence):
+def _by_warmup(evidence: Evidence) -> Iterator[Selection]:
     """The cells of each invocation with several warm-ups; what only differs in these is one thing to ``find``."""
     for invocation, cells in evidence.shown:
         alone = Evidence(shown=[(invocation, cells)])
         counts = {cell.configuration.get("warmup") for cell in cells}
-        chosen = measured_of(
-            [group for count in counts for group in alone.find("bench", warmup=(count,), **PLAIN_OF_ANY_MODE)]
-        )
-        sizes = _by_size(chosen)
-        if sizes:
+        groups = [group for count in counts for group in alone.find("bench", warmup=(count,), **PLAIN_OF_ANY_MODE)]
+        if sizes := _by_size(measured_of(groups)):
             yield Selection(invocation, [cell for size in sizes.values() for cell in size])
 
 
 def warmup_commands(target: Target) -> list[Command]:
-    return [TrainingSweep("bench", target.sizes(target.handout.sizes), options={"warmup": _WARMUPS}).on(target)]
+    return [training_sweep(target, "bench", target.handout.sizes, warmup=("0", "1", "2", "5"))]

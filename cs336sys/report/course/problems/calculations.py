@@ -24,20 +24,18 @@ _MESHES = {
 }
 
 
-def _answer(
-    problem: str, letter: str, derive: Callable[[], Sequence[Derived]], before: str = ""
-) -> Callable[[Answer], None]:
+def _answer_of(question: str, derive: Callable[[], Sequence[Derived]], before: str = "") -> Callable[[Answer], None]:
     """The derived values that are marked as a part's answers, as sentences and as a table."""
 
     def answered(answer: Answer) -> None:
         derived = derive()
-        wanted = f"{problem} ({letter})" if letter else problem
-        mine = _with_definitions([value for value in derived if value.question == wanted], derived)
+        steps = _with_definitions([value for value in derived if value.question == question], derived)
         layer = _layer()
         if before:
             facts = {"layer": layer, "tflops": layer.flops_per_s / 1e12, "rate": layer.bytes_per_s / 1e9}
             answer.say(before, facts, tokens=_TOKENS)
-        answer.derive(mine, problem, f"{problem}: all steps", say=mine)
+        problem = question.partition(" ")[0]
+        answer.derive(steps, problem, f"{problem}: all steps", say=steps)
 
     return answered
 
@@ -47,11 +45,8 @@ def _with_definitions(answers: Sequence[Derived], derived: Sequence[Derived]) ->
     chosen = list(answers)
     for definition in reversed(derived[: derived.index(answers[0])] if answers else []):
         named = re.compile(rf"(?<!\w){re.escape(definition.symbol)}(?!\w)")
-        if (
-            definition.symbol
-            and not definition.question
-            and any(named.search(other.expression.formula) for other in chosen)
-        ):
+        is_named = any(named.search(other.expression.formula) for other in chosen)
+        if definition.symbol and not definition.question and is_named:
             chosen.insert(0, definition)
     return chosen
 
@@ -64,16 +59,15 @@ def xxl(letter: str) -> Callable[[Answer], None]:
             return memory_answers(XXL, _TOKENS, 80e9, 95e9)
         return batch_answers(XXL, TpuMesh(16, 4, 2, 1, 4.6e14, 2 * 9e10))
 
-    return _answer("communication_accounting", letter, derived, before)
+    return _answer_of(f"communication_accounting ({letter})", derived, before)
 
 
-ring = _answer("alternate_ring_all_reduce", "", lambda: ring_answers(1_000_000_000, _DEVICES, _LINK_BYTES_PER_S))
+ring = _answer_of("alternate_ring_all_reduce", lambda: ring_answers(1_000_000_000, _DEVICES, _LINK_BYTES_PER_S))
 
 
 def _layer() -> Layer:
-    peak = peak_tflops("NVIDIA H200", "bf16")
+    peak, size = peak_tflops("NVIDIA H200", "bf16"), SIZES["2.7b"]
     assert peak is not None
-    size = SIZES["2.7b"]
     return Layer(_LAYER_TOKENS, size.d_model, size.d_ff, peak * 1e12, _LINK_BYTES_PER_S, 2)
 
 
@@ -83,7 +77,7 @@ def parallel(problem: str, strategy: str, letters: str) -> list[Callable[[Answer
     def derived() -> list[Derived]:
         return parallelism_answers(strategy, _layer(), _MESHES[strategy])
 
-    return [_answer(problem, letter, derived, "numbers" * (letter == letters[0])) for letter in letters]
+    return [_answer_of(f"{problem} ({letter})", derived, "numbers" * (letter == letters[0])) for letter in letters]
 
 
 def tp_backward(answer: Answer) -> None:

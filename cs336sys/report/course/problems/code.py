@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import cells_of
-from cs336sys.report.course.problem import Command, Target, simple
+from cs336sys.report.course.problem import measurement, sized
 from cs336sys.report.course.problems.flash_benchmarking import flash_commands
-from cs336sys.results.model import Cell
+from cs336sys.results.model import Cell, Samples
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,7 @@ class Code:
         answer.say("code", name=self.name)
         tests = self.tests if isinstance(self.tests, tuple) else self.tests[answer.handout.year]
         outcomes = {name: outcome for name, outcome in answer.evidence.tests.items() if name.startswith(tests)}
-        passed, failed = (
-            [name for name, outcome in outcomes.items() if outcome == wanted] for wanted in ("passed", "failed")
-        )
+        passed, failed = ([name for name in outcomes if outcomes[name] == status] for status in ("passed", "failed"))
         if passed or failed:
             named, fails = ({"names": names} if names else None for names in (passed, failed))
             answer.say("tests", count=len(passed), of=len(passed) + len(failed), passed=named, failed=fails)
@@ -55,17 +53,12 @@ def _say_checks(answer: Answer, cells: Sequence[Cell]) -> None:
         differences = []
         for precision in sorted({cell.configuration["precision"] for cell in checked}, reverse=True):
             derived = [cell.derived for cell in checked if cell.configuration["precision"] == precision]
-            relative, largest = max(
-                (columns["relative_difference_percent"], columns["largest_difference"]) for columns in derived
-            )
+            keys = ("relative_difference_percent", "largest_difference")
+            relative, largest = max(tuple(columns[key] for key in keys) for columns in derived)
             differences.append({"precision": precision, "relative": relative, "largest": largest})
         answer.say("compared", count=len(checked), once=len(checked) == 1, differences=differences)
-    errors = [
-        value
-        for cell in measured
-        for name, value in cell.derived.items()
-        if name.endswith("_error") and isinstance(value, float)
-    ]
+    figures = [(name, value) for cell in measured for name, value in cell.derived.items()]
+    errors = [value for name, value in figures if name.endswith("_error") and isinstance(value, float)]
     if errors:
         answer.say("error in float64", count=len(measured), most=max(errors))
     answer.say_failures([cell for cell in cells if cell.status == "wrong"], "size of the cell")
@@ -73,9 +66,8 @@ def _say_checks(answer: Answer, cells: Sequence[Cell]) -> None:
 
 _ATTENTION, _DDP = "cs336sys.kernels.attention", "cs336sys.parallel.ddp"
 _TRITON_NAME, _TRITON_SETTINGS = f"{_ATTENTION}.FlashAttentionTriton", {"implementation": ("triton",)}
-TILED = Code(
-    f"{_ATTENTION}.FlashAttentionTorch", ("test_flash_forward_pass_pytorch",), "flash", {"implementation": ("tiled",)}
-)
+_TILED_SETTINGS = {"implementation": ("tiled",)}
+TILED = Code(f"{_ATTENTION}.FlashAttentionTorch", ("test_flash_forward_pass_pytorch",), "flash", _TILED_SETTINGS)
 TRITON = Code(_TRITON_NAME, ("test_flash_forward_pass_triton",), "flash", _TRITON_SETTINGS)
 # Its backward pass is the formulas in PyTorch, compiled, as asked; nothing of `flash` is measured with it.
 _COMPILED = Code(f"{_ATTENTION}.reference.FlashAttentionCompiledBackward", ("test_flash_backward_pytorch",))
@@ -95,40 +87,21 @@ def flash_backward(answer: Answer) -> None:
     _TRITON_BACKWARD(answer)
 
 
-def few_shapes(target: Target) -> list[Command]:
-    """A few shapes of all three, as the tests have them; of a small write-up flash_benchmarking's are enough."""
-    if target.is_small:
-        return flash_commands(target)
-    shape = ("--batch-size", "1", "--num-heads", "4", "--context", "128,1024", "--head-dim", "64")
-    return [simple(target, "flash", "--implementation", "triton,tiled,eager", *shape, seconds=40)]
+# A few shapes of all three, as the tests have them; of a small write-up flash_benchmarking's are enough.
+_FEW_SHAPES = "--batch-size 1 --num-heads 4 --context 128,1024 --head-dim 64"
+few_shapes = sized(measurement(f"flash --implementation triton,tiled,eager {_FEW_SHAPES}", 40), flash_commands)
 
-
+_OVERLAP_TESTS = {
+    2025: ("test_DistributedDataParallelIndividualParameters",),
+    2026: ("test_DistributedDataParallel[",),
+}
+_BUCKET_TESTS = ("test_DistributedDataParallelCPU", "test_DistributedDataParallelBucketed")
+_SHARDED, _FSDP = "cs336sys.parallel.sharded_optimizer.ShardedOptimizer", "cs336sys.parallel.fsdp.FSDP"
 NAIVE = Code(f"{_DDP}.NaiveDDP", (), "ddp", {"strategy": ("naive",)})
-OVERLAPPED = Code(
-    f"{_DDP}.OverlappedDDP",
-    {2025: ("test_DistributedDataParallelIndividualParameters",), 2026: ("test_DistributedDataParallel[",)},
-    "ddp",
-    {"strategy": ("overlap",)},
-)
-BUCKETED = Code(
-    f"{_DDP}.BucketedDDP",
-    ("test_DistributedDataParallelCPU", "test_DistributedDataParallelBucketed"),
-    "ddp",
-    {"strategy": ("bucketed",)},
-)
-SHARDED_OPTIMIZER = Code(
-    "cs336sys.parallel.sharded_optimizer.ShardedOptimizer",
-    ("test_sharded_optimizer",),
-    "shard",
-    {"strategy": ("optimizer",)},
-)
-FSDP = Code(
-    "cs336sys.parallel.fsdp.FSDP",
-    ("test_fsdp",),
-    "shard",
-    {"strategy": ("fsdp",)},
-    explained=("test_fsdp_correctness[fp32]",),
-)
+OVERLAPPED = Code(f"{_DDP}.OverlappedDDP", _OVERLAP_TESTS, "ddp", {"strategy": ("overlap",)})
+BUCKETED = Code(f"{_DDP}.BucketedDDP", _BUCKET_TESTS, "ddp", {"strategy": ("bucketed",)})
+SHARDED_OPTIMIZER = Code(_SHARDED, ("test_sharded_optimizer",), "shard", {"strategy": ("optimizer",)})
+FSDP = Code(_FSDP, ("test_fsdp",), "shard", {"strategy": ("fsdp",)}, explained=("test_fsdp_correctness[fp32]",))
 
 # The handout's benchmark repeats steps for so long: less by no more than a step.
 _PROTOCOL_MS = 25_000.0
@@ -145,32 +118,24 @@ def training_step(answer: Answer) -> None:
     selections = answer.find_each("shard", size=("8b",), board=(True,)) or answer.find_each("shard", size=("8b",))
     # A later version is measured again with the same settings: the run with the best step counts, of those that follow
     # the handout's protocol if there are any.
-    measured = [(cell, group) for group in selections for cell in group.measured]
+    measured = [(_steps_of(cell), cell, group) for group in selections for cell in group.measured]
     if measured:
-        by_protocol = [cell_and_group for cell_and_group in measured if sum(_times(cell_and_group[0])) >= _PROTOCOL_MS]
-        best, group = min(by_protocol or measured, key=lambda cell_and_group: _step_ms(cell_and_group[0]))
+        by_protocol = [candidate for candidate in measured if sum(candidate[0].measured) >= _PROTOCOL_MS]
+        best, cell, group = min(by_protocol or measured, key=lambda candidate: candidate[0].median)
         selections = [group]
-        answer.say("whole step", best.configuration, step=_step_ms(best))
-        runs = [
-            cell
-            for cell in group.measured
-            if cell.configuration["checkpointing"] == best.configuration["checkpointing"]
-        ]
+        answer.say("whole step", cell.configuration, step=best.median)
+        runs = group.of(checkpointing=cell.configuration["checkpointing"])
         if len(runs) > 1:
-            answer.say("runs", times=[_step_ms(cell) for cell in runs])
-        steps, warmup = len(_times(best)), best.configuration["warmup"]
+            answer.say("runs", times=[_steps_of(run).median for run in runs])
+        steps, warmup = len(best.measured), cell.configuration["warmup"]
         # It divides by the time of a step, and takes whole ones.
-        as_asked = (warmup, steps) == tuple(int(duration / _step_ms(best)) for duration in _DO_BENCH_MS)
+        as_asked = (warmup, steps) == tuple(int(duration / best.median) for duration in _DO_BENCH_MS)
         facts = {"steps": steps, "warmup": warmup, "as_asked": as_asked}
-        answer.say("measured for", facts, seconds=sum(_times(best)) / 1e3)
+        answer.say("measured for", facts, seconds=sum(best.measured) / 1e3)
         if not by_protocol:
             answer.lack("protocol")
-        answer.say(
-            "baseline",
-            step=_step_ms(best),
-            ratio=_NAIVE_BASELINE_MS / _step_ms(best),
-            baseline=_NAIVE_BASELINE_MS / 1e3,
-        )
+        facts = {"step": best.median, "ratio": _NAIVE_BASELINE_MS / best.median, "baseline": _NAIVE_BASELINE_MS / 1e3}
+        answer.say("baseline", facts)
     answer.say_failures(cells_of(selections), "board cell")
     keys = ("size", "world_size", "checkpointing", "state_dtype", "wall_ms", "median_ms", "step_ms", "mfu_percent")
     for group in selections:
@@ -179,15 +144,8 @@ def training_step(answer: Answer) -> None:
         answer.show([group], "shares")
 
 
-def _times(cell: Cell) -> Sequence[float]:
-    return cell.samples.get("wall", cell.samples["step"]).measured
+def _steps_of(cell: Cell) -> Samples:
+    return cell.samples.get("wall", cell.samples["step"])
 
 
-def _step_ms(cell: Cell) -> float:
-    return cell.samples.get("wall", cell.samples["step"]).median
-
-
-def training_step_commands(target: Target) -> list[Command]:
-    if target.is_small:
-        return []
-    return [simple(target, "shard", "--size", "8b", "--board", "--world-size", "2", seconds=300, gpus=2)]
+training_step_commands = sized(measurement("shard --size 8b --board --world-size 2", 300, gpus=2))

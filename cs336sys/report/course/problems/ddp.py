@@ -7,7 +7,7 @@ from cs336sys.accounting.communication import bucket_answers
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.report.course.answer import ALIKE, Answer, faster
 from cs336sys.report.course.evidence import Selection
-from cs336sys.report.course.problem import Command, Target, TrainingSweep, state_gib
+from cs336sys.report.course.problem import Command, Target, state_gib, training_sweep
 from cs336sys.report.ddp import bucket_sweeps, link_of
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import Interval, ratio
@@ -26,7 +26,7 @@ _LEAST_PERCENT = 0.1
 Row = Mapping[str, Any]
 
 
-def _steps(answer: Answer, *, graphs: bool) -> list[Selection]:
+def _ddp_steps(answer: Answer, *, graphs: bool) -> list[Selection]:
     """The plain steps of the handout's xl on two ranks.
 
     Args:
@@ -36,47 +36,39 @@ def _steps(answer: Answer, *, graphs: bool) -> list[Selection]:
     plain = {"compile": ("off",), "precision": ("fp32",), "attention": ("reference",), "cuda_graph": captured}
     wanted = {"gradient_dtype": ("fp32",), "batch_size": (4,), "context": (512,)}
     selections = answer.find("ddp", {"size": (answer.handout.xl,), "world_size": (2,), **plain, **wanted})
-    return steadiest_first(selections)
+
+    def lacking_steps(group: Selection) -> int:
+        fewest = min((len(cell.samples["step"].measured) for cell in group.measured), default=0)
+        return max(_STEPS - fewest, 0)
+
+    return sorted(selections, key=lambda group: (lacking_steps(group), group.setting("cuda_graph") == "on"))
 
 
-def steadiest_first(selections: Sequence[Selection]) -> list[Selection]:
-    """Invocations with as many steps as the handouts ask for before others."""
-
-    def steps(group: Selection) -> int:
-        return min((len(cell.samples["step"].measured) for cell in group.measured), default=0)
-
-    return sorted(
-        selections, key=lambda group: (-min(steps(group), _STEPS), group.cells[0].configuration["cuda_graph"] == "on")
-    )
-
-
-def rows_of(group: Selection, command: str) -> list[Row]:
+def rows_of(group: Selection, command: str) -> list[dict[str, Any]]:
     """The rows of the table of steps, of cells that were measured."""
-    return [row for table in group.table(command) for row in table.rows if row["status"] == "ok"]
+    return [row for row in group.rows(command) if row["status"] == "ok"]
 
 
 def say_setup(answer: Answer, *groups: Selection) -> None:
     """Say what was trained and how, each setup once."""
     for group in groups:
-        cell = (group.measured or group.cells)[0]
         precisions = list(dict.fromkeys(cell.configuration["precision"] for cell in group.cells))
-        setup = answer.fill("setup", cell.configuration, precisions=precisions)
+        setup = answer.fill("setup", (group.measured or group.cells)[0].configuration, precisions=precisions)
         answer.sentences += [setup] * (setup not in answer.sentences)
 
 
 def lack_xl(answer: Answer, group: Selection) -> None:
     """Say what is missing where another size stands in for the handout's xl."""
-    size = group.cells[0].configuration["size"]
+    size = group.setting("size")
     if size != answer.handout.xl:
         answer.lack("other size", xl=answer.handout.xl, size=size)
 
 
 def _with(answer: Answer, *strategies: str, graphs: bool = True) -> tuple[Selection | None, dict[str, Row]]:
     """The first invocation that measured all of these strategies, which the answer names, and its rows."""
-    for group in _steps(answer, graphs=graphs):
-        if set(strategies) <= {cell.configuration["strategy"] for cell in group.measured}:
-            cells = [cell for cell in group.cells if cell.configuration["strategy"] in strategies]
-            chosen = Selection(group.invocation, cells)
+    for group in _ddp_steps(answer, graphs=graphs):
+        if set(strategies) <= group.by("strategy").keys():
+            chosen = group.only(lambda cell: cell.configuration["strategy"] in strategies)
             answer.measured_by([chosen])
             lack_xl(answer, chosen)
             rows: dict[str, Row] = {}
@@ -90,11 +82,11 @@ def naive(answer: Answer) -> None:
     group, rows = _with(answer, "naive")
     if group is not None:
         say_setup(answer, group)
-        answer.say("step", step=_step(rows["naive"]))
+        answer.say("step", step=_step_facts(rows["naive"]))
         answer.show([group], "ddp", *STEP_COLUMNS, medians=True)
 
 
-def _step(row: Row) -> Row:
+def _step_facts(row: Row) -> Row:
     """A step's facts: how long it and its communication take."""
     step, waiting, exposed = row["step_ms"], row.get("synchronize_ms"), row.get("exposed_ms")
     of_step = isinstance(waiting, Samples) and {"share": 100 * waiting.median / step.median}
@@ -105,9 +97,8 @@ def _step(row: Row) -> Row:
 def flat(answer: Answer) -> None:
     group, rows = _with(answer, "naive", "flat")
     if group is not None:
-        answer.say("flat step", step=_step(rows["flat"]))
-        calls = f"{rows['naive']['calls']} calls"
-        _compare(answer, "one call of all gradients", rows["flat"], calls, rows["naive"])
+        answer.say("flat step", step=_step_facts(rows["flat"]))
+        _compare(answer, "one call of all gradients", rows["flat"], f"{rows['naive']['calls']} calls", rows["naive"])
         flat_timeline, naive_timeline = (rows[name].get("timeline") for name in ("flat", "naive"))
         if flat_timeline and naive_timeline:
             answer.say("calls alone", one=flat_timeline["communication_ms"], many=naive_timeline["communication_ms"])
@@ -165,7 +156,7 @@ def xl_command(target: Target, command: str, *flags: str, cells: int, **options:
     # As many as the handouts ask for are the commands' own.
     warm = ("--warmup", "1", "--steps", "4") if target.is_small else ()
     flags = (*flags[:2], "--world-size", "2", *warm, *flags[2:])
-    planned = TrainingSweep(command, sizes, options=options, flags=flags, steps=20 * cells, ranks=2).on(target)
+    planned = training_sweep(target, command, sizes, flags=flags, steps=20 * cells, ranks=2, **options)
     need = max(planned.memory_gib or 0.0, state_gib(sizes[0]))
     return Command(planned.arguments, planned.seconds + 15 * cells, need, 2)
 
@@ -183,7 +174,7 @@ def ddp_commands(target: Target) -> list[Command]:
 
 
 def _swept(answer: Answer) -> Selection | None:
-    return next((group for group in _steps(answer, graphs=False) if bucket_sweeps(group.measured)), None)
+    return next((group for group in _ddp_steps(answer, graphs=False) if bucket_sweeps(group.measured)), None)
 
 
 def buckets(answer: Answer) -> None:
@@ -223,26 +214,25 @@ def _say_expected(answer: Answer, group: Selection, rows: Sequence[Row], best: R
     step_ratio = ratio(slowest["step_ms"], best["step_ms"])
     name = "alike" if step_ratio.is_noise else "apart"
     answer.say("expected", found=answer.fill(name, ratio=step_ratio, best=best, slowest=slowest))
-    every: list[Row] = [row for bucket_table in group.table("buckets") for row in bucket_table.rows]
-    table = [dict(row) for row in every if row["predicted_ms"] is not None]
+    table = [row for row in group.rows("buckets") if row["predicted_ms"] is not None]
     if len(table) > 1:
         predicted = sorted(table, key=lambda row: row["predicted_ms"])
         measured = sorted(table, key=lambda row: row["exposed_ms"].estimate)
         order = [[row["bucket_mb"] for row in ordered] for ordered in (predicted, measured)]
-        answer.say("aligned" if order[0] == order[1] else "not aligned", parts=_parts(group, rows, order))
+        answer.say("aligned" if order[0] == order[1] else "not aligned", parts=_order_parts(group, rows, order))
         answer.say("predicted", rows=[row | {"exposed": row["exposed_ms"].estimate} for row in table])
     same = [row for row in rows if row["calls"] == rows[0]["calls"]]
     if len(same) > 1:
         answer.say("same buckets", sizes=same, calls=rows[0]["calls"])
 
 
-def _parts(group: Selection, rows: Sequence[Row], order: Sequence[Sequence[float]]) -> Row | None:
+def _order_parts(group: Selection, rows: Sequence[Row], order: Sequence[Sequence[float]]) -> Row | None:
     """Split what each size adds to a step: in the backward pass, and after it; None without a pass to compare with.
 
     Args:
         order: sizes as predicted and as measured, best first.
     """
-    naive = next(iter(group.of(strategy="naive")), None)
+    naive = group.first(strategy="naive")
     if naive is None:
         return None
     alone = naive.samples["backward"].median
@@ -252,26 +242,20 @@ def _parts(group: Selection, rows: Sequence[Row], order: Sequence[Sequence[float
         backward, tail = (cell.samples[phase].median for phase in ("backward", "synchronize"))
         parts[row["bucket_mb"]] = {"bucket_mb": row["bucket_mb"], "slower": backward - alone, "tail": tail}
     predicted, best = (parts[sizes[0]] for sizes in order)
-    other = predicted is not best and {
-        "predicted": predicted["bucket_mb"],
-        "best": best["bucket_mb"],
-        "slower": predicted["slower"] - best["slower"],
-        "tail": predicted["tail"] - best["tail"],
-    }
+    differences = {key: predicted[key] - best[key] for key in ("slower", "tail")}
+    other = predicted is not best and {"predicted": predicted["bucket_mb"], "best": best["bucket_mb"], **differences}
     return {"alone": alone, "rows": list(parts.values()), "other": other}
 
 
 def bucket_equation(answer: Answer) -> None:
     group = _swept(answer)
     setting = (4 * count_parameters(SIZES["xl"]), 100, 200e9, 20e-6)
-    is_measured = False
-    if group is not None:
-        cell = bucket_sweeps(group.measured)[0][0]
+    cell = bucket_sweeps(group.measured)[0][0] if group is not None else None
+    is_measured = cell is not None and link_of(cell).has_bandwidth
+    if is_measured:
         link, derived = link_of(cell), cell.derived
-        is_measured = link.has_bandwidth
-        if is_measured:
-            setting = (derived["communicated_bytes"], derived["gradient_calls"], link.bytes_per_s, link.latency_s)
-            answer.measured_by([group])
+        setting = (derived["communicated_bytes"], derived["gradient_calls"], link.bytes_per_s, link.latency_s)
+        answer.measured_by([group])
     answer.say("equation", is_measured=is_measured)
     if setting[3] == 0:
         answer.say("free calls")

@@ -1,13 +1,12 @@
 """``distributed_communication_single_node``: all-reduces by size, ranks and backend."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from cs336sys.report.allreduce import fit_of, groups_of, rates_of_median
 from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import cells_of
-from cs336sys.report.course.problem import Command, Target, simple
+from cs336sys.report.course.problem import Command, Target, measurement, sized
 from cs336sys.report.table import Table
 from cs336sys.results.model import Cell
 
@@ -34,18 +33,16 @@ def all_reduce(answer: Answer) -> None:
         line = fit_of(cells, "back_to_back")
         if line is not None and line.latency_s > 0 and len(cells) > 2:
             facts = {"latency": 1e6 * line.latency_s, "rate": line.bytes_per_s / 1e9, "half": line.half_bandwidth_bytes}
-            answer.say("line", facts, backend=key.backend, world_size=key.world_size)
+            answer.say("line", key._asdict(), **facts)
     answer.say_failures(cells_of(selections), "backend and ranks")
     columns = ("backend", "world_size", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps", "wrong_elements", "status")
     answer.show(selections, "allreduce", *columns, medians=True)
     answer.tables = [_with_rates_of_medians(table) for table in answer.tables]
     answer.draw(selections[:1])
-    measured = {(key.backend, key.world_size) for key in groups}
-    has_gpu = any(group.run is not None and group.run.machine.get("gpu") for group in selections)
-    for backend in ["gloo"] * (answer.handout.year == 2025) + ["nccl"] * has_gpu:
-        for ranks in (2, 4, 6):
-            if (backend, ranks) not in measured:
-                answer.lack("backend and ranks", backend=backend, world_size=ranks)
+    has_gpu = any(run is not None and run.machine.get("gpu") for run in (group.invocation.run for group in selections))
+    backends = ["gloo"] * (answer.handout.year == 2025) + ["nccl"] * has_gpu
+    measured = [key._asdict() for key in groups]
+    answer.lack_unmeasured("backend and ranks", measured, backend=backends, world_size=(2, 4, 6))
 
 
 def _say_messages(answer: Answer, groups: dict) -> None:
@@ -58,27 +55,26 @@ def _say_messages(answer: Answer, groups: dict) -> None:
             grown = algbw / rates_of_median(first)[0]
             bandwidth = {"algbw": algbw, "busbw": busbw, "bus": busbw / algbw, "grown": grown}
         ends = [{"us": _us(cell), "bytes": _size(cell)} for cell in (first, last)[: len(cells)]]
-        answer.say("messages", backend=key.backend, world_size=key.world_size, ends=ends, bandwidth=bandwidth)
+        answer.say("messages", key._asdict(), ends=ends, bandwidth=bandwidth)
 
 
 def _with_rates_of_medians(table: Table) -> Table:
-    rows: list[Mapping[str, Any]] = []
-    mean_rows: Sequence[Mapping[str, Any]] = table.rows
-    for row in mean_rows:
+    rows: list[dict[str, Any]] = [dict(row) for row in table.rows]
+    for row in rows:
         algbw = row["size_bytes"] / row["time_us"] / 1e3 if row.get("time_us") else None
         busbw = row["busbw_gbps"] / row["algbw_gbps"] * algbw if algbw and row.get("busbw_gbps") else None
-        rows.append(dict(row) | {"algbw_gbps": algbw, "busbw_gbps": busbw})
+        row |= {"algbw_gbps": algbw, "busbw_gbps": busbw}
     return replace(table, rows=rows, notes=[note for note in table.notes if not note.startswith("average bus")])
 
 
 def _say_ranks(answer: Answer, groups: dict) -> None:
     """Say how time depends on the number of ranks, at the largest message of each backend."""
     for backend in dict.fromkeys(key.backend for key in groups):
-        series = sorted((key.world_size, cells[-1]) for key, cells in groups.items() if key.backend == backend)
-        sizes = {_size(cell) for _, cell in series}
+        series = {key.world_size: cells[-1] for key, cells in sorted(groups.items()) if key.backend == backend}
+        sizes = set(map(_size, series.values()))
         if len(series) > 1 and len(sizes) == 1:
-            ranks, us = [ranks for ranks, _ in series], [_us(cell) for _, cell in series]
-            answer.say("ranks", backend=backend, ranks=ranks, size=sizes.pop(), times=us)
+            times = list(map(_us, series.values()))
+            answer.say("ranks", backend=backend, ranks=list(series), size=sizes.pop(), times=times)
 
 
 def _say_backends(answer: Answer, groups: dict) -> None:
@@ -96,17 +92,16 @@ def _say_backends(answer: Answer, groups: dict) -> None:
             answer.say("small messages", ranks=ranks, size=size, nccl=nccl, gloo=gloo)
 
 
-def all_reduce_commands(target: Target) -> list[Command]:
-    if target.is_small:
-        small = ("--world-size", "2", "--message", "10KB,100KB,1MB", "--steps", "5")
-        return [simple(target, "allreduce", "--backend", "gloo", *small, seconds=15)]
-    backends = ("gloo", "nccl") if target.handout.year == 2025 else ("nccl",)
-    planned = []
-    for backend in backends:
+def _grid(target: Target) -> list[Command]:
+    planned: list[Command] = []
+    for backend in ("gloo", "nccl") if target.handout.year == 2025 else ("nccl",):
         # Ranks of Gloo share what there is, NCCL wants a GPU for each.
         ranks = [count for count in (2, 4, 6) if backend == "gloo" or count <= max(2, target.gpus)]
-        options = ("--world-size", ",".join(map(str, ranks)), "--message", "1MB,10MB,100MB,1GB")
         gpus = 1 if backend == "gloo" else max(ranks)
-        seconds = 60.0 * len(ranks)
-        planned.append(simple(target, "allreduce", "--backend", backend, *options, seconds=seconds, gpus=gpus))
+        options = f"--backend {backend} --world-size {','.join(map(str, ranks))} --message 1MB,10MB,100MB,1GB"
+        planned += measurement(f"allreduce {options}", 60.0 * len(ranks), gpus)(target)
     return planned
+
+
+_SMALL_GRID = "--backend gloo --world-size 2 --message 10KB,100KB,1MB --steps 5"
+all_reduce_commands = sized(_grid, measurement(f"allreduce {_SMALL_GRID}", 15))

@@ -2,17 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from operator import itemgetter
 
-from cs336sys.report.course.answer import Answer, compared
+from cs336sys.report.course.answer import Answer, compared, extremes
 from cs336sys.report.course.evidence import Selection, measured_of
-from cs336sys.report.course.problem import Command, Target, simple
+from cs336sys.report.course.problem import measurement, sized
 from cs336sys.results.model import Cell
 
 # What the handouts call our kernels' competitor.
 _PYTORCH = "eager"
 _OURS = ("auto", "triton", "hopper", "tiled")
-_PARTS = ("forward", "backward", "end_to_end")
+_PARTS = {"forward": "forward", "backward": "backward", "end_to_end": "end-to-end"}
 _SHAPE = ("dtype", "head_dim", "context")
 
 # The handout's do_bench repeats the leaderboard's call for so long. A GPU that is warm is slower than in shorter runs.
@@ -24,24 +23,26 @@ _LONG = 8192
 
 def weighted_sum(answer: Answer) -> None:
     selections = answer.find("kernels", op=("weighted-sum",))
-    cells = {cell.configuration["implementation"]: cell for cell in measured_of(selections)}
-    for name, cell in cells.items():
-        parts = [{"part": part.replace("_", " "), "median": samples.median} for part, samples in cell.samples.items()]
+    medians = {
+        cell.configuration["implementation"]: {
+            part.replace("_", " "): samples.median for part, samples in cell.samples.items()
+        }
+        for cell in measured_of(selections)
+    }
+    for name, times in medians.items():
+        parts = [{"part": part, "median": median} for part, median in times.items()]
         answer.say("times of ours" if name == "ours" else "times of another", name=name, parts=parts)
     for other in ("eager", "compiled"):
-        if {"ours", other} <= cells.keys():
-            parts = [
-                {"part": part.replace("_", " "), "ratio": cells[other].samples[part].median / samples.median}
-                for part, samples in cells["ours"].samples.items()
-                if part in cells[other].samples
-            ]
-            answer.say(f"against {other}", ratios=parts)
+        if {"ours", other} <= medians.keys():
+            ours, theirs = medians["ours"], medians[other]
+            ratios = [{"part": part, "ratio": theirs[part] / ours[part]} for part in ours if part in theirs]
+            answer.say(f"against {other}", ratios=ratios)
     answer.show(selections, "kernels")
 
 
-def weighted_sum_commands(target: Target) -> list[Command]:
-    grid = ("--tokens", "256", "--width", "128", "--implementation", "ours,eager") if target.is_small else ()
-    return [simple(target, "kernels", "--op", "weighted-sum", *grid, seconds=20)]
+_WEIGHTED_SUM = "kernels --op weighted-sum"
+_SMALL_WEIGHTED_SUM = f"{_WEIGHTED_SUM} --tokens 256 --width 128 --implementation ours,eager"
+weighted_sum_commands = sized(measurement(_WEIGHTED_SUM, 20), measurement(_SMALL_WEIGHTED_SUM, 20))
 
 
 def flash_benchmarking(answer: Answer) -> None:
@@ -49,36 +50,34 @@ def flash_benchmarking(answer: Answer) -> None:
     grid = {"context": contexts, "head_dim": (16, 32, 64, 128), "causal": (True,)}
     rows, used, cells = [], [], []
     for group in answer.find_each("flash", grid, batch_size=(1,), heads=(1,)):
-        chosen = [c for c in group.cells if c.configuration["implementation"] in (*_OURS, _PYTORCH, "compiled")]
-        new = _flash_rows(Selection(group.invocation, chosen))
+        chosen = group.only(lambda cell: cell.configuration["implementation"] in (*_OURS, _PYTORCH, "compiled"))
+        new = _flash_rows(chosen)
         if any("end_to_end" in row for row in new):
-            cells += chosen
+            cells += chosen.cells
             rows += new
             used.append(group)
     if not rows:
         return
     # The first invocation's, of those that measured both, and before that with samples enough to tell them apart.
-    rows.sort(key=lambda row: _undecided(row) if "end_to_end" in row else math.inf)
+    rows.sort(key=_undecided)
     rows = sorted({_shape(row): row for row in reversed(rows)}.values(), key=_shape)
     _say_speedups(answer, rows)
     answer.say_failures(cells, "attention shape and dtype")
     _say_errors(answer, cells)
     _lack_shapes(answer, rows, cells)
     headers = {"dtype": "dtype", "head_dim": "head dim", "context": "context"}
-    for part in _PARTS:
-        name = part.replace("_", "-")
+    for part, name in _PARTS.items():
         headers |= {f"{part}_ours_ms": f"{name}, ours", f"{part}_before_ms": f"{name}, PyTorch"}
     headers["end_to_end_speedup"] = "faster"
-    answer.add_table(
-        "flash", "FlashAttention against regular PyTorch attention, batch 1, causal, medians", headers, rows
-    )
+    title = "FlashAttention against regular PyTorch attention, batch 1, causal, medians"
+    answer.add_table("flash", title, headers, rows)
     answer.measured_by(used)
     # One run of each dtype.
     answer.draw({selection.measured[0].configuration["dtype"]: selection for selection in reversed(used)}.values())
 
 
-def _undecided(row: dict) -> int:
-    return sum(not math.isfinite(row[part]["high"]) for part in _PARTS)
+def _undecided(row: dict) -> float:
+    return sum(not math.isfinite(row[part]["high"]) for part in _PARTS) if "end_to_end" in row else math.inf
 
 
 def _shape(row: dict) -> tuple:
@@ -90,18 +89,14 @@ def _say_speedups(answer: Answer, rows: Sequence[dict]) -> None:
     both = [row for row in rows if "end_to_end" in row]
     dtypes = list(dict.fromkeys(row["dtype"] for row in both))
     for dtype in dtypes:
-        for part in _PARTS:
+        for part, name in _PARTS.items():
             shapes = [row | row[part] for row in both if row["dtype"] == dtype]
-            sure = [row for row in shapes if math.isfinite(row["high"])]
-            unsure = [row["speedup"] for row in shapes if row not in sure]
+            shapes = [row | {"sure": math.isfinite(row["high"])} for row in shapes]
+            unsure = [row["speedup"] for row in shapes if not row["sure"]]
             few = {"few": len(unsure), "medians": unsure} if unsure else None
-            extremes = [row | {"sure": row in sure} for row in shapes if row["context"] >= _LONG]
-            long = extremes and {
-                "context": _LONG,
-                "worst": min(extremes, key=itemgetter("speedup")),
-                "best": max(extremes, key=itemgetter("speedup")),
-            }
-            facts = {"dtype": dtype, "part": part.replace("_", "-"), "of": len(shapes), "few": few, "long": long}
+            long = [row for row in shapes if row["context"] >= _LONG]
+            facts = {"dtype": dtype, "part": name, "of": len(shapes), "few": few, "context": _LONG}
+            facts["long"] = long and extremes(long, "speedup")
             answer.say("faster", facts, count=sum(row["low"] > 1 for row in shapes))
     for dtype in dtypes:
         gains = [row["end_to_end_speedup"] for row in both if row["dtype"] == dtype and row["head_dim"] == 64]
@@ -111,9 +106,7 @@ def _say_speedups(answer: Answer, rows: Sequence[dict]) -> None:
 
 def _lack_shapes(answer: Answer, rows: Sequence[dict], cells: Sequence[Cell]) -> None:
     """List the shapes of the grid that were not measured; a cell that failed was."""
-    for dtype in ("bf16", "fp32"):
-        if all(row["dtype"] != dtype for row in rows):
-            answer.lack("grid", dtype=dtype)
+    answer.lack_unmeasured("grid", rows, dtype=("bf16", "fp32"))
     failed = {_shape(cell.configuration) for cell in cells if cell.status != "ok"}
     for row in rows:
         if "end_to_end" not in row and _shape(row) not in failed:
@@ -135,18 +128,15 @@ def _flash_rows(group: Selection) -> list[dict]:
     for cell in group.measured:
         if cell.configuration["implementation"] in ("auto", "tiled"):
             row = {name: cell.configuration[name] for name in _SHAPE}
-            other = next(iter(group.of(implementation=_PYTORCH, **row)), None)
+            other = group.first(implementation=_PYTORCH, **row)
             row |= {f"{part}_ours_ms": cell.samples[part].median for part in _PARTS}
             rows.append(row if other is None else row | compared(other, cell, _PARTS))
     return rows
 
 
-def flash_commands(target: Target) -> list[Command]:
-    if target.is_small:
-        grid = ("--context", "128,256", "--head-dim", "16", "--dtype", "fp32", "--repetition-ms", "20")
-        names = ("--implementation", "auto,tiled,eager", "--batch-size", "1", "--num-heads", "1")
-        return [simple(target, "flash", *names, *grid, seconds=10)]
-    return [simple(target, "flash", "--grid", "course", seconds=600)]
+_SMALL_SHAPES = "--batch-size 1 --num-heads 1 --context 128,256 --head-dim 16 --dtype fp32 --repetition-ms 20"
+_SMALL_FLASH = measurement(f"flash --implementation auto,tiled,eager {_SMALL_SHAPES}", 10)
+flash_commands = sized(measurement("flash --grid course", 600), _SMALL_FLASH)
 
 
 def board(answer: Answer) -> None:
@@ -160,25 +150,19 @@ def board(answer: Answer) -> None:
         return not as_asked, min((c.samples["end_to_end"].median for c in ours), default=math.inf)
 
     for group in sorted(selections, key=by_protocol_and_time)[:1]:
+        cells = group.by("implementation")
         medians = {
-            cell.configuration["implementation"]: {part: cell.samples[part].median for part in _PARTS} | cell.derived
-            for cell in group.measured
+            name: {part: cell.samples[part].median for part in _PARTS} | cell.derived for name, cell in cells.items()
         }
         ours = min((medians[name] for name in _OURS if name in medians), key=lambda m: m["end_to_end"], default=None)
         if ours is not None:
             answer.say("board", ours)
-            others = [
-                {"name": name, "median": theirs["end_to_end"], "ratio": theirs["end_to_end"] / ours["end_to_end"]}
-                for name, theirs in medians.items()
-                if name not in _OURS
-            ]
-            if others:
-                answer.say("same run", others=others)
+            theirs = {name: times["end_to_end"] for name, times in medians.items() if name not in _OURS}
+            others = [{"name": name, "median": ms, "ratio": ms / ours["end_to_end"]} for name, ms in theirs.items()]
+            answer.say_any("same run", others=others)
         answer.say_failures(group.cells, "implementation")
         keys = ("implementation", "forward_ms", "backward_ms", "end_to_end_ms", "end_to_end_tflops", "status")
         answer.show([group], "flash", *keys)
 
 
-def board_commands(target: Target) -> list[Command]:
-    protocol = ("--warmup-ms", "1000", "--repetition-ms", f"{_BOARD_MS}")
-    return [] if target.is_small else [simple(target, "flash", "--grid", "board", *protocol, seconds=200)]
+board_commands = sized(measurement(f"flash --grid board --warmup-ms 1000 --repetition-ms {_BOARD_MS}", 200))

@@ -2,10 +2,9 @@
 
 from cs336sys.accounting.checkpointing import best_group_size, checkpointing_answers, predicted_peak
 from cs336sys.accounting.memory import GIB
-from cs336sys.report.account.answers import answers_table
-from cs336sys.report.course.answer import Answer, derived_sentence
+from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Selection
-from cs336sys.report.course.problem import Command, Target, TrainingSweep
+from cs336sys.report.course.problem import Command, Target, training_sweep
 from cs336sys.results.model import Cell
 from cs336sys.sizes import choose_size
 from cs336sys.workload import MemoryWorkload
@@ -26,19 +25,17 @@ def nested(answer: Answer) -> None:
     plain = next(rule.value for rule in answers if rule.quantity == "held without checkpoints")
     answer.say("halves")
     answer.say("alive")
-    answer.sentences += map(derived_sentence, part_a)
+    answer.derive(answers, "rules", "what strategies hold", say=part_a)
     answer.say("without checkpoints", held=plain / GIB, ratio=plain / part_a[0].value)
-    answer.tables.append(answers_table("rules", "what strategies hold", answers))
-    runs = _checkpointed(answer)
+    runs = _checkpointed_runs(answer)
     answer.measured_by(runs)
     # Only what one run measured is compared.
-    by_strategy = [{cell.configuration["checkpointing"]: cell for cell in group.measured} for group in runs]
-    for measured in [cells_of_run for cells_of_run in by_strategy if "nested" in cells_of_run][:1]:
+    for measured in [strategies for group in runs if "nested" in (strategies := group.by("checkpointing"))][:1]:
         cell, block = measured["nested"], measured.get("block")
-        compared = None
-        if block is not None:
-            longer = cell.samples["step"].median / block.samples["step"].median
-            compared = {"block_peak": _peak(block), "longer": longer}
+        compared = block and {
+            "block_peak": _peak(block),
+            "longer": cell.samples["step"].median / block.samples["step"].median,
+        }
         answer.say("nested halves", cell.configuration, peak=_peak(cell), compared=compared)
         if block is not None and _needs_as_much(block, cell):
             # Where the whole step's peak is, if nested halves do not lower it.
@@ -48,7 +45,7 @@ def nested(answer: Answer) -> None:
                 answer.say("no lower peak", moment=moment)
 
 
-def _checkpointed(answer: Answer) -> list[Selection]:
+def _checkpointed_runs(answer: Answer) -> list[Selection]:
     wanted = {"size": (_SIZE,), "context": (2048,)}
     runs = answer.find("memprof", wanted, mode=("train",), **PLAIN_OF_ANY_MODE)
     return [group for group in runs if len({cell.configuration["checkpointing"] for cell in group.cells}) > 1]
@@ -56,8 +53,8 @@ def _checkpointed(answer: Answer) -> list[Selection]:
 
 def one_recomputation(answer: Answer) -> None:
     # Asked in the model's own precision; what is measured there need not be called missing elsewhere.
-    runs = sorted(_checkpointed(answer), key=lambda group: group.cells[0].configuration["precision"] != "fp32")
-    cuts_blocks = any(_SUBLAYER in map(_group, group.measured) for group in runs)
+    runs = sorted(_checkpointed_runs(answer), key=lambda group: group.setting("precision") != "fp32")
+    cuts_blocks = any(_SUBLAYER in map(_blocks_a_checkpoint, group.measured) for group in runs)
     for group in runs:
         _say_groups(answer, group, cuts_blocks)
     keys = ("context", "precision", "checkpointing", "peak_gib", "predicted_gib", "recomputed_percent", "step_ms")
@@ -66,37 +63,36 @@ def one_recomputation(answer: Answer) -> None:
 
 def _say_groups(answer: Answer, run: Selection, cuts_blocks: bool) -> None:
     """Report what one run measured, next to what the formula expects."""
-    cells = run.cells
-    size = MemoryWorkload.from_configuration(cells[0].configuration).training.size
-    precision = cells[0].configuration["precision"]
+    precision = run.setting("precision")
+    size = MemoryWorkload.from_configuration(run.cells[0].configuration).training.size
     rule = best_group_size(size, precision, "train", "reference")
     answer.prose.formats["pieces"] = lambda blocks: answer.fill("groups" if blocks >= 1 else "layers", blocks=blocks)
     facts = {"precision": precision, "context": size.context, "blocks": size.num_layers, "expected": rule.best}
     by_rule = rule.best == max(1, round(rule.rule))
     answer.say("rule", facts, input=rule.block_input, saved=rule.block_activations, least=rule.rule, by_rule=by_rule)
-    grouped = {group: cell for cell in run.measured if (group := _group(cell)) is not None and group <= size.num_layers}
+    pieces = [(_blocks_a_checkpoint(cell), cell) for cell in run.measured]
+    grouped = {blocks: cell for blocks, cell in pieces if blocks is not None and blocks <= size.num_layers}
     if grouped:
         peaks = [cell.configuration | {"peak": _peak(cell)} for _, cell in sorted(grouped.items())]
         answer.say("peaks", facts, peaks=peaks)
         # What needs as much with fewer checkpoints is better.
         least = min(grouped.values(), key=_peak)
-        alike = [pieces for pieces in grouped if _needs_as_much(grouped[pieces], least)]
+        alike = [blocks for blocks in grouped if _needs_as_much(grouped[blocks], least)]
         best = rule.best if rule.best in alike else max(alike)
         answer.say("least as expected" if best == rule.best else "least elsewhere", facts, best=best)
         _say_neighbours(answer, grouped, best, cuts_blocks)
     answer.say_failures(
-        cells, lambda cell: "plain step" if cell.configuration["checkpointing"] == "none" else "checkpointed step"
+        run.cells, lambda cell: "plain step" if cell.configuration["checkpointing"] == "none" else "checkpointed step"
     )
     answer.say("predicted", need=predicted_peak(size, precision, "train", "reference").total_gib)
 
 
-def _group(cell: Cell) -> float | None:
+def _blocks_a_checkpoint(cell: Cell) -> float | None:
     """Return how many blocks a checkpoint covers, a half where layers have one each; None of other strategies."""
     strategy = cell.configuration["checkpointing"]
-    blocks_of_strategy = {"block": 1.0, "sublayer": _SUBLAYER}
-    return blocks_of_strategy.get(strategy) or (
-        int(strategy.removeprefix("every=")) if strategy.startswith("every=") else None
-    )
+    if strategy.startswith("every="):
+        return int(strategy.removeprefix("every="))
+    return {"block": 1.0, "sublayer": _SUBLAYER}.get(strategy)
 
 
 def _peak(cell: Cell) -> float:
@@ -125,6 +121,4 @@ def checkpointing_commands(target: Target) -> list[Command]:
     strategies = ("none", "block", "every=2", "every=3", "sublayer", "attention", "ffn", "nested")
     options = {"precision": ("fp32",), "checkpoint": strategies}
     flags = ("--no-predict", "--steps", "1")
-    return [
-        TrainingSweep("memprof", target.sizes((_SIZE,)), target.contexts((2048,)), options, flags, steps=5).on(target)
-    ]
+    return [training_sweep(target, "memprof", (_SIZE,), (2048,), flags, steps=5, **options)]

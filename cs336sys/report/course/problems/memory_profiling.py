@@ -1,6 +1,6 @@
 """``memory_profiling``: where memory goes in inference and in a training step."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from cs336sys.accounting.activations import block_activations
@@ -8,8 +8,8 @@ from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import tensor_answers
 from cs336sys.report.course.answer import ALIKE, Answer, derived_sentence, percent
-from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Selection, cells_of, measured_of
-from cs336sys.report.course.problem import Command, Target, TrainingSweep
+from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Selection, cells_of
+from cs336sys.report.course.problem import Command, Target, training_sweep
 from cs336sys.results.model import Cell
 from cs336sys.sizes import SIZES, choose_size
 from cs336sys.workload import MemoryWorkload
@@ -21,7 +21,7 @@ SIZE = "2.7b"
 _CALLED = {"forward": "inference", "train": "a training step"}
 
 
-def _recorded(answer: Answer, **settings) -> list[Selection]:
+def _recorded_runs(answer: Answer, **settings: Collection[Any]) -> list[Selection]:
     """Plain steps of the model at the handout's contexts, by ``memprof``."""
     # Where the longest that a handout asks for does not fit, shorter ones say what does.
     wanted = {"size": (SIZE,), "context": {*answer.handout.memory_contexts, 128, 256, 512}}
@@ -36,7 +36,7 @@ def _mode(cell: Cell) -> str:
     return cell.configuration["mode"]
 
 
-def _step(cell: Cell) -> str:
+def _step_name(cell: Cell) -> str:
     return f"step of {_mode(cell)}"
 
 
@@ -48,9 +48,9 @@ def _by_context(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def peaks(answer: Answer) -> None:
-    selections = _recorded(answer, precision=("fp32",), mode=("forward", "forward-backward", "train"))
+    selections = _recorded_runs(answer, precision=("fp32",), mode=("forward", "forward-backward", "train"))
     every = cells_of(selections)
-    cells = [cell for cell in every if _mode(cell) != "forward-backward"]
+    cells = [cell for cell in every if _mode(cell) in _CALLED]
     if not cells:
         return
     rows = _peak_rows(cells, "mode")
@@ -60,35 +60,28 @@ def peaks(answer: Answer) -> None:
     for mode in _CALLED:
         _say_peaks(answer, mode, _by_context(c for c in cells if _mode(c) == mode and c.status == "ok"))
     needs = [{"context": context, "gib": need} for context, need in sorted(kept.items()) if not isinstance(need, str)]
-    if needs:
-        answer.say("graph kept", peaks=needs)
-    answer.say_failures(every, _step)
+    answer.say_any("graph kept", peaks=needs)
+    answer.say_failures(every, _step_name)
     _say_needs(answer, every)
     headers = {"size": "size", "context": "context", "forward_gib": "forward"}
     headers |= {"kept_gib": "forward, graph kept"} if kept else {}
     answer.add_table("peaks", "peak memory by context, fp32", headers | {"train_gib": "training step"}, rows)
     answer.measured_by(selections)
-    measured = {(_context(cell), _mode(cell)) for cell in cells}
-    for context in sorted(answer.handout.memory_contexts):
-        for mode in _CALLED:
-            if (context, mode) not in measured:
-                answer.lack("mode at context", mode=mode, context=context)
+    measured = [cell.configuration for cell in cells]
+    answer.lack_unmeasured("mode at context", measured, context=sorted(answer.handout.memory_contexts), mode=_CALLED)
 
 
 def _say_peaks(answer: Answer, mode: str, cells: Sequence[Cell]) -> None:
     """Report the needs of a forward pass or a training step, and their growth with the context."""
     peaks_by_context = [{"context": _context(cell), "gib": cell.derived["peak_gib"]} for cell in cells]
-    if peaks_by_context:
-        answer.say(f"peaks of {mode}", peaks=peaks_by_context)
+    answer.say_any(f"peaks of {mode}", peaks=peaks_by_context)
     at_optimizer = [_context(cell) for cell in cells if mode == "train" and _top_phase(cell) == "optimizer"]
-    if at_optimizer:
-        answer.say("peak of the optimizer", contexts=at_optimizer, is_one=len(at_optimizer) == 1)
+    answer.say_any("peak of the optimizer", contexts=at_optimizer)
     if len(peaks_by_context) > 1:
         first, last = peaks_by_context[0], peaks_by_context[-1]
         grown, longer = (last[name] / first[name] for name in ("gib", "context"))
         name = "hardly depends" if grown < 1 + 2 * ALIKE else "grows"
-        facts = {"called": _CALLED[mode], "first": first["context"], "last": last["context"]}
-        answer.say(name, facts, grown=grown, longer=longer)
+        answer.say(name, called=_CALLED[mode], first=first, last=last, grown=grown, longer=longer)
 
 
 def _top_phase(cell: Cell) -> str:
@@ -103,16 +96,14 @@ def _say_needs(answer: Answer, cells: Sequence[Cell]) -> None:
         for cell in cells
         if cell.status == "oom" and (training := MemoryWorkload.from_configuration(cell.configuration).training).is_ours
     ]
-    if needs:
-        answer.say("needs", needs=needs, is_one=len(needs) == 1)
+    answer.say_any("needs", needs=needs)
 
 
 def _forward_gib(cell: Cell) -> float | str:
     """Return the most that the forward pass and the loss hold during a step; the status of what was not measured."""
-    if cell.status != "ok":
-        return cell.status
-    passes = [phase["allocated"] for phase in cell.derived["phases"] if phase["phase"] in ("forward", "loss")]
-    return max(passes) / GIB
+    phases = cell.derived["phases"] if cell.status == "ok" else ()
+    passes = [phase["allocated"] / GIB for phase in phases if phase["phase"] in ("forward", "loss")]
+    return max(passes, default=cell.status)
 
 
 def _peak_rows(cells: list[Cell], across: str) -> list[dict]:
@@ -127,27 +118,25 @@ def _peak_rows(cells: list[Cell], across: str) -> list[dict]:
 
 
 def mixed_precision(answer: Answer) -> None:
-    selections = _recorded(answer, precision=("fp32", "bf16"), mode=("forward", "train"))
+    selections = _recorded_runs(answer, precision=("fp32", "bf16"), mode=("forward", "train"))
     rows = [row for row in _peak_rows(cells_of(selections), "precision") if {"fp32_gib", "bf16_gib"} <= row.keys()]
     measured = [row for row in rows if not isinstance(row["fp32_gib"], str) and not isinstance(row["bf16_gib"], str)]
     if not measured:
         return
     for mode, called in _CALLED.items():
         of_mode = [row for row in measured if row["mode"] == mode]
-        ratios = [row["bf16_gib"] / row["fp32_gib"] for row in of_mode]
-        if of_mode:
-            longest = max(row["context"] for row in of_mode)
-            facts: dict[str, Any] = {"rows": of_mode, "verdict": _verdict(ratios), "ratios": ratios}
-            facts["Called"] = called[0].upper() + called[1:]
-            answer.say("precisions", facts, longest=longest)
         longest = max((row["context"] for row in of_mode), default=0)
+        if of_mode:
+            ratios = [row["bf16_gib"] / row["fp32_gib"] for row in of_mode]
+            facts = {"rows": of_mode, "verdict": _precision_verdict(ratios), "ratios": ratios, "longest": longest}
+            answer.say("precisions", facts, Called=called[0].upper() + called[1:])
         for context in answer.handout.memory_contexts:
             if context > longest:
                 size = choose_size(SIZE, context=context)
                 needs = {name: predicted_peak(size, name, mode, "reference").total_gib for name in ("fp32", "bf16")}
-                part = needs["bf16"] / needs["fp32"]
-                about = {"called": called, "context": context, "ratio": part, "is_less": part < 1 - ALIKE}
-                answer.say("predicted precisions", needs, **about)
+                ratio = needs["bf16"] / needs["fp32"]
+                facts = {**needs, "called": called, "context": context, "ratio": ratio, "is_less": ratio < 1 - ALIKE}
+                answer.say("predicted precisions", facts)
     more = any(row["bf16_gib"] > row["fp32_gib"] for row in measured)
     answer.say("copies" if more else "no copies")
     headers = {"size": "size", "context": "context", "mode": "mode", "fp32_gib": "fp32", "bf16_gib": "bf16"}
@@ -155,13 +144,10 @@ def mixed_precision(answer: Answer) -> None:
     answer.measured_by(selections)
 
 
-_SAME_PEAK = 0.02
-
-
-def _verdict(ratios: Sequence[float]) -> str:
+def _precision_verdict(ratios: Sequence[float]) -> str:
     # Allocations are the same in every run: what differs by more than the caching allocator's blocks is a difference.
-    if all(abs(ratio - 1) <= _SAME_PEAK for ratio in ratios):
-        largest = max(abs(ratio - 1) for ratio in ratios)
+    largest = max(abs(ratio - 1) for ratio in ratios)
+    if largest <= 0.02:
         return f"no significant difference (at most {percent(100 * largest)})"
     if min(ratios) > 1:
         return "mixed precision takes more, not less"
@@ -174,28 +160,25 @@ def _verdict(ratios: Sequence[float]) -> str:
 
 
 def timelines(answer: Answer) -> None:
-    selections = _recorded(answer, precision=("fp32",))
-    shortest_context = answer.handout.memory_contexts[0]
+    selections = _recorded_runs(answer, precision=("fp32",))
+    first_context = answer.handout.memory_contexts[0]
     # The training step first: it shows the stages that are asked for.
     for mode, called in reversed(_CALLED.items()):
-        of_mode = [
-            Selection(group.invocation, [cell])
-            for group in selections
-            for cell in group.measured
-            if _mode(cell) == mode
-        ]
+        of_mode = [Selection(group.invocation, [cell]) for group in selections for cell in group.of(mode=mode)]
         if not of_mode:
             answer.lack("timeline", mode=mode)
             continue
-        wanted = [selection for selection in of_mode if _context(selection.cells[0]) == shortest_context]
-        chosen = wanted[0] if wanted else sorted(of_mode, key=lambda selection: _context(selection.cells[0]))[-1]
+        of_mode.sort(key=lambda selection: selection.setting("context"))
+        wanted = [selection for selection in of_mode if selection.setting("context") == first_context]
+        chosen = (wanted or of_mode[-1:])[0]
         _say_timeline(answer, chosen.cells[0], called)
         for draw in chosen.pictures().values():
-            answer.pictures[f"{called} at context {_context(chosen.cells[0])} in fp32"] = draw
+            answer.pictures[f"{called} at context {chosen.setting('context')} in fp32"] = draw
         keys = ("context", "mode", "phase", "allocated_gib", "parameters_gib", "gradients_gib", "optimizer_state_gib")
         answer.show([chosen], "phases", *keys, "activations_gib", "temporary_gib", "other_gib")
     if answer.sentences:
-        answer.say_failures([cell for cell in cells_of(selections) if _context(cell) == shortest_context], _step)
+        failed = [cell for cell in cells_of(selections) if _context(cell) == first_context]
+        answer.say_failures(failed, _step_name)
         answer.say("snapshot file")
 
 
@@ -204,24 +187,21 @@ def _say_timeline(answer: Answer, cell: Cell, called: str) -> None:
     top = max(phases.values(), key=lambda phase: phase["allocated"])
     kinds = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
     largest = sorted(kinds, key=lambda kind: -top[kind])[:2]
-    answer.say(
-        "timeline of",
-        {"called": called, "context": _context(cell), "phase": top["phase"]},
-        phases=[{"phase": name, "gib": phase["allocated"] / GIB} for name, phase in phases.items()],
-        largest=[{"kind": kind, "gib": top[kind] / GIB} for kind in largest if top[kind]],
-    )
+    facts = {"called": called, "context": _context(cell), "phase": top["phase"]}
+    facts["phases"] = [{"phase": name, "gib": phase["allocated"] / GIB} for name, phase in phases.items()]
+    facts["largest"] = [{"kind": kind, "gib": top[kind] / GIB} for kind in largest if top[kind]]
+    answer.say("timeline of", facts)
     forward = phases.get("forward")
     if forward is None:
         return
-    activations, parameters = forward["activations"], forward["parameters"]
-    temporary, other = forward["temporary"], forward["other"]
-    facts = {"activations": activations / GIB, "parameters": parameters / GIB}
-    facts |= {"temporary": temporary / GIB, "other": other / GIB}
+    sizes = {kind: forward[kind] / GIB for kind in ("activations", "parameters", "temporary", "other")}
     if _mode(cell) != "forward":
-        answer.say("stages" if activations > ALIKE * forward["allocated"] else "hardly any stages", facts)
+        is_visible = forward["activations"] > ALIKE * forward["allocated"]
+        answer.say("stages" if is_visible else "hardly any stages", sizes)
     else:
-        name = "kept for backward" if activations else "nothing kept"
-        answer.say("above parameters", facts, kept=answer.fill(name, facts), share=100 * temporary / parameters)
+        kept = answer.fill("kept for backward" if sizes["activations"] else "nothing kept", sizes)
+        share = 100 * forward["temporary"] / forward["parameters"]
+        answer.say("above parameters", sizes, kept=kept, share=share)
 
 
 # (d), (e) and (f): the residual stream, the largest allocations, and what one block saves and produces.
@@ -232,35 +212,33 @@ def residual_stream(answer: Answer) -> None:
 
 
 def largest_allocations(answer: Answer) -> None:
-    selections = [group for group in _recorded(answer, precision=("fp32",), mode=("forward",)) if group.measured]
-    for cell in _by_context(measured_of(selections)):
-        size = cell.derived["largest"][0]["size"]
+    runs = _recorded_runs(answer, precision=("fp32",), mode=("forward",))
+    selections = [Selection(group.invocation, group.measured) for group in runs if group.measured]
+    for cell in _by_context(cells_of(selections)):
+        largest = cell.derived["largest"]
         kinds = [
             kind | {"in_module": bool(kind.get("module")), "with_code": bool(kind.get("code"))}
-            for kind in cell.derived["largest"]
-            if kind["size"] == size
+            for kind in largest
+            if kind["size"] == largest[0]["size"]
         ]
-        answer.say("largest", context=_context(cell), size=size, kinds=kinds)
+        answer.say("largest", context=_context(cell), size=largest[0]["size"], kinds=kinds)
     keys = ("context", "size_bytes", "count", "phase", "category", "module", "operation", "code")
-    answer.show([Selection(group.invocation, group.measured) for group in selections], "allocations", *keys)
+    answer.show(selections, "allocations", *keys)
 
 
 def block(answer: Answer) -> None:
-    selections = [
-        Selection(group.invocation, kept)
-        for group in _recorded(answer, precision=("fp32",), mode=("train",))
-        if (kept := [cell for cell in group.measured if cell.derived.get("saved_tensors")])
-    ]
+    runs = _recorded_runs(answer, precision=("fp32",), mode=("train",))
+    recorded = [group.only(lambda cell: cell.status == "ok" and cell.derived.get("saved_tensors")) for group in runs]
+    selections = [group for group in recorded if group.cells]
     for cell in _by_context(cells_of(selections)):
         size = MemoryWorkload.from_configuration(cell.configuration).training.size
         tensors = cell.derived["saved_tensors"]
         total = sum(tensor["size"] for tensor in tensors)
         ratio = total / block_activations(size, "fp32", "reference").total
+        derived = answer.fill("by the formula" if abs(ratio - 1) < 0.01 else "not by the formula", ratio=ratio)
         five = [{"saved": _saved_by(tensor), "share": 100 * tensor["size"] / total} for tensor in tensors[:5]]
-        of_five = 100 * sum(tensor["size"] for tensor in tensors[:5]) / total
-        derived = "by the formula" if abs(ratio - 1) < 0.01 else "not by the formula"
-        facts = {"context": _context(cell), "total": total, "derived": answer.fill(derived, ratio=ratio)}
-        answer.say("saved tensors", facts, five=five, of_five=of_five)
+        facts = {"context": _context(cell), "total": total, "derived": derived, "five": five}
+        answer.say("saved tensors", facts, of_five=100 * sum(tensor["size"] for tensor in tensors[:5]) / total)
         changes = cell.derived.get("block")
         if changes and changes.get("backward_change") is not None:
             produced = changes["backward_change"] + changes["forward_growth"]
@@ -285,6 +263,6 @@ def _saved_by(tensor: dict[str, Any]) -> str:
 
 def memory_commands(target: Target) -> list[Command]:
     options = {"mode": ("forward", "forward-backward", "train"), "precision": ("fp32", "bf16")}
-    contexts = target.contexts(sorted(target.handout.memory_contexts))
+    contexts = sorted(target.handout.memory_contexts)
     flags = ("--no-predict", "--steps", "1")
-    return [TrainingSweep("memprof", target.sizes((SIZE,)), contexts, options, flags, steps=4).on(target)]
+    return [training_sweep(target, "memprof", (SIZE,), contexts, flags, steps=4, **options)]

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import itemgetter
+from typing import Any
 
 from cs336sys.accounting.activations import attention_memory
 from cs336sys.accounting.hardware import datasheet
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers
 from cs336sys.report.attention import predicted_eager_memory
-from cs336sys.report.course.answer import ALIKE, Answer, compared, compared_headers
+from cs336sys.report.course.answer import ALIKE, Answer, compared, compared_headers, extremes
 from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Selection, cells_of
-from cs336sys.report.course.problem import Command, Target, TrainingSweep, simple
+from cs336sys.report.course.problem import Command, Target, measurement, sized, training_sweep
 from cs336sys.results.model import Cell
 
 _PARTS = ("forward", "backward")
@@ -38,8 +39,7 @@ def pytorch_attention(answer: Answer) -> None:
         measured = sorted((cell for cell in mine if cell.status == "ok"), key=_shape)
         for part in _PARTS if measured else ():
             rows = [cell.configuration | {"median": cell.samples[part].median} for cell in measured]
-            least, most = (choose(rows, key=itemgetter("median")) for choose in (min, max))
-            answer.say(f"times of {name}", part=part, least=least, most=most)
+            answer.say(f"times of {name}", extremes(rows, "median"), part=part)
         answer.say_failures(mine, f"attention of {name}")
         for context, head_dim in shapes:
             if (context, head_dim) not in map(_shape, mine):
@@ -55,38 +55,32 @@ def pytorch_attention(answer: Answer) -> None:
 def _say_growth(answer: Answer, cells: Sequence[Cell]) -> None:
     """Report how memory saved for the backward pass grows with the context, at the largest head dim."""
     largest = max(cell.configuration["head_dim"] for cell in cells)
-    saved = [
-        {"gib": cell.derived["held_gib"], **cell.configuration}
-        for cell in sorted((cell for cell in cells if cell.configuration["head_dim"] == largest), key=_shape)
-        if cell.status == "ok" and cell.derived.get("held_gib") is not None
-    ]
-    saved = [memory_row for memory_row in saved if memory_row["implementation"] == saved[0]["implementation"]]
-    if len(saved) > 1:
-        steps = [
-            {"grown": after["gib"] / before["gib"], "longer": after["context"] / before["context"]}
-            for before, after in pairwise(saved)
-        ]
+    saved = [cell.configuration | cell.derived for cell in _with_memory(cells)]
+    saved = sorted((row for row in saved if row["head_dim"] == largest), key=itemgetter("context"))
+    series = [(row["context"], row["held_gib"]) for row in saved if row["implementation"] == saved[0]["implementation"]]
+    if len(series) > 1:
+        steps = [{"grown": after[1] / before[1], "longer": after[0] / before[0]} for before, after in pairwise(series)]
         squared = steps[-1]["grown"] > steps[-1]["longer"] * (1 + ALIKE)
         name = "held with the square" if squared else "held with the context"
-        facts = {"implementation": saved[0]["implementation"], "head_dim": largest}
-        answer.say(name, facts, steps=steps, held=[memory_row["gib"] for memory_row in saved])
+        answer.say(name, saved[0], steps=steps, held=[gib for _, gib in series])
+
+
+def _with_memory(cells: Sequence[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.status == "ok" and cell.derived.get("held_gib") is not None]
 
 
 def _say_workspace(answer: Answer, measured: Sequence[Cell]) -> None:
     """Say that the first shape holds more than its tensors, which bends the curve of short contexts."""
-    surplus = [
-        cell.derived["held_gib"] - predicted_eager_memory(cell).held / GIB
-        for cell in measured[:2]
-        if cell.derived.get("held_gib") is not None
-    ]
+    cells = _with_memory(measured[:2])
+    surplus = [cell.derived["held_gib"] - predicted_eager_memory(cell).held / GIB for cell in cells]
     if len(surplus) == 2 and surplus[0] - surplus[1] > _WORKSPACE_GIB:
-        first = measured[0]
-        answer.say("workspace", first.configuration, held=first.derived["held_gib"], more=surplus[0] - surplus[1])
+        more = surplus[0] - surplus[1]
+        answer.say("workspace", cells[0].configuration, held=cells[0].derived["held_gib"], more=more)
 
 
 def _say_first_out_of_memory(answer: Answer, cells: Sequence[Cell], selections: Sequence[Selection]) -> None:
     """The smallest shape that did not fit, tensor by tensor; where all did, the first that cannot."""
-    run = selections[0].run
+    run = selections[0].invocation.run
     shape = cells[0].configuration
     sequences, dtype = shape["batch_size"] * shape["heads"], shape["dtype"]
     settings = {"causal": shape["causal"], "implementation": "eager"}
@@ -95,14 +89,14 @@ def _say_first_out_of_memory(answer: Answer, cells: Sequence[Cell], selections: 
         return attention_memory(sequences, context, head_dim, dtype, **settings)
 
     failed = [_shape(cell) for cell in cells if cell.status == "oom"]
+    sheet = datasheet(run.machine.get("gpu") or "") if run is not None else None
     if failed:
         context, head_dim = min(failed, key=lambda shape: needed(*shape).peak)
         answer.say("out of memory", context=context, head_dim=head_dim)
+    elif sheet is None:
+        answer.say("nothing out of memory")
+        return
     else:
-        sheet = datasheet(run.machine.get("gpu") or "") if run is not None else None
-        if sheet is None:
-            answer.say("nothing out of memory")
-            return
         contexts, head_dims = zip(*map(_shape, cells), strict=True)
         context, head_dim = max(contexts), min(head_dims)
         while needed(context, head_dim).peak <= sheet.memory_bytes:
@@ -114,31 +108,29 @@ def _say_first_out_of_memory(answer: Answer, cells: Sequence[Cell], selections: 
     answer.derive(answers, "accounting", f"{sequences} x {context} x {head_dim} {dtype}, tensor by tensor")
 
 
-def attention_commands(target: Target) -> list[Command]:
-    """One run for both problems."""
-    grid = ("--context", "64,128", "--head-dim", "16,32", "--steps", "10") if target.is_small else ()
-    names = ("--implementation", "eager,compiled,model")
-    return [simple(target, "attn", *names, *grid, seconds=20 if target.is_small else 180)]
+# One run for both problems.
+_ATTENTION = "attn --implementation eager,compiled,model"
+_SMALL_ATTENTION = f"{_ATTENTION} --context 64,128 --head-dim 16,32 --steps 10"
+attention_commands = sized(measurement(_ATTENTION, 180), measurement(_SMALL_ATTENTION, 20))
 
 
 def compiled_attention(answer: Answer) -> None:
-    rows, failed = [], []
-    for group in answer.find("attn", _GRID, implementation=("eager", "compiled")):
+    rows = []
+    groups = answer.find("attn", _GRID, implementation=("eager", "compiled"))
+    for group in groups:
         eager = {_shape(cell): cell for cell in group.of(implementation="eager")}
         pairs = [(eager[_shape(cell)], cell) for cell in group.of(implementation="compiled") if _shape(cell) in eager]
         answer.measured_by([group] if pairs else [])
         rows += [after.configuration | compared(before, after, _PARTS) for before, after in pairs]
-        failed.append(group.cells)
     if not rows:
         return
     rows.sort(key=lambda row: (row["head_dim"], row["context"]))
     for part in _PARTS:
         shapes = [row | row[part] for row in rows]
-        worst, best = (choose(shapes, key=itemgetter("speedup")) for choose in (min, max))
-        count = sum(row[part]["speedup"] > 1 + ALIKE for row in rows)
-        answer.say("compiled", part=part, count=count, of=len(rows), worst=worst, best=best)
-    for cells in failed:
-        answer.say_failures(cells, "attention shape")
+        count = sum(row["speedup"] > 1 + ALIKE for row in shapes)
+        answer.say("compiled", extremes(shapes, "speedup"), part=part, count=count, of=len(rows))
+    for group in groups:
+        answer.say_failures(group.cells, "attention shape")
     headers = {"context": "context", "head_dim": "head dim", **compared_headers(_PARTS, ", eager", ", compiled")}
     answer.add_table("compiled", "compiled attention against eager, medians of the same run", headers, rows)
 
@@ -147,19 +139,15 @@ def compiled_model(answer: Answer) -> None:
     sizes = answer.handout.sizes
     plain = {name: values for name, values in PLAIN_OF_ANY_MODE.items() if name != "compile"}
     wanted = {"size": sizes, "context": (512,), "batch_size": (4,)}
-    by_setting: dict[tuple, tuple[dict, Selection]] = {}
+    by_setting: dict[tuple, dict[str, Any]] = {}
     for group in answer.find_each("bench", wanted, mode=("train", "forward"), **plain):
         for row in _compiled_rows(group):
-            by_setting.setdefault((row["size"], row["precision"], row["compile"]), (row, group))
+            by_setting.setdefault((row["size"], row["precision"], row["compile"]), row | {"group": group})
     # A compiled model is the answer, compiled blocks where there is none.
-    whole = [row_and_group for row_and_group in by_setting.values() if row_and_group[0]["compile"] == "model"]
-    chosen = sorted(
-        whole or by_setting.values(),
-        key=lambda row_and_group: (row_and_group[0]["precision"] != "fp32", row_and_group[0]["parameters"]),
-    )
-    if not chosen:
+    whole = [row for row in by_setting.values() if row["compile"] == "model"]
+    rows = sorted(whole or by_setting.values(), key=lambda row: (row["precision"] != "fp32", row["parameters"]))
+    if not rows:
         return
-    rows = [row for row, _ in chosen]
     for row in rows:
         answer.say("compiled model", row, is_whole=row["compile"] == "model")
     if len(rows) > 1:
@@ -168,7 +156,7 @@ def compiled_model(answer: Answer) -> None:
     headers = {name: name for name in ("size", "precision", "compile")}
     headers |= compared_headers(("forward", "backward", "optimizer", "step"), ", vanilla", ", compiled")
     answer.add_table("compile", "vanilla and compiled model, medians of the same run", headers, rows)
-    answer.measured_by(group for _, group in chosen)
+    answer.measured_by(row["group"] for row in rows)
     absent = [size for size in sizes[:-1] if all(row["size"] != size for row in rows)]
     if not whole:
         answer.lack("whole model")
@@ -181,7 +169,7 @@ def _compiled_rows(group: Selection) -> list[dict]:
     for cell in group.measured:
         names = cell.configuration
         alike = {name: names[name] for name in ("size", "precision", "mode", "context")}
-        vanilla = next(iter(group.of(compile="off", **alike)), None)
+        vanilla = group.first(compile="off", **alike)
         if names["compile"] == "off" or vanilla is None:
             continue
         phases = cell.samples.keys() & {"forward", "backward", "optimizer", "step"}
@@ -190,5 +178,4 @@ def _compiled_rows(group: Selection) -> list[dict]:
 
 
 def compiled_model_commands(target: Target) -> list[Command]:
-    sizes = target.sizes(target.handout.sizes[:-1])
-    return [TrainingSweep("bench", sizes, options={"compile": ("off", "model")}).on(target)]
+    return [training_sweep(target, "bench", target.handout.sizes[:-1], compile=("off", "model"))]

@@ -1,6 +1,7 @@
 """``optimizer_state_sharding_accounting`` and ``fsdp_accounting``: what ranks hold, and how long their steps take."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from cs336sys.accounting.memory import GIB
@@ -22,11 +23,20 @@ _STEP_COLUMNS = (
 )
 _SHARDED = ("optimizer", "optimizer-flat")
 
+_MOMENTS = {
+    "initialized": "after initialization",
+    "before the first optimizer step": "directly before the first optimizer step",
+    "after the first optimizer step": "directly after it",
+    "before the optimizer": "with gradients and optimizer state, directly before the second one",
+    "after the optimizer": "after the second step (gradients dropped)",
+    "peak": "at the peak of the second step",
+}
+
 # Steps of one cell that differ by more have not settled, or something else ran.
 _UNSETTLED = 1.1
 
 
-def _steps(answer: Answer, *strategies: str, cuda_graph: str = "off") -> list[Selection]:
+def _shard_steps(answer: Answer, *strategies: str, cuda_graph: str = "off") -> list[Selection]:
     """Find steps of the handout's xl by these strategies on two ranks."""
     plain = {"compile": ("off",), "cuda_graph": (cuda_graph,), "checkpointing": ("none",)}
     wanted = {"size": (answer.handout.xl,), "world_size": (2,), "context": (512,), "batch_size": (4,), **plain}
@@ -35,38 +45,29 @@ def _steps(answer: Answer, *strategies: str, cuda_graph: str = "off") -> list[Se
 
 def _is_as_asked(group: Selection) -> bool:
     """Trained with the handout's own attention and AdamW."""
-    names = group.cells[0].configuration
-    return (names["attention"], names["optimizer"]) == ("reference", "course")
+    return (group.setting("attention"), group.setting("optimizer")) == ("reference", "course")
 
 
 def _sharded_steps(answer: Answer) -> list[Selection]:
     """Find steps with and without a sharded optimizer, launched ones before those in CUDA graphs."""
-    return [group for cuda_graph in ("off", "on") for group in _steps(answer, "none", *_SHARDED, cuda_graph=cuda_graph)]
+    graphs = ("off", "on")
+    return [group for graph in graphs for group in _shard_steps(answer, "none", *_SHARDED, cuda_graph=graph)]
 
 
-def _by_strategy(group: Selection) -> dict[str, Cell]:
-    """The measured cells of one invocation."""
-    return {cell.configuration["strategy"]: cell for cell in group.measured}
-
-
-def _precision(group: Selection) -> str:
-    return group.cells[0].configuration["precision"]
-
-
-def _by_precision(groups_of_runs: Sequence[Selection]) -> list[Selection]:
+def _by_precision(runs: Sequence[Selection]) -> list[Selection]:
     """For each precision the first invocation that measured it together with plain data parallel training."""
     groups: dict[str, Selection] = {}
-    for group in groups_of_runs:
+    for group in runs:
         for precision in dict.fromkeys(cell.configuration["precision"] for cell in group.cells):
-            cells = [cell for cell in group.cells if cell.configuration["precision"] == precision]
-            chosen = Selection(group.invocation, cells)
-            if "none" in _by_strategy(chosen):
-                groups.setdefault(precision, chosen)
+            if group.of(precision=precision, strategy="none") and precision not in groups:
+                groups[precision] = Selection(
+                    group.invocation, [cell for cell in group.cells if cell.configuration["precision"] == precision]
+                )
     return list(groups.values())
 
 
 def memory(answer: Answer) -> None:
-    runs = [group for group in _sharded_steps(answer) if len(_by_strategy(group)) > 1]
+    runs = [group for group in _sharded_steps(answer) if len(group.by("strategy")) > 1]
     if not runs:
         return
     # Asked are the moments of the first step, which earlier versions did not record.
@@ -74,11 +75,12 @@ def memory(answer: Answer) -> None:
     groups = _by_precision(runs[:1]) or runs[:1]
     rows: list[dict] = []
     for group in groups:
-        cells, where = _by_strategy(group), f" in {_precision(group)}" * (len(groups) > 1)
-        moments = {name: rank_moments for name, cell in cells.items() if (rank_moments := _held(cell))}
+        cells, precision = group.by("strategy"), group.setting("precision")
+        where = f" in {precision}" * (len(groups) > 1)
+        moments = {name: rank_moments for name, cell in cells.items() if (rank_moments := _held_at_moments(cell))}
         for name, rank_moments in moments.items():
             answer.say(f"held with {name}", where=where, moments=rank_moments)
-            rows += [{"precision": _precision(group), "strategy": name, **moment} for moment in rank_moments]
+            rows += [{"precision": precision, "strategy": name, **moment} for moment in rank_moments]
         _say_saved(answer, cells, where)
         for name, rank_moments in moments.items():
             _say_parts(answer, name, rank_moments)
@@ -96,40 +98,31 @@ def memory(answer: Answer) -> None:
 
 def _recorded_of_first_step(group: Selection) -> int:
     """Return how many moments of the first step were recorded."""
-    return len(
-        {m for cell in group.measured for moment in cell.derived["memory"] if "first" in (m := moment["moment"])}
-    )
+    moments = {moment["moment"] for cell in group.measured for moment in cell.derived["memory"]}
+    return sum("first" in moment for moment in moments)
 
 
-def _held(cell: Cell) -> list[dict[str, Any]]:
+def _held_at_moments(cell: Cell) -> list[dict[str, Any]]:
     """Return what the fullest rank holds at the moments that the handout asks for, and at the peak.
 
     Directly after the first step: parameters, gradients and the state that it made. Where it was not recorded, the
     moment before the second step stands for it, which holds the same.
     """
     moments: dict[str, RankMemory] = {memory.moment: memory for memory in memory_of(cell)["measured"]}
-    descriptions = {
-        "initialized": "after initialization",
-        "before the first optimizer step": "directly before the first optimizer step",
-        "after the first optimizer step": "directly after it",
-        "before the optimizer": "with gradients and optimizer state, directly before the second one",
-        "after the optimizer": "after the second step (gradients dropped)",
-        "peak": "at the peak of the second step",
-    }
+    if "after the first optimizer step" in moments:
+        moments.pop("before the optimizer", None)
     return [
-        {"moment": descriptions.get(moment, moment), "total_gib": rank_memory.total_gib}
+        {"moment": _MOMENTS.get(moment, moment), "total_gib": rank_memory.total_gib}
         | {f"{part}_gib": getattr(rank_memory, part) / GIB for part in COMPONENTS}
         for moment, rank_memory in moments.items()
-        if moment != "before the optimizer" or "after the first optimizer step" not in moments
     ]
 
 
 def _say_parts(answer: Answer, strategy: str, moments: Sequence[dict]) -> None:
     """Break down the last moment that has optimizer state."""
-    at = next((at for at in reversed(moments) if at["optimizer_state_gib"]), None)
-    if at is not None:
-        parts = [{"part": header, "gib": at[f"{part}_gib"]} for part, header in COMPONENTS.items()]
-        answer.say("of these", at, strategy=strategy, parts=[part for part in parts if part["gib"]])
+    for moment in [moment for moment in moments if moment["optimizer_state_gib"]][-1:]:
+        parts = [{"part": header, "gib": moment[f"{part}_gib"]} for part, header in COMPONENTS.items()]
+        answer.say("of these", moment, strategy=strategy, parts=[part for part in parts if part["gib"]])
 
 
 def _say_saved(answer: Answer, cells: dict[str, Cell], where: str) -> None:
@@ -160,56 +153,46 @@ def _state(cell: Cell) -> float:
 
 
 def speeds(answer: Answer) -> None:
-    runs = [group for group in _sharded_steps(answer) if {"none", "optimizer"} <= _by_strategy(group).keys()]
+    runs = [group for group in _sharded_steps(answer) if {"none", "optimizer"} <= group.by("strategy").keys()]
     if not runs:
         return
-    runs.sort(key=lambda group: (not _is_as_asked(group), -group.cells[0].configuration["steps"]))
+    runs.sort(key=lambda group: (not _is_as_asked(group), -group.setting("steps")))
     groups = _by_precision(runs)
     for group in groups:
-        cells = _by_strategy(group)
-        before = cells["none"].samples
+        cells = group.by("strategy")
         for name in _SHARDED:
             if name in cells:
-                after = cells[name].samples
-                parts: list[dict[str, Any]] = [
-                    {"part": part, "before": before[part].median, "after": after[part].median}
-                    for part in ("forward", "backward", "synchronize", "optimizer")
-                    if part in before and part in after
-                ]
-                longer = after["step"].median - before["step"].median
-                rest = longer - sum(part["after"] - part["before"] for part in parts)
-                waits = "forward" in before and after["forward"].median > (1 + ALIKE) * before["forward"].median
-                steps = {"plain": before["step"], "sharded": after["step"]}
-                facts = {"strategy": name, "faster": faster(*steps.values()), **steps}
-                facts |= {"in_graphs": cells[name].configuration["cuda_graph"] == "on"}
-                answer.say(
-                    "step",
-                    facts,
-                    precision=_precision(group),
-                    medians={"parts": parts, "rest": rest, "waits": waits} if parts else None,
-                )
+                _say_step(answer, cells["none"], cells[name])
         answer.show([group], "shard", *_STEP_COLUMNS, medians=True)
     say_setup(answer, *groups)
     lack_xl(answer, runs[0])
-    for precision in ("fp32", "bf16"):
-        if precision not in map(_precision, groups):
-            answer.lack("same in", precision=precision)
+    answer.lack_unmeasured("same in", [group.cells[0].configuration for group in groups], precision=("fp32", "bf16"))
+
+
+def _say_step(answer: Answer, plain: Cell, sharded: Cell) -> None:
+    """Compare a step with a sharded optimizer and one without, part by part."""
+    before, after = plain.samples, sharded.samples
+    parts: list[dict[str, Any]] = [
+        {"part": part, "before": before[part].median, "after": after[part].median}
+        for part in ("forward", "backward", "synchronize", "optimizer")
+        if part in before and part in after
+    ]
+    longer = after["step"].median - before["step"].median
+    rest = longer - sum(part["after"] - part["before"] for part in parts)
+    waits = "forward" in before and after["forward"].median > (1 + ALIKE) * before["forward"].median
+    facts = {**sharded.configuration, "plain": before["step"], "sharded": after["step"]}
+    facts |= {"faster": faster(before["step"], after["step"]), "in_graphs": facts["cuda_graph"] == "on"}
+    answer.say("step", facts, medians={"parts": parts, "rest": rest, "waits": waits} if parts else None)
 
 
 def against_zero(answer: Answer) -> None:
     answer.say("ZeRO")
     ours, flat, none = (float(sent_bytes(name, 4, 2)) for name in (*_SHARDED, "none"))
     answer.say("the handout's way", bytes=ours / none, of_zero="as many" if flat == none else times(flat / none))
-    for called, strategy in (("the handout's way", "optimizer"), ("ZeRO stage 1", "optimizer-flat")):
+    for scheme, strategy in (("the handout's way", "optimizer"), ("ZeRO stage 1", "optimizer-flat")):
         answers = state_answers(SIZES[answer.handout.xl], 2, strategy)
-        answer_part = next(answer_part for answer_part in answers if answer_part.question.endswith("(c)"))
-        facts = {
-            "called_": called,
-            "derivation": answer_part.derivation(format_operand),
-            "value": answer_part,
-            "reason": answer_part.reason,
-        }
-        answer.say("sent", facts, xl=answer.handout.xl)
+        sent = next(value for value in answers if value.question.endswith("(c)"))
+        answer.say("sent", xl=answer.handout.xl, scheme=scheme, derivation=sent.derivation(format_operand), value=sent)
     answer.say("optimizer-flat")
 
 
@@ -220,7 +203,6 @@ def shard_commands(target: Target) -> list[Command]:
 
 # ``fsdp_accounting``: what fully sharded ranks hold, and whether weights are gathered in time.
 
-
 # Bytes a parameter that FSDP shards and the other does not: parameters, gradients and AdamW's moments in fp32, or these
 # but for the moments.
 _SHARDED_BYTES = {"none": 16, "optimizer": 8}
@@ -228,81 +210,68 @@ _SHARDED_BYTES = {"none": 16, "optimizer": 8}
 
 def fsdp_memory(answer: Answer) -> None:
     answers = state_answers(SIZES[answer.handout.xl], 2, "fsdp")
-    none, optimizer = (
-        next(answer_part for answer_part in answers if answer_part.quantity.endswith(f"less than {name}"))
-        for name in _SHARDED_BYTES
-    )
+    savings = {name: next(a for a in answers if a.quantity.endswith(f"less than {name}")) for name in _SHARDED_BYTES}
     answer.say("a share of each")
-    answer.say("should save", xl=answer.handout.xl, none=none, optimizer=optimizer)
+    answer.say("should save", savings, xl=answer.handout.xl)
     answer.derive(answers, "state", "training state of a rank, FSDP on 2 ranks")
-    runs = _steps(answer, "none", "optimizer", "fsdp")
-    for group in [run for run in runs if {"none", "fsdp"} <= _by_strategy(run).keys()][:1]:
+    runs = _shard_steps(answer, "none", "optimizer", "fsdp")
+    for group in [run for run in runs if {"none", "fsdp"} <= run.by("strategy").keys()][:1]:
         answer.measured_by([group])
         say_setup(answer, group)
-        cells = _by_strategy(group)
+        cells = group.by("strategy")
         peak = {name: _recorded_peak_gib(cell) or cell.derived["peak_gib"] for name, cell in cells.items()}
         answer.say("peaks", peaks=[{"strategy": name, "gib": value} for name, value in peak.items()])
         # Of the size that was measured, which may be another than the handout's.
         fsdp = cells["fsdp"]
         left_out = fsdp.derived["parameters"] * (1 - 1 / fsdp.configuration["world_size"]) / GIB
-        savings = []
-        for name, size in _SHARDED_BYTES.items():
-            if name in peak:
-                saving = peak[name] - peak["fsdp"]
-                savings.append({"is_none": name == "none", "gib": saving, "share": 100 * saving / (size * left_out)})
-        answer.say("FSDP saves", savings=savings, is_less=max(saved["share"] for saved in savings) < 100)
+        saved = {name: peak[name] - peak["fsdp"] for name in _SHARDED_BYTES if name in peak}
+        shares = {name: 100 * saved[name] / (_SHARDED_BYTES[name] * left_out) for name in saved}
+        rows = [{"is_none": name == "none", "gib": saved[name], "share": shares[name]} for name in saved]
+        answer.say("FSDP saves", savings=rows, is_less=max(shares.values()) < 100)
 
 
 def fsdp_gathers(answer: Answer) -> None:
     groups: list[Selection] = []
     prefetches: set[int] = set()
-    for group in _steps(answer, "fsdp"):
-        kept = [cell for cell in group.measured if cell.derived.get("gathers")]
-        prefetched = {cell.configuration["prefetch"] for cell in kept}
+    for group in _shard_steps(answer, "fsdp"):
+        chosen = group.only(lambda cell: cell.status == "ok" and cell.derived.get("gathers"))
         # Of two invocations with the same, the one that measured more says it.
-        if prefetched - prefetches:
-            groups.append(Selection(group.invocation, kept))
-        prefetches |= prefetched
+        if chosen.by("prefetch").keys() - prefetches:
+            groups.append(chosen)
+        prefetches |= chosen.by("prefetch").keys()
     if not groups:
         return
     for group in groups:
-        for cell in sorted(group.cells, key=lambda cell: cell.configuration["prefetch"]):
+        cells = sorted(group.cells, key=lambda cell: cell.configuration["prefetch"])
+        for cell in cells:
             _say_late(answer, cell)
         answer.show([group], "gathers")
         answer.show([group], "shard", *_STEP_COLUMNS, "bare_ms", medians=True)
-        steps = [(cell.configuration["prefetch"], cell.samples["step"].measured) for cell in group.cells]
-        unsettled = [{"prefetch": ahead, "steps": run} for ahead, run in steps if max(run) > _UNSETTLED * min(run)]
+        steps = [{**cell.configuration, "steps": cell.samples["step"].measured} for cell in cells]
+        unsettled = [step for step in steps if max(step["steps"]) > _UNSETTLED * min(step["steps"])]
         if unsettled:
-            forwards = [cell.samples["forward"].median for cell in group.cells]
-            answer.say("not settled", cells=sorted(unsettled, key=lambda step: step["prefetch"]), forwards=forwards)
-    for group in filter(_is_as_asked, _steps(answer, "fsdp", cuda_graph="on")):
-        rows = sorted(rows_of(group, "shard"), key=lambda row: row["prefetch"])
-        captured = [
-            {"prefetch": row["prefetch"], "median": row["step_ms"].median, "alone": row["bare_ms"]} for row in rows
-        ]
-        answer.say("in graphs", steps=captured)
+            forwards = [cell.samples["forward"].median for cell in cells]
+            answer.say("not settled", cells=unsettled, forwards=forwards)
+    for group in filter(_is_as_asked, _shard_steps(answer, "fsdp", cuda_graph="on")):
+        answer.say("in graphs", steps=sorted(rows_of(group, "shard"), key=itemgetter("prefetch")))
         answer.show([group], "shard", *_STEP_COLUMNS, "bare_ms", medians=True)
     for group in groups:
-        for row in sorted(rows_of(group, "shard"), key=lambda row: row["prefetch"]):
+        for row in sorted(rows_of(group, "shard"), key=itemgetter("prefetch")):
             if isinstance(row.get("exposed_ms"), Interval):
                 answer.say("cost of communication", row)
     say_setup(answer, groups[0])
     answer.draw(groups, "timelines")
     lack_xl(answer, groups[0])
-    for count in (0, 1, 2):
-        if count not in prefetches:
-            answer.lack("prefetch", count=count)
+    answer.lack_unmeasured("prefetch", [{"prefetch": count} for count in prefetches], prefetch=(0, 1, 2))
 
 
 def _say_late(answer: Answer, cell: Cell) -> None:
     forward = [gather["late_ms"] for gather in cell.derived["gathers"] if not gather["is_backward"]]
-    if not forward:
-        return
     late = [value for value in forward if value > 0]
-    facts = {"prefetch": cell.configuration["prefetch"], "in_time": len(forward) - len(late), "of": len(forward)}
+    facts = {**cell.configuration, "in_time": len(forward) - len(late), "of": len(forward)}
     if late:
         answer.say("some late", facts, late=late, together=sum(late))
-    else:
+    elif forward:
         answer.say("all in time", facts, early=[-value for value in forward])
 
 
