@@ -77,9 +77,7 @@ def speed(ratio: float, alike: float = ALIKE) -> str:
 
 
 def faster(before: Samples, after: Samples) -> str:
-    """Return how much faster ``after`` is, as far as the samples can tell: ``1.28x as fast``, or nothing within the
-    noise.
-    """
+    """Return how much faster ``after`` is, as far as the samples can tell: ``1.28x as fast``."""
     speedup = ratio(before, after)
     if speedup.is_undecided:
         return f"undecided: {too_few(before, after)}"
@@ -98,12 +96,8 @@ def too_few(*series: Samples) -> str:
 
 def trend(values: Sequence[float]) -> str:
     """``grows``, ``falls``, or neither, over a series."""
-    steps = [after - before for before, after in pairwise(values)]
-    if steps and all(step > 0 for step in steps):
-        return "grows"
-    if steps and all(step < 0 for step in steps):
-        return "falls"
-    return "neither grows nor falls steadily"
+    steps = {(after > before) - (after < before) for before, after in pairwise(values)}
+    return "grows" if steps == {1} else "falls" if steps == {-1} else "neither grows nor falls steadily"
 
 
 def cost(exposed: Interval) -> str:
@@ -159,11 +153,9 @@ class Prose:
     """
 
     def __init__(self, *texts: str) -> None:
-        matches = (
-            match for text in texts for match in re.finditer(r"^\[(.+?)\] (.*?)(?=^\[|^#|\Z)", text, re.M | re.S)
-        )
+        matches = re.findall(r"^\[(.+?)\] (.*?)(?=^\[|^#|\Z)", "\n".join(texts), re.M | re.S)
         # The line after the first begins where a word ended; only before a clause is the space at its start its own.
-        self.sentences = {name: re.sub(r"\s*\n\s*", " ", body.rstrip()) for name, body in (m.groups() for m in matches)}
+        self.sentences = {name: re.sub(r"\s*\n\s*", " ", body.rstrip()) for name, body in matches}
         self.formats = dict(FORMATS)
 
     def fill(self, name: str, facts: Mapping[str, Any]) -> str:
@@ -209,7 +201,6 @@ class Answer:
 
     Attributes:
         sentences: computed from the numbers; a part without sentences and tables has no answer.
-        pictures: by name, each drawn to a file.
         runs: that measured what the sentences say; none for what follows from arithmetic.
         missing: what is asked and was not measured.
     """
@@ -336,7 +327,5 @@ def compared(before: Cell, after: Cell, phases: Iterable[str]) -> dict[str, Any]
 
 
 def compared_headers(phases: Iterable[str], before: str, after: str) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    for phase in phases:
-        headers |= {f"{phase}_before_ms": phase + before, f"{phase}_ms": phase + after, f"{phase}_speedup": "faster"}
-    return headers
+    parts = {"_before_ms": before, "_ms": after, "_speedup": None}
+    return {phase + key: "faster" if end is None else phase + end for phase in phases for key, end in parts.items()}

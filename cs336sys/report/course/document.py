@@ -43,7 +43,6 @@ class AnswerBlock:
     Attributes:
         machine: where its cells were measured; empty for arithmetic.
         commands: that measured them, or that print the arithmetic.
-        missing: what was not measured, in sentences.
     """
 
     machine: str
@@ -115,9 +114,9 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
         try:
             part.answer(answer)
         except FAULTS as error:
-            letter = f" ({part.letter})" if part.letter else ""
+            name = f"{problem.name} ({part.letter})" if part.letter else problem.name
             fault = f"the cells of {evidence.machine} {fault_words(error)}"
-            faults.append(f"{problem.name}{letter}: {fault}; measure again: {lines[0]}")
+            faults.append(f"{name}: {fault}; measure again: {lines[0]}")
             continue
         if answer.sentences or answer.tables:
             blocks.append(_block(answer, lines, handouts_own))

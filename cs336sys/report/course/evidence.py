@@ -122,11 +122,9 @@ class Evidence:
         seen: set[str] = set()
         groups = []
         for group in self.find_each(command, preferred, **required):
-            new = [cell for cell in group.cells if _what(cell) not in seen]
-            seen |= {_what(cell) for cell in new}
-            if new:
-                groups.append(Selection(group.invocation, new))
-        return groups
+            groups.append(group.only(lambda cell: _what(cell) not in seen))
+            seen.update(map(_what, group.cells))
+        return [group for group in groups if group.cells]
 
     def find_each(
         self, command: str, preferred: Mapping[str, Collection[Any]] | None = None, /, **required: Collection[Any]

@@ -9,8 +9,7 @@ from typing import Any
 
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.flops import model_flops
-from cs336sys.accounting.memory import GIB, training_state
-from cs336sys.sizes import SIZES, choose_size
+from cs336sys.sizes import choose_size
 
 # Seconds, as measured on a machine with one H200 and on one with two CPU cores: a worker imports torch and starts CUDA;
 # a cell builds its model; torch.compile; nsys exports what it has recorded.
@@ -96,7 +95,6 @@ class Command:
         arguments: after ``cs336sys``, without ``--save``.
         seconds: about how long it takes on the machine it was planned for.
         memory_gib: about the most that a GPU (or the CPU) must hold; None where that is little.
-        gpus: how many it needs.
         is_saved: it has ``--save`` and measures; the others are arithmetic.
     """
 
@@ -157,11 +155,6 @@ def training_sweep(
 
 # The settings of a sweep that FLOPs and memory depend on.
 _COUNTED = ("size", "context", "mode", "precision")
-
-
-def state_gib(size: str) -> float:
-    """Parameters, gradients and AdamW's moments of a size in fp32."""
-    return training_state(SIZES[size], "fp32").total / GIB
 
 
 def measurement(line: str, seconds: float, gpus: int = 1) -> Commands:

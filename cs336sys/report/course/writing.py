@@ -65,11 +65,6 @@ def _fenced(lines: Sequence[str]) -> list[str]:
     return [f"{fence}sh\n{text}\n{fence}"] if lines else []
 
 
-def _markdown_table(table: Table) -> list[str]:
-    text = render([table], "markdown")
-    return [re.sub(r"^### (.*)$", r"*\1*", text, count=1, flags=re.MULTILINE).strip()]
-
-
 _MARKDOWN = Markup(
     plain=escape_markdown,
     code="`{}`".format,
@@ -77,7 +72,7 @@ _MARKDOWN = Markup(
     part=lambda problem, letter: f"### {problem.name} ({letter})",
     machine="**%s**",
     commands=_fenced,
-    table=_markdown_table,
+    table=lambda table: [re.sub("^### (.*)$", r"*\1*", render([table], "markdown"), count=1, flags=re.M).strip()],
     picture=lambda path, name: f"![{escape_markdown(name)}]({path})",
     head="# %s",
     fault="- %s",
@@ -117,12 +112,11 @@ def _latex_code(text: str) -> str:
 
 def _latex_pages(table: Table) -> Iterator[str]:
     for start in range(0, max(1, len(table.rows)), _PAGE_ROWS):
-        last = start + _PAGE_ROWS >= len(table.rows)
+        end = start + _PAGE_ROWS
         title = table.title if start == 0 else f"{table.title} (continued)"
-        rows = table.rows[start : start + _PAGE_ROWS]
-        page = replace(table, title=title, rows=rows, notes=table.notes if last else ())
-        text = render([page], "latex").strip()
-        text = text.replace(r"\begin{table}", r"\begin{table}[H]").replace("~", r"\textasciitilde{}")
+        notes = table.notes if end >= len(table.rows) else ()
+        text = render([replace(table, title=title, rows=table.rows[start:end], notes=notes)], "latex").strip()
+        text.replace(r"\begin{table}", r"\begin{table}[H]").replace("~", r"\textasciitilde{}")
         # Made smaller where it is wider than the page.
         tabular = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{\begin{tabular}"
         yield text.replace(r"\begin{tabular}", tabular).replace(r"\end{tabular}", r"\end{tabular}}")
@@ -207,13 +201,10 @@ def introduction(document: Document) -> list[str]:
     """Introduce the document: what it holds and where it was measured."""
     count = len(document.problems)
     problems = "1 problem" if count == 1 else f"{count} problems"
-    sentences = [f"{problems} in the handout's order, {document.count_words}."]
-    if len(document.machines) > 1:
-        sentences.append(f"Measured on {len(document.machines)} machines, kept apart: {'; '.join(document.machines)}.")
-    elif document.machines:
-        sentences.append(f"Measured on {document.machines[0]}.")
-    sentences.append("Every sentence is computed from the saved numbers by `cs336sys report`.")
-    return sentences
+    machines = f"{len(document.machines)} machines, kept apart: " * (len(document.machines) > 1)
+    measured = [f"Measured on {machines}{'; '.join(document.machines)}."] if document.machines else []
+    last = "Every sentence is computed from the saved numbers by `cs336sys report`."
+    return [f"{problems} in the handout's order, {document.count_words}.", *measured, last]
 
 
 def document_text(document: Document, format: str, draw: Callable[[Picture], str | None]) -> str:

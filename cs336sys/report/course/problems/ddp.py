@@ -1,13 +1,15 @@
 """The problems on data parallel training that are measured: naive, flat, overlapped and in buckets."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cs336sys.accounting.communication import bucket_answers
 from cs336sys.accounting.flops import count_parameters
+from cs336sys.accounting.memory import GIB, training_state
 from cs336sys.report.course.answer import ALIKE, Answer, faster
 from cs336sys.report.course.evidence import Selection
-from cs336sys.report.course.problem import Command, Target, state_gib, training_sweep
+from cs336sys.report.course.problem import Command, Target, training_sweep
 from cs336sys.report.ddp import bucket_sweeps, link_of
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import Interval, ratio
@@ -90,8 +92,7 @@ def _step_facts(row: Row) -> Row:
     """A step's facts: how long it and its communication take."""
     step, waiting, exposed = row["step_ms"], row.get("synchronize_ms"), row.get("exposed_ms")
     of_step = isinstance(waiting, Samples) and {"share": 100 * waiting.median / step.median}
-    cost = isinstance(exposed, Interval) and {"is_noise": exposed.is_noise}
-    return {"timeline": None, **row, "of_step": of_step, "cost": cost}
+    return {"timeline": None, **row, "of_step": of_step, "cost": isinstance(exposed, Interval)}
 
 
 def flat(answer: Answer) -> None:
@@ -157,8 +158,8 @@ def xl_command(target: Target, command: str, *flags: str, cells: int, **options:
     warm = ("--warmup", "1", "--steps", "4") if target.is_small else ()
     flags = (*flags[:2], "--world-size", "2", *warm, *flags[2:])
     planned = training_sweep(target, command, sizes, flags=flags, steps=20 * cells, ranks=2, **options)
-    need = max(planned.memory_gib or 0.0, state_gib(sizes[0]))
-    return Command(planned.arguments, planned.seconds + 15 * cells, need, 2)
+    need = max(planned.memory_gib or 0.0, training_state(SIZES[sizes[0]], "fp32").total / GIB)
+    return replace(planned, seconds=planned.seconds + 15 * cells, memory_gib=need)
 
 
 def ddp_commands(target: Target) -> list[Command]:
@@ -168,9 +169,6 @@ def ddp_commands(target: Target) -> list[Command]:
     sizes = "0.05,0.1,1" if target.is_small else "1,10,100,1000"
     flags = ("--mode", "naive,flat,overlap,bucketed", "--bucket-mb", sizes)
     return [xl_command(target, "ddp", *flags, cells=4)]
-
-
-# ``ddp_bucketed_benchmarking``: sizes of buckets, and the model of their overhead.
 
 
 def _swept(answer: Answer) -> Selection | None:
@@ -189,7 +187,7 @@ def buckets(answer: Answer) -> None:
     for row in rows_of(group, "ddp"):
         if row["strategy"] in ("naive", "flat", "overlap"):
             _compare(answer, "that", best, row["strategy"], row)
-            slower = [slower_row for slower_row in rows if _is_slower(slower_row, row)]
+            slower = [other for other in rows if ratio(other["step_ms"], row["step_ms"]).low > 1]
             if slower:
                 answer.say("slower than", row, sizes=slower)
     say_setup(answer, group)
@@ -201,11 +199,6 @@ def buckets(answer: Answer) -> None:
     answer.show([group], "buckets", medians=True)
     answer.draw([group], "buckets")
     lack_xl(answer, group)
-
-
-def _is_slower(row: Row, other: Row) -> bool:
-    step_ratio = ratio(row["step_ms"], other["step_ms"])
-    return step_ratio.estimate > 1 and not (step_ratio.is_noise or step_ratio.is_undecided)
 
 
 def _say_expected(answer: Answer, group: Selection, rows: Sequence[Row], best: Row) -> None:

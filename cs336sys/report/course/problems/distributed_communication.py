@@ -23,8 +23,6 @@ def _size(cell: Cell) -> int:
 
 def all_reduce(answer: Answer) -> None:
     selections = answer.find("allreduce", {"message_bytes": _MESSAGES}, collective=("all_reduce",), dtype=("fp32",))
-    if not selections:
-        return
     groups = {key: cells for group in selections for key, cells in groups_of(group.cells).items()}
     _say_messages(answer, groups)
     _say_ranks(answer, groups)
@@ -39,7 +37,8 @@ def all_reduce(answer: Answer) -> None:
     answer.show(selections, "allreduce", *columns, medians=True)
     answer.tables = [_with_rates_of_medians(table) for table in answer.tables]
     answer.draw(selections[:1])
-    has_gpu = any(run is not None and run.machine.get("gpu") for run in (group.invocation.run for group in selections))
+    runs = [group.invocation.run for group in selections]
+    has_gpu = any(run is not None and run.machine.get("gpu") for run in runs)
     backends = ["gloo"] * (answer.handout.year == 2025) + ["nccl"] * has_gpu
     measured = [key._asdict() for key in groups]
     answer.lack_unmeasured("backend and ranks", measured, backend=backends, world_size=(2, 4, 6))

@@ -60,11 +60,16 @@ def flash_benchmarking(answer: Answer) -> None:
         return
     # The first invocation's, of those that measured both, and before that with samples enough to tell them apart.
     rows.sort(key=_undecided)
-    rows = sorted({_shape(row): row for row in reversed(rows)}.values(), key=_shape)
+    rows = sorted({_attention_shape(row): row for row in reversed(rows)}.values(), key=_attention_shape)
     _say_speedups(answer, rows)
     answer.say_failures(cells, "attention shape and dtype")
     _say_errors(answer, cells)
-    _lack_shapes(answer, rows, cells)
+    answer.lack_unmeasured("grid", rows, dtype=("bf16", "fp32"))
+    # A cell that failed was measured.
+    failed = {_attention_shape(cell.configuration) for cell in cells if cell.status != "ok"}
+    for row in rows:
+        if "end_to_end" not in row and _attention_shape(row) not in failed:
+            answer.lack("PyTorch's attention", row)
     headers = {"dtype": "dtype", "head_dim": "head dim", "context": "context"}
     for part, name in _PARTS.items():
         headers |= {f"{part}_ours_ms": f"{name}, ours", f"{part}_before_ms": f"{name}, PyTorch"}
@@ -80,7 +85,7 @@ def _undecided(row: dict) -> float:
     return sum(not math.isfinite(row[part]["high"]) for part in _PARTS) if "end_to_end" in row else math.inf
 
 
-def _shape(row: dict) -> tuple:
+def _attention_shape(row: dict) -> tuple:
     return tuple(row[name] for name in _SHAPE)
 
 
@@ -93,24 +98,14 @@ def _say_speedups(answer: Answer, rows: Sequence[dict]) -> None:
             shapes = [row | row[part] for row in both if row["dtype"] == dtype]
             shapes = [row | {"sure": math.isfinite(row["high"])} for row in shapes]
             unsure = [row["speedup"] for row in shapes if not row["sure"]]
-            few = {"few": len(unsure), "medians": unsure} if unsure else None
             long = [row for row in shapes if row["context"] >= _LONG]
-            facts = {"dtype": dtype, "part": name, "of": len(shapes), "few": few, "context": _LONG}
-            facts["long"] = long and extremes(long, "speedup")
+            facts = {"dtype": dtype, "part": name, "of": len(shapes), "few": len(unsure), "medians": unsure}
+            facts |= {"context": _LONG, "long": long and extremes(long, "speedup")}
             answer.say("faster", facts, count=sum(row["low"] > 1 for row in shapes))
     for dtype in dtypes:
         gains = [row["end_to_end_speedup"] for row in both if row["dtype"] == dtype and row["head_dim"] == 64]
         if len(gains) > 1:
             answer.say("with the length", dtype=dtype, gains=gains)
-
-
-def _lack_shapes(answer: Answer, rows: Sequence[dict], cells: Sequence[Cell]) -> None:
-    """List the shapes of the grid that were not measured; a cell that failed was."""
-    answer.lack_unmeasured("grid", rows, dtype=("bf16", "fp32"))
-    failed = {_shape(cell.configuration) for cell in cells if cell.status != "ok"}
-    for row in rows:
-        if "end_to_end" not in row and _shape(row) not in failed:
-            answer.lack("PyTorch's attention", row)
 
 
 def _say_errors(answer: Answer, cells: Sequence[Cell]) -> None:

@@ -1,6 +1,7 @@
 """``memory_profiling``: where memory goes in inference and in a training step."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from operator import itemgetter
 from typing import Any
 
 from cs336sys.accounting.activations import block_activations
@@ -40,13 +41,6 @@ def _step_name(cell: Cell) -> str:
     return f"step of {_mode(cell)}"
 
 
-def _by_context(cells: Iterable[Cell]) -> list[Cell]:
-    return sorted(cells, key=_context)
-
-
-# (b) and (c): the most memory held, by context and by precision.
-
-
 def peaks(answer: Answer) -> None:
     selections = _recorded_runs(answer, precision=("fp32",), mode=("forward", "forward-backward", "train"))
     every = cells_of(selections)
@@ -58,7 +52,7 @@ def peaks(answer: Answer) -> None:
     for row in rows:
         row["kept_gib"] = kept.get(row["context"])
     for mode in _CALLED:
-        _say_peaks(answer, mode, _by_context(c for c in cells if _mode(c) == mode and c.status == "ok"))
+        _say_peaks(answer, mode, sorted((c for c in cells if _mode(c) == mode and c.status == "ok"), key=_context))
     needs = [{"context": context, "gib": need} for context, need in sorted(kept.items()) if not isinstance(need, str)]
     answer.say_any("graph kept", peaks=needs)
     answer.say_failures(every, _step_name)
@@ -75,18 +69,14 @@ def _say_peaks(answer: Answer, mode: str, cells: Sequence[Cell]) -> None:
     """Report the needs of a forward pass or a training step, and their growth with the context."""
     peaks_by_context = [{"context": _context(cell), "gib": cell.derived["peak_gib"]} for cell in cells]
     answer.say_any(f"peaks of {mode}", peaks=peaks_by_context)
-    at_optimizer = [_context(cell) for cell in cells if mode == "train" and _top_phase(cell) == "optimizer"]
-    answer.say_any("peak of the optimizer", contexts=at_optimizer)
+    if mode == "train":
+        tops = [(_context(cell), max(cell.derived["phases"], key=itemgetter("allocated"))) for cell in cells]
+        answer.say_any("peak of the optimizer", contexts=[at for at, top in tops if top["phase"] == "optimizer"])
     if len(peaks_by_context) > 1:
         first, last = peaks_by_context[0], peaks_by_context[-1]
         grown, longer = (last[name] / first[name] for name in ("gib", "context"))
         name = "hardly depends" if grown < 1 + 2 * ALIKE else "grows"
         answer.say(name, called=_CALLED[mode], first=first, last=last, grown=grown, longer=longer)
-
-
-def _top_phase(cell: Cell) -> str:
-    """The phase in which most is held."""
-    return max(cell.derived["phases"], key=lambda phase: phase["allocated"])["phase"]
 
 
 def _say_needs(answer: Answer, cells: Sequence[Cell]) -> None:
@@ -109,7 +99,7 @@ def _forward_gib(cell: Cell) -> float | str:
 def _peak_rows(cells: list[Cell], across: str) -> list[dict]:
     """Peaks in a column for each value of a setting; what did not fit stands as its predicted need."""
     rows: dict[tuple, dict] = {}
-    for cell in _by_context(cells):
+    for cell in sorted(cells, key=_context):
         names = cell.configuration
         key = (names["size"], names["context"], "" if across == "mode" else names["mode"])
         row = rows.setdefault(key, {"size": key[0], "context": key[1], "mode": key[2]})
@@ -154,9 +144,6 @@ def _precision_verdict(ratios: Sequence[float]) -> str:
     if max(ratios) < 1:
         return "mixed precision takes less"
     return "mixed precision takes more at some contexts and less at others"
-
-
-# (a): what holds memory over one step.
 
 
 def timelines(answer: Answer) -> None:
@@ -204,9 +191,6 @@ def _say_timeline(answer: Answer, cell: Cell, called: str) -> None:
         answer.say("above parameters", sizes, kept=kept, share=share)
 
 
-# (d), (e) and (f): the residual stream, the largest allocations, and what one block saves and produces.
-
-
 def residual_stream(answer: Answer) -> None:
     answer.sentences.append(derived_sentence(tensor_answers(SIZES[SIZE], "fp32")[0]))
 
@@ -214,14 +198,11 @@ def residual_stream(answer: Answer) -> None:
 def largest_allocations(answer: Answer) -> None:
     runs = _recorded_runs(answer, precision=("fp32",), mode=("forward",))
     selections = [Selection(group.invocation, group.measured) for group in runs if group.measured]
-    for cell in _by_context(cells_of(selections)):
+    for cell in sorted(cells_of(selections), key=_context):
         largest = cell.derived["largest"]
-        kinds = [
-            kind | {"in_module": bool(kind.get("module")), "with_code": bool(kind.get("code"))}
-            for kind in largest
-            if kind["size"] == largest[0]["size"]
-        ]
-        answer.say("largest", context=_context(cell), size=largest[0]["size"], kinds=kinds)
+        size = largest[0]["size"]
+        kinds = [{"module": None, "code": None, **kind} for kind in largest if kind["size"] == size]
+        answer.say("largest", context=_context(cell), size=size, kinds=kinds)
     keys = ("context", "size_bytes", "count", "phase", "category", "module", "operation", "code")
     answer.show(selections, "allocations", *keys)
 
@@ -230,7 +211,7 @@ def block(answer: Answer) -> None:
     runs = _recorded_runs(answer, precision=("fp32",), mode=("train",))
     recorded = [group.only(lambda cell: cell.status == "ok" and cell.derived.get("saved_tensors")) for group in runs]
     selections = [group for group in recorded if group.cells]
-    for cell in _by_context(cells_of(selections)):
+    for cell in sorted(cells_of(selections), key=_context):
         size = MemoryWorkload.from_configuration(cell.configuration).training.size
         tensors = cell.derived["saved_tensors"]
         total = sum(tensor["size"] for tensor in tensors)
@@ -249,7 +230,7 @@ def block(answer: Answer) -> None:
     gradients = ("gradients_by_difference_bytes", "gradients_bytes", "gradients_expected_bytes")
     for group in selections:
         answer.show([group], "block", *keys, *gradients)
-        last = Selection(group.invocation, _by_context(group.cells)[-1:])
+        last = Selection(group.invocation, sorted(group.cells, key=_context)[-1:])
         columns = ("context", "tensor", "shape", "size_bytes", "share_percent", "operation", "code")
         answer.show([last], "saved_tensors", *columns)
 

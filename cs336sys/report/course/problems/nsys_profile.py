@@ -65,9 +65,6 @@ def _show_rows(
     answer.measured_by(selections)
 
 
-# (a): how long a forward pass takes, with and without a profiler.
-
-
 def forward_time(answer: Answer) -> None:
     selections = _profiles(answer)
     if not selections:
@@ -144,9 +141,6 @@ def _say_longest_fitting(answer: Answer, selections: Sequence[Selection]) -> Non
             answer.say(name, size=size, longest=max(by_status["ok"]), shortest=min(by_status.get("oom", [0])))
 
 
-# (b) and (c): the kernels that take most of the time.
-
-
 def top_kernel(answer: Answer) -> None:
     selections = _profiles(answer)
     rows = _table_rows(selections, "top kernel")
@@ -169,20 +163,15 @@ def other_kernels(answer: Answer) -> None:
         kinds = [answer.fill("products", share=row.get("matmul_percent") or 0.0)]
         kinds += [answer.fill("kind of kernel", kind=kind, share=share) for kind, share in shares.items()]
         kernels = [kernel for kernel in every if _profiled_shape(kernel) == _profiled_shape(row)][:_NAMED_KERNELS]
-        answer.say("kernels", row, kinds=kinds, longest={"kernels": kernels} if kernels else None)
+        answer.say("kernels", row, kinds=kinds, has_others=bool(kernels), kernels=kernels)
     shapes = set(map(_profiled_shape, forward))
-    _show_rows(
-        answer,
-        selections,
-        "other kernels",
-        lambda row: row["phase"] == "forward" and _profiled_shape(row) in shapes,
-    )
-    answer.tables = [
-        replace(table, columns=[column for column in table.columns if column.key != "phase"]) for table in answer.tables
-    ]
 
+    def is_wanted(row: Mapping[str, Any]) -> bool:
+        return row["phase"] == "forward" and _profiled_shape(row) in shapes
 
-# (d) and (e): products in inference and in a whole step, and next to the softmax.
+    _show_rows(answer, selections, "other kernels", is_wanted)
+    tables = [(table, [column for column in table.columns if column.key != "phase"]) for table in answer.tables]
+    answer.tables = [replace(table, columns=columns) for table, columns in tables]
 
 
 def whole_step(answer: Answer) -> None:
@@ -207,9 +196,8 @@ def whole_step(answer: Answer) -> None:
             for kind, share in _shares(row).items()
             if kind != "optimizer" and share >= TRIVIAL_PERCENT
         ]
-        optimizer = row.get("optimizer_percent")
-        facts["optimizer"] = {"share": optimizer} if optimizer else None
-        answer.say("share of products", facts, others={"kinds": others} if others else None)
+        facts |= {"optimizer": row.get("optimizer_percent"), "has_others": bool(others), "others": others}
+        answer.say("share of products", facts)
 
     def is_inferred(row: Mapping[str, Any]) -> bool:
         return row["phase"] == "forward" and _profiled_shape(row) in inferred
@@ -221,8 +209,8 @@ def whole_step(answer: Answer) -> None:
 def _say_change(answer: Answer, pairs: Sequence[tuple[dict, dict]]) -> None:
     """Count the profiles in which products weigh less in the step than in inference, and name AdamW's share."""
     larger = [step for before, step in pairs if step.get("matmul_percent", 0) >= before.get("matmul_percent", 0)]
-    facts = {"count": len(pairs) - len(larger), "of": len(pairs), "larger": {"profiles": larger} if larger else None}
-    answer.say("smaller in the step", facts)
+    count = len(pairs) - len(larger)
+    answer.say("smaller in the step", count=count, of=len(pairs), is_larger=bool(larger), larger=larger)
     shares = [step for _, step in pairs if step.get("optimizer_percent")]
     if shares:
         answer.say("added by AdamW", extremes(shares, "optimizer_percent"))

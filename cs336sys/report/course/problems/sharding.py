@@ -60,9 +60,7 @@ def _by_precision(runs: Sequence[Selection]) -> list[Selection]:
     for group in runs:
         for precision in dict.fromkeys(cell.configuration["precision"] for cell in group.cells):
             if group.of(precision=precision, strategy="none") and precision not in groups:
-                groups[precision] = Selection(
-                    group.invocation, [cell for cell in group.cells if cell.configuration["precision"] == precision]
-                )
+                groups[precision] = group.only(lambda cell, name=precision: cell.configuration["precision"] == name)
     return list(groups.values())
 
 
@@ -83,7 +81,10 @@ def memory(answer: Answer) -> None:
             rows += [{"precision": precision, "strategy": name, **moment} for moment in rank_moments]
         _say_saved(answer, cells, where)
         for name, rank_moments in moments.items():
-            _say_parts(answer, name, rank_moments)
+            # The last moment that has optimizer state.
+            for moment in [moment for moment in rank_moments if moment["optimizer_state_gib"]][-1:]:
+                parts = [{"part": header, "gib": moment[f"{part}_gib"]} for part, header in COMPONENTS.items()]
+                answer.say("of these", moment, strategy=name, parts=[part for part in parts if part["gib"]])
     say_setup(answer, runs[0])
     headers = {name: name for name in ("precision", "strategy", "moment")}
     headers |= {f"{part}_gib": header for part, header in COMPONENTS.items()} | {"total_gib": "total"}
@@ -118,13 +119,6 @@ def _held_at_moments(cell: Cell) -> list[dict[str, Any]]:
     ]
 
 
-def _say_parts(answer: Answer, strategy: str, moments: Sequence[dict]) -> None:
-    """Break down the last moment that has optimizer state."""
-    for moment in [moment for moment in moments if moment["optimizer_state_gib"]][-1:]:
-        parts = [{"part": header, "gib": moment[f"{part}_gib"]} for part, header in COMPONENTS.items()]
-        answer.say("of these", moment, strategy=strategy, parts=[part for part in parts if part["gib"]])
-
-
 def _say_saved(answer: Answer, cells: dict[str, Cell], where: str) -> None:
     """Report what each strategy saves of the peak and of the optimizer state."""
     if "none" not in cells:
@@ -134,22 +128,18 @@ def _say_saved(answer: Answer, cells: dict[str, Cell], where: str) -> None:
     expected = 8 * plain.derived["parameters"] * (1 - 1 / ranks) / GIB
     for name in _SHARDED:
         if name in cells:
-            state = _state(plain) - _state(cells[name])
+            state = _most_gib(plain, "optimizer_state") - _most_gib(cells[name], "optimizer_state")
             # By the allocations, as all that is said of moments; the table of steps has the allocator's counter.
-            peaks = [_recorded_peak_gib(cell) for cell in (plain, cells[name])]
+            peaks = [_most_gib(cell, "total") for cell in (plain, cells[name])]
             saved = f"{gib(peaks[0] - peaks[1])} of the peak and " if all(peaks) else ""
             share = "half" if ranks == 2 else f"{ranks - 1} / {ranks}"
             facts = {"strategy": name, "where": where, "saved": saved, "state": state, "share": share}
             answer.say("saves", facts, expected=expected, as_expected=abs(state / expected - 1) <= 0.05)
 
 
-def _recorded_peak_gib(cell: Cell) -> float:
-    """The most that the fullest rank held, by its allocations."""
-    return max((rank_memory.total_gib for rank_memory in memory_of(cell)["measured"]), default=0.0)
-
-
-def _state(cell: Cell) -> float:
-    return max((rank_memory.optimizer_state for rank_memory in memory_of(cell)["measured"]), default=0) / GIB
+def _most_gib(cell: Cell, part: str) -> float:
+    """The most of a part that the fullest rank held, by its allocations."""
+    return max((getattr(moment, part) for moment in memory_of(cell)["measured"]), default=0) / GIB
 
 
 def speeds(answer: Answer) -> None:
@@ -201,8 +191,6 @@ def shard_commands(target: Target) -> list[Command]:
     return [xl_command(target, "shard", *flags, cells=6, precision=("fp32", "bf16"))]
 
 
-# ``fsdp_accounting``: what fully sharded ranks hold, and whether weights are gathered in time.
-
 # Bytes a parameter that FSDP shards and the other does not: parameters, gradients and AdamW's moments in fp32, or these
 # but for the moments.
 _SHARDED_BYTES = {"none": 16, "optimizer": 8}
@@ -219,7 +207,7 @@ def fsdp_memory(answer: Answer) -> None:
         answer.measured_by([group])
         say_setup(answer, group)
         cells = group.by("strategy")
-        peak = {name: _recorded_peak_gib(cell) or cell.derived["peak_gib"] for name, cell in cells.items()}
+        peak = {name: _most_gib(cell, "total") or cell.derived["peak_gib"] for name, cell in cells.items()}
         answer.say("peaks", peaks=[{"strategy": name, "gib": value} for name, value in peak.items()])
         # Of the size that was measured, which may be another than the handout's.
         fsdp = cells["fsdp"]
