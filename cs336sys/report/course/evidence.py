@@ -27,8 +27,7 @@ _OF_MEASURING = (
 )
 
 # Settings of a training step as the handouts have it. Later versions name more; cells without them had these values.
-PLAIN: Mapping[str, Collection[Any]] = {
-    "mode": ("train",),
+PLAIN_OF_ANY_MODE: Mapping[str, Collection[Any]] = {
     "compile": ("off",),
     "attention": ("reference",),
     "optimizer": ("course",),
@@ -38,7 +37,7 @@ PLAIN: Mapping[str, Collection[Any]] = {
     "update": ("step", None),
     "tf32": (False,),
 }
-PLAIN_OF_ANY_MODE = {name: values for name, values in PLAIN.items() if name != "mode"}
+PLAIN = {"mode": ("train",), **PLAIN_OF_ANY_MODE}
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,6 @@ from cs336sys.results.model import Cell
 from cs336sys.sizes import SIZES
 from cs336sys.workload import Workload
 
-# Below this part of the mean a standard deviation is called small.
-_SMALL_SPREAD = 0.05
-
-# A first step this much longer than the median was not like the others.
-_SLOW_FIRST = 1.1
-
 
 def script(answer: Answer) -> None:
     answer.say("script")
@@ -67,7 +61,7 @@ def _say_timings(answer: Answer, measured: Sequence[Cell]) -> None:
     # Of a size there may be several cells, of several contexts for one.
     most, size = max((row["step"].std / row["step"].mean, row["size"]) for row in rows)
     counts = list(dict.fromkeys(len(row["step"].measured) for row in rows))
-    answer.say("deviation", most=100 * most, size=size, steps=counts, is_small=most <= _SMALL_SPREAD)
+    answer.say("deviation", most=100 * most, size=size, steps=counts, is_small=most <= 0.05)
     waiting = [row for row in rows if row["busy"] is not None and row["busy"] < 0.8 * row["step"].median]
     answer.say_any("waiting", sizes=[row | {"idle": 100 * (1 - row["busy"] / row["step"].median)} for row in waiting])
 
@@ -90,7 +84,8 @@ def warmup(answer: Answer) -> None:
         grown = step.mean / base.mean
         answer.say("warm-up", facts, grown=grown, first=_first_step(cell), first_step=step.measured[0])
     answer.say_any("other sizes", sizes=[{"size": size, "first": _first_step(sizes[size][0])} for size in sizes][1:])
-    slow = {cell.configuration["warmup"] for cell in group.measured if _first_step(cell) > _SLOW_FIRST}
+    # A first step this much longer than the median was not like the others.
+    slow = {cell.configuration["warmup"] for cell in group.measured if _first_step(cell) > 1.1}
     if 0 in slow:
         answer.say("pays once")
         later = sorted(count for count in slow if 0 < count < most)

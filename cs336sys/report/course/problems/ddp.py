@@ -19,8 +19,6 @@ STEP_COLUMNS = (
     *("size", "precision", "compile", "strategy", "bucket_mb", "step_ms", "unsynchronized_ms", "exposed_ms"),
     *("speedup", "calls", "relative_difference_percent", "status"),
 )
-# Measured steps that the handouts ask for.
-_STEPS = 10
 
 # A smaller share of a profiled step is a matter of its clock.
 _LEAST_PERCENT = 0.1
@@ -41,7 +39,8 @@ def _ddp_steps(answer: Answer, *, graphs: bool) -> list[Selection]:
 
     def lacking_steps(group: Selection) -> int:
         fewest = min((len(cell.samples["step"].measured) for cell in group.measured), default=0)
-        return max(_STEPS - fewest, 0)
+        # The handouts ask for 10.
+        return max(10 - fewest, 0)
 
     return sorted(selections, key=lambda group: (lacking_steps(group), group.setting("cuda_graph") == "on"))
 

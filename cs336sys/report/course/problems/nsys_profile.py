@@ -12,9 +12,6 @@ from cs336sys.report.profile.tables import LAUNCH_BOUND_IDLE_PERCENT
 # Kernels of less than this share of a pass are not worth a word.
 TRIVIAL_PERCENT = 2.0
 
-# Of the kernels other than products, those that a sentence names; the table has more.
-_NAMED_KERNELS = 3
-
 
 def _profiles(answer: Answer, mode: str = "train") -> list[Selection]:
     """Plain steps in fp32 of the handout's sizes and contexts, by ``nsys``; none where no profile worked."""
@@ -159,10 +156,11 @@ def other_kernels(answer: Answer) -> None:
     forward = _of_longest_contexts(_table_rows(selections, "shares", "forward"))
     every = _table_rows(selections, "other kernels", "forward")
     for row in forward:
+        # A sentence names three kernels other than products; the table has more.
+        kernels = [kernel for kernel in every if _profiled_shape(kernel) == _profiled_shape(row)][:3]
         shares = {kind: share for kind, share in _shares(row).items() if share >= TRIVIAL_PERCENT}
         kinds = [answer.fill("products", share=row.get("matmul_percent") or 0.0)]
         kinds += [answer.fill("kind of kernel", kind=kind, share=share) for kind, share in shares.items()]
-        kernels = [kernel for kernel in every if _profiled_shape(kernel) == _profiled_shape(row)][:_NAMED_KERNELS]
         answer.say("kernels", row, kinds=kinds, has_others=bool(kernels), kernels=kernels)
     shapes = set(map(_profiled_shape, forward))
 

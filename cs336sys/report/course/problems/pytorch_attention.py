@@ -17,8 +17,6 @@ from cs336sys.results.model import Cell
 
 _PARTS = ("forward", "backward")
 
-# More than so much besides the attention's tensors is no rounding: cuBLAS has 32 MiB or more.
-_WORKSPACE_GIB = 30 / 1024
 _GRID = {"context": (256, 1024, 4096, 8192, 16384), "head_dim": (16, 32, 64, 128), "dtype": ("fp32",)}
 
 
@@ -73,7 +71,8 @@ def _say_workspace(answer: Answer, measured: Sequence[Cell]) -> None:
     """Say that the first shape holds more than its tensors, which bends the curve of short contexts."""
     cells = _with_memory(measured[:2])
     surplus = [cell.derived["held_gib"] - predicted_eager_memory(cell).held / GIB for cell in cells]
-    if len(surplus) == 2 and surplus[0] - surplus[1] > _WORKSPACE_GIB:
+    # More than 30 MiB besides the attention's tensors is no rounding: cuBLAS has 32 MiB or more.
+    if len(surplus) == 2 and surplus[0] - surplus[1] > 30 / 1024:
         more = surplus[0] - surplus[1]
         answer.say("workspace", cells[0].configuration, held=cells[0].derived["held_gib"], more=more)
 

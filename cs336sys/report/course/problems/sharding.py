@@ -32,9 +32,6 @@ _MOMENTS = {
     "peak": "at the peak of the second step",
 }
 
-# Steps of one cell that differ by more have not settled, or something else ran.
-_UNSETTLED = 1.1
-
 
 def _shard_steps(answer: Answer, *strategies: str, cuda_graph: str = "off") -> list[Selection]:
     """Find steps of the handout's xl by these strategies on two ranks."""
@@ -236,7 +233,8 @@ def fsdp_gathers(answer: Answer) -> None:
         answer.show([group], "gathers")
         answer.show([group], "shard", *_STEP_COLUMNS, "bare_ms", medians=True)
         steps = [{**cell.configuration, "steps": cell.samples["step"].measured} for cell in cells]
-        unsettled = [step for step in steps if max(step["steps"]) > _UNSETTLED * min(step["steps"])]
+        # Steps of one cell that differ by more have not settled, or something else ran.
+        unsettled = [step for step in steps if max(step["steps"]) > 1.1 * min(step["steps"])]
         if unsettled:
             forwards = [cell.samples["forward"].median for cell in cells]
             answer.say("not settled", cells=unsettled, forwards=forwards)
