@@ -101,13 +101,13 @@ _LATEX_HEAD = r"""\documentclass[10pt]{article}
 \title{%s}\date{}\maketitle"""
 
 
-def _latex(text: str) -> str:
+def _latex_markup(text: str) -> str:
     return "".join(_LATEX_SPECIAL.get(character, character) for character in text)
 
 
 def _latex_code(text: str) -> str:
     # Two hyphens would become a dash.
-    return rf"\texttt{{{_latex(text).replace('--', '-{}-')}}}"
+    return rf"\texttt{{{_latex_markup(text).replace('--', '-{}-')}}}"
 
 
 def _latex_pages(table: Table) -> Iterator[str]:
@@ -123,10 +123,10 @@ def _latex_pages(table: Table) -> Iterator[str]:
 
 
 _LATEX = Markup(
-    plain=_latex,
+    plain=_latex_markup,
     code=_latex_code,
-    problem=lambda problem: rf"\section*{{{_latex(f'{problem.name}: {problem.title}')}}}",
-    part=lambda problem, letter: rf"\subsection*{{{_latex(f'{problem.name} ({letter})')}}}",
+    problem=lambda problem: rf"\section*{{{_latex_markup(f'{problem.name}: {problem.title}')}}}",
+    part=lambda problem, letter: rf"\subsection*{{{_latex_markup(f'{problem.name} ({letter})')}}}",
     machine=r"\textbf{%s}",
     commands=lambda lines: list(map(_latex_code, lines)),
     table=_latex_pages,
@@ -145,7 +145,7 @@ _TYPST_HEAD = """#set page(margin: 2cm, numbering: "1")
 = %s"""
 
 
-def _typst(text: str) -> str:
+def _typst_markup(text: str) -> str:
     return f"#text({typst_string(text)})"
 
 
@@ -154,10 +154,10 @@ def _typst_code(text: str) -> str:
 
 
 _TYPST = Markup(
-    plain=_typst,
+    plain=_typst_markup,
     code=_typst_code,
-    problem=lambda problem: f"== {_typst(f'{problem.name}: {problem.title}')}",
-    part=lambda problem, letter: f"=== {_typst(f'{problem.name} ({letter})')}",
+    problem=lambda problem: f"== {_typst_markup(f'{problem.name}: {problem.title}')}",
+    part=lambda problem, letter: f"=== {_typst_markup(f'{problem.name} ({letter})')}",
     machine="*%s*",
     commands=lambda lines: list(map(_typst_code, lines)),
     table=lambda table: [render([table], "typst").strip()],

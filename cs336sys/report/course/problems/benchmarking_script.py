@@ -26,7 +26,7 @@ def timings(answer: Answer) -> None:
     every = cells_of(selections)
     if not every:
         return
-    if measured := sorted(measured_of(selections), key=_parameters):
+    if measured := sorted(measured_of(selections), key=_parameter_count):
         _say_timings(answer, measured)
     answer.say_failures(every, "name of the size")
     for cell in every:
@@ -40,14 +40,19 @@ def timings(answer: Answer) -> None:
             answer.lack("size", size=size, need=predicted_peak(SIZES[size], "fp32", "train", "reference").total_gib)
 
 
-def _parameters(cell: Cell) -> int:
+def _parameter_count(cell: Cell) -> int:
     return count_parameters(Workload.from_configuration(cell.configuration).size)
 
 
 def _say_timings(answer: Answer, measured: Sequence[Cell]) -> None:
     """Say how long each part takes, from the smallest size to the largest, and how sure that is."""
     rows = [
-        {**cell.configuration, **cell.samples, "parameters": _parameters(cell), "busy": cell.derived.get("gpu_busy_ms")}
+        {
+            **cell.configuration,
+            **cell.samples,
+            "parameters": _parameter_count(cell),
+            "busy": cell.derived.get("gpu_busy_ms"),
+        }
         for cell in measured
     ]
     answer.say("passes", sizes=rows)
@@ -106,7 +111,7 @@ def _first_step(cell: Cell) -> float:
 def _by_size(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
     """The cells of each size that was measured without warm-up and with it, the fewest warm-up steps first."""
     sizes: dict[str, dict[int, Cell]] = {}
-    for cell in sorted(cells, key=lambda cell: (_parameters(cell), cell.configuration["warmup"])):
+    for cell in sorted(cells, key=lambda cell: (_parameter_count(cell), cell.configuration["warmup"])):
         sizes.setdefault(cell.configuration["size"], {})[cell.configuration["warmup"]] = cell
     return {size: list(cells.values()) for size, cells in sizes.items() if len(cells) > 1 and 0 in cells}
 

@@ -20,7 +20,7 @@ _PARTS = ("forward", "backward")
 _GRID = {"context": (256, 1024, 4096, 8192, 16384), "head_dim": (16, 32, 64, 128), "dtype": ("fp32",)}
 
 
-def _shape(cell: Cell) -> tuple[int, int]:
+def _context_and_head_dim(cell: Cell) -> tuple[int, int]:
     return cell.configuration["context"], cell.configuration["head_dim"]
 
 
@@ -31,23 +31,23 @@ def pytorch_attention(answer: Answer) -> None:
     keys = ("implementation", "context", "head_dim", "forward_ms", "backward_ms", "held_gib", "predicted_held_gib")
     answer.show(selections, "attn", *keys, "peak_gib", "status", medians=True)
     cells = cells_of(selections)
-    shapes = sorted(set(map(_shape, cells)))
+    shapes = sorted(set(map(_context_and_head_dim, cells)))
     for name in dict.fromkeys(cell.configuration["implementation"] for cell in cells):
         mine = [cell for cell in cells if cell.configuration["implementation"] == name]
-        measured = sorted((cell for cell in mine if cell.status == "ok"), key=_shape)
+        measured = sorted((cell for cell in mine if cell.status == "ok"), key=_context_and_head_dim)
         for part in _PARTS if measured else ():
             rows = [cell.configuration | {"median": cell.samples[part].median} for cell in measured]
             answer.say(f"times of {name}", extremes(rows, "median"), part=part)
         answer.say_failures(mine, f"attention of {name}")
         for context, head_dim in shapes:
-            if (context, head_dim) not in map(_shape, mine):
+            if (context, head_dim) not in map(_context_and_head_dim, mine):
                 answer.lack(f"attention of {name}", context=context, head_dim=head_dim)
         _say_workspace(answer, measured)
     _say_growth(answer, cells)
     _say_first_out_of_memory(answer, cells, selections)
     answer.say("what removes the cost")
     # Of one length there is nothing over which to draw.
-    answer.draw(group for group in selections if len({_shape(cell)[0] for cell in group.measured}) > 1)
+    answer.draw(group for group in selections if len({_context_and_head_dim(cell)[0] for cell in group.measured}) > 1)
 
 
 def _say_growth(answer: Answer, cells: Sequence[Cell]) -> None:
@@ -87,7 +87,7 @@ def _say_first_out_of_memory(answer: Answer, cells: Sequence[Cell], selections: 
     def needed(context: int, head_dim: int):
         return attention_memory(sequences, context, head_dim, dtype, **settings)
 
-    failed = [_shape(cell) for cell in cells if cell.status == "oom"]
+    failed = [_context_and_head_dim(cell) for cell in cells if cell.status == "oom"]
     sheet = datasheet(run.machine.get("gpu") or "") if run is not None else None
     if failed:
         context, head_dim = min(failed, key=lambda shape: needed(*shape).peak)
@@ -96,7 +96,7 @@ def _say_first_out_of_memory(answer: Answer, cells: Sequence[Cell], selections: 
         answer.say("nothing out of memory")
         return
     else:
-        contexts, head_dims = zip(*map(_shape, cells), strict=True)
+        contexts, head_dims = zip(*map(_context_and_head_dim, cells), strict=True)
         context, head_dim = max(contexts), min(head_dims)
         while needed(context, head_dim).peak <= sheet.memory_bytes:
             context *= 2
@@ -117,8 +117,12 @@ def compiled_attention(answer: Answer) -> None:
     rows = []
     groups = answer.find("attn", _GRID, implementation=("eager", "compiled"))
     for group in groups:
-        eager = {_shape(cell): cell for cell in group.of(implementation="eager")}
-        pairs = [(eager[_shape(cell)], cell) for cell in group.of(implementation="compiled") if _shape(cell) in eager]
+        eager = {_context_and_head_dim(cell): cell for cell in group.of(implementation="eager")}
+        pairs = [
+            (eager[_context_and_head_dim(cell)], cell)
+            for cell in group.of(implementation="compiled")
+            if _context_and_head_dim(cell) in eager
+        ]
         answer.measured_by([group] if pairs else [])
         rows += [after.configuration | compared(before, after, _PARTS) for before, after in pairs]
     if not rows:
