@@ -169,7 +169,7 @@ def plan_table(plan: Sequence[tuple[Command, Sequence[str]]], target: Target) ->
     for command, names in plan:
         large = target.gpus and target.memory_gib and (command.memory_gib or 0) > target.memory_gib
         note = why_not(command, target) or ("what does not fit becomes a result" if large else None)
-        row = {"command": command.line, "note": note, "problems": ", ".join(names)}
+        row: dict[str, Any] = {"command": command.line, "note": note, "problems": ", ".join(names)}
         row |= {"seconds": format_duration(command.seconds), "memory_gib": command.memory_gib}
         rows.append(row | {"gpus": command.gpus if target.gpus else None})
     total = format_duration(sum(command.seconds for command, _ in plan if why_not(command, target) is None))

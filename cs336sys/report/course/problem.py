@@ -137,7 +137,7 @@ def training_sweep(
         options: lists of values by option, ``compile=("off", "model")``.
     """
     contexts = target.contexts(contexts or ((512,) if target.is_small else ()))
-    lists = {"size": target.sizes(names), "context": contexts, **options}
+    lists: dict[str, Sequence[Any]] = {"size": target.sizes(names), "context": contexts, **options}
     typed = [part for name, values in lists.items() if values for part in (f"--{name}", ",".join(map(str, values)))]
     lists = {"mode": ("train",), "precision": ("fp32",), "compile": ("off",), **lists, "context": contexts or (512,)}
     alike = math.prod(len(values) for name, values in lists.items() if name not in _COUNTED)

@@ -116,7 +116,7 @@ def _latex_pages(table: Table) -> Iterator[str]:
         title = table.title if start == 0 else f"{table.title} (continued)"
         notes = table.notes if end >= len(table.rows) else ()
         text = render([replace(table, title=title, rows=table.rows[start:end], notes=notes)], "latex").strip()
-        text.replace(r"\begin{table}", r"\begin{table}[H]").replace("~", r"\textasciitilde{}")
+        text = text.replace(r"\begin{table}", r"\begin{table}[H]").replace("~", r"\textasciitilde{}")
         # Made smaller where it is wider than the page.
         tabular = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{\begin{tabular}"
         yield text.replace(r"\begin{tabular}", tabular).replace(r"\end{tabular}", r"\end{tabular}}")

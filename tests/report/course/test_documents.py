@@ -159,6 +159,9 @@ def test_the_saved_results_answer_without_a_fault_and_pages_hold_every_problem(y
     for text in (document_text(written, format, lambda picture: None) for format in ("markdown", "latex")):
         assert all(name in text.replace(r"\_\allowbreak{}", "_") for name in ASKED[year])
     assert document_text(written, "typst", lambda picture: None).count("\n== ") == len(PROBLEMS[year])
+    # Tables stay where they are in the text.
+    latex = document_text(written, "latex", lambda picture: None)
+    assert latex.count(r"\begin{table}[H]") == latex.count(r"\begin{table}") > 0
 
 
 @pytest.mark.parametrize("year", [2025, 2026])

@@ -46,15 +46,7 @@ def _parameter_count(cell: Cell) -> int:
 
 def _say_timings(answer: Answer, measured: Sequence[Cell]) -> None:
     """Say how long each part takes, from the smallest size to the largest, and how sure that is."""
-    rows = [
-        {
-            **cell.configuration,
-            **cell.samples,
-            "parameters": _parameter_count(cell),
-            "busy": cell.derived.get("gpu_busy_ms"),
-        }
-        for cell in measured
-    ]
+    rows = [{**cell.configuration, **cell.samples, "parameters": _parameter_count(cell)} for cell in measured]
     answer.say("passes", sizes=rows)
     ratios = [row["backward"].mean / row["forward"].mean for row in rows]
     answer.say("backward", ratios=ratios, steps=[row["optimizer"].mean for row in rows])
@@ -67,8 +59,12 @@ def _say_timings(answer: Answer, measured: Sequence[Cell]) -> None:
     most, size = max((row["step"].std / row["step"].mean, row["size"]) for row in rows)
     counts = list(dict.fromkeys(len(row["step"].measured) for row in rows))
     answer.say("deviation", most=100 * most, size=size, steps=counts, is_small=most <= 0.05)
-    waiting = [row for row in rows if row["busy"] is not None and row["busy"] < 0.8 * row["step"].median]
-    answer.say_any("waiting", sizes=[row | {"idle": 100 * (1 - row["busy"] / row["step"].median)} for row in waiting])
+    waiting = [
+        row | {"idle": 100 * (1 - busy / row["step"].median)}
+        for row, cell in zip(rows, measured, strict=True)
+        if (busy := cell.derived.get("gpu_busy_ms")) is not None and busy < 0.8 * row["step"].median
+    ]
+    answer.say_any("waiting", sizes=waiting)
 
 
 def timing_commands(target: Target) -> list[Command]:

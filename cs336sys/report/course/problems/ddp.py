@@ -150,7 +150,7 @@ def traces(answer: Answer) -> None:
     answer.draw([group], "timelines")
 
 
-def xl_command(target: Target, command: str, *flags: str, cells: int, **options: Sequence[str]) -> Command:
+def xl_command(target: Target, command: str, *flags: str, cells: int, **options: Any) -> Command:
     """A sweep of so many cells of the handout's xl on two ranks, and what a rank must hold for it."""
     sizes = target.sizes((target.handout.xl,))
     # As many as the handouts ask for are the commands' own.
@@ -242,13 +242,13 @@ def _order_parts(group: Selection, rows: Sequence[Row], order: Sequence[Sequence
 def bucket_equation(answer: Answer) -> None:
     group = _swept(answer)
     setting = (4 * count_parameters(SIZES["xl"]), 100, 200e9, 20e-6)
-    cell = bucket_sweeps(group.measured)[0][0] if group is not None else None
-    is_measured = cell is not None and link_of(cell).has_bandwidth
-    if is_measured:
+    if group is not None:
+        cell = bucket_sweeps(group.measured)[0][0]
         link, derived = link_of(cell), cell.derived
-        setting = (derived["communicated_bytes"], derived["gradient_calls"], link.bytes_per_s, link.latency_s)
-        answer.measured_by([group])
-    answer.say("equation", is_measured=is_measured)
+        if link.has_bandwidth:
+            setting = (derived["communicated_bytes"], derived["gradient_calls"], link.bytes_per_s, link.latency_s)
+            answer.measured_by([group])
+    answer.say("equation", is_measured=bool(answer.runs))
     if setting[3] == 0:
         answer.say("free calls")
     else:

@@ -1,5 +1,7 @@
 """``gradient_checkpointing``: what checkpoints save of the peak, and the least that groups of blocks hold."""
 
+from typing import Any
+
 from cs336sys.accounting.checkpointing import best_group_size, checkpointing_answers, predicted_peak
 from cs336sys.accounting.memory import GIB
 from cs336sys.report.course.answer import Answer
@@ -119,6 +121,6 @@ def _say_neighbours(answer: Answer, grouped: dict[float, Cell], best: float, cut
 
 def checkpointing_commands(target: Target) -> list[Command]:
     strategies = ("none", "block", "every=2", "every=3", "sublayer", "attention", "ffn", "nested")
-    options = {"precision": ("fp32",), "checkpoint": strategies}
+    options: dict[str, Any] = {"precision": ("fp32",), "checkpoint": strategies}
     flags = ("--no-predict", "--steps", "1")
     return [training_sweep(target, "memprof", (_SIZE,), (2048,), flags, steps=5, **options)]

@@ -243,7 +243,7 @@ def _saved_by(tensor: dict[str, Any]) -> str:
 
 
 def memory_commands(target: Target) -> list[Command]:
-    options = {"mode": ("forward", "forward-backward", "train"), "precision": ("fp32", "bf16")}
+    options: dict[str, Any] = {"mode": ("forward", "forward-backward", "train"), "precision": ("fp32", "bf16")}
     contexts = sorted(target.handout.memory_contexts)
     flags = ("--no-predict", "--steps", "1")
     return [training_sweep(target, "memprof", (SIZE,), contexts, flags, steps=4, **options)]

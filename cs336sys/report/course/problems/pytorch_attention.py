@@ -16,7 +16,6 @@ from cs336sys.report.course.problem import Command, Target, measurement, sized, 
 from cs336sys.results.model import Cell
 
 _PARTS = ("forward", "backward")
-
 _GRID = {"context": (256, 1024, 4096, 8192, 16384), "head_dim": (16, 32, 64, 128), "dtype": ("fp32",)}
 
 
@@ -118,11 +117,8 @@ def compiled_attention(answer: Answer) -> None:
     groups = answer.find("attn", _GRID, implementation=("eager", "compiled"))
     for group in groups:
         eager = {_context_and_head_dim(cell): cell for cell in group.of(implementation="eager")}
-        pairs = [
-            (eager[_context_and_head_dim(cell)], cell)
-            for cell in group.of(implementation="compiled")
-            if _context_and_head_dim(cell) in eager
-        ]
+        compiled = group.of(implementation="compiled")
+        pairs = [(eager[shape], cell) for cell in compiled if (shape := _context_and_head_dim(cell)) in eager]
         answer.measured_by([group] if pairs else [])
         rows += [after.configuration | compared(before, after, _PARTS) for before, after in pairs]
     if not rows:

@@ -57,7 +57,8 @@ def _by_precision(runs: Sequence[Selection]) -> list[Selection]:
     for group in runs:
         for precision in dict.fromkeys(cell.configuration["precision"] for cell in group.cells):
             if group.of(precision=precision, strategy="none") and precision not in groups:
-                groups[precision] = group.only(lambda cell, name=precision: cell.configuration["precision"] == name)
+                cells = [cell for cell in group.cells if cell.configuration["precision"] == precision]
+                groups[precision] = Selection(group.invocation, cells)
     return list(groups.values())
 
 
