@@ -61,8 +61,8 @@ class Tables:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what the command prints with ``--format json``: ``{"schema_version", "tables"}``."""
-        found: dict[str, Any] = json.loads(render(self.tables, "json"))
-        return found
+        document: dict[str, Any] = json.loads(render(self.tables, "json"))
+        return document
 
     def to_pandas(self, name: str | None = None) -> Any:
         """Return the first table, or the one of this name, as a DataFrame with the columns of ``--format json``.
@@ -77,7 +77,7 @@ class Tables:
         tables = self.to_dict()["tables"]
         chosen = [table for table in tables if name in (None, table["name"])]
         if not chosen:
-            raise UsageError(f"no table is named {name!r}: choose from {', '.join(one['name'] for one in tables)}")
+            raise UsageError(f"no table is named {name!r}: choose from {', '.join(table['name'] for table in tables)}")
         return pandas.DataFrame(chosen[0]["rows"])
 
     def _repr_html_(self) -> str:
@@ -128,7 +128,7 @@ class Results(Tables):
         with OwnedFolder() as folder:
             saved = folder / "cells.jsonl"
             self.save(saved)
-            _run("show", [str(saved), f"--plot={path}"])
+            _run_in_process("show", [str(saved), f"--plot={path}"])
 
 
 class Interrupted(KeyboardInterrupt):
@@ -155,7 +155,7 @@ def bench(model_or_size: Setting = None, /, **settings: Setting) -> Results:
         CapabilityError: the machine lacks what is asked for.
         Interrupted: Ctrl-C; its ``results`` hold what was measured.
     """
-    return _measure("bench", _trained(model_or_size) | settings)
+    return _run_command("bench", _trained(model_or_size) | settings)
 
 
 def memprof(model_or_size: Setting = None, /, **settings: Setting) -> Results:
@@ -163,37 +163,37 @@ def memprof(model_or_size: Setting = None, /, **settings: Setting) -> Results:
 
     The option ``--from`` is the keyword ``from_``.
     """
-    return _measure("memprof", _trained(model_or_size) | settings)
+    return _run_command("memprof", _trained(model_or_size) | settings)
 
 
 def ddp(model_or_size: Setting = None, /, **settings: Setting) -> Results:
     """Compare ways to train data-parallel, as ``cs336sys ddp``; see :func:`bench`."""
-    return _measure("ddp", _trained(model_or_size) | settings)
+    return _run_command("ddp", _trained(model_or_size) | settings)
 
 
 def shard(model_or_size: Setting = None, /, **settings: Setting) -> Results:
     """Shard training state over ranks and measure, as ``cs336sys shard``; see :func:`bench`."""
-    return _measure("shard", _trained(model_or_size) | settings)
+    return _run_command("shard", _trained(model_or_size) | settings)
 
 
 def tune(model_or_size: Setting = None, /, **settings: Setting) -> Results:
     """Predict the fastest settings that fit, as ``cs336sys tune``; it has cells where ``measure`` is given."""
-    return _measure("tune", _trained(model_or_size) | settings)
+    return _run_command("tune", _trained(model_or_size) | settings)
 
 
 def flash(**settings: Setting) -> Results:
     """Check and time attention implementations, as ``cs336sys flash``; see :func:`bench`."""
-    return _measure("flash", settings)
+    return _run_command("flash", settings)
 
 
 def kernels(**settings: Setting) -> Results:
     """Check and time fused kernels, as ``cs336sys kernels``; see :func:`bench`."""
-    return _measure("kernels", settings)
+    return _run_command("kernels", settings)
 
 
 def allreduce(**settings: Setting) -> Results:
     """Time collectives, as ``cs336sys allreduce``; see :func:`bench`."""
-    return _measure("allreduce", settings)
+    return _run_command("allreduce", settings)
 
 
 def trace(path: str | Path | Sequence[str | Path], /, **settings: Setting) -> Results:
@@ -206,7 +206,7 @@ def trace(path: str | Path | Sequence[str | Path], /, **settings: Setting) -> Re
     Raises:
         UsageError: a file is no capture.
     """
-    return _measure("trace", settings, [str(one) for one in _several(path)])
+    return _run_command("trace", settings, [str(file) for file in _several(path)])
 
 
 def account(question: str, /, **settings: Setting) -> Tables:
@@ -219,7 +219,7 @@ def account(question: str, /, **settings: Setting) -> Tables:
     Raises:
         UsageError: the question is unknown, or settings do not go together.
     """
-    tables, code = _run("account", [question, *_arguments(settings, "account", question)])
+    tables, code = _run_in_process("account", [question, *_arguments(settings, "account", question)])
     return Tables(tables, code == 0)
 
 
@@ -233,9 +233,9 @@ def read(path: str | Path, /, **settings: Setting) -> Results:
     Raises:
         UsageError: the file holds no results.
     """
-    tables, code = _run("show", [str(path), *_arguments(settings, "show")])
-    found = read_results(Path(path))
-    return Results(tables, code == 0, tuple(found.cells), tuple(found.runs.values()))
+    tables, code = _run_in_process("show", [str(path), *_arguments(settings, "show")])
+    saved = read_results(Path(path))
+    return Results(tables, code == 0, tuple(saved.cells), tuple(saved.runs.values()))
 
 
 def compare(a: str | Path | Results, b: str | Path | Results, /, **settings: Setting) -> Tables:
@@ -255,14 +255,14 @@ def compare(a: str | Path | Results, b: str | Path | Results, /, **settings: Set
             if isinstance(side, Results):
                 side.save(folder / f"{name}.jsonl")
             sides.append(str(folder / f"{name}.jsonl") if isinstance(side, Results) else str(side))
-        tables, code = _run("compare", [*sides, *_arguments(settings, "compare")])
+        tables, code = _run_in_process("compare", [*sides, *_arguments(settings, "compare")])
     return Tables(tables, code == 0)
 
 
 def _trained(model_or_size: Setting) -> dict[str, Setting]:
     if model_or_size is None:
         return {}
-    is_model = any(callable(one) or is_user_code(str(one)) for one in _several(model_or_size))
+    is_model = any(callable(value) or is_user_code(str(value)) for value in _several(model_or_size))
     return {"model" if is_model else "size": model_or_size}
 
 
@@ -270,7 +270,7 @@ def _several(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _measure(command: str, settings: dict[str, Setting], files: Sequence[str] = ()) -> Results:
+def _run_command(command: str, settings: dict[str, Setting], files: Sequence[str] = ()) -> Results:
     if _MEASURING in os.environ:
         raise UsageError(
             f"{command}() is called while another measurement runs, or loads this file: call it under "
@@ -285,19 +285,19 @@ def _measure(command: str, settings: dict[str, Setting], files: Sequence[str] = 
             )
     arguments = [*files, *_arguments(settings, command)]
     with OwnedFolder() as folder:
-        asked = settings.get("save")
-        path = Path(str(asked)) if asked is not None else folder / "cells.jsonl"
-        before = set(read_results(path).runs) if asked is not None and path.exists() and path.stat().st_size else set()
+        save = settings.get("save")
+        path = Path(str(save)) if save is not None else folder / "cells.jsonl"
+        before = set(read_results(path).runs) if save is not None and path.exists() and path.stat().st_size else set()
         # Without --measure tune only predicts, and refuses to save.
-        is_saved_here = asked is None and (command != "tune" or bool(settings.get("measure")))
-        tables, code = _run(command, arguments, [f"--save={path}"] if is_saved_here else [])
+        is_saved_here = save is None and (command != "tune" or bool(settings.get("measure")))
+        tables, code = _run_in_process(command, arguments, [f"--save={path}"] if is_saved_here else [])
         cells: tuple[Cell, ...] = ()
         runs: tuple[Run, ...] = ()
         if path.exists() and path.stat().st_size:
-            found = read_results(path)
-            cells = tuple(cell for cell in found.cells if cell.run_id not in before)
+            measured = read_results(path)
+            cells = tuple(cell for cell in measured.cells if cell.run_id not in before)
             runs = tuple(
-                replace(run, arguments=(command, *arguments)) for key, run in found.runs.items() if key not in before
+                replace(run, arguments=(command, *arguments)) for key, run in measured.runs.items() if key not in before
             )
     results = Results(tables, code == 0, cells, runs)
     if code in (INTERRUPTED, TERMINATED):
@@ -311,25 +311,25 @@ def _arguments(settings: dict[str, Setting], *command: str) -> list[str]:
     arguments = []
     for name, value in settings.items():
         option = f"--{name.rstrip('_').replace('_', '-')}"
-        known = options.get(option)
+        declared = options.get(option)
         if value is None:
             continue
-        if isinstance(value, bool) and known is not None and known.is_flag:
+        if isinstance(value, bool) and declared is not None and declared.is_flag:
             if value:
                 arguments.append(option)
-            elif known.secondary_opts:
-                arguments.append(known.secondary_opts[0])
-            elif known.default:
+            elif declared.secondary_opts:
+                arguments.append(declared.secondary_opts[0])
+            elif declared.default:
                 raise UsageError(f"{name}=False: {option} cannot be switched off")
             continue
-        if known is not None and known.is_flag:
+        if declared is not None and declared.is_flag:
             raise UsageError(f"{name}={value!r}: must be True or False")
         if isinstance(value, bool):
             raise UsageError(f"{name}={value!r}: {option} takes a value, not True or False")
         values = _several(value)
-        if known is not None and not known.multiple and len(values) != 1:
+        if declared is not None and not declared.multiple and len(values) != 1:
             raise UsageError(f"{name}={value!r}: takes one value")
-        arguments += [f"{option}={_text(name, one, command[0])}" for one in values]
+        arguments += [f"{option}={_argument_text(name, item, command[0])}" for item in values]
     return arguments
 
 
@@ -344,7 +344,7 @@ def _options(command: Sequence[str]) -> dict[str, Any]:
     return {name: option for option in group.params if option.param_type_name == "option" for name in option.opts}
 
 
-def _text(name: str, value: Any, command: str) -> str:
+def _argument_text(name: str, value: Any, command: str) -> str:
     if isinstance(value, str | int | float | Path) and not isinstance(value, bool):
         return str(value)
     module = sys.modules.get(str(getattr(value, "__module__", None)))
@@ -353,10 +353,10 @@ def _text(name: str, value: Any, command: str) -> str:
         assert module is not None
         return f"{module.__name__ if '.' in module.__name__ else file}:{own_name}"
     if callable(value):
-        found = f"{name}: {a_value(value)} that worker processes cannot find by name"
+        sentence = f"{name}: {a_value(value)} that worker processes cannot find by name"
         if command not in _MEASURED_HERE:
-            raise UsageError(f"{found}; {TO_FILE}")
-        say(f"note: {found}: it is measured in this process, and nothing ends a cell that takes too long")
+            raise UsageError(f"{sentence}; {TO_FILE}")
+        say(f"note: {sentence}: it is measured in this process, and nothing ends a cell that takes too long")
         return name_object(value)
     raise UsageError(f"{name}={value!r}: must be a text, a number, a path, a function of a file, or a list of them")
 
@@ -374,7 +374,7 @@ def _as_command_line(arguments: Sequence[str]) -> Iterator[None]:
         os.environ.pop(_MEASURING, None)
 
 
-def _run(command: str, arguments: Sequence[str], added: Sequence[str] = ()) -> tuple[tuple[Table, ...], int]:
+def _run_in_process(command: str, arguments: Sequence[str], added: Sequence[str] = ()) -> tuple[tuple[Table, ...], int]:
     """Run a command in this process; return its tables and exit code, or raise its error."""
     line = [command, *arguments, *added]
     with _as_command_line(line), collecting() as tables:

@@ -48,8 +48,8 @@ class CommandTable(LazyGroup):
 app = typer.Typer(cls=CommandTable, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP_OPTIONS)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"cs336sys {__version__}")
         raise typer.Exit
 

@@ -282,16 +282,16 @@ def bucket_answers(gradient_bytes: float, buckets: int, bytes_per_s: float, call
     row = partial(Derived, source="2025 handout, 2.3.3")
     problem = "ddp_bucketed_benchmarking (b)"
     overhead_s = bucketing_overhead_s(s, symbol("n_b", buckets), w, o)
-    what = f"overhead of {buckets} bucket{'s' * (buckets != 1)}"
+    quantity = f"overhead of {buckets} bucket{'s' * (buckets != 1)}"
     reason = "All but the last bucket travel while the next one is computed; every call costs o."
-    given = row(what, overhead_s, "s", reason=reason, question=problem)
-    what, best_bytes = "bucket size with the least overhead", optimal_bucket_bytes(s, w, o)
+    overhead = row(quantity, overhead_s, "s", reason=reason, question=problem)
+    quantity, best_bytes = "bucket size with the least overhead", optimal_bucket_bytes(s, w, o)
     reason = "The derivative by n_b, o - s / (n_b^2 w), is zero at n_b = sqrt(s / (w o)); b = s / n_b, at most s."
-    best = row(what, best_bytes, "decimal_bytes", "b", reason=reason, question=problem)
+    best = row(quantity, best_bytes, "decimal_bytes", "b", reason=reason, question=problem)
     count = row("buckets of that size", s / best.as_symbol(), "buckets", "n_b")
     reason = "2 sqrt(s o / w): the last bucket's transfer and all calls cost the same."
     least_s = bucketing_overhead_s(s, count.as_symbol(), w, o)
-    return [given, best, count, row("overhead of these", least_s, "s", reason=reason)]
+    return [overhead, best, count, row("overhead of these", least_s, "s", reason=reason)]
 
 
 @dataclass(frozen=True)
@@ -307,17 +307,17 @@ class BusBandwidths:
     @classmethod
     def of_cells(cls, cells: Iterable[Cell], backend: str) -> Self:
         """Read them from measured cells of ``allreduce``: of one size the fastest."""
-        found: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
+        rates_by_size: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
         for cell in cells:
             rate = cell.derived.get("back_to_back_busbw_gbps")
             if cell.command != "allreduce" or cell.status != "ok" or not rate:
                 continue
-            one = cell.configuration
-            if one["backend"] == backend:
-                sizes = found[one["collective"], one["world_size"]]
+            configuration = cell.configuration
+            if configuration["backend"] == backend:
+                sizes = rates_by_size[configuration["collective"], configuration["world_size"]]
                 size = cell.derived["size_bytes"]
                 sizes[size] = max(rate, sizes.get(size, 0.0))
-        return cls({key: tuple(sorted(sizes.items())) for key, sizes in found.items()})
+        return cls({key: tuple(sorted(sizes.items())) for key, sizes in rates_by_size.items()})
 
     def of(self, kind: str, ranks: int, size: int) -> float | None:
         """Return the bus bandwidth of a collective, GB/s, between the next smaller and larger size in logarithms.

@@ -70,40 +70,40 @@ class Expression:
         return len(self._parts) == 1
 
     def __add__(self, other: Number) -> "Expression":
-        return self if _is(other, 0) else _join(self, " + ", other, lambda a, b: a + b, _SUM)
+        return self if _is(other, 0) else _join_terms(self, " + ", other, lambda a, b: a + b, _SUM)
 
     def __radd__(self, other: float) -> "Expression":
-        return self if _is(other, 0) else _join(other, " + ", self, lambda a, b: a + b, _SUM)
+        return self if _is(other, 0) else _join_terms(other, " + ", self, lambda a, b: a + b, _SUM)
 
     def __sub__(self, other: Number) -> "Expression":
-        return self if _is(other, 0) else _join(self, " - ", other, lambda a, b: a - b, _SUM, right=_PRODUCT)
+        return self if _is(other, 0) else _join_terms(self, " - ", other, lambda a, b: a - b, _SUM, right=_PRODUCT)
 
     def __rsub__(self, other: float) -> "Expression":
-        return _join(other, " - ", self, lambda a, b: a - b, _SUM, right=_PRODUCT)
+        return _join_terms(other, " - ", self, lambda a, b: a - b, _SUM, right=_PRODUCT)
 
     def __mul__(self, other: Number) -> "Expression":
-        return self if _is(other, 1) else _join(self, _TIMES, other, lambda a, b: a * b, _PRODUCT)
+        return self if _is(other, 1) else _join_terms(self, _TIMES, other, lambda a, b: a * b, _PRODUCT)
 
     def __rmul__(self, other: float) -> "Expression":
-        return self if _is(other, 1) else _join(other, _TIMES, self, lambda a, b: a * b, _PRODUCT)
+        return self if _is(other, 1) else _join_terms(other, _TIMES, self, lambda a, b: a * b, _PRODUCT)
 
     def __truediv__(self, other: Number) -> "Expression":
-        return self if _is(other, 1) else _join(self, " / ", other, _divide, _PRODUCT, right=_ATOM)
+        return self if _is(other, 1) else _join_terms(self, " / ", other, _divide, _PRODUCT, right=_ATOM)
 
     def __rtruediv__(self, other: float) -> "Expression":
-        return _join(other, " / ", self, _divide, _PRODUCT, right=_ATOM)
+        return _join_terms(other, " / ", self, _divide, _PRODUCT, right=_ATOM)
 
     def __pow__(self, exponent: float) -> "Expression":
         if exponent == 0.5:
-            return _call("sqrt", math.sqrt, self)
+            return _function_call("sqrt", math.sqrt, self)
         base = self._within(_ATOM) if self.is_symbol else ("(", *self._parts, ")")
         return Expression(self.value**exponent, (*base, f"^{exponent:g}"), _ATOM)
 
     def __ceil__(self) -> "Expression":
-        return _call("ceil", math.ceil, self)
+        return _function_call("ceil", math.ceil, self)
 
     def __floor__(self) -> "Expression":
-        return _call("floor", math.floor, self)
+        return _function_call("floor", math.floor, self)
 
     def __float__(self) -> float:
         return float(self.value)
@@ -209,7 +209,7 @@ def minimum(*terms: Number) -> Number:
 
 def log2(value: Expression) -> Expression:
     """The binary logarithm."""
-    return _call("log2", math.log2, value)
+    return _function_call("log2", math.log2, value)
 
 
 def _choose(name: str, choose: Callable[..., float], terms: tuple[Number, ...]) -> Number:
@@ -217,10 +217,10 @@ def _choose(name: str, choose: Callable[..., float], terms: tuple[Number, ...]) 
         return terms[0]
     if not any(isinstance(term, Expression) for term in terms):
         return choose(terms)
-    return _call(name, choose, *terms)
+    return _function_call(name, choose, *terms)
 
 
-def _call(name: str, function: Callable[..., float], *terms: Number) -> Expression:
+def _function_call(name: str, function: Callable[..., float], *terms: Number) -> Expression:
     parts: list[str | _Symbol] = [f"{name}("]
     for position, term in enumerate(map(expression_of, terms)):
         parts += [", "] * bool(position)
@@ -228,7 +228,7 @@ def _call(name: str, function: Callable[..., float], *terms: Number) -> Expressi
     return Expression(function(*map(number_of, terms)), (*parts, ")"), _ATOM)
 
 
-def _join(
+def _join_terms(
     left: Number,
     operator: str,
     right_operand: Number,

@@ -181,7 +181,7 @@ def attention_matmuls(size: ModelSize, precision: str) -> Work:
     product writes and the probabilities that the second reads, ``2 B H S^2`` elements.
     """
     vectors = 4 * size.batch_size * size.num_heads * size.context * size.head_dim
-    elements = vectors + 2 * _scores(size)
+    elements = vectors + 2 * _score_flops(size)
     flops = flops_by_component(size, backward=False, causal=False).attention
     return Work(flops, size.num_layers * elements * ELEMENT_BYTES[precision])
 
@@ -191,7 +191,7 @@ def attention_softmax(size: ModelSize, precision: str) -> Work:
 
     An eager softmax moves several times as much, because each of its operations reads and writes the whole matrix.
     """
-    scores = size.num_layers * _scores(size)
+    scores = size.num_layers * _score_flops(size)
     return Work(SOFTMAX_FLOPS_PER_SCORE * scores, 2 * scores * ELEMENT_BYTES[precision])
 
 
@@ -200,6 +200,6 @@ def _attention_forward_flops(batch: int, heads: int, queries: int, keys: int, he
     return square // 2 if causal else square
 
 
-def _scores(size: ModelSize) -> int:
+def _score_flops(size: ModelSize) -> int:
     """Elements of the score matrices of one layer."""
     return size.batch_size * size.num_heads * size.context**2

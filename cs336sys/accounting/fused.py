@@ -155,10 +155,10 @@ class FusedStep:
 def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemory]:
     """As :func:`~cs336sys.accounting.checkpointing.checkpointed_moments`, with fused kernels."""
     if step.mode == "forward":
-        moments = _forward_moments(step)
+        moments = _fused_forward_moments(step)
     else:
         at_loss, at_blocks = saved_schedule(checkpointing, step.size.num_layers)
-        moments = _backward_moments(step, at_loss, at_blocks)
+        moments = _fused_backward_moments(step, at_loss, at_blocks)
         whole = step.gradients(step.size.num_layers) + 4 * step.head
         moments.append(("end of backward", whole, 4 * step.stream))
         if step.mode == "train":
@@ -176,7 +176,7 @@ def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemo
     ]
 
 
-def _forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
+def _fused_forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
     """Return what a forward pass without gradients holds where it is widest.
 
     - Softmax of reference attention: the block's input, the norm's output, q, k, v (with copies as projected, too), the
@@ -196,7 +196,7 @@ def _forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
     return moments
 
 
-def _backward_moments(
+def _fused_backward_moments(
     step: FusedStep, at_loss: SavedBlocks, at_blocks: Sequence[SavedBlocks]
 ) -> list[tuple[str, int, int]]:
     """Return what a backward pass holds where it is widest, by moment: gradients of parameters, and activations.

@@ -202,11 +202,11 @@ class Ceilings:
         Raises:
             ValueError: it is something else.
         """
-        found = cls(**values)
-        rates = (*found.tflops.values(), found.copy_gbps, found.launch_us, found.link_gbps or 1)
-        if not isinstance(found.gpu, str) or not {"fp32", "bf16"} <= found.tflops.keys() or min(rates) <= 0:
+        ceilings = cls(**values)
+        rates = (*ceilings.tflops.values(), ceilings.copy_gbps, ceilings.launch_us, ceilings.link_gbps or 1)
+        if not isinstance(ceilings.gpu, str) or not {"fp32", "bf16"} <= ceilings.tflops.keys() or min(rates) <= 0:
             raise ValueError(values)
-        return found
+        return ceilings
 
     def to_json(self) -> dict[str, Any]:
         """Return them as plain values, for JSON."""

@@ -46,7 +46,7 @@ _SHAPES = "shapes of the model's tensors"
 _FLOPS = "2 a b c a product, accounting/flops.py"
 
 
-def _named(size: ModelSize) -> ModelSize:
+def _named_size(size: ModelSize) -> ModelSize:
     """The size with symbols for its numbers."""
     names = {
         "d_model": "d_model",
@@ -56,17 +56,17 @@ def _named(size: ModelSize) -> ModelSize:
         "context": "S",
         "batch_size": "B",
     }
-    return replace(size, **{field: _whole(name, getattr(size, field)) for field, name in names.items()})
+    return replace(size, **{field: _whole_number(name, getattr(size, field)) for field, name in names.items()})
 
 
-def _whole(name: str, value: int) -> Any:
+def _whole_number(name: str, value: int) -> Any:
     """A symbol for where formulas are declared to count in integers."""
     return symbol(name, value)
 
 
 def tensor_answers(size: ModelSize, precision: str) -> list[Derived]:
     """The size of the residual stream, and the largest tensors that a forward pass makes, by size."""
-    named, e = _named(size), ELEMENT_BYTES[precision]
+    named, e = _named_size(size), ELEMENT_BYTES[precision]
     tokens = named.batch_size * named.context
     row = partial(Derived, unit="bytes", source=_SHAPES, question="memory_profiling (e)")
     scores = e * named.batch_size * named.num_heads * named.context * named.context
@@ -90,7 +90,7 @@ def block_answers(size: ModelSize, precision: str, attention: str) -> list[Deriv
     """Answer what one block saves for the backward pass, the largest first, and the gradients that it produces
     there.
     """
-    named = _named(size)
+    named = _named_size(size)
     row = partial(Derived, unit="bytes", source=_SAVED, question="memory_profiling (f), 2026")
     parts = {
         name: value
@@ -128,10 +128,10 @@ def flops_answers(size: ModelSize) -> list[Derived]:
 
     Counted as in ``accounting.flops``, but with the whole square of attention, which the model computes and masks.
     """
-    named = _named(size)
+    named = _named_size(size)
     tokens, d = named.batch_size * named.context, named.d_model
     batch, heads, context = named.batch_size, named.num_heads, named.context
-    layers, head_dim = symbol("L", size.num_layers), _whole("d_head", size.head_dim)
+    layers, head_dim = symbol("L", size.num_layers), _whole_number("d_head", size.head_dim)
 
     def row(
         quantity: str, value: Number, unit: str = "flops", name: str = "", reason: str = "", part: str = ""
@@ -181,7 +181,7 @@ def attention_answers(
     batch: int, context: int, head_dim: int, dtype: str, *, causal: bool, implementation: str
 ) -> list[Derived]:
     """The memory of attention alone, tensor by tensor (arguments as in ``accounting.activations.attention_memory``)."""
-    shape = _whole("B", batch), _whole("S", context), _whole("d", head_dim)
+    shape = _whole_number("B", batch), _whole_number("S", context), _whole_number("d", head_dim)
     memory = attention_memory(*shape, dtype, causal=causal, implementation=implementation)
     source = "FlashAttention-2, alg. 1 and 2" if implementation == "flash" else _SAVED
     row = partial(Derived, unit="bytes", source=source, question="pytorch_attention (a)")

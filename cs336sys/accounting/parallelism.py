@@ -265,13 +265,14 @@ def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived
         "fsdp-tp": {"fsdp": symbol("N_FSDP", mesh.fsdp), "tp": symbol("N_TP", mesh.tp)},
     }[strategy]
     forward, backward = (
-        [*_computing(strategy, named, axes, which), *_communication(strategy, named, axes, which)] for which in PASSES
+        [*_computing(strategy, named, axes, which), *_communication_row(strategy, named, axes, which)]
+        for which in PASSES
     )
     limits = _mesh_limits(named) if strategy == "fsdp-tp" else _limits(strategy, named)
-    return [*forward, *backward, *_step(strategy, forward, backward), *limits]
+    return [*forward, *backward, *_step_row(strategy, forward, backward), *limits]
 
 
-def _row(
+def _pass_row(
     strategy: str, which: str, part: int, quantity: str, result: Number, unit: str, name: str = "", **details: str
 ) -> Derived:
     """A row about one pass.
@@ -291,18 +292,18 @@ def _source(strategy: str) -> str:
 
 
 def _computing(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
-    row = partial(_row, strategy, which)
+    row = partial(_pass_row, strategy, which)
     products = "one product each" if which == "forward" else "two products each, for input and weight gradients"
     reason = f"Three matrices, {products}, of 2 B D D_FF FLOPs, spread evenly."
     count = row(1, "FLOPs of a device", layer_flops(layer, which, **axes), "flops", f"F_{_SHORT[which]}", reason=reason)
     return [count, row(0, "computing time", count.as_symbol() / layer.flops_per_s, "s", f"T_{_SHORT[which]}")]
 
 
-def _communication(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
+def _communication_row(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
     """The communication times of a pass; the one named K_fwd or K_bwd is the pass's, with axes overlapped."""
     if (strategy, which) == ("dp", "forward"):
         return []
-    row = partial(_row, strategy, which)
+    row = partial(_pass_row, strategy, which)
     name = f"K_{_SHORT[which]}"
     weights = {
         "dp": "The gradients of all three matrices are all-reduced.",
@@ -335,7 +336,7 @@ def _communication(strategy: str, layer: Layer, axes: Mapping[str, Any], which: 
     ]
 
 
-def _step(strategy: str, forward: list[Derived], backward: list[Derived]) -> list[Derived]:
+def _step_row(strategy: str, forward: list[Derived], backward: list[Derived]) -> list[Derived]:
     """Both passes together, with and without overlap of computing and communication."""
     times = [
         [row.as_symbol() for row in rows if row.symbol in (f"T_{short}", f"K_{short}")]
@@ -366,7 +367,7 @@ def _limits(strategy: str, layer: Layer) -> list[Derived]:
     name = {"dp": "N_DP", "fsdp": "N_FSDP", "tp": "N_TP"}[strategy]
     limits = {which: most_devices(strategy, layer, which) for which in PASSES if (strategy, which) in reasons}
     return [
-        _row(strategy, which, 3, quantity, most, "devices", name, relation="<=", reason=reasons[strategy, which])
+        _pass_row(strategy, which, 3, quantity, most, "devices", name, relation="<=", reason=reasons[strategy, which])
         for which, most in limits.items()
     ]
 
@@ -377,7 +378,7 @@ def _mesh_limits(layer: Layer) -> list[Derived]:
     for which in PASSES:
 
         def row(part: int, quantity: str, result: Number, name: str, which: str = which, **details: str) -> Derived:
-            return _row("fsdp-tp", which, part, quantity, result, "devices", name, **details)
+            return _pass_row("fsdp-tp", which, part, quantity, result, "devices", name, **details)
 
         reason = "K along FSDP <= T: N_TP divides both and cancels, as in fsdp_calcs (c)."
         b = row(0, "devices beyond the first that FSDP alone could use", fsdp_reach(layer), "b", reason=reason)

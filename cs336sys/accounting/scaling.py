@@ -187,7 +187,7 @@ class Simulation:
             replicated_s - sharded_s,
             accumulation * _tensor_s(part, dtypes.computed, mesh, cluster, self.checkpointing),
             device.optimizer_s / (mesh.fsdp * mesh.tp),
-            _memory(part, dtypes, mesh, self.checkpointing),
+            _mesh_peak_bytes(part, dtypes, mesh, self.checkpointing),
         )
 
     def in_fewest_parts(self, mesh: MeshShape) -> SimulatedStep:
@@ -272,7 +272,7 @@ def _tensor_s(size: ModelSize, precision: str, mesh: MeshShape, cluster: Cluster
 
 
 @cache
-def _memory(size: ModelSize, dtypes: Dtypes, mesh: MeshShape, checkpointing: str) -> float:
+def _mesh_peak_bytes(size: ModelSize, dtypes: Dtypes, mesh: MeshShape, checkpointing: str) -> float:
     """Bytes at the peak: the state, and activations and buffers of the batch of a group, which tp ranks share."""
     of_group = replace(size, batch_size=size.batch_size // mesh.ddp)
     strategy = "fsdp" if mesh.fsdp > 1 else "none"

@@ -52,7 +52,7 @@ def bench(
         configurations = [workload.configuration() for workload in workloads]
     else:
         measure = "cs336sys.experiments.bench:measure_interleaved"
-        configurations = _interleaved(workloads, interleave)
+        configurations = _interleaved_configurations(workloads, interleave)
         plan_notes = (
             f"Parameters and optimizer states of all values of {interleave} are in memory together: add the other "
             f"rows'.",
@@ -78,7 +78,7 @@ def bench(
     )
 
 
-def _interleaved(workloads: Sequence[Workload], option: str) -> list[dict[str, Any]]:
+def _interleaved_configurations(workloads: Sequence[Workload], option: str) -> list[dict[str, Any]]:
     """The workloads' configurations with what ``measure_interleaved`` needs, those measured together side by side."""
     setting = option.replace("-", "_")
     if len({workload.warmup for workload in workloads}) > 1:
@@ -98,7 +98,7 @@ def _interleaved(workloads: Sequence[Workload], option: str) -> list[dict[str, A
     if any(len(group) < 2 for group in together.values()):
         raise UsageError(f"--interleave {option}: give --{option} two values or more")
     return [
-        one | {"interleave": setting, "interleaved": ",".join(other[setting] for other in group)}
+        configuration | {"interleave": setting, "interleaved": ",".join(member[setting] for member in group)}
         for group in together.values()
-        for one in group
+        for configuration in group
     ]

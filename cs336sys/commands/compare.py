@@ -42,22 +42,24 @@ def compare(
     """
     from cs336sys.report.comparison import comparison_tables, comparison_warnings, regressions, undecided
 
-    limit_percent = None if fail_above is None else _percent(fail_above)
+    limit_percent = None if fail_above is None else _read_percent(fail_above)
     if allow_undecided and limit_percent is None:
         raise UsageError("--allow-undecided needs --fail-above: nothing else fails")
     # 0.95 would be read as less than one percent, and nobody means less than even chances.
     if not 50 <= confidence < 100:
         raise UsageError(f"--confidence {confidence:g}: must be a percentage from 50 to less than 100, such as 95")
-    asked = split_list(metric, "--metric", str) if metric else []
+    metrics = split_list(metric, "--metric", str) if metric else []
     output.check()
     a, b = read_several(baseline), read_several(candidate)
     matched = match_cells(a, b)
     if not matched.pairs:
-        nearest = ", ".join(f"{name} ({one} and {other})" for name, (one, other) in nearest_difference(matched).items())
+        nearest = ", ".join(
+            f"{name} ({first} and {second})" for name, (first, second) in nearest_difference(matched).items()
+        )
         hint = f"; those nearest to each other differ in {nearest}" if nearest else ""
         raise UsageError(f"{baseline} and {candidate} have no configuration in common{hint}")
-    compared = compare_pairs(matched.pairs, asked, confidence_percent=confidence)
-    for warning in comparison_warnings(matched, compared, asked, a, b):
+    compared = compare_pairs(matched.pairs, metrics, confidence_percent=confidence)
+    for warning in comparison_warnings(matched, compared, metrics, a, b):
         say(f"warning: {warning}")
     fault = None
     try:
@@ -70,7 +72,7 @@ def compare(
     if limit_percent is None:
         return
     slower = list(regressions(matched.pairs, compared, limit_percent))
-    unknown = list(undecided(matched, compared, asked, limit_percent))
+    unknown = list(undecided(matched, compared, metrics, limit_percent))
     for text in slower:
         say(f"regression: {text}")
     for text in unknown:
@@ -83,7 +85,7 @@ def compare(
         raise fault
 
 
-def _percent(text: str) -> float:
+def _read_percent(text: str) -> float:
     try:
         percent = float(text.strip().removesuffix("%"))
     except ValueError:

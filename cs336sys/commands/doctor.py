@@ -73,9 +73,11 @@ def doctor(
 
         checks, subject = diagnose(), "here"
     else:
-        given = ModelOptions(["tiny"], [32], [2], model=model, loss=loss, batch=batch, blocks=blocks, debug=debug)
+        model_options = ModelOptions(
+            ["tiny"], [32], [2], model=model, loss=loss, batch=batch, blocks=blocks, debug=debug
+        )
         (workload,) = expand_workloads(
-            given,
+            model_options,
             ["train"],
             PrecisionOptions(["fp32"]),
             ImplementationOptions(optimizer=[optimizer]),
@@ -103,6 +105,8 @@ def _measured_ceilings(path: Path) -> "Table":
 
     if not torch.cuda.is_available():
         raise CapabilityError(f"--ceilings {path}: torch sees no CUDA GPU here; see why by doctor without --ceilings")
-    found = measure_ceilings(torch.device("cuda", torch.cuda.current_device()), lambda text: say(f"measuring {text}"))
-    found.write(path)
-    return ceilings_table(found)
+    measured = measure_ceilings(
+        torch.device("cuda", torch.cuda.current_device()), lambda text: say(f"measuring {text}")
+    )
+    measured.write(path)
+    return ceilings_table(measured)

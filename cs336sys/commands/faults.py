@@ -106,7 +106,10 @@ def interruptions_deferred() -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: handler for number, handler in before.items() if is_main and callable(handler)}
     for number, handler in handlers.items():
-        signal.signal(number, lambda *told, handler=handler: came.append(functools.partial(handler, *told)))
+        signal.signal(
+            number,
+            lambda *signal_arguments, handler=handler: came.append(functools.partial(handler, *signal_arguments)),
+        )
     try:
         yield
     finally:

@@ -56,7 +56,7 @@ def in_fewer_rows(options: Sequence[Any]) -> list[Any]:
         shown = copy.copy(option)
         if getattr(option, "secondary_opts", None) and option.default is False:
             shown.secondary_opts, shown.show_default = [], False
-        companions = [one for one in within if within[one] == name]
+        companions = [companion for companion in within if within[companion] == name]
         if companions:
             shown.opts = [*option.opts, *companions]
             shown.help = _TOGETHER[name][1]
@@ -139,12 +139,12 @@ class LazyGroup(_OwnOptions, TyperGroup):
         if cmd_name not in self.modules:
             return None
         module = importlib.import_module(self.modules[cmd_name])
-        found = getattr(module, cmd_name)
-        if isinstance(found, typer.Typer):
-            return typer.main.get_command(found)
+        entry = getattr(module, cmd_name)
+        if isinstance(entry, typer.Typer):
+            return typer.main.get_command(entry)
         command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         settings = HELP_OPTIONS | getattr(module, "CONTEXT_SETTINGS", {})
-        command.command(cmd_name, cls=_Command, context_settings=settings)(with_read_options(found))
+        command.command(cmd_name, cls=_Command, context_settings=settings)(with_read_options(entry))
         return typer.main.get_command(command)
 
     def format_help(self, ctx, formatter):

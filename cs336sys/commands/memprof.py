@@ -97,7 +97,7 @@ def memprof(
     workloads = list(dict.fromkeys(workloads))
     output.check()
     if plan or memory is not None:
-        _plan(workloads, plan, memory, snapshot, sweeping, output)
+        _measure_plan(workloads, plan, memory, snapshot, sweeping, output)
         return
     if dry_run:
         check_planned(sweeping, run.device, snapshot=snapshot)
@@ -125,7 +125,7 @@ def memprof(
         )
 
 
-def _plan(
+def _measure_plan(
     workloads: list[MemoryWorkload],
     plan: bool,
     memory: str | None,
@@ -186,14 +186,14 @@ def _diagnoses(paths: list[Path]) -> list["MemoryDiagnosis"]:
 
     files: list[Path] = []
     # A file's own name may have commas.
-    given = [Path(part) for path in paths for part in ([path] if path.exists() else str(path).split(","))]
-    for path in given:
-        found = sorted(path.glob("*.pickle")) if path.is_dir() else [path]
-        if not found:
+    parts_of_paths = [Path(part) for path in paths for part in ([path] if path.exists() else str(path).split(","))]
+    for path in parts_of_paths:
+        snapshots = sorted(path.glob("*.pickle")) if path.is_dir() else [path]
+        if not snapshots:
             raise UsageError(
                 f"{path}: this folder holds no .pickle; give a snapshot, or a folder of memprof --snapshot"
             )
-        files += found
+        files += snapshots
     names = [path.name for path in files]
     found_in = []
     # Millions of values that stay: the collector would look at them again and again.

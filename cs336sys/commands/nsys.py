@@ -121,13 +121,17 @@ def _read_report(source: Path, range_names: Sequence[str]) -> tuple[list["Analys
 
     capture = open_capture(source)
     try:
-        found = timelines(capture)
-        labels = [f"GPU {one.gpu}" if len(found) > 1 else "" for one in found]
-        analyses = [analyze(capture, one, source, label) for one, label in zip(found, labels, strict=True)]
-        known = capture.range_names()
+        gpu_timelines = timelines(capture)
+        labels = [f"GPU {timeline.gpu}" if len(gpu_timelines) > 1 else "" for timeline in gpu_timelines]
+        analyses = [
+            analyze(capture, timeline, source, label) for timeline, label in zip(gpu_timelines, labels, strict=True)
+        ]
+        recorded_names = capture.range_names()
         # Programs may have commas in their ranges' names.
         names = [
-            part for text in range_names for part in ([text] if text in known else split_list([text], "--range", str))
+            part
+            for text in range_names
+            for part in ([text] if text in recorded_names else split_list([text], "--range", str))
         ]
         return analyses, summarize(capture, names)
     except UsageError as error:

@@ -73,15 +73,15 @@ def _autocast_steps(precisions: list[str], device: "torch.device", run_id: str) 
     cells = []
     for precision in precisions:
         for loss in LOSSES:
-            found = asdict(autocast_dtypes(precision, loss, device))
-            configuration = {name: found.pop(name) for name in ("precision", "loss_function")}
-            status, reason = found.pop("status"), found.pop("reason")
+            columns = asdict(autocast_dtypes(precision, loss, device))
+            configuration = {name: columns.pop(name) for name in ("precision", "loss_function")}
+            status, reason = columns.pop("status"), columns.pop("reason")
             cells.append(
                 Cell(
                     "precision",
                     configuration | {"device": device.type},
                     status,
-                    derived=found,
+                    derived=columns,
                     reason=reason,
                     run_id=run_id,
                 )

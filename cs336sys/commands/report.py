@@ -85,7 +85,7 @@ def report(
     check_choice(device, "--device", DEVICES)
     if size is not None:
         check_choice(size, "--size", tuple(SIZES))
-    problems = _chosen(PROBLEMS[year], only, skip)
+    problems = _chosen_problems(PROBLEMS[year], only, skip)
     written = _format_of(format, output)
     if output is not None and output != STDOUT:
         check_writable(output, "--output")
@@ -101,21 +101,21 @@ def report(
             raise UsageError(f"--format {format}: --dry-run prints its plan; leave one of them out")
         emit([plan_table(plan, target)])
         return
-    given = [*source, *(files or [])]
-    if not run and not given:
+    source_names = [*source, *(files or [])]
+    if not run and not source_names:
         raise UsageError("give results with --from, or measure them with --run")
     failed: list[str] = []
     if run:
         # Files that cannot be read are found out before an hour of measuring.
-        _, _, unread = read_sources(source_files(given))
+        _, _, unread = read_sources(source_files(source_names))
         if unread:
             raise UsageError(next(iter(unread.values())))
         into = folder or Path(f"report-{year}")
         check_writable(into / "results", "--folder")
         say(render([plan_table(plan, target)], "table").rstrip())
         failed = run_commands([command for command, _ in plan], target, into)
-        given = [str(into), *given] if any(into.glob("*.jsonl.gz")) else given
-    sources = source_files(given)
+        source_names = [str(into), *source_names] if any(into.glob("*.jsonl.gz")) else source_names
+    sources = source_files(source_names)
     results, tests, unread = read_sources(sources)
     for path, reason in unread.items():
         say(f"{'error' if sources[path] else 'warning'}: {reason}; the report is written without it")
@@ -131,7 +131,7 @@ def report(
         raise typer.Exit(1)
 
 
-def _chosen(all_problems: Sequence[Problem], only: list[str], skip: list[str]) -> list[Problem]:
+def _chosen_problems(all_problems: Sequence[Problem], only: list[str], skip: list[str]) -> list[Problem]:
     names = [problem.name for problem in all_problems]
     chosen = split_list(only, "--only", one_of(names)) if only else names
     left_out = split_list(skip, "--skip", one_of(names)) if skip else []
@@ -173,7 +173,7 @@ def run_commands(plan: Sequence[Command], target: Target, folder: Path) -> list[
             continue
         say(f"report: {number} of {len(plan)}: {command.line}")
         try:
-            code = _run(command, folder)
+            code = _run_command(command, folder)
         except KeyboardInterrupt:
             say(f"report: interrupted in {number} of {len(plan)}; --run continues from {folder}")
             raise
@@ -197,7 +197,7 @@ def without_settings(environment: Mapping[str, str], command: str) -> dict[str, 
     return kept | {"CS336SYS_CONFIG": os.devnull}
 
 
-def _run(command: Command, folder: Path) -> int:
+def _run_command(command: Command, folder: Path) -> int:
     path = results_path(command, folder)
     arguments = [*command.arguments, "--save", str(path), "--output", str(path.with_name(f"{path.name[:-9]}.md"))]
     if command.arguments[0] not in _NOT_RESUMABLE:
@@ -236,14 +236,14 @@ def source_files(names: Sequence[str]) -> dict[Path, bool]:
     for name in names:
         path, is_named = Path(name), False
         if path.is_dir():
-            found = sorted(one for pattern in _RESULTS for one in path.glob(pattern))
+            matching = sorted(result_path for pattern in _RESULTS for result_path in path.glob(pattern))
         elif path.exists() or not glob.has_magic(name):
-            found, is_named = [path], True
+            matching, is_named = [path], True
         else:
-            found = sorted(path for path in map(Path, glob.glob(name)) if any(map(path.match, _RESULTS)))
-        if not found:
+            matching = sorted(path for path in map(Path, glob.glob(name)) if any(map(path.match, _RESULTS)))
+        if not matching:
             raise UsageError(f"--from {name}: found no results file; give a file written by --save")
-        files |= {one: is_named or files.get(one, False) for one in found}
+        files |= {result_path: is_named or files.get(result_path, False) for result_path in matching}
     return files
 
 

@@ -49,7 +49,7 @@ from cs336sys.workload import (
 )
 
 
-def _checkpointing(text: str) -> str:
+def _read_checkpointing(text: str) -> str:
     if text != "auto" and kept_blocks(text) is None and text not in BLOCK_CHECKPOINTING:
         raise UsageError(choose_from(text, (*BLOCK_CHECKPOINTING, "keep=N", "auto")))
     return text
@@ -77,7 +77,7 @@ class ShardingOptions:
         choice(
             (*BLOCK_CHECKPOINTING, "auto"),
             "none; block: inputs are kept; keep=N: of N blocks gate and up, too; auto: as many as fit.",
-            parser=_checkpointing,
+            parser=_read_checkpointing,
         ),
     ] = ("none",)
     memory_limit: Annotated[str | None, setting(help="130GiB, for --checkpoint auto. Default: by GPU.")] = None

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from cs336sys.report.table import Table
 
 
-def _print_schema(asked: bool) -> None:
-    if asked:
+def _print_schema(is_requested: bool) -> None:
+    if is_requested:
         from cs336sys.results.schema import results_schema
 
         typer.echo(json.dumps(results_schema(), indent=2, allow_nan=False))
@@ -67,18 +67,18 @@ def show(
     output.check()
     check_plot(plot)
     check_page(html)
-    found = invocations([_read(path) for path in files])
-    measured = list(dict.fromkeys(invocation.command for invocation in found))
+    saved = invocations([_read_shown(path) for path in files])
+    measured = list(dict.fromkeys(invocation.command for invocation in saved))
     if not measured:
         raise UsageError(f"{', '.join(map(str, files))}: no cell was measured")
     if command:
         chosen = split_list(command, "--command", one_of(measured))
-        found = [invocation for invocation in found if invocation.command in chosen]
+        saved = [invocation for invocation in saved if invocation.command in chosen]
     cells: list[tuple[Invocation, list[Cell]]] = []
     tables: list[list[Table]] = []
     faults: list[UsageError] = []
     presentation = _saved_presentations(ctx)
-    for invocation in found:
+    for invocation in saved:
         try:
             of_invocation = sound_cells_and_tables(
                 invocation, status, presentation(invocation), lambda sentence: say(f"warning: {sentence}")
@@ -99,10 +99,10 @@ def show(
         for (invocation, _), some in zip(cells, tables, strict=True)
     ]
     tables = output.chosen(tables)
-    pictures = [saved_pictures(*one) if plot is not None or html is not None else {} for one in cells]
+    pictures = [saved_pictures(*shown_cells) if plot is not None or html is not None else {} for shown_cells in cells]
     drawings = list(_drawings(pictures, plot, names)) if plot is not None else []
     if html is None or output.output is not None:
-        output.write([one for some in tables for one in some])
+        output.write([table for group in tables for table in group])
     for path, draw in drawings:
         draw(path)
         say(f"drew {path}")
@@ -119,7 +119,7 @@ def show(
         raise typer.Exit(1)
 
 
-def _read(path: Path) -> Results:
+def _read_shown(path: Path) -> Results:
     results = read_results(path)
     for sentence in passed_over_words(results):
         say(f"warning: {path}: {sentence}")

@@ -56,34 +56,34 @@ def slurm(
     """
     from cs336sys.report.outputs import check_writable, write_file, writing_stdout
 
-    command, context = _read(ctx, arguments)
-    asked = dict(context.params)
-    on_ranks, needed, started = "world_size" in asked, 1, None
+    command, context = _read_command(ctx, arguments)
+    command_options = dict(context.params)
+    on_ranks, needed, started = "world_size" in command_options, 1, None
     if on_ranks:
-        sizes = _world_sizes(asked)
+        sizes = _world_sizes(command_options)
         needed = -(-max(sizes) // nodes)
         chosen = gpus_per_node or needed
-        if asked["world_size"] and nodes > 1 and set(sizes) != {nodes * chosen}:
+        if command_options["world_size"] and nodes > 1 and set(sizes) != {nodes * chosen}:
             raise UsageError(
                 f"--world-size {','.join(map(str, sizes))}: torchrun starts {nodes} x {chosen} ranks; leave it out"
             )
         if (
-            asked["world_size"]
+            command_options["world_size"]
             and chosen < needed
-            and asked["backend"] not in ("gloo", ["gloo"])
-            and asked.get("device") != "cpu"
+            and command_options["backend"] not in ("gloo", ["gloo"])
+            and command_options.get("device") != "cpu"
         ):
             raise UsageError(
                 f"--gpus-per-node {chosen}: --world-size {','.join(map(str, sizes))} needs {needed}, one for each rank"
             )
         # What starts its ranks itself can start other numbers of them, and end and replace them.
-        on_ranks = nodes > 1 or not (asked["world_size"] or asked["cell_timeout"])
+        on_ranks = nodes > 1 or not (command_options["world_size"] or command_options["cell_timeout"])
         started = nodes * chosen if on_ranks else None
     elif nodes > 1:
         raise UsageError(f"--nodes {nodes}: {arguments[0]} runs in one process, on one machine")
-    _plan(command, context, arguments[0], started)
+    _plan_job(command, context, arguments[0], started)
     job = Job(nodes, gpus_per_node or needed, time, partition, account, sbatch, setup)
-    script = batch_script(job, arguments, on_ranks=on_ranks, resumes="resume" in asked)
+    script = batch_script(job, arguments, on_ranks=on_ranks, resumes="resume" in command_options)
     if output is None:
         with writing_stdout():
             print(script, end="")
@@ -93,14 +93,14 @@ def slurm(
     say(f"wrote {output}: sbatch {output}")
 
 
-def _world_sizes(asked: dict[str, Any]) -> list[int]:
+def _world_sizes(command_options: dict[str, Any]) -> list[int]:
     """Numbers of ranks that a command will have where nothing else starts them."""
-    if asked["world_size"]:
-        return asked["world_size"]
-    return [mesh_ranks(read_mesh(asked["mesh"])) if asked.get("mesh") else 2]
+    if command_options["world_size"]:
+        return command_options["world_size"]
+    return [mesh_ranks(read_mesh(command_options["mesh"])) if command_options.get("mesh") else 2]
 
 
-def _read(ctx: typer.Context, arguments: list[str]) -> tuple[Any, Any]:
+def _read_command(ctx: typer.Context, arguments: list[str]) -> tuple[Any, Any]:
     """The command that a job will run, and a context with its options as it will read them."""
     assert ctx.parent is not None
     assert isinstance(ctx.parent.command, LazyGroup)
@@ -124,25 +124,25 @@ def _read(ctx: typer.Context, arguments: list[str]) -> tuple[Any, Any]:
     return command, command.make_context(name, options, parent=ctx.parent)
 
 
-def _plan(command: Any, context: Any, name: str, ranks: int | None) -> None:
+def _plan_job(command: Any, context: Any, name: str, ranks: int | None) -> None:
     """Let the command read the values of its options: better refused here than in the queue.
 
     Args:
         ranks: how many torchrun will start; None where the command says so itself.
     """
-    asked = context.params
+    command_options = context.params
     # The script adds --save where it is not given.
-    saved = {"save": asked.get("save") or Path(f"{name}.jsonl.gz")} if "save" in asked else {}
-    command.callback.read_options(asked | saved)
+    saved = {"save": command_options.get("save") or Path(f"{name}.jsonl.gz")} if "save" in command_options else {}
+    command.callback.read_options(command_options | saved)
     if name in _PLANNED:
         if ranks is not None:
-            asked["world_size"] = [ranks]
+            command_options["world_size"] = [ranks]
         # It writes nothing here.
         declared = command.callback.declared
-        written = [option for option in asked if effect_of(declared.get(option)) is Effect.WRITES_FILE]
+        written = [option for option in command_options if effect_of(declared.get(option)) is Effect.WRITES_FILE]
         context.params |= dict.fromkeys(written) | {"dry_run": True}
-        context.params |= {option: value for option, value in _EMPTY.items() if option in asked}
-        if asked.get("device") == "cuda":
+        context.params |= {option: value for option, value in _EMPTY.items() if option in command_options}
+        if command_options.get("device") == "cuda":
             # The job's machine has one.
             context.params["device"] = "auto"
         with contextlib.redirect_stdout(io.StringIO()):
@@ -205,7 +205,7 @@ def batch_script(job: Job, arguments: Sequence[str], *, on_ranks: bool, resumes:
         resumes: the command has ``--resume``.
     """
     name = arguments[0]
-    asked = {
+    sbatch_options = {
         "job-name": f"cs336sys-{name}",
         "partition": job.partition,
         "account": job.account,
@@ -216,7 +216,7 @@ def batch_script(job: Job, arguments: Sequence[str], *, on_ranks: bool, resumes:
         "output": "%x-%j.log",
         "open-mode": "append",
     }
-    directives = [f"#SBATCH --{option}={value}" for option, value in asked.items() if value is not None]
+    directives = [f"#SBATCH --{option}={value}" for option, value in sbatch_options.items() if value is not None]
     directives += [f"#SBATCH --{option}" for option in job.options]
     command = shlex.join(arguments)
     if not any(argument == "--save" or argument.startswith("--save=") for argument in arguments):

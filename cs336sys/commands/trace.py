@@ -83,11 +83,11 @@ def trace(
     for read in reads.values():
         for note in read.notes:
             say(f"note: {note}")
-        for one in read.analyses:
-            if measured is not None and one.gpu_name != measured.gpu:
+        for analysis in read.analyses:
+            if measured is not None and analysis.gpu_name != measured.gpu:
                 raise UsageError(
-                    f"--ceilings {ceilings}: are those of {measured.gpu}, and {one.file} is of "
-                    f"{one.gpu_name or 'a GPU it does not name'}: measure on that GPU by doctor --ceilings, or "
+                    f"--ceilings {ceilings}: are those of {measured.gpu}, and {analysis.file} is of "
+                    f"{analysis.gpu_name or 'a GPU it does not name'}: measure on that GPU by doctor --ceilings, or "
                     "choose --roofline, by its datasheet"
                 )
     bandwidths = None if allreduce is None else _bandwidths(allreduce, reads[BEFORE])
@@ -108,9 +108,9 @@ def trace(
     else:
         output.write(tables[:1])
     if html is not None:
-        found = difference_of(sides)
-        falls = waterfall(found) if found else []
-        page = trace_page(tables, list(reads.values()), falls, found.before_ms if found else 0.0)
+        difference = difference_of(sides)
+        falls = waterfall(difference) if difference else []
+        page = trace_page(tables, list(reads.values()), falls, difference.before_ms if difference else 0.0)
         write_file(html, page.encode(), "--html")
         say(f"wrote {html}")
 
@@ -120,17 +120,17 @@ def _bandwidths(path: Path, read: "Read") -> "BusBandwidths":
     from cs336sys.accounting.communication import BusBandwidths
     from cs336sys.results.model import read_results
 
-    gpu = next((one.gpu_name for one in read.analyses if one.gpu_name), "")
+    gpu = next((analysis.gpu_name for analysis in read.analyses if analysis.gpu_name), "")
     backend = "nccl" if gpu else "gloo"
     results = read_results(path)
     cells = [cell for cell in results.cells if not gpu or results.runs[cell.run_id].machine.get("gpu") == gpu]
-    found = BusBandwidths.of_cells(cells, backend)
-    if not found.points:
+    measured = BusBandwidths.of_cells(cells, backend)
+    if not measured.points:
         of = f"NCCL on {gpu}" if gpu else "Gloo, and the capture names no GPU"
         raise UsageError(
             f"--allreduce {path}: holds no collectives of {of}: measure some there with cs336sys allreduce --save FILE"
         )
-    return found
+    return measured
 
 
 def _save(path: Path, run_id: str, read: "Read", cells: list[Cell]) -> None:

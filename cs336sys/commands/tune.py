@@ -105,32 +105,36 @@ def tune(
     if on_cpu:
         plain = replace(plain, device="cpu")
     limit = _limit(memory, gpu, rates, run.device)
-    fixed = _fixed(ctx, implementation, checkpoint, micro_batch, strategy, gradient_dtype, world_size, on_cpu=on_cpu)
+    fixed = _fixed_settings(
+        ctx, implementation, checkpoint, micro_batch, strategy, gradient_dtype, world_size, on_cpu=on_cpu
+    )
     if model.batch_size and not micro_batch:
         # The batch of a step of all ranks, as in other commands.
         tokens_per_step = tokens_per_step or model.batch_size[0] * plain.size.context
     if not plain.is_ours and fixed.get("kernels", ["reference"]) != ["reference"]:
         raise UsageError("--kernels: tune predicts --model with reference only: leave it out, or measure with bench")
-    counted = None if plain.is_ours else _counted(plain)
+    counted = None if plain.is_ours else _counted_model(plain)
     if counted is not None:
         fixed = _fixed_of_users(fixed, counted, world_size)
     space = Space(plain, world_size, fixed, tokens_per_step)
-    known = _rates(gpu, rates, run.device, plain, on_cpu=on_cpu)
+    gpu_rates = _rates(gpu, rates, run.device, plain, on_cpu=on_cpu)
     launch_s = None if launch_us is None else launch_us / 1e6
-    found = choose(space, known, limit, launch_s, counted)
-    if not found.fitting:
-        raise UsageError(_nothing_fits(found))
-    more = None if on_cpu or measure else _with_one_more(found, space, known, launch_s, counted)
-    predicted = choice_tables(found, known, more, lines, is_ours=plain.is_ours)
+    choices = choose(space, gpu_rates, limit, launch_s, counted)
+    if not choices.fitting:
+        raise UsageError(_nothing_fits(choices))
+    more = None if on_cpu or measure else _with_one_more(choices, space, gpu_rates, launch_s, counted)
+    predicted = choice_tables(choices, gpu_rates, more, lines, is_ours=plain.is_ours)
     if plot is not None:
-        plot_front(found, plot)
+        plot_front(choices, plot)
     if not measure:
         output.emit(predicted)
         return
-    chosen = _with_yours(found.fitting[:measure], space, known, limit, launch_s, counted)
-    known_already = [one.configuration for one in chosen]
-    reserves = [one for one in found.fitting[measure:] if one.configuration not in known_already][:_MOST_RESERVES]
-    _measure(chosen, reserves, measure, budget, predicted, sweeping, output)
+    chosen = _with_yours(choices.fitting[:measure], space, gpu_rates, limit, launch_s, counted)
+    chosen_configurations = [candidate.configuration for candidate in chosen]
+    reserves = [
+        candidate for candidate in choices.fitting[measure:] if candidate.configuration not in chosen_configurations
+    ][:_MOST_RESERVES]
+    _measure_best(chosen, reserves, measure, budget, predicted, sweeping, output)
 
 
 def _plain_workload(
@@ -146,7 +150,7 @@ def _plain_workload(
     return workloads[0]
 
 
-def _counted(plain: Workload) -> "CountedModel":
+def _counted_model(plain: Workload) -> "CountedModel":
     """Count a user's model, in a process of its own."""
     from cs336sys.accounting.step_time.work import CountedModel
     from cs336sys.measure.cells import Worker
@@ -165,8 +169,8 @@ def _fixed_of_users(
     """Leave out what a user's model has no choice of."""
     attention = ["sdpa", "flash"] if counted.attention else ["sdpa"]
     optimizers = [("course", "fp32"), ("fused", "fp32"), ("adamw", "fp32"), ("adamw", "bf16")]
-    given: dict[str, Sequence[Any]] = {"attention": attention, "kernels": ["reference"], "optimizer": optimizers}
-    chosen = given | {"checkpointing": list(counted.peaks)} | dict(fixed)
+    defaults: dict[str, Sequence[Any]] = {"attention": attention, "kernels": ["reference"], "optimizer": optimizers}
+    chosen = defaults | {"checkpointing": list(counted.peaks)} | dict(fixed)
     unknown = [name for name in chosen["checkpointing"] if name not in counted.peaks]
     if unknown:
         raise UsageError(f"--checkpoint {unknown[0]}: of a model of yours none and block are predicted; choose one")
@@ -199,11 +203,11 @@ def _limit(memory: str | None, gpu: str | None, rates: Path | None, device: str)
         except UsageError as error:
             raise UsageError(str(error).replace("--memory-limit", "--memory")) from None
     if device == "cpu":
-        found = capacity(device)
-        return _FILLED * (found.memory_gib if found is not None else 4.0) * GIB
-    here = gpu_capacity(device) if gpu is None else None
-    if here is not None:
-        return _FILLED * here.memory_gib * GIB
+        device_capacity = capacity(device)
+        return _FILLED * (device_capacity.memory_gib if device_capacity is not None else 4.0) * GIB
+    local_gpu = gpu_capacity(device) if gpu is None else None
+    if local_gpu is not None:
+        return _FILLED * local_gpu.memory_gib * GIB
     name = gpu or ("h200" if rates is None else read_rates(rates).gpu)
     sheet = datasheet(GPUS.get(name.lower(), name))
     if sheet is None:
@@ -211,7 +215,7 @@ def _limit(memory: str | None, gpu: str | None, rates: Path | None, device: str)
     return _FILLED * sheet.memory_bytes
 
 
-def _fixed(
+def _fixed_settings(
     ctx: typer.Context,
     implementation: options.ImplementationOptions,
     checkpoint: Sequence[str],
@@ -239,7 +243,7 @@ def _fixed(
         fixed = {"cuda_graph": ["off"], "kernels": ["reference"]} | fixed
         fixed.setdefault("optimizer", [("course", "fp32"), ("fused", "fp32")])
     if checkpoint:
-        fixed["checkpointing"] = split_list(checkpoint, "--checkpoint", _checkpointing)
+        fixed["checkpointing"] = split_list(checkpoint, "--checkpoint", _read_checkpointing)
     if micro_batch:
         fixed["micro_batch"] = list(micro_batch)
     if strategy:
@@ -252,7 +256,7 @@ def _fixed(
     return fixed
 
 
-def _checkpointing(text: str) -> str:
+def _read_checkpointing(text: str) -> str:
     return text if kept_blocks(text) is not None else parse_checkpointing(text)
 
 
@@ -268,14 +272,14 @@ def _rates(gpu: str | None, path: Path | None, device: str, plain: Workload, *, 
         return _cpu_rates(plain)
     if gpu is not None:
         return rates_of(gpu, measured)
-    here = gpu_capacity(device)
-    if here is None:
+    local_gpu = gpu_capacity(device)
+    if local_gpu is None:
         return rates_of("h200", measured) if measured is None else measured
-    if measured is None and not is_scalable(here.device):
+    if measured is None and not is_scalable(local_gpu.device):
         raise CapabilityError(
-            f"{here.device}: its rates are not known; run doctor --ceilings mine.json, and give --rates mine.json"
+            f"{local_gpu.device}: its rates are not known; run doctor --ceilings mine.json, and give --rates mine.json"
         )
-    return rates_of(here.device, measured)
+    return rates_of(local_gpu.device, measured)
 
 
 def _cpu_rates(plain: Workload) -> "Rates":
@@ -294,30 +298,30 @@ def _cpu_rates(plain: Workload) -> "Rates":
     return Rates(name, outcome.derived["seconds"], 0.0, 0.0, exposures, everything, UNMEASURED)
 
 
-def _nothing_fits(found: "Choice") -> str:
-    smallest = min(found.predicted, key=lambda one: one.memory, default=None)
-    limit = f"--memory {found.limit / GIB:.4g}GiB"
+def _nothing_fits(choices: "Choice") -> str:
+    smallest = min(choices.predicted, key=lambda candidate: candidate.memory, default=None)
+    limit = f"--memory {choices.limit / GIB:.4g}GiB"
     if smallest is None:
-        reasons = "; ".join(found.unknown or found.refused)
+        reasons = "; ".join(choices.unknown or choices.refused)
         return f"no configuration has a predicted time: {reasons}; choose settings near those that were measured"
     needs = f"{smallest.memory / GIB:.1f} GiB"
     return f"{limit}: no configuration fits; the smallest needs {needs}: choose more memory, or more ranks"
 
 
 def _with_one_more(
-    found: "Choice", space: Space, rates: "Rates", launch_s: float | None, counted: "CountedModel | None"
+    choices: "Choice", space: Space, rates: "Rates", launch_s: float | None, counted: "CountedModel | None"
 ) -> "Choice | None":
     """Return the choice with one more GPU, of configurations like the fastest one."""
     from cs336sys.accounting.step_time.choice import choose
 
-    best = found.fitting[0].configuration.training
+    best = choices.fitting[0].configuration.training
     fixed = {name: values for name, values in space.fixed.items() if name not in ("strategy", "checkpointing")}
     for name in ("compile", "attention", "kernels", "cuda_graph"):
         fixed[name] = [getattr(best, name)]
     fixed.setdefault("optimizer", [(best.optimizer, best.state_dtype), ("fused", "fp32")])
     try:
         more = replace(space, world_size=space.world_size + 1, fixed=fixed)
-        return choose(more, rates, found.limit, launch_s, counted)
+        return choose(more, rates, choices.limit, launch_s, counted)
     except UsageError:
         # So many ranks do not divide the step.
         return None
@@ -351,7 +355,7 @@ def _with_yours(
         space.world_size,
         gradient_dtype,
     )
-    if refusal(yours) is not None or yours in [one.configuration for one in best]:
+    if refusal(yours) is not None or yours in [candidate.configuration for candidate in best]:
         return list(best)
     (candidate,) = evaluate([yours], rates, launch_s, counted)
     if candidate.memory > limit:
@@ -377,7 +381,7 @@ def _measured_configuration(configuration: "StepConfiguration") -> dict[str, Any
     ).configuration()
 
 
-def _measure(
+def _measure_best(
     chosen: Sequence["Candidate"],
     reserves: Sequence["Candidate"],
     wanted: int,
@@ -396,15 +400,18 @@ def _measure(
     from cs336sys.report.tune import compared_to_best, fastest, is_decided, running, tune_tables
 
     ranks = chosen[0].configuration.world_size
-    if ranks > 1 and any(one.configuration.accumulation > 1 for one in chosen):
+    if ranks > 1 and any(candidate.configuration.accumulation > 1 for candidate in chosen):
         raise UsageError("--measure: several ranks measure one micro-batch a step; leave out --tokens-per-step")
     candidates = [*chosen, *reserves]
-    configurations = [_measured_configuration(one.configuration) for one in candidates]
+    configurations = [_measured_configuration(candidate.configuration) for candidate in candidates]
     keys = [configuration_key(configuration) for configuration in configurations]
     best_keys = {*keys[:wanted], *keys[len(chosen) :]}
     predictions: dict[str, Mapping[str, Any]] = {
-        key: {"predicted_ms": None if one.time.unknown else 1e3 * one.time.step_s, "predicted_gib": one.memory / GIB}
-        for key, one in zip(keys, candidates, strict=True)
+        key: {
+            "predicted_ms": None if candidate.time.unknown else 1e3 * candidate.time.step_s,
+            "predicted_gib": candidate.memory / GIB,
+        }
+        for key, candidate in zip(keys, candidates, strict=True)
     }
     started = time.monotonic()
 
@@ -420,7 +427,9 @@ def _measure(
         if best is None:
             return False
         compared = compared_to_best(groups, best)
-        still_open = {other for other, one in compared.items() if not is_decided(one, configuration["device"])}
+        still_open = {
+            other for other, comparison in compared.items() if not is_decided(comparison, configuration["device"])
+        }
         return bool(still_open) and key in {best, *still_open}
 
     # Every second round goes backwards, so that none is always measured after the same one.

@@ -101,16 +101,16 @@ def verified_workloads(
     Raises:
         UsageError: settings do not go together.
     """
-    found = []
+    workloads = []
     for name, ranks in product(wraps, world_sizes):
-        given = asdict(model)
+        model_settings = asdict(model)
         if not model.size:
-            given["size"] = ["tiny"]
+            model_settings["size"] = ["tiny"]
             for setting, value in SMALL.items():
-                given[setting] = given[setting] or ([value] if setting == "context" else value)
-        given["batch_size"] = given["batch_size"] or [SEQUENCES * ranks]
+                model_settings[setting] = model_settings[setting] or ([value] if setting == "context" else value)
+        model_settings["batch_size"] = model_settings["batch_size"] or [SEQUENCES * ranks]
         (training,) = options.expand_workloads(
-            replace(model, **given),
+            replace(model, **model_settings),
             ["train"],
             options.PrecisionOptions(["fp32"]),
             options.ImplementationOptions(),
@@ -118,7 +118,7 @@ def verified_workloads(
             run,
         )
         for case in cases:
-            found.append(
+            workloads.append(
                 VerifiedWorkload(
                     training,
                     name,
@@ -132,4 +132,4 @@ def verified_workloads(
                     digest([name]) if is_user_code(name) else None,
                 )
             )
-    return found
+    return workloads

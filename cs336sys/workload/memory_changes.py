@@ -91,7 +91,7 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
         )  # fmt: skip
     # Gloo's ranks hold copies of the gradients that they send, which a GPU's do not.
     if on_gpu and training.mode == "train" and (training.memory_is_known if training.is_ours else has_moments):
-        changes += _ranks(workload)
+        changes += _rank_changes(workload)
     return changes
 
 
@@ -136,7 +136,7 @@ def _checkpoints(training: Workload) -> Iterator[SettingChange]:
         yield SettingChange("checkpointing", strategy, f"--checkpoint {strategy}", code, cost, percent)
 
 
-def _ranks(workload: MemoryWorkload) -> Iterator[SettingChange]:
+def _rank_changes(workload: MemoryWorkload) -> Iterator[SettingChange]:
     training = workload.training
     # What a unit of another model holds is not traced.
     for ranks, strategy in product(_RANKS, ("optimizer", "fsdp") if training.is_ours else ("optimizer",)):

@@ -378,17 +378,17 @@ class ParallelWorkload(Configured):
     @property
     def unsynchronized(self) -> "ParallelWorkload":
         """The same steps without communication; blocks with a backward pass of their own are computed as plain ones."""
-        alone, mesh = "unsynchronized", None
-        own = self.strategy.removesuffix(_ALONE).rpartition("+")[2]
+        strategy, mesh = "unsynchronized", None
+        inner_strategy = self.strategy.removesuffix(_ALONE).rpartition("+")[2]
         if self.splits_sequences:
-            alone = (own if own in OWN_CONTEXT_STRATEGIES else RING) + _ALONE
+            strategy = (inner_strategy if inner_strategy in OWN_CONTEXT_STRATEGIES else RING) + _ALONE
         if self.shares_layers:
-            alone = TENSOR + ("-sequence" if is_sequence_parallel(own) else "") + _ALONE
+            strategy = TENSOR + ("-sequence" if is_sequence_parallel(inner_strategy) else "") + _ALONE
         if self.inner_dimension is not None and self.data_ranks > 1:
             mesh = mesh_text({"ddp": self.data_ranks, self.inner_dimension: self.group_ranks})
         return replace(
             self,
-            strategy=alone,
+            strategy=strategy,
             bucket_mb=None,
             gradient_dtype="bf16" if self.has_half_gradients else "fp32",
             transport="collectives",

@@ -102,7 +102,7 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     e, size, tokens = step.element_bytes, step.size, step.tokens
     state = step.state
     layers, stream, inner = size.num_layers, e * tokens * size.d_model, e * tokens * size.d_ff
-    always = _always_held(step)
+    always = _always_held_bytes(step)
     parameters, optimizer_state = state.parameters + state.master_parameters, state.optimizer_state
     of_block = [kept_block_bytes(step, gate_and_up=both) for both in (False, True)]
     # Of the blocks, and of the units, before each.
@@ -124,10 +124,10 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
         arriving = averaged if to_slice * step.world_size != 1 else 0
         again = 2 * inner if block < layers - step.blocks else 0
         gathered = of_units[block + 2] - of_units[max(0, min(block + 1 - step.prefetch, first_staying))]
-        held = kept[block + 1] + 2 * stream + 4 * inner + again + gathered + averaged + arriving
+        live_bytes = kept[block + 1] + 2 * stream + 4 * inner + again + gathered + averaged + arriving
         done += to_slice * averaged
         name = f"feed-forward backward, block {block + 1} of {layers}"
-        moments.append(PeakMemory(name, parameters, round(done), optimizer_state, always + held))
+        moments.append(PeakMemory(name, parameters, round(done), optimizer_state, always + live_bytes))
     moments.append(PeakMemory("optimizer", parameters, state.gradients, optimizer_state, always))
     return moments
 
@@ -142,12 +142,12 @@ def kept_memory(step: KeptStep) -> list[RankMemory]:
     state, peak = step.state, kept_peak(step)
     # Master weights, or their lower bits, are state of the optimizer.
     optimizer_state = state.optimizer_state + state.master_parameters
-    held = TrainingState(state.parameters, state.gradients, optimizer_state)
+    saved_state = TrainingState(state.parameters, state.gradients, optimizer_state)
     at_peak = RankMemory(MOMENTS[-1], state.parameters, peak.gradients, optimizer_state, peak.activations)
-    return [*memory_of_state(held, _always_held(step)), at_peak]
+    return [*memory_of_state(saved_state, _always_held_bytes(step)), at_peak]
 
 
-def _always_held(step: KeptStep) -> int:
+def _always_held_bytes(step: KeptStep) -> int:
     """Bytes of the batch of all ranks and of the rotary table."""
     return 16 * step.size.batch_size * step.size.context + 4 * step.size.context * step.size.head_dim
 

@@ -182,7 +182,7 @@ def predict_step(
         for phase, count in work.launches.items()
     }
     sent = configuration.sent_bytes * parameters / count_parameters(training.size)
-    communication_s, exposed_s, lacking = _communication(configuration, rates, sent)
+    communication_s, exposed_s, lacking = _communication_s(configuration, rates, sent)
     step_s = _step_seconds(phases_s, launches_s) + exposed_s
     unknown = (*lacking, *_beyond(configuration, rates, is_ours=counted is None))
     return StepTime(work, dict(terms_s), phases_s, launches_s, communication_s, exposed_s, step_s, unknown)
@@ -201,7 +201,7 @@ def _step_seconds(phases_s: dict[str, float], launches_s: dict[str, float]) -> f
     return done
 
 
-def _communication(
+def _communication_s(
     configuration: StepConfiguration, rates: Rates, sent_bytes: float
 ) -> tuple[float, float, tuple[str, ...]]:
     if configuration.strategy is None or configuration.world_size == 1:

@@ -122,7 +122,7 @@ class Rates:
 
     def to_json(self) -> str:
         """Write the rates as JSON, numbers with four digits."""
-        return json.dumps(_rounded(asdict(self)), indent=1, allow_nan=False) + "\n"
+        return json.dumps(_round_rate(asdict(self)), indent=1, allow_nan=False) + "\n"
 
     @property
     def error_note(self) -> str:
@@ -145,12 +145,12 @@ class Rates:
         return note
 
 
-def _rounded(value: Any) -> Any:
+def _round_rate(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {name: _rounded(item) for name, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+        return {name: _round_rate(item) for name, item in value.items()}
+    return [_round_rate(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @functools.cache
@@ -210,13 +210,13 @@ def _on_paper(sheet: Datasheet) -> _Peaks:
     return _Peaks(half, full, sheet.memory_bytes_per_s, sheet.link_bytes_per_s)
 
 
-def _measured(found: Ceilings) -> _Peaks:
-    return _Peaks(found.tflops["bf16"], found.tflops["fp32"], found.copy_gbps, found.link_gbps)
+def _measured_rates(ceilings: Ceilings) -> _Peaks:
+    return _Peaks(ceilings.tflops["bf16"], ceilings.tflops["fp32"], ceilings.copy_gbps, ceilings.link_gbps)
 
 
-def _by_ceilings(found: Ceilings) -> Rates:
-    scaled = _scaled(h200_rates(), found.gpu, _measured(_H200_CEILINGS), _measured(found), "ceilings")
-    launch = found.launch_us / _H200_CEILINGS.launch_us
+def _by_ceilings(ceilings: Ceilings) -> Rates:
+    scaled = _scaled(h200_rates(), ceilings.gpu, _measured_rates(_H200_CEILINGS), _measured_rates(ceilings), "ceilings")
+    launch = ceilings.launch_us / _H200_CEILINGS.launch_us
     return replace(scaled, launch_s=launch * scaled.launch_s, usual_launch_s=launch * scaled.usual_launch_s)
 
 
@@ -228,8 +228,8 @@ def _scaled(measured: Rates, gpu: str, ours: _Peaks, theirs: _Peaks, by: str) ->
     seconds = {term: second * times[term] for term, second in measured.seconds.items()}
     exposures: dict[str, Exposure] = {}
     if ours.link and theirs.link:
-        for name, one in measured.exposures.items():
-            exposures[name] = replace(one, bytes_per_s=one.bytes_per_s * theirs.link / ours.link)
+        for name, exposure in measured.exposures.items():
+            exposures[name] = replace(exposure, bytes_per_s=exposure.bytes_per_s * theirs.link / ours.link)
     return replace(measured, gpu=gpu, seconds=seconds, exposures=exposures, scaled_from=measured.gpu, scaled_by=by)
 
 

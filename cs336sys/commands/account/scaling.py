@@ -92,6 +92,6 @@ def _scalings(ctx: typer.Context, scaling: list[str], batches: dict[str, int]) -
     scalings = {name: batches[name] for name in split_list(scaling, "--scaling", one_of(_SCALINGS))}
     for name, option in {"strong": "batch_size", "weak": "device_batch_size"}.items():
         if name not in scalings and is_given(ctx, option):
-            given = f"--{option.replace('_', '-')} {batches[name]}"
-            raise UsageError(f"{given} only affects {name} scaling: add {name} to --scaling, or leave it out")
+            option_text = f"--{option.replace('_', '-')} {batches[name]}"
+            raise UsageError(f"{option_text} only affects {name} scaling: add {name} to --scaling, or leave it out")
     return scalings

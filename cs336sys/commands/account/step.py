@@ -66,7 +66,7 @@ def step(
             raise UsageError(f"--strategy {strategy}: one rank shares nothing; add --world-size")
     check_choice(gradient_dtype, "--gradient-dtype", PRECISIONS)
     measured = h200_rates() if rates is None else read_rates(rates)
-    known = measured if gpu is None else rates_of(gpu, measured)
+    gpu_rates = measured if gpu is None else rates_of(gpu, measured)
     output.check()
     choices = product(
         model.sizes(),
@@ -97,4 +97,4 @@ def step(
         if reason is not None:
             raise UsageError(reason)
         configurations.append(configuration)
-    output.emit(step_tables(configurations, known, None if launch_us is None else launch_us / 1e6))
+    output.emit(step_tables(configurations, gpu_rates, None if launch_us is None else launch_us / 1e6))

@@ -105,8 +105,8 @@ _SOURCES = ("DEFAULT", "DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")
 
 def goes_before(context: typer.Context, option: str, other: str) -> bool:
     """Return whether an option is given where it precedes another, or next to it: the line, variables, the file."""
-    given, beside = (context.get_parameter_source(name) for name in (option, other))
-    ranks = [0 if source is None else _SOURCES.index(source.name) for source in (given, beside)]
+    option_source, other_source = (context.get_parameter_source(name) for name in (option, other))
+    ranks = [0 if source is None else _SOURCES.index(source.name) for source in (option_source, other_source)]
     return ranks[0] > 0 and ranks[0] >= ranks[1]
 
 

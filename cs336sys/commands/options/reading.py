@@ -64,11 +64,11 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
     def read(values: dict[str, Any]) -> dict[str, Any]:
         values = dict(values)
         _refuse_one_file_for_two(values, declared)
-        made = {
+        options_of_groups = {
             name: group(**{field.name: values.pop(field.name) for field in fields(group)})
             for name, group in groups.items()
         }
-        return values | made
+        return values | options_of_groups
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
@@ -83,8 +83,8 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
 def refuse_given(ctx: typer.Context, names: Collection[str], why: str) -> None:
     """Raise a UsageError if one of these parameters was given on the command line."""
     for parameter in ctx.command.params:
-        given = ctx.get_parameter_source(parameter.name)
-        if parameter.name in names and given is not None and given.name == "COMMANDLINE":
+        source = ctx.get_parameter_source(parameter.name)
+        if parameter.name in names and source is not None and source.name == "COMMANDLINE":
             raise UsageError(f"{parameter.opts[0]}: {why}; leave it out")
 
 
@@ -142,13 +142,15 @@ def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspec
         return parameter
     types, option, default = _types(kind), copy.copy(metadata[0]), parameter.default
     option.rich_help_panel = option.rich_help_panel or panel
-    option.metavar = option.metavar or next((word for one, word in _VALUE_WORDS.items() if one in types), "<name>")
+    option.metavar = option.metavar or next(
+        (word for value_type, word in _VALUE_WORDS.items() if value_type in types), "<name>"
+    )
     if option.show_default is True:
         option.show_default = default not in (None, [], ())
     if Path in types:
         # typer before 0.29 makes a path of a text only when it calls the command; slurm reads options without.
         option.path_type = Path  # type: ignore[assignment]  # it takes any class
-    convert = option.parser or _number(types, option)
+    convert = option.parser or _read_number(types, option)
     if convert is not None:
         is_list = bool({list, Sequence} & types)
         option.callback = _callback(convert, is_list=is_list, may_be_empty=not default)
@@ -171,7 +173,7 @@ def _types(kind: Any) -> set[Any]:
     return {kind, get_origin(kind)}.union(*map(_types, get_args(kind)))
 
 
-def _number(types: set[Any], option: OptionInfo) -> Callable[[str], float] | None:
+def _read_number(types: set[Any], option: OptionInfo) -> Callable[[str], float] | None:
     if float in types:
         highest = LARGEST_NUMBER if option.max is None else option.max
         return between(-highest if option.min is None else option.min, highest)
@@ -256,7 +258,7 @@ def at_least(minimum: int, most: int = LARGEST_WHOLE_NUMBER) -> Callable[[str], 
         try:
             value = int(text)
         except ValueError:
-            exact = _finite(text)
+            exact = _read_finite(text)
             value = int(exact)
             if value != exact:
                 raise UsageError("must be a whole number") from None
@@ -273,7 +275,7 @@ def between(lowest: float, highest: float) -> Callable[[str], float]:
     """A converter for :func:`split_list` that takes numbers from ``lowest`` to ``highest``."""
 
     def convert(text: str) -> float:
-        value = _finite(text)
+        value = _read_finite(text)
         if not lowest <= value <= highest:
             raise UsageError(f"must be between {lowest:g} and {highest:g}")
         return value
@@ -281,7 +283,7 @@ def between(lowest: float, highest: float) -> Callable[[str], float]:
     return convert
 
 
-def _finite(text: str) -> float:
+def _read_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise UsageError("must be a finite number")
@@ -311,7 +313,7 @@ def among(names: Collection[str]) -> Completion:
     """For an option that takes one of the names, or several after commas: those that are not given yet."""
 
     def complete(incomplete: str) -> list[str]:
-        given, comma, last = incomplete.rpartition(",")
-        return [f"{given}{comma}{name}" for name in names if name.startswith(last) and name not in given.split(",")]
+        earlier, comma, last = incomplete.rpartition(",")
+        return [f"{earlier}{comma}{name}" for name in names if name.startswith(last) and name not in earlier.split(",")]
 
     return complete

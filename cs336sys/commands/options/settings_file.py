@@ -44,13 +44,13 @@ def use_settings(ctx: Any, config: Path | None, commands: Collection[str]) -> No
     """
     file: Path | None
     if config is not None:
-        file, tables = config, _read(config)
+        file, tables = config, _read_settings(config)
         is_tool = config.name == "pyproject.toml"
     else:
-        here = Path.cwd()
-        found = (path for folder in (here, *here.parents) if (path := folder / "pyproject.toml").is_file())
-        nearest = next(found, None)
-        file, tables, is_tool = nearest, {} if nearest is None else _read(nearest), True
+        start = Path.cwd()
+        candidates = (path for folder in (start, *start.parents) if (path := folder / "pyproject.toml").is_file())
+        nearest = next(candidates, None)
+        file, tables, is_tool = nearest, {} if nearest is None else _read_settings(nearest), True
     if is_tool:
         tables = tables.get("tool", {})
         tables = tables.get("cs336sys", {}) if isinstance(tables, Mapping) else {}
@@ -84,7 +84,7 @@ def _refuse_of_others(path: Path) -> None:
             )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_settings(path: Path) -> dict[str, Any]:
     import tomllib
 
     try:
@@ -153,9 +153,9 @@ def defaults_of(ctx: Any, parameters: Sequence[Any]) -> dict[str, Any]:
             defaults[option.name] = value
         elif option.multiple:
             values = value if isinstance(value, list) else [value]
-            defaults[option.name] = [_text(f"{place}{key}", one) for one in values]
+            defaults[option.name] = [_option_text(f"{place}{key}", item) for item in values]
         else:
-            defaults[option.name] = _text(f"{place}{key}", value)
+            defaults[option.name] = _option_text(f"{place}{key}", value)
     return defaults
 
 
@@ -178,7 +178,7 @@ def tell_settings(ctx: Any) -> None:
     say(f"settings from {ctx.meta[_FILE]}: {', '.join(options[name] for name in taken)}")
 
 
-def _text(key: str, value: Any) -> str:
+def _option_text(key: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UsageError(f"{key} = {value!r}: must be a text or a number, or a list of them where the option takes one")
     return str(value)
@@ -234,13 +234,17 @@ def check_variables(ctx: Any, parameters: Sequence[Any], commands: Collection[st
     if ctx.auto_envvar_prefix is None:
         return
     # Those of --help and --version set nothing, and are no mistake either.
-    known = {_variable(ctx, name[2:]) for one in parameters for name in one.opts if name.startswith("--")}
+    option_variables = {
+        _variable(ctx, name[2:]) for parameter in parameters for name in parameter.opts if name.startswith("--")
+    }
     beyond = len(ctx.auto_envvar_prefix) + 1
     for variable in sorted(os.environ):
-        if not variable.startswith(f"{ctx.auto_envvar_prefix}_") or variable in (*known, *_OF_NO_OPTION):
+        if not variable.startswith(f"{ctx.auto_envvar_prefix}_") or variable in (*option_variables, *_OF_NO_OPTION):
             continue
         if not commands:
-            nearest = difflib.get_close_matches(variable[beyond:], sorted(name[beyond:] for name in known), n=1)
+            nearest = difflib.get_close_matches(
+                variable[beyond:], sorted(name[beyond:] for name in option_variables), n=1
+            )
             hint = (
                 f"did you mean {variable[:beyond]}{nearest[0]}?"
                 if nearest

@@ -37,11 +37,11 @@ from cs336sys.workload.course_package import course_package, set_aside_others
 _OWN = "Default: by size."
 
 
-def _rounded(parameters: int) -> str:
+def _rounded_size(parameters: int) -> str:
     return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
 
 
-_SIZES = ", ".join(f"{name} {_rounded(count_parameters(size))}" for name, size in SIZES.items())
+_SIZES = ", ".join(f"{name} {_rounded_size(count_parameters(size))}" for name, size in SIZES.items())
 
 NumLayersOption = Annotated[int | None, setting(help=f"Blocks. {_OWN}")]
 ModesOption = Annotated[list[str], choice(MODES, rich_help_panel=WHAT_RUNS)]
@@ -193,15 +193,15 @@ class RunOptions:
 
 def _user_code(model: ModelOptions, optimizers: list[tuple[str, str, str]]) -> UserCode:
     """Collect the user's code, with the digest of its files: one for all cells, which differ in what they name."""
-    given = {"model": model.model, "loss": model.loss, "batch": model.batch}
-    for option, reference in given.items():
+    references = {"model": model.model, "loss": model.loss, "batch": model.batch}
+    for option, reference in references.items():
         if reference is not None:
             try:
                 source_file(reference)
             except UsageError as error:
                 raise UsageError(f"--{option} {error}") from error
-    named = [name for name in (*given.values(), *(name for name, *_ in optimizers)) if name and is_user_code(name)]
-    return UserCode(**given, blocks=model.blocks, code_digest=digest(named) if named else None)
+    named = [name for name in (*references.values(), *(name for name, *_ in optimizers)) if name and is_user_code(name)]
+    return UserCode(**references, blocks=model.blocks, code_digest=digest(named) if named else None)
 
 
 def _default_size(device: str) -> str:

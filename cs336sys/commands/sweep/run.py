@@ -73,7 +73,7 @@ def known_cells(
         together.setdefault(turn_key(configuration), []).append(configuration)
     run_ids = {run_id for cells in measured.values() for run_id in cells}
     differences = {run_id: _differences(results.runs.get(run_id), run) for run_id in run_ids}
-    known: dict[str, Cell] = {}
+    taken_cells: dict[str, Cell] = {}
     otherwise: list[str] = []
     differing: dict[str, tuple[Any, Any]] = {}
     apart = 0
@@ -91,8 +91,8 @@ def known_cells(
         elif not complete:
             apart += sum(map(bool, present))
         taken = same or (complete if take_any else [])
-        known |= {key: measured[key][taken[-1]] for key in keys if taken}
-    return KnownCells(known, tuple(_notes(len(otherwise), differing, apart, take_any)))
+        taken_cells |= {key: measured[key][taken[-1]] for key in keys if taken}
+    return KnownCells(taken_cells, tuple(_sweep_notes(len(otherwise), differing, apart, take_any)))
 
 
 def shown_run(cells: Sequence[Cell], results: Results, run: Run) -> Run | None:
@@ -102,12 +102,16 @@ def shown_run(cells: Sequence[Cell], results: Results, run: Run) -> Run | None:
     }
     measured_in = [runs[cell.run_id] for cell in cells] or [run]
     first = measured_in[0]
-    return first if first and all(one and one.machine == first.machine for one in measured_in) else None
+    return (
+        first
+        if first and all(source_run and source_run.machine == first.machine for source_run in measured_in)
+        else None
+    )
 
 
-def _left_files(cell: Cell, asked: Mapping[str, Any]) -> bool:
+def _left_files(cell: Cell, configuration: Mapping[str, Any]) -> bool:
     """Return whether a cell left its files where they are asked for, if they are."""
-    return folders_of(asked).items() <= folders_of(cell.configuration).items()
+    return folders_of(configuration).items() <= folders_of(cell.configuration).items()
 
 
 def _differences(then: Run | None, now: Run) -> dict[str, tuple[Any, Any]]:
@@ -120,7 +124,7 @@ def turn_key(configuration: Mapping[str, Any]) -> str:
     return configuration_key(configuration, ignore=(configuration.get("interleave", ""),))
 
 
-def _notes(otherwise: int, differing: Mapping[str, tuple[Any, Any]], apart: int, take_any: bool) -> list[str]:
+def _sweep_notes(otherwise: int, differing: Mapping[str, tuple[Any, Any]], apart: int, take_any: bool) -> list[str]:
     notes = []
     if otherwise:
         listed = ", ".join(f"{name} ({then} then, {now} now)" for name, (then, now) in differing.items())
@@ -225,7 +229,7 @@ def run_sweep(
     command: str,
     measure: str,
     configurations: Sequence[dict[str, Any]],
-    asked: SweepOptions = SweepOptions(),
+    options: SweepOptions = SweepOptions(),
     *,
     fresh_worker: bool = False,
     across_ranks: bool = False,
@@ -247,10 +251,10 @@ def run_sweep(
     """
     from cs336sys.measure.cells import Worker, WorkerHere
 
-    save, resumes, cell_timeout = asked.save, asked.resumes, asked.cell_timeout
-    trackers = asked.track
+    save, resumes, cell_timeout = options.save, options.resumes, options.cell_timeout
+    trackers = options.track
     identity = started_outside() if across_ranks else None
-    _refuse_timeout(asked, identity)
+    _refuse_timeout(options, identity)
     ranks = None
     if identity is not None:
         ranks = JoinedWorker(measure, tuple(sys.argv[1:]), identity, join_timeout_s(configurations))
@@ -259,9 +263,9 @@ def run_sweep(
     tracking = start_tracking(command, distinguishing_settings(configurations), trackers)
     file = ResultsFile(save) if save else None
     results = read_results(save) if resumes and save and save.stat().st_size else None
-    is_here = any(named_object(str(value)) for one in configurations for value in one.values())
-    if is_here and (across_ranks or asked.cell_timeout is not None):
-        option = "ranks" if across_ranks else f"--cell-timeout {asked.cell_timeout:g}"
+    is_here = any(named_object(str(value)) for configuration in configurations for value in configuration.values())
+    if is_here and (across_ranks or options.cell_timeout is not None):
+        option = "ranks" if across_ranks else f"--cell-timeout {options.cell_timeout:g}"
         raise UsageError(f"{option}: needs processes of its own, which cannot find the object by name; {TO_FILE}")
     if ranks is not None:
         worker: Any = ranks
@@ -294,23 +298,23 @@ def run_sweep(
         ):
             failure = worker.start(timeout_s=cell_timeout)
             run = worker.run
-            known = _resumed(results, command, configurations, run, take_any=asked.resume_any)
+            resumed = _resumed_cells(results, command, configurations, run, take_any=options.resume_any)
             if ranks is not None:
                 ranks.require_same_cells(configurations)
-                known = ranks.from_first_rank(known)
+                resumed = ranks.from_first_rank(resumed)
             run_is_saved = False
             # Cells that are measured in turn have no pause between them.
             measured_before: str | None = None
             for configuration in configurations:
                 if is_wanted is not None and not is_wanted(configuration, cells):
                     continue
-                cell = known.get(configuration_key(configuration))
+                cell = resumed.get(configuration_key(configuration))
                 started_s = time.monotonic()
                 took_s = None
                 if cell is None:
-                    if measured_before is not None and turn_key(configuration) != measured_before and asked.cool_down:
-                        progress.at_stage(f"cooling down for {asked.cool_down:g} s")
-                        time.sleep(asked.cool_down)
+                    if measured_before is not None and turn_key(configuration) != measured_before and options.cool_down:
+                        progress.at_stage(f"cooling down for {options.cool_down:g} s")
+                        time.sleep(options.cool_down)
                         started_s = time.monotonic()
                     measured_before = turn_key(configuration)
                     if file is not None:
@@ -322,7 +326,7 @@ def run_sweep(
                     failure, run = None, worker.run
                     if predictions is not None:
                         outcome.derived.update(predictions.get(configuration_key(configuration, ("round",)), {}))
-                    cell = _cell(command, configuration, outcome, run)
+                    cell = _measured_cell(command, configuration, outcome, run)
                     if is_shown:
                         for note in outcome.derived.get("notes", ()):
                             if note.startswith("warning: "):
@@ -367,7 +371,7 @@ def run_sweep(
 
 def show_plan(
     plan: Callable[["Capacity | None"], "Table"],
-    asked: SweepOptions,
+    options: SweepOptions,
     output: OutputOptions,
     device: str,
     *,
@@ -379,13 +383,13 @@ def show_plan(
     Raises:
         UsageError, CapabilityError: as of :func:`check_planned`.
     """
-    capacity = check_planned(asked, device, across_ranks=across_ranks, **written)
+    capacity = check_planned(options, device, across_ranks=across_ranks, **written)
     if not across_ranks or is_first_rank():
         output.emit([plan(capacity)])
 
 
 def check_planned(
-    asked: SweepOptions, device: str, *, across_ranks: bool = False, **written: Path | None
+    options: SweepOptions, device: str, *, across_ranks: bool = False, **written: Path | None
 ) -> "Capacity | None":
     """Refuse for ``--dry-run`` what :func:`run_sweep` would refuse, and pictures and traces of what is not measured.
 
@@ -402,19 +406,19 @@ def check_planned(
         if path is not None:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} {path}: --dry-run measures nothing to write there; leave one of them out")
-    _refuse_timeout(asked, started_outside() if across_ranks else None)
-    check_installed(asked.track)
-    if asked.save is not None:
-        check_appendable(asked.save)
+    _refuse_timeout(options, started_outside() if across_ranks else None)
+    check_installed(options.track)
+    if options.save is not None:
+        check_appendable(options.save)
     from cs336sys.measure.system import capacity
 
-    found = capacity(device)
-    if found is None and device == "cuda":
+    measured = capacity(device)
+    if measured is None and device == "cuda":
         # nvidia-smi is not everywhere where torch finds a GPU.
         from cs336sys.measure.device import choose_device
 
         choose_device(device)
-    return found
+    return measured
 
 
 # Less than this any machine has, and nvidia-smi is not asked.
@@ -428,44 +432,44 @@ def tell_what_does_not_fit(workloads: Sequence[Workload | MemoryWorkload | Paral
     ranks that torchrun or Slurm started, which may be on several machines.
     """
     across_ranks = any(isinstance(workload, ParallelWorkload) for workload in workloads)
-    needed = {_name(workload): workload.predicted_gib or 0.0 for workload in workloads}
+    needed = {_cell_name(workload): workload.predicted_gib or 0.0 for workload in workloads}
     if max(needed.values(), default=0.0) < _SMALL_GIB or (across_ranks and started_outside()):
         return
     from cs336sys.measure.system import capacity
 
-    found = capacity(device)
-    if across_ranks and found is not None and found.is_gpu:
+    measured = capacity(device)
+    if across_ranks and measured is not None and measured.is_gpu:
         return
     for name, gib in needed.items():
-        if found is not None and gib > found.memory_gib:
+        if measured is not None and gib > measured.memory_gib:
             say(
-                f"warning: {name} is predicted to need {gib:.1f} GiB, and {found.device} has {found.memory_gib:.1f}: "
-                "it will run out of memory, or be killed; --dry-run shows what fits"
+                f"warning: {name} is predicted to need {gib:.1f} GiB, and {measured.device} has "
+                f"{measured.memory_gib:.1f}: it will run out of memory, or be killed; --dry-run shows what fits"
             )
 
 
-def _name(workload: Workload | MemoryWorkload | ParallelWorkload) -> str:
+def _cell_name(workload: Workload | MemoryWorkload | ParallelWorkload) -> str:
     if isinstance(workload, ParallelWorkload):
         return f"{workload.training.name} on {workload.world_size} ranks"
     return workload.name
 
 
-def _refuse_timeout(asked: SweepOptions, identity: RankIdentity | None) -> None:
-    if identity is not None and asked.cell_timeout is not None:
+def _refuse_timeout(options: SweepOptions, identity: RankIdentity | None) -> None:
+    if identity is not None and options.cell_timeout is not None:
         raise UsageError("--cell-timeout: ranks that torchrun started cannot be ended and replaced; leave it out")
 
 
-def _resumed(
+def _resumed_cells(
     results: Results | None, command: str, configurations: Sequence[dict[str, Any]], run: Run | None, *, take_any: bool
 ) -> dict[str, Cell]:
     """The cells, by configuration, that were measured before; says which are not taken, and why."""
     # Without a worker it is not known which machine this is.
     if results is None or run is None:
         return {}
-    found = known_cells(results, command, configurations, run, take_any=take_any)
-    for note in found.notes:
+    known_in_file = known_cells(results, command, configurations, run, take_any=take_any)
+    for note in known_in_file.notes:
         say(note)
-    return found.cells
+    return known_in_file.cells
 
 
 @contextlib.contextmanager
@@ -493,7 +497,7 @@ def tell_notices(file: ResultsFile | None) -> None:
         say(f"warning: {file.notices.pop(0)}")
 
 
-def _cell(command: str, configuration: dict[str, Any], outcome: "Outcome", run: Run | None) -> Cell:
+def _measured_cell(command: str, configuration: dict[str, Any], outcome: "Outcome", run: Run | None) -> Cell:
     run_id = "" if run is None else run.run_id
     # Rounded before anything is shown, so that saved results show the same.
     samples = {name: samples.to_keep for name, samples in outcome.samples.items()}

@@ -202,13 +202,13 @@ def _as_tracked(
     configuration = cell.configuration
     told_apart = [str(configuration.get(name)) for name in settings or list(configuration)[:1]]
     machine = {} if run is None else {f"machine.{name}": value for name, value in run.machine.items()}
-    found = {name: value for name, value in cell.derived.items() if not isinstance(value, dict | list)}
-    figures = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    values = {name: value for name, value in cell.derived.items() if not isinstance(value, dict | list)}
+    figures = {name: value for name, value in values.items() if isinstance(value, int | float)}
     for name, samples in cell.samples.items():
         if samples.measured:
             column = f"{name}_{samples.unit}"
             figures |= {f"{column}_{part}": getattr(samples, part) for part in ("mean", "std", "median")}
-    texts = {name: value for name, value in found.items() if isinstance(value, str)}
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
     texts |= {"status": cell.status} | ({"reason": cell.reason} if cell.reason else {})
     folders = folders_of(configuration).values()
     left = [path for folder in folders for path in sorted(Path(folder).glob("*")) if path.is_file()]
@@ -218,7 +218,7 @@ def _as_tracked(
         yield TrackedCell(
             " ".join([command, *told_apart]),
             cell.run_id or "a run not recorded",
-            {name: _text(value) for name, value in (configuration | machine).items()},
+            {name: _tracked_text(value) for name, value in (configuration | machine).items()},
             {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)},
             texts,
             [whole, *(path for path in left if path.stat().st_mtime >= started_s)],
@@ -226,7 +226,7 @@ def _as_tracked(
         )
 
 
-def _text(value: Any) -> str:
+def _tracked_text(value: Any) -> str:
     return value if isinstance(value, str) else json_text(value)
 
 
