@@ -1,9 +1,10 @@
 """``cs336sys ddp``: data parallel training, its strategies, and how much of the communication each hides."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS
 from cs336sys.commands.options import training as options
@@ -22,37 +23,105 @@ from cs336sys.commands.sweep.ranks import (
     choose_world_sizes,
     is_first_rank,
 )
-from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
+from cs336sys.commands.sweep.run import in_rounds, run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
-from cs336sys.workload import BUCKETED, DATA_PARALLEL_STRATEGIES, TRANSPORTS, ParallelWorkload
+from cs336sys.workload import BUCKETED, DATA_PARALLEL_STRATEGIES, TRANSPORTS, ParallelWorkload, Workload
 
 
 def _bucket_size(text: str) -> float | str:
     return text if text == WHOLE_BLOCKS else between(1e-6, 1e6)(text)
 
 
-def ddp(
+_ONLY_BUCKETED = f"only mode {BUCKETED} has buckets of a size; add it to --mode"
+
+
+@dataclass(frozen=True)
+class DataParallelOptions:
+    """Strategies, what they send gradients by, and what is kept and drawn of them."""
+
     mode: Annotated[
-        list[str],
+        Sequence[str],
         choice(DATA_PARALLEL_STRATEGIES, f"{', '.join(DATA_PARALLEL_STRATEGIES)} (torch's DistributedDataParallel)."),
-    ] = list(DATA_PARALLEL_STRATEGIES),
+    ] = DATA_PARALLEL_STRATEGIES
     bucket_mb: Annotated[
-        list[str],
+        Sequence[str],
         setting(
             parser=_bucket_size,
             help=f"For {BUCKETED}: the most gradients in one all-reduce, in 1e6 bytes; {WHOLE_BLOCKS}: whole blocks.",
         ),
-    ] = [WHOLE_BLOCKS],
-    world_size: WorldSizeOption = [],
-    backend: BackendOption = "auto",
-    gradient_dtype: Annotated[list[str], choice(PRECISIONS, f"Gradients are sent in {', '.join(PRECISIONS)}.")] = [
-        "fp32"
-    ],
-    high_priority: HighPriorityOption = False,
+    ] = (WHOLE_BLOCKS,)
+    world_size: WorldSizeOption = ()
+    backend: BackendOption = "auto"
+    gradient_dtype: Annotated[Sequence[str], choice(PRECISIONS, f"Gradients are sent in {', '.join(PRECISIONS)}.")] = (
+        "fp32",
+    )
+    high_priority: HighPriorityOption = False
     transport: Annotated[
-        list[str], choice(TRANSPORTS, "What sends buckets: collectives, or the copy-engines of two GPUs.")
-    ] = ["collectives"],
+        Sequence[str], choice(TRANSPORTS, "What sends buckets: collectives, or the copy-engines of two GPUs.")
+    ] = ("collectives",)
+    timeout: TimeoutOption = 120.0
+    check_layers: CheckLayersOption = None
+    plot: Annotated[Path | None, writes_file(help="Draw timelines of computing and communication.")] = None
+    plot_buckets: Annotated[Path | None, writes_file(help="Draw bucket sizes and their model.")] = None
+    plot_scaling: PlotScalingOption = None
+    trace: TraceOption = None
+
+    def cells(self, trainings: Sequence[Workload]) -> list[ParallelWorkload]:
+        """A cell for each number of ranks, workload, dtype of gradients and strategy.
+
+        Raises:
+            UsageError: settings do not go together.
+        """
+        return [
+            ParallelWorkload(
+                training,
+                strategy,
+                ranks,
+                self.backend,
+                bucket,
+                sent_in,
+                self.high_priority,
+                str(self.trace) if self.trace else None,
+                self.timeout,
+                check_layers=self.check_layers,
+                transport=sent_by,
+            )
+            for ranks, training, sent_in in product(
+                choose_world_sizes([*self.world_size]), trainings, self.gradient_dtype
+            )
+            for strategy, bucket, sent_by in self._strategies()
+        ]
+
+    def check(self, output: OutputOptions, cells: Sequence[ParallelWorkload]) -> None:
+        """Find out before anything is measured whether tables and pictures of the cells can be written.
+
+        Raises:
+            UsageError: one of them cannot.
+        """
+        output.check(plot=self.plot, plot_buckets=self.plot_buckets, plot_scaling=self.plot_scaling)
+        if self.plot_buckets is not None and all(workload.bucket_mb is None for workload in cells):
+            raise UsageError(f"--plot-buckets {self.plot_buckets}: {_ONLY_BUCKETED}")
+        check_rank_outputs(self.plot_scaling, self.trace, cells)
+
+    def _strategies(self) -> list[tuple[str, float | str | None, str]]:
+        """Modes with their bucket sizes and what sends them, where they have any."""
+        if BUCKETED not in self.mode and [*self.transport] != ["collectives"]:
+            listed = ",".join(self.transport)
+            raise UsageError(f"--transport {listed}: only mode bucketed has the choice; add it to --mode")
+        if BUCKETED not in self.mode and [*self.bucket_mb] != [WHOLE_BLOCKS]:
+            listed = ",".join(size if isinstance(size, str) else f"{size:g}" for size in self.bucket_mb)
+            raise UsageError(f"--bucket-mb {listed}: {_ONLY_BUCKETED}")
+        return [
+            (strategy, bucket, sent_by)
+            for strategy in self.mode
+            for bucket in (self.bucket_mb if strategy == BUCKETED else [None])
+            for sent_by in (self.transport if strategy == BUCKETED else ["collectives"])
+        ]
+
+
+def ddp(
+    data_parallel: DataParallelOptions = DataParallelOptions(),
     model: options.SharedModelOptions = options.SharedModelOptions(),
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
@@ -61,12 +130,6 @@ def ddp(
         int, setting(help="Repeat all cells, every second time backwards.", min=1, rich_help_panel=MEASURING)
     ] = 1,
     run: options.RunOptions = options.RunOptions(),
-    timeout: TimeoutOption = 120.0,
-    check_layers: CheckLayersOption = None,
-    plot: Annotated[Path | None, writes_file(help="Draw timelines of computing and communication.")] = None,
-    plot_buckets: Annotated[Path | None, writes_file(help="Draw bucket sizes and their model.")] = None,
-    plot_scaling: PlotScalingOption = None,
-    trace: TraceOption = None,
     dry_run: Annotated[bool, setting("--dry-run", help="Print cells and memory of state alone.")] = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
@@ -79,34 +142,17 @@ def ddp(
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m cs336sys ddp --size xl --batch-size 16
     """
-    from cs336sys.report.ddp import ddp_plan, ddp_tables, plot_timelines, pool_ddp_rounds
-    from cs336sys.report.ddp import plot_buckets as draw_buckets
-    from cs336sys.report.scaling import plot_scaling as draw_scaling
-    from cs336sys.report.scaling import scaling_tables
+    from cs336sys.report.ddp import ddp_plan, ddp_tables, plot_buckets, plot_timelines, pool_ddp_rounds
+    from cs336sys.report.scaling import plot_scaling, scaling_tables
 
-    workloads = options.expand_workloads(model, ["train"], precision, implementation, steps, run)
-    chosen = [
-        ParallelWorkload(
-            training,
-            strategy,
-            ranks,
-            backend,
-            bucket,
-            sent_in,
-            high_priority,
-            str(trace) if trace else None,
-            timeout,
-            check_layers=check_layers,
-            transport=sent_by,
-        )
-        for ranks, training, sent_in in product(choose_world_sizes(world_size), workloads, gradient_dtype)
-        for strategy, bucket, sent_by in _strategies(mode, bucket_mb, transport)
-    ]
+    chosen = data_parallel.cells(options.expand_workloads(model, ["train"], precision, implementation, steps, run))
     if is_first_rank():
-        output.check(plot=plot, plot_buckets=plot_buckets, plot_scaling=plot_scaling)
-        if plot_buckets is not None and all(workload.bucket_mb is None for workload in chosen):
-            raise UsageError(f"--plot-buckets {plot_buckets}: {_ONLY_BUCKETED}")
-        check_rank_outputs(plot_scaling, trace, chosen)
+        data_parallel.check(output, chosen)
+    pictures = {
+        "plot": data_parallel.plot,
+        "plot_buckets": data_parallel.plot_buckets,
+        "plot_scaling": data_parallel.plot_scaling,
+    }
     if dry_run:
         show_plan(
             lambda _: ddp_plan(chosen),
@@ -114,51 +160,18 @@ def ddp(
             output,
             run.device,
             across_ranks=True,
-            plot=plot,
-            plot_buckets=plot_buckets,
-            plot_scaling=plot_scaling,
-            trace=trace,
+            **pictures,
+            trace=data_parallel.trace,
         )
         return
     tell_what_does_not_fit(chosen, run.device)
     measure = "cs336sys.experiments.parallel.measurement:measure_parallel_training"
-    configurations = _in_rounds([workload.configuration() for workload in chosen], rounds)
+    configurations = [workload.configuration() for workload in chosen]
+    if rounds > 1:
+        configurations = in_rounds(configurations, rounds)
     run_sweep("ddp", measure, configurations, sweeping, across_ranks=True).report(
         lambda cells, run: [*ddp_tables(cells, run), *scaling_tables(cells)],
         output,
-        (plot, plot_timelines),
-        (plot_buckets, draw_buckets),
-        (plot_scaling, draw_scaling),
+        *zip(pictures.values(), (plot_timelines, plot_buckets, plot_scaling), strict=True),
         pooled=pool_ddp_rounds,
     )
-
-
-def _in_rounds(configurations: list[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
-    """Every second round goes backwards, so that none is always the first, or always measured after the same one."""
-    if rounds == 1:
-        return configurations
-    return [
-        configuration | {"round": number}
-        for number in range(1, rounds + 1)
-        for configuration in (configurations if number % 2 else reversed(configurations))
-    ]
-
-
-def _strategies(
-    modes: Sequence[str], buckets: Sequence[float | str], transports: Sequence[str]
-) -> list[tuple[str, float | str | None, str]]:
-    """Modes with their bucket sizes and what sends them, where they have any."""
-    if BUCKETED not in modes and transports != ["collectives"]:
-        raise UsageError(f"--transport {','.join(transports)}: only mode bucketed has the choice; add it to --mode")
-    if BUCKETED not in modes and buckets != [WHOLE_BLOCKS]:
-        listed = ",".join(size if isinstance(size, str) else f"{size:g}" for size in buckets)
-        raise UsageError(f"--bucket-mb {listed}: {_ONLY_BUCKETED}")
-    return [
-        (strategy, bucket, sent_by)
-        for strategy in modes
-        for bucket in (buckets if strategy == BUCKETED else [None])
-        for sent_by in (transports if strategy == BUCKETED else ["collectives"])
-    ]
-
-
-_ONLY_BUCKETED = f"only mode {BUCKETED} has buckets of a size; add it to --mode"

@@ -1,6 +1,7 @@
 """``cs336sys flash``: our FlashAttention kernels against every implementation that the machine has."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,31 +32,74 @@ GRIDS: dict[str, dict[str, list[Any]]] = {
 }
 
 
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Implementations, shapes, and how long each is timed."""
+
+    implementation: Annotated[
+        Sequence[str], choice(IMPLEMENTATIONS, f"Any of {', '.join(IMPLEMENTATIONS)}.", show_default="all")
+    ] = IMPLEMENTATIONS
+    kernel: KernelOption = None
+    batch_size: Annotated[Sequence[int], setting(help="Batch sizes.", min=1)] = (1,)
+    num_heads: Annotated[Sequence[int], setting(help="Numbers of heads.", min=1)] = (16,)
+    kv_heads: Annotated[
+        Sequence[int] | None,
+        setting(help="Heads of keys and values, divisors of --num-heads.", show_default="all", min=1),
+    ] = None
+    head_dim: Annotated[Sequence[int], setting(help="Head dimensions, 1 to 256.", min=1, max=256)] = (64,)
+    context: Annotated[Sequence[int], setting(help="Sequence lengths.", min=1)] = (1024, 4096)
+    dtype: Annotated[Sequence[str], choice(PRECISIONS)] = ("bf16",)
+    causal: Annotated[bool, setting("--causal/--full", help="Mask what follows a query, or nothing.")] = True
+    window: Annotated[
+        Sequence[int] | None,
+        setting(help="Keys that a query sees, its own the last of them.", show_default="all", min=1),
+    ] = None
+    grid: Annotated[str | None, choice(GRIDS, "Shapes of the handouts instead: course or board.")] = None
+    baseline: BaselineOption = None
+    warmup_ms: Annotated[float, setting(help="Warm-up of each measurement.", min=0)] = 25.0
+    repetition_ms: Annotated[float, setting(help="Duration of each measurement.", min=1)] = 100.0
+    rounds: Annotated[int, setting(help="Times to go through a shape's implementations, samples pooled.", min=1)] = 1
+
+    @property
+    def names(self) -> list[str]:
+        """Every implementation, the user's last."""
+        return [*self.implementation, *(self.kernel or ())]
+
+    def configurations(self, ctx: typer.Context, device: str, seed: int) -> list[dict[str, Any]]:
+        """A cell for each shape and implementation.
+
+        A round goes through all implementations of a shape, so that what is compared is measured side by side.
+
+        Raises:
+            UsageError: ``--grid`` meets a shape of the user's, or no attention has such a shape.
+        """
+        shapes: Iterable[Sequence[Any]] = self.batch_size, self.num_heads, self.context, self.head_dim, self.dtype
+        if self.grid is not None:
+            for option in (*GRIDS[self.grid], "causal"):
+                if goes_before(ctx, option, "grid"):
+                    name = "--causal and --full" if option == "causal" else f"--{option.replace('_', '-')}"
+                    raise UsageError(f"--grid {self.grid}: has shapes of its own; leave it out, or {name}")
+            shapes = GRIDS[self.grid].values()
+        causal = self.causal or self.grid is not None
+        times = self.warmup_ms, self.repetition_ms
+        codes = {reference: {"code": digest([reference])} for reference in self.kernel or ()}
+        numbers = [{"round": number} for number in range(1, self.rounds + 1)] if self.rounds > 1 else [{}]
+        return [
+            AttentionWorkload(
+                name, size, heads, length, width, precision, causal, device, seed, *times, shared, seen
+            ).configuration()
+            | number
+            | codes.get(name, {})
+            for size, heads, length, width, precision in product(*shapes)
+            for shared, seen in product(self.kv_heads or (None,), self.window or (None,))
+            for number in numbers
+            for name in self.names
+        ]
+
+
 def flash(
     ctx: typer.Context,
-    implementation: Annotated[
-        list[str], choice(IMPLEMENTATIONS, f"Any of {', '.join(IMPLEMENTATIONS)}.", show_default="all")
-    ] = list(IMPLEMENTATIONS),
-    kernel: KernelOption = None,
-    batch_size: Annotated[list[int], setting(help="Batch sizes.", min=1)] = [1],
-    num_heads: Annotated[list[int], setting(help="Numbers of heads.", min=1)] = [16],
-    kv_heads: Annotated[
-        list[int] | None,
-        setting(help="Heads of keys and values, divisors of --num-heads.", show_default="all", min=1),
-    ] = None,
-    head_dim: Annotated[list[int], setting(help="Head dimensions, 1 to 256.", min=1, max=256)] = [64],
-    context: Annotated[list[int], setting(help="Sequence lengths.", min=1)] = [1024, 4096],
-    dtype: Annotated[list[str], choice(PRECISIONS)] = ["bf16"],
-    causal: Annotated[bool, setting("--causal/--full", help="Mask what follows a query, or nothing.")] = True,
-    window: Annotated[
-        list[int] | None,
-        setting(help="Keys that a query sees, its own the last of them.", show_default="all", min=1),
-    ] = None,
-    grid: Annotated[str | None, choice(GRIDS, "Shapes of the handouts instead: course or board.")] = None,
-    baseline: BaselineOption = None,
-    warmup_ms: Annotated[float, setting(help="Warm-up of each measurement.", min=0)] = 25.0,
-    repetition_ms: Annotated[float, setting(help="Duration of each measurement.", min=1)] = 100.0,
-    rounds: Annotated[int, setting(help="Times to go through a shape's implementations, samples pooled.", min=1)] = 1,
+    attention: AttentionOptions = AttentionOptions(),
     plot: Annotated[Path | None, writes_file(help="Draw TFLOP/s over the context.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
@@ -77,36 +121,15 @@ def flash(
     """
     from cs336sys.report.attention import attention_plan, flash_tables, plot_flash, pool_flash_rounds
 
-    shapes: Iterable[Sequence[Any]] = (batch_size, num_heads, context, head_dim, dtype)
-    if grid is not None:
-        for option in (*GRIDS[grid], "causal"):
-            if goes_before(ctx, option, "grid"):
-                name = "--causal and --full" if option == "causal" else f"--{option.replace('_', '-')}"
-                raise UsageError(f"--grid {grid}: has shapes of its own; leave it out, or {name}")
-        shapes, causal = GRIDS[grid].values(), True
-    names = [*implementation, *(kernel or ())]
-    codes = {reference: {"code": digest([reference])} for reference in kernel or ()}
-    over = check_baseline(baseline, names)
+    over = check_baseline(attention.baseline, attention.names)
     output.check(plot=plot)
-    # A round goes through all implementations of a shape, so that what is compared is measured side by side.
-    numbers: list[dict[str, int]] = [{"round": number} for number in range(1, rounds + 1)] if rounds > 1 else [{}]
-    configurations = [
-        AttentionWorkload(
-            name, size, heads, length, width, precision, causal, device, seed, warmup_ms, repetition_ms, shared, seen
-        ).configuration()
-        | number
-        | codes.get(name, {})
-        for size, heads, length, width, precision in product(*shapes)
-        for shared, seen in product(kv_heads or (None,), window or (None,))
-        for number in numbers
-        for name in names
-    ]
+    configurations = attention.configurations(ctx, device, seed)
     if dry_run:
         show_plan(
             lambda capacity: attention_plan("flash", configurations, capacity), sweeping, output, device, plot=plot
         )
         return
-    measure = "own_kernel:measure_own_attention" if kernel else "measurement:measure_flash"
+    measure = "own_kernel:measure_own_attention" if attention.kernel else "measurement:measure_flash"
     run_sweep("flash", f"cs336sys.experiments.attention.{measure}", configurations, sweeping).report(
         lambda cells, run: flash_tables(cells, run, over), output, (plot, plot_flash), pooled=pool_flash_rounds
     )

@@ -1,7 +1,8 @@
 """``cs336sys memprof``: where the memory of a training step goes."""
 
 import gc
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ from cs336sys.commands.options.reading import choice, refuse_given
 from cs336sys.commands.sweep.run import check_planned, run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell
-from cs336sys.workload import LARGEST_ALLOCATIONS, MODES, MemoryWorkload
+from cs336sys.workload import LARGEST_ALLOCATIONS, MODES, MemoryWorkload, Workload
 
 if TYPE_CHECKING:
     from cs336sys.measure.allocations.diagnosis import MemoryDiagnosis
@@ -25,34 +26,94 @@ if TYPE_CHECKING:
 _OF_SNAPSHOTS = ("source", "against", "top", "snapshot", "html", *(field.name for field in fields(OutputOptions)))
 
 
-def memprof(
-    ctx: typer.Context,
+@dataclass(frozen=True)
+class SnapshotOptions:
+    """Recorded snapshots to read instead of running anything."""
+
     source: Annotated[
-        list[Path], reads_file("--from", help="Read snapshots, or folders of them: .pickle of any program.")
-    ] = [],
-    against: Annotated[list[Path], reads_file("--against", help="Compare --from with these snapshots.")] = [],
-    html: Annotated[Path | None, writes_file("--html", help="Also write --from to this page.")] = None,
-    model: options.TrainedModelOptions = options.TrainedModelOptions(),
-    mode: Annotated[list[str], choice(MODES, f"Phases of a step: {', '.join(MODES)}.")] = ["train"],
-    precision: options.PrecisionOptions = options.PrecisionOptions(),
-    implementation: options.ImplementationOptions = options.ImplementationOptions(),
+        Sequence[Path], reads_file("--from", help="Read snapshots, or folders of them: .pickle of any program.")
+    ] = ()
+    against: Annotated[Sequence[Path], reads_file("--against", help="Compare --from with these snapshots.")] = ()
+    html: Annotated[Path | None, writes_file("--html", help="Also write --from to this page.")] = None
+
+    def show(self, top: int, snapshot: Path | None, output: OutputOptions) -> None:
+        """Print what the snapshots say, or what changed between two of them, and write it to ``html`` and ``snapshot``.
+
+        Raises:
+            UsageError: a file is no snapshot, or several are compared with several.
+        """
+        from cs336sys.report.memory.page import check_directory
+        from cs336sys.report.memory.snapshots import (
+            snapshot_difference_tables,
+            snapshot_tables,
+            write_snapshot_files,
+            write_snapshot_page,
+        )
+        from cs336sys.report.page import check_page
+
+        output.check()
+        check_page(self.html)
+        check_directory(snapshot)
+        diagnoses = _diagnoses(self.source)
+        if self.against:
+            before = _diagnoses(self.against)
+            if len(before) > 1 and len(diagnoses) > 1:
+                counts = f"--against {len(before)} snapshots and --from {len(diagnoses)}"
+                raise UsageError(f"{counts}: one of them must be one")
+            tables = snapshot_difference_tables(before, diagnoses, top)
+        else:
+            tables = snapshot_tables(diagnoses, top)
+        if self.html is not None:
+            write_snapshot_page(diagnoses, tables, self.html)
+        if snapshot is not None:
+            write_snapshot_files(diagnoses, top, snapshot)
+        output.emit(tables)
+
+
+@dataclass(frozen=True)
+class RecordingOptions:
+    """How a step saves memory, and what is recorded of it."""
+
     checkpoint: Annotated[
-        list[str],
+        Sequence[str],
         choice(
             ("none", "block", "every=", "sublayer", "attention", "ffn", "nested"),
             "none; block: every block; every=K: K blocks; sublayer: attention and feed-forward each, or attention, "
             "ffn alone; nested: halves within halves.",
             parser=parse_checkpointing,
         ),
-    ] = ["none"],
+    ] = ("none",)
     micro_batches: Annotated[
-        list[int], setting(help="Cut the batch into so many parts, whose gradients add up.", min=1)
-    ] = [1],
-    plan: Annotated[bool, setting("--plan", help="Find the cheapest changes that fit into --memory.")] = False,
-    memory: Annotated[str | None, setting(help="What --plan may use: 80GiB.")] = None,
-    top: Annotated[int, setting(help="Largest allocations shown.", min=1, max=LARGEST_ALLOCATIONS)] = 5,
-    snapshot: Annotated[Path | None, writes_file(help="Write timelines, pages and snapshots to this folder.")] = None,
-    predict: Annotated[bool, setting("--predict/--no-predict", help="Also predict by fake tensors.")] = True,
+        Sequence[int], setting(help="Cut the batch into so many parts, whose gradients add up.", min=1)
+    ] = (1,)
+    plan: Annotated[bool, setting("--plan", help="Find the cheapest changes that fit into --memory.")] = False
+    memory: Annotated[str | None, setting(help="What --plan may use: 80GiB.")] = None
+    top: Annotated[int, setting(help="Largest allocations shown.", min=1, max=LARGEST_ALLOCATIONS)] = 5
+    snapshot: Annotated[Path | None, writes_file(help="Write timelines, pages and snapshots to this folder.")] = None
+    predict: Annotated[bool, setting("--predict/--no-predict", help="Also predict by fake tensors.")] = True
+
+    def workloads(self, trainings: Sequence[Workload], modes: Sequence[str]) -> list[MemoryWorkload]:
+        """A cell for each workload, mode, checkpointing and number of micro-batches."""
+        directory = None if self.snapshot is None else str(self.snapshot)
+        workloads = [
+            MemoryWorkload(replace(training, mode=mode), strategy, self.predict, directory, parts)
+            for training in trainings
+            for mode in modes
+            # A forward pass without gradients saves nothing, so there is nothing to checkpoint.
+            for strategy in (self.checkpoint if mode != "forward" else ["none"])
+            for parts in (self.micro_batches if mode == "train" else [1])
+        ]
+        return list(dict.fromkeys(workloads))
+
+
+def memprof(
+    ctx: typer.Context,
+    saved: SnapshotOptions = SnapshotOptions(),
+    model: options.TrainedModelOptions = options.TrainedModelOptions(),
+    mode: Annotated[list[str], choice(MODES, f"Phases of a step: {', '.join(MODES)}.")] = ["train"],
+    precision: options.PrecisionOptions = options.PrecisionOptions(),
+    implementation: options.ImplementationOptions = options.ImplementationOptions(),
+    recording: RecordingOptions = RecordingOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=[1], steps=3),
     run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,
@@ -74,73 +135,58 @@ def memprof(
     from cs336sys.report.memory.page import check_directory, write_files
     from cs336sys.report.memory.tables import memory_tables, plan_tables
 
-    if source:
+    top, snapshot = recording.top, recording.snapshot
+    if saved.source:
         refuse_given(ctx, [name for name in ctx.params if name not in _OF_SNAPSHOTS], "--from reads snapshots")
-        _read_snapshots(source, against, top, snapshot, html, output)
+        saved.show(top, snapshot, output)
         return
     refuse_given(ctx, ["against", "html"], "is for snapshots that --from reads")
-    if mode == ["forward"] and "none" not in checkpoint:
-        listed = ",".join(checkpoint)
+    if mode == ["forward"] and "none" not in recording.checkpoint:
+        listed = ",".join(recording.checkpoint)
         raise UsageError(
             f"--checkpoint {listed}: a forward pass alone saves nothing; choose none, or add another --mode"
         )
-    training = options.expand_workloads(model, mode[:1], precision, implementation, steps, run)
-    directory = None if snapshot is None else str(snapshot)
-    workloads = [
-        MemoryWorkload(replace(workload, mode=phases), strategy, predict, directory, parts)
-        for workload in training
-        for phases in mode
-        # A forward pass without gradients saves nothing, so there is nothing to checkpoint.
-        for strategy in (checkpoint if phases != "forward" else ["none"])
-        for parts in (micro_batches if phases == "train" else [1])
-    ]
-    workloads = list(dict.fromkeys(workloads))
+    workloads = recording.workloads(
+        options.expand_workloads(model, mode[:1], precision, implementation, steps, run), mode
+    )
     output.check()
-    if plan or memory is not None:
-        _measure_plan(workloads, plan, memory, snapshot, sweeping, output)
+    if recording.plan or recording.memory is not None:
+        _measure_plan(workloads, recording, sweeping, output)
         return
+    timeout = SweepOptions(cell_timeout=sweeping.cell_timeout)
+    configurations = [workload.configuration() for workload in workloads]
     if dry_run:
         check_planned(sweeping, run.device, snapshot=snapshot)
-    if dry_run and not predict:
-        cells = [Cell("memprof", workload.configuration(), "ok") for workload in workloads]
-        output.emit(plan_tables(cells, top))
+        if recording.predict:
+            predicting = "cs336sys.experiments.memory.prediction:predict_memory"
+            run_sweep("memprof", predicting, configurations, timeout).report(
+                lambda cells, _: plan_tables(cells, top), output
+            )
+        else:
+            output.emit(plan_tables([Cell("memprof", configuration, "ok") for configuration in configurations], top))
         return
-    if not dry_run:
-        check_directory(snapshot)
-        tell_what_does_not_fit(workloads, run.device)
-    measure = "prediction:predict_memory" if dry_run else "measurement:measure_memory"
-    sweep = run_sweep(
-        "memprof",
-        f"cs336sys.experiments.memory.{measure}",
-        [workload.configuration() for workload in workloads],
-        SweepOptions(cell_timeout=sweeping.cell_timeout) if dry_run else sweeping,
+    check_directory(snapshot)
+    tell_what_does_not_fit(workloads, run.device)
+    sweep = run_sweep("memprof", "cs336sys.experiments.memory.measurement:measure_memory", configurations, sweeping)
+    sweep.report(
+        lambda cells, run: memory_tables(cells, run, top),
+        output,
+        (snapshot, lambda cells, folder: write_files(cells, sweep.run, folder)),
     )
-    if dry_run:
-        sweep.report(lambda cells, _: plan_tables(cells, top), output)
-    else:
-        sweep.report(
-            lambda cells, run: memory_tables(cells, run, top),
-            output,
-            (snapshot, lambda cells, folder: write_files(cells, sweep.run, folder)),
-        )
 
 
 def _measure_plan(
-    workloads: list[MemoryWorkload],
-    plan: bool,
-    memory: str | None,
-    snapshot: Path | None,
-    sweeping: SweepOptions,
-    output: OutputOptions,
+    workloads: list[MemoryWorkload], recording: RecordingOptions, sweeping: SweepOptions, output: OutputOptions
 ) -> None:
     from cs336sys.report.memory.verdict import memory_plan_tables
 
+    memory = recording.memory
     if memory is None:
         raise UsageError("--plan needs to know how much memory there is: add --memory 80GiB")
-    if not plan:
+    if not recording.plan:
         raise UsageError(f"--memory {memory}: is for --plan; add that, or leave it out")
     limit = read_memory_limit(memory, "--memory")
-    check_planned(sweeping, workloads[0].training.device, snapshot=snapshot)
+    check_planned(sweeping, workloads[0].training.device, snapshot=recording.snapshot)
     run_sweep(
         "memprof",
         "cs336sys.experiments.memory.measurement:plan_memory",
@@ -149,37 +195,7 @@ def _measure_plan(
     ).report(lambda cells, _: memory_plan_tables(cells), output)
 
 
-def _read_snapshots(
-    source: list[Path], against: list[Path], top: int, snapshot: Path | None, html: Path | None, output: OutputOptions
-) -> None:
-    from cs336sys.report.memory.page import check_directory
-    from cs336sys.report.memory.snapshots import (
-        snapshot_difference_tables,
-        snapshot_tables,
-        write_snapshot_files,
-        write_snapshot_page,
-    )
-    from cs336sys.report.page import check_page
-
-    output.check()
-    check_page(html)
-    check_directory(snapshot)
-    diagnoses = _diagnoses(source)
-    if against:
-        before = _diagnoses(against)
-        if len(before) > 1 and len(diagnoses) > 1:
-            raise UsageError(f"--against {len(before)} snapshots and --from {len(diagnoses)}: one of them must be one")
-        tables = snapshot_difference_tables(before, diagnoses, top)
-    else:
-        tables = snapshot_tables(diagnoses, top)
-    if html is not None:
-        write_snapshot_page(diagnoses, tables, html)
-    if snapshot is not None:
-        write_snapshot_files(diagnoses, top, snapshot)
-    output.emit(tables)
-
-
-def _diagnoses(paths: list[Path]) -> list["MemoryDiagnosis"]:
+def _diagnoses(paths: Sequence[Path]) -> list["MemoryDiagnosis"]:
     """Diagnose each device of each snapshot; of a folder, of all snapshots in it."""
     from cs336sys.measure.allocations.diagnosis import diagnose_memory
     from cs336sys.measure.allocations.dump import read_dump

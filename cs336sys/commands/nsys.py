@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,6 +29,17 @@ _NOT_UNDER_NSYS = (
 )
 
 
+@dataclass(frozen=True)
+class ProfilerOptions:
+    """The profiler, its files, and what is shown of them."""
+
+    profiler: Annotated[Sequence[str], choice(PROFILERS, "nsys, torch; auto: nsys if it is there.")] = ("auto",)
+    keep: Annotated[Path | None, writes_file(help="Keep the profiler's files in this folder.")] = None
+    top: Annotated[int, setting(help="Kernels shown of each phase.", min=1)] = 5
+    full_names: Annotated[bool, setting("--full-names", help="Show the whole names of kernels.")] = False
+    plot: Annotated[Path | None, writes_file(help="Draw shares of kinds of kernels.")] = None
+
+
 def nsys(
     ctx: typer.Context,
     source: Annotated[list[Path], reads_file("--from", help="Read this: .nsys-rep, .sqlite, torch's .json.")] = [],
@@ -42,11 +53,7 @@ def nsys(
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=5),
     run: options.RunOptions = options.RunOptions(),
-    profiler: Annotated[list[str], choice(PROFILERS, "nsys, torch; auto: nsys if it is there.")] = ["auto"],
-    keep: Annotated[Path | None, writes_file(help="Keep the profiler's files in this folder.")] = None,
-    top: Annotated[int, setting(help="Kernels shown of each phase.", min=1)] = 5,
-    full_names: Annotated[bool, setting("--full-names", help="Show the whole names of kernels.")] = False,
-    plot: Annotated[Path | None, writes_file(help="Draw shares of kinds of kernels.")] = None,
+    profiling: ProfilerOptions = ProfilerOptions(),
     dry_run: options.DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
@@ -61,17 +68,13 @@ def nsys(
     """
     from cs336sys.measure.profile.nsys import is_profiled
     from cs336sys.report.bench import bench_plan
-    from cs336sys.report.profile import plot_profiles, plot_report, profile_tables, report_tables
 
-    output.check(plot=plot)
+    output.check(plot=profiling.plot)
     if len(source) > 1:
         raise UsageError(f"--from: one report is read at a time, not {len(source)}; run the command for each of them")
     if source:
         refuse_given(ctx, [name for name in ctx.params if name not in _OF_REPORTS], "--from reads a report")
-        analyses, profile = _read_report(source[0], range_names)
-        output.emit(report_tables(analyses, profile, source[0].name, top=top, full_names=full_names))
-        if plot is not None:
-            plot_report(profile, plot)
+        _show_report(source[0], range_names, profiling, output)
         return
     refuse_given(ctx, ["range_names"], "a run has its own phases, other ranges are chosen with --from")
     if compare_precision:
@@ -85,31 +88,53 @@ def nsys(
             sweeping,
             output,
             run.device,
-            plot=plot,
-            keep=keep,
+            plot=profiling.plot,
+            keep=profiling.keep,
         )
-        return
-    if is_profiled():
+    elif is_profiled():
         refuse_given(ctx, _NOT_UNDER_NSYS, "this process runs under nsys, which writes a report for --from to read")
-        _run_under_nsys(workloads, profiler)
-        return
-    if keep is not None:
-        from cs336sys.report.outputs import check_writable
+        _run_under_nsys(workloads, profiling.profiler)
+    else:
+        tell_what_does_not_fit(workloads, run.device)
+        _profile(workloads, profiling, sweeping, output, compare_precision=compare_precision)
 
+
+def _profile(
+    workloads: Sequence[Workload],
+    profiling: ProfilerOptions,
+    sweeping: SweepOptions,
+    output: OutputOptions,
+    *,
+    compare_precision: bool,
+) -> None:
+    from cs336sys.report.outputs import check_writable
+    from cs336sys.report.profile import plot_profiles, profile_tables
+
+    keep = profiling.keep
+    if keep is not None:
         check_writable(keep / "trace.json.gz", "--keep")
-    tell_what_does_not_fit(workloads, run.device)
     configurations = [
         ProfileWorkload(workload, name, str(keep) if keep else None).configuration()
         for workload in workloads
-        for name in profiler
+        for name in profiling.profiler
     ]
     run_sweep("nsys", "cs336sys.experiments.profiling:measure_profile", configurations, sweeping).report(
         lambda cells, run: profile_tables(
-            cells, run, top=top, full_names=full_names, compare_precision=compare_precision
+            cells, run, top=profiling.top, full_names=profiling.full_names, compare_precision=compare_precision
         ),
         output,
-        (plot, plot_profiles),
+        (profiling.plot, plot_profiles),
     )
+
+
+def _show_report(source: Path, range_names: Sequence[str], profiling: ProfilerOptions, output: OutputOptions) -> None:
+    from cs336sys.report.profile import plot_report, report_tables
+
+    analyses, profile = _read_report(source, range_names)
+    tables = report_tables(analyses, profile, source.name, top=profiling.top, full_names=profiling.full_names)
+    output.emit(tables)
+    if profiling.plot is not None:
+        plot_report(profile, profiling.plot)
 
 
 def _read_report(source: Path, range_names: Sequence[str]) -> tuple[list["Analysis"], "Profile"]:

@@ -62,7 +62,7 @@ def show(
     """
     from cs336sys.report.outputs import check_plot, write_file
     from cs336sys.report.page import check_page
-    from cs336sys.report.registry import Shown, invocations, marked, saved_page, saved_pictures, sound_cells_and_tables
+    from cs336sys.report.registry import Shown, invocations, marked, saved_page, saved_pictures
 
     output.check()
     check_plot(plot)
@@ -74,32 +74,13 @@ def show(
     if command:
         chosen = split_list(command, "--command", one_of(measured))
         saved = [invocation for invocation in saved if invocation.command in chosen]
-    cells: list[tuple[Invocation, list[Cell]]] = []
-    tables: list[list[Table]] = []
-    faults: list[UsageError] = []
-    presentation = _saved_presentations(ctx)
-    for invocation in saved:
-        try:
-            of_invocation = sound_cells_and_tables(
-                invocation, status, presentation(invocation), lambda sentence: say(f"warning: {sentence}")
-            )
-        except UsageError as fault:
-            faults.append(fault)
-            continue
-        if of_invocation[0]:
-            cells.append((invocation, of_invocation[0]))
-            tables.append(of_invocation[1])
-    if faults and not cells:
-        raise faults[0]
-    if not cells:
-        raise UsageError(f"--status {','.join(status)}: no cell has this status")
-    names = Counter(invocation.command for invocation, _ in cells)
-    tables = [
-        marked(invocation, some) if names[invocation.command] > 1 else some
-        for (invocation, _), some in zip(cells, tables, strict=True)
-    ]
-    tables = output.chosen(tables)
-    pictures = [saved_pictures(*shown_cells) if plot is not None or html is not None else {} for shown_cells in cells]
+    sound, faults = _sound_cells(ctx, saved, status)
+    names = Counter(invocation.command for invocation, _, _ in sound)
+    tables = output.chosen(
+        [marked(invocation, built) if names[invocation.command] > 1 else built for invocation, _, built in sound]
+    )
+    is_drawn = plot is not None or html is not None
+    pictures = [saved_pictures(invocation, cells) if is_drawn else {} for invocation, cells, _ in sound]
     drawings = list(_drawings(pictures, plot, names)) if plot is not None else []
     if html is None or output.output is not None:
         output.write([table for group in tables for table in group])
@@ -108,15 +89,44 @@ def show(
         say(f"drew {path}")
     if html is not None:
         shown = [
-            Shown(invocation, some, drawn) for (invocation, _), some, drawn in zip(cells, tables, pictures, strict=True)
+            Shown(invocation, group, drawn)
+            for (invocation, _, _), group, drawn in zip(sound, tables, pictures, strict=True)
         ]
         page = saved_page(", ".join(path.name for path in dict.fromkeys(files)), shown, say)
         write_file(html, page.encode(), "--html")
         say(f"wrote {html}")
-    for unshown in faults:
-        say(f"error: {unshown}")
+    for fault in faults:
+        say(f"error: {fault}")
     if faults:
         raise typer.Exit(1)
+
+
+def _sound_cells(
+    ctx: typer.Context, saved: Sequence["Invocation"], status: Sequence[str]
+) -> tuple[list[tuple["Invocation", list[Cell], list["Table"]]], list[UsageError]]:
+    """Return each invocation that has cells of this status, with these and their tables, and why others have none.
+
+    Raises:
+        UsageError: no cell is left.
+    """
+    from cs336sys.report.registry import sound_cells_and_tables
+
+    presentation = _saved_presentations(ctx)
+    sound = []
+    faults: list[UsageError] = []
+    for invocation in saved:
+        try:
+            cells, tables = sound_cells_and_tables(
+                invocation, status, presentation(invocation), lambda sentence: say(f"warning: {sentence}")
+            )
+        except UsageError as fault:
+            faults.append(fault)
+            continue
+        if cells:
+            sound.append((invocation, cells, tables))
+    if not sound:
+        raise faults[0] if faults else UsageError(f"--status {','.join(status)}: no cell has this status")
+    return sound, faults
 
 
 def _read_shown(path: Path) -> Results:

@@ -3,8 +3,10 @@
 import sys
 import time
 import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +19,42 @@ from cs336sys.results.model import Cell, Run
 
 if TYPE_CHECKING:
     from cs336sys.accounting.communication import BusBandwidths
+    from cs336sys.accounting.hardware import Ceilings
+    from cs336sys.measure.profile.analysis import Analysis
+    from cs336sys.measure.profile.difference import CaptureDifference
     from cs336sys.measure.profile.reading import Read
+    from cs336sys.report.table import Table
+
+
+@dataclass(frozen=True)
+class ReadingOptions:
+    """What captures are compared with, and what is shown of them."""
+
+    against: Annotated[
+        Sequence[Path], reads_file(help="A later capture (or ranks, or a folder): show what changed.")
+    ] = ()
+    step: Annotated[str | None, setting(help="Name of the ranges that are the steps.")] = None
+    top: Annotated[int, setting(help="Kernels, operators and modules shown.", min=1)] = 10
+    full_names: Annotated[bool, setting("--full-names", help="Show the whole names of kernels.")] = False
+    roofline: Annotated[
+        bool, setting("--roofline", help="Compare operators with the GPU's peak FLOPs and bandwidth.")
+    ] = False
+    ceilings: Annotated[
+        Path | None, reads_file(help="--roofline with what doctor --ceilings measured on that GPU.")
+    ] = None
+    allreduce: Annotated[
+        Path | None, reads_file(help="Results of allreduce on such GPUs, for collectives' bandwidth alone.")
+    ] = None
+
+    def check_gpu(self, measured: "Ceilings", analyses: Iterable["Analysis"]) -> None:
+        """Raise a UsageError for a capture of another GPU than the one that ``--ceilings`` measured."""
+        for analysis in analyses:
+            if analysis.gpu_name != measured.gpu:
+                raise UsageError(
+                    f"--ceilings {self.ceilings}: are those of {measured.gpu}, and {analysis.file} is of "
+                    f"{analysis.gpu_name or 'a GPU it does not name'}: measure on that GPU by doctor --ceilings, or "
+                    "choose --roofline, by its datasheet"
+                )
 
 
 def trace(
@@ -25,19 +62,7 @@ def trace(
         list[Path],
         typer.Argument(metavar="FILE...", help="Captures of torch.profiler or nsys, one a rank, or their folder."),
     ],
-    against: Annotated[list[Path], reads_file(help="A later capture (or ranks, or a folder): show what changed.")] = [],
-    step: Annotated[str | None, setting(help="Name of the ranges that are the steps.")] = None,
-    top: Annotated[int, setting(help="Kernels, operators and modules shown.", min=1)] = 10,
-    full_names: Annotated[bool, setting("--full-names", help="Show the whole names of kernels.")] = False,
-    roofline: Annotated[
-        bool, setting("--roofline", help="Compare operators with the GPU's peak FLOPs and bandwidth.")
-    ] = False,
-    ceilings: Annotated[
-        Path | None, reads_file(help="--roofline with what doctor --ceilings measured on that GPU.")
-    ] = None,
-    allreduce: Annotated[
-        Path | None, reads_file(help="Results of allreduce on such GPUs, for collectives' bandwidth alone.")
-    ] = None,
+    reading: ReadingOptions = ReadingOptions(),
     html: Annotated[
         Path | None, writes_file("--html", help="Write timeline and tables to this page, and print the verdict.")
     ] = None,
@@ -54,65 +79,55 @@ def trace(
     """
     from cs336sys.accounting.hardware import read_ceilings
     from cs336sys.measure.profile.reading import read_captures
-    from cs336sys.report.outputs import write_file
     from cs336sys.report.page import check_page
+    from cs336sys.report.profile import trace_difference as difference
     from cs336sys.report.profile.trace import DisplayOptions
-    from cs336sys.report.profile.trace_difference import (
-        AFTER,
-        BEFORE,
-        all_tables,
-        capture_cells,
-        difference_of,
-        saved_sides,
-        waterfall,
-    )
-    from cs336sys.report.profile.trace_page import trace_page
     from cs336sys.results.file import check_appendable
 
     output.check()
     check_page(html)
-    if allreduce is not None and against:
+    if reading.allreduce is not None and reading.against:
         raise UsageError("--allreduce: --against compares no collectives' bandwidths; choose one of the two")
-    measured = None if ceilings is None else read_ceilings(ceilings)
-    roofline = roofline or measured is not None
+    measured = None if reading.ceilings is None else read_ceilings(reading.ceilings)
+    roofline = reading.roofline or measured is not None
     if save is not None:
         check_appendable(save)
-    reads = {BEFORE: read_captures(files, step)}
-    if against:
-        reads[AFTER] = read_captures(against, step)
+    before = read_captures(files, reading.step)
+    reads = {difference.BEFORE: before}
+    if reading.against:
+        reads[difference.AFTER] = read_captures(reading.against, reading.step)
     for read in reads.values():
         for note in read.notes:
             say(f"note: {note}")
-        for analysis in read.analyses:
-            if measured is not None and analysis.gpu_name != measured.gpu:
-                raise UsageError(
-                    f"--ceilings {ceilings}: are those of {measured.gpu}, and {analysis.file} is of "
-                    f"{analysis.gpu_name or 'a GPU it does not name'}: measure on that GPU by doctor --ceilings, or "
-                    "choose --roofline, by its datasheet"
-                )
-    bandwidths = None if allreduce is None else _bandwidths(allreduce, reads[BEFORE])
+        if measured is not None:
+            reading.check_gpu(measured, read.analyses)
+    bandwidths = None if reading.allreduce is None else _bandwidths(reading.allreduce, before)
     run_id = str(uuid.uuid4())
-    cells = [
-        cell
-        for side, read in reads.items()
-        for cell in capture_cells(
-            side, read, roofline=roofline, ceilings=measured, bandwidths=bandwidths, run_id=run_id
-        )
-    ]
-    sides = saved_sides(cells)
-    tables = all_tables(sides, DisplayOptions(top, full_names, roofline, measured, bandwidths))
+    details: dict[str, Any] = {"roofline": roofline, "ceilings": measured, "bandwidths": bandwidths, "run_id": run_id}
+    cells = [cell for side, read in reads.items() for cell in difference.capture_cells(side, read, **details)]
+    sides = difference.saved_sides(cells)
+    shown = DisplayOptions(reading.top, reading.full_names, roofline, measured, bandwidths)
+    tables = difference.all_tables(sides, shown)
     if save is not None:
-        _save(save, run_id, reads[BEFORE], cells)
+        _save(save, run_id, before, cells)
     if html is None or output.output is not None or output.format is not None or output.table:
         output.emit(tables)
     else:
         output.write(tables[:1])
     if html is not None:
-        difference = difference_of(sides)
-        falls = waterfall(difference) if difference else []
-        page = trace_page(tables, list(reads.values()), falls, difference.before_ms if difference else 0.0)
-        write_file(html, page.encode(), "--html")
-        say(f"wrote {html}")
+        _write_page(html, tables, list(reads.values()), difference.difference_of(sides))
+
+
+def _write_page(
+    html: Path, tables: Sequence["Table"], reads: list["Read"], changed: "CaptureDifference | None"
+) -> None:
+    from cs336sys.report.outputs import write_file
+    from cs336sys.report.profile.trace_difference import waterfall
+    from cs336sys.report.profile.trace_page import trace_page
+
+    page = trace_page(tables, reads, waterfall(changed) if changed else [], changed.before_ms if changed else 0.0)
+    write_file(html, page.encode(), "--html")
+    say(f"wrote {html}")
 
 
 def _bandwidths(path: Path, read: "Read") -> "BusBandwidths":

@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,8 +19,8 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.board import is_given, read_memory_limit
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, OUTPUT, WHAT_RUNS, among, choice, one_of, split_list
-from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.commands.options.reading import MEASURING, OUTPUT, WHAT_RUNS, among, choice, split_list
+from cs336sys.commands.sweep.run import in_rounds, run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.results.model import Cell, configuration_key
 from cs336sys.workload import ParallelWorkload, Workload
@@ -44,42 +44,129 @@ _ROUNDS = 12
 # The next best of so many stand in for candidates that do not run.
 _MOST_RESERVES = 10
 
+# Settings of the implementation that have one value each; the optimizer has its state's dtype with it.
+_IMPLEMENTATION = ("compile", "attention", "kernels", "cuda_graph")
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """The configurations to choose among, and the GPUs to choose for."""
+
+    checkpoint: Annotated[
+        Sequence[str],
+        setting(
+            help="Only these: none, block, every=K, keep=N.",
+            rich_help_panel=WHAT_RUNS,
+            autocompletion=among(("none", "block", "every=", "keep=")),
+        ),
+    ] = ()
+    micro_batch: Annotated[
+        Sequence[int], setting(help="Sequences of a rank at once. Default: 1, 2, ... 64.", min=1)
+    ] = ()
+    tokens_per_step: Annotated[
+        int | None, setting(help="Of all ranks together, in micro-batches. Default: one micro-batch.", min=1)
+    ] = None
+    world_size: Annotated[int, setting(help="GPUs.", min=1, max=64)] = 1
+    strategy: Annotated[
+        Sequence[str], choice(dict.fromkeys(name for name, _ in STRATEGIES), rich_help_panel=WHAT_RUNS)
+    ] = ()
+    gradient_dtype: Annotated[str | None, setting(help="What buckets are sent in: fp32, bf16. Default: both.")] = None
+    memory: Annotated[str | None, setting(help="What a rank may hold: 80GiB. Default: 95 % of the GPU.")] = None
+    gpu: Annotated[
+        str | None, choice(GPUS, f"Predict for {', '.join(GPUS)}. Default: this machine's GPU, or h200.")
+    ] = None
+    rates: Annotated[Path | None, reads_file(help="Of your GPU: doctor --ceilings.")] = None
+    launch_us: Annotated[float | None, setting(help="CPU time of a launch.", min=0, max=1e4)] = None
+    lines: Annotated[int, setting(help="Lines of PyTorch for so many of the best.", min=0, max=10)] = 1
+    measure: Annotated[
+        int, setting(help="Measure the best so many, and yours.", min=0, max=100, rich_help_panel=MEASURING)
+    ] = 0
+    budget: Annotated[
+        float, setting(help="Seconds after which no more is measured.", min=1, rich_help_panel=MEASURING)
+    ] = 600.0
+
+    def is_on_cpu(self, device: str) -> bool:
+        """Return whether configurations are of this machine's CPU: asked for, or measured where there is no GPU."""
+        from cs336sys.measure.system import gpu_capacity
+
+        if device == "cpu" and self.gpu is not None:
+            raise UsageError(f"--gpu {self.gpu}: --device cpu has none; leave one of them out")
+        return device == "cpu" or (bool(self.measure) and gpu_capacity(device) is None)
+
+    def limit_bytes(self, device: str) -> float:
+        """Return what tensors of a rank may take."""
+        from cs336sys.accounting.hardware import datasheet
+        from cs336sys.accounting.step_time.rates import read_rates
+        from cs336sys.measure.system import capacity, gpu_capacity
+
+        if self.memory is not None:
+            return read_memory_limit(self.memory, "--memory")
+        if device == "cpu":
+            device_capacity = capacity(device)
+            return _FILLED * (device_capacity.memory_gib if device_capacity is not None else 4.0) * GIB
+        local_gpu = gpu_capacity(device) if self.gpu is None else None
+        if local_gpu is not None:
+            return _FILLED * local_gpu.memory_gib * GIB
+        name = self.gpu or ("h200" if self.rates is None else read_rates(self.rates).gpu)
+        sheet = datasheet(GPUS.get(name.lower(), name))
+        if sheet is None:
+            raise UsageError(f"the memory of {name} is not known: give --memory, such as 80GiB")
+        return _FILLED * sheet.memory_bytes
+
+    def fixed_settings(
+        self, ctx: typer.Context, implementation: options.ImplementationOptions, *, on_cpu: bool
+    ) -> dict[str, Sequence[Any]]:
+        """Return the values that the user, or the device, has fixed, by setting."""
+        if (self.strategy or self.gradient_dtype) and self.world_size == 1:
+            raise UsageError("--strategy and --gradient-dtype: one rank shares nothing; add --world-size")
+        fixed: dict[str, Sequence[Any]] = {
+            name: list(getattr(implementation, name)) for name in _IMPLEMENTATION if is_given(ctx, name)
+        }
+        if is_given(ctx, "optimizer") or is_given(ctx, "state_dtype"):
+            fixed["optimizer"] = [(name, dtype) for name, dtype, _ in implementation.optimizers()]
+        if is_given(ctx, "update"):
+            raise UsageError("--update: tune updates in a step of its own; leave it out")
+        if on_cpu:
+            # Neither graphs nor kernels of Triton run there.
+            fixed = {"cuda_graph": ["off"], "kernels": ["reference"]} | fixed
+            fixed.setdefault("optimizer", [("course", "fp32"), ("fused", "fp32")])
+        if self.checkpoint:
+            fixed["checkpointing"] = split_list(self.checkpoint, "--checkpoint", _read_checkpointing)
+        if self.micro_batch:
+            fixed["micro_batch"] = list(self.micro_batch)
+        if self.world_size > 1:
+            chosen = [pair for pair in STRATEGIES if not self.strategy or pair[0] in self.strategy]
+            fixed["strategy"] = [pair for pair in chosen if self.gradient_dtype in (None, pair[1])]
+            if not fixed["strategy"]:
+                dtype = self.gradient_dtype
+                raise UsageError(f"--gradient-dtype {dtype}: buckets alone have the choice; choose bucketed")
+        return fixed
+
+    def gpu_rates(self, device: str, plain: Workload, *, on_cpu: bool) -> "Rates":
+        """Return the rates of ``--gpu``, of this machine's GPU, or of its CPU, which are measured first."""
+        from cs336sys.accounting.step_time.rates import is_scalable, rates_of, read_rates
+        from cs336sys.measure.system import gpu_capacity
+
+        measured = None if self.rates is None else read_rates(self.rates)
+        if on_cpu:
+            return measured or _cpu_rates(plain)
+        if self.gpu is not None:
+            return rates_of(self.gpu, measured)
+        local_gpu = gpu_capacity(device)
+        if local_gpu is None:
+            return measured or rates_of("h200")
+        if measured is None and not is_scalable(local_gpu.device):
+            remedy = "run doctor --ceilings mine.json, and give --rates mine.json"
+            raise CapabilityError(f"{local_gpu.device}: its rates are not known; {remedy}")
+        return rates_of(local_gpu.device, measured)
+
 
 def tune(
     ctx: typer.Context,
     model: options.TrainedModelOptions = options.TrainedModelOptions(),
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
-    checkpoint: Annotated[
-        list[str],
-        setting(
-            help="Only these: none, block, every=K, keep=N.",
-            rich_help_panel=WHAT_RUNS,
-            autocompletion=among(("none", "block", "every=", "keep=")),
-        ),
-    ] = [],
-    micro_batch: Annotated[list[int], setting(help="Sequences of a rank at once. Default: 1, 2, ... 64.", min=1)] = [],
-    tokens_per_step: Annotated[
-        int | None, setting(help="Of all ranks together, in micro-batches. Default: one micro-batch.", min=1)
-    ] = None,
-    world_size: Annotated[int, setting(help="GPUs.", min=1, max=64)] = 1,
-    strategy: Annotated[
-        list[str], choice(dict.fromkeys(name for name, _ in STRATEGIES), rich_help_panel=WHAT_RUNS)
-    ] = [],
-    gradient_dtype: Annotated[str | None, setting(help="What buckets are sent in: fp32, bf16. Default: both.")] = None,
-    memory: Annotated[str | None, setting(help="What a rank may hold: 80GiB. Default: 95 % of the GPU.")] = None,
-    gpu: Annotated[
-        str | None, choice(GPUS, f"Predict for {', '.join(GPUS)}. Default: this machine's GPU, or h200.")
-    ] = None,
-    rates: Annotated[Path | None, reads_file(help="Of your GPU: doctor --ceilings.")] = None,
-    launch_us: Annotated[float | None, setting(help="CPU time of a launch.", min=0, max=1e4)] = None,
-    lines: Annotated[int, setting(help="Lines of PyTorch for so many of the best.", min=0, max=10)] = 1,
-    measure: Annotated[
-        int, setting(help="Measure the best so many, and yours.", min=0, max=100, rich_help_panel=MEASURING)
-    ] = 0,
-    budget: Annotated[
-        float, setting(help="Seconds after which no more is measured.", min=1, rich_help_panel=MEASURING)
-    ] = 600.0,
+    search: SearchOptions = SearchOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=[3], steps=5),
     run: options.RunOptions = options.RunOptions(),
     plot: Annotated[Path | None, writes_file(help="Draw tokens/s over memory.", rich_help_panel=OUTPUT)] = None,
@@ -94,47 +181,44 @@ def tune(
 
     cs336sys tune --size tiny --batch-size 4 --measure 3 --save tuned.jsonl
     """
-    from cs336sys.accounting.step_time.choice import choose
     from cs336sys.report.tune import choice_tables, plot_front
 
     plain = _plain_workload(model, precision, steps, run)
     output.check(plot=plot)
-    if sweeping.save is not None and not measure:
+    if sweeping.save is not None and not search.measure:
         raise UsageError(f"--save {sweeping.save}: nothing is measured; add --measure")
-    on_cpu = _is_on_cpu(run.device, gpu, measure)
+    on_cpu = search.is_on_cpu(run.device)
     if on_cpu:
         plain = replace(plain, device="cpu")
-    limit = _limit(memory, gpu, rates, run.device)
-    fixed = _fixed_settings(
-        ctx, implementation, checkpoint, micro_batch, strategy, gradient_dtype, world_size, on_cpu=on_cpu
-    )
-    if model.batch_size and not micro_batch:
+    limit = search.limit_bytes(run.device)
+    fixed = search.fixed_settings(ctx, implementation, on_cpu=on_cpu)
+    tokens_per_step = search.tokens_per_step
+    if model.batch_size and not search.micro_batch:
         # The batch of a step of all ranks, as in other commands.
         tokens_per_step = tokens_per_step or model.batch_size[0] * plain.size.context
     if not plain.is_ours and fixed.get("kernels", ["reference"]) != ["reference"]:
         raise UsageError("--kernels: tune predicts --model with reference only: leave it out, or measure with bench")
     counted = None if plain.is_ours else _counted_model(plain)
     if counted is not None:
-        fixed = _fixed_of_users(fixed, counted, world_size)
-    space = Space(plain, world_size, fixed, tokens_per_step)
-    gpu_rates = _rates(gpu, rates, run.device, plain, on_cpu=on_cpu)
-    launch_s = None if launch_us is None else launch_us / 1e6
-    choices = choose(space, gpu_rates, limit, launch_s, counted)
+        fixed = _fixed_of_users(fixed, counted, search.world_size)
+    space = Space(plain, search.world_size, fixed, tokens_per_step)
+    rates = search.gpu_rates(run.device, plain, on_cpu=on_cpu)
+    predictor = _Predictor(space, rates, limit, None if search.launch_us is None else search.launch_us / 1e6, counted)
+    choices = predictor.choose(space)
     if not choices.fitting:
         raise UsageError(_nothing_fits(choices))
-    more = None if on_cpu or measure else _with_one_more(choices, space, gpu_rates, launch_s, counted)
-    predicted = choice_tables(choices, gpu_rates, more, lines, is_ours=plain.is_ours)
+    more = None if on_cpu or search.measure else predictor.with_one_more(choices)
+    predicted = choice_tables(choices, rates, more, search.lines, is_ours=plain.is_ours)
     if plot is not None:
         plot_front(choices, plot)
-    if not measure:
+    if not search.measure:
         output.emit(predicted)
         return
-    chosen = _with_yours(choices.fitting[:measure], space, gpu_rates, limit, launch_s, counted)
-    chosen_configurations = [candidate.configuration for candidate in chosen]
-    reserves = [
-        candidate for candidate in choices.fitting[measure:] if candidate.configuration not in chosen_configurations
-    ][:_MOST_RESERVES]
-    _measure_best(chosen, reserves, measure, budget, predicted, sweeping, output)
+    chosen = predictor.with_yours(choices.fitting[: search.measure])
+    configurations = [candidate.configuration for candidate in chosen]
+    others = [other for other in choices.fitting[search.measure :] if other.configuration not in configurations]
+    race = _Race(chosen, others[:_MOST_RESERVES], search.measure, search.budget)
+    race.run(predicted, sweeping, output)
 
 
 def _plain_workload(
@@ -181,105 +265,8 @@ def _fixed_of_users(
     return chosen
 
 
-def _is_on_cpu(device: str, gpu: str | None, measure: int) -> bool:
-    """Return whether configurations are of this machine's CPU: asked for, or measured where there is no GPU."""
-    from cs336sys.measure.system import gpu_capacity
-
-    if device == "cpu":
-        if gpu is not None:
-            raise UsageError(f"--gpu {gpu}: --device cpu has none; leave one of them out")
-        return True
-    return bool(measure) and gpu_capacity(device) is None
-
-
-def _limit(memory: str | None, gpu: str | None, rates: Path | None, device: str) -> float:
-    from cs336sys.accounting.hardware import datasheet
-    from cs336sys.accounting.step_time.rates import read_rates
-    from cs336sys.measure.system import capacity, gpu_capacity
-
-    if memory is not None:
-        try:
-            return read_memory_limit(memory)
-        except UsageError as error:
-            raise UsageError(str(error).replace("--memory-limit", "--memory")) from None
-    if device == "cpu":
-        device_capacity = capacity(device)
-        return _FILLED * (device_capacity.memory_gib if device_capacity is not None else 4.0) * GIB
-    local_gpu = gpu_capacity(device) if gpu is None else None
-    if local_gpu is not None:
-        return _FILLED * local_gpu.memory_gib * GIB
-    name = gpu or ("h200" if rates is None else read_rates(rates).gpu)
-    sheet = datasheet(GPUS.get(name.lower(), name))
-    if sheet is None:
-        raise UsageError(f"the memory of {name} is not known: give --memory, such as 80GiB")
-    return _FILLED * sheet.memory_bytes
-
-
-def _fixed_settings(
-    ctx: typer.Context,
-    implementation: options.ImplementationOptions,
-    checkpoint: Sequence[str],
-    micro_batch: Sequence[int],
-    strategy: Sequence[str],
-    gradient_dtype: str | None,
-    world_size: int,
-    *,
-    on_cpu: bool,
-) -> dict[str, Sequence[Any]]:
-    """Return the values that the user, or the device, has fixed, by setting."""
-    if (strategy or gradient_dtype) and world_size == 1:
-        raise UsageError("--strategy and --gradient-dtype: one rank shares nothing; add --world-size")
-    fixed: dict[str, Sequence[Any]] = {
-        name: list(getattr(implementation, name))
-        for name in ("compile", "attention", "kernels", "cuda_graph")
-        if is_given(ctx, name)
-    }
-    if is_given(ctx, "optimizer") or is_given(ctx, "state_dtype"):
-        fixed["optimizer"] = [(name, dtype) for name, dtype, _ in implementation.optimizers()]
-    if is_given(ctx, "update"):
-        raise UsageError("--update: tune updates in a step of its own; leave it out")
-    if on_cpu:
-        # Neither graphs nor kernels of Triton run there.
-        fixed = {"cuda_graph": ["off"], "kernels": ["reference"]} | fixed
-        fixed.setdefault("optimizer", [("course", "fp32"), ("fused", "fp32")])
-    if checkpoint:
-        fixed["checkpointing"] = split_list(checkpoint, "--checkpoint", _read_checkpointing)
-    if micro_batch:
-        fixed["micro_batch"] = list(micro_batch)
-    if strategy:
-        strategy = split_list(strategy, "--strategy", one_of({name for name, _ in STRATEGIES}))
-    if world_size > 1:
-        chosen = [pair for pair in STRATEGIES if not strategy or pair[0] in strategy]
-        fixed["strategy"] = [pair for pair in chosen if gradient_dtype in (None, pair[1])]
-        if not fixed["strategy"]:
-            raise UsageError(f"--gradient-dtype {gradient_dtype}: buckets alone have the choice; choose bucketed")
-    return fixed
-
-
 def _read_checkpointing(text: str) -> str:
     return text if kept_blocks(text) is not None else parse_checkpointing(text)
-
-
-def _rates(gpu: str | None, path: Path | None, device: str, plain: Workload, *, on_cpu: bool) -> "Rates":
-    """Return the rates of the GPU that was asked for, of this machine's, or of its CPU, which are measured first."""
-    from cs336sys.accounting.step_time.rates import is_scalable, rates_of, read_rates
-    from cs336sys.measure.system import gpu_capacity
-
-    measured = None if path is None else read_rates(path)
-    if on_cpu:
-        if measured is not None:
-            return measured
-        return _cpu_rates(plain)
-    if gpu is not None:
-        return rates_of(gpu, measured)
-    local_gpu = gpu_capacity(device)
-    if local_gpu is None:
-        return rates_of("h200", measured) if measured is None else measured
-    if measured is None and not is_scalable(local_gpu.device):
-        raise CapabilityError(
-            f"{local_gpu.device}: its rates are not known; run doctor --ceilings mine.json, and give --rates mine.json"
-        )
-    return rates_of(local_gpu.device, measured)
 
 
 def _cpu_rates(plain: Workload) -> "Rates":
@@ -308,60 +295,62 @@ def _nothing_fits(choices: "Choice") -> str:
     return f"{limit}: no configuration fits; the smallest needs {needs}: choose more memory, or more ranks"
 
 
-def _with_one_more(
-    choices: "Choice", space: Space, rates: "Rates", launch_s: float | None, counted: "CountedModel | None"
-) -> "Choice | None":
-    """Return the choice with one more GPU, of configurations like the fastest one."""
-    from cs336sys.accounting.step_time.choice import choose
+@dataclass(frozen=True)
+class _Predictor:
+    """What predicts a time for each configuration of a space; ``counted`` is the user's model in place of ours."""
 
-    best = choices.fitting[0].configuration.training
-    fixed = {name: values for name, values in space.fixed.items() if name not in ("strategy", "checkpointing")}
-    for name in ("compile", "attention", "kernels", "cuda_graph"):
-        fixed[name] = [getattr(best, name)]
-    fixed.setdefault("optimizer", [(best.optimizer, best.state_dtype), ("fused", "fp32")])
-    try:
-        more = replace(space, world_size=space.world_size + 1, fixed=fixed)
-        return choose(more, rates, choices.limit, launch_s, counted)
-    except UsageError:
-        # So many ranks do not divide the step.
-        return None
+    space: Space
+    rates: "Rates"
+    limit: float
+    launch_s: float | None
+    counted: "CountedModel | None"
 
+    def choose(self, space: Space) -> "Choice":
+        from cs336sys.accounting.step_time.choice import choose
 
-def _with_yours(
-    best: Sequence["Candidate"],
-    space: Space,
-    rates: "Rates",
-    limit: float,
-    launch_s: float | None,
-    counted: "CountedModel | None",
-) -> list["Candidate"]:
-    """Return the best, and what the user's options say with the defaults of other commands."""
-    from cs336sys.accounting.step_time.choice import evaluate
-    from cs336sys.accounting.step_time.prediction import StepConfiguration
+        return choose(space, self.rates, self.limit, self.launch_s, self.counted)
 
-    attention = "reference" if counted is None else "sdpa"
-    defaults = {"compile": "off", "attention": attention, "kernels": "reference", "cuda_graph": "off"}
-    settings = {name: (space.fixed.get(name) or [value])[0] for name, value in defaults.items()}
-    optimizer, state_dtype = (space.fixed.get("optimizer") or [("course", "fp32")])[0]
-    batches = dict(space.micro_batches)
-    batch = space.training.size.batch_size if space.training.size.batch_size in batches else max(batches)
-    training = replace(space.training, optimizer=optimizer, state_dtype=state_dtype, **settings)
-    strategy, gradient_dtype = (space.fixed.get("strategy") or [(None, "fp32")])[0]
-    yours = StepConfiguration(
-        training_with_batch(training, batch),
-        (space.fixed.get("checkpointing") or ["none"])[0],
-        batches[batch],
-        strategy,
-        space.world_size,
-        gradient_dtype,
-    )
-    if refusal(yours) is not None or yours in [candidate.configuration for candidate in best]:
-        return list(best)
-    (candidate,) = evaluate([yours], rates, launch_s, counted)
-    if candidate.memory > limit:
-        say(f"the plain configuration needs {candidate.memory / GIB:.1f} GiB and is not measured")
-        return list(best)
-    return [*best, candidate]
+    def with_one_more(self, choices: "Choice") -> "Choice | None":
+        """Return the choice with one more GPU, of configurations like the fastest one."""
+        best, space = choices.fitting[0].configuration.training, self.space
+        fixed = {name: values for name, values in space.fixed.items() if name not in ("strategy", "checkpointing")}
+        fixed |= {name: [getattr(best, name)] for name in _IMPLEMENTATION}
+        fixed.setdefault("optimizer", [(best.optimizer, best.state_dtype), ("fused", "fp32")])
+        try:
+            return self.choose(replace(space, world_size=space.world_size + 1, fixed=fixed))
+        except UsageError:
+            # So many ranks do not divide the step.
+            return None
+
+    def with_yours(self, best: Sequence["Candidate"]) -> list["Candidate"]:
+        """Return the best, and what the user's options say with the defaults of other commands."""
+        from cs336sys.accounting.step_time.choice import evaluate
+        from cs336sys.accounting.step_time.prediction import StepConfiguration
+
+        fixed, training = self.space.fixed, self.space.training
+        attention = "reference" if self.counted is None else "sdpa"
+        defaults = {"compile": "off", "attention": attention, "kernels": "reference", "cuda_graph": "off"}
+        settings = {name: (fixed.get(name) or [value])[0] for name, value in defaults.items()}
+        optimizer, state_dtype = (fixed.get("optimizer") or [("course", "fp32")])[0]
+        batches = dict(self.space.micro_batches)
+        batch = training.size.batch_size if training.size.batch_size in batches else max(batches)
+        training = replace(training, optimizer=optimizer, state_dtype=state_dtype, **settings)
+        strategy, gradient_dtype = (fixed.get("strategy") or [(None, "fp32")])[0]
+        yours = StepConfiguration(
+            training_with_batch(training, batch),
+            (fixed.get("checkpointing") or ["none"])[0],
+            batches[batch],
+            strategy,
+            self.space.world_size,
+            gradient_dtype,
+        )
+        if refusal(yours) is not None or yours in [candidate.configuration for candidate in best]:
+            return list(best)
+        (candidate,) = evaluate([yours], self.rates, self.launch_s, self.counted)
+        if candidate.memory > self.limit:
+            say(f"the plain configuration needs {candidate.memory / GIB:.1f} GiB and is not measured")
+            return list(best)
+        return [*best, candidate]
 
 
 def _measured_configuration(configuration: "StepConfiguration") -> dict[str, Any]:
@@ -381,72 +370,65 @@ def _measured_configuration(configuration: "StepConfiguration") -> dict[str, Any
     ).configuration()
 
 
-def _measure_best(
-    chosen: Sequence["Candidate"],
-    reserves: Sequence["Candidate"],
-    wanted: int,
-    budget: float,
-    predicted: Sequence["Table"],
-    sweeping: SweepOptions,
-    output: OutputOptions,
-) -> None:
-    """Measure candidates in turn until one is the fastest by ``compare``'s statistic, or time is over.
+class _Race:
+    """Candidates that are measured in turn until one is the fastest by ``compare``'s statistic, or time is over.
 
     Args:
         chosen: the ``wanted`` best, and maybe the plain configuration.
         reserves: the next best, measured in place of candidates that do not run or compute something else.
+        budget_s: after which no more is measured.
     """
-    from cs336sys.report.titles import by_configuration
-    from cs336sys.report.tune import compared_to_best, fastest, is_decided, running, tune_tables
 
-    ranks = chosen[0].configuration.world_size
-    if ranks > 1 and any(candidate.configuration.accumulation > 1 for candidate in chosen):
-        raise UsageError("--measure: several ranks measure one micro-batch a step; leave out --tokens-per-step")
-    candidates = [*chosen, *reserves]
-    configurations = [_measured_configuration(candidate.configuration) for candidate in candidates]
-    keys = [configuration_key(configuration) for configuration in configurations]
-    best_keys = {*keys[:wanted], *keys[len(chosen) :]}
-    predictions: dict[str, Mapping[str, Any]] = {
-        key: {
-            "predicted_ms": None if candidate.time.unknown else 1e3 * candidate.time.step_s,
-            "predicted_gib": candidate.memory / GIB,
+    def __init__(self, chosen: Sequence["Candidate"], reserves: Sequence["Candidate"], wanted: int, budget_s: float):
+        self.ranks = chosen[0].configuration.world_size
+        if self.ranks > 1 and any(candidate.configuration.accumulation > 1 for candidate in chosen):
+            raise UsageError("--measure: several ranks measure one micro-batch a step; leave out --tokens-per-step")
+        candidates = [*chosen, *reserves]
+        self.configurations = [_measured_configuration(candidate.configuration) for candidate in candidates]
+        keys = [configuration_key(configuration) for configuration in self.configurations]
+        self.wanted, self.chosen_keys = wanted, keys[: len(chosen)]
+        self.best_keys = {*keys[:wanted], *keys[len(chosen) :]}
+        self.predictions = {
+            key: {
+                "predicted_ms": None if candidate.time.unknown else 1e3 * candidate.time.step_s,
+                "predicted_gib": candidate.memory / GIB,
+            }
+            for key, candidate in zip(keys, candidates, strict=True)
         }
-        for key, candidate in zip(keys, candidates, strict=True)
-    }
-    started = time.monotonic()
+        self.end_s = time.monotonic() + budget_s
 
-    def is_wanted(configuration: Mapping[str, Any], cells: Sequence[Cell]) -> bool:
+    def is_wanted(self, configuration: Mapping[str, Any], cells: Sequence[Cell]) -> bool:
+        """Return whether this candidate is measured in this round: the first finds who runs, the others the fastest."""
+        from cs336sys.report.titles import by_configuration
+        from cs336sys.report.tune import compared_to_best, fastest, is_decided, running
+
         key = configuration_key(configuration, ignore=("round",))
         if configuration["round"] == 1:
-            is_chosen = key in keys[: len(chosen)]
-            return is_chosen or len(best_keys & running(by_configuration(cells)).keys()) < wanted
-        if time.monotonic() - started > budget:
+            runs = self.best_keys & running(by_configuration(cells)).keys()
+            return key in self.chosen_keys or len(runs) < self.wanted
+        if time.monotonic() > self.end_s:
             return False
         groups = by_configuration([cell for cell in cells if cell.configuration["round"] < configuration["round"]])
         best = fastest(groups)
         if best is None:
             return False
         compared = compared_to_best(groups, best)
-        still_open = {
-            other for other, comparison in compared.items() if not is_decided(comparison, configuration["device"])
-        }
+        still_open = {other for other, result in compared.items() if not is_decided(result, configuration["device"])}
         return bool(still_open) and key in {best, *still_open}
 
-    # Every second round goes backwards, so that none is always measured after the same one.
-    in_rounds = [
-        configuration | {"round": number}
-        for number in range(1, _ROUNDS + 1)
-        for configuration in (configurations if number % 2 else reversed(configurations))
-    ]
-    where = "experiments.tune:measure_configuration"
-    if ranks > 1:
-        where = "experiments.parallel.measurement:measure_parallel_training"
-    run_sweep(
-        "tune",
-        f"cs336sys.{where}",
-        in_rounds,
-        sweeping,
-        across_ranks=ranks > 1,
-        is_wanted=is_wanted,
-        predictions=predictions,
-    ).report(lambda cells, run: [*tune_tables(cells, run), *predicted], output)
+    def run(self, predicted: Sequence["Table"], sweeping: SweepOptions, output: OutputOptions) -> None:
+        """Measure, and print the measured tables before the predicted ones."""
+        from cs336sys.report.tune import tune_tables
+
+        where = "experiments.tune:measure_configuration"
+        if self.ranks > 1:
+            where = "experiments.parallel.measurement:measure_parallel_training"
+        run_sweep(
+            "tune",
+            f"cs336sys.{where}",
+            in_rounds(self.configurations, _ROUNDS),
+            sweeping,
+            across_ranks=self.ranks > 1,
+            is_wanted=self.is_wanted,
+            predictions=self.predictions,
+        ).report(lambda cells, run: [*tune_tables(cells, run), *predicted], output)

@@ -1,13 +1,10 @@
 """``cs336sys account``: what training needs, on paper. Arithmetic without a GPU and without torch."""
 
-from collections.abc import Collection
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import typer
 
 from cs336sys.commands.invocation import LazyGroup
-from cs336sys.commands.options.effects import setting
-from cs336sys.commands.options.reading import among
 from cs336sys.errors import UsageError
 
 # Subjects, and the commands that each module has.
@@ -39,11 +36,6 @@ def _account() -> None:
 
     cs336sys account parallel --strategy fsdp-tp --tokens 131072 --plot parallel.png
     """
-
-
-def choice(names: Collection[str], text: str | None = None) -> Any:
-    """An option that takes one of the names, or several; its help is ``text``, or else the names."""
-    return setting(help=text or f"{', '.join(names)}.", autocompletion=among(names))
 
 
 def require_positive(value: float | None, option: str) -> None:

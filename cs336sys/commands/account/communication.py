@@ -7,17 +7,10 @@ from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer, Mesh
 from cs336sys.accounting.xxl import XXL_SHAPE, FeedForwardStack, TpuMesh
-from cs336sys.commands.account import choice, require_positive, require_triable
+from cs336sys.commands.account import require_positive, require_triable
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import (
-    between,
-    byte_count,
-    check_choice,
-    one_of,
-    read_value,
-    split_list,
-)
+from cs336sys.commands.options.reading import byte_count, choice, read_value
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size
 
@@ -32,7 +25,7 @@ def buckets(
     size: Annotated[str, choice(SIZES, f"Whose gradients: {', '.join(SIZES)}.")] = "xl",
     gradients: Annotated[str | None, setting(help="All gradients, s, instead of the size's: 8GB.")] = None,
     gradient_dtype: Annotated[str, choice(PRECISIONS, "What gradients are sent in.")] = "fp32",
-    bucket_mb: Annotated[list[str], setting(help="Bucket sizes, 1e6 bytes.")] = ["1,10,100,1000"],
+    bucket_mb: Annotated[list[float], setting(help="Bucket sizes, 1e6 bytes.", min=1e-6, max=1e6)] = [1, 10, 100, 1000],
     bandwidth: Annotated[float, setting(help="Algorithm bandwidth of the all-reduce in bytes/s, w.")] = 320e9,
     call_us: Annotated[float, setting(help="Cost of a communication call in microseconds, o.")] = 20.0,
     output: OutputOptions = OutputOptions(),
@@ -43,21 +36,20 @@ def buckets(
     """
     from cs336sys.report.account.answers import bucket_tables
 
-    element_bytes = ELEMENT_BYTES[check_choice(gradient_dtype, "--gradient-dtype", PRECISIONS)]
+    element_bytes = ELEMENT_BYTES[gradient_dtype]
     if gradients is None:
         total, title = float(element_bytes * count_parameters(choose_size(size))), f"{size}, {gradient_dtype}"
     else:
         total = float(read_value(gradients, "--gradients", byte_count))
         title = gradients
-    megabytes = split_list(bucket_mb, "--bucket-mb", between(1e-6, 1e6))
     require_positive(bandwidth, "--bandwidth")
     require_positive(call_us, "--call-us")
     output.check()
-    output.emit(bucket_tables(total, [1e6 * value for value in megabytes], bandwidth, 1e-6 * call_us, title))
+    output.emit(bucket_tables(total, [1e6 * value for value in bucket_mb], bandwidth, 1e-6 * call_us, title))
 
 
 def parallel(
-    strategy: Annotated[list[str], choice(PARALLELISMS)] = [",".join(PARALLELISMS)],
+    strategy: Annotated[list[str], choice(PARALLELISMS)] = list(PARALLELISMS),
     tokens: Annotated[int, setting(help="Tokens of the whole batch, B.", min=1)] = 131072,
     d_model: Annotated[int, setting(help="Model width, D.", min=1)] = SIZES["2.7b"].d_model,
     d_ff: Annotated[int, setting(help="Feed-forward width, D_FF.", min=1)] = SIZES["2.7b"].d_ff,
@@ -89,8 +81,6 @@ def parallel(
     from cs336sys.report.account.rates import compare_with_measured, read_measured
     from cs336sys.report.outputs import check_plot
 
-    chosen = split_list(strategy, "--strategy", one_of(PARALLELISMS))
-    element_bytes = ELEMENT_BYTES[check_choice(dtype, "--dtype", PRECISIONS)]
     cells = read_measured(measured)
     rates, compared = compare_with_measured(cells, flops, bandwidth) if cells else (None, [])
     layer = Layer(
@@ -99,16 +89,16 @@ def parallel(
         d_ff,
         rates[0] if rates else _FLOPS if flops is None else flops,
         rates[1] if rates else _BANDWIDTH if bandwidth is None else bandwidth,
-        element_bytes,
+        ELEMENT_BYTES[dtype],
     )
     asked_mesh = None if mesh is None else _read_mesh(mesh, devices)
     count = devices if devices is not None else asked_mesh.devices if asked_mesh else 8
     require_triable(count)
     output.check()
     check_plot(plot)
-    output.emit([*parallel_tables(chosen, layer, count, asked_mesh), *compared])
+    output.emit([*parallel_tables(strategy, layer, count, asked_mesh), *compared])
     if plot is not None:
-        plot_parallel(chosen, layer, plot)
+        plot_parallel(strategy, layer, plot)
 
 
 def _read_mesh(text: str, devices: int | None) -> Mesh:

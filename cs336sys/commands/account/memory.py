@@ -5,19 +5,18 @@ from pathlib import Path
 from typing import Annotated
 
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
-from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import choice
 from cs336sys.sizes import ELEMENT_BYTES, MOST_RANKS, PRECISIONS
 from cs336sys.workload import ATTENTION, MODES
 
 
 def memory(
     model: options.SharedSizeOptions = options.SharedSizeOptions(["xl"]),
-    world_size: Annotated[list[str], setting(help="Numbers of ranks.")] = ["2"],
-    strategy: Annotated[list[str], choice(OWN_SHARDING_STRATEGIES)] = [",".join(OWN_SHARDING_STRATEGIES)],
+    world_size: Annotated[list[int], setting(help="Numbers of ranks.", min=1, max=MOST_RANKS)] = [2],
+    strategy: Annotated[list[str], choice(OWN_SHARDING_STRATEGIES)] = list(OWN_SHARDING_STRATEGIES),
     mode: Annotated[list[str], choice(MODES)] = ["train"],
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     parameter_dtype: Annotated[
@@ -37,9 +36,7 @@ def memory(
     from cs336sys.report.account.model import plot_rank_memory, rank_memory_tables
     from cs336sys.report.outputs import check_plot
 
-    precisions = precision.precisions()
-    parameter_bytes = ELEMENT_BYTES[check_choice(parameter_dtype, "--parameter-dtype", PRECISIONS)]
-    check_choice(attention, "--attention", ATTENTION)
+    parameter_bytes = ELEMENT_BYTES[parameter_dtype]
     output.check()
     check_plot(plot)
     steps = [
@@ -47,11 +44,7 @@ def memory(
             name, size, ranks, dtype or size.precision, attention, mode=one_mode, parameter_bytes=parameter_bytes
         )
         for size, dtype, one_mode, ranks, name in product(
-            model.sizes(),
-            precisions,
-            split_list(mode, "--mode", one_of(MODES)),
-            split_list(world_size, "--world-size", at_least(1, MOST_RANKS)),
-            split_list(strategy, "--strategy", one_of(OWN_SHARDING_STRATEGIES)),
+            model.sizes(), precision.precisions(), mode, world_size, strategy
         )
     ]
     output.emit(rank_memory_tables(steps))

@@ -2,11 +2,10 @@
 
 from typing import Annotated
 
-from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import setting
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import choice
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import ATTENTION
 
@@ -25,8 +24,6 @@ def activations(
     """
     from cs336sys.report.account.model import activations_tables
 
-    check_choice(precision, "--precision", PRECISIONS)
-    check_choice(attention, "--attention", ATTENTION)
     output.check()
     output.emit(activations_tables(model.sizes(), precision, attention))
 
@@ -44,11 +41,11 @@ def flops(model: options.SizeOptions = options.SizeOptions(["2.7b"]), output: Ou
 
 def attention(
     batch_size: Annotated[int, setting(help="Batch size times heads.", min=1)] = 8,
-    head_dim: Annotated[list[str], setting(help="Head dimensions.")] = ["16,32,64,128"],
-    context: Annotated[list[str], setting(help="Sequence lengths.")] = ["256,1024,4096,8192,16384"],
+    head_dim: Annotated[list[int], setting(help="Head dimensions.", min=1)] = [16, 32, 64, 128],
+    context: Annotated[list[int], setting(help="Sequence lengths.", min=1)] = [256, 1024, 4096, 8192, 16384],
     dtype: Annotated[str, choice(PRECISIONS)] = "fp32",
     causal: Annotated[bool, setting("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
-    implementation: Annotated[list[str], choice(_IMPLEMENTATIONS)] = [",".join(_IMPLEMENTATIONS)],
+    implementation: Annotated[list[str], choice(_IMPLEMENTATIONS)] = list(_IMPLEMENTATIONS),
     capacity_gib: Annotated[float, setting(help="Memory of the GPU.", min=1e-3, max=1e6)] = 80.0,
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -58,10 +55,6 @@ def attention(
     """
     from cs336sys.report.account.model import attention_tables
 
-    contexts = split_list(context, "--context", at_least(1))
-    head_dims = split_list(head_dim, "--head-dim", at_least(1))
-    chosen = split_list(implementation, "--implementation", one_of(_IMPLEMENTATIONS))
-    check_choice(dtype, "--dtype", PRECISIONS)
     output.check()
-    tables = attention_tables(batch_size, contexts, head_dims, dtype, chosen, capacity_gib * 2**30, causal=causal)
-    output.emit(tables)
+    capacity = capacity_gib * 2**30
+    output.emit(attention_tables(batch_size, context, head_dim, dtype, implementation, capacity, causal=causal))

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.account import choice, require_positive, require_triable
+from cs336sys.commands.account import require_positive, require_triable
 from cs336sys.commands.options.board import is_given, read_memory_limit
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import at_least, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import choice
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, choose_size
 from cs336sys.workload import STATE_DTYPES
@@ -26,8 +26,8 @@ def scaling(
     precision: Annotated[str, choice(PRECISIONS, "What is computed in.")] = "bf16",
     gradient_dtype: Annotated[str, choice(PRECISIONS, "What ddp sends gradients in.")] = "fp32",
     state_dtype: Annotated[str, choice(STATE_DTYPES, f"AdamW's state: {', '.join(STATE_DTYPES)}.")] = "fp32",
-    devices: Annotated[list[str], setting(help="Numbers of devices.")] = ["8,16,32,64,128,256,512,1024,2048,4096"],
-    scaling: Annotated[list[str], choice(_SCALINGS, "strong: one batch; weak: one a device.")] = [",".join(_SCALINGS)],
+    devices: Annotated[list[int], setting(help="Numbers of devices.", min=1)] = [2**n for n in range(3, 13)],
+    scaling: Annotated[list[str], choice(_SCALINGS, "strong: one batch; weak: one a device.")] = list(_SCALINGS),
     mesh: Annotated[list[str], choice(_MESHES, "any: the fastest; ddp, fsdp, tp: all devices in one.")] = ["any"],
     batch_size: Annotated[int, setting(help="Sequences of all devices, for strong scaling.", min=1)] = 4096,
     device_batch_size: Annotated[int, setting(help="Sequences of each device, for weak scaling.", min=1)] = 4,
@@ -61,17 +61,11 @@ def scaling(
     from cs336sys.report.outputs import check_plot
 
     chosen = choose_size(size, context=context)
-    check_choice(precision, "--precision", PRECISIONS)
-    check_choice(gradient_dtype, "--gradient-dtype", PRECISIONS)
-    check_choice(state_dtype, "--state-dtype", STATE_DTYPES)
-    check_choice(checkpoint, "--checkpoint", _CHECKPOINTING)
-    counts = split_list(devices, "--devices", at_least(1))
-    require_triable(max(counts))
+    require_triable(max(devices))
     require_positive(bandwidth, "--bandwidth")
     require_positive(node_bandwidth, "--node-bandwidth")
     scalings = _scalings(ctx, scaling, {"strong": batch_size, "weak": device_batch_size})
-    meshes = split_list(mesh, "--mesh", one_of(_MESHES))
-    if plot is not None and "any" not in meshes:
+    if plot is not None and "any" not in mesh:
         raise UsageError(f"--plot {plot} compares the fastest mesh with others: add --mesh any")
     output.check()
     check_plot(plot)
@@ -81,15 +75,15 @@ def scaling(
     memory_bytes = read_memory_limit(memory_limit)
     cluster, cluster_notes = simulated_cluster(cells, bandwidth, node_bandwidth, node_size, memory_bytes)
     simulation = Simulation(chosen, dtypes, cluster, time, checkpoint)
-    simulated = [simulate_scaling(simulation, scalings, counts, None if kind == "any" else kind) for kind in meshes]
+    simulated = [simulate_scaling(simulation, scalings, devices, None if kind == "any" else kind) for kind in mesh]
     output.emit([scaling_table(simulated, simulation, [time_note, *cluster_notes])])
     if plot is not None:
-        plot_simulated_scaling(simulated[meshes.index("any")], simulation, plot)
+        plot_simulated_scaling(simulated[mesh.index("any")], simulation, plot)
 
 
 def _scalings(ctx: typer.Context, scaling: list[str], batches: dict[str, int]) -> dict[str, int]:
     """The batch of each kind of scaling that is asked for; an option of the other kind would be ignored."""
-    scalings = {name: batches[name] for name in split_list(scaling, "--scaling", one_of(_SCALINGS))}
+    scalings = {name: batches[name] for name in scaling}
     for name, option in {"strong": "batch_size", "weak": "device_batch_size"}.items():
         if name not in scalings and is_given(ctx, option):
             option_text = f"--{option.replace('_', '-')} {batches[name]}"

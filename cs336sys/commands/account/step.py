@@ -1,50 +1,56 @@
 """``account step``: how long a training step should take, from work and measured rates."""
 
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 from cs336sys.accounting.step_time.prediction import PREDICTED_STRATEGIES
 from cs336sys.accounting.step_time.rates import GPUS
-from cs336sys.commands.account import choice
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import reads_file, setting
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import among
+from cs336sys.commands.options.reading import among, choice
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
-
-GpuOption = Annotated[str | None, choice(GPUS, f"{', '.join(GPUS)}, or as torch names it. Default: --rates', or h200.")]
-RatesOption = Annotated[Path | None, reads_file(help="Of your GPU: doctor --ceilings.")]
-LaunchOption = Annotated[
-    float | None, setting(help="CPU time of a launch. Default: of the usual host.", min=0, max=1e4)
-]
+from cs336sys.workload import Workload
 
 
-def step(
-    model: options.SizeOptions = options.SizeOptions(["2.7b"]),
-    precision: options.PrecisionOptions = options.PrecisionOptions(["bf16"]),
-    implementation: options.ImplementationOptions = options.ImplementationOptions(),
+@dataclass(frozen=True)
+class PlacementOptions:
+    """How a step is cut and shared, and what it runs on."""
+
     checkpoint: Annotated[
         str,
         setting(
             help="none, block, every=K, nested, keep=N (fused kernels).",
             autocompletion=among(("none", "block", "every=", "nested", "keep=")),
         ),
-    ] = "none",
-    accumulation: Annotated[int, setting(help="Micro-batches of a step.", min=1)] = 1,
-    world_size: Annotated[int, setting(help="Ranks, each with a batch of its own.", min=1)] = 1,
+    ] = "none"
+    accumulation: Annotated[int, setting(help="Micro-batches of a step.", min=1)] = 1
+    world_size: Annotated[int, setting(help="Ranks, each with a batch of its own.", min=1)] = 1
     strategy: Annotated[
         str | None,
-        setting(
-            help="bucketed, optimizer, optimizer-flat, fsdp, ... Default: bucketed with several ranks.",
-            autocompletion=among(PREDICTED_STRATEGIES),
+        choice(
+            PREDICTED_STRATEGIES,
+            "bucketed, optimizer, optimizer-flat, fsdp, ... Default: bucketed with several ranks.",
         ),
-    ] = None,
-    gradient_dtype: Annotated[str, choice(PRECISIONS, "What buckets are sent in.")] = "fp32",
-    gpu: GpuOption = None,
-    rates: RatesOption = None,
-    launch_us: LaunchOption = None,
+    ] = None
+    gradient_dtype: Annotated[str, choice(PRECISIONS, "What buckets are sent in.")] = "fp32"
+    gpu: Annotated[
+        str | None, choice(GPUS, f"{', '.join(GPUS)}, or as torch names it. Default: --rates', or h200.", parser=str)
+    ] = None
+    rates: Annotated[Path | None, reads_file(help="Of your GPU: doctor --ceilings.")] = None
+    launch_us: Annotated[
+        float | None, setting(help="CPU time of a launch. Default: of the usual host.", min=0, max=1e4)
+    ] = None
+
+
+def step(
+    model: options.SizeOptions = options.SizeOptions(["2.7b"]),
+    precision: options.PrecisionOptions = options.PrecisionOptions(["bf16"]),
+    implementation: options.ImplementationOptions = options.ImplementationOptions(),
+    placement: PlacementOptions = PlacementOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Predict a training step term by term: work over measured rates, launches, exposed communication; and the error.
@@ -56,17 +62,13 @@ def step(
     from cs336sys.accounting.step_time.prediction import StepConfiguration
     from cs336sys.accounting.step_time.rates import h200_rates, rates_of, read_rates
     from cs336sys.accounting.step_time.space import refusal
-    from cs336sys.commands.options.reading import check_choice
     from cs336sys.report.account.step import step_tables
-    from cs336sys.workload import Workload
 
-    if strategy is not None:
-        check_choice(strategy, "--strategy", PREDICTED_STRATEGIES)
-        if world_size == 1:
-            raise UsageError(f"--strategy {strategy}: one rank shares nothing; add --world-size")
-    check_choice(gradient_dtype, "--gradient-dtype", PRECISIONS)
-    measured = h200_rates() if rates is None else read_rates(rates)
-    gpu_rates = measured if gpu is None else rates_of(gpu, measured)
+    strategy, world_size = placement.strategy, placement.world_size
+    if strategy is not None and world_size == 1:
+        raise UsageError(f"--strategy {strategy}: one rank shares nothing; add --world-size")
+    measured = h200_rates() if placement.rates is None else read_rates(placement.rates)
+    gpu_rates = measured if placement.gpu is None else rates_of(placement.gpu, measured)
     output.check()
     choices = product(
         model.sizes(),
@@ -77,24 +79,17 @@ def step(
         implementation.optimizers(),
         implementation.cuda_graph,
     )
+    shared = strategy or ("bucketed" if world_size > 1 else None)
     configurations = []
-    for size, dtype, compile, attention, kernels, (optimizer, state_dtype, update), cuda_graph in choices:
-        training = Workload(
-            size,
-            "train",
-            dtype or size.precision,
-            compile,
-            attention,
-            optimizer,
-            cuda_graph,
-            kernels,
-            state_dtype,
-            update,
+    for size, dtype, compile, attention, kernels, (optimizer, *update), cuda_graph in choices:
+        ways = compile, attention, optimizer, cuda_graph, kernels, *update
+        training = Workload(size, "train", dtype or size.precision, *ways)
+        configuration = StepConfiguration(
+            training, placement.checkpoint, placement.accumulation, shared, world_size, placement.gradient_dtype
         )
-        shared = strategy or ("bucketed" if world_size > 1 else None)
-        configuration = StepConfiguration(training, checkpoint, accumulation, shared, world_size, gradient_dtype)
         reason = refusal(configuration)
         if reason is not None:
             raise UsageError(reason)
         configurations.append(configuration)
+    launch_us = placement.launch_us
     output.emit(step_tables(configurations, gpu_rates, None if launch_us is None else launch_us / 1e6))

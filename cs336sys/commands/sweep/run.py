@@ -12,7 +12,7 @@ import typer
 
 from cs336sys.commands.faults import interruption_code, interruptions_deferred, say
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.sweep.progress import showing_progress
+from cs336sys.commands.sweep.progress import SweepProgress, showing_progress
 from cs336sys.commands.sweep.ranks import JoinedWorker, is_first_rank, join_timeout_s
 from cs336sys.commands.sweep.tracking import check_installed, start_tracking
 from cs336sys.errors import TERMINATED, CapabilityError, OutputError, ReaderLeft, UsageError
@@ -249,124 +249,178 @@ def run_sweep(
         UsageError: ``asked.save`` cannot be written or, on ``--resume``, read.
         CapabilityError: the measuring process, or a tracker, does not start.
     """
-    from cs336sys.measure.cells import Worker, WorkerHere
+    return _RunningSweep(
+        command, measure, configurations, options, fresh_worker, across_ranks, is_wanted, predictions or {}
+    ).finish()
 
-    save, resumes, cell_timeout = options.save, options.resumes, options.cell_timeout
-    trackers = options.track
-    identity = started_outside() if across_ranks else None
-    _refuse_timeout(options, identity)
-    ranks = None
-    if identity is not None:
-        ranks = JoinedWorker(measure, tuple(sys.argv[1:]), identity, join_timeout_s(configurations))
-    if ranks is not None and not ranks.is_first:
-        save, resumes, trackers = None, False, ()
-    tracking = start_tracking(command, distinguishing_settings(configurations), trackers)
-    file = ResultsFile(save) if save else None
-    results = read_results(save) if resumes and save and save.stat().st_size else None
-    is_here = any(named_object(str(value)) for configuration in configurations for value in configuration.values())
-    if is_here and (across_ranks or options.cell_timeout is not None):
-        option = "ranks" if across_ranks else f"--cell-timeout {options.cell_timeout:g}"
-        raise UsageError(f"{option}: needs processes of its own, which cannot find the object by name; {TO_FILE}")
-    if ranks is not None:
-        worker: Any = ranks
-    elif is_here:
-        worker = WorkerHere(measure, tuple(sys.argv[1:]))
-    else:
-        silence_s = max(
-            (one["timeout_s"] for one in configurations if across_ranks and "timeout_s" in one), default=None
-        )
-        worker = Worker(measure, tuple(sys.argv[1:]), silence_s=silence_s)
-    cells: list[Cell] = []
-    run = None
-    interruption: int | None = None
-    fault_is_told = stopped = False
-    is_shown = ranks is None or ranks.is_first
 
-    def tell(interrupt: KeyboardInterrupt) -> None:
-        nonlocal interruption
-        if interruption is None:
-            interruption = interruption_code(interrupt)
-            if is_shown:
-                word = "terminated" if interruption == TERMINATED else "interrupted"
-                say(f"{word}: {len(cells)} of {len(configurations)} cells measured")
+class _RunningSweep:
+    """A sweep between its plan and its :class:`Sweep`: each method is one step of it."""
 
-    try:
-        with (
-            showing_progress(command, configurations, is_shown=is_shown, measured_here=ranks is not None) as progress,
-            contextlib.closing(worker),
-            _told_at_once(tell),
-        ):
-            failure = worker.start(timeout_s=cell_timeout)
-            run = worker.run
-            resumed = _resumed_cells(results, command, configurations, run, take_any=options.resume_any)
-            if ranks is not None:
-                ranks.require_same_cells(configurations)
-                resumed = ranks.from_first_rank(resumed)
-            run_is_saved = False
-            # Cells that are measured in turn have no pause between them.
-            measured_before: str | None = None
-            for configuration in configurations:
-                if is_wanted is not None and not is_wanted(configuration, cells):
-                    continue
-                cell = resumed.get(configuration_key(configuration))
+    def __init__(
+        self,
+        command: str,
+        measure: str,
+        configurations: Sequence[dict[str, Any]],
+        options: SweepOptions,
+        fresh_worker: bool,
+        across_ranks: bool,
+        is_wanted: Callable[[Mapping[str, Any], Sequence[Cell]], bool] | None,
+        predictions: Mapping[str, Mapping[str, Any]],
+    ):
+        from cs336sys.measure.cells import Worker, WorkerHere
+
+        self.command, self.configurations, self.options = command, configurations, options
+        self.fresh_worker, self.is_wanted, self.predictions = fresh_worker, is_wanted, predictions
+        self.cells: list[Cell] = []
+        self.interruption: int | None = None
+        self.failure: Outcome | None = None
+        self.stopped = self.run_is_saved = self.fault_is_told = False
+        # Cells that are measured in turn have no pause between them.
+        self.turn_before: str | None = None
+        identity = started_outside() if across_ranks else None
+        _refuse_timeout(options, identity)
+        self.ranks = None
+        if identity is not None:
+            self.ranks = JoinedWorker(measure, tuple(sys.argv[1:]), identity, join_timeout_s(configurations))
+        self.is_shown = self.ranks is None or self.ranks.is_first
+        save, trackers = (options.save, options.track) if self.is_shown else (None, ())
+        self.tracking = start_tracking(command, distinguishing_settings(configurations), trackers)
+        self.file = ResultsFile(save) if save else None
+        self.results = read_results(save) if options.resumes and save and save.stat().st_size else None
+        is_here = any(named_object(str(value)) for configuration in configurations for value in configuration.values())
+        if is_here and (across_ranks or options.cell_timeout is not None):
+            option = "ranks" if across_ranks else f"--cell-timeout {options.cell_timeout:g}"
+            raise UsageError(f"{option}: needs processes of its own, which cannot find the object by name; {TO_FILE}")
+        self.worker = self.ranks or (WorkerHere if is_here else Worker)(measure, tuple(sys.argv[1:]))
+        self.run: Run | None = None
+
+    def finish(self) -> Sweep:
+        """Go through all configurations, or as many as an interruption or lost ranks allow."""
+        try:
+            with (
+                showing_progress(
+                    self.command, self.configurations, is_shown=self.is_shown, measured_here=self.ranks is not None
+                ) as progress,
+                contextlib.closing(self.worker),
+                _told_at_once(self._tell_interruption),
+            ):
+                self._go_through(progress)
+            if self.ranks is not None and self.stopped:
+                last = self.cells[-1]
+                say(f"rank {self.ranks.identity.rank}: {last.status}: {last.reason}; {self._count}")
+        except KeyboardInterrupt as interrupt:
+            self._tell_interruption(interrupt)
+        finally:
+            self.tracking.close()
+            if self.file is not None:
+                self.file.close()
+                tell_notices(self.file)
+        run = self.run
+        if self.results is not None and run is not None:
+            run = shown_run(self.cells, self.results, run)
+        faults = (*unsaved(self.file), *self.tracking.faults)
+        return Sweep(tuple(self.cells), run, self.interruption, self.ranks, self.stopped, faults)
+
+    @property
+    def _count(self) -> str:
+        return f"{len(self.cells)} of {len(self.configurations)} cells measured"
+
+    def _tell_interruption(self, interrupt: KeyboardInterrupt) -> None:
+        if self.interruption is None:
+            self.interruption = interruption_code(interrupt)
+            if self.is_shown:
+                say(f"{'terminated' if self.interruption == TERMINATED else 'interrupted'}: {self._count}")
+
+    def _go_through(self, progress: SweepProgress) -> None:
+        self.failure = self.worker.start(timeout_s=self.options.cell_timeout)
+        self.run = self.worker.run
+        resumed = self._resumed_cells()
+        for configuration in self.configurations:
+            if self.is_wanted is not None and not self.is_wanted(configuration, self.cells):
+                continue
+            cell, took_s = resumed.get(configuration_key(configuration)), None
+            if cell is None:
+                self._cool_down(configuration, progress)
                 started_s = time.monotonic()
-                took_s = None
-                if cell is None:
-                    if measured_before is not None and turn_key(configuration) != measured_before and options.cool_down:
-                        progress.at_stage(f"cooling down for {options.cool_down:g} s")
-                        time.sleep(options.cool_down)
-                        started_s = time.monotonic()
-                    measured_before = turn_key(configuration)
-                    if file is not None:
-                        file.catch_up()
-                        tell_notices(file)
-                    outcome = failure or worker.measure(
-                        configuration, timeout_s=cell_timeout, progress=progress.at_stage
-                    )
-                    failure, run = None, worker.run
-                    if predictions is not None:
-                        outcome.derived.update(predictions.get(configuration_key(configuration, ("round",)), {}))
-                    cell = _measured_cell(command, configuration, outcome, run)
-                    if is_shown:
-                        for note in outcome.derived.get("notes", ()):
-                            if note.startswith("warning: "):
-                                say(note)
-                    took_s = time.monotonic() - started_s
-                    # A cell is in the file once, and in the tables, or in neither.
-                    with interruptions_deferred():
-                        cells.append(cell)
-                        if file is not None:
-                            if run is not None and not run_is_saved:
-                                file.append(run)
-                                run_is_saved = True
-                            file.append(cell)
-                    tell_notices(file)
-                    if file is not None and file.fault is not None and not fault_is_told:
-                        say(f"warning: {unsaved(file)[0]}; it is tried again after every cell")
-                        fault_is_told = True
-                    tracking.track(cell, run, took_s)
-                    if fresh_worker and ranks is None:
-                        worker.close()
-                    # Ranks that torchrun started cannot be replaced.
-                    stopped = ranks is not None and not outcome.leaves_worker_sound
-                else:
-                    cells.append(cell)
-                progress.cell_done(cell, took_s)
-                if stopped:
-                    break
-        if ranks is not None and stopped:
-            count = f"{len(cells)} of {len(configurations)} cells measured"
-            say(f"rank {ranks.identity.rank}: {cells[-1].status}: {cells[-1].reason}; {count}")
-    except KeyboardInterrupt as interrupt:
-        tell(interrupt)
-    finally:
-        tracking.close()
-        if file is not None:
-            file.close()
-            tell_notices(file)
-    if results is not None and run is not None:
-        run = shown_run(cells, results, run)
-    return Sweep(tuple(cells), run, interruption, ranks, stopped, (*unsaved(file), *tracking.faults))
+                outcome = self._measure(configuration, progress)
+                cell = self._measured_cell(configuration, outcome)
+                took_s = time.monotonic() - started_s
+                self._keep(cell)
+                self.tracking.track(cell, self.run, took_s)
+                if self.fresh_worker and self.ranks is None:
+                    self.worker.close()
+                # Ranks that torchrun started cannot be replaced.
+                self.stopped = self.ranks is not None and not outcome.leaves_worker_sound
+            else:
+                self.cells.append(cell)
+            progress.cell_done(cell, took_s)
+            if self.stopped:
+                break
+
+    def _resumed_cells(self) -> dict[str, Cell]:
+        """The cells, by configuration, that were measured before; says which are not taken, and why."""
+        cells: dict[str, Cell] = {}
+        # Without a worker it is not known which machine this is.
+        if self.results is not None and self.run is not None:
+            in_file = known_cells(
+                self.results, self.command, self.configurations, self.run, take_any=self.options.resume_any
+            )
+            for note in in_file.notes:
+                say(note)
+            cells = in_file.cells
+        return cells if self.ranks is None else self.ranks.from_first_rank(cells)
+
+    def _cool_down(self, configuration: Mapping[str, Any], progress: SweepProgress) -> None:
+        turn, pause_s = turn_key(configuration), self.options.cool_down
+        if pause_s and self.turn_before not in (None, turn):
+            progress.at_stage(f"cooling down for {pause_s:g} s")
+            time.sleep(pause_s)
+        self.turn_before = turn
+
+    def _measure(self, configuration: dict[str, Any], progress: SweepProgress) -> "Outcome":
+        if self.file is not None:
+            self.file.catch_up()
+            tell_notices(self.file)
+        outcome = self.failure or self.worker.measure(
+            configuration, timeout_s=self.options.cell_timeout, progress=progress.at_stage
+        )
+        self.failure, self.run = None, self.worker.run
+        if self.predictions:
+            outcome.derived.update(self.predictions.get(configuration_key(configuration, ("round",)), {}))
+        for note in outcome.derived.get("notes", ()) if self.is_shown else ():
+            if note.startswith("warning: "):
+                say(note)
+        return outcome
+
+    def _measured_cell(self, configuration: dict[str, Any], outcome: "Outcome") -> Cell:
+        run_id = "" if self.run is None else self.run.run_id
+        # Rounded before anything is shown, so that saved results show the same.
+        samples = {name: samples.to_keep for name, samples in outcome.samples.items()}
+        return Cell(self.command, configuration, outcome.status, samples, outcome.derived, outcome.reason, run_id)
+
+    def _keep(self, cell: Cell) -> None:
+        """Put a cell into the tables and the file: once into both, or into neither."""
+        with interruptions_deferred():
+            self.cells.append(cell)
+            if self.file is not None:
+                if self.run is not None and not self.run_is_saved:
+                    self.file.append(self.run)
+                    self.run_is_saved = True
+                self.file.append(cell)
+        tell_notices(self.file)
+        if self.file is not None and self.file.fault is not None and not self.fault_is_told:
+            say(f"warning: {unsaved(self.file)[0]}; it is tried again after every cell")
+            self.fault_is_told = True
+
+
+def in_rounds(configurations: Sequence[dict[str, Any]], rounds: int) -> list[dict[str, Any]]:
+    """Every second round goes backwards, so that none is always the first, or always measured after the same one."""
+    return [
+        configuration | {"round": number}
+        for number in range(1, rounds + 1)
+        for configuration in (configurations if number % 2 else reversed(configurations))
+    ]
 
 
 def show_plan(
@@ -459,19 +513,6 @@ def _refuse_timeout(options: SweepOptions, identity: RankIdentity | None) -> Non
         raise UsageError("--cell-timeout: ranks that torchrun started cannot be ended and replaced; leave it out")
 
 
-def _resumed_cells(
-    results: Results | None, command: str, configurations: Sequence[dict[str, Any]], run: Run | None, *, take_any: bool
-) -> dict[str, Cell]:
-    """The cells, by configuration, that were measured before; says which are not taken, and why."""
-    # Without a worker it is not known which machine this is.
-    if results is None or run is None:
-        return {}
-    known_in_file = known_cells(results, command, configurations, run, take_any=take_any)
-    for note in known_in_file.notes:
-        say(note)
-    return known_in_file.cells
-
-
 @contextlib.contextmanager
 def _told_at_once(tell: Callable[[KeyboardInterrupt], None]) -> Iterator[None]:
     """Tell of an interruption before what was started is ended: processes that fill their GPUs take seconds to end."""
@@ -495,10 +536,3 @@ def tell_notices(file: ResultsFile | None) -> None:
     """Say what others have done to the ``--save`` file meanwhile."""
     while file is not None and file.notices:
         say(f"warning: {file.notices.pop(0)}")
-
-
-def _measured_cell(command: str, configuration: dict[str, Any], outcome: "Outcome", run: Run | None) -> Cell:
-    run_id = "" if run is None else run.run_id
-    # Rounded before anything is shown, so that saved results show the same.
-    samples = {name: samples.to_keep for name, samples in outcome.samples.items()}
-    return Cell(command, configuration, outcome.status, samples, outcome.derived, outcome.reason, run_id)
