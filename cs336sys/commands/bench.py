@@ -1,6 +1,7 @@
 """``cs336sys bench``: how long forward pass, backward pass and optimizer step take."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,13 +59,8 @@ def bench(
             f"rows'.",
         )
     if dry_run:
-        show_plan(
-            lambda capacity: bench_plan(workloads, notes=plan_notes, capacity=capacity),
-            sweeping,
-            output,
-            run.device,
-            plot=plot,
-        )
+        plan = partial(bench_plan, workloads, notes=plan_notes)
+        show_plan(lambda capacity: plan(capacity=capacity), sweeping, output, run.device, plot=plot)
         return
     tell_what_does_not_fit(workloads, run.device)
     if rounds > 1:
@@ -72,8 +68,8 @@ def bench(
         configurations = [
             configuration | {"round": number} for number in range(1, rounds + 1) for configuration in configurations
         ]
-    is_alone = len({workload.warmup for workload in workloads}) > 1
-    run_sweep("bench", measure, configurations, sweeping, fresh_worker=is_alone).report(
+    is_study = len({workload.warmup for workload in workloads}) > 1
+    run_sweep("bench", measure, configurations, sweeping, fresh_worker=is_study).report(
         lambda cells, run: bench_tables(cells, run, percentiles), output, (plot, plot_bench), pooled=pool_bench_rounds
     )
 

@@ -1,6 +1,7 @@
 """``cs336sys compare``: did it get faster between two results files, and is that more than noise."""
 
 import math
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
@@ -10,7 +11,7 @@ from cs336sys.commands.options.effects import setting
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import split_list
 from cs336sys.errors import UsageError
-from cs336sys.results.comparison import compare_pairs, match_cells, nearest_difference
+from cs336sys.results.comparison import Matched, compare_pairs, match_cells, nearest_difference
 from cs336sys.results.model import read_several
 
 
@@ -52,12 +53,7 @@ def compare(
     output.check()
     a, b = read_several(baseline), read_several(candidate)
     matched = match_cells(a, b)
-    if not matched.pairs:
-        nearest = ", ".join(
-            f"{name} ({first} and {second})" for name, (first, second) in nearest_difference(matched).items()
-        )
-        hint = f"; those nearest to each other differ in {nearest}" if nearest else ""
-        raise UsageError(f"{baseline} and {candidate} have no configuration in common{hint}")
+    _require_pairs(matched, f"{baseline} and {candidate}")
     compared = compare_pairs(matched.pairs, metrics, confidence_percent=confidence)
     for warning in comparison_warnings(matched, compared, metrics, a, b):
         say(f"warning: {warning}")
@@ -67,22 +63,33 @@ def compare(
     except UsageError as error:
         # Cells that fail in B have other columns: that none has what was asked for must not hide the regression.
         fault = error
-    if limit_percent is None and fault is not None:
-        raise fault
-    if limit_percent is None:
-        return
-    slower = list(regressions(matched.pairs, compared, limit_percent))
-    unknown = list(undecided(matched, compared, metrics, limit_percent))
-    for text in slower:
-        say(f"regression: {text}")
-    for text in unknown:
-        say(f"undecided: {text}")
+    slower = unknown = 0
+    if limit_percent is not None:
+        slower = _say_each("regression", regressions(matched.pairs, compared, limit_percent))
+        unknown = _say_each("undecided", undecided(matched, compared, metrics, limit_percent))
     if slower or (unknown and not allow_undecided):
         if fault is not None:
             say(f"error: {fault}")
         raise typer.Exit(1)
     if fault is not None:
         raise fault
+
+
+def _require_pairs(matched: Matched, files: str) -> None:
+    if not matched.pairs:
+        nearest = ", ".join(
+            f"{name} ({first} and {second})" for name, (first, second) in nearest_difference(matched).items()
+        )
+        hint = f"; those nearest to each other differ in {nearest}" if nearest else ""
+        raise UsageError(f"{files} have no configuration in common{hint}")
+
+
+def _say_each(kind: str, sentences: Iterable[str]) -> int:
+    """Say each sentence after its kind, and return how many there were."""
+    listed = list(sentences)
+    for sentence in listed:
+        say(f"{kind}: {sentence}")
+    return len(listed)
 
 
 def _read_percent(text: str) -> float:

@@ -27,6 +27,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import OPTIMIZERS
 
 if TYPE_CHECKING:
+    from cs336sys.measure.diagnosis import Check
     from cs336sys.report.table import Table
 
 
@@ -73,20 +74,8 @@ def doctor(
 
         checks, subject = diagnose(), "here"
     else:
-        model_options = ModelOptions(
-            ["tiny"], [32], [2], model=model, loss=loss, batch=batch, blocks=blocks, debug=debug
-        )
-        (workload,) = expand_workloads(
-            model_options,
-            ["train"],
-            PrecisionOptions(["fp32"]),
-            ImplementationOptions(optimizer=[optimizer]),
-            StepsOptions([0], 1),
-            RunOptions(device="cpu"),
-        )
-        from cs336sys.experiments.checks.user_model import check_model
-
-        checks, subject = check_model(workload), f"in {model}"
+        settings = ModelOptions(["tiny"], [32], [2], model=model, loss=loss, batch=batch, blocks=blocks, debug=debug)
+        checks, subject = _check_model(settings, optimizer), f"in {model}"
     verdicts = [check.verdict for check in checks]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("ok", "warn", "missing"))
     columns = (Column("name", "check"), Column("verdict", "verdict"), Column("found", "found"), Column("fix", "fix"))
@@ -94,6 +83,15 @@ def doctor(
     output.emit([table])
     if "missing" in verdicts:
         raise typer.Exit(CapabilityError.exit_code)
+
+
+def _check_model(model: ModelOptions, optimizer: str) -> list["Check"]:
+    from cs336sys.experiments.checks.user_model import check_model
+
+    precision, implementation = PrecisionOptions(["fp32"]), ImplementationOptions(optimizer=[optimizer])
+    steps, run = StepsOptions([0], 1), RunOptions(device="cpu")
+    (workload,) = expand_workloads(model, ["train"], precision, implementation, steps, run)
+    return check_model(workload)
 
 
 def _measured_ceilings(path: Path) -> "Table":

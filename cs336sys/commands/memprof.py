@@ -22,6 +22,7 @@ from cs336sys.workload import LARGEST_ALLOCATIONS, MODES, MemoryWorkload, Worklo
 if TYPE_CHECKING:
     from cs336sys.measure.allocations.diagnosis import MemoryDiagnosis
 
+_MEASURED_BY = "cs336sys.experiments.memory."
 # What can be asked of snapshots; everything else says what to run.
 _OF_SNAPSHOTS = ("source", "against", "top", "snapshot", "html", *(field.name for field in fields(OutputOptions)))
 
@@ -93,7 +94,14 @@ class RecordingOptions:
     predict: Annotated[bool, setting("--predict/--no-predict", help="Also predict by fake tensors.")] = True
 
     def workloads(self, trainings: Sequence[Workload], modes: Sequence[str]) -> list[MemoryWorkload]:
-        """A cell for each workload, mode, checkpointing and number of micro-batches."""
+        """A cell for each workload, mode, checkpointing and number of micro-batches.
+
+        Raises:
+            UsageError: forward passes alone would be checkpointed.
+        """
+        if modes == ["forward"] and "none" not in self.checkpoint:
+            rule = "a forward pass alone saves nothing; choose none, or add another --mode"
+            raise UsageError(f"--checkpoint {','.join(self.checkpoint)}: {rule}")
         directory = None if self.snapshot is None else str(self.snapshot)
         workloads = [
             MemoryWorkload(replace(training, mode=mode), strategy, self.predict, directory, parts)
@@ -141,11 +149,6 @@ def memprof(
         saved.show(top, snapshot, output)
         return
     refuse_given(ctx, ["against", "html"], "is for snapshots that --from reads")
-    if mode == ["forward"] and "none" not in recording.checkpoint:
-        listed = ",".join(recording.checkpoint)
-        raise UsageError(
-            f"--checkpoint {listed}: a forward pass alone saves nothing; choose none, or add another --mode"
-        )
     workloads = recording.workloads(
         options.expand_workloads(model, mode[:1], precision, implementation, steps, run), mode
     )
@@ -153,21 +156,18 @@ def memprof(
     if recording.plan or recording.memory is not None:
         _measure_plan(workloads, recording, sweeping, output)
         return
-    timeout = SweepOptions(cell_timeout=sweeping.cell_timeout)
     configurations = [workload.configuration() for workload in workloads]
     if dry_run:
         check_planned(sweeping, run.device, snapshot=snapshot)
-        if recording.predict:
-            predicting = "cs336sys.experiments.memory.prediction:predict_memory"
-            run_sweep("memprof", predicting, configurations, timeout).report(
-                lambda cells, _: plan_tables(cells, top), output
-            )
-        else:
+        if not recording.predict:
             output.emit(plan_tables([Cell("memprof", configuration, "ok") for configuration in configurations], top))
+            return
+        measure, timeout = f"{_MEASURED_BY}prediction:predict_memory", SweepOptions(cell_timeout=sweeping.cell_timeout)
+        run_sweep("memprof", measure, configurations, timeout).report(lambda cells, _: plan_tables(cells, top), output)
         return
     check_directory(snapshot)
     tell_what_does_not_fit(workloads, run.device)
-    sweep = run_sweep("memprof", "cs336sys.experiments.memory.measurement:measure_memory", configurations, sweeping)
+    sweep = run_sweep("memprof", f"{_MEASURED_BY}measurement:measure_memory", configurations, sweeping)
     sweep.report(
         lambda cells, run: memory_tables(cells, run, top),
         output,
@@ -189,7 +189,7 @@ def _measure_plan(
     check_planned(sweeping, workloads[0].training.device, snapshot=recording.snapshot)
     run_sweep(
         "memprof",
-        "cs336sys.experiments.memory.measurement:plan_memory",
+        f"{_MEASURED_BY}measurement:plan_memory",
         [workload.configuration() | {"limit_bytes": limit} for workload in workloads],
         SweepOptions(cell_timeout=sweeping.cell_timeout),
     ).report(lambda cells, _: memory_plan_tables(cells), output)

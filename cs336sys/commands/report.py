@@ -5,14 +5,15 @@ import hashlib
 import os
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cs336sys.commands.faults import say
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
-from cs336sys.commands.options.reading import OUTPUT, among, check_choice, one_of, split_list
+from cs336sys.commands.options.reading import OUTPUT, among, choice, one_of, split_list
 from cs336sys.commands.options.training import DeviceOption
 from cs336sys.errors import CapabilityError, UsageError, require_known
 from cs336sys.processes.parent import Guarded, python_module
@@ -21,7 +22,9 @@ from cs336sys.report.course.problem import Command, Problem, Target
 from cs336sys.results.foreign import MIB, printable, read_chunks
 from cs336sys.results.model import Results, passed_over_words, read_results
 from cs336sys.sizes import SIZES
-from cs336sys.workload import DEVICES
+
+if TYPE_CHECKING:
+    from cs336sys.report.table import Table
 
 # Formats by what a file's name ends in.
 _FORMATS = {
@@ -34,23 +37,52 @@ _FORMATS = {
 }
 
 
+@dataclass(frozen=True)
+class WriteUpOptions:
+    """The year and problems of a write-up, and the results it is made from."""
+
+    year: Annotated[int, setting(help="Of the handout: 2025 or 2026.", show_default=False)] = 0
+    source: Annotated[
+        Sequence[str], reads_file("--from", help="Results, folders of them, patterns; the course's tests as .xml.")
+    ] = ()
+    run: Annotated[bool, writes_file("--run", help="First run the problems' measurements on this machine.")] = False
+    folder: Annotated[Path | None, writes_file(help="Where --run saves. Default: report-YEAR.")] = None
+    size: Annotated[str | None, choice(SIZES, "In the place of all the handout's sizes: tiny.")] = None
+    device: DeviceOption = "auto"
+    dry_run: Annotated[bool, setting("--dry-run", help="Print what --run would run, and run nothing.")] = False
+    only: Annotated[Sequence[str], setting(help="Only these problems, by name.", parser=str)] = ()
+    skip: Annotated[Sequence[str], setting(help="Not these problems.", parser=str)] = ()
+
+    def problems(self) -> list[Problem]:
+        """The problems of the year that are written up.
+
+        Raises:
+            UsageError: the year, or a problem, is unknown, or none is left.
+        """
+        from cs336sys.report.course.handouts import PROBLEMS
+
+        names = [problem.name for problem in PROBLEMS[self.year]]
+        chosen = split_list(self.only, "--only", one_of(names)) if self.only else names
+        left_out = split_list(self.skip, "--skip", one_of(names)) if self.skip else []
+        problems = [
+            problem for problem in PROBLEMS[self.year] if problem.name in chosen and problem.name not in left_out
+        ]
+        if not problems:
+            raise UsageError("--only and --skip leave no problem")
+        return problems
+
+    def refuse_page_of_plan(self, **page: object) -> None:
+        """Raise a UsageError for options of the page with ``--dry-run``, which prints a plan."""
+        for option, value in page.items():
+            if value is not None:
+                raise UsageError(f"--{option} {value}: --dry-run prints its plan; leave one of them out")
+
+
 def report(
     files: Annotated[
         list[str] | None, typer.Argument(metavar="[FILE]...", help="More files for --from, as a shell expands *.")
     ] = None,
-    year: Annotated[int, setting(help="Of the handout: 2025 or 2026.", show_default=False)] = 0,
-    source: Annotated[
-        list[str], reads_file("--from", help="Results, folders of them, patterns; the course's tests as .xml.")
-    ] = [],
-    run: Annotated[bool, writes_file("--run", help="First run the problems' measurements on this machine.")] = False,
-    folder: Annotated[Path | None, writes_file(help="Where --run saves. Default: report-YEAR.")] = None,
-    size: Annotated[
-        str | None, setting(help="In the place of all the handout's sizes: tiny.", autocompletion=among(SIZES))
-    ] = None,
-    device: DeviceOption = "auto",
-    dry_run: Annotated[bool, setting("--dry-run", help="Print what --run would run, and run nothing.")] = False,
-    only: Annotated[list[str], setting(help="Only these problems, by name.")] = [],
-    skip: Annotated[list[str], setting(help="Not these problems.")] = [],
+    write_up: WriteUpOptions = WriteUpOptions(),
     format: Annotated[
         str | None,
         setting(
@@ -72,50 +104,47 @@ def report(
 
     cs336sys report --year 2026 --run --size tiny --device cpu --output tiny.html
     """
-    from cs336sys.report.course.document import build_document
-    from cs336sys.report.course.evidence import evidence_of
-    from cs336sys.report.course.handouts import PROBLEMS, plan_table, planned, target_of
+    from cs336sys.report.course.handouts import plan_table, planned, target_of
     from cs336sys.report.course.problem import HANDOUTS
-    from cs336sys.report.course.writing import write_document
     from cs336sys.report.outputs import check_writable
-    from cs336sys.report.render import STDOUT, emit, render
+    from cs336sys.report.render import STDOUT, emit
 
+    year, size, run, folder = write_up.year, write_up.size, write_up.run, write_up.folder
     if year not in HANDOUTS:
         raise UsageError(f"{f'--year {year}' if year else 'no --year'}: choose from {', '.join(map(str, HANDOUTS))}")
-    check_choice(device, "--device", DEVICES)
-    if size is not None:
-        check_choice(size, "--size", tuple(SIZES))
-    problems = _chosen_problems(PROBLEMS[year], only, skip)
+    problems = write_up.problems()
     written = _format_of(format, output)
     if output is not None and output != STDOUT:
         check_writable(output, "--output")
 
-    target = target_of(HANDOUTS[year], size, device)
+    target = target_of(HANDOUTS[year], size, write_up.device)
     plan = planned(problems, target)
-    if folder is not None and not run and not dry_run:
+    if folder is not None and not run and not write_up.dry_run:
         raise UsageError(f"--folder {folder}: is where --run saves; give --run, or results with --from")
-    if dry_run:
-        if output is not None:
-            raise UsageError(f"--output {output}: --dry-run prints its plan; leave one of them out")
-        if format is not None:
-            raise UsageError(f"--format {format}: --dry-run prints its plan; leave one of them out")
+    if write_up.dry_run:
+        write_up.refuse_page_of_plan(output=output, format=format)
         emit([plan_table(plan, target)])
         return
-    source_names = [*source, *(files or [])]
+    source_names, failed = [*write_up.source, *(files or [])], []
     if not run and not source_names:
         raise UsageError("give results with --from, or measure them with --run")
-    failed: list[str] = []
     if run:
-        # Files that cannot be read are found out before an hour of measuring.
-        _, _, unread = read_sources(source_files(source_names))
-        if unread:
-            raise UsageError(next(iter(unread.values())))
         into = folder or Path(f"report-{year}")
-        check_writable(into / "results", "--folder")
-        say(render([plan_table(plan, target)], "table").rstrip())
-        failed = run_commands([command for command, _ in plan], target, into)
+        failed = _measure_first([command for command, _ in plan], target, into, source_names, plan_table(plan, target))
         source_names = [str(into), *source_names] if any(into.glob("*.jsonl.gz")) else source_names
-    sources = source_files(source_names)
+    is_whole = _write_up(source_files(source_names), problems, target, written, output)
+    if failed or not is_whole:
+        raise typer.Exit(1)
+
+
+def _write_up(
+    sources: Mapping[Path, bool], problems: Sequence[Problem], target: Target, written: str, output: Path | None
+) -> bool:
+    """Write the document from these files, and return whether all that were given by name could be read."""
+    from cs336sys.report.course.document import build_document
+    from cs336sys.report.course.evidence import evidence_of
+    from cs336sys.report.course.writing import write_document
+
     results, tests, unread = read_sources(sources)
     for path, reason in unread.items():
         say(f"{'error' if sources[path] else 'warning'}: {reason}; the report is written without it")
@@ -127,18 +156,23 @@ def report(
         say(f"warning: {note}")
     of = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     say(f"report: {of}, {document.count_words}")
-    if failed or any(sources[path] for path in unread):
-        raise typer.Exit(1)
+    return not any(sources[path] for path in unread)
 
 
-def _chosen_problems(all_problems: Sequence[Problem], only: list[str], skip: list[str]) -> list[Problem]:
-    names = [problem.name for problem in all_problems]
-    chosen = split_list(only, "--only", one_of(names)) if only else names
-    left_out = split_list(skip, "--skip", one_of(names)) if skip else []
-    problems = [problem for problem in all_problems if problem.name in chosen and problem.name not in left_out]
-    if not problems:
-        raise UsageError("--only and --skip leave no problem")
-    return problems
+def _measure_first(
+    plan: Sequence[Command], target: Target, folder: Path, source_names: Sequence[str], table: "Table"
+) -> list[str]:
+    """Run the plan's commands into the folder, and return the lines of those that failed."""
+    from cs336sys.report.outputs import check_writable
+    from cs336sys.report.render import render
+
+    # Files that cannot be read are found out before an hour of measuring.
+    _, _, unread = read_sources(source_files(source_names))
+    if unread:
+        raise UsageError(next(iter(unread.values())))
+    check_writable(folder / "results", "--folder")
+    say(render([table], "table").rstrip())
+    return run_commands(plan, target, folder)
 
 
 def _format_of(format: str | None, output: Path | None) -> str:

@@ -182,22 +182,48 @@ def completed(
     return sharding, implementation, steps
 
 
+@dataclass(frozen=True)
+class ShardedRanksOptions:
+    """The ranks, and what is checked, kept and drawn of them."""
+
+    world_size: WorldSizeOption = ()
+    backend: BackendOption = "auto"
+    high_priority: HighPriorityOption = False
+    timeout: TimeoutOption = 120.0
+    check_layers: CheckLayersOption = None
+    plot: Annotated[Path | None, writes_file(help="Draw a rank's memory at six moments.")] = None
+    plot_scaling: PlotScalingOption = None
+    trace: TraceOption = None
+
+    def check(self, output: OutputOptions, cells: Sequence[ParallelWorkload]) -> dict[str, Path | None]:
+        """Return the pictures by their options; errors of the first rank if anything cannot be written."""
+        pictures = {"plot": self.plot, "plot_scaling": self.plot_scaling}
+        if is_first_rank():
+            output.check(**pictures)
+            check_rank_outputs(self.plot_scaling, self.trace, cells)
+        return pictures
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return those that every cell has."""
+        return {
+            "backend": self.backend,
+            "high_priority": self.high_priority,
+            "trace": str(self.trace) if self.trace else None,
+            "timeout_s": self.timeout,
+            "check_layers": self.check_layers,
+        }
+
+
 def shard(
     ctx: typer.Context,
     sharding: ShardingOptions = ShardingOptions(),
-    world_size: WorldSizeOption = [],
-    backend: BackendOption = "auto",
-    high_priority: HighPriorityOption = False,
+    ranks: ShardedRanksOptions = ShardedRanksOptions(),
     model: options.SharedModelOptions = options.SharedModelOptions(),
     precision: options.PrecisionOptions = options.PrecisionOptions(),
     implementation: options.ImplementationOptions = options.ImplementationOptions(),
     steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=10),
     run: options.RunOptions = options.RunOptions(),
-    timeout: TimeoutOption = 120.0,
-    check_layers: CheckLayersOption = None,
-    plot: Annotated[Path | None, writes_file(help="Draw a rank's memory at six moments.")] = None,
-    plot_scaling: PlotScalingOption = None,
-    trace: TraceOption = None,
     dry_run: Annotated[bool, setting("--dry-run", help="Print cells and predicted memory alone.")] = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
@@ -217,39 +243,24 @@ def shard(
     cs336sys shard --size 8b --board --memory-limit 130GiB
     """
     from cs336sys.report.board import sharding_tables
-    from cs336sys.report.scaling import plot_scaling as draw_scaling
-    from cs336sys.report.scaling import scaling_tables
+    from cs336sys.report.scaling import plot_scaling, scaling_tables
     from cs336sys.report.shard import plot_memory, shard_plan
 
     if sharding.board:
-        refuse_beside_board(model.model, sharding.mesh, plot)
+        refuse_beside_board(model.model, sharding.mesh, ranks.plot)
     sharding, implementation, steps = completed(ctx, sharding, implementation, steps)
     chosen = sharding.cells(
         options.expand_workloads(model, ["train"], precision, implementation, steps, run),
-        choose_world_sizes(world_size or sharding.ranks_of_mesh),
+        choose_world_sizes([*ranks.world_size] or sharding.ranks_of_mesh),
         run.device,
         keeps_gathered=not is_given(ctx, "keep_gathered"),
         tells=is_first_rank(),
-        backend=backend,
-        high_priority=high_priority,
-        trace=str(trace) if trace else None,
-        timeout_s=timeout,
-        check_layers=check_layers,
+        **ranks.settings,
     )
-    if is_first_rank():
-        output.check(plot=plot, plot_scaling=plot_scaling)
-        check_rank_outputs(plot_scaling, trace, chosen)
+    pictures = ranks.check(output, chosen)
     if dry_run:
-        show_plan(
-            lambda _: shard_plan(chosen),
-            sweeping,
-            output,
-            run.device,
-            across_ranks=True,
-            plot=plot,
-            plot_scaling=plot_scaling,
-            trace=trace,
-        )
+        written = pictures | {"trace": ranks.trace}
+        show_plan(lambda _: shard_plan(chosen), sweeping, output, run.device, across_ranks=True, **written)
         return
     if not sharding.board:
         tell_what_does_not_fit(chosen, run.device)
@@ -260,6 +271,5 @@ def shard(
     run_sweep("shard", measure, configurations, sweeping, across_ranks=True).report(
         lambda cells, run: [*sharding_tables(cells, run), *scaling_tables(cells)],
         output,
-        (plot, plot_memory),
-        (plot_scaling, draw_scaling),
+        *zip(pictures.values(), (plot_memory, plot_scaling), strict=True),
     )

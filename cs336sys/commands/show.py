@@ -60,21 +60,13 @@ def show(
 
     cs336sys show results/*.jsonl.gz --html results.html
     """
-    from cs336sys.report.outputs import check_plot, write_file
+    from cs336sys.report.outputs import write_file
     from cs336sys.report.page import check_page
-    from cs336sys.report.registry import Shown, invocations, marked, saved_page, saved_pictures
+    from cs336sys.report.registry import Shown, marked, saved_page, saved_pictures
 
-    output.check()
-    check_plot(plot)
+    output.check(plot=plot)
     check_page(html)
-    saved = invocations([_read_shown(path) for path in files])
-    measured = list(dict.fromkeys(invocation.command for invocation in saved))
-    if not measured:
-        raise UsageError(f"{', '.join(map(str, files))}: no cell was measured")
-    if command:
-        chosen = split_list(command, "--command", one_of(measured))
-        saved = [invocation for invocation in saved if invocation.command in chosen]
-    sound, faults = _sound_cells(ctx, saved, status)
+    sound, faults = _sound_cells(ctx, _chosen_invocations(files, command), status)
     names = Counter(invocation.command for invocation, _, _ in sound)
     tables = output.chosen(
         [marked(invocation, built) if names[invocation.command] > 1 else built for invocation, _, built in sound]
@@ -88,10 +80,7 @@ def show(
         draw(path)
         say(f"drew {path}")
     if html is not None:
-        shown = [
-            Shown(invocation, group, drawn)
-            for (invocation, _, _), group, drawn in zip(sound, tables, pictures, strict=True)
-        ]
+        shown = list(map(Shown, [invocation for invocation, _, _ in sound], tables, pictures))
         page = saved_page(", ".join(path.name for path in dict.fromkeys(files)), shown, say)
         write_file(html, page.encode(), "--html")
         say(f"wrote {html}")
@@ -99,6 +88,19 @@ def show(
         say(f"error: {fault}")
     if faults:
         raise typer.Exit(1)
+
+
+def _chosen_invocations(files: Sequence[Path], commands: Sequence[str]) -> list["Invocation"]:
+    from cs336sys.report.registry import invocations
+
+    saved = invocations([_read_shown(path) for path in files])
+    measured = list(dict.fromkeys(invocation.command for invocation in saved))
+    if not measured:
+        raise UsageError(f"{', '.join(map(str, files))}: no cell was measured")
+    if commands:
+        chosen = split_list(commands, "--command", one_of(measured))
+        saved = [invocation for invocation in saved if invocation.command in chosen]
+    return saved
 
 
 def _sound_cells(

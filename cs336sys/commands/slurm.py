@@ -58,24 +58,13 @@ def slurm(
 
     command, context = _read_command(ctx, arguments)
     command_options = dict(context.params)
-    on_ranks, needed, started = "world_size" in command_options, 1, None
-    if on_ranks:
+    on_ranks, needed, started = False, 1, None
+    if "world_size" in command_options:
         sizes = _world_sizes(command_options)
         needed = -(-max(sizes) // nodes)
         chosen = gpus_per_node or needed
-        if command_options["world_size"] and nodes > 1 and set(sizes) != {nodes * chosen}:
-            raise UsageError(
-                f"--world-size {','.join(map(str, sizes))}: torchrun starts {nodes} x {chosen} ranks; leave it out"
-            )
-        if (
-            command_options["world_size"]
-            and chosen < needed
-            and command_options["backend"] not in ("gloo", ["gloo"])
-            and command_options.get("device") != "cpu"
-        ):
-            raise UsageError(
-                f"--gpus-per-node {chosen}: --world-size {','.join(map(str, sizes))} needs {needed}, one for each rank"
-            )
+        if command_options["world_size"]:
+            _refuse_world_size(command_options, nodes, chosen)
         # What starts its ranks itself can start other numbers of them, and end and replace them.
         on_ranks = nodes > 1 or not (command_options["world_size"] or command_options["cell_timeout"])
         started = nodes * chosen if on_ranks else None
@@ -91,6 +80,17 @@ def slurm(
     check_writable(output, "--output")
     write_file(output, script.encode(), "--output")
     say(f"wrote {output}: sbatch {output}")
+
+
+def _refuse_world_size(command_options: dict[str, Any], nodes: int, gpus_per_node: int) -> None:
+    """Raise a UsageError for numbers of ranks that torchrun would not start, or that need more GPUs."""
+    sizes = command_options["world_size"]
+    option, needed = f"--world-size {','.join(map(str, sizes))}", -(-max(sizes) // nodes)
+    if nodes > 1 and set(sizes) != {nodes * gpus_per_node}:
+        raise UsageError(f"{option}: torchrun starts {nodes} x {gpus_per_node} ranks; leave it out")
+    on_cpu = command_options["backend"] in ("gloo", ["gloo"]) or command_options.get("device") == "cpu"
+    if gpus_per_node < needed and not on_cpu:
+        raise UsageError(f"--gpus-per-node {gpus_per_node}: {option} needs {needed}, one for each rank")
 
 
 def _world_sizes(command_options: dict[str, Any]) -> list[int]:

@@ -19,7 +19,7 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.board import is_given, read_memory_limit
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, OUTPUT, WHAT_RUNS, among, choice, split_list
+from cs336sys.commands.options.reading import MEASURING, OUTPUT, WHAT_RUNS, among, choice
 from cs336sys.commands.sweep.run import in_rounds, run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.results.model import Cell, configuration_key
@@ -58,6 +58,7 @@ class SearchOptions:
             help="Only these: none, block, every=K, keep=N.",
             rich_help_panel=WHAT_RUNS,
             autocompletion=among(("none", "block", "every=", "keep=")),
+            parser=lambda text: text if kept_blocks(text) is not None else parse_checkpointing(text),
         ),
     ] = ()
     micro_batch: Annotated[
@@ -131,7 +132,7 @@ class SearchOptions:
             fixed = {"cuda_graph": ["off"], "kernels": ["reference"]} | fixed
             fixed.setdefault("optimizer", [("course", "fp32"), ("fused", "fp32")])
         if self.checkpoint:
-            fixed["checkpointing"] = split_list(self.checkpoint, "--checkpoint", _read_checkpointing)
+            fixed["checkpointing"] = list(self.checkpoint)
         if self.micro_batch:
             fixed["micro_batch"] = list(self.micro_batch)
         if self.world_size > 1:
@@ -263,10 +264,6 @@ def _fixed_of_users(
         if not chosen["strategy"]:
             raise UsageError("--strategy: of a model of yours bucketed is predicted; choose it, or measure by shard")
     return chosen
-
-
-def _read_checkpointing(text: str) -> str:
-    return text if kept_blocks(text) is not None else parse_checkpointing(text)
 
 
 def _cpu_rates(plain: Workload) -> "Rates":

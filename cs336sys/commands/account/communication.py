@@ -22,7 +22,7 @@ _FLOPS = _TFLOPS * 1e12
 
 
 def buckets(
-    size: Annotated[str, choice(SIZES, f"Whose gradients: {', '.join(SIZES)}.")] = "xl",
+    size: Annotated[str, choice(SIZES, f"Whose gradients: {', '.join(SIZES)}.", parser=str)] = "xl",
     gradients: Annotated[str | None, setting(help="All gradients, s, instead of the size's: 8GB.")] = None,
     gradient_dtype: Annotated[str, choice(PRECISIONS, "What gradients are sent in.")] = "fp32",
     bucket_mb: Annotated[list[float], setting(help="Bucket sizes, 1e6 bytes.", min=1e-6, max=1e6)] = [1, 10, 100, 1000],
@@ -79,7 +79,6 @@ def parallel(
     """
     from cs336sys.report.account.answers import parallel_tables, plot_parallel
     from cs336sys.report.account.rates import compare_with_measured, read_measured
-    from cs336sys.report.outputs import check_plot
 
     cells = read_measured(measured)
     rates, compared = compare_with_measured(cells, flops, bandwidth) if cells else (None, [])
@@ -94,8 +93,7 @@ def parallel(
     asked_mesh = None if mesh is None else _read_mesh(mesh, devices)
     count = devices if devices is not None else asked_mesh.devices if asked_mesh else 8
     require_triable(count)
-    output.check()
-    check_plot(plot)
+    output.check(plot=plot)
     output.emit([*parallel_tables(strategy, layer, count, asked_mesh), *compared])
     if plot is not None:
         plot_parallel(strategy, layer, plot)

@@ -34,11 +34,9 @@ def memory(
     """
     from cs336sys.accounting.sharding.step import ShardedStep
     from cs336sys.report.account.model import plot_rank_memory, rank_memory_tables
-    from cs336sys.report.outputs import check_plot
 
     parameter_bytes = ELEMENT_BYTES[parameter_dtype]
-    output.check()
-    check_plot(plot)
+    output.check(plot=plot)
     steps = [
         ShardedStep(
             name, size, ranks, dtype or size.precision, attention, mode=one_mode, parameter_bytes=parameter_bytes

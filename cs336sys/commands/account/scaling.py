@@ -21,7 +21,7 @@ _CHECKPOINTING = ("none", "block")
 
 def scaling(
     ctx: typer.Context,
-    size: Annotated[str, choice(SIZES)] = "10b",
+    size: Annotated[str, choice(SIZES, parser=str)] = "10b",
     context: Annotated[int | None, setting(help="Tokens of a sequence. Default: the size's own.")] = None,
     precision: Annotated[str, choice(PRECISIONS, "What is computed in.")] = "bf16",
     gradient_dtype: Annotated[str, choice(PRECISIONS, "What ddp sends gradients in.")] = "fp32",
@@ -58,23 +58,21 @@ def scaling(
     from cs336sys.accounting.scaling import Dtypes, Simulation
     from cs336sys.report.account.rates import device_time, read_measured, simulated_cluster
     from cs336sys.report.account.scaling import plot_simulated_scaling, scaling_table, simulate_scaling
-    from cs336sys.report.outputs import check_plot
 
-    chosen = choose_size(size, context=context)
+    model = choose_size(size, context=context)
     require_triable(max(devices))
     require_positive(bandwidth, "--bandwidth")
     require_positive(node_bandwidth, "--node-bandwidth")
     scalings = _scalings(ctx, scaling, {"strong": batch_size, "weak": device_batch_size})
     if plot is not None and "any" not in mesh:
         raise UsageError(f"--plot {plot} compares the fastest mesh with others: add --mesh any")
-    output.check()
-    check_plot(plot)
+    output.check(plot=plot)
     cells = read_measured(measured)
     dtypes = Dtypes(precision, gradient_dtype, state_dtype)
-    time, time_note = device_time(cells, chosen, dtypes, flops)
-    memory_bytes = read_memory_limit(memory_limit)
-    cluster, cluster_notes = simulated_cluster(cells, bandwidth, node_bandwidth, node_size, memory_bytes)
-    simulation = Simulation(chosen, dtypes, cluster, time, checkpoint)
+    time, time_note = device_time(cells, model, dtypes, flops)
+    limit_bytes = read_memory_limit(memory_limit)
+    cluster, cluster_notes = simulated_cluster(cells, bandwidth, node_bandwidth, node_size, limit_bytes)
+    simulation = Simulation(model, dtypes, cluster, time, checkpoint)
     simulated = [simulate_scaling(simulation, scalings, devices, None if kind == "any" else kind) for kind in mesh]
     output.emit([scaling_table(simulated, simulation, [time_note, *cluster_notes])])
     if plot is not None:

@@ -162,6 +162,9 @@ def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspec
             default = [",".join(map(_as_text, default))] if default else []
         elif default is not None:
             default = _as_text(default)
+    elif Sequence in types:
+        # Typer knows lists alone.
+        kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]  # a type that is computed
     return parameter.replace(annotation=Annotated[kind, option], default=default)
 
 
