@@ -12,7 +12,7 @@ product's result: 4 in fp32, 2 in half precision.
 from dataclasses import astuple, dataclass
 
 from cs336sys.accounting.flops import parameters_by_component
-from cs336sys.errors import UsageError, require_known
+from cs336sys.errors import require_known
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 ATTENTION = ("reference", "sdpa", "flash")
@@ -208,27 +208,17 @@ def attention_memory(
     Raises:
         UsageError: ``implementation`` is neither.
     """
+    require_known("implementation", implementation, ("eager", "flash"))
     tensor = ELEMENT_BYTES[dtype] * batch * context * head_dim
     scores = ELEMENT_BYTES[dtype] * batch * context**2
     statistics = 4 * batch * context
-    if implementation == "eager":
-        return AttentionMemory(
-            inputs=3 * tensor,
-            scaled_query=tensor,
-            mask=context**2 if causal else 0,
-            probabilities=scores,
-            statistics=0,
-            output=tensor,
-            backward=2 * tensor + 3 * scores,
-        )
-    if implementation == "flash":
-        return AttentionMemory(
-            inputs=3 * tensor,
-            scaled_query=0,
-            mask=0,
-            probabilities=0,
-            statistics=statistics,
-            output=tensor,
-            backward=4 * tensor + statistics,
-        )
-    raise UsageError(f"unknown implementation '{implementation}': choose from eager, flash")
+    is_eager = implementation == "eager"
+    return AttentionMemory(
+        inputs=3 * tensor,
+        scaled_query=tensor if is_eager else 0,
+        mask=context**2 if is_eager and causal else 0,
+        probabilities=scores if is_eager else 0,
+        statistics=0 if is_eager else statistics,
+        output=tensor,
+        backward=2 * tensor + 3 * scores if is_eager else 4 * tensor + statistics,
+    )

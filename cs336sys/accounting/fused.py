@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
 from cs336sys.accounting.checkpointing import saved_schedule
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.accounting.memory import PeakMemory, SavedBlocks
+from cs336sys.accounting.memory import PeakMemory, SavedBlocks, always_held_bytes, largest_parameter
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 # Where updates run alongside the backward pass, so many blocks wait for theirs at a time, and hold their gradients.
@@ -165,11 +165,10 @@ def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemo
             if step.update == "backward":
                 whole -= step.gradients(step.size.num_layers) - step.gradients(0)
             # Only the course's AdamW makes a temporary of each parameter.
-            largest = step.size.d_model * max(step.size.d_model, step.size.d_ff, step.size.vocab_size)
-            moments.append(("optimizer", whole, 4 * largest if step.optimizer == "course" else 0))
+            temporary_bytes = 4 * largest_parameter(step.size) if step.optimizer == "course" else 0
+            moments.append(("optimizer", whole, temporary_bytes))
     state = step.optimizer_state if step.mode == "train" else 0
-    # The batch, and the rotary table, which the fused model keeps, too.
-    always = 16 * step.tokens + 4 * step.size.context * step.size.head_dim
+    always = always_held_bytes(step.size)
     return [
         PeakMemory(moment, step.parameters, gradients, state, activations + always)
         for moment, gradients, activations in moments

@@ -128,10 +128,8 @@ class OverlapSlowdown:
 
     def seconds(self, computing_s: float, communication_s: float) -> float:
         """Time both, begun together: while both go on each has its lower speed, then the other its own."""
-        overlapped_computing_s, overlapped_communication_s = (
-            computing_s / self.computing,
-            communication_s / self.communication,
-        )
+        overlapped_computing_s = computing_s / self.computing
+        overlapped_communication_s = communication_s / self.communication
         if overlapped_communication_s <= overlapped_computing_s:
             return computing_s + (1 - self.computing) * overlapped_communication_s
         return communication_s + (1 - self.communication) * overlapped_computing_s

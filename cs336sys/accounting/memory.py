@@ -93,6 +93,16 @@ class PeakMemory:
         return self.total / GIB
 
 
+def always_held_bytes(size: ModelSize) -> int:
+    """Bytes of the batch and of the rotary table, which are there all the time: ``16 T + 4 S d_head``."""
+    return 16 * size.batch_size * size.context + 4 * size.context * size.head_dim
+
+
+def largest_parameter(size: ModelSize) -> int:
+    """Elements of the largest weight, as which the course's AdamW makes a temporary."""
+    return size.d_model * max(size.d_model, size.d_ff, size.vocab_size)
+
+
 @dataclass(frozen=True)
 class SavedBlocks:
     """The blocks whose activations exist at a moment of the backward pass.
@@ -160,10 +170,8 @@ def widest_moments(
         at_blocks = at_blocks or everything_saved(size.num_layers)
         moments = _backward_moments(size, precision, attention, autocast, at_loss, at_blocks)
     if mode == "train":
-        # torch's fused AdamW makes no temporary, its foreach variant one of all parameters; this is one as large as the
-        # largest of them.
-        largest = size.d_model * max(size.d_model, size.d_ff, size.vocab_size)
-        temporary_bytes = 16 * size.batch_size * size.context + 4 * largest
+        # torch's fused AdamW makes no temporary, its foreach variant one of all parameters.
+        temporary_bytes = 16 * size.batch_size * size.context + 4 * largest_parameter(size)
         moments.append(("optimizer", count_parameters(size), temporary_bytes))
     state = training_state(size, precision, autocast=autocast)
     gradient_bytes = state.gradients // count_parameters(size)

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
 from cs336sys.accounting.flops import count_parameters, linear_flops
-from cs336sys.accounting.memory import GIB, PeakMemory, TrainingState
+from cs336sys.accounting.memory import GIB, PeakMemory, TrainingState, always_held_bytes
 from cs336sys.accounting.sharding.fsdp import STATE_BYTES, fully_sharded_state, gathered_bytes
 from cs336sys.accounting.sharding.partition import check_batch
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, memory_of_state
@@ -102,7 +102,7 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     e, size, tokens = step.element_bytes, step.size, step.tokens
     state = step.state
     layers, stream, inner = size.num_layers, e * tokens * size.d_model, e * tokens * size.d_ff
-    always = _always_held_bytes(step)
+    always = always_held_bytes(step.size)
     parameters, optimizer_state = state.parameters + state.master_parameters, state.optimizer_state
     of_block = [kept_block_bytes(step, gate_and_up=both) for both in (False, True)]
     # Of the blocks, and of the units, before each.
@@ -144,12 +144,7 @@ def kept_memory(step: KeptStep) -> list[RankMemory]:
     optimizer_state = state.optimizer_state + state.master_parameters
     saved_state = TrainingState(state.parameters, state.gradients, optimizer_state)
     at_peak = RankMemory(MOMENTS[-1], state.parameters, peak.gradients, optimizer_state, peak.activations)
-    return [*memory_of_state(saved_state, _always_held_bytes(step)), at_peak]
-
-
-def _always_held_bytes(step: KeptStep) -> int:
-    """Bytes of the batch of all ranks and of the rotary table."""
-    return 16 * step.size.batch_size * step.size.context + 4 * step.size.context * step.size.head_dim
+    return [*memory_of_state(saved_state, always_held_bytes(step.size)), at_peak]
 
 
 def _most_within(peak: Callable[[int], int], highest: int, limit_bytes: float) -> int | None:

@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from cs336sys.accounting.checkpointing import saved_schedule
 from cs336sys.accounting.derivation import number_of
 from cs336sys.accounting.flops import count_parameters, parameter_shapes
-from cs336sys.accounting.memory import GIB, PeakMemory, SavedBlocks, TrainingState, training_state, widest_moments
+from cs336sys.accounting.memory import (
+    GIB,
+    PeakMemory,
+    SavedBlocks,
+    TrainingState,
+    always_held_bytes,
+    training_state,
+    widest_moments,
+)
 from cs336sys.accounting.sharding.context import (
     ALL_TO_ALL,
     CONTEXT_STRATEGIES,
@@ -220,7 +228,7 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     is its own affair; nor has all-to-all attention that keeps the scores of its heads.
     """
     state = fullest_state(step)
-    always = _always_held(step.size)
+    always = always_held_bytes(step.size)
     if step.splits_sequences:
         tokens = step.share.context
         always = 16 * step.size.batch_size * tokens + 8 * tokens + 4 * step.size.context * step.size.head_dim
@@ -229,14 +237,14 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     keeps_scores = step.strategy == ALL_TO_ALL and step.attention == "reference"
     if not step.strategy.startswith(("torch-fsdp", "torch-context")) and not keeps_scores:
         peak = rank_peak(step)
-        rest = peak.activations + always - _always_held(step.share)
+        rest = peak.activations + always - always_held_bytes(step.share)
         moments.append(RankMemory(MOMENTS[-1], peak.parameters, peak.gradients, peak.optimizer_state, rest))
     return moments
 
 
 def predicted_memory_of_state(state: TrainingState, size: ModelSize) -> list[RankMemory]:
     """As :func:`predicted_memory` without a peak, where ranks have this state and a batch of this size."""
-    return memory_of_state(state, _always_held(size))
+    return memory_of_state(state, always_held_bytes(size))
 
 
 def memory_of_state(state: TrainingState, always: int, *, kept: int = 0) -> list[RankMemory]:
@@ -314,7 +322,7 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
         moments.append(PeakMemory(moment.moment, parameters, gradients, optimizer_state, activation_bytes))
     if step.strategy == "torch-zero":
         # DDP orders its buckets by the first backward pass: the second step begins with the old ones next to the new.
-        activation_bytes = _always_held(step.share) + state.gradients
+        activation_bytes = always_held_bytes(step.share) + state.gradients
         moments.append(PeakMemory("new buckets", parameters, state.gradients, optimizer_state, activation_bytes))
     return moments
 
@@ -339,11 +347,6 @@ def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: Peak
         step.size, step.computed_bytes, step.world_size, prefetch=step.prefetch, keep_gathered=step.keep_gathered
     )
     return kept, peak.gathered + (peak.whole_gradients + peak.received if done else 0)
-
-
-def _always_held(size: ModelSize) -> int:
-    """Bytes of the batch and the rotary table."""
-    return 16 * size.batch_size * size.context + 4 * size.context * size.head_dim
 
 
 def predicted_sent_bytes(step: ShardedStep) -> float:

@@ -65,26 +65,21 @@ def own_adamw(state_dtype: str) -> Change:
             "from cs336sys.kernels.adamw import AdamW",
             f'optimizer = AdamW(model.parameters(), lr=lr, state_dtype="{state_dtype}")',
         ),
-        "" if state_dtype == "fp32" else "moments are rounded to bf16" if state_dtype == "bf16" else "",
+        "moments are rounded to bf16" if state_dtype == "bf16" else "",
     )
 
 
 def checkpoint_blocks(every: int = 1) -> Change:
     """Return activation checkpointing around each block, or around groups of so many."""
-    if every == 1:
-        lines: tuple[str, ...] = (
-            "from torch.utils.checkpoint import checkpoint",
-            "for block in model.layers:",
-            "    x = checkpoint(block, x, use_reentrant=False)",
-        )
-        return Change("checkpoint each block", lines, "one more forward pass of the blocks")
-    lines = (
-        "from torch.utils.checkpoint import checkpoint",
-        f"for first in range(0, len(model.layers), {every}):",
-        f"    group = nn.Sequential(*model.layers[first : first + {every}])",
-        "    x = checkpoint(group, x, use_reentrant=False)",
-    )
-    return Change(f"checkpoint groups of {every} blocks", lines, "one more forward pass of the blocks")
+    name, part = "checkpoint each block", "block"
+    lines = ["for block in model.layers:"]
+    if every > 1:
+        name, part = f"checkpoint groups of {every} blocks", "group"
+        lines = [f"for first in range(0, len(model.layers), {every}):"]
+        lines.append(f"    group = nn.Sequential(*model.layers[first : first + {every}])")
+    call = f"    x = checkpoint({part}, x, use_reentrant=False)"
+    code = ("from torch.utils.checkpoint import checkpoint", *lines, call)
+    return Change(name, code, "one more forward pass of the blocks")
 
 
 def micro_batches(sequences: int, count: int) -> Change:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from cs336sys.accounting.checkpointing import kept_blocks, saved_schedule
 from cs336sys.accounting.flops import count_parameters, parameter_shapes
 from cs336sys.accounting.fused import FusedStep
-from cs336sys.accounting.memory import PeakMemory, SavedBlocks
+from cs336sys.accounting.memory import PeakMemory, SavedBlocks, always_held_bytes, largest_parameter
 from cs336sys.accounting.sharding.fsdp import fully_sharded_peak
 from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, kept_moments
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_moments
@@ -138,7 +138,7 @@ def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> li
     if sent_in == "fp32" or (leaves_half and sent_in == "bf16"):
         return moments
     # Of activations, only the batch and the rotary table exist when all gradients are sent.
-    left = 16 * training.tokens + 4 * training.size.context * training.size.head_dim
+    left = always_held_bytes(training.size)
     sent = replace(moments[-1], moment="gradients sent", gradients=whole, activations=left + whole // 2)
     if strategy in ("overlap", "bucketed"):
         # The optimizer comes when all have been waited for.
@@ -176,6 +176,11 @@ def _shared(moments: list[PeakMemory], configuration: StepConfiguration, whole: 
     return shared
 
 
+def _uncopied(training: Workload) -> FusedStep:
+    """The step with fused kernels that has no copies of weights, of whose tensors a compiled one consists."""
+    return FusedStep(training.size, "train", training.precision, "flash", "fused", "fp32")
+
+
 def compiled_block_bytes(training: Workload, *, gathers_weights: bool = False) -> int:
     """Return what a compiled block saves for its backward pass.
 
@@ -187,11 +192,10 @@ def compiled_block_bytes(training: Workload, *, gathers_weights: bool = False) -
         gathers_weights: weights are gathered in half precision by fsdp, so that there are no casts to save, and the
             residual stream is in half precision, too.
     """
-    size, e = training.size, ELEMENT_BYTES[training.precision]
-    step = FusedStep(size, "train", training.precision, "flash", "fused", "fp32")
-    saved = step.block
+    step = _uncopied(training)
+    e, saved = step.e, step.block
     if training.attention == "reference":
-        saved += 2 * e * size.batch_size * size.num_heads * size.context**2 - e * step.stream
+        saved += 2 * e * step.statistics * training.size.context - e * step.stream
     if gathers_weights and e == 2:
         saved -= 2 * step.block_matrices + 4 * step.stream
     return saved
@@ -204,29 +208,27 @@ def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights
     - First and last block of the backward pass: gradients of those after it, and twice its gate's.
     - Optimizer: all gradients; the course's AdamW makes a temporary of one parameter.
     """
-    size, e = training.size, ELEMENT_BYTES[training.precision]
-    tokens, count = size.batch_size * size.context, count_parameters(size)
-    stream, inner, head = tokens * size.d_model, tokens * size.d_ff, size.vocab_size * size.d_model
+    size, count, step = training.size, count_parameters(training.size), _uncopied(training)
+    e, stream, inner, head = step.e, step.stream, step.inner, step.head
+    logits = step.tokens * size.vocab_size
     block = compiled_block_bytes(training, gathers_weights=gathers_weights)
-    matrices = 4 * size.d_model**2 + 3 * size.d_model * size.d_ff
-    always = 16 * tokens + 4 * size.context * size.head_dim
 
     def saved_bytes(blocks: SavedBlocks) -> int:
         return blocks.saved * block + blocks.inputs * 4 * stream
 
     at_loss, at_blocks = saved_schedule(checkpointing, size.num_layers)
     cast = 2 * head if e == 2 and not gathers_weights else 0
-    around_loss = (4 + e) * stream + (4 + 2 * e) * tokens * size.vocab_size + cast
+    around_loss = (4 + e) * stream + (4 + 2 * e) * logits + cast
     if training.compile == "model":
         # Logits and their gradient once more, which the loss, compiled by itself, gets from the model.
-        around_loss += 2 * e * tokens * size.vocab_size
+        around_loss += 2 * e * logits
     moments = [("loss", 0, saved_bytes(at_loss) + around_loss)]
     for blocks in at_blocks:
-        gradients = 4 * (head + (size.num_layers - blocks.block) * matrices)
+        gradients = 4 * (head + (size.num_layers - blocks.block) * step.block_matrices)
         moments.append((f"backward, {blocks.name}", gradients, saved_bytes(blocks) + 4 * stream + 2 * e * inner))
-    largest = size.d_model * max(size.d_model, size.d_ff, size.vocab_size)
-    moments.append(("optimizer", 4 * count, 4 * largest if training.optimizer == "course" else 4 * stream))
-    moments_bytes = (4 if training.state_dtype == "bf16" else 8) * count
+    temporary = largest_parameter(size) if training.optimizer == "course" else stream
+    moments.append(("optimizer", 4 * count, 4 * temporary))
+    always, moments_bytes = always_held_bytes(size), (4 if training.state_dtype == "bf16" else 8) * count
     return [
         PeakMemory(name, 4 * count, gradients, moments_bytes, activations + always)
         for name, gradients, activations in moments

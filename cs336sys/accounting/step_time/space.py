@@ -33,38 +33,55 @@ LARGEST_MICRO_BATCH = 64
 
 def refusal(configuration: StepConfiguration) -> str | None:
     """Say why a configuration of our model cannot run; None if it can."""
-    training, checkpointing = configuration.training, configuration.checkpointing
-    kept, shared = kept_blocks(checkpointing), configuration.world_size > 1
+    training, checkpointing, strategy = configuration.training, configuration.checkpointing, configuration.strategy
+    kept, shared, layers = kept_blocks(checkpointing), configuration.world_size > 1, training.size.num_layers
     if kept is None:
         parse_checkpointing(checkpointing)
-    if training.cuda_graph == "on" and training.optimizer == "course":
-        return "a CUDA graph: the course's AdamW counts steps on the CPU"
-    if training.cuda_graph == "on" and training.compile == "model":
-        return "a CUDA graph of a model compiled as a whole: never measured here"
-    if training.kernels == "fused" and training.compile == "model":
-        return "fused kernels in a model compiled as a whole: never measured here"
-    if checkpointing != "none" and training.compile == "model":
-        return "checkpoints in a model compiled as a whole: there are no blocks to see"
-    if checkpointing in SUBLAYERS and (training.compile != "off" or training.kernels != "reference"):
-        return f"checkpoint {checkpointing}: compiled or fused blocks show no layers"
-    if kept is not None:
-        if not 0 <= kept <= training.size.num_layers:
-            return f"checkpoint {checkpointing}: the model has {training.size.num_layers} blocks"
-        if configuration.strategy != "fsdp" or training.kernels != "fused" or training.attention == "reference":
-            return "checkpoint keep=N: it needs fsdp, fused kernels, and attention without scores"
-        if training.compile != "off":
-            return "checkpoint keep=N: compiled blocks show no products"
-    elif shared and checkpointing not in ("none", "block"):
-        return "checkpoints of several blocks with several ranks: shard has none and block"
-    if configuration.accumulation > 1 and training.cuda_graph == "on":
-        return "micro-batches in a CUDA graph: a replayed backward pass overwrites gradients"
-    if shared and configuration.accumulation > 1 and configuration.strategy != "bucketed":
-        return "micro-batches with a sharded state: gradients are reduced in each"
-    if training.kernels == "fused" and training.state_dtype == "split" and configuration.strategy not in (None, "fsdp"):
-        return "weights split in bf16 and low bits, with several ranks: measured with fsdp alone"
-    if configuration.strategy in ("optimizer", "optimizer-flat") and training.optimizer == "adamw":
-        return "a sharded optimizer with our AdamW: never measured here"
-    return None
+    in_graph, is_fused = training.cuda_graph == "on", training.kernels == "fused"
+    is_whole, accumulates = training.compile == "model", configuration.accumulation > 1
+    hides_layers = training.compile != "off" or training.kernels != "reference"
+    keeps_products = strategy == "fsdp" and is_fused and training.attention != "reference"
+    # The first that is true says why.
+    rules = (
+        (in_graph and training.optimizer == "course", "a CUDA graph: the course's AdamW counts steps on the CPU"),
+        (in_graph and is_whole, "a CUDA graph of a model compiled as a whole: never measured here"),
+        (is_fused and is_whole, "fused kernels in a model compiled as a whole: never measured here"),
+        (
+            checkpointing != "none" and is_whole,
+            "checkpoints in a model compiled as a whole: there are no blocks to see",
+        ),
+        (
+            checkpointing in SUBLAYERS and hides_layers,
+            f"checkpoint {checkpointing}: compiled or fused blocks show no layers",
+        ),
+        (kept is not None and kept > layers, f"checkpoint {checkpointing}: the model has {layers} blocks"),
+        (
+            kept is not None and not keeps_products,
+            "checkpoint keep=N: it needs fsdp, fused kernels, and attention without scores",
+        ),
+        (
+            kept is not None and training.compile != "off",
+            "checkpoint keep=N: compiled blocks show no products",
+        ),
+        (
+            kept is None and shared and checkpointing not in ("none", "block"),
+            "checkpoints of several blocks with several ranks: shard has none and block",
+        ),
+        (accumulates and in_graph, "micro-batches in a CUDA graph: a replayed backward pass overwrites gradients"),
+        (
+            accumulates and shared and strategy != "bucketed",
+            "micro-batches with a sharded state: gradients are reduced in each",
+        ),
+        (
+            is_fused and training.state_dtype == "split" and strategy not in (None, "fsdp"),
+            "weights split in bf16 and low bits, with several ranks: measured with fsdp alone",
+        ),
+        (
+            strategy in ("optimizer", "optimizer-flat") and training.optimizer == "adamw",
+            "a sharded optimizer with our AdamW: never measured here",
+        ),
+    )
+    return next((reason for is_refused, reason in rules if is_refused), None)
 
 
 def workload_refusal(error: UsageError) -> str:

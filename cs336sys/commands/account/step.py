@@ -70,20 +70,10 @@ def step(
     measured = h200_rates() if placement.rates is None else read_rates(placement.rates)
     gpu_rates = measured if placement.gpu is None else rates_of(placement.gpu, measured)
     output.check()
-    choices = product(
-        model.sizes(),
-        precision.precisions(),
-        implementation.compile,
-        implementation.attention,
-        implementation.kernels,
-        implementation.optimizers(),
-        implementation.cuda_graph,
-    )
     shared = strategy or ("bucketed" if world_size > 1 else None)
     configurations = []
-    for size, dtype, compile, attention, kernels, (optimizer, *update), cuda_graph in choices:
-        ways = compile, attention, optimizer, cuda_graph, kernels, *update
-        training = Workload(size, "train", dtype or size.precision, *ways)
+    for size, dtype, settings in product(model.sizes(), precision.precisions(), implementation.combinations()):
+        training = Workload(size, "train", dtype or size.precision, **settings)
         configuration = StepConfiguration(
             training, placement.checkpoint, placement.accumulation, shared, world_size, placement.gradient_dtype
         )

@@ -223,15 +223,6 @@ def read_value(text: str, option: str, convert: Callable[[str], Value]) -> Value
         raise UsageError(f"{option} '{text}': {rule}") from error
 
 
-def check_choice(value: str, option: str, choices: Sequence[str]) -> str:
-    """The value of an option that takes one name.
-
-    Raises:
-        UsageError: it is none of the choices.
-    """
-    return read_value(value, option, one_of(choices))
-
-
 def check_baseline(baseline: str | None, chosen: Sequence[str]) -> str:
     """The implementation that ratios are over: ``--baseline``, or else eager, which need not be measured.
 

@@ -137,9 +137,7 @@ def defaults_of(ctx: Any, parameters: Sequence[Any]) -> dict[str, Any]:
     for key, value in ctx.default_map.items():
         name = key.replace("_", "-")
         if name not in options:
-            nearest = difflib.get_close_matches(name, options, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"{ctx.command_path} --help shows those that it has"
-            raise UsageError(f"{place}{key}: {ctx.info_name} has no such option; {hint}")
+            raise UsageError(f"{place}{key}: {_no_such_option(ctx, name, options)}")
         option = options[name]
         declaration = ctx.command.callback.declared[option.name]
         if not ctx.meta[_IS_NAMED] and not _is_harmless(declaration, value):
@@ -157,6 +155,13 @@ def defaults_of(ctx: Any, parameters: Sequence[Any]) -> dict[str, Any]:
         else:
             defaults[option.name] = _option_text(f"{place}{key}", value)
     return defaults
+
+
+def _no_such_option(ctx: Any, name: str, names: Collection[str], prefix: str = "") -> str:
+    """Say that the context's command lacks an option, with the nearest name after its prefix."""
+    nearest = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {prefix}{nearest[0]}?" if nearest else f"{ctx.command_path} --help shows those that it has"
+    return f"{ctx.info_name} has no such option; {hint}"
 
 
 def _is_harmless(declaration: Any, value: Any) -> bool:
@@ -242,15 +247,8 @@ def check_variables(ctx: Any, parameters: Sequence[Any], commands: Collection[st
         if not variable.startswith(f"{ctx.auto_envvar_prefix}_") or variable in (*option_variables, *_OF_NO_OPTION):
             continue
         if not commands:
-            nearest = difflib.get_close_matches(
-                variable[beyond:], sorted(name[beyond:] for name in option_variables), n=1
-            )
-            hint = (
-                f"did you mean {variable[:beyond]}{nearest[0]}?"
-                if nearest
-                else f"{ctx.command_path} --help shows those that it has"
-            )
-            raise UsageError(f"{variable}: {ctx.info_name} has no such option; {hint}")
+            endings = sorted(name[beyond:] for name in option_variables)
+            raise UsageError(f"{variable}: {_no_such_option(ctx, variable[beyond:], endings, variable[:beyond])}")
         word = variable[beyond:].partition("_")[0].lower()
         # Others may have variables that begin alike, but not with what is nearly a command.
         if word not in commands and difflib.get_close_matches(word, commands, cutoff=_NEARLY):

@@ -43,7 +43,6 @@ def _rounded_size(parameters: int) -> str:
 
 _SIZES = ", ".join(f"{name} {_rounded_size(count_parameters(size))}" for name, size in SIZES.items())
 
-NumLayersOption = Annotated[int | None, setting(help=f"Blocks. {_OWN}")]
 ModesOption = Annotated[list[str], choice(MODES, rich_help_panel=WHAT_RUNS)]
 DeviceOption = Annotated[str, choice(DEVICES)]
 SeedOption = Annotated[int, setting(help="Seed of weights and batch.", min=0, max=2**63 - 1)]
@@ -68,7 +67,7 @@ class SizeOptions:
     vocab_size: Annotated[int | None, setting(help=f"Vocabulary. {_OWN}")] = None
     d_model: Annotated[int | None, setting(help=f"Model width. {_OWN}")] = None
     d_ff: Annotated[int | None, setting(help=f"Feed-forward width. {_OWN}")] = None
-    num_layers: NumLayersOption = None
+    num_layers: Annotated[int | None, setting(help=f"Blocks. {_OWN}")] = None
     num_heads: Annotated[int | None, setting(help=f"Heads. {_OWN}")] = None
 
     def sizes(self) -> list[ModelSize]:
@@ -77,17 +76,9 @@ class SizeOptions:
         Raises:
             UsageError: a size cannot be.
         """
+        shape = {name: getattr(self, name) for name in ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")}
         return [
-            choose_size(
-                name,
-                context=context,
-                batch_size=batch_size,
-                vocab_size=self.vocab_size,
-                d_model=self.d_model,
-                d_ff=self.d_ff,
-                num_layers=self.num_layers,
-                num_heads=self.num_heads,
-            )
+            choose_size(name, context=context, batch_size=batch_size, **shape)
             for name, context, batch_size in product(self.size, self.context or (None,), self.batch_size or (None,))
         ]
 
@@ -170,6 +161,15 @@ class ImplementationOptions:
             chosen += product([name], self.state_dtype, self.update) if is_choice else [(name, "fp32", "step")]
         return chosen
 
+    def combinations(self) -> list[dict[str, str]]:
+        """Every combination, in the order of the lists, as settings of a workload."""
+        lists = self.compile, self.attention, self.kernels, self.optimizers(), self.cuda_graph
+        names = ("compile", "attention", "kernels", "optimizer", "state_dtype", "update", "cuda_graph")
+        return [
+            dict(zip(names, (*ways, *optimizer, cuda_graph), strict=True))
+            for *ways, optimizer, cuda_graph in product(*lists)
+        ]
+
 
 @dataclass(frozen=True)
 class StepsOptions:
@@ -230,37 +230,14 @@ def expand_workloads(
         os.environ[DEBUG_VARIABLE] = "1"
     precisions = precision.precisions()
     sizes = (model if model.size else replace(model, size=[_default_size(run.device)])).sizes()
-    optimizers = implementation.optimizers()
-    user = _user_code(model, optimizers)
-    choices = product(
-        modes,
-        precisions,
-        implementation.compile,
-        implementation.attention,
-        implementation.kernels,
-        optimizers,
-        implementation.cuda_graph,
-        steps.warmup,
-    )
+    user = _user_code(model, implementation.optimizers())
     return [
         Workload(
-            size,
-            mode,
-            chosen or size.precision,
-            compile,
-            attention,
-            optimizer,
-            cuda_graph,
-            kernels,
-            state_dtype,
-            update,
-            warmup=warmup,
-            steps=steps.steps,
-            user=user,
-            **asdict(run),
+            size, mode, chosen or size.precision, **settings, warmup=warmup, steps=steps.steps, user=user, **asdict(run)
         )
-        for size, choice in product(sizes, choices)
-        for mode, chosen, compile, attention, kernels, (optimizer, state_dtype, update), cuda_graph, warmup in [choice]
+        for size, mode, chosen, settings, warmup in product(
+            sizes, modes, precisions, implementation.combinations(), steps.warmup
+        )
         # Fused kernels alone compute with split weights; without any, the workload says so.
-        if state_dtype != "split" or kernels == "fused" or "fused" not in implementation.kernels
+        if settings["state_dtype"] != "split" or settings["kernels"] == "fused" or "fused" not in implementation.kernels
     ]

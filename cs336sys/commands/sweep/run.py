@@ -246,7 +246,7 @@ def run_sweep(
         predictions: derived columns by :func:`configuration_key`, kept next to those that were measured.
 
     Raises:
-        UsageError: ``asked.save`` cannot be written or, on ``--resume``, read.
+        UsageError: ``options.save`` cannot be written or, on ``--resume``, read.
         CapabilityError: the measuring process, or a tracker, does not start.
     """
     return _RunningSweep(
@@ -254,45 +254,44 @@ def run_sweep(
     ).finish()
 
 
+@dataclass
 class _RunningSweep:
     """A sweep between its plan and its :class:`Sweep`: each method is one step of it."""
 
-    def __init__(
-        self,
-        command: str,
-        measure: str,
-        configurations: Sequence[dict[str, Any]],
-        options: SweepOptions,
-        fresh_worker: bool,
-        across_ranks: bool,
-        is_wanted: Callable[[Mapping[str, Any], Sequence[Cell]], bool] | None,
-        predictions: Mapping[str, Mapping[str, Any]],
-    ):
+    command: str
+    measure: str
+    configurations: Sequence[dict[str, Any]]
+    options: SweepOptions
+    fresh_worker: bool
+    across_ranks: bool
+    is_wanted: Callable[[Mapping[str, Any], Sequence[Cell]], bool] | None
+    predictions: Mapping[str, Mapping[str, Any]]
+
+    def __post_init__(self) -> None:
         from cs336sys.measure.cells import Worker, WorkerHere
 
-        self.command, self.configurations, self.options = command, configurations, options
-        self.fresh_worker, self.is_wanted, self.predictions = fresh_worker, is_wanted, predictions
+        configurations, options = self.configurations, self.options
         self.cells: list[Cell] = []
         self.interruption: int | None = None
         self.failure: Outcome | None = None
         self.stopped = self.run_is_saved = self.fault_is_told = False
         # Cells that are measured in turn have no pause between them.
         self.turn_before: str | None = None
-        identity = started_outside() if across_ranks else None
+        identity = started_outside() if self.across_ranks else None
         _refuse_timeout(options, identity)
         self.ranks = None
         if identity is not None:
-            self.ranks = JoinedWorker(measure, tuple(sys.argv[1:]), identity, join_timeout_s(configurations))
+            self.ranks = JoinedWorker(self.measure, tuple(sys.argv[1:]), identity, join_timeout_s(configurations))
         self.is_shown = self.ranks is None or self.ranks.is_first
         save, trackers = (options.save, options.track) if self.is_shown else (None, ())
-        self.tracking = start_tracking(command, distinguishing_settings(configurations), trackers)
+        self.tracking = start_tracking(self.command, distinguishing_settings(configurations), trackers)
         self.file = ResultsFile(save) if save else None
         self.results = read_results(save) if options.resumes and save and save.stat().st_size else None
         is_here = any(named_object(str(value)) for configuration in configurations for value in configuration.values())
-        if is_here and (across_ranks or options.cell_timeout is not None):
-            option = "ranks" if across_ranks else f"--cell-timeout {options.cell_timeout:g}"
+        if is_here and (self.across_ranks or options.cell_timeout is not None):
+            option = "ranks" if self.across_ranks else f"--cell-timeout {options.cell_timeout:g}"
             raise UsageError(f"{option}: needs processes of its own, which cannot find the object by name; {TO_FILE}")
-        self.worker = self.ranks or (WorkerHere if is_here else Worker)(measure, tuple(sys.argv[1:]))
+        self.worker = self.ranks or (WorkerHere if is_here else Worker)(self.measure, tuple(sys.argv[1:]))
         self.run: Run | None = None
 
     def finish(self) -> Sweep:
