@@ -112,8 +112,7 @@ def block_activations(size: ModelSize, precision: str, attention: str, *, autoca
 def attention_activations(
     size: ModelSize, precision: str, attention: str, *, autocast: bool = True
 ) -> SavedActivations:
-    """Return what a block's attention and the norm before it add: the half of :func:`block_activations` that
-    :func:`feed_forward_activations` is not. Its residual stream is the block's input."""
+    """Return what a block's attention and its norm add; the residual stream is the block's input."""
     reference, casts = attention == "reference", autocast and precision != "fp32"
     e = ELEMENT_BYTES[precision]
     tokens = size.batch_size * size.context
@@ -135,9 +134,7 @@ def attention_activations(
 
 
 def feed_forward_activations(size: ModelSize, precision: str, *, autocast: bool = True) -> SavedActivations:
-    """Return what a block's feed-forward layer and the norm before it add. Its residual stream is the sum that
-    attention's
-    output was added to."""
+    """Return what a block's feed-forward layer and its norm add; the residual stream follows attention."""
     casts = autocast and precision != "fp32"
     e = ELEMENT_BYTES[precision]
     tokens = size.batch_size * size.context

@@ -219,8 +219,7 @@ def _check_positive(**values: Number) -> None:
 
 
 def exposed_communication(medians_ms: Mapping[str, float], running_ms: float | None = None) -> dict[str, float | None]:
-    """Return how much longer the step is than the same one without communication, and what of the communication that
-    hides.
+    """Return how much longer the step is than without communication, and how much of that it hides.
 
     Args:
         medians_ms: of ``step``, and where they were measured of ``unsynchronized``, the step without communication,

@@ -143,9 +143,7 @@ class FusedStep:
 
     @property
     def around_loss(self) -> int:
-        """Return what the last norm saves, and what the loss holds: its input, both gradients, a chunk of logits, a
-        cast.
-        """
+        """Return what the last norm and the loss hold: its input, both gradients, a chunk of logits, a cast."""
         e = self.e
         chunk = min(e * self.tokens * self.size.vocab_size, LOGITS_CHUNK_BYTES)
         cast = 2 * self.head if e == 2 and not self.copies_head else 0

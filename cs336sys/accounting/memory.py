@@ -127,8 +127,7 @@ class SavedBlocks:
 
 
 def everything_saved(num_layers: int) -> list[SavedBlocks]:
-    """Without checkpointing. From one block to the next memory changes by a constant amount, so the widest block is the
-    last, where the backward pass starts, or the first."""
+    """Without checkpointing: memory changes evenly from block to block, so the last or the first is the widest."""
     return [SavedBlocks(num_layers, num_layers, name="last block"), SavedBlocks(1, 1, name="first block")]
 
 

@@ -87,9 +87,7 @@ def tensor_answers(size: ModelSize, precision: str) -> list[Derived]:
 
 
 def block_answers(size: ModelSize, precision: str, attention: str) -> list[Derived]:
-    """Answer what one block saves for the backward pass, the largest first, and the gradients that it produces
-    there.
-    """
+    """Answer what one block saves for backward, the largest first, and which gradients it produces there."""
     named = _named_size(size)
     row = partial(Derived, unit="bytes", source=_SAVED, question="memory_profiling (f), 2026")
     parts = {

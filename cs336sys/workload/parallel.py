@@ -239,9 +239,7 @@ class ParallelWorkload(Configured):
 
     @property
     def writes_out_blocks(self) -> bool:
-        """Return whether blocks that choose what to keep have a backward pass of their own: fused kernels without
-        autocast.
-        """
+        """Return whether kept blocks have a backward pass of their own: fused kernels without autocast."""
         training, is_kept = self.training, kept_blocks(self.checkpointing) is not None
         return is_kept and self.strategy == "fsdp" and training.kernels == "fused" and training.compile == "off"
 
@@ -257,9 +255,7 @@ class ParallelWorkload(Configured):
 
     @property
     def inner_dimension(self) -> str | None:
-        """Return what groups of ranks share: ``tp`` for layers, ``cp`` for sequences; None where each rank is by
-        itself.
-        """
+        """Return what a group of ranks shares: ``tp`` for layers, ``cp`` for sequences; None without groups."""
         return "tp" if self.shares_layers else "cp" if self.splits_sequences else None
 
     @property
@@ -311,16 +307,12 @@ class ParallelWorkload(Configured):
 
     @property
     def uses_autocast(self) -> bool:
-        """Return whether half precision is autocast's; fully sharded models compute in the dtype that is gathered
-        instead.
-        """
+        """Return whether half precision is autocast's; fully sharded models compute in the gathered dtype."""
         return self.strategy not in FULLY_SHARDED
 
     @property
     def computed_flops(self) -> int:
-        """FLOPs a step of all ranks, with what is computed again: by checkpoints, and the scores in the backward pass
-        of attention that keeps none of them.
-        """
+        """FLOPs a step of all ranks, with those of checkpoints and of attention that computes scores again."""
         training, size = self.training, self.training.size
         again = 0
         if training.attention != "reference":
@@ -332,9 +324,7 @@ class ParallelWorkload(Configured):
 
     @property
     def kept_step(self) -> KeptStep:
-        """Describe for accounting a step whose blocks choose what to keep; any other, as if none kept gate
-        and up.
-        """
+        """Describe for accounting a step whose blocks choose what to keep; any other as if none kept gate and up."""
         training = self.training
         state_dtype = training.state_dtype if self.has_half_weights else "fp32"
         blocks, ahead = kept_blocks(self.checkpointing) or 0, 1 if self.prefetch is None else self.prefetch
@@ -349,10 +339,7 @@ class ParallelWorkload(Configured):
 
     @property
     def has_half_gradients(self) -> bool:
-        """Return whether gradients of fused blocks stay in bf16, in which products give and AdamW reads them: those of
-        modes
-        that average gradients where they are, if they are sent in bf16.
-        """
+        """Return whether gradients of fused blocks stay in bf16: averaged where they are, and sent in bf16."""
         training = self.training
         is_fused = training.kernels == "fused" and training.optimizer == "adamw" and training.precision == "bf16"
         return is_fused and self.gradient_dtype == "bf16" and self.strategy in _AVERAGED_IN_PLACE

@@ -223,9 +223,7 @@ class Workload(Configured):
 
     @property
     def memory_is_known(self) -> bool:
-        """Return whether formulas know what a step holds: of our model, with all fused kernels, or none and update
-        step.
-        """
+        """Return whether formulas know a step's memory: our model with all fused kernels, or none and update step."""
         return self.is_ours and (self.kernels == "fused" or (self.kernels, self.update) == ("reference", "step"))
 
     def require_known_memory(self) -> None:

@@ -153,9 +153,7 @@ class StepCommunication:
         return self.all_gather + self.reduce_scatter + self.all_reduce
 
     def sent_bytes(self, world_size: int) -> float:
-        """Return what each rank sends: ``(W - 1) / W`` of what is gathered or scattered, twice that of what is
-        all-reduced.
-        """
+        """Return what each rank sends: ``(W - 1) / W`` of what is gathered or scattered, of all-reduces twice that."""
         return (world_size - 1) / world_size * (self.all_gather + self.reduce_scatter + 2 * self.all_reduce)
 
 

@@ -80,9 +80,7 @@ class KeptStep:
 
 
 def kept_block_bytes(step: KeptStep, *, gate_and_up: bool) -> int:
-    """Return what one block keeps for its backward pass: ``6 e T d``, the logsumexp, both norms' factors, and ``2 e T
-    f``.
-    """
+    """Return what a block keeps: ``6 e T d``, the logsumexp, both norms' factors, and maybe ``2 e T f``."""
     e, tokens, size = step.element_bytes, step.tokens, step.size
     always = 6 * e * tokens * size.d_model + 4 * tokens * size.num_heads + 2 * 4 * tokens
     return always + (2 * e * tokens * size.d_ff if gate_and_up else 0)

@@ -350,9 +350,7 @@ def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: Peak
 
 
 def predicted_sent_bytes(step: ShardedStep) -> float:
-    """Return what a rank sends in a step: ``(W - 1) / W`` of what is gathered, scattered or broadcast, twice that of
-    what is
-    all-reduced.
+    """Return what a rank sends: ``(W - 1) / W`` of gathers, scatters and broadcasts, of all-reduces twice that.
 
     torch's ``fully_shard`` gathers blocks twice and the rest once, and sends fp32 gradients.
     """
