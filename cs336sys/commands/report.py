@@ -207,7 +207,7 @@ def run_commands(plan: Sequence[Command], target: Target, folder: Path) -> list[
             continue
         say(f"report: {number} of {len(plan)}: {command.line}")
         try:
-            code = _run_command(command, folder)
+            code = _run_and_save(command, folder)
         except KeyboardInterrupt:
             say(f"report: interrupted in {number} of {len(plan)}; --run continues from {folder}")
             raise
@@ -231,7 +231,7 @@ def without_settings(environment: Mapping[str, str], command: str) -> dict[str, 
     return kept | {"CS336SYS_CONFIG": os.devnull}
 
 
-def _run_command(command: Command, folder: Path) -> int:
+def _run_and_save(command: Command, folder: Path) -> int:
     path = results_path(command, folder)
     arguments = [*command.arguments, "--save", str(path), "--output", str(path.with_name(f"{path.name[:-9]}.md"))]
     if command.arguments[0] not in _NOT_RESUMABLE:

@@ -45,7 +45,7 @@ _ROUNDS = 12
 _MOST_RESERVES = 10
 
 # Settings of the implementation that have one value each; the optimizer has its state's dtype with it.
-_IMPLEMENTATION = ("compile", "attention", "kernels", "cuda_graph")
+_SINGLE_SETTINGS = ("compile", "attention", "kernels", "cuda_graph")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class SearchOptions:
         if (self.strategy or self.gradient_dtype) and self.world_size == 1:
             raise UsageError("--strategy and --gradient-dtype: one rank shares nothing; add --world-size")
         fixed: dict[str, Sequence[Any]] = {
-            name: list(getattr(implementation, name)) for name in _IMPLEMENTATION if is_given(ctx, name)
+            name: list(getattr(implementation, name)) for name in _SINGLE_SETTINGS if is_given(ctx, name)
         }
         if is_given(ctx, "optimizer") or is_given(ctx, "state_dtype"):
             fixed["optimizer"] = [(name, dtype) for name, dtype, _ in implementation.optimizers()]
@@ -311,7 +311,7 @@ class _Predictor:
         """Return the choice with one more GPU, of configurations like the fastest one."""
         best, space = choices.fitting[0].configuration.training, self.space
         fixed = {name: values for name, values in space.fixed.items() if name not in ("strategy", "checkpointing")}
-        fixed |= {name: [getattr(best, name)] for name in _IMPLEMENTATION}
+        fixed |= {name: [getattr(best, name)] for name in _SINGLE_SETTINGS}
         fixed.setdefault("optimizer", [(best.optimizer, best.state_dtype), ("fused", "fp32")])
         try:
             return self.choose(replace(space, world_size=space.world_size + 1, fixed=fixed))
