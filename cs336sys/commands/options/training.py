@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.commands.options.effects import runs_code, setting
@@ -161,7 +161,7 @@ class ImplementationOptions:
             chosen += product([name], self.state_dtype, self.update) if is_choice else [(name, "fp32", "step")]
         return chosen
 
-    def combinations(self) -> list[dict[str, str]]:
+    def combinations(self) -> list[dict[str, Any]]:
         """Every combination, in the order of the lists, as settings of a workload."""
         lists = self.compile, self.attention, self.kernels, self.optimizers(), self.cuda_graph
         names = ("compile", "attention", "kernels", "optimizer", "state_dtype", "update", "cuda_graph")
