@@ -1,7 +1,7 @@
 """``cs336sys ddp``: data parallel training, its strategies, and how much of the communication each hides."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -51,7 +51,7 @@ class DataParallelOptions:
             help=f"For {BUCKETED}: the most gradients in one all-reduce, in 1e6 bytes; {WHOLE_BLOCKS}: whole blocks.",
         ),
     ] = (WHOLE_BLOCKS,)
-    world_size: WorldSizeOption = ()
+    world_size: WorldSizeOption = field(default_factory=list)
     backend: BackendOption = "auto"
     gradient_dtype: Annotated[Sequence[str], choice(PRECISIONS, f"Gradients are sent in {', '.join(PRECISIONS)}.")] = (
         "fp32",
@@ -87,9 +87,7 @@ class DataParallelOptions:
                 check_layers=self.check_layers,
                 transport=sent_by,
             )
-            for ranks, training, sent_in in product(
-                choose_world_sizes([*self.world_size]), trainings, self.gradient_dtype
-            )
+            for ranks, training, sent_in in product(choose_world_sizes(self.world_size), trainings, self.gradient_dtype)
             for strategy, bucket, sent_by in self._strategies()
         ]
 

@@ -1,7 +1,7 @@
 """``cs336sys shard``: who holds which part of the training state, what memory that saves, and what it costs a step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -186,7 +186,7 @@ def completed(
 class ShardedRanksOptions:
     """The ranks, and what is checked, kept and drawn of them."""
 
-    world_size: WorldSizeOption = ()
+    world_size: WorldSizeOption = field(default_factory=list)
     backend: BackendOption = "auto"
     high_priority: HighPriorityOption = False
     timeout: TimeoutOption = 120.0
@@ -251,7 +251,7 @@ def shard(
     sharding, implementation, steps = completed(ctx, sharding, implementation, steps)
     chosen = sharding.cells(
         options.expand_workloads(model, ["train"], precision, implementation, steps, run),
-        choose_world_sizes([*ranks.world_size] or sharding.ranks_of_mesh),
+        choose_world_sizes(ranks.world_size or sharding.ranks_of_mesh),
         run.device,
         keeps_gathered=not is_given(ctx, "keep_gathered"),
         tells=is_first_rank(),

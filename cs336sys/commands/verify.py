@@ -1,7 +1,7 @@
 """``cs336sys verify``: is my parallel training the same training as that of one process."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -34,7 +34,7 @@ class VerificationOptions:
         Sequence[str],
         name_or_code(WRAPS, f"Yours: FILE.py:NAME, module:NAME. Ready: {', '.join(WRAPS)}."),
     ] = ()
-    world_size: WorldSizeOption = ()
+    world_size: WorldSizeOption = field(default_factory=list)
     case: Annotated[Sequence[str], choice(CASES, f"{', '.join(CASES)}.", show_default=False)] = tuple(CASES)
     mesh: Annotated[str | None, setting(help="What ranks share: data, context, tensor, pipeline; data=2,tensor=2.")] = (
         None
@@ -65,7 +65,7 @@ class VerificationOptions:
                 self.timeout,
                 digest([name]) if is_user_code(name) else None,
             )
-            for name, ranks in product(self.wrap, choose_world_sizes([*self.world_size]))
+            for name, ranks in product(self.wrap, choose_world_sizes(self.world_size))
             for training in [_training(model, run, ranks)]
             for case in self.case
         ]

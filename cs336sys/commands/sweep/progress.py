@@ -67,8 +67,12 @@ def showing_progress(
             yield lines
 
 
-class _Unseen(SweepProgress):
-    """Report nowhere, as the protocol's own methods do."""
+class _Unseen:
+    def at_stage(self, stage: str) -> None:
+        pass
+
+    def cell_done(self, cell: Cell, took_s: float | None) -> None:
+        pass
 
 
 class _Lines:
