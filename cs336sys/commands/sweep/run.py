@@ -268,7 +268,6 @@ class _RunningSweep:
     predictions: Mapping[str, Mapping[str, Any]]
 
     def __post_init__(self) -> None:
-        from cs336sys.measure.cells import Worker, WorkerHere
 
         configurations, options = self.configurations, self.options
         self.cells: list[Cell] = []
@@ -291,8 +290,17 @@ class _RunningSweep:
         if is_here and (self.across_ranks or options.cell_timeout is not None):
             option = "ranks" if self.across_ranks else f"--cell-timeout {options.cell_timeout:g}"
             raise UsageError(f"{option}: needs processes of its own, which cannot find the object by name; {TO_FILE}")
-        self.worker = self.ranks or (WorkerHere if is_here else Worker)(self.measure, tuple(sys.argv[1:]))
+        self.worker: Any = self.ranks or self._started_worker(is_here)
         self.run: Run | None = None
+
+    def _started_worker(self, is_here: bool) -> Any:
+        from cs336sys.measure.cells import Worker, WorkerHere
+
+        arguments = tuple(sys.argv[1:])
+        if is_here:
+            return WorkerHere(self.measure, arguments)
+        timeouts_s = [cell["timeout_s"] for cell in self.configurations if self.across_ranks and "timeout_s" in cell]
+        return Worker(self.measure, arguments, silence_s=max(timeouts_s, default=None))
 
     def finish(self) -> Sweep:
         """Go through all configurations, or as many as an interruption or lost ranks allow."""
@@ -368,7 +376,10 @@ class _RunningSweep:
             for note in in_file.notes:
                 say(note)
             cells = in_file.cells
-        return cells if self.ranks is None else self.ranks.from_first_rank(cells)
+        if self.ranks is None:
+            return cells
+        self.ranks.require_same_cells(self.configurations)
+        return self.ranks.from_first_rank(cells)
 
     def _cool_down(self, configuration: Mapping[str, Any], progress: SweepProgress) -> None:
         turn, pause_s = turn_key(configuration), self.options.cool_down
