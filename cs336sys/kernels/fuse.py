@@ -213,7 +213,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
 }
 
 # What a fused last layer keeps: options of the loss and their targets, which it has within Fused.loss.
-_HEAD_STATE = {"targets": None, "loss_options": {}, "copy": None, "gradient_dtype": None}
+_HEAD_STATE: dict[str, Any] = {"targets": None, "loss_options": {}, "copy": None, "gradient_dtype": None}
 
 # Where a fused model keeps its handle.
 _HANDLE = "fused_kernels"

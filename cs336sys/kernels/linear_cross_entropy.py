@@ -664,9 +664,9 @@ def linear_cross_entropy(
         weight = weight.to(dtype) if weight.dtype in DTYPES and weight.dtype != torch.float32 else weight
     elif weight.dtype != dtype:
         raise TypeError(f"hidden and weight must have the same dtype, got {dtype} and {weight.dtype}")
-    needs_gradients = (torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight))
+    needs_hidden, needs_weight = (torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight))
     options = LossOptions(
-        ignore_index, label_smoothing, z_loss, dtype, *needs_gradients, copy, gradient_dtype, reduction, softcap,
+        ignore_index, label_smoothing, z_loss, dtype, needs_hidden, needs_weight, copy, gradient_dtype, reduction, softcap,
         class_weight,
     )  # fmt: skip
     with torch.autocast(device, enabled=False):
