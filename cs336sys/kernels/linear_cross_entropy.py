@@ -666,8 +666,8 @@ def linear_cross_entropy(
         raise TypeError(f"hidden and weight must have the same dtype, got {dtype} and {weight.dtype}")
     needs_hidden, needs_weight = (torch.is_grad_enabled() and tensor.requires_grad for tensor in (hidden, weight))
     options = LossOptions(
-        ignore_index, label_smoothing, z_loss, dtype, needs_hidden, needs_weight, copy, gradient_dtype, reduction, softcap,
-        class_weight,
+        ignore_index, label_smoothing, z_loss, dtype, needs_hidden, needs_weight, copy, gradient_dtype, reduction,
+        softcap, class_weight,
     )  # fmt: skip
     with torch.autocast(device, enabled=False):
         if torch.compiler.is_compiling():
