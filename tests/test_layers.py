@@ -70,7 +70,7 @@ SHARED_AMONG_SIBLINGS = {
             *("checks", "checks.step", "checks.weights"),
             # Steps with checkpoints, and their memory by a dry run, which tune measures and predicts, too.
             *("memory.prediction", "memory.step"),
-            *("flop_counting", "models", "optimizers", "training", "user_models"),
+            *("flop_counting", "models", "optimizers", "own_kernels", "training", "user_models"),
         )
     },
 }
