@@ -91,6 +91,10 @@ def _pickled(value):
     return pickle.loads(pickle.dumps(value))
 
 
+def _is_arriving(bucket):
+    return bool(bucket._versions)
+
+
 def copies():
     """How far copies of DDP wrappers, and of a model with a sharded optimizer, are from the original; and errors."""
     off, errors = {}, {}
@@ -104,7 +108,7 @@ def copies():
                 one.finish_gradient_synchronization()
             off[name, way] = (copied.module.first.weight.grad - wrapped.module.first.weight.grad).abs().max().item()
             errors[name] = error_of(copy.copy, wrapped)
-        for flat in (False, True) if make is copy.deepcopy else ():
+        for flat in (False, True):
             module = Chain()
             optimizer = _optimizer(flat, True)(module)
             if not flat:
@@ -123,6 +127,11 @@ def copies():
             if not flat:
                 module.finish_gradient_synchronization()
             optimizer.step()
+            pending = list(map(_is_arriving, optimizer._partition.exchange._buckets))
+            assert any(pending)
+            copied(inputs).sum().backward()
+            copied.state_dict()
+            assert pending == list(map(_is_arriving, optimizer._partition.exchange._buckets)), "the copy waited"
             off[f"optimizer {flat} later", way] = (copied(inputs) - before).abs().max().item()
             errors["optimizer"] = error_of(make, optimizer)
         errors["fsdp"] = error_of(make, FSDP(Chain()))

@@ -1,12 +1,10 @@
 """Brings updated parameters to every rank while the next forward pass already runs."""
 
-import functools
 import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,21 +45,9 @@ class ExchangeBucket:
                 )
 
 
-class _ModuleHook:
-    """A hook on a module of the user's; what is copied or pickled with the module does nothing."""
-
-    def __init__(self, function: Callable[..., None]):
-        self._function = function
-
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
-
-    def __reduce__(self) -> tuple[type, tuple[Callable[..., None]]]:
-        return _ModuleHook, (_do_nothing,)
-
-
-def _do_nothing(*_: object) -> None:
-    pass
+# Which exchanges bring parameters to a module. Hooks on modules of users are functions that look here, and are copied
+# and pickled with the module by their names: a copy has no entry, so its hooks do nothing.
+_exchanges: "weakref.WeakKeyDictionary[nn.Module, list[ParameterExchange]]" = weakref.WeakKeyDictionary()
 
 
 class ParameterExchange:
@@ -77,9 +63,9 @@ class ParameterExchange:
         self.is_deferred = False
         self._is_pending = False
         self._buckets: list[ExchangeBucket] = []
-        # For each part of a module, the buckets that its parameters are in.
-        self._awaited: dict[nn.Module, list[ExchangeBucket]] = {}
-        self._saving: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # For each part of a module, the buckets that its parameters are in. Hooks find this exchange by the module: a
+        # strong reference back would keep both for ever.
+        self._awaited: weakref.WeakKeyDictionary[nn.Module, list[ExchangeBucket]] = weakref.WeakKeyDictionary()
         self._awaited_at_once: list[ExchangeBucket] = []
 
     def extend(self, buckets: Iterable[ExchangeBucket]) -> None:
@@ -128,22 +114,27 @@ class ParameterExchange:
             torch.compiler.reset()
         while isinstance(wrapped := getattr(module, "module", None), nn.Module):
             module = wrapped
-        for part in _parts(module):
-            if part not in self._awaited:
-                buckets = self._awaited[part] = []
-                part.register_forward_pre_hook(_not_traced(lambda *_, buckets=buckets: _wait_for(buckets)))
-            for inner in _modules_in(part):
-                if inner not in self._awaited:
-                    buckets = self._awaited[inner] = []
-                    inner.register_forward_pre_hook(_ModuleHook(functools.partial(_wait_unless_traced, buckets)))
-        self._assign()
         # A part may be saved or loaded by itself.
-        wait = _ModuleHook(lambda *_: self.wait())
         for part in module.modules():
-            if part not in self._saving:
-                self._saving.add(part)
-                part.register_state_dict_pre_hook(wait)
-                part.register_load_state_dict_pre_hook(wait)
+            exchanges = _exchanges.setdefault(part, [])
+            if self not in exchanges:
+                exchanges.append(self)
+                part.register_state_dict_pre_hook(_wait_for_all)
+                part.register_load_state_dict_pre_hook(_wait_for_all)
+        for part in _parts(module):
+            self._await(part, _wait_before_part)
+            for inner in _modules_in(part):
+                self._await(inner, _wait_unless_traced)
+        self._assign()
+
+    def _await(self, module: nn.Module, hook: Callable[..., None]) -> None:
+        if module not in self._awaited:
+            self._awaited[module] = []
+            module.register_forward_pre_hook(hook)
+
+    def wait_before(self, module: nn.Module) -> None:
+        """Wait for the parameters of a part that is about to be called."""
+        _wait_for(self._awaited.get(module, ()))
 
     def _assign(self) -> None:
         """Find the buckets of the parameters that each module waits for."""
@@ -163,13 +154,6 @@ def move_into(memory: Tensor, start: int, parameter: nn.Parameter) -> None:
     parameter.data = view.copy_(parameter.detach())
 
 
-def _not_traced(hook: Callable[..., None]) -> Callable[..., None]:
-    """If the module is compiled, the hook runs before the compiled code."""
-    if "torch._dynamo" in sys.modules:
-        return torch.compiler.disable(hook)
-    return importing_no_compiler(torch._disable_dynamo(hook))
-
-
 _version = operator.attrgetter("_version")
 
 
@@ -178,10 +162,24 @@ def _wait_for(buckets: Iterable[ExchangeBucket]) -> None:
         bucket.wait()
 
 
-def _wait_unless_traced(buckets: list[ExchangeBucket], *_: object) -> None:
+def _wait_for_all(module: nn.Module, *_: object) -> None:
+    for exchange in _exchanges.get(module, ()):
+        exchange.wait()
+
+
+def _wait_before_part(module: nn.Module, *_: object) -> None:
+    for exchange in _exchanges.get(module, ()):
+        exchange.wait_before(module)
+
+
+# If the module is compiled, the hook runs before the compiled code.
+_wait_before_part = importing_no_compiler(torch._disable_dynamo(_wait_before_part))
+
+
+def _wait_unless_traced(module: nn.Module, *_: object) -> None:
     # The part around compiled code has waited, and a hook that was called there would cut its graph.
     if not torch.compiler.is_compiling():
-        _wait_for(buckets)
+        _wait_before_part(module)
 
 
 def _modules_in(part: nn.Module) -> Iterator[nn.Module]:
