@@ -25,7 +25,7 @@ def require_elementwise(
     cut: str = "elements",
     refusal: str = "flat=True cannot shard",
     remedy: str = "choose flat=False",
-) -> None:
+) -> frozenset[str]:
     """Step a small matrix as a whole and in two slices, and compare the results and the optimizers' states.
 
     Optimizers that use the norm of a parameter (LAMB), row and column means (Adafactor) or matrix products (Muon)
@@ -38,6 +38,9 @@ def require_elementwise(
         cut: rows, columns or elements.
         refusal: how the error begins.
         remedy: how it ends.
+
+    Returns:
+        the keys of the state that have one value for the whole matrix, as "step" has.
     """
     refusal = f"{refusal} {optimizer_cls.__name__}"
     tensors = torch.randn(1 + _STEPS, 16, 8, generator=torch.Generator().manual_seed(0)).to(device)
@@ -55,36 +58,39 @@ def require_elementwise(
     for key, value in whole.items():
         if not _agree(value, [part.get(key) for part in parts], dim):
             raise UsageError(f"{refusal}, whose {key} is not computed element by element: {remedy}")
+    return frozenset(key for key, value in whole.items() if isinstance(value, Tensor) and value.numel() == 1)
 
 
 def require_options(
     optimizer_cls: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
     device: torch.device,
-    accepted: set[Hashable],
+    accepted: dict[Hashable, frozenset[str]],
     of_group: Mapping[str, Any],
     *,
     flat: bool,
-) -> None:
+) -> frozenset[str]:
     """Refuse options of a group with which ShardedOptimizer cannot shard a class, once for each kind of options.
 
     Numbers are of one kind, except that zero is of another, so that schedules of learning rates need no check anew.
 
     Args:
-        accepted: the kinds that were checked before; one more afterwards.
+        accepted: the kinds that were checked before, with the results; one more afterwards.
+
+    Returns:
+        with ``flat``, what :func:`require_elementwise` does.
     """
     kind = _kind(of_group)
     if kind in accepted:
-        return
+        return accepted[kind]
     max_norm = {**options, **of_group}.get("max_grad_norm")
     if max_norm is not None:
         raise UsageError(
             f"max_grad_norm {max_norm} would clip by the norm of this rank's share: leave it out, and call "
             "clip_grad_norm_() of the sharded optimizer before step()"
         )
-    if flat:
-        require_elementwise(optimizer_cls, options, device, of_group)
-    accepted.add(kind)
+    accepted[kind] = require_elementwise(optimizer_cls, options, device, of_group) if flat else frozenset()
+    return accepted[kind]
 
 
 # For each class of optimizers, the devices and kinds of options with which it was accepted.

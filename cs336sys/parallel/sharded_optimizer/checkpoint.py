@@ -4,7 +4,7 @@ The state of one parameter is a dict, for example with the keys ``exp_avg`` and 
 tensors are slices too, (n,), except ``step`` and others that do not have an element for each of the parameter's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,7 @@ def take_own_states(
     names: Sequence[str],
     parameters: Sequence[nn.Parameter],
     owned: Sequence[range],
+    scalars: Container[str],
 ) -> dict[int, State]:
     """Copies of the states in a state dict that belong to this rank, by index of the parameter.
 
@@ -100,6 +101,7 @@ def take_own_states(
         state_dict: a whole one, or one rank's, which has the key ``share``.
         share: what this rank's own state dict has under ``share``.
         owned: which elements of each parameter this rank owns.
+        scalars: keys with one value for a whole parameter: of one without dimensions, shapes do not tell.
     """
     saved_as = [key for group in state_dict["param_groups"] for key in group["params"]]
     states = {index: state_dict["state"][key] for index, key in enumerate(saved_as) if key in state_dict["state"]}
@@ -117,7 +119,7 @@ def take_own_states(
     return {
         index: {
             key: _in_memory_order(value, parameters[index])[owned[index].start : owned[index].stop].clone()
-            if share["flat"] and _is_elementwise(key, value, parameters[index].shape)
+            if share["flat"] and key not in scalars and _is_elementwise(key, value, parameters[index].shape)
             else _copy(value)
             for key, value in _with_strides(state, parameters[index]).items()
         }

@@ -122,7 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().__init__(params, {})
             check_parameters(self.param_groups, flat=flat)
             self._require_options = functools.partial(
-                require_options, optimizer_cls, options, group_device(), set(), flat=flat
+                require_options, optimizer_cls, options, group_device(), {}, flat=flat
             )
             for group in self.param_groups:
                 self._require_options(options_of(group))
@@ -372,9 +372,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 state_dict = hook(self, state_dict) or state_dict
             check_same_model(state_dict, self.param_groups)
             owned = [self._partition.owned(parameter) for parameter in self._parameters]
-            states = take_own_states(state_dict, self._share(), names_of(self.param_groups), self._parameters, owned)
-            for group in state_dict["param_groups"]:
-                self._require_options(options_of(group))
+            scalars = [self._require_options(options_of(group)) for group in state_dict["param_groups"]]
+            states = take_own_states(
+                state_dict,
+                self._share(),
+                names_of(self.param_groups),
+                self._parameters,
+                owned,
+                frozenset().union(*scalars),
+            )
             lines += [describe_options(options_of(group)) for group in state_dict["param_groups"]]
         parameters = self._parameters
         with torch.no_grad():

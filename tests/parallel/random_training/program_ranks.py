@@ -297,8 +297,10 @@ class OnRank(OneProcess):
         expected = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
         if gradients.keys() != expected.keys():
             return f"gradient of {sorted(gradients.keys() ^ expected.keys())} is there or is not"
-        for name, whole in self._shared.full_state_dict(gradients).items():
-            if wrong := self._wrong(whole, expected[name]):
+        # It puts every parameter together, also those without a gradient.
+        parts = {name: gradients.get(name, one) for name, one in self.models[0].named_parameters()}
+        for name, whole in self._shared.full_state_dict(parts).items():
+            if name in expected and (wrong := self._wrong(whole, expected[name])):
                 return f"gradient of {name} {wrong}"
         return None
 
@@ -373,9 +375,6 @@ class OnRank(OneProcess):
                         elif value is not None and value.shape != target.shape:
                             return f"{key} of {number}.{name} is {tuple(value.shape)}"
                     value, target = (one if one is None else torch.as_tensor(one) for one in (value, target))
-                    if key in SCALARS and value is not None and value.numel() == 1:
-                        # Flat state of a parameter without dimensions comes back as (1,).
-                        value = value.reshape(())
                     if wrong := self._wrong(value, target):
                         return f"{key} of {number}.{name} {wrong}"
         return None

@@ -9,6 +9,7 @@ from small_models import batch, error_of, share, weights
 from torch import nn
 
 from cs336sys.parallel import collectives
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
 
 def train_and_save(mode, dtype, start, state, steps, name="AdamW", **options):
@@ -104,6 +105,20 @@ def states_that_stay(mode):
         for index, state in saved["state"].items()
         for key, value in state.items()
     )
+
+
+def shapes_after_loading(name):
+    """Flat: shapes of the state of a parameter without dimensions, on the rank that updates it, and when loaded."""
+    parameter = nn.Parameter(torch.ones(()))
+    optimizer = ShardedOptimizer([parameter], getattr(torch.optim, name), lr=0.01, flat=True)
+    (2 * parameter).backward()
+    optimizer.step()
+    shapes = []
+    for _ in range(2):
+        states = optimizer.state_dict()["state"].values()
+        shapes += [{key: tuple(value.shape) for key, value in state.items()} for state in states]
+        optimizer.load_state_dict(collectives.gather_objects(optimizer.consolidated_state_dict())[0])
+    return shapes
 
 
 def load_hooks(mode):

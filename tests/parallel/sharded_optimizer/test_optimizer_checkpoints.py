@@ -111,6 +111,15 @@ def test_state_that_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded(
         assert count > 0, rank
 
 
+@pytest.mark.parametrize("name", ["NAdam", "ASGD", "Adagrad"])
+def test_loaded_state_of_a_parameter_without_dimensions_keeps_its_shapes(ranks, name):
+    results = ranks(2).run(optimizer_checkpoints_ranks.shapes_after_loading, name)
+    (before, after), nothing = sorted(results, reverse=True, key=len)
+    assert before == after
+    assert set(before.values()) == {(), (1,)}
+    assert not nothing
+
+
 @each_mode
 def test_saved_state_is_a_copy(ranks, mode):
     assert ranks(2).run(optimizer_checkpoints_ranks.states_that_stay, mode) == [True, True]
