@@ -271,9 +271,12 @@ class TensorParallel(StateDictOfWrapped):
         Every rank must call it. Norms get the values of the group's first rank.
 
         Raises:
-            UsageError: on every rank: there are others, or their shapes are not those of the parts.
+            UsageError: on every rank: there are others, their shapes are not those of the parts, or FSDP is around
+                the module, whose ``refresh()`` takes them up.
         """
         with same_on_every_rank(self.group) as lines:
+            if any(map(is_unit, self.module.modules())):
+                raise UsageError("FSDP holds slices of the parts: call refresh() of the FSDP module instead")
             require_parts(self.module, self.shapes, self.group.rank(), self.group.size())
             lines += [f"{name} trained={one.requires_grad}" for name, one in self.module.named_parameters()]
         for parameter in self._whole_parameters().values():
@@ -319,13 +322,17 @@ class TensorParallel(StateDictOfWrapped):
 
         Args:
             parts: this rank's parts by name, where ``module`` has only slices of them
-                (``FSDP.gather_full_params()``); None takes the module's own.
+                (``FSDP.gather_full_params()``), or gradients, which frozen parameters lack; a tied one under its first
+                name. None takes the module's own.
         """
-        held: Mapping[str, Tensor] = dict(self.module.named_parameters(remove_duplicate=False))
-        if parts is not None:
-            first_name: dict[int, str] = {}
-            held = {name: parts[first_name.setdefault(id(one), name)] for name, one in held.items()}
-        return whole_tensors(held, self.shapes, self.group)
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        if parts is None:
+            return whole_tensors(parameters, self.shapes, self.group)
+        first_names: dict[int, str] = {}
+        sources = {name: first_names.setdefault(id(parameter), name) for name, parameter in parameters.items()}
+        return whole_tensors(
+            {name: parts[source] for name, source in sources.items() if source in parts}, self.shapes, self.group
+        )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load what ``state_dict()`` returned on the same rank of equally many ranks. Every rank must call it.

@@ -219,7 +219,8 @@ class OneProcess:
         return how == "data" or not self._raises_on_some_ranks
 
     def _allows_keep_weights(self) -> bool:
-        return not self.is_changed
+        # FSDP around shared layers has no state dict: a slice of a part is no DTensor.
+        return not (self.is_changed or (self.program.shares_layers and self.program.wrapper == "fsdp"))
 
     def _allows_restore_weights(self, assign: bool, who: str) -> bool:
         is_kept = "weights" in self._kept and self._kept["weights"][0] == self.changes

@@ -297,10 +297,8 @@ class OnRank(OneProcess):
         expected = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
         if gradients.keys() != expected.keys():
             return f"gradient of {sorted(gradients.keys() ^ expected.keys())} is there or is not"
-        # It puts every parameter together, also those without a gradient.
-        parts = {name: gradients.get(name, one) for name, one in self.models[0].named_parameters()}
-        for name, whole in self._shared.full_state_dict(parts).items():
-            if name in expected and (wrong := self._wrong(whole, expected[name])):
+        for name, whole in self._shared.full_state_dict(gradients).items():
+            if wrong := self._wrong(whole, expected[name]):
                 return f"gradient of {name} {wrong}"
         return None
 

@@ -498,4 +498,24 @@ def changed_modules():
     told["adapter"] = error_of(shared, batch()[0])[1]
     told["adapter, refreshed"] = error_of(shared.refresh)[1]
 
+    within = model()
+    within.ln_final.weight.requires_grad_(False)
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("fsdp", "tp"))
+    shared = TensorParallel(within, mesh["tp"], sequence_parallel=True)
+    sharded = FSDP(shared.module, group=mesh["fsdp"])
+    shared.module.ln_final.weight.requires_grad_(True)
+    projection = shared.module.layers[0].ffn.w2
+    projection.weight = torch.nn.Parameter(sharded.gather_full_params()["layers.0.ffn.w2.weight"].clone())
+    told["within FSDP"] = error_of(sharded, batch()[0])[1]
+    told["within FSDP, refreshed"] = error_of(shared.refresh)[1]
+    sharded.refresh()
+    inputs, targets = batch()
+    shared.loss(sharded(inputs), targets).backward()
+    sharded.finish_gradient_synchronization()
+    shared.finish_gradient_synchronization()
+    parts = sharded.gather_full_params()
+    for name, parameter in sharded.sharded_parameters.items():
+        parts[name] = parameter.shard.grad.view(parts[name].shape)
+    parts |= {name: parameter.grad for name, parameter in sharded.replicated_parameters.items()}
+    found["within FSDP"] = shared.full_state_dict(parts)
     return told, found

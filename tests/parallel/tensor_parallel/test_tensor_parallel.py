@@ -162,7 +162,9 @@ def test_changed_modules_are_right_or_refused(ranks):
         clipped = "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's share of the gradients"
         assert told.pop("copied").startswith(clipped)
         assert told.pop("assigned, clipped").startswith(clipped)
+        assert told.pop("within FSDP").endswith("after it was wrapped: call refresh() on every rank")
         assert told == {
+            "within FSDP, refreshed": "FSDP holds slices of the parts: call refresh() of the FSDP module instead",
             "hook": "lm_head.weight has a hook, which would be lost: register it on the parameter of the wrapped "
             "module, where it sees the gradient of this rank's part",
             "pickled": "a TensorParallel module cannot be pickled: save its full_state_dict()",
