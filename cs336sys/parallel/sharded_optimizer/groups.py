@@ -135,12 +135,17 @@ class StepAgreement:
     """
 
     def __init__(self) -> None:
-        # Of the last step on GPUs: what every rank said, on its way to the CPU, and when it is there.
-        self._answer: tuple[Tensor, torch.cuda.Event] | None = None
+        # On GPUs: what every rank said, on its way to the CPU, and when it is there.
+        self._answers: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._has_asked_in_step = False
 
     @contextlib.contextmanager
-    def compared(self) -> Iterator[list[str]]:
-        """Within this context, lines of text are collected that must be the same on every rank."""
+    def compared(self, *, is_step: bool = True) -> Iterator[list[str]]:
+        """Within this context, lines of text are collected that must be the same on every rank.
+
+        Args:
+            is_step: False before the step, as for clipping: the step does not wait for that answer.
+        """
         if is_stream_captured():
             yield []
             return
@@ -153,7 +158,9 @@ class StepAgreement:
                 raise
             return
         lines = []
-        self._read_answer()
+        if not (is_step and self._has_asked_in_step):
+            self._read_answers()
+        self._has_asked_in_step = not is_step
         try:
             yield lines
         except Exception as error:
@@ -170,18 +177,16 @@ class StepAgreement:
         on_host.copy_(gathered, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._answer = on_host, event
+        self._answers.append((on_host, event))
 
-    def _read_answer(self) -> None:
-        if self._answer is None:
-            return
-        on_host, event = self._answer
-        self._answer = None
-        event.synchronize()
-        first, *others = on_host.view(-1, _DIGEST_SIZE).unbind()
-        for rank, other in enumerate(others, start=1):
-            if not torch.equal(first, other):
-                raise UsageError(
-                    f"ranks differ in what they train: in the last step, rank {rank} had other options of groups than "
-                    "rank 0, or one of the two refused to step; make the same changes on every rank"
-                )
+    def _read_answers(self) -> None:
+        answers, self._answers = self._answers, []
+        for on_host, event in answers:
+            event.synchronize()
+            first, *others = on_host.view(-1, _DIGEST_SIZE).unbind()
+            for rank, other in enumerate(others, start=1):
+                if not torch.equal(first, other):
+                    raise UsageError(
+                        f"ranks differ in what they train: in the last step, rank {rank} had other options of groups "
+                        "than rank 0, or one of the two refused to step; make the same changes on every rank"
+                    )

@@ -247,7 +247,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def finish_gradient_synchronization(self) -> None:
         """With ``flat=True``, complete the averages of the gradients now; otherwise :meth:`step` does so."""
-        self._complete_gradients(self._require_slices("finish_gradient_synchronization"))
+        slices = self._require_slices("finish_gradient_synchronization")
+        if slices.is_complete:
+            with self._agreement.compared(is_step=False):
+                slices.require_none_late()
+        slices.prepare_gradients()
 
     @property
     def own_tensors(self) -> Sequence[Tensor]:
@@ -271,12 +275,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             all ranks can skip the step alike.
 
         Raises:
-            UsageError: as :meth:`step`, where parameters were moved, unfrozen, added or replaced: the norm would lack
-                their gradients.
+            UsageError: on every rank, as :meth:`step`, where parameters were moved, unfrozen, added or replaced: the
+                norm would lack their gradients.
         """
         if self._slices is not None:
-            self._complete_gradients(self._slices)
-        self._check_parameters()
+            self._slices.prepare_gradients()
+        with self._agreement.compared(is_step=False):
+            if self._slices is not None:
+                self._slices.require_none_late()
+            self._check_parameters()
         return self._partition.clip_grad_norm(max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -498,12 +505,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _name(self, parameter: nn.Parameter) -> str:
         return dict(zip(self._parameters, names_of(self.param_groups), strict=True))[parameter]
-
-    def _complete_gradients(self, slices: SlicePartition) -> None:
-        if slices.is_complete:
-            with self._agreement.compared():
-                slices.require_none_late()
-        slices.prepare_gradients()
 
     def _require_between_steps(self) -> None:
         if self._slices is not None:

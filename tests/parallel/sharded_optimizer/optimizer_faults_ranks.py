@@ -91,7 +91,12 @@ def misuse(mode):
     else:
         errors["no_sync"] = error_of(lambda: optimizer.no_sync().__enter__())
         errors["finish"] = error_of(optimizer.finish_gradient_synchronization)
-    model.used.data = model.used.data.clone()
+    if dist.get_rank() == 1:
+        model.used.data = model.used.data.clone()
+    errors["clipped, moved on one rank"] = error_of(optimizer.clip_grad_norm_, 1.0)
+    optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        model.used.data = model.used.data.clone()
     errors["moved"] = error_of(optimizer.step)
     return errors
 

@@ -87,6 +87,7 @@ def test_misuse_is_refused(ranks, mode):
         assert messages.pop("moved") == (
             "used was moved or converted after it was sharded: build the optimizer after changing the model"
         )
+        assert "used was moved or converted" in messages.pop("clipped, moved on one rank")
         if mode == "flat":
             assert messages.pop("under way") == "gradients are under way: call step() or zero_grad() first"
             assert messages.pop("wrapped").startswith("used has its gradient averaged already, by a data parallel")
