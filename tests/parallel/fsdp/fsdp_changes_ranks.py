@@ -86,6 +86,8 @@ def refusals():
     errors["kept"] = error_of(keeps.module.kept[0].sum)
 
     sharded = FSDP(Model())
+    errors["vmap"] = error_of(torch.func.vmap(sharded), tokens[None])
+    errors["jvp"] = error_of(torch.func.jvp, sharded, (tokens,), (tokens,))
     zeros = {name: torch.zeros_like(parameter) for name, parameter in sharded.named_parameters()}
     errors["other weights"] = error_of(torch.func.functional_call, sharded, zeros, tokens)
     errors["penalty outside"] = error_of(sum(one.square().sum() for one in sharded.parameters()).backward)

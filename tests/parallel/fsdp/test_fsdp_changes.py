@@ -12,6 +12,8 @@ BEGINNINGS = {
     "other weights for blocks": "blocks.0.",
     "frozen in forward": "head.weight is frozen or unfrozen in the forward pass: do it between two steps",
     "kept": "a weight of embedding was kept from a forward pass and is used after it",
+    "vmap": "FSDP cannot see the backward pass of a function that torch.func transforms (vmap, jvp, grad)",
+    "jvp": "FSDP cannot see the backward pass of a function that torch.func transforms (vmap, jvp, grad)",
     "other weights": "embedding.weight was replaced",
     "penalty outside": "",
     "norm alone": "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's share of the gradients",
