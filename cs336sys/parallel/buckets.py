@@ -213,8 +213,10 @@ class GradientBucket:
             present_anywhere: for each parameter, in order, whether any rank had a gradient.
         """
         if not all(self.present):
-            for parameter, here, anywhere in zip(self.parameters.values(), self.present, present_anywhere, strict=True):
-                if anywhere and not here:
+            for parameter, is_present, is_present_anywhere in zip(
+                self.parameters.values(), self.present, present_anywhere, strict=True
+            ):
+                if is_present_anywhere and not is_present:
                     parameter.grad = self._substitutes[parameter]
             self._substitutes = {}
         self.begin_step()
@@ -373,5 +375,6 @@ def _same_order(gradient: Tensor, strides: tuple[int, ...]) -> bool:
     matter.
     """
     return gradient.stride() == strides or all(
-        size == 1 or own == other for size, own, other in zip(gradient.shape, gradient.stride(), strides, strict=True)
+        size == 1 or gradient_stride == stride
+        for size, gradient_stride, stride in zip(gradient.shape, gradient.stride(), strides, strict=True)
     )

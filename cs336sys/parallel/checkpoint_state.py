@@ -23,7 +23,7 @@ def is_cut(key: str, value: Any) -> bool:
 
 
 def named_groups(
-    optimizer: torch.optim.Optimizer, held: Mapping[str, nn.Parameter], slices: Container[str]
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], slices: Container[str]
 ) -> list[dict[str, Any]]:
     """Return the optimizer's groups with names in place of parameters.
 
@@ -35,7 +35,7 @@ def named_groups(
         UsageError: the optimizer has a parameter or a state of something that the module has not, or a state of
             a slice that is neither of its shape nor a single number.
     """
-    names: dict[Tensor, str] = {parameter: name for name, parameter in held.items()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
@@ -56,7 +56,10 @@ def named_groups(
                     f"{key} of {names[parameter]} is {tuple(value.shape)} where the slice is "
                     f"{tuple(parameter.shape)}: only state of the slice's shape can be shared out to other ranks"
                 )
-    return [dict(group) | {"params": [names[one] for one in group["params"]]} for group in optimizer.param_groups]
+    return [
+        dict(group) | {"params": [names[parameter_of_group] for parameter_of_group in group["params"]]}
+        for group in optimizer.param_groups
+    ]
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]], groups: Groups) -> None:
@@ -85,14 +88,14 @@ def _on_device_of(current: Any, value: Any) -> Any:
     return value.to(current.device) if isinstance(current, Tensor) and isinstance(value, Tensor) else value
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """The first three entries of a saved model that differ from those of the module, in words; empty if none does."""
-    found = [
-        f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
-        for name in dict.fromkeys((*here, *there))
-        if there.get(name) != here.get(name)
+    different = [
+        f"{name} is {saved.get(name, 'missing')} there and {current.get(name, 'missing')} here"
+        for name in dict.fromkeys((*current, *saved))
+        if saved.get(name) != current.get(name)
     ]
-    return "; ".join(found[:3]) + (f", and {len(found) - 3} more" if len(found) > 3 else "")
+    return "; ".join(different[:3]) + (f", and {len(different) - 3} more" if len(different) > 3 else "")
 
 
 # What nn.Module.load_state_dict puts into the metadata of a module, for lack of an argument.
@@ -114,8 +117,10 @@ class StateDictOfWrapped(nn.Module):
         metadata = getattr(state, "_metadata", None)
         if prefix and metadata is not None:
             # The module around this one will look for them, but not for values, as if they had this wrapper's name.
-            inner = {name: one for name, one in metadata.items() if f"{name}.".startswith(prefix)}
-            metadata.update({f"{prefix}module.{f'{name}.'[len(prefix) :]}"[:-1]: one for name, one in inner.items()})
+            inner = {name: value for name, value in metadata.items() if f"{name}.".startswith(prefix)}
+            metadata.update(
+                {f"{prefix}module.{f'{name}.'[len(prefix) :]}"[:-1]: value for name, value in inner.items()}
+            )
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -124,15 +129,15 @@ class StateDictOfWrapped(nn.Module):
             metadata = getattr(state_dict, "_metadata", None)
             state_dict = OrderedDict((key.removeprefix("module."), value) for key, value in state_dict.items())
             if metadata is not None:
-                metadata = {name.removeprefix("module").removeprefix("."): one for name, one in metadata.items()}
+                metadata = {name.removeprefix("module").removeprefix("."): entry for name, entry in metadata.items()}
                 state_dict._metadata = metadata  # type: ignore[attr-defined]
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # nn.Module looks for the entries of a child under the child's name, here "module".
-        own = [key for key in state_dict if key.startswith(prefix)]
-        if not self._has_prefix(own, f"{prefix}module."):
-            for key in own:
+        keys = [key for key in state_dict if key.startswith(prefix)]
+        if not self._has_prefix(keys, f"{prefix}module."):
+            for key in keys:
                 state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -32,11 +32,11 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def require_process_group(what: str) -> None:
+def require_process_group(user: str) -> None:
     """Refuse to build ``what`` where no process group has been initialized."""
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError(
-            f"{what} needs a process group: call it in a function run by cs336sys.parallel.ranks.launch.run, "
+            f"{user} needs a process group: call it in a function run by cs336sys.parallel.ranks.launch.run, "
             "or call torch.distributed.init_process_group first"
         )
 
@@ -79,8 +79,8 @@ class _Launched:
 
     _collective: str
 
-    def __init__(self, what: str, group: dist.ProcessGroup | None = None):
-        self.what = what
+    def __init__(self, contents: str, group: dist.ProcessGroup | None = None):
+        self.what = contents
         self._given_group = group
         # NCCL reads tensors on a stream of its own: if they were freed before it has finished, their memory would be
         # reused.
@@ -121,9 +121,13 @@ class _Mean(_Launched):
     """
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, what: str = "tensors", group: dist.ProcessGroup | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        contents: str = "tensors",
+        group: dist.ProcessGroup | None = None,
     ):
-        super().__init__(what, group)
+        super().__init__(contents, group)
         self._dtype = dtype
         self._device_type = device.type
 
@@ -195,7 +199,7 @@ class MeanScatter(_Mean):
         # torch 2.11 has only the second name.
         group = self._group
         scatter = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
-        self._works = [scatter([_real(own) for own in slices], [_real(tensor) for tensor in tensors], options)]
+        self._works = [scatter([_real(slice_) for slice_ in slices], [_real(tensor) for tensor in tensors], options)]
 
 
 class SliceGather(_Launched):
@@ -209,8 +213,8 @@ class SliceGather(_Launched):
 
     _collective = "all-gather"
 
-    def __init__(self, tensors: Sequence[Tensor], what: str, group: dist.ProcessGroup | None = None):
-        super().__init__(what, group)
+    def __init__(self, tensors: Sequence[Tensor], contents: str, group: dist.ProcessGroup | None = None):
+        super().__init__(contents, group)
         rank, world_size = self._group.rank(), self._group.size()
         self._whole = [_real(tensor) for tensor in tensors]
         self._own = [tensor.chunk(world_size)[rank] for tensor in self._whole]
@@ -219,9 +223,9 @@ class SliceGather(_Launched):
     def start(self) -> None:
         """Launch; the slices of other ranks are overwritten."""
         if self._through_host:
-            for tensor, own in zip(self._whole, self._own, strict=True):
+            for tensor, own_slice in zip(self._whole, self._own, strict=True):
                 on_host = tensor.cpu()
-                all_gather_single(on_host, own.cpu(), group=self._group)
+                all_gather_single(on_host, own_slice.cpu(), group=self._group)
                 tensor.copy_(on_host)
             return
         group = self._group
@@ -283,9 +287,9 @@ class Broadcasts(_Launched):
     _collective = "broadcast"
 
     def __init__(
-        self, tensors: Sequence[Tensor], sources: Sequence[int], what: str, group: dist.ProcessGroup | None = None
+        self, tensors: Sequence[Tensor], sources: Sequence[int], contents: str, group: dist.ProcessGroup | None = None
     ):
-        super().__init__(what, group)
+        super().__init__(contents, group)
         # An expanded tensor is sent as it is stored, without repetition.
         self._targets = [_stored(tensor) for tensor in tensors]
         self._scattered = [index for index, target in enumerate(self._targets) if not is_dense(target)]
@@ -361,9 +365,9 @@ def max_over_ranks(tensor: Tensor) -> Tensor:
 
 def gather_numbers(number: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Every rank's value of a scalar, (W,), in rank order, on every rank and on the scalar's device."""
-    own = number.detach().view(1).to(group_device())
-    gathered = own.new_empty(dist.get_world_size(group))
-    all_gather_single(gathered, own, group=group)
+    sent = number.detach().view(1).to(group_device())
+    gathered = sent.new_empty(dist.get_world_size(group))
+    all_gather_single(gathered, sent, group=group)
     return gathered.to(number.device)
 
 

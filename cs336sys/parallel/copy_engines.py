@@ -78,7 +78,7 @@ class CopyEngines:
             self._make_boxes(box_bytes, device)
         except (ImportError, AttributeError, RuntimeError, ValueError) as error:
             failure = str(error).strip().partition("\n")[0] or type(error).__name__
-        failures = [one for one in gather_objects(failure, self._group) if one is not None]
+        failures = [text for text in gather_objects(failure, self._group) if text is not None]
         if failures:
             raise CapabilityError(
                 f"copy engines need memory that both GPUs can write, which torch cannot make here ({failures[0]}): "
@@ -118,7 +118,7 @@ class CopyEngines:
         flat = [tensor.view(-1) for tensor in tensors]
         places, _ = places_in_box([tensor.nbytes for tensor in flat])
         box = number % _BOXES
-        own, other, handle = self._own_boxes[box], self._other_boxes[box], self._handles[box]
+        own_box, other, handle = self._own_boxes[box], self._other_boxes[box], self._handles[box]
         self._copying.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copying):
             if number == 0:
@@ -134,7 +134,7 @@ class CopyEngines:
         self._averaging.wait_stream(self._copying)
         with torch.cuda.stream(self._averaging):
             for tensor, place in zip(flat, places, strict=True):
-                average_(tensor, _in_box(own, place, tensor))
+                average_(tensor, _in_box(own_box, place, tensor))
             done = torch.cuda.Event()
             done.record()
         self._averaged.append(done)
@@ -169,10 +169,10 @@ class CopiedMean(MeanReduction):
         number: int,
         dtype: torch.dtype,
         device: torch.device,
-        what: str = "tensors",
+        contents: str = "tensors",
         group: dist.ProcessGroup | None = None,
     ):
-        super().__init__(dtype, device, what, group)
+        super().__init__(dtype, device, contents, group)
         self._engines, self._number = engines, number
 
     def start(self, tensors: list[Tensor]) -> None:

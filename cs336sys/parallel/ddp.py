@@ -174,8 +174,10 @@ class _Replicated(StateDictOfWrapped):
         Raises:
             UsageError: on every rank, if they were not changed alike, or cannot be wrapped.
         """
-        parameters = [(name, one) for name, one in self.module.named_parameters() if id(one) not in self._taken_up]
-        buffers = [(name, one) for name, one in self.module.named_buffers() if name not in self._buffer_names]
+        parameters = [
+            (name, tensor) for name, tensor in self.module.named_parameters() if id(tensor) not in self._taken_up
+        ]
+        buffers = [(name, tensor) for name, tensor in self.module.named_buffers() if name not in self._buffer_names]
         self._synchronizer.drop()
         require_same_lines([f"new: {', '.join(name for name, _ in (*parameters, *buffers)) or 'nothing'}"], self._group)
         self._take_up(parameters, buffers)
@@ -244,8 +246,8 @@ class _Replicated(StateDictOfWrapped):
 
 
 def _other_gradient_dtypes(module: nn.Module) -> list[str]:
-    dtypes = ((name, gradient_dtype_of(one), one.dtype) for name, one in module.named_parameters())
-    return [f"{name}: gradients in {dtype}" for name, dtype, own in dtypes if dtype != own]
+    dtypes = ((name, gradient_dtype_of(parameter), parameter.dtype) for name, parameter in module.named_parameters())
+    return [f"{name}: gradients in {dtype}" for name, dtype, parameter_dtype in dtypes if dtype != parameter_dtype]
 
 
 def _require_no_max_norm(module: nn.Module) -> None:
@@ -328,8 +330,8 @@ class BucketedDDP(_Replicated):
         box_bytes = max(places_in_box(bucket.sent_sizes)[1] for bucket in self.buckets)
         self.copy_engines = CopyEngines(self._group, box_bytes, device)
         for number, bucket in enumerate(self.buckets):
-            what = f"gradients of {', '.join(bucket.parameters)}"
-            bucket.average_by(CopiedMean(self.copy_engines, number, bucket.sent_dtype, device, what, self._group))
+            contents = f"gradients of {', '.join(bucket.parameters)}"
+            bucket.average_by(CopiedMean(self.copy_engines, number, bucket.sent_dtype, device, contents, self._group))
 
     def _copied_state(self) -> dict[str, Any]:
         return super()._copied_state() | {"copy_engines": None}

@@ -270,14 +270,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
             sliced: Any = optimizer
             sliced.finish_gradient_synchronization()
             optimizer = cast(torch.optim.Optimizer, SimpleNamespace(param_groups=[{"params": sliced.own_tensors}]))
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        overflows = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # A rank may have nothing of these parameters.
-        found = found or {found_inf.device: found_inf}
-        anywhere = torch.stack([own.to(group_device()) for own in found.values()]).amax().to(torch.uint8)
+        overflows = overflows or {found_inf.device: found_inf}
+        anywhere = torch.stack([overflow.to(group_device()) for overflow in overflows.values()]).amax().to(torch.uint8)
         max_over_ranks(anywhere)
-        for own in found.values():
-            own.copy_(anywhere)
-        return found
+        for overflow in overflows.values():
+            overflow.copy_(anywhere)
+        return overflows
 
 
 @functools.cache

@@ -112,7 +112,7 @@ class GradientSynchronizer(SynchronizationSwitch):
             return
         with _lock:
             self._launch_left()
-            present = [here for bucket in self.buckets for here in bucket.present]
+            present = [is_present for bucket in self.buckets for is_present in bucket.present]
             device = next(iter(self.buckets[0].parameters.values())).device
             present_anywhere = AnyRank(present, device, self._group)
             all_here, anywhere = all(present), iter(present)
@@ -134,7 +134,7 @@ class GradientSynchronizer(SynchronizationSwitch):
         with _lock:
             for bucket in self.buckets[: self._launched]:
                 bucket.wait()
-            _begun[:] = [one for one in _begun if one() is not self]
+            _begun[:] = [reference for reference in _begun if reference() is not self]
 
     def _begin(self) -> None:
         """Take a place among those that launch, and have the rest launched when this backward pass ends."""
@@ -146,7 +146,7 @@ class GradientSynchronizer(SynchronizationSwitch):
 
     @property
     def _has_begun(self) -> bool:
-        return any(one() is self for one in _begun)
+        return any(reference() is self for reference in _begun)
 
     def _launch_left(self) -> None:
         """Launch all that is left, after what is left of those that have begun before."""

@@ -79,11 +79,11 @@ class HeldParameters:
 
     def _exchanged(self, now: dict[str, _Held]) -> frozenset[str]:
         """The names that stand for tensors from outside of the module, in the modules that had them before."""
-        known = {id(held.parameter) for held in self._names.values()}
+        known_ids = {id(entry.parameter) for entry in self._names.values()}
         return frozenset(
             name
-            for name, held in now.items()
-            if name in self._names and held.owner is self._names[name].owner and id(held.parameter) not in known
+            for name, entry in now.items()
+            if name in self._names and entry.owner is self._names[name].owner and id(entry.parameter) not in known_ids
         )
 
     def _held(self) -> nn.Module:
@@ -98,14 +98,14 @@ class HeldParameters:
         self._children_then = [dict(children) for children in self._children]
         self._parameters = [owner._parameters for owner in owners if isinstance(owner._parameters, dict)]
         self._attributes_then, self._values_then = self._attributes(), self._values()
-        each = {id(held.parameter): held for held in self._names.values()}.values()
+        each = {id(entry.parameter): entry for entry in self._names.values()}.values()
         # Those that exist no longer, whose ids others may have now.
         self._gone: list[weakref.ref[Tensor]] = []
-        self._each = [weakref.ref(held.parameter, self._gone.append) for held in each if held.parameter is not None]
-        self._layouts_then = [(held.shape, held.dtype) for held in each]
-        self._frozen = [held.reference for held in each if not held.trained]
+        self._each = [weakref.ref(entry.parameter, self._gone.append) for entry in each if entry.parameter is not None]
+        self._layouts_then = [(entry.shape, entry.dtype) for entry in each]
+        self._frozen = [entry.reference for entry in each if not entry.trained]
         # A module is moved as a whole, and the device of every parameter would take half as long again as the rest.
-        self._device = [(held.reference, held.device) for held in itertools.islice(each, 1)]
+        self._device = [(entry.reference, entry.device) for entry in itertools.islice(each, 1)]
 
     def _attributes(self) -> tuple[list[int], list[str]]:
         return list(map(len, self._parameters)), list(itertools.chain.from_iterable(self._parameters))
@@ -126,11 +126,11 @@ class HeldParameters:
 
     def _look(self) -> dict[str, _Held]:
         """Everything that the module holds now, by full name; tied parameters once for each name."""
-        held = {}
+        entries = {}
         for prefix, owner in self._held().named_modules(remove_duplicate=False):
             for attribute, parameter in owner._parameters.items():
                 if parameter is not None:
-                    held[f"{prefix}.{attribute}" if prefix else attribute] = _Held(
+                    entries[f"{prefix}.{attribute}" if prefix else attribute] = _Held(
                         owner,
                         weakref.ref(parameter),
                         parameter.shape,
@@ -138,23 +138,23 @@ class HeldParameters:
                         parameter.device,
                         parameter.requires_grad,
                     )
-        return held
+        return entries
 
     def _change(self, name: str, now: dict[str, _Held]) -> str | None:
         """Name the change of a parameter, as a participle; None if nothing happened."""
         old, new = self._names.get(name), now.get(name)
         if new is None:
             return "removed"
-        others_now = [other for other, held in now.items() if held.parameter is new.parameter and other != name]
+        others_now = [other for other, entry in now.items() if entry.parameter is new.parameter and other != name]
         if old is None:
-            before = [other for other, held in self._names.items() if held.parameter is new.parameter]
+            before = [other for other, entry in self._names.items() if entry.parameter is new.parameter]
             if not before:
                 return f"added, tied to {self._shown(others_now)}," if others_now else "added"
             return f"{'tied to' if before[0] in now else 'moved from'} {self._shown(before)}"
         if new.parameter is not old.parameter:
             if others_now:
                 return f"tied to {self._shown(others_now)}"
-            others_then = [o for o, held in self._names.items() if held.parameter is old.parameter and o != name]
+            others_then = [o for o, entry in self._names.items() if entry.parameter is old.parameter and o != name]
             if others_then and old.parameter is not None:
                 return f"untied from {self._shown(others_then)}"
             return "replaced (as load_state_dict() with assign=True does)"
@@ -163,9 +163,9 @@ class HeldParameters:
             (tuple(old.shape), tuple(new.shape)),
             (old.device, new.device),
         ]
-        for then, found in differences:
-            if then != found:
-                return f"changed from {then} to {found}"
+        for then, current in differences:
+            if then != current:
+                return f"changed from {then} to {current}"
         if new.owner is not old.owner:
             return "moved into another module"
         return "unfrozen" if new.trained and not old.trained else None

@@ -46,16 +46,16 @@ def require_same_lines(lines: Sequence[str], group: dist.ProcessGroup | None = N
         UsageError: on every rank, naming the first difference.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    own = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(group_device())
-    gathered = own.new_empty(dist.get_world_size(group) * len(own))
-    all_gather_single(gathered, own, group=group)
-    if (gathered.view(-1, len(own)) == own).all():
+    digest_here = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(group_device())
+    gathered = digest_here.new_empty(dist.get_world_size(group) * len(digest_here))
+    all_gather_single(gathered, digest_here, group=group)
+    if (gathered.view(-1, len(digest_here)) == digest_here).all():
         return
     first, *others = gather_objects(lines, group)
     for rank, lines in enumerate(others, start=1):
-        for expected, found in itertools.zip_longest(first, lines, fillvalue="nothing"):
-            if expected != found:
-                raise UsageError(f"ranks differ in what they train: {expected} on rank 0, {found} on rank {rank}")
+        for expected, line in itertools.zip_longest(first, lines, fillvalue="nothing"):
+            if expected != line:
+                raise UsageError(f"ranks differ in what they train: {expected} on rank 0, {line} on rank {rank}")
 
 
 def on_first_rank(action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:

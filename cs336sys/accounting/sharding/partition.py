@@ -48,7 +48,7 @@ CUT_DIMENSIONS: dict[str, int | None] = {
 }
 
 
-def greedy_partition(sizes: Sequence[int], held: Sequence[int]) -> list[int]:
+def greedy_partition(sizes: Sequence[int], held_sizes: Sequence[int]) -> list[int]:
     """Give each of some tensors to one rank so that ranks hold about equally much.
 
     The largest first, each to the rank that holds least by then: the fullest rank gets at most 4/3 of what it would in
@@ -61,7 +61,7 @@ def greedy_partition(sizes: Sequence[int], held: Sequence[int]) -> list[int]:
     Returns:
         for each tensor, its rank.
     """
-    totals = list(held)
+    totals = list(held_sizes)
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         owners[index] = totals.index(min(totals))

@@ -177,12 +177,12 @@ class JoinedWorker:
         first: list[dict[str, Any]] = pickle.loads(store.get(f"{key}-0"))
         for rank in range(1, self.identity.world_size):
             others: list[dict[str, Any]] = pickle.loads(store.get(f"{key}-{rank}"))
-            for here, there in itertools.zip_longest(first, others, fillvalue=no_cell):
-                for name in sorted(here.keys() | there.keys()):
-                    if here.get(name) != there.get(name):
+            for first_cell, cell in itertools.zip_longest(first, others, fillvalue=no_cell):
+                for name in sorted(first_cell.keys() | cell.keys()):
+                    if first_cell.get(name) != cell.get(name):
                         raise UsageError(
-                            f"ranks have different options: {name} is {here.get(name)} on rank 0 and {there.get(name)} "
-                            f"on rank {rank}; start all ranks with one command"
+                            f"ranks have different options: {name} is {first_cell.get(name)} on rank 0 and "
+                            f"{cell.get(name)} on rank {rank}; start all ranks with one command"
                         )
 
     def close(self) -> None:

@@ -81,13 +81,18 @@ class _TradeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, rows: Sequence[int], received_rows: Sequence[int], what: str, context: ContextGroup
+        ctx: Any,
+        tensor: Tensor,
+        rows: Sequence[int],
+        received_rows: Sequence[int],
+        contents: str,
+        context: ContextGroup,
     ) -> Tensor:
-        ctx.settings = received_rows, rows, what, context
-        return context.trade_rows(tensor.contiguous(), rows, received_rows, what).wait()
+        ctx.settings = received_rows, rows, contents, context
+        return context.trade_rows(tensor.contiguous(), rows, received_rows, contents).wait()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        received_rows, rows, what, context = ctx.settings
-        back = _TradeRows.apply(gradient, received_rows, rows, f"the gradients of {what}", context)
+        received_rows, rows, contents, context = ctx.settings
+        back = _TradeRows.apply(gradient, received_rows, rows, f"the gradients of {contents}", context)
         return back, None, None, None, None

@@ -16,10 +16,10 @@ from cs336sys.parallel.rank_consistency import require_same_lines, same_on_every
 class Arriving:
     """A tensor under way to this rank. What is sent and what is received must not be touched before :meth:`wait`."""
 
-    def __init__(self, received: Tensor, work: dist.Work | None, what: str, sent: Tensor | None = None):
+    def __init__(self, received: Tensor, work: dist.Work | None, contents: str, sent: Tensor | None = None):
         self._received = received
         self._work = work
-        self._what = what
+        self._what = contents
         # NCCL reads it on a stream of its own: freed earlier, its memory would be used again.
         self._sent = sent
 
@@ -139,15 +139,15 @@ class ContextGroup:
                 "of values as of keys"
             )
 
-    def to_next(self, tensor: Tensor, shape: Sequence[int], what: str) -> Arriving:
+    def to_next(self, tensor: Tensor, shape: Sequence[int], contents: str) -> Arriving:
         """Send a contiguous tensor to the next rank of the ring, and receive one of ``shape`` from the one before."""
         received = tensor.new_empty(shape)
         received_sizes, sizes = [0] * self.world_size, [0] * self.world_size
         received_sizes[(self.rank - 1) % self.world_size] = received.nbytes
         sizes[(self.rank + 1) % self.world_size] = tensor.nbytes
-        return self._exchange(received, tensor, received_sizes, sizes, what)
+        return self._exchange(received, tensor, received_sizes, sizes, contents)
 
-    def trade_rows(self, tensor: Tensor, rows: Sequence[int], received_rows: Sequence[int], what: str) -> Arriving:
+    def trade_rows(self, tensor: Tensor, rows: Sequence[int], received_rows: Sequence[int], contents: str) -> Arriving:
         """Send each rank its rows of a contiguous tensor; receive rows from each, in rank order.
 
         Args:
@@ -156,22 +156,24 @@ class ContextGroup:
         """
         row = tensor[:1].nbytes
         received = tensor.new_empty((sum(received_rows), *tensor.shape[1:]))
-        return self._exchange(received, tensor, [count * row for count in received_rows], [n * row for n in rows], what)
+        return self._exchange(
+            received, tensor, [count * row for count in received_rows], [n * row for n in rows], contents
+        )
 
     def _exchange(
-        self, received: Tensor, tensor: Tensor, received_sizes: list[int], sizes: list[int], what: str
+        self, received: Tensor, tensor: Tensor, received_sizes: list[int], sizes: list[int], contents: str
     ) -> Arriving:
         """An all-to-all of bytes, which NCCL runs as one group of sends and receives; to this rank itself it copies."""
         if not self._communicates:
-            return Arriving(_repeated(tensor, received), None, what)
+            return Arriving(_repeated(tensor, received), None, contents)
         target, source = _bytes_of(received), _bytes_of(tensor)
         if through_host(tensor):
             on_host = target.cpu()
             dist.all_to_all_single(on_host, source.cpu(), received_sizes, sizes, group=self._group)
             target.copy_(on_host)
-            return Arriving(received, None, what)
+            return Arriving(received, None, contents)
         work = dist.all_to_all_single(target, source, received_sizes, sizes, group=self._group, async_op=True)
-        return Arriving(received, work, what, tensor)
+        return Arriving(received, work, contents, tensor)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -148,10 +148,10 @@ class _Ring:
         cut = len(self._split.chunks[self._rank][0])
         return slice(0, cut), slice(cut, None)
 
-    def pass_on(self, block: Tensor, step: int, what: str) -> Arriving:
+    def pass_on(self, block: Tensor, step: int, contents: str) -> Arriving:
         """Send the block of a step to the next rank, and receive that of the next step."""
         arriving = (*block.shape[:-2], self._split.lengths[self.owner(step + 1)], block.shape[-1])
-        return self._context.to_next(block, arriving, what)
+        return self._context.to_next(block, arriving, contents)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -172,9 +172,9 @@ class _RingAttention(torch.autograd.Function):
                 queries, keys = ring.seen(step)
                 if not query[..., queries, :].shape[-2]:
                     continue
-                own = query[..., queries, :]
-                found = attention.forward(own, block[0][..., keys, :], block[1][..., keys, :], False)
-                merge_block(whole[..., queries, :], logsumexp[..., queries], *found)
+                seen_query = query[..., queries, :]
+                partial = attention.forward(seen_query, block[0][..., keys, :], block[1][..., keys, :], False)
+                merge_block(whole[..., queries, :], logsumexp[..., queries], *partial)
             out = whole.to(query.dtype)
         ctx.settings = settings
         ctx.save_for_backward(query, key, value, out, logsumexp)
@@ -199,8 +199,8 @@ class _RingAttention(torch.autograd.Function):
         first, second = ring.own_chunks
         computed = attention.backward(query, key[..., first, :], value[..., first, :], grad_out, logsumexp, delta, True)
         grad_query = computed[0].to(wide)
-        own = torch.empty((2, *key.shape), dtype=wide, device=key.device)
-        own[0][..., first, :], own[1][..., first, :] = computed[1:]
+        own_gradients = torch.empty((2, *key.shape), dtype=wide, device=key.device)
+        own_gradients[0][..., first, :], own_gradients[1][..., first, :] = computed[1:]
         # Gradients of a block follow it around the ring a step later, from the rank behind its owner home to the owner.
         following: Arriving | None = None
         for step in range(1, ring.world_size):
@@ -208,9 +208,9 @@ class _RingAttention(torch.autograd.Function):
             if step + 1 < ring.world_size:
                 arriving = ring.pass_on(block, step, _BLOCKS)
             queries, keys = ring.seen(step)
-            found = None
+            seen_gradients = None
             if query[..., queries, :].shape[-2]:
-                found = attention.backward(
+                seen_gradients = attention.backward(
                     query[..., queries, :],
                     block[0][..., keys, :],
                     block[1][..., keys, :],
@@ -220,16 +220,16 @@ class _RingAttention(torch.autograd.Function):
                     False,
                 )
             gradients = torch.zeros_like(block, dtype=wide) if following is None else following.wait()
-            if found is not None:
-                grad_query[..., queries, :] += found[0]
-                gradients[0][..., keys, :] += found[1]
-                gradients[1][..., keys, :] += found[2]
+            if seen_gradients is not None:
+                grad_query[..., queries, :] += seen_gradients[0]
+                gradients[0][..., keys, :] += seen_gradients[1]
+                gradients[1][..., keys, :] += seen_gradients[2]
             following = ring.pass_on(gradients, step, _GRADIENTS)
         if query[..., second, :].shape[-2]:
             late = [tensor[..., second, :] for tensor in (query, key, value, grad_out)]
             computed = attention.backward(*late, logsumexp[..., second], delta[..., second], True)
             grad_query[..., second, :] += computed[0]
-            own[0][..., second, :], own[1][..., second, :] = computed[1:]
+            own_gradients[0][..., second, :], own_gradients[1][..., second, :] = computed[1:]
         assert following is not None
-        own += following.wait()
-        return grad_query.to(query.dtype), own[0].to(key.dtype), own[1].to(value.dtype), None
+        own_gradients += following.wait()
+        return grad_query.to(query.dtype), own_gradients[0].to(key.dtype), own_gradients[1].to(value.dtype), None

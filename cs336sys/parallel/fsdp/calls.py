@@ -67,9 +67,9 @@ class UnitCall:
             return self._runner.call(self._unit, self._parts, self._function, args, kwargs)
         cast_args = cast_floating(args, self._compute_dtype)
         cast_kwargs = cast_floating(kwargs, self._compute_dtype) if kwargs else kwargs
-        given, cast = (*args, *kwargs.values()), (*cast_args, *cast_kwargs.values())
-        converted = _converted(given, cast)
-        copies = list(_copies(given, cast))
+        originals, cast = (*args, *kwargs.values()), (*cast_args, *cast_kwargs.values())
+        converted = _converted(originals, cast)
+        copies = list(_copies(originals, cast))
         output = self._runner.call(self._unit, self._parts, self._function, cast_args, cast_kwargs)
         for original, copied, version in copies:
             if not copied.is_inference() and copied._version != version:
@@ -88,10 +88,10 @@ def compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
     """
     if not type(module).__module__.startswith("torch.nn."):
         return
-    own = next((parameter.dtype for parameter in module.parameters(recurse=False)), None)
-    if own is None or not own.is_floating_point or own == compute_dtype:
+    parameter_dtype = next((parameter.dtype for parameter in module.parameters(recurse=False)), None)
+    if parameter_dtype is None or not parameter_dtype.is_floating_point or parameter_dtype == compute_dtype:
         return
-    module.register_forward_pre_hook(lambda _, args: cast_floating(args, own))
+    module.register_forward_pre_hook(lambda _, args: cast_floating(args, parameter_dtype))
     module.register_forward_hook(lambda _, args, output: cast_floating(output, compute_dtype))
 
 
@@ -132,21 +132,21 @@ class _Converted:
             self._original.update(changed)
 
 
-def _copies(given: Any, cast: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+def _copies(uncast: Any, cast: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
     """The tensors that were converted, each with its copy and the version of that."""
-    if given is cast:
+    if uncast is cast:
         return
-    if isinstance(given, Tensor):
-        yield given, cast, 0 if cast.is_inference() else cast._version
+    if isinstance(uncast, Tensor):
+        yield uncast, cast, 0 if cast.is_inference() else cast._version
     else:
-        for original, copied in zip(_parts(given), _parts(cast), strict=True):
+        for original, copied in zip(_parts(uncast), _parts(cast), strict=True):
             yield from _copies(original, copied)
 
 
-def _converted(given: Iterable[Any], cast: Iterable[Any]) -> list[_Converted]:
+def _converted(originals: Iterable[Any], cast: Iterable[Any]) -> list[_Converted]:
     return [
         _Converted(original, copied)
-        for original, copied in zip(given, cast, strict=True)
+        for original, copied in zip(originals, cast, strict=True)
         if copied is not original and isinstance(original, list | dict)
     ]
 

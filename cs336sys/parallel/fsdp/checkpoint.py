@@ -103,11 +103,11 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
     reader = PlainReader(path)
     saved = reader.read_metadata()
     with same_on_every_rank(sharded.group):
-        here = _model_state(sharded)
-        _check_same_model(here, saved, path)
+        current = _model_state(sharded)
+        _check_same_model(current, saved, path)
     objects = _load_objects(reader, saved, path, sharded.group, with_optimizer=optimizer is not None)
     with same_on_every_rank(sharded.group):
-        room = _room_for_model(here, saved)
+        room = _room_for_model(current, saved)
         if optimizer is not None:
             _check_same_groups(objects.get("optimizer_groups"), sharded, optimizer, path)
             room |= _room_for_optimizer_state(sharded, saved)
@@ -144,16 +144,23 @@ def _load_objects(
 
 def _model_state(sharded: FSDP) -> dict[str, Any]:
     """The entries of the module's state dict by key of the checkpoint; slices as DTensors over this rank's memory."""
-    slices = {_place(own): (one, own.detach()) for own, one in sharded.held_parameters().values() if one is not None}
-    if any(one.is_part_of_more for one, _ in slices.values()):
+    slices = {
+        _place(shard): (sharded_parameter, shard.detach())
+        for shard, sharded_parameter in sharded.held_parameters().values()
+        if sharded_parameter is not None
+    }
+    if any(sharded_parameter.is_part_of_more for sharded_parameter, _ in slices.values()):
         raise UsageError(
             "this FSDP module has slices of tensor parallel parts: use save_checkpoint() and load_checkpoint() of "
             "cs336sys.parallel.tensor_parallel.checkpoint"
         )
-    own_places = {_place(tensor) for tensor in (*sharded.module.parameters(), *sharded.module.buffers())}
+    module_places = {_place(tensor) for tensor in (*sharded.module.parameters(), *sharded.module.buffers())}
     entries = _state_dict(sharded)
     state: dict[str, Any] = {
-        "versions": {name: one.get("version") for name, one in getattr(entries, "_metadata", {}).items()}
+        "versions": {
+            name: sharded_parameter.get("version")
+            for name, sharded_parameter in getattr(entries, "_metadata", {}).items()
+        }
     }
     seen: set[ShardedParameter] = set()
     for key, value in entries.items():
@@ -163,15 +170,15 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
             continue
         place = _place(value)
         if place not in slices:
-            if place not in own_places:
+            if place not in module_places:
                 _require_made_of_no_slice(sharded, key)
             state[f"model/{key}"] = value.detach()
             continue
-        one, own = slices[place]
-        if one not in seen:
+        sharded_parameter, shard = slices[place]
+        if sharded_parameter not in seen:
             # A tied weight is saved under its first name.
-            seen.add(one)
-            state[f"model/{key}"] = as_dtensor(own, one.shape, 0, sharded.group)
+            seen.add(sharded_parameter)
+            state[f"model/{key}"] = as_dtensor(shard, sharded_parameter.shape, 0, sharded.group)
     return state
 
 
@@ -192,7 +199,7 @@ def _require_made_of_no_slice(sharded: FSDP, key: str) -> None:
     while owner not in modules:
         owner = owner.rpartition(".")[0]
     inside = set(modules[owner].parameters())
-    if any(one.shard in inside for unit in sharded.units for one in unit.parameters):
+    if any(parameter.shard in inside for unit in sharded.units for parameter in unit.parameters):
         raise UsageError(
             f"{key} of the state dict is no parameter or buffer of {type(modules[owner]).__name__}, but made by a hook "
             "or _save_to_state_dict(), maybe of this rank's slices: let it pass on what the module holds, or return "
@@ -200,10 +207,10 @@ def _require_made_of_no_slice(sharded: FSDP, key: str) -> None:
         )
 
 
-def _room_for_model(here: Mapping[str, Any], saved: Metadata) -> dict[str, Any]:
+def _room_for_model(current: Mapping[str, Any], saved: Metadata) -> dict[str, Any]:
     """New tensors for those of the module, so that nothing is changed before all have been read."""
     room: dict[str, Any] = {}
-    for key, value in here.items():
+    for key, value in current.items():
         entry = saved.state_dict_metadata.get(key)
         if key.startswith("model/") and isinstance(entry, TensorStorageMetadata):
             room[key] = torch.empty_like(value, dtype=entry.properties.dtype)
@@ -220,12 +227,12 @@ def _set_model_state(sharded: FSDP, loaded: Mapping[str, Any], path: Path) -> No
             (state[key],) = loaded[f"data/{key}"]
         else:
             first = first_keys.setdefault(_place(value), key)
-            own = loaded[f"model/{key}" if f"model/{key}" in loaded else f"model/{first}"]
-            state[key] = own.to_local() if isinstance(own, DTensor) else own
+            tensor = loaded[f"model/{key}" if f"model/{key}" in loaded else f"model/{first}"]
+            state[key] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     versions = loaded.get("versions", {})
     state._metadata = {  # type: ignore[attr-defined]
-        name: one | ({"version": versions[name]} if name in versions else {})
-        for name, one in getattr(entries, "_metadata", {}).items()
+        name: entry | ({"version": versions[name]} if name in versions else {})
+        for name, entry in getattr(entries, "_metadata", {}).items()
     }
     # A hook may leave out on purpose what it does not load either, as the frozen weights under an adapter.
     result = sharded.module.load_state_dict(state, strict=False)
@@ -238,28 +245,28 @@ def _set_model_state(sharded: FSDP, loaded: Mapping[str, Any], path: Path) -> No
 
 
 def _named_groups(sharded: FSDP, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    held = sharded.held_parameters()
-    slices = {name for name, (_, one) in held.items() if one is not None}
-    return named_groups(optimizer, _by_first_name(held), slices)
+    parameters = sharded.held_parameters()
+    slices = {name for name, (_, sharded_parameter) in parameters.items() if sharded_parameter is not None}
+    return named_groups(optimizer, _by_first_name(parameters), slices)
 
 
-def _by_first_name(held: Mapping[str, tuple[nn.Parameter, ShardedParameter | None]]) -> dict[str, nn.Parameter]:
+def _by_first_name(parameters: Mapping[str, tuple[nn.Parameter, ShardedParameter | None]]) -> dict[str, nn.Parameter]:
     names: dict[nn.Parameter, str] = {}
-    for name, (own, _) in held.items():
-        names.setdefault(own, name)
-    return {name: own for own, name in names.items()}
+    for name, (parameter, _) in parameters.items():
+        names.setdefault(parameter, name)
+    return {name: parameter for parameter, name in names.items()}
 
 
 def _optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    held = sharded.held_parameters()
+    parameters = sharded.held_parameters()
     groups = _named_groups(sharded, optimizer)
     require_plain("optimizer_groups", groups)
     state: dict[str, Any] = {"optimizer_groups": groups}
-    for name, own in _by_first_name(held).items():
-        _, one = held[name]
-        for key, value in optimizer.state.get(own, {}).items():
-            if one is not None and is_cut(key, value):
-                value = as_dtensor(value, one.shape, 0, sharded.group)
+    for name, parameter in _by_first_name(parameters).items():
+        _, sharded_parameter = parameters[name]
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if sharded_parameter is not None and is_cut(key, value):
+                value = as_dtensor(value, sharded_parameter.shape, 0, sharded.group)
             else:
                 require_plain(f"{key} of {name}", value)
             state[f"optimizer/{key}/{name}"] = value
@@ -268,16 +275,16 @@ def _optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[st
 
 def _room_for_optimizer_state(sharded: FSDP, saved: Metadata) -> dict[str, Any]:
     room: dict[str, Any] = {}
-    held = sharded.held_parameters()
+    parameters = sharded.held_parameters()
     for saved_key, entry in saved.state_dict_metadata.items():
         if not saved_key.startswith("optimizer/") or not isinstance(entry, TensorStorageMetadata):
             continue
         _, key, name = saved_key.split("/", 2)
-        own, one = held[name]
+        parameter, sharded_parameter = parameters[name]
         dtype = entry.properties.dtype
-        if one is not None and is_cut(key, torch.empty(entry.size, device="meta")):
-            new = torch.empty_like(own, dtype=dtype, requires_grad=False)
-            room[saved_key] = as_dtensor(new, one.shape, 0, sharded.group)
+        if sharded_parameter is not None and is_cut(key, torch.empty(entry.size, device="meta")):
+            new = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            room[saved_key] = as_dtensor(new, sharded_parameter.shape, 0, sharded.group)
         else:
             room[saved_key] = torch.empty(entry.size, dtype=dtype)
     return room
@@ -299,24 +306,29 @@ def _check_same_groups(
 ) -> None:
     if groups is None:
         raise UsageError(f"checkpoint {path} has no optimizer: load it without one")
-    there = [group["params"] for group in groups]
-    here = [group["params"] for group in _named_groups(sharded, optimizer)]
-    if there != here:
-        different = sorted({name for group in there for name in group} ^ {name for group in here for name in group})
+    saved_groups = [group["params"] for group in groups]
+    current_groups = [group["params"] for group in _named_groups(sharded, optimizer)]
+    if saved_groups != current_groups:
+        different = sorted(
+            {name for group in saved_groups for name in group} ^ {name for group in current_groups for name in group}
+        )
         raise UsageError(
-            f"checkpoint {path} has an optimizer with groups of {[len(group) for group in there]} parameters, this one "
-            f"has {[len(group) for group in here]}; in one only: {', '.join(different) or 'none, but their order'}"
+            f"checkpoint {path} has an optimizer with groups of {[len(group) for group in saved_groups]} parameters, "
+            f"this one has {[len(group) for group in current_groups]}; in one only: "
+            f"{', '.join(different) or 'none, but their order'}"
         )
 
 
 def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> None:
-    here = {key.partition("/")[2]: _shape(one) for key, one in state.items() if key.startswith(("model/", "data/"))}
-    there = {
+    shapes = {
+        key.partition("/")[2]: _shape(value) for key, value in state.items() if key.startswith(("model/", "data/"))
+    }
+    saved_shapes = {
         key.partition("/")[2]: _shape(entry)
         for key, entry in saved.state_dict_metadata.items()
         if key.startswith("data/") or (key.startswith("model/") and isinstance(entry, TensorStorageMetadata))
     }
-    if different := differences(there, here):
+    if different := differences(saved_shapes, shapes):
         raise UsageError(f"checkpoint {path} belongs to another model: {different}")
 
 

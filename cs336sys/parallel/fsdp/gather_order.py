@@ -39,14 +39,14 @@ class GatherOrder(Generic[Unit]):
 
     def upcoming(self, count: int) -> list[Unit]:
         """The ``count`` units expected next, each once, without the one in use."""
-        found: list[Unit] = []
+        units: list[Unit] = []
         position = self._next
-        while len(found) < count and position < len(self._expected):
+        while len(units) < count and position < len(self._expected):
             unit = self._expected[position]
-            if unit != self._seen[-1] and unit not in found:
-                found.append(unit)
+            if unit != self._seen[-1] and unit not in units:
+                units.append(unit)
             position += 1
-        return found
+        return units
 
     def repeats(self) -> bool:
         """Return whether the unit in use is expected to be used again before any other."""

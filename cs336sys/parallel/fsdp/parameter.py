@@ -124,8 +124,8 @@ class ShardedParameter:
         self.slice_sizes = [
             len(own_rows(len(whole), rank, world_size)) * math.prod(whole.shape[1:]) for rank in range(world_size)
         ]
-        own = whole.detach()[self.rows.start : self.rows.stop].clone(memory_format=torch.contiguous_format)
-        self.shard = nn.Parameter(own, requires_grad=whole.requires_grad)
+        rows_of_rank = whole.detach()[self.rows.start : self.rows.stop].clone(memory_format=torch.contiguous_format)
+        self.shard = nn.Parameter(rows_of_rank, requires_grad=whole.requires_grad)
         vars(self.shard).update(vars(whole))
         self._attributes = dict(vars(whole))
         mark_slice(self.shard, whole=None if self.is_part_of_more else (tuple(self.shape), 0))
@@ -205,12 +205,12 @@ class ShardedParameter:
                 "slices between two steps, or hold what forward() changes in a buffer"
             )
 
-    def gather_whole(self, own: Tensor | None = None) -> Tensor:
+    def gather_whole(self, rows_of_rank: Tensor | None = None) -> Tensor:
         """All rows in new memory: of the shard, or of what is cut like it. Every rank must call it."""
-        own = self.shard.detach() if own is None else own
+        rows_of_rank = self.shard.detach() if rows_of_rank is None else rows_of_rank
         each, rank = rows_per_rank(self.shape[0], self.group.size()), self.group.rank()
-        padded = own.new_zeros((self.group.size() * each, *self.shape[1:]))
-        padded[rank * each :][: len(self.rows)] = own
+        padded = rows_of_rank.new_zeros((self.group.size() * each, *self.shape[1:]))
+        padded[rank * each :][: len(self.rows)] = rows_of_rank
         gather = SliceGather([padded.view(-1)], self.names[0], self.group)
         gather.start()
         gather.wait()
@@ -286,7 +286,7 @@ def distribute_parameters(
     initialize: Callable[[nn.Module], None] | None,
     device: torch.device | None,
     group: dist.ProcessGroup,
-    known: Mapping[PlannedParameter, ShardedParameter | nn.Parameter],
+    taken_up: Mapping[PlannedParameter, ShardedParameter | nn.Parameter],
     known_modules: Collection[nn.Module],
 ) -> dict[PlannedParameter, ShardedParameter]:
     """Overwrite parameters and buffers with rank 0's, and cut the parameters that the plan shards.
@@ -302,7 +302,7 @@ def distribute_parameters(
     entries = {use: entry for entry in (*plan.all_sharded, *plan.replicated) for use in entry.owners}
     sharded: dict[PlannedParameter, ShardedParameter] = {}
     replicated: dict[PlannedParameter, nn.Parameter] = {}
-    for entry, parameter in known.items():
+    for entry, parameter in taken_up.items():
         if isinstance(parameter, ShardedParameter):
             parameter.names, parameter.owners = entry.names, entry.owners
             sharded[entry] = parameter

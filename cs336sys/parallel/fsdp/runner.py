@@ -34,13 +34,13 @@ def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in lists, tuples, dictionaries and dataclasses, however deep."""
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     seen: set[int] = set()
     waiting = [value]
     while waiting:
         part = waiting.pop()
         if isinstance(part, Tensor):
-            found.append(part)
+            tensors.append(part)
         elif type(part) not in _WITHOUT_TENSORS and id(part) not in seen:
             seen.add(id(part))
             if isinstance(part, Mapping):
@@ -49,7 +49,7 @@ def tensors_in(value: Any) -> list[Tensor]:
                 waiting += part
             elif dataclasses.is_dataclass(part) and not isinstance(part, type | nn.Module):
                 waiting += vars(part).values()
-    return found
+    return tensors
 
 
 def containers_in(values: Iterable[Any]) -> list[Any]:
@@ -59,17 +59,17 @@ def containers_in(values: Iterable[Any]) -> list[Any]:
 
 def kept_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     """The tensors that are attributes or buffers of these modules, for example auxiliary losses; no parameters."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for module in modules:
         attributes = module.__dict__
         if len(attributes) != len(_OF_EVERY_MODULE):
             for name in attributes.keys() - _OF_EVERY_MODULE:
                 value = attributes[name]
                 if type(value) not in _WITHOUT_TENSORS:
-                    found += tensors_in(value)
+                    tensors += tensors_in(value)
         if module._buffers:
-            found += [buffer for buffer in module._buffers.values() if buffer is not None]
-    return found
+            tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
+    return tensors
 
 
 class UnitRunner(SynchronizationSwitch):
@@ -138,7 +138,7 @@ class UnitRunner(SynchronizationSwitch):
     @property
     def has_kept(self) -> bool:
         """Return whether backward passes under no_sync have left gradients to average that nobody has dropped since."""
-        return any(one.has_kept for unit in self.units for one in unit.parameters)
+        return any(parameter.has_kept for unit in self.units for parameter in unit.parameters)
 
     @contextlib.contextmanager
     def forward_pass(self, begin: Callable[[], None]) -> Iterator[Callable[[Any], None]]:
@@ -180,9 +180,9 @@ class UnitRunner(SynchronizationSwitch):
                 # What a forward pass has left gathered may be older than the slices.
                 unit.free()
             self._use(unit)
-        given = (*args, *kwargs.values())
-        containers = containers_in(given)
-        inputs = tensors_in(given) if containers else [value for value in given if isinstance(value, Tensor)]
+        arguments = (*args, *kwargs.values())
+        containers = containers_in(arguments)
+        inputs = tensors_in(arguments) if containers else [value for value in arguments if isinstance(value, Tensor)]
         versions = [_version(tensor) for tensor in inputs]
         unit.depth += 1
         try:
@@ -376,10 +376,10 @@ class UnitRunner(SynchronizationSwitch):
             arrival = _Arrival(self, unit, self._lent)
             for tensor in watched:
                 hooks = tensor._backward_hooks or {}
-                own = tensor.register_hook(arrival)
+                handle = tensor.register_hook(arrival)
                 # The tensor may be an output of earlier calls, too, as of a unit that returns what one in it returns.
                 # The backward pass comes to the last call first.
-                for earlier in [number for number in hooks if number != own.id]:
+                for earlier in [number for number in hooks if number != handle.id]:
                     hooks[earlier] = hooks.pop(earlier)
 
     def _reduce(self, unit: ShardedUnit) -> None:
@@ -412,10 +412,12 @@ class UnitRunner(SynchronizationSwitch):
 
     def _note(self, parameters: Iterable[nn.Parameter], present: Sequence[bool]) -> None:
         """Note which gradients this rank had; what was noted of a gradient that was dropped since does not count."""
-        for parameter, here in zip(parameters, present, strict=True):
-            if not here and parameter.grad is None:
+        for parameter, is_present in zip(parameters, present, strict=True):
+            if not is_present and parameter.grad is None:
                 self._new.add(parameter)
-            self._present[parameter] = here or (parameter.grad is not None and self._present.get(parameter, False))
+            self._present[parameter] = is_present or (
+                parameter.grad is not None and self._present.get(parameter, False)
+            )
 
     def end_backward(self) -> None:
         """Called by autograd when a backward pass has come to its end."""
@@ -510,11 +512,11 @@ class _Arrival:
 
 def _left_since(left: Sequence[Tensor], unit: ShardedUnit, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Those tensors that this call has computed: they are no inputs, and no earlier call of the unit has left them."""
-    given = {id(tensor) for tensor in inputs}
+    input_ids = {id(tensor) for tensor in inputs}
     return [
         tensor
         for tensor in left
-        if tensor.grad_fn is not None and id(tensor) not in given and not _is_watched(tensor, unit)
+        if tensor.grad_fn is not None and id(tensor) not in input_ids and not _is_watched(tensor, unit)
     ]
 
 
@@ -546,8 +548,8 @@ def _arrived_at(tensor: Tensor) -> Tensor:
 
 def _has_own(outputs: Sequence[Tensor], inputs: Sequence[Tensor], changed: Sequence[Tensor]) -> bool:
     """Return whether a call returns a tensor with a gradient that was not given to it as it is."""
-    given = set(map(id, inputs)).difference(map(id, changed))
-    return any(tensor.requires_grad and id(tensor) not in given for tensor in outputs)
+    unchanged_ids = set(map(id, inputs)).difference(map(id, changed))
+    return any(tensor.requires_grad and id(tensor) not in unchanged_ids for tensor in outputs)
 
 
 def _takes_part(parts: Sequence[nn.Module], inputs: Sequence[Tensor]) -> bool:

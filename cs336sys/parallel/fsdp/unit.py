@@ -27,8 +27,8 @@ class GradientScatter:
         stream: on a GPU, the stream on which exchanged gradients are averaged while the next ones are computed.
     """
 
-    def __init__(self, what: str, stream: torch.cuda.Stream | None):
-        self._what = what
+    def __init__(self, contents: str, stream: torch.cuda.Stream | None):
+        self._what = contents
         self._stream = stream
         self._groups: list[tuple[_GradientGroup, list[int]]] = []
 
@@ -87,7 +87,7 @@ class _GradientGroup:
     the CPU 0.06 ms for each parameter.
     """
 
-    def __init__(self, parameters: Sequence[ShardedParameter], what: str):
+    def __init__(self, parameters: Sequence[ShardedParameter], contents: str):
         self._parameters = parameters
         self._shapes = [parameter.shard.shape for parameter in parameters]
         self._sizes = [parameter.shard.numel() for parameter in parameters]
@@ -98,8 +98,8 @@ class _GradientGroup:
         # Asking the process group for its backend takes a CPU 2 us, and this is needed for every layer.
         self._can_scatter = parameters[0].divides_evenly and not through_host(shard)
         group = parameters[0].group
-        self._scatter = MeanScatter(shard.dtype, shard.device, what, group)
-        self._exchange = SliceExchange(what, group)
+        self._scatter = MeanScatter(shard.dtype, shard.device, contents, group)
+        self._exchange = SliceExchange(contents, group)
         # The means of all slices in one tensor, because they are made and dropped together.
         self._mean: Tensor | None = None
         self._received: Tensor | None = None
@@ -116,8 +116,8 @@ class _GradientGroup:
         mean = self._mean = torch.empty(sum(self._sizes), dtype=shard.dtype, device=shard.device)
         if self._can_scatter and gradients[0].dtype == shard.dtype:
             # They are read, and by some backends divided, while the backward pass goes on.
-            self._sent = own = [in_own_memory(gradient) for gradient in gradients]
-            self._scatter.start(self._of_each(mean), own)
+            self._sent = sent = [in_own_memory(gradient) for gradient in gradients]
+            self._scatter.start(self._of_each(mean), sent)
             return
         slices = [
             gradient.view(-1).split_with_sizes(sizes)
@@ -313,7 +313,7 @@ class ShardedUnit:
     def versions(self) -> list[tuple[int, int]]:
         """Count each slice's changes, with its address: ``.data =`` moves it and does not count."""
         # One without rows has no address, but its rank must see the change, too.
-        return [(one._version, one.data_ptr() or one.untyped_storage()._cdata) for one in self._shards]
+        return [(shard._version, shard.data_ptr() or shard.untyped_storage()._cdata) for shard in self._shards]
 
     def require_versions(self, versions: Sequence[tuple[int, int]]) -> None:
         """Refuse slices that were changed since :meth:`versions` returned this."""
@@ -398,17 +398,19 @@ class ShardedUnit:
         if shown is self._shown:
             return
         replaced = None
-        for (held, attribute, module), before, after in zip(self._places, self._shown, shown, strict=True):
-            if held.get(attribute) is not before:
+        for (module_parameters, attribute, module), before, after in zip(self._places, self._shown, shown, strict=True):
+            if module_parameters.get(attribute) is not before:
                 replaced = before
             elif module is None:
-                held[attribute] = after
+                module_parameters[attribute] = after
             else:
                 setattr(module, attribute, after)
         self._shown = shown
         if replaced is not None:
             name = next(
-                p.names[0] for p in self.parameters if any(one is replaced for one in (p.shard, p.full, p.stand_in))
+                p.names[0]
+                for p in self.parameters
+                if any(tensor is replaced for tensor in (p.shard, p.full, p.stand_in))
             )
             raise UsageError(
                 f"{name} is no longer the parameter that was wrapped (assigned, or given to functional_call): change "

@@ -243,21 +243,21 @@ class FSDP(StateDictOfWrapped):
         Raises:
             UsageError: the module computes, or a parameter was added or replaced after it was wrapped.
         """
-        known: dict[nn.Parameter | None, ShardedParameter | None] = {
+        slices_of: dict[nn.Parameter | None, ShardedParameter | None] = {
             owner._parameters.get(attribute): None
             for entry in self._plan.replicated
             for owner, attribute in entry.owners
         }
-        known |= {parameter.shard: parameter for unit in self.units for parameter in unit.parameters}
-        held: dict[str, tuple[nn.Parameter, ShardedParameter | None]] = {}
-        for name, found in self.module.named_parameters(remove_duplicate=False):
-            if found not in known:
+        slices_of |= {parameter.shard: parameter for unit in self.units for parameter in unit.parameters}
+        parameters: dict[str, tuple[nn.Parameter, ShardedParameter | None]] = {}
+        for name, parameter_here in self.module.named_parameters(remove_duplicate=False):
+            if parameter_here not in slices_of:
                 raise UsageError(
                     f"{name} is not what was wrapped: save and load between two steps, and call refresh() on every "
                     "rank after adding or replacing parameters"
                 )
-            held[name] = (found, known[found])
-        return held
+            parameters[name] = (parameter_here, slices_of[parameter_here])
+        return parameters
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
@@ -268,10 +268,10 @@ class FSDP(StateDictOfWrapped):
         """
         full: dict[str, Tensor] = {}
         gathered: set[nn.Parameter] = set()
-        for name, (own, sharded) in self.held_parameters().items():
-            if own not in gathered:
-                full[name] = own.detach().clone() if sharded is None else sharded.gather_whole()
-                gathered.add(own)
+        for name, (parameter, sharded) in self.held_parameters().items():
+            if parameter not in gathered:
+                full[name] = parameter.detach().clone() if sharded is None else sharded.gather_whole()
+                gathered.add(parameter)
         return full
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -349,8 +349,8 @@ class FSDP(StateDictOfWrapped):
             for parameter in unit.parameters:
                 parameter.require_no_hooks()
         if parametrize._cache:
-            own = set(map(id, self._known_modules))
-            if any(owner in own for owner, _ in parametrize._cache):
+            known_ids = set(map(id, self._known_modules))
+            if any(owner in known_ids for owner, _ in parametrize._cache):
                 raise UsageError(
                     "parametrize.cached() has kept a weight of another forward pass, whose source is freed: enter "
                     "cached() anew for each forward pass"
@@ -361,7 +361,7 @@ class FSDP(StateDictOfWrapped):
         for call in self._calls:
             call.remove()
         try:
-            plan, known = self._plan_alike()
+            plan, taken_up = self._plan_alike()
         except Exception:
             for call in self._calls:
                 call.install()
@@ -369,7 +369,7 @@ class FSDP(StateDictOfWrapped):
         module, device = self.module, self._device
         mark_share(module, type(self).__name__, self.group)
         sharded = distribute_parameters(
-            module, plan, self._compute_dtype, self._initialize, device, self.group, known, self._known_modules
+            module, plan, self._compute_dtype, self._initialize, device, self.group, taken_up, self._known_modules
         )
         shards = [parameter.shard for parameter in sharded.values()]
         if shards and shards[0].is_cuda and self._streams[0] is None:
@@ -413,7 +413,7 @@ class FSDP(StateDictOfWrapped):
         """A plan for what the module holds now, and those of its parameters that are cut or replicated already."""
         module, cut = self.module, {id(parameter.shard): parameter for parameter in self.sharded_parameters.values()}
         replicated = {id(parameter) for parameter in self.replicated_parameters.values()}
-        known: dict[PlannedParameter, ShardedParameter | nn.Parameter] = {}
+        taken_up: dict[PlannedParameter, ShardedParameter | nn.Parameter] = {}
         with same_on_every_rank(self.group) as lines:
             require_unwrapped(module)
             if self._runner.has_kept:
@@ -430,32 +430,34 @@ class FSDP(StateDictOfWrapped):
                 lines.append(f"{self._settings}, units={[unit.name for unit in plan.units]}")
                 lines += describe_module(module, moves=True)
             for entry in plan.all_sharded:
-                held = entry.held
-                if id(held) in replicated:
+                planned = entry.held
+                if id(planned) in replicated:
                     raise UsageError(_differently_held(entry, "replicated", "cut"))
-                if id(held) in cut:
-                    known[entry] = cut[id(held)]
+                if id(planned) in cut:
+                    taken_up[entry] = cut[id(planned)]
                 else:
                     self._require_whole(entry)
             for entry in plan.replicated:
                 if id(entry.held) in cut:
                     raise UsageError(_differently_held(entry, "cut", "replicated"))
                 if id(entry.held) in replicated:
-                    known[entry] = entry.held
-        return plan, known
+                    taken_up[entry] = entry.held
+        return plan, taken_up
 
     def _require_whole(self, entry: PlannedParameter) -> None:
         """Refuse a parameter to cut that may be cut already, or that would lose its hooks."""
-        held, name = entry.held, entry.names[0]
-        if held._backward_hooks or held._post_accumulate_grad_hooks:
+        parameter, name = entry.held, entry.names[0]
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise hook_refusal(name)
-        before = [one for one in self.sharded_parameters.values() if not set(one.owners).isdisjoint(entry.owners)]
-        if any(held.shape == one.shard.shape != one.shape for one in before):
+        before = [
+            sharded for sharded in self.sharded_parameters.values() if not set(sharded.owners).isdisjoint(entry.owners)
+        ]
+        if any(parameter.shape == sharded.shard.shape != sharded.shape for sharded in before):
             raise UsageError(
                 f"{name} was replaced by a tensor of the shape of a slice: copy slices into those that are there, as "
                 "load_state_dict() without assign=True does, or assign a whole parameter"
             )
-        if held.is_meta and any(owner in self._known_modules for owner, _ in entry.owners):
+        if parameter.is_meta and any(owner in self._known_modules for owner, _ in entry.owners):
             raise UsageError(f"{name} was replaced by one on the meta device: give it memory and values first")
 
 
@@ -468,14 +470,14 @@ def _shown_whole(module: nn.Module, cut: Mapping[int, ShardedParameter]) -> Iter
         for attribute, parameter in part._parameters.items()
         if id(parameter) in cut
     ]
-    for held, attribute, parameter in places:
+    for parameters_of_part, attribute, parameter in places:
         parameter.follow_freezing()
-        held[attribute] = parameter.full
+        parameters_of_part[attribute] = parameter.full
     try:
         yield
     finally:
-        for held, attribute, parameter in places:
-            held[attribute] = parameter.shard
+        for parameters_of_part, attribute, parameter in places:
+            parameters_of_part[attribute] = parameter.shard
 
 
 def _differently_held(entry: PlannedParameter, before: str, now: str) -> str:

@@ -89,13 +89,13 @@ def kept(
     They stay until this process asks for different ones or ends; so does what their functions store in modules, and the
     memory that torch caches. Arguments and errors are those of :func:`start`.
     """
-    asked = (world_size, backend or _default_backend(), timeout_s, high_priority)
-    if asked in _kept and _kept[asked].alive:
-        return _kept[asked]
+    key = (world_size, backend or _default_backend(), timeout_s, high_priority)
+    if key in _kept and _kept[key].alive:
+        return _kept[key]
     end_kept()
     _end_kept_at_exit()
-    _kept[asked] = start(world_size, backend=backend, timeout_s=timeout_s, high_priority=high_priority)
-    return _kept[asked]
+    _kept[key] = start(world_size, backend=backend, timeout_s=timeout_s, high_priority=high_priority)
+    return _kept[key]
 
 
 def end_kept() -> None:

@@ -383,7 +383,7 @@ class SpawnedRanks:
         deadline = time.monotonic() + _STACKS_S
         while True:
             stacks = [self._written_stacks(rank.number) for rank in ranks]
-            if time.monotonic() > deadline or all(one.rstrip().endswith(_END_OF_STACKS) for one in stacks):
+            if time.monotonic() > deadline or all(stack.rstrip().endswith(_END_OF_STACKS) for stack in stacks):
                 return "".join(stacks)
             time.sleep(0.05)
 

@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 
 def gather_states(
-    own: Mapping[int, tuple[range, State]], parameters: Sequence[nn.Parameter], *, sliced: bool
+    states_of_rank: Mapping[int, tuple[range, State]], parameters: Sequence[nn.Parameter], *, sliced: bool
 ) -> dict[int, State] | None:
     """Gather the states of all ranks on rank 0, one parameter of one rank at a time, in CPU memory.
 
@@ -36,12 +36,12 @@ def gather_states(
     """
     small = {
         index: (elements, {key: _small(value) for key, value in state.items()})
-        for index, (elements, state) in own.items()
+        for index, (elements, state) in states_of_rank.items()
     }
     of_ranks = gather_objects(small)
     device = group_device()
     if dist.get_rank() > 0:
-        for _, state in own.values():
+        for _, state in states_of_rank.values():
             if sent := [value.detach().to(device).contiguous() for value in state.values() if _is_large(value)]:
                 send_to_first(sent)
         return None
@@ -50,7 +50,7 @@ def gather_states(
     for rank, states in enumerate(of_ranks):
         for index, (elements, state) in states.items():
             if rank == 0:
-                state = {key: _on_cpu(value) for key, value in own[index][1].items()}
+                state = {key: _on_cpu(value) for key, value in states_of_rank[index][1].items()}
             else:
                 received = {
                     key: torch.empty(value.shape, dtype=value.dtype, device=device)
@@ -74,9 +74,9 @@ def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> 
         raise UsageError(
             f"no state of an optimizer: found {', '.join(state_dict) or 'nothing'}, not state and param_groups"
         )
-    there, here = ([len(group["params"]) for group in side] for side in (state_dict["param_groups"], groups))
-    if there != here:
-        raise UsageError(f"the state belongs to another model: groups of {there} parameters there, {here} here")
+    saved_sizes, sizes = ([len(group["params"]) for group in side] for side in (state_dict["param_groups"], groups))
+    if saved_sizes != sizes:
+        raise UsageError(f"the state belongs to another model: groups of {saved_sizes} parameters there, {sizes} here")
     for index, saved in enumerate(state_dict.get("parameters", [])):
         name, shape = given_names(groups)[index], tuple(parameters_of(groups)[index].shape)
         if tuple(saved["shape"]) != shape or (None not in (name, saved["name"]) and saved["name"] != name):

@@ -138,13 +138,15 @@ class ParameterExchange:
 
     def _assign(self) -> None:
         """Find the buckets of the parameters that each module waits for."""
-        index_of = {id(held): n for n, bucket in enumerate(self._buckets) for held in bucket.parameters.values()}
+        index_of = {
+            id(parameter): n for n, bucket in enumerate(self._buckets) for parameter in bucket.parameters.values()
+        }
         awaited_later: set[int] = set()
         for part, buckets in self._awaited.items():
             needed = set(map(id, part.parameters()))
             awaited_later |= needed
-            buckets[:] = [self._buckets[n] for n in sorted({index_of[one] for one in needed & index_of.keys()})]
-        at_once = {index_of[one] for one in index_of.keys() - awaited_later}
+            buckets[:] = [self._buckets[n] for n in sorted({index_of[address] for address in needed & index_of.keys()})]
+        at_once = {index_of[address] for address in index_of.keys() - awaited_later}
         self._awaited_at_once = [self._buckets[n] for n in sorted(at_once)]
 
 

@@ -46,12 +46,12 @@ def in_model_order(groups: Sequence[Group], module: nn.Module | None) -> dict[st
     This is the order of ``module``. Without one, and for parameters that are not in it, each group is assumed to be in
     order and spread evenly over the model: often one group holds the matrices of all layers and another their norms.
     """
-    given = dict(zip(names_of(groups), parameters_of(groups), strict=True))
+    parameters = dict(zip(names_of(groups), parameters_of(groups), strict=True))
     positions = [(index + 0.5) / len(group["params"]) for group in groups for index in range(len(group["params"]))]
-    position_of = dict(zip(given.values(), positions, strict=True))
+    position_of = dict(zip(parameters.values(), positions, strict=True))
     if module is not None:
         position_of |= {parameter: -1.0 / (1 + index) for index, parameter in enumerate(module.parameters())}
-    return dict(sorted(given.items(), key=lambda item: position_of[item[1]]))
+    return dict(sorted(parameters.items(), key=lambda item: position_of[item[1]]))
 
 
 def options_of(group: Group) -> Group:
@@ -170,9 +170,9 @@ class StepAgreement:
 
     def _ask(self, lines: list[str]) -> None:
         digest = hashlib.sha256("\n".join(lines).encode()).digest()[: 8 * _DIGEST_SIZE]
-        said = torch.frombuffer(bytearray(digest), dtype=torch.int64).pin_memory()
+        sent = torch.frombuffer(bytearray(digest), dtype=torch.int64).pin_memory()
         gathered = torch.empty(dist.get_world_size() * _DIGEST_SIZE, dtype=torch.int64, device=group_device())
-        all_gather_single(gathered, said.to(group_device(), non_blocking=True))
+        all_gather_single(gathered, sent.to(group_device(), non_blocking=True))
         on_host = torch.empty(gathered.shape, dtype=torch.int64, pin_memory=True)
         on_host.copy_(gathered, non_blocking=True)
         event = torch.cuda.Event()

@@ -160,7 +160,7 @@ class LocalOptimizer:
 
     def take_state(self, state: Mapping[Any, State], names: Mapping[nn.Parameter, str]) -> None:
         """Replace the state by that of each parameter in ``state``; who has none there begins anew."""
-        own = {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
+        taken = {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
         for parameter, name in names.items():
             tensor = self._partition.local(parameter)
             if tensor is None or not state.get(parameter):
@@ -172,8 +172,8 @@ class LocalOptimizer:
                         f"the state {key} of {name} is {tuple(value.shape)}, and this rank updates {len(tensor)} of "
                         "its elements: load a whole state by load_state_dict()"
                     )
-            own[tensor] = state[parameter]
-        self._optimizer.state = defaultdict(dict, own)
+            taken[tensor] = state[parameter]
+        self._optimizer.state = defaultdict(dict, taken)
 
     def step(self, groups: Sequence[Group], arguments: Mapping[str, Any]) -> None:
         """Update the local tensors with the options of the groups, and copy options that the step changes back."""
@@ -189,13 +189,13 @@ class LocalOptimizer:
 
     def own_states(self, parameters: Sequence[nn.Parameter]) -> dict[int, tuple[range, State]]:
         """By index of the parameter: the elements that this rank owns, and their state, including a master copy."""
-        own = {}
+        states = {}
         for index, parameter in enumerate(parameters):
             tensor = self._partition.local(parameter)
             if tensor is not None:
                 master = {} if tensor.dtype == parameter.dtype else {MASTER: tensor.detach()}
-                own[index] = self._partition.owned(parameter), {**self.state.get(tensor, {}), **master}
-        return own
+                states[index] = self._partition.owned(parameter), {**self.state.get(tensor, {}), **master}
+        return states
 
     def load(self, states: Mapping[int, State], saved_groups: Sequence[Group], groups: Sequence[Group]) -> None:
         """Replace state and options, including the options of the groups of all parameters.

@@ -339,8 +339,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         It has the form of any optimizer's; with ``flat=True`` tensors are slices, (n,). ``share`` says whose it is.
         """
         self._take_state()
-        own = self._local.own_states(self._parameters)
-        kept = {index: state for index, (_, state) in own.items() if state}
+        states = self._local.own_states(self._parameters)
+        kept = {index: state for index, (_, state) in states.items() if state}
         return {**super().state_dict(), "state": kept, "share": self._share()}
 
     def consolidated_state_dict(self) -> dict[str, Any] | None:
@@ -472,9 +472,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     def _refuse_removed(self) -> None:
-        here = set(self._parameters)
+        in_groups = set(self._parameters)
         for parameter, name in self._linked_names.items():
-            if parameter not in here:
+            if parameter not in in_groups:
                 raise UsageError(
                     f"{name} was taken out of its group after it was sharded: freeze it by requires_grad_(False), or "
                     "build the optimizer anew"
@@ -485,8 +485,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         now = dict(self._module.named_parameters(remove_duplicate=False))
         for name, parameter in self._held_names.items():
-            found = now.get(name, parameter)
-            if found is not parameter and parameter in here and found not in here:
+            replacement = now.get(name, parameter)
+            if replacement is not parameter and parameter in in_groups and replacement not in in_groups:
                 raise UsageError(
                     f"{name} was replaced in the module by a parameter that is in no group: build the optimizer anew"
                 )

@@ -140,7 +140,7 @@ class ScatteredBucket(GradientBucket):
                 packed = torch.zeros_like(memory)
                 members = [gradients[index] for index in piece.starts]
                 starts = piece.starts.values()
-                targets = [packed[start : start + len(one)] for start, one in zip(starts, members, strict=True)]
+                targets = [packed[start : start + len(member)] for start, member in zip(starts, members, strict=True)]
                 torch._foreach_copy_(targets, members)
                 whole.append(packed)
             else:
@@ -160,15 +160,17 @@ class ScatteredBucket(GradientBucket):
     def finish(self, present_anywhere: list[bool]) -> None:
         """Give the optimizer its segments of the gradients that any rank had, and begin a new step."""
         assert self._own is not None, "launch() comes before"
-        own = self._own.to(self._master_dtype or self._own.dtype)
+        mean_slices = self._own.to(self._master_dtype or self._own.dtype)
         parameters = list(self.parameters.values())
-        for index, gradient in zip(self._segment_indices, own.split_with_sizes(self._split_sizes)[1::2], strict=True):
+        for index, gradient in zip(
+            self._segment_indices, mean_slices.split_with_sizes(self._split_sizes)[1::2], strict=True
+        ):
             if present_anywhere[index]:
                 updated = self.segments[parameters[index]].updated
                 # The gradient of an earlier step is still there if zero_grad() was not called.
                 updated.grad = gradient if updated.grad is None else updated.grad.add_(gradient)
         self.has_arrived = any(present_anywhere)
-        self.given.update(id(one) for one, present in zip(parameters, present_anywhere, strict=True) if present)
+        self.given.update(id(member) for member, present in zip(parameters, present_anywhere, strict=True) if present)
         self._own = None
         self.begin_step()
 
@@ -185,12 +187,12 @@ class ScatteredBucket(GradientBucket):
             if parameters is None or id(parameter) in parameters
         ]
         if not set_to_none:
-            gradients = [one.grad for one in dropped if one.grad is not None]
+            gradients = [member.grad for member in dropped if member.grad is not None]
             if gradients:
                 torch._foreach_zero_(gradients)
             return
-        for one in dropped:
-            one.grad = None
+        for member in dropped:
+            member.grad = None
         self.given.difference_update(list(self.given) if parameters is None else parameters)
 
 
@@ -381,11 +383,16 @@ class SlicePartition:
 
     def publish(self) -> None:
         """Start to send the slices that this rank has updated, in the parameters' dtype."""
-        given = set().union(*(bucket.given for bucket in self._buckets))
-        self._used = {one: name for one, name in self._names.items() if one in given}
+        with_gradient = set().union(*(bucket.given for bucket in self._buckets))
+        self._used = {parameter: name for parameter, name in self._names.items() if parameter in with_gradient}
         self._synchronizer.is_complete = False
         self._synchronizer.holds_back = bool(self._used)
-        updated = [one for bucket in self._buckets for one in bucket.parameters.values() if id(one) in given]
+        updated = [
+            parameter
+            for bucket in self._buckets
+            for parameter in bucket.parameters.values()
+            if id(parameter) in with_gradient
+        ]
         self._send(updated)
 
     def _send(self, updated: Collection[nn.Parameter]) -> None:
@@ -400,7 +407,9 @@ class SlicePartition:
         if self._master_dtype is not None:
             for parameter, segment in self._segments.items():
                 segment.updated.copy_(masters.get(parameter, segment.weights))
-            self._send([one for bucket in self._buckets for one in bucket.parameters.values()])
+            self._send(
+                [parameter_of_bucket for bucket in self._buckets for parameter_of_bucket in bucket.parameters.values()]
+            )
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Complete the gradients and scale them."""

@@ -53,27 +53,31 @@ def save_checkpoint(
     """
     with same_on_every_rank() as lines:
         require_plain("extra", extra)
-        held = _held(shared, sharded)
-        groups = [] if optimizer is None else _named_groups(optimizer, held)
+        updated = _held(shared, sharded)
+        groups = [] if optimizer is None else _named_groups(optimizer, updated)
         require_plain("groups", groups)
-        states = {} if optimizer is None else {name: optimizer.state.get(own, {}) for name, (own, _) in held.items()}
+        states = (
+            {}
+            if optimizer is None
+            else {name: optimizer.state.get(tensor, {}) for name, (tensor, _) in updated.items()}
+        )
         extra_states = {name: part.get_extra_state() for name, part in _with_extra_state(shared.module).items()}
         require_plain("extra state", extra_states)
         require_plain("the optimizer's state", states)
         # In this order they are gathered.
-        lines += [f"{key} of {name}" for name in held for key in ("parameter", *states.get(name, ()))]
+        lines += [f"{key} of {name}" for name in updated for key in ("parameter", *states.get(name, ()))]
     saved: dict[str, Any] = {"model": {}, "optimizer": {}, "groups": groups, "extra": extra}
     is_first = dist.get_rank() == 0
-    for name, (own, slices) in held.items():
-        whole = _whole(own.detach(), name, slices, shared)
-        kept = {
+    for name, (tensor, slices) in updated.items():
+        whole = _whole(tensor.detach(), name, slices, shared)
+        state = {
             key: _whole(value, name, slices, shared) if is_cut(key, value) else value
             for key, value in states.get(name, {}).items()
         }
         if is_first:
             saved["model"][name] = whole.cpu()
-            kept = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in kept.items()}
-            saved["optimizer"] |= {name: kept} if kept else {}
+            state = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+            saved["optimizer"] |= {name: state} if state else {}
     if is_first:
         saved["model"] |= {name: saved["model"][first] for name, first in _ties(shared.module).items()}
         saved["model"] |= {name: buffer.detach().cpu() for name, buffer in _saved_buffers(shared.module).items()}
@@ -98,14 +102,16 @@ def load_checkpoint(
     """
     with same_on_every_rank():
         saved = _read(Path(path))
-        held = _held(shared, sharded)
+        updated = _held(shared, sharded)
         buffers = _saved_buffers(shared.module)
         tied = _ties(shared.module)
-        there = {name: tuple(tensor.shape) for name, tensor in saved["model"].items() if name not in tied}
-        here = {name: tuple(shared.shapes[name]) for name in held}
-        here |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-        if there != here:
-            different = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+        saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved["model"].items() if name not in tied}
+        shapes = {name: tuple(shared.shapes[name]) for name in updated}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+        if saved_shapes != shapes:
+            different = sorted(
+                name for name in saved_shapes.keys() | shapes.keys() if saved_shapes.get(name) != shapes.get(name)
+            )
             raise UsageError(f"checkpoint {path} belongs to another model: {', '.join(different[:3])} differ")
         extra_states = _with_extra_state(shared.module)
         if extra_states.keys() != saved["extra_states"].keys():
@@ -114,12 +120,12 @@ def load_checkpoint(
                 f"checkpoint {path} belongs to another model: extra state of {', '.join(different)} differs"
             )
         if optimizer is not None:
-            groups = _named_groups(optimizer, held)
+            groups = _named_groups(optimizer, updated)
             if [group["params"] for group in saved["groups"]] != [group["params"] for group in groups]:
                 raise UsageError(f"checkpoint {path} has an optimizer with other groups of parameters, or none")
     with torch.no_grad():
-        for name, (own, slices) in held.items():
-            own.copy_(_part(saved["model"][name], name, slices, shared))
+        for name, (target, slices) in updated.items():
+            target.copy_(_part(saved["model"][name], name, slices, shared))
         for name, buffer in buffers.items():
             buffer.copy_(saved["model"][name])
     for name, part in extra_states.items():
@@ -127,7 +133,7 @@ def load_checkpoint(
     if optimizer is not None:
         state = {
             name: {
-                key: _part(value, name, held[name][1], shared) if is_cut(key, value) else value
+                key: _part(value, name, updated[name][1], shared) if is_cut(key, value) else value
                 for key, value in values.items()
             }
             for name, values in saved["optimizer"].items()
@@ -142,25 +148,25 @@ _Held = dict[str, tuple[nn.Parameter, ShardedParameter | None]]
 def _held(shared: TensorParallel, sharded: FSDP | None) -> _Held:
     """Return what this rank's optimizer updates, by first names, and of which parts it is slices."""
     if sharded is None:
-        found: Any = {name: (own, None) for name, own in shared.module.named_parameters()}
+        updated: Any = {name: (tensor, None) for name, tensor in shared.module.named_parameters()}
     else:
         tied = _ties(shared.module)
-        found = {name: one for name, one in sharded.held_parameters().items() if name not in tied}
+        updated = {name: entry for name, entry in sharded.held_parameters().items() if name not in tied}
     rank, size = shared.group.rank(), shared.group.size()
-    for name, (own, slices) in found.items():
+    for name, (tensor, slices) in updated.items():
         expected = shape_of_part(shared.shapes[name], name, rank, size) if name in shared.shapes else []
-        shape = own.shape if slices is None else slices.shape
+        shape = tensor.shape if slices is None else slices.shape
         if list(shape) != expected:
             raise UsageError(
                 f"{name} is {tuple(shape)}, and this rank's part of it was {tuple(expected)}: give sharded= if an FSDP "
                 "module is around it; a module whose parameters were changed must be wrapped anew"
             )
-    return found
+    return updated
 
 
-def _named_groups(optimizer: torch.optim.Optimizer, held: _Held) -> list[dict[str, Any]]:
-    slices = {name for name, (_, one) in held.items() if one is not None or cut_dimension(name) is not None}
-    return named_groups(optimizer, {name: own for name, (own, _) in held.items()}, slices)
+def _named_groups(optimizer: torch.optim.Optimizer, updated: _Held) -> list[dict[str, Any]]:
+    slices = {name for name, (_, sharded) in updated.items() if sharded is not None or cut_dimension(name) is not None}
+    return named_groups(optimizer, {name: tensor for name, (tensor, _) in updated.items()}, slices)
 
 
 def _ties(module: nn.Module) -> dict[str, str]:
@@ -169,7 +175,7 @@ def _ties(module: nn.Module) -> dict[str, str]:
     names = {
         name: first.setdefault(parameter, name) for name, parameter in module.named_parameters(remove_duplicate=False)
     }
-    return {name: one for name, one in names.items() if name != one}
+    return {name: first_name for name, first_name in names.items() if name != first_name}
 
 
 def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -187,8 +193,8 @@ def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
     return {name: part for name, part in module.named_modules() if type(part).get_extra_state is not default}
 
 
-def _whole(own: Tensor, name: str, slices: ShardedParameter | None, shared: TensorParallel) -> Tensor:
-    part = own if slices is None else slices.gather_whole(own)
+def _whole(tensor: Tensor, name: str, slices: ShardedParameter | None, shared: TensorParallel) -> Tensor:
+    part = tensor if slices is None else slices.gather_whole(tensor)
     return whole_tensor(part, name, shared.shapes[name], shared.group)
 
 

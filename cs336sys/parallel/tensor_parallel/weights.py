@@ -61,9 +61,11 @@ def _require(module: nn.Module, name: str, where: str) -> None:
         raise UsageError(f"{where}.{name} ({type(layer).__name__}) has no weight")
 
 
-def _require_enough(length: int, what: str, world_size: int) -> None:
+def _require_enough(length: int, contents: str, world_size: int) -> None:
     if length < world_size:
-        raise UsageError(f"{world_size} tensor parallel ranks cannot share {length} {what}: choose at most {length}")
+        raise UsageError(
+            f"{world_size} tensor parallel ranks cannot share {length} {contents}: choose at most {length}"
+        )
 
 
 def cut_weights(
@@ -98,8 +100,8 @@ def cut_weights(
             name = f"{module_name}.{attribute}"
             if whole not in parts:
                 broadcast_from_first([whole], group)
-                own = part_of(whole.detach(), name, group.rank(), group.size())
-                part = nn.Parameter(own, requires_grad=whole.requires_grad)
+                part_of_rank = part_of(whole.detach(), name, group.rank(), group.size())
+                part = nn.Parameter(part_of_rank, requires_grad=whole.requires_grad)
                 vars(part).update(attributes[attribute])
                 parts[whole] = parts[part] = part, whole.shape
             layer._parameters[attribute], shapes[name] = parts[whole]
@@ -122,24 +124,26 @@ def mark_parts(model: nn.Module, group: dist.ProcessGroup, shapes: Mapping[str, 
 
 def require_parts(model: nn.Module, shapes: Mapping[str, torch.Size], rank: int, world_size: int) -> None:
     """Refuse a model that does not hold this rank's part of each parameter, under the names that these had."""
-    held = dict(model.named_parameters(remove_duplicate=False))
-    for name in (*held, *shapes):
-        if name not in held or name not in shapes:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in (*parameters, *shapes):
+        if name not in parameters or name not in shapes:
             raise UsageError(
-                f"{name} was {'added' if name in held else 'removed'} after ranks had shared out the module: change "
-                "the module before it is wrapped"
+                f"{name} was {'added' if name in parameters else 'removed'} after ranks had shared out the module: "
+                "change the module before it is wrapped"
             )
-        own = shape_of_part(shapes[name], name, rank, world_size)
-        if list(held[name].shape) != own:
-            raise UsageError(f"{name} has the shape {tuple(held[name].shape)}, and this rank's part {tuple(own)}")
+        expected = shape_of_part(shapes[name], name, rank, world_size)
+        if list(parameters[name].shape) != expected:
+            raise UsageError(
+                f"{name} has the shape {tuple(parameters[name].shape)}, and this rank's part {tuple(expected)}"
+            )
 
 
 def shape_of_part(shape: torch.Size, name: str, rank: int, world_size: int) -> list[int]:
     """The shape of a rank's part of the parameter of this name, which has ``shape`` as a whole."""
-    own, dimension = list(shape), cut_dimension(name)
+    part_shape, dimension = list(shape), cut_dimension(name)
     if dimension is not None:
-        own[dimension] = len(own_part(own[dimension], rank, world_size))
-    return own
+        part_shape[dimension] = len(own_part(part_shape[dimension], rank, world_size))
+    return part_shape
 
 
 def part_of(whole: Tensor, name: str, rank: int, world_size: int) -> Tensor:
@@ -147,8 +151,8 @@ def part_of(whole: Tensor, name: str, rank: int, world_size: int) -> Tensor:
     dimension = cut_dimension(name)
     if dimension is None:
         return whole
-    own = own_part(whole.size(dimension), rank, world_size)
-    return whole.narrow(dimension, own.start, len(own)).clone(memory_format=torch.contiguous_format)
+    indices = own_part(whole.size(dimension), rank, world_size)
+    return whole.narrow(dimension, indices.start, len(indices)).clone(memory_format=torch.contiguous_format)
 
 
 @torch.no_grad()
@@ -189,8 +193,8 @@ def load_whole(
     world_size: int,
 ) -> None:
     """Fill parts from whole tensors."""
-    there = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-    if different := differences(there, {name: tuple(shape) for name, shape in shapes.items()}):
+    saved_shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+    if different := differences(saved_shapes, {name: tuple(shape) for name, shape in shapes.items()}):
         raise UsageError(f"the state dict belongs to another model: {different}")
     for name, parameter in parameters.items():
         parameter.copy_(part_of(whole[name], name, rank, world_size))

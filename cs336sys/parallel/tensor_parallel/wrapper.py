@@ -70,7 +70,9 @@ class PartialGradients:
 
     def sum(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum what there is and was not summed. Every rank calls it with the same parameters, after the same passes."""
-        partial = [one for one in parameters if one.grad is not None and not self._is_summed(one)]
+        partial = [
+            candidate for candidate in parameters if candidate.grad is not None and not self._is_summed(candidate)
+        ]
         if not partial:
             return
         gradients = [parameter.grad for parameter in partial if parameter.grad is not None]
@@ -278,7 +280,7 @@ class TensorParallel(StateDictOfWrapped):
             if any(map(is_unit, self.module.modules())):
                 raise UsageError("FSDP holds slices of the parts: call refresh() of the FSDP module instead")
             require_parts(self.module, self.shapes, self.group.rank(), self.group.size())
-            lines += [f"{name} trained={one.requires_grad}" for name, one in self.module.named_parameters()]
+            lines += [f"{name} trained={value.requires_grad}" for name, value in self.module.named_parameters()]
         for parameter in self._whole_parameters().values():
             dist.broadcast(parameter.detach(), group=self.group, group_src=0)
         self._take_up()
@@ -307,14 +309,14 @@ class TensorParallel(StateDictOfWrapped):
             UsageError: ``norm_type`` is not positive.
         """
         groups = [self.group]
-        held = dict(self.module.named_parameters())
+        parameters = dict(self.module.named_parameters())
         if sharded is not None:
             groups.append(sharded.group)
-            held = {name: one.shard for name, one in sharded.sharded_parameters.items()}
-            held |= sharded.replicated_parameters
-        parts = [parameter for name, parameter in held.items() if cut_dimension(name) is not None]
-        whole = [parameter for name, parameter in held.items() if cut_dimension(name) is None]
-        dtypes = {parameter.dtype for parameter in held.values()}
+            parameters = {name: cut.shard for name, cut in sharded.sharded_parameters.items()}
+            parameters |= sharded.replicated_parameters
+        parts = [parameter for name, parameter in parameters.items() if cut_dimension(name) is not None]
+        whole = [parameter for name, parameter in parameters.items() if cut_dimension(name) is None]
+        dtypes = {parameter.dtype for parameter in parameters.values()}
         return clip_over_ranks(parts, whole, max_norm, norm_type, groups, dtypes)
 
     def full_state_dict(self, parts: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -365,8 +367,8 @@ class TensorParallel(StateDictOfWrapped):
         left_out = ("_partial_gradients", "_held")
         copied.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k not in left_out}, memo))
         attributes = [vars(parameter) for parameter in self.module.parameters()]
-        for parameter, own in zip(copied.module.parameters(), attributes, strict=True):
-            vars(parameter).update(copy.deepcopy(own, memo))
+        for parameter, values in zip(copied.module.parameters(), attributes, strict=True):
+            vars(parameter).update(copy.deepcopy(values, memo))
         copied._partial_gradients = PartialGradients(self.group)
         copied._take_up()
         return copied
