@@ -69,7 +69,7 @@ class UnitCall:
         cast_kwargs = cast_floating(kwargs, self._compute_dtype) if kwargs else kwargs
         originals, cast = (*args, *kwargs.values()), (*cast_args, *cast_kwargs.values())
         converted = _converted(originals, cast)
-        copies = list(_copies(originals, cast))
+        copies = list(_output_copies(originals, cast))
         output = self._runner.call(self._unit, self._parts, self._function, cast_args, cast_kwargs)
         for original, copied, version in copies:
             if not copied.is_inference() and copied._version != version:
@@ -119,8 +119,8 @@ class _Converted:
     def __init__(self, original: Any, copied: Any):
         self._original, self._copied = original, copied
         # Held, because the call may remove them, and another object could then have the same id.
-        self._copied_parts = list(_parts(copied))
-        self._original_of = dict(zip(map(id, self._copied_parts), _parts(original), strict=True))
+        self._copied_parts = list(_output_parts(copied))
+        self._original_of = dict(zip(map(id, self._copied_parts), _output_parts(original), strict=True))
 
     def change_original(self) -> None:
         """Change the original as the call has changed the other one."""
@@ -132,15 +132,15 @@ class _Converted:
             self._original.update(changed)
 
 
-def _copies(uncast: Any, cast: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
+def _output_copies(uncast: Any, cast: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
     """The tensors that were converted, each with its copy and the version of that."""
     if uncast is cast:
         return
     if isinstance(uncast, Tensor):
         yield uncast, cast, 0 if cast.is_inference() else cast._version
     else:
-        for original, copied in zip(_parts(uncast), _parts(cast), strict=True):
-            yield from _copies(original, copied)
+        for original, copied in zip(_output_parts(uncast), _output_parts(cast), strict=True):
+            yield from _output_copies(original, copied)
 
 
 def _converted(originals: Iterable[Any], cast: Iterable[Any]) -> list[_Converted]:
@@ -151,7 +151,7 @@ def _converted(originals: Iterable[Any], cast: Iterable[Any]) -> list[_Converted
     ]
 
 
-def _parts(value: Sequence[Any] | dict[Any, Any]) -> Iterable[Any]:
+def _output_parts(value: Sequence[Any] | dict[Any, Any]) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
 
 

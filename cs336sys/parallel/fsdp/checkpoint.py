@@ -66,7 +66,7 @@ def save_checkpoint(
         # In a list, because a tensor alone would be saved as such.
         state = _model_state(sharded) | {"extra": [extra]}
         if optimizer is not None:
-            state |= _optimizer_state(sharded, optimizer)
+            state |= _sharded_optimizer_state(sharded, optimizer)
         lines += [f"{key} {tuple(value.shape) if isinstance(value, DTensor) else ''}" for key, value in state.items()]
     on_first_rank(lambda: _begin(path, partial, sharded.group), sharded.group)
     if sharded.group.rank() > 0:
@@ -145,7 +145,7 @@ def _load_objects(
 def _model_state(sharded: FSDP) -> dict[str, Any]:
     """The entries of the module's state dict by key of the checkpoint; slices as DTensors over this rank's memory."""
     slices = {
-        _place(shard): (sharded_parameter, shard.detach())
+        _shard_position(shard): (sharded_parameter, shard.detach())
         for shard, sharded_parameter in sharded.held_parameters().values()
         if sharded_parameter is not None
     }
@@ -154,7 +154,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
             "this FSDP module has slices of tensor parallel parts: use save_checkpoint() and load_checkpoint() of "
             "cs336sys.parallel.tensor_parallel.checkpoint"
         )
-    module_places = {_place(tensor) for tensor in (*sharded.module.parameters(), *sharded.module.buffers())}
+    module_places = {_shard_position(tensor) for tensor in (*sharded.module.parameters(), *sharded.module.buffers())}
     entries = _state_dict(sharded)
     state: dict[str, Any] = {
         "versions": {
@@ -168,7 +168,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
             require_plain(key, value)
             state[f"data/{key}"] = [value]
             continue
-        place = _place(value)
+        place = _shard_position(value)
         if place not in slices:
             if place not in module_places:
                 _require_made_of_no_slice(sharded, key)
@@ -188,7 +188,7 @@ def _state_dict(sharded: FSDP) -> Any:
         return sharded.module.state_dict(keep_vars=True)
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _shard_position(tensor: Tensor) -> tuple[Any, ...]:
     """Identify the memory of a tensor: the same for a parameter and what ``detach()`` makes of it, empty or not."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
@@ -226,7 +226,7 @@ def _set_model_state(sharded: FSDP, loaded: Mapping[str, Any], path: Path) -> No
         if f"data/{key}" in loaded:
             (state[key],) = loaded[f"data/{key}"]
         else:
-            first = first_keys.setdefault(_place(value), key)
+            first = first_keys.setdefault(_shard_position(value), key)
             tensor = loaded[f"model/{key}" if f"model/{key}" in loaded else f"model/{first}"]
             state[key] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     versions = loaded.get("versions", {})
@@ -257,7 +257,7 @@ def _by_first_name(parameters: Mapping[str, tuple[nn.Parameter, ShardedParameter
     return {name: parameter for parameter, name in names.items()}
 
 
-def _optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _sharded_optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     parameters = sharded.held_parameters()
     groups = _named_groups(sharded, optimizer)
     require_plain("optimizer_groups", groups)
@@ -321,10 +321,12 @@ def _check_same_groups(
 
 def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> None:
     shapes = {
-        key.partition("/")[2]: _shape(value) for key, value in state.items() if key.startswith(("model/", "data/"))
+        key.partition("/")[2]: _saved_shape(value)
+        for key, value in state.items()
+        if key.startswith(("model/", "data/"))
     }
     saved_shapes = {
-        key.partition("/")[2]: _shape(entry)
+        key.partition("/")[2]: _saved_shape(entry)
         for key, entry in saved.state_dict_metadata.items()
         if key.startswith("data/") or (key.startswith("model/") and isinstance(entry, TensorStorageMetadata))
     }
@@ -332,7 +334,7 @@ def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> 
         raise UsageError(f"checkpoint {path} belongs to another model: {different}")
 
 
-def _shape(value: Any) -> Any:
+def _saved_shape(value: Any) -> Any:
     """Return the shape of a tensor or of its entry in the metadata; what is no tensor has none."""
     if isinstance(value, TensorStorageMetadata):
         return tuple(value.size)

@@ -95,7 +95,7 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
 
     visit(module, "", None, in_list=False, in_block=False)
     units = list(roots.values())
-    parameters = _parameters(module)
+    parameters = _module_parameters(module)
     sharded, replicated = [], []
     for entry in parameters:
         # A module outside of all units may hold it, too, and gets it whole when it uses it.
@@ -128,7 +128,7 @@ def _divides(entry: PlannedParameter) -> bool:
     return parameter.dim() > 0 and parameter.numel() > 0 and any(_owns_matrix(owner) for owner, _ in entry.owners)
 
 
-def _parameters(module: nn.Module) -> list[PlannedParameter]:
+def _module_parameters(module: nn.Module) -> list[PlannedParameter]:
     planned: dict[nn.Parameter, PlannedParameter] = {}
     for name, owner in module.named_modules(remove_duplicate=False):
         for attribute, parameter in owner._parameters.items():

@@ -69,7 +69,7 @@ def start(
     """
     backend = backend or _default_backend()
     outside = started_outside()
-    _check(world_size, backend, timeout_s, outside)
+    _check_world_size(world_size, backend, timeout_s, outside)
     if outside is not None:
         return JoinedRanks(outside, backend, timeout_s, high_priority)
     _check_gpus(world_size, backend)
@@ -116,7 +116,7 @@ def _default_backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _check(world_size: int, backend: str, timeout_s: float, outside: RankIdentity | None) -> None:
+def _check_world_size(world_size: int, backend: str, timeout_s: float, outside: RankIdentity | None) -> None:
     if world_size < 1:
         raise UsageError(f"world size {world_size}: must be at least 1")
     require_known("backend", backend, BACKENDS)

@@ -64,7 +64,9 @@ def gather_states(
     whole = {}
     for index in sorted(parts):
         (_, first), *_ = parts[index]
-        whole[index] = _joined(parts[index], parameters[index]) if sliced else _with_strides(first, parameters[index])
+        whole[index] = (
+            _join_states(parts[index], parameters[index]) if sliced else _with_strides(first, parameters[index])
+        )
     return whole
 
 
@@ -115,7 +117,7 @@ def take_own_states(
             )
         return {index: {key: _copy(value) for key, value in state.items()} for index, state in states.items()}
     for index, state in states.items():
-        _check_shapes(state, names[index], parameters[index].shape, sliced=share["flat"])
+        _check_saved_shapes(state, names[index], parameters[index].shape, sliced=share["flat"])
     return {
         index: {
             key: _in_memory_order(value, parameters[index])[owned[index].start : owned[index].stop].clone()
@@ -128,7 +130,7 @@ def take_own_states(
     }
 
 
-def _check_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, *, sliced: bool) -> None:
+def _check_saved_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, *, sliced: bool) -> None:
     # An optimizer may keep tensors of any shape, for example a row of means. So without slices a dimension may also be
     # 1, and tensors with more or fewer dimensions than the parameter are accepted.
     for key, value in state.items():
@@ -168,7 +170,7 @@ def _is_elementwise(key: str, value: Any, shape: Sequence[int]) -> bool:
     return isinstance(value, Tensor) and key != "step" and tuple(value.shape) == tuple(shape)
 
 
-def _joined(parts: Sequence[tuple[range, State]], parameter: nn.Parameter) -> State:
+def _join_states(parts: Sequence[tuple[range, State]], parameter: nn.Parameter) -> State:
     """The whole state from the states of slices; entries that are not elementwise are the same in all of them."""
     whole = dict(parts[0][1])
     for key, value in whole.items():

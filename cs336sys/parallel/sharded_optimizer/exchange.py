@@ -121,7 +121,7 @@ class ParameterExchange:
                 exchanges.append(self)
                 part.register_state_dict_pre_hook(_wait_for_all)
                 part.register_load_state_dict_pre_hook(_wait_for_all)
-        for part in _parts(module):
+        for part in _waiting_parts(module):
             self._await(part, _wait_before_part)
             for inner in _modules_in(part):
                 self._await(inner, _wait_unless_traced)
@@ -193,11 +193,11 @@ def _modules_in(part: nn.Module) -> Iterator[nn.Module]:
             yield from _modules_in(child)
 
 
-def _parts(module: nn.Module) -> list[nn.Module]:
+def _waiting_parts(module: nn.Module) -> list[nn.Module]:
     if module._compiled_call_impl is not None:
         return [module]
     parts = []
     for child in module.children():
-        parts += _parts(child) if isinstance(child, _CONTAINERS) else [child]
+        parts += _waiting_parts(child) if isinstance(child, _CONTAINERS) else [child]
     # A hook on a part without parameters would only break the graph of a compiled block that calls it.
     return [part for part in parts if next(part.parameters(), None) is not None]

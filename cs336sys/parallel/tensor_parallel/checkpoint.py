@@ -53,8 +53,8 @@ def save_checkpoint(
     """
     with same_on_every_rank() as lines:
         require_plain("extra", extra)
-        updated = _held(shared, sharded)
-        groups = [] if optimizer is None else _named_groups(optimizer, updated)
+        updated = _updated_tensors(shared, sharded)
+        groups = [] if optimizer is None else _groups_by_name(optimizer, updated)
         require_plain("groups", groups)
         states = (
             {}
@@ -69,9 +69,9 @@ def save_checkpoint(
     saved: dict[str, Any] = {"model": {}, "optimizer": {}, "groups": groups, "extra": extra}
     is_first = dist.get_rank() == 0
     for name, (tensor, slices) in updated.items():
-        whole = _whole(tensor.detach(), name, slices, shared)
+        whole = _whole_tensor(tensor.detach(), name, slices, shared)
         state = {
-            key: _whole(value, name, slices, shared) if is_cut(key, value) else value
+            key: _whole_tensor(value, name, slices, shared) if is_cut(key, value) else value
             for key, value in states.get(name, {}).items()
         }
         if is_first:
@@ -101,8 +101,8 @@ def load_checkpoint(
             changed.
     """
     with same_on_every_rank():
-        saved = _read(Path(path))
-        updated = _held(shared, sharded)
+        saved = _read_parts(Path(path))
+        updated = _updated_tensors(shared, sharded)
         buffers = _saved_buffers(shared.module)
         tied = _ties(shared.module)
         saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved["model"].items() if name not in tied}
@@ -120,7 +120,7 @@ def load_checkpoint(
                 f"checkpoint {path} belongs to another model: extra state of {', '.join(different)} differs"
             )
         if optimizer is not None:
-            groups = _named_groups(optimizer, updated)
+            groups = _groups_by_name(optimizer, updated)
             if [group["params"] for group in saved["groups"]] != [group["params"] for group in groups]:
                 raise UsageError(f"checkpoint {path} has an optimizer with other groups of parameters, or none")
     with torch.no_grad():
@@ -145,7 +145,7 @@ def load_checkpoint(
 _Held = dict[str, tuple[nn.Parameter, ShardedParameter | None]]
 
 
-def _held(shared: TensorParallel, sharded: FSDP | None) -> _Held:
+def _updated_tensors(shared: TensorParallel, sharded: FSDP | None) -> _Held:
     """Return what this rank's optimizer updates, by first names, and of which parts it is slices."""
     if sharded is None:
         updated: Any = {name: (tensor, None) for name, tensor in shared.module.named_parameters()}
@@ -164,7 +164,7 @@ def _held(shared: TensorParallel, sharded: FSDP | None) -> _Held:
     return updated
 
 
-def _named_groups(optimizer: torch.optim.Optimizer, updated: _Held) -> list[dict[str, Any]]:
+def _groups_by_name(optimizer: torch.optim.Optimizer, updated: _Held) -> list[dict[str, Any]]:
     slices = {name for name, (_, sharded) in updated.items() if sharded is not None or cut_dimension(name) is not None}
     return named_groups(optimizer, {name: tensor for name, (tensor, _) in updated.items()}, slices)
 
@@ -193,7 +193,7 @@ def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
     return {name: part for name, part in module.named_modules() if type(part).get_extra_state is not default}
 
 
-def _whole(tensor: Tensor, name: str, slices: ShardedParameter | None, shared: TensorParallel) -> Tensor:
+def _whole_tensor(tensor: Tensor, name: str, slices: ShardedParameter | None, shared: TensorParallel) -> Tensor:
     part = tensor if slices is None else slices.gather_whole(tensor)
     return whole_tensor(part, name, shared.shapes[name], shared.group)
 
@@ -215,7 +215,7 @@ def _write(path: Path, saved: dict[str, Any]) -> None:
         raise OSError(f"checkpoint {path} could not be written: {error}") from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_parts(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UsageError(f"there is no checkpoint {path}")
     try:

@@ -229,7 +229,7 @@ class _CrossEntropy(torch.autograd.Function):
         column = column.unsqueeze(-1)
         largest = logits.amax(-1, keepdim=True).to(torch.promote_types(logits.dtype, torch.float32))
         m = all_reduced(largest, "max", group)
-        sums = (_compiled(_sum_and_target) if compiles else _sum_and_target)(logits, column, m)
+        sums = (_compiled_product(_sum_and_target) if compiles else _sum_and_target)(logits, column, m)
         s, target = all_reduced(sums, "sum", group).unbind()
         ctx.save_for_backward(logits, column, m, s)
         ctx.compiles = compiles
@@ -239,7 +239,9 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         refuse_graph(grad_loss)
         logits, column, m, s = ctx.saved_tensors
-        gradient = (_compiled(_gradient) if ctx.compiles else _gradient)(logits, column, m, s, grad_loss)
+        gradient = (_compiled_product(_input_gradient) if ctx.compiles else _input_gradient)(
+            logits, column, m, s, grad_loss
+        )
         return gradient, None, None, None
 
 
@@ -250,12 +252,12 @@ def _sum_and_target(logits: Tensor, column: Tensor, m: Tensor) -> Tensor:
     return torch.stack(((logits - m).exp().sum(-1, keepdim=True), torch.where(is_own, target, 0)))
 
 
-def _gradient(logits: Tensor, column: Tensor, m: Tensor, s: Tensor, grad_loss: Tensor) -> Tensor:
+def _input_gradient(logits: Tensor, column: Tensor, m: Tensor, s: Tensor, grad_loss: Tensor) -> Tensor:
     share = grad_loss / column.numel()
     columns = torch.arange(logits.size(-1), device=logits.device)
     return ((logits - m).exp() * (share / s) - torch.where(columns == column, share, 0)).to(logits.dtype)
 
 
 @functools.cache
-def _compiled(function: Any) -> Any:
+def _compiled_product(function: Any) -> Any:
     return torch.compile(function, dynamic=False)

@@ -13,7 +13,7 @@ from torch import nn
 
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.fsdp import FSDP
-from cs336sys.parallel.fsdp.checkpoint import _model_state, _optimizer_state, load_checkpoint, save_checkpoint
+from cs336sys.parallel.fsdp.checkpoint import _model_state, _sharded_optimizer_state, load_checkpoint, save_checkpoint
 
 
 def build(optimizer="adamw", seed=0, **settings):
@@ -207,7 +207,7 @@ def load_what_others_wrote(path, what, value=None):
     sharded = FSDP(nn.Linear(3, 5))
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.25, momentum=0.9)
     optimizer.state[sharded.module.weight]["momentum_buffer"] = torch.ones_like(sharded.module.weight)
-    state = _model_state(sharded) | {"extra": [None]} | _optimizer_state(sharded, optimizer)
+    state = _model_state(sharded) | {"extra": [None]} | _sharded_optimizer_state(sharded, optimizer)
     if what == "everything pickled":
         state |= {key: pickle.dumps(state[key]) for key in ("optimizer_groups",)} | {"extra": pickle.dumps(value)}
     elif what != "metadata":
