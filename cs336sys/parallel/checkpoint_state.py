@@ -56,10 +56,7 @@ def named_groups(
                     f"{key} of {names[parameter]} is {tuple(value.shape)} where the slice is "
                     f"{tuple(parameter.shape)}: only state of the slice's shape can be shared out to other ranks"
                 )
-    return [
-        dict(group) | {"params": [names[parameter_of_group] for parameter_of_group in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    return [{**group, "params": [names[member] for member in group["params"]]} for group in optimizer.param_groups]
 
 
 def load_named_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]], groups: Groups) -> None:
@@ -118,9 +115,7 @@ class StateDictOfWrapped(nn.Module):
         if prefix and metadata is not None:
             # The module around this one will look for them, but not for values, as if they had this wrapper's name.
             inner = {name: value for name, value in metadata.items() if f"{name}.".startswith(prefix)}
-            metadata.update(
-                {f"{prefix}module.{f'{name}.'[len(prefix) :]}"[:-1]: value for name, value in inner.items()}
-            )
+            metadata |= {f"{prefix}module.{f'{name}.'[len(prefix) :]}"[:-1]: value for name, value in inner.items()}
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

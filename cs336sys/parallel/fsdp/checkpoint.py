@@ -144,12 +144,9 @@ def _load_objects(
 
 def _model_state(sharded: FSDP) -> dict[str, Any]:
     """The entries of the module's state dict by key of the checkpoint; slices as DTensors over this rank's memory."""
-    slices = {
-        _shard_position(shard): (sharded_parameter, shard.detach())
-        for shard, sharded_parameter in sharded.held_parameters().values()
-        if sharded_parameter is not None
-    }
-    if any(sharded_parameter.is_part_of_more for sharded_parameter, _ in slices.values()):
+    pairs = sharded.held_parameters().values()
+    slices = {_shard_position(shard): (cut, shard.detach()) for shard, cut in pairs if cut is not None}
+    if any(parameter.is_part_of_more for parameter, _ in slices.values()):
         raise UsageError(
             "this FSDP module has slices of tensor parallel parts: use save_checkpoint() and load_checkpoint() of "
             "cs336sys.parallel.tensor_parallel.checkpoint"
@@ -157,10 +154,7 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
     module_places = {_shard_position(tensor) for tensor in (*sharded.module.parameters(), *sharded.module.buffers())}
     entries = _state_dict(sharded)
     state: dict[str, Any] = {
-        "versions": {
-            name: sharded_parameter.get("version")
-            for name, sharded_parameter in getattr(entries, "_metadata", {}).items()
-        }
+        "versions": {name: entry.get("version") for name, entry in getattr(entries, "_metadata", {}).items()}
     }
     seen: set[ShardedParameter] = set()
     for key, value in entries.items():
@@ -174,11 +168,11 @@ def _model_state(sharded: FSDP) -> dict[str, Any]:
                 _require_made_of_no_slice(sharded, key)
             state[f"model/{key}"] = value.detach()
             continue
-        sharded_parameter, shard = slices[place]
-        if sharded_parameter not in seen:
+        parameter, shard = slices[place]
+        if parameter not in seen:
             # A tied weight is saved under its first name.
-            seen.add(sharded_parameter)
-            state[f"model/{key}"] = as_dtensor(shard, sharded_parameter.shape, 0, sharded.group)
+            seen.add(parameter)
+            state[f"model/{key}"] = as_dtensor(shard, parameter.shape, 0, sharded.group)
     return state
 
 
@@ -246,7 +240,7 @@ def _set_model_state(sharded: FSDP, loaded: Mapping[str, Any], path: Path) -> No
 
 def _named_groups(sharded: FSDP, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     parameters = sharded.held_parameters()
-    slices = {name for name, (_, sharded_parameter) in parameters.items() if sharded_parameter is not None}
+    slices = {name for name, (_, parameter) in parameters.items() if parameter is not None}
     return named_groups(optimizer, _by_first_name(parameters), slices)
 
 
@@ -262,11 +256,11 @@ def _sharded_optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) ->
     groups = _named_groups(sharded, optimizer)
     require_plain("optimizer_groups", groups)
     state: dict[str, Any] = {"optimizer_groups": groups}
-    for name, parameter in _by_first_name(parameters).items():
-        _, sharded_parameter = parameters[name]
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if sharded_parameter is not None and is_cut(key, value):
-                value = as_dtensor(value, sharded_parameter.shape, 0, sharded.group)
+    for name, shard in _by_first_name(parameters).items():
+        _, parameter = parameters[name]
+        for key, value in optimizer.state.get(shard, {}).items():
+            if parameter is not None and is_cut(key, value):
+                value = as_dtensor(value, parameter.shape, 0, sharded.group)
             else:
                 require_plain(f"{key} of {name}", value)
             state[f"optimizer/{key}/{name}"] = value
@@ -280,11 +274,11 @@ def _room_for_optimizer_state(sharded: FSDP, saved: Metadata) -> dict[str, Any]:
         if not saved_key.startswith("optimizer/") or not isinstance(entry, TensorStorageMetadata):
             continue
         _, key, name = saved_key.split("/", 2)
-        parameter, sharded_parameter = parameters[name]
+        shard, parameter = parameters[name]
         dtype = entry.properties.dtype
-        if sharded_parameter is not None and is_cut(key, torch.empty(entry.size, device="meta")):
-            new = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            room[saved_key] = as_dtensor(new, sharded_parameter.shape, 0, sharded.group)
+        if parameter is not None and is_cut(key, torch.empty(entry.size, device="meta")):
+            new = torch.empty_like(shard, dtype=dtype, requires_grad=False)
+            room[saved_key] = as_dtensor(new, parameter.shape, 0, sharded.group)
         else:
             room[saved_key] = torch.empty(entry.size, dtype=dtype)
     return room

@@ -449,10 +449,8 @@ class FSDP(StateDictOfWrapped):
         parameter, name = entry.held, entry.names[0]
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise hook_refusal(name)
-        before = [
-            sharded for sharded in self.sharded_parameters.values() if not set(sharded.owners).isdisjoint(entry.owners)
-        ]
-        if any(parameter.shape == sharded.shard.shape != sharded.shape for sharded in before):
+        before = [cut for cut in self.sharded_parameters.values() if not set(cut.owners).isdisjoint(entry.owners)]
+        if any(parameter.shape == cut.shard.shape != cut.shape for cut in before):
             raise UsageError(
                 f"{name} was replaced by a tensor of the shape of a slice: copy slices into those that are there, as "
                 "load_state_dict() without assign=True does, or assign a whole parameter"

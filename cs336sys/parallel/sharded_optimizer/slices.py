@@ -407,9 +407,7 @@ class SlicePartition:
         if self._master_dtype is not None:
             for parameter, segment in self._segments.items():
                 segment.updated.copy_(masters.get(parameter, segment.weights))
-            self._send(
-                [parameter_of_bucket for bucket in self._buckets for parameter_of_bucket in bucket.parameters.values()]
-            )
+            self._send([member for bucket in self._buckets for member in bucket.parameters.values()])
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Complete the gradients and scale them."""

@@ -56,11 +56,8 @@ def save_checkpoint(
         updated = _updated_tensors(shared, sharded)
         groups = [] if optimizer is None else _groups_by_name(optimizer, updated)
         require_plain("groups", groups)
-        states = (
-            {}
-            if optimizer is None
-            else {name: optimizer.state.get(tensor, {}) for name, (tensor, _) in updated.items()}
-        )
+        state_of = {} if optimizer is None else optimizer.state
+        states = {name: state_of.get(tensor, {}) for name, (tensor, _) in updated.items()}
         extra_states = {name: part.get_extra_state() for name, part in _with_extra_state(shared.module).items()}
         require_plain("extra state", extra_states)
         require_plain("the optimizer's state", states)
