@@ -87,7 +87,8 @@ def refusals():
 
     sharded = FSDP(Model())
     errors["vmap"] = error_of(torch.func.vmap(sharded), tokens[None])
-    errors["jvp"] = error_of(torch.func.jvp, sharded, (tokens,), (tokens,))
+    ones = torch.ones(2, 4)
+    errors["jvp"] = error_of(torch.func.jvp, FSDP(torch.nn.Linear(4, 4)), (ones,), (ones,))
     zeros = {name: torch.zeros_like(parameter) for name, parameter in sharded.named_parameters()}
     errors["other weights"] = error_of(torch.func.functional_call, sharded, zeros, tokens)
     errors["penalty outside"] = error_of(sum(one.square().sum() for one in sharded.parameters()).backward)
