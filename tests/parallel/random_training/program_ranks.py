@@ -298,7 +298,7 @@ class OnRank(OneProcess):
         if gradients.keys() != expected.keys():
             return f"gradient of {sorted(gradients.keys() ^ expected.keys())} is there or is not"
         for name, whole in self._shared.full_state_dict(gradients).items():
-            if wrong := self._wrong(whole, expected[name]):
+            if wrong := self._wrong(whole, model.get_parameter(name).grad):
                 return f"gradient of {name} {wrong}"
         return None
 
