@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "cs336sys"
-LIMITS = Path(__file__).with_name("limits.json")
+LIMITS = Path(__file__).parents[1] / "limits.json"
 
 # Identifiers that point at a thing and do not name it.
 VAGUE = frozenset(
