@@ -210,11 +210,11 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
             # Through two sizes there is always a line.
             deviation = line.largest_deviation(*_points(of_group, timing)) if len(of_group) > 2 else None
             row = group._asdict() | {"timing": label, "latency_us": 1e6 * line.latency_s}
-            row |= {"average_busbw_gbps": average} if timing == "back_to_back" else {}
-            row |= {} if deviation is None else {"deviation_percent": 100 * deviation}
-            if is_finite:
-                row |= {"bandwidth_gbps": line.bytes_per_s / 1e9, "half_bandwidth_bytes": line.half_bandwidth_bytes}
-                row["bus_bandwidth_gbps"] = factor * line.bytes_per_s / 1e9 if factor else None
+            row["bandwidth_gbps"] = line.bytes_per_s / 1e9 if is_finite else None
+            row["bus_bandwidth_gbps"] = factor * line.bytes_per_s / 1e9 if factor and is_finite else None
+            row["half_bandwidth_bytes"] = line.half_bandwidth_bytes if is_finite else None
+            row["average_busbw_gbps"] = average if timing == "back_to_back" else None
+            row["deviation_percent"] = None if deviation is None else 100 * deviation
             rows.append(row)
     columns = (
         *varying.values(),

@@ -24,7 +24,7 @@ def train_alone(optimizer="adamw", steps=4, dtype=torch.float64):
         stepper.zero_grad()
         loss_of(model, *batch(step)).backward()
         stepper.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def train(

@@ -388,9 +388,9 @@ def test_ranks_started_outside_all_refuse_when_one_machine_has_too_few_gpus(monk
     # Rank 0 has its GPU, and is done first with saying so.
     store.set("refusal-0", "")
     with pytest.raises(CapabilityError, match=r"^rank 1: 2 ranks on this machine: .* torch sees 1"):
-        launch._check_gpus_of_all(launch.RankIdentity(1, 2, local_rank=1), "nccl", store)
+        launch._check_every_machine(launch.RankIdentity(1, 2, local_rank=1), "nccl", store)
     with pytest.raises(CapabilityError, match=r"^rank 1: 2 ranks on this machine"):
-        launch._check_gpus_of_all(launch.RankIdentity(0, 2, local_rank=0), "nccl", store)
+        launch._check_every_machine(launch.RankIdentity(0, 2, local_rank=0), "nccl", store)
 
 
 def test_kept_ranks_stay_until_others_are_asked_for():
