@@ -75,7 +75,7 @@ def doctor(
         checks, subject = diagnose(), "here"
     else:
         settings = ModelOptions(["tiny"], [32], [2], model=model, loss=loss, batch=batch, blocks=blocks, debug=debug)
-        checks, subject = _check_model(settings, optimizer), f"in {model}"
+        checks, subject = _check_user_model(settings, optimizer), f"in {model}"
     verdicts = [check.verdict for check in checks]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("ok", "warn", "missing"))
     columns = (Column("name", "check"), Column("verdict", "verdict"), Column("found", "found"), Column("fix", "fix"))
@@ -85,7 +85,7 @@ def doctor(
         raise typer.Exit(CapabilityError.exit_code)
 
 
-def _check_model(model: ModelOptions, optimizer: str) -> list["Check"]:
+def _check_user_model(model: ModelOptions, optimizer: str) -> list["Check"]:
     from cs336sys.experiments.checks.user_model import check_model
 
     precision, implementation = PrecisionOptions(["fp32"]), ImplementationOptions(optimizer=[optimizer])

@@ -33,7 +33,7 @@ GRIDS: dict[str, dict[str, list[Any]]] = {
 
 
 @dataclass(frozen=True)
-class AttentionOptions:
+class FlashOptions:
     """Implementations, shapes, and how long each is timed."""
 
     implementation: Annotated[
@@ -99,7 +99,7 @@ class AttentionOptions:
 
 def flash(
     ctx: typer.Context,
-    attention: AttentionOptions = AttentionOptions(),
+    attention: FlashOptions = FlashOptions(),
     plot: Annotated[Path | None, writes_file(help="Draw TFLOP/s over the context.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,

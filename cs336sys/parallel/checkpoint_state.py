@@ -185,7 +185,7 @@ def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
                         f"{prefix}{name} is a DTensor of shape {tuple(value.shape)} and placements {value.placements}: "
                         f"{kind} has a slice of shape {shape} along dimension {dimension}"
                     )
-                require_share(_share_of(value), group)
+                require_share(_rank_of_slice(value), group)
                 state_dict[prefix + name] = value.to_local()
 
     # torch.distributed.checkpoint.state_dict asks for it: with an optimizer, whose state is no DTensors, it would save
@@ -217,10 +217,10 @@ def require_share_within(
             require_share(metadata[kind], group)
         for key, value in state_dict.items():
             if key.startswith(prefix) and hasattr(value, "to_local"):
-                require_share(_share_of(value), group)
+                require_share(_rank_of_slice(value), group)
 
 
-def _share_of(value: Any) -> dict[str, int]:
+def _rank_of_slice(value: Any) -> dict[str, int]:
     # A mesh without this rank has no coordinate of it.
     return {"rank": (value.device_mesh.get_coordinate() or [-1])[0], "ranks": value.device_mesh.size()}
 

@@ -359,7 +359,7 @@ def plot_bench(cells: Sequence[Cell], path: Path) -> None:
     settings = shown_settings(cells, SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN})
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
-        groups.setdefault(_model(cell), []).append(cell)
+        groups.setdefault(_model_text(cell), []).append(cell)
     ways = [name for name in settings if name not in _APART] or ["precision", "compile"]
     _, pairs = speedup_pairs(cells, settings)
     baselines = {id(cell): baseline for cell, baseline in pairs}
@@ -390,7 +390,7 @@ def plot_bench(cells: Sequence[Cell], path: Path) -> None:
     write_figure(figure, path)
 
 
-def _model(cell: Cell) -> str:
+def _model_text(cell: Cell) -> str:
     workload = Workload.from_configuration(cell.configuration)
     size, parameters = workload.size, format_number(count_parameters(workload.size), "parameters")
     mode = [] if workload.mode == "train" else [workload.mode]

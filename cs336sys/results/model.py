@@ -330,7 +330,7 @@ def read_results(path: Path) -> Results:
         try:
             record = checked_value(record)
             if kind == "run":
-                runs[record["run_id"]] = _run(record)
+                runs[record["run_id"]] = _read_run(record)
             elif kind == "cell":
                 cells.append(_cell(record))
             else:
@@ -437,7 +437,7 @@ def _check_types(record: Any, types: Mapping[str, type]) -> None:
             raise TypeError(f"{name} is no {kind.__name__}")
 
 
-def _run(record: dict[str, Any]) -> Run:
+def _read_run(record: dict[str, Any]) -> Run:
     _check_types(record, _RUN_TYPES)
     for name, value in (record["machine"] | record["environment"]).items():
         if isinstance(value, dict | list):

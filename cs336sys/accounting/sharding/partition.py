@@ -104,9 +104,9 @@ def flat_pieces(sizes: Sequence[int], world_size: int) -> list[Piece]:
             pieces.append(Piece({index: 0}, size // world_size, is_packed=False))
         else:
             packed[index] = end
-            end += _aligned(size, ALIGNMENT)
+            end += _round_up_to(size, ALIGNMENT)
     if end:
-        pieces.append(Piece(packed, _aligned(end, world_size * ALIGNMENT) // world_size, is_packed=True))
+        pieces.append(Piece(packed, _round_up_to(end, world_size * ALIGNMENT) // world_size, is_packed=True))
     return pieces
 
 
@@ -202,10 +202,10 @@ def heads_refusal(num_heads: int, world_size: int) -> str | None:
     if num_heads % world_size == 0:
         return None
     heads = "1 attention head" if num_heads == 1 else f"{num_heads} attention heads"
-    return f"{heads} cannot be shared by {world_size} tensor parallel ranks: choose {_divisors(num_heads)}"
+    return f"{heads} cannot be shared by {world_size} tensor parallel ranks: choose {_rank_choices(num_heads)}"
 
 
-def _divisors(heads: int) -> str:
+def _rank_choices(heads: int) -> str:
     """The numbers of ranks that can share so many heads, for messages."""
     divisors = [str(ranks) for ranks in range(1, heads + 1) if heads % ranks == 0]
     return f"{', '.join(divisors[:-1])} or {divisors[-1]} ranks" if len(divisors) > 1 else "1 rank"
@@ -261,11 +261,11 @@ def require_heads(heads: int, world_size: int) -> None:
     if heads % world_size:
         raise UsageError(
             f"all-to-all attention: {world_size} ranks do not divide {heads} head{'s' * (heads != 1)}; choose "
-            f"{_divisors(heads)}, or ring attention"
+            f"{_rank_choices(heads)}, or ring attention"
         )
 
 
-def _aligned(size: int, alignment: int) -> int:
+def _round_up_to(size: int, alignment: int) -> int:
     return math.ceil(size / alignment) * alignment
 
 

@@ -229,10 +229,10 @@ def attention_errors(
 
 def _results(attention: Attention, inputs: Inputs) -> dict[str, Tensor]:
     out = attention(*inputs.differentiable)
-    return {"out": out.detach(), **gradients_of(out, inputs)}
+    return {"out": out.detach(), **input_gradients(out, inputs)}
 
 
-def gradients_of(out: Tensor, inputs: Inputs) -> dict[str, Tensor]:
+def input_gradients(out: Tensor, inputs: Inputs) -> dict[str, Tensor]:
     """The gradients of query, key and value."""
     gradients = torch.autograd.grad(out, inputs.differentiable, inputs.grad_out)
     return dict(zip(("dq", "dk", "dv"), gradients, strict=True))

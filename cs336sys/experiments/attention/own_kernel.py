@@ -18,7 +18,7 @@ from cs336sys.experiments.attention.measurement import (
     Attention,
     Inputs,
     exact_results,
-    gradients_of,
+    input_gradients,
     measure_flash,
     random_inputs,
 )
@@ -112,7 +112,7 @@ def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> 
             workload,
             lambda inputs: attention(*inputs.differentiable),
             lambda out: {"out": out},
-            gradients_of,
+            input_gradients,
             least_ms,
             progress,
         )

@@ -82,7 +82,7 @@ class DifferentiatedFunction:
         self, function: Function, workload: KernelWorkload, device: torch.device
     ) -> dict[str, Callable[[], object]]:
         inputs = self.random_inputs(workload, device)
-        leaves = _differentiated(inputs)
+        leaves = _tensors_with_gradient(inputs)
         outputs = as_tuple(function(**inputs))
         gradients = self.gradients(outputs, workload)
         return {
@@ -115,7 +115,7 @@ class DifferentiatedFunction:
 
     def _results(self, function: Function, inputs: dict[str, Tensor], workload: KernelWorkload) -> dict[str, Tensor]:
         outputs = as_tuple(function(**inputs))
-        grads = torch.autograd.grad(outputs, _differentiated(inputs), self.gradients(outputs, workload))
+        grads = torch.autograd.grad(outputs, _tensors_with_gradient(inputs), self.gradients(outputs, workload))
         names = [f"d{name}" for name, tensor in inputs.items() if tensor.requires_grad]
         tensors = (*(output.detach() for output in outputs), *grads)
         return dict(zip(["out", "sum"][: len(outputs)] + names, tensors, strict=True))
@@ -126,5 +126,5 @@ def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-def _differentiated(inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+def _tensors_with_gradient(inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in inputs.values() if tensor.requires_grad)

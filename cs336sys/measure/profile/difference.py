@@ -109,7 +109,7 @@ def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
         )
     else:
         keys = (lambda group: (short_name(group.name),),)
-    pairs = _aligned(before.kernels, after.kernels, keys)
+    pairs = _pair_by_keys(before.kernels, after.kernels, keys)
     steps = len(before.step_ms), len(after.step_ms)
     least_ms = _LEAST_SHARE * before.mean_step_ms
     changes = [_kernel_change(pair, steps, least_ms) for pair in pairs]
@@ -127,7 +127,7 @@ def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
     return CaptureDifference(*totals, not alike, tuple(changes))
 
 
-def _aligned(
+def _pair_by_keys(
     before: Iterable[KernelGroup],
     after: Iterable[KernelGroup],
     keys: Sequence[Callable[[KernelGroup], tuple[str, ...] | None]],

@@ -208,7 +208,7 @@ def summarize(capture: Capture, chosen: Sequence[str] = ()) -> Profile:
         chosen, phases_are = choose_ranges(capture)
         names = capture.range_names()
     phases = tuple(dict.fromkeys(chosen)) or tuple(name for name in STEP_PHASES if name in names)
-    _check_names(phases, names)
+    _check_range_names(phases, names)
     tables = capture.tables
     _select_ranges(tables, "phase", phases, same_thread=False)
     _check_disjoint(tables)
@@ -248,7 +248,7 @@ def summarize(capture: Capture, chosen: Sequence[str] = ()) -> Profile:
     )
 
 
-def _check_names(phases: Sequence[str], names: Mapping[str, int]) -> None:
+def _check_range_names(phases: Sequence[str], names: Mapping[str, int]) -> None:
     if not names:
         raise UsageError("the capture holds no ranges, so kernels have no phase: annotate the program with NVTX ranges")
     for name in phases:

@@ -129,7 +129,7 @@ def _head(original: type[nn.Module]) -> type[nn.Module]:
 
 
 @functools.cache
-def _model(original: type[nn.Module]) -> type[nn.Module]:
+def _make_model_class(original: type[nn.Module]) -> type[nn.Module]:
     """The model: its head knows which of its methods was called, as ``generate()`` or ``forward()``."""
 
     def telling_head(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +174,7 @@ def share_layers(model: Any, group: TensorGroup, shapes: Mapping[str, torch.Size
         if name.endswith(".attn"):
             layer.num_heads //= group.size
     original: Any = type(model)
-    model.__class__ = _model(original)
+    model.__class__ = _make_model_class(original)
     embedding = model.token_embeddings
     embedding.vocabulary = shapes["token_embeddings.weight"][0]
     embedding.first_row = own_part(embedding.vocabulary, group.rank, group.size).start

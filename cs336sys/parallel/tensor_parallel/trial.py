@@ -77,7 +77,7 @@ def _try(
         tokens = _tokens(trial, tensor_group.size).to(device)
         gradient = torch.randn(*tokens.shape, len(trial.get_parameter("lm_head.weight")), device=device)
         versions = {name: parameter._version for name, parameter in trial.named_parameters()}
-        expected = _run(trial, tokens, gradient, tensor_group, None)
+        expected = _run_trial(trial, tokens, gradient, tensor_group, None)
         # As nn.Embedding(max_norm=) does: of a row that stands in for others, too.
         changed = [name for name, parameter in trial.named_parameters() if parameter._version != versions[name]]
     except Exception as error:
@@ -87,7 +87,7 @@ def _try(
         )
     try:
         share_layers(trial, tensor_group, cut_weights(trial, group, None, None))
-        difference = _first_difference(expected, _run(trial, tokens, gradient, tensor_group, group))
+        difference = _first_difference(expected, _run_trial(trial, tokens, gradient, tensor_group, group))
         name = changed[0].removesuffix(".weight") if changed else difference
     except Exception as error:
         name = f"the model ({type(error).__name__}: {error})"
@@ -108,7 +108,7 @@ def _trial_of(
     """A copy of the model with random weights and one block of each kind, and the numbers of these blocks."""
     kinds: dict[Any, int] = {}
     for number, block in enumerate(model.layers):
-        kinds.setdefault(_kind(block), number)
+        kinds.setdefault(_block_kind(block), number)
     layers = copy.copy(model.layers)
     layers._modules = {str(number): model.layers[kept] for number, kept in enumerate(kinds.values())}
     memo: dict[int, Any] = {}
@@ -131,7 +131,7 @@ def _trial_of(
     return trial, list(kinds.values())
 
 
-def _kind(block: nn.Module) -> Any:
+def _block_kind(block: nn.Module) -> Any:
     """Equal for blocks that compute the same of different weights."""
     return tuple(
         (
@@ -152,7 +152,7 @@ def _tokens(trial: Any, ranks: int) -> Tensor:
     return tokens[torch.randint(len(tokens), (2, ranks if ranks > 3 else 2 * ranks))]
 
 
-def _run(
+def _run_trial(
     trial: Any, tokens: Tensor, gradient: Tensor, tensor_group: TensorGroup, group: dist.ProcessGroup | None
 ) -> _Results:
     """Run the trial forward and backward, and then its embedding on all tokens.

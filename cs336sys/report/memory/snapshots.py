@@ -31,13 +31,13 @@ def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Tabl
     return [
         verdict,
         *with_rows(
-            _causes(diagnosed), _holders(ordered), _ranks_table(ordered), _kinds(ordered, top),
+            _cause_table(diagnosed), _holders(ordered), _ranks_table(ordered), _kinds(ordered, top),
             _line_table(ordered, top), _provable(ordered),
         ),
     ]  # fmt: skip
 
 
-def _causes(diagnosed: Sequence[tuple[MemoryDiagnosis, str, Sequence[Any]]]) -> Table:
+def _cause_table(diagnosed: Sequence[tuple[MemoryDiagnosis, str, Sequence[Any]]]) -> Table:
     columns = (
         _SNAPSHOT,
         Column("cause", "cause", value=lambda cause: cause.name),
@@ -195,14 +195,14 @@ def snapshot_difference_tables(
         size_changes = changes(old, new)
         name = f"{old.name} to {new.name}"
         for change in size_changes[:top]:
-            rows.append(_change_row(name, change.what, change.category, change.code, change.before, change.after))
+            rows.append(_block_change_row(name, change.what, change.category, change.code, change.before, change.after))
         rest = size_changes[top:]
         if rest:
             sizes = [sum(change.before for change in rest), sum(change.after for change in rest)]
-            rows.append(_change_row(name, f"{len(rest)} more", "", "", *sizes))
+            rows.append(_block_change_row(name, f"{len(rest)} more", "", "", *sizes))
         same = old.held - sum(change.before for change in size_changes)
-        rows.append(_change_row(name, "the same", "", "", same, same))
-        rows.append(_change_row(name, "all", "", "", old.held, new.held))
+        rows.append(_block_change_row(name, "the same", "", "", same, same))
+        rows.append(_block_change_row(name, "all", "", "", old.held, new.held))
         most = size_changes[0] if size_changes else None
         sentence = f"{size_words(new.held)} is held after {size_words(old.held)}"
         if most is not None:
@@ -225,7 +225,7 @@ def snapshot_difference_tables(
     return [verdict, Table("against", "memory by category and line, before and after", columns, rows, notes=(note,))]
 
 
-def _change_row(name: str, label: str, category: str, code: str, before: int, after: int) -> dict[str, Any]:
+def _block_change_row(name: str, label: str, category: str, code: str, before: int, after: int) -> dict[str, Any]:
     return {
         "snapshot": name, "what": label, "category": category or None, "code": code or None,
         "before_bytes": before, "after_bytes": after, "difference_bytes": after - before,

@@ -117,7 +117,7 @@ def kernel_table(
             chosen = [k for k in kernels if not without_matmul or category_of(k.kernel) != MATMUL][:top]
             names = [kernel.kernel if full_names else short_name(kernel.kernel) for kernel in chosen]
             rows += [
-                {**m.labels, **_kernel_row(kernel, total_ns, phase.count), "phase": phase.name, "kernel": name}
+                {**m.labels, **_kernel_time_row(kernel, total_ns, phase.count), "phase": phase.name, "kernel": name}
                 for kernel, name in zip(chosen, numbered(names), strict=True)
             ]
     columns = (
@@ -148,7 +148,7 @@ def numbered(names: Sequence[str]) -> list[str]:
     return numbered
 
 
-def _kernel_row(kernel: KernelTime, total_ns: int, ranges: int) -> dict[str, Any]:
+def _kernel_time_row(kernel: KernelTime, total_ns: int, ranges: int) -> dict[str, Any]:
     return {
         "share_percent": 100 * kernel.total_ns / total_ns if total_ns else None,
         "total_ms": kernel.total_ns / ranges / 1e6,

@@ -46,12 +46,12 @@ def verdict(analysis: Analysis, straggler: Straggler | None = None) -> list[str]
         (part for part in (*IDLE_PARTS, COMMUNICATION_PART, WAITING_PART, COPIES_PART) if part != UNKNOWN),
         key=lambda part: -analysis.share(part),
     )
-    causes = [_sentence(analysis, part) for part in parts if analysis.share(part) >= _LEAST_SHARE and part in _ABOUT]
+    causes = [_describe(analysis, part) for part in parts if analysis.share(part) >= _LEAST_SHARE and part in _ABOUT]
     if not causes or analysis.share(COMPUTING_PART) >= _MOSTLY:
         causes.insert(0, _computing_sentence(analysis))
     sentences += causes[: 2 if straggler is None else 1]
     if analysis.share(UNKNOWN) >= 0.1:
-        sentences.append(f"For {_share_of(analysis, UNKNOWN)} the capture does not say what the GPU waited for.")
+        sentences.append(f"For {_percent(analysis, UNKNOWN)} the capture does not say what the GPU waited for.")
     return sentences
 
 
@@ -59,10 +59,10 @@ def _first(analysis: Analysis) -> str:
     duration_name = "the step" if analysis.has_steps else "the capture"
     who = "The GPU computes" if analysis.is_gpu else "The operators of the CPU compute"
     length = f"{format_number(analysis.mean_step_ms, 'ms')} ms"
-    return f"{who} {_share_of(analysis, COMPUTING_PART)} of {duration_name}, which takes {length}."
+    return f"{who} {_percent(analysis, COMPUTING_PART)} of {duration_name}, which takes {length}."
 
 
-def _share_of(analysis: Analysis, *parts: str) -> str:
+def _percent(analysis: Analysis, *parts: str) -> str:
     return f"{format_number(100 * analysis.share(*parts), 'percent')} %"
 
 
@@ -82,11 +82,11 @@ def _count(analysis: Analysis) -> tuple[float, float]:
 
 def _launching(analysis: Analysis) -> str:
     if not analysis.is_gpu:
-        return f"{_share_of(analysis, LAUNCHING)} pass between operators, in Python: compile, or use larger batches."
+        return f"{_percent(analysis, LAUNCHING)} pass between operators, in Python: compile, or use larger batches."
     count, mean_us = _count(analysis)
     advice = "`--cuda-graph on`, compiling, or larger batches" if mean_us < _SHORT_US else "see what Python does there"
     return (
-        f"It waits {_share_of(analysis, LAUNCHING)} for the CPU, which launches {count:,.0f} kernels of "
+        f"It waits {_percent(analysis, LAUNCHING)} for the CPU, which launches {count:,.0f} kernels of "
         f"{mean_us:.3g} us: {advice}."
     )
 
@@ -95,14 +95,14 @@ def _synchronizing(analysis: Analysis) -> str:
     name, (count, _) = max(analysis.waits.items(), key=lambda item: item[1][1], default=("a call", (0, 0.0)))
     calls = f"{name}, {count / len(analysis.step_ms):.3g} a step" if count else name
     return (
-        f"{_share_of(analysis, SYNCHRONIZING_CALL)} are lost after calls that wait for the GPU ({calls}): read losses "
+        f"{_percent(analysis, SYNCHRONIZING_CALL)} are lost after calls that wait for the GPU ({calls}): read losses "
         "and metrics less often, without .item(), .cpu() or print in the step."
     )
 
 
 def _copy_sentence(analysis: Analysis) -> str:
     copy = analysis.copies[0].name if analysis.copies else "copies"
-    return f"{_share_of(analysis, COPIES_PART)} are copies alone (most: {copy}): pin memory and copy on another stream."
+    return f"{_percent(analysis, COPIES_PART)} are copies alone (most: {copy}): pin memory and copy on another stream."
 
 
 def _communication_sentence(analysis: Analysis) -> str:
@@ -111,7 +111,7 @@ def _communication_sentence(analysis: Analysis) -> str:
         kinds[row.kind] += row.ms  # type: ignore[assignment]  # milliseconds
     most = f", most of it {kinds.most_common(1)[0][0]}" if kinds else ""
     return (
-        f"{_share_of(analysis, COMMUNICATION_PART)} are communication that nothing overlaps{most}: overlap it with the "
+        f"{_percent(analysis, COMMUNICATION_PART)} are communication that nothing overlaps{most}: overlap it with the "
         "backward pass in buckets, or send less."
     )
 
@@ -119,7 +119,7 @@ def _communication_sentence(analysis: Analysis) -> str:
 def _between(analysis: Analysis) -> str:
     count, mean_us = _count(analysis)
     return (
-        f"{_share_of(analysis, BETWEEN_KERNELS)} pass between kernels that had been launched, {count:,.0f} of "
+        f"{_percent(analysis, BETWEEN_KERNELS)} pass between kernels that had been launched, {count:,.0f} of "
         f"{mean_us:.3g} us: fewer and larger ones, by compiling or fused kernels."
     )
 
@@ -138,9 +138,9 @@ _ABOUT: dict[str, str | Callable[[Analysis], str]] = {
 }
 
 
-def _sentence(analysis: Analysis, part: str) -> str:
+def _describe(analysis: Analysis, part: str) -> str:
     about = _ABOUT[part]
-    return f"{_share_of(analysis, part)} {about}" if isinstance(about, str) else about(analysis)
+    return f"{_percent(analysis, part)} {about}" if isinstance(about, str) else about(analysis)
 
 
 def _computing_sentence(analysis: Analysis) -> str:
