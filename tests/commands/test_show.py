@@ -32,6 +32,8 @@ from cs336sys.results.model import configuration_key, read_results
 from cs336sys.workload import MemoryWorkload
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
+# Measured once and removed since: show passes its cells over with a warning.
+REMOVED_STRATEGY = "bucketed-step"
 BENCH, BOARD, DDP = (RESULTS / f"{name}-h200.jsonl.gz" for name in ("bench", "flash-board", "ddp"))
 
 # Where it is not named after the command, and has no row for each cell.
@@ -99,7 +101,7 @@ def test_every_saved_result_of_the_project_is_shown_with_all_its_cells():
         keys = [(one.command, key) for one in found for key in one.cells]
         assert set(keys) == {(cell.command, configuration_key(cell.configuration)) for cell in results.cells}
         for one in found:
-            cells = shown_cells(one)
+            cells = [cell for cell in shown_cells(one) if cell.configuration.get("strategy") != REMOVED_STRATEGY]
             assert not any("round" in cell.configuration for cell in cells), "rounds are pooled"
             shown = saved_tables(one, cells, Presentation(compare_precision=one.command == "nsys"))
             is_board = any(cell.configuration.get("board") for cell in cells)
@@ -387,3 +389,10 @@ def test_a_long_page_says_how_far_it_is(tmp_path, monkeypatch):
     page = tmp_path / "page.html"
     path = changed(tmp_path, "memprof-2048", lambda number, record: None)
     assert show(path, "--html", page).stderr == (f"1 of 2 pictures are done\nwrote {page}\n")
+
+
+def test_cells_of_a_removed_strategy_are_passed_over_with_a_warning():
+    result = show(RESULTS / "ddp-graph-sizes-h200.jsonl.gz")
+    assert result.exit_code == 0
+    assert REMOVED_STRATEGY in result.stderr
+    assert REMOVED_STRATEGY not in result.stdout
