@@ -43,6 +43,9 @@ def test_saved_configurations_come_back_as_they_are(path):
         if cell.command == "precision":
             # Sums and dtypes of the course's toy model, which no workload describes.
             continue
+        if cell.configuration.get("strategy") == "bucketed-step":
+            # Measured once and removed since.
+            continue
         configuration = KINDS[cell.command].from_configuration(cell.configuration).configuration()
         saved = list(cell.configuration.items())
         assert saved[: len(configuration)] == list(configuration.items())

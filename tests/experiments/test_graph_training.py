@@ -378,13 +378,12 @@ def test_gpu_memory_of_a_captured_step_is_that_of_a_launched_one():
 @pytest.mark.gpu
 def test_gpu_kernels_of_replays_belong_to_the_phases_of_launches():
     size = choose_size("small", context=256)
-    shares = {}
+    # Kernels of a step are counted: their times depend on what else the GPU computes.
+    counts = {}
     for value in ("off", "on"):
         cell = ProfileWorkload(
             workload(size=size, device="cuda", optimizer="fused", cuda_graph=value), profiler="torch"
         )
         profile = measure_profile(cell.configuration(), print).derived["profile"]
-        times = {phase["name"]: phase["kernel_ns"] for phase in profile["phases"]}
-        shares[value] = {name: time / sum(times.values()) for name, time in times.items()}
-    for name, share in shares["off"].items():
-        assert shares["on"][name] == pytest.approx(share, abs=0.03), name
+        counts[value] = {phase["name"]: phase["kernels"] / phase["count"] for phase in profile["phases"]}
+    assert counts["on"] == pytest.approx(counts["off"], rel=0.02)

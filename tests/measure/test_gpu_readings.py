@@ -153,7 +153,8 @@ def test_a_real_gpu_tells_what_nvidia_smi_tells_and_computes_while_it_is_read():
         torch.cuda.synchronize()
         (told,) = (gpu for gpu in read_gpus() if gpu.uuid == uuid)
     columns = readings.columns()
-    assert abs(columns["temperature_c"][-1] - told.temperature_c) <= 5
+    # Read once meanwhile; what else the GPU computes warms it within a second.
+    assert min(columns["temperature_c"]) - 2 <= told.temperature_c <= max(columns["temperature_c"]) + 2
     assert max(columns["sm_clock_mhz"]) <= told.max_sm_clock_mhz
     assert max(columns["sm_clock_mhz"]) >= 0.5 * told.max_sm_clock_mhz
     assert 0 < max(columns["power_w"]) <= 1.2 * told.power_limit_w
