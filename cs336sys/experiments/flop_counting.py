@@ -257,8 +257,15 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
     attention = AttentionCalls(leaf for leaf in tree_leaves(step.inputs) if isinstance(leaf, Tensor))
     # Compiled code shows no calls. To ask for eager execution imports the compiler.
     eager = contextlib.nullcontext() if workload.compile == "off" else torch.compiler.set_stance("force_eager")
-    # Of a model that calls cs336_basics' attention, as one that calls torch's.
-    course = attention_replaced(ATTENTION_FUNCTIONS["sdpa"])
+    course_calls = 0
+
+    def course_attention(*arguments: Any, **named: Any) -> Tensor:
+        # Counted like a call of torch's.
+        nonlocal course_calls
+        course_calls += 1
+        return ATTENTION_FUNCTIONS["sdpa"](*arguments, **named)
+
+    course = attention_replaced(course_attention)
     with torch.no_grad(), eager, course:
         step.compute_logits(attention.watching())
     parameters = count.parameters or sum(parameter.numel() for parameter in step.model.parameters())
@@ -269,6 +276,11 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
         "parameters": parameters,
         "flops": flops,
         "flops_are_upper_bound": attention.is_upper_bound,
+        "own_attention": [
+            "reference",
+            *(["sdpa"] if not course_calls else []),
+            *(["flash"] if not attention.calls[""] else []),
+        ],
         "notes": [
             *hidden_warnings(str(workload.user.model), hidden_parameters(step.model)),
             *_flop_notes(workload, count, attention),

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from cs336sys.report.titles import (
     ROUNDS_COLUMN,
     SETTING_COLUMNS,
     SIZE_COLUMNS,
+    by_configuration,
     graph_columns,
     known_values,
     largest_known,
@@ -29,7 +31,7 @@ from cs336sys.report.titles import (
     unknown_memory,
     wall_columns,
 )
-from cs336sys.results.model import Cell, Run, Samples, configuration_key
+from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval, ratio_of_pairs
 from cs336sys.results.statistics import ratio as ratio_of_medians
 from cs336sys.workload import COMPARED_SETTINGS, PHASES_OF_MODE, Workload
@@ -128,6 +130,9 @@ _CHECK_COLUMNS = (
 
 _ALWAYS_SHOWN = ("context", "precision", "compile")
 
+# What a setting is compared with where it was measured and no other baseline was chosen.
+_DEFAULTS = {field.name: field.default for field in fields(Workload)}
+
 _STEADIER = "--interleave SETTING, --rounds 5 or more --steps"
 
 
@@ -162,13 +167,20 @@ def _bench_of_rounds(
     return first | rates | {name: value for name, value in joined.items() if name in first}
 
 
-def bench_tables(cells: Sequence[Cell], run: Run | None, percentiles: Sequence[float] = ()) -> list[Table]:
-    """The step times, and a table of speed-ups when the sweep offers something to compare."""
+def bench_tables(
+    cells: Sequence[Cell], run: Run | None, percentiles: Sequence[float] = (), baseline: str = ""
+) -> list[Table]:
+    """The step times, and a table of speed-ups when the sweep offers something to compare.
+
+    Args:
+        baseline: settings of the cells that speed-ups are over, as of :func:`baseline_values`.
+    """
     settings = SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN}
-    shown = shown_settings(cells, settings, _ALWAYS_SHOWN)
+    always = (*_ALWAYS_SHOWN, "attention") if any(map(_changes_no_attention, cells)) else _ALWAYS_SHOWN
+    shown = shown_settings(cells, settings, always)
     heading = title("bench", cells, run, settings, shown)
     tables = [_time_table(cells, run, heading, shown, percentiles)]
-    speedups = _speedups(cells, shown)
+    speedups = _speedups(cells, shown, baseline)
     return [*tables, speedups] if speedups else tables
 
 
@@ -261,7 +273,7 @@ def _time_table(
 
 def _bench_row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
     workload = Workload.from_configuration(cell.configuration)
-    row = cell.configuration | {"parameters": workload.parameters, "status": cell.status}
+    row = _settings_row(cell) | {"parameters": workload.parameters, "status": cell.status}
     if cell.status != "ok":
         return row | cell.derived
     step = cell.samples["step"]
@@ -278,6 +290,16 @@ def _bench_row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
     return row
 
 
+def _changes_no_attention(cell: Cell) -> bool:
+    """Return whether a setting other than the default left the model's own attention as it is."""
+    attention = setting_of(cell, "attention")
+    return attention != _DEFAULTS["attention"] and attention in cell.derived.get("own_attention", ())
+
+
+def _settings_row(cell: Cell) -> dict[str, Any]:
+    return cell.configuration | ({"attention": "the model's own"} if _changes_no_attention(cell) else {})
+
+
 def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
     before_gib = known_values(cells, "resident_before_gib")
     if not before_gib:
@@ -289,21 +311,33 @@ def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
     )
 
 
-def speedup_pairs(cells: Sequence[Cell], settings: Collection[str]) -> tuple[list[str], list[tuple[Cell, Cell]]]:
+def baseline_values(baseline: str) -> dict[str, str]:
+    """Read ``cuda-graph=off,precision=fp32``: the value of each setting that speed-ups are over."""
+    pairs = [part.partition("=") for part in baseline.split(",") if "=" in part]
+    return {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
+
+
+def speedup_pairs(
+    cells: Sequence[Cell], settings: Collection[str], baseline: str = ""
+) -> tuple[list[str], list[tuple[Cell, Cell]]]:
     """Return the settings that are compared, and every measured cell with the one that its speed-up is over.
 
-    That is the first cell that differs in nothing but the compared settings, or the interleaved one.
+    That cell differs in nothing but the compared settings, or the interleaved one. It has the value of ``baseline``,
+    or else the setting's default, or the first value in the order of the cells where the default was not measured.
     """
     compared = {setting for setting, _ in _interleaved(cells)} or COMPARED_SETTINGS
     axes = [name for name in compared if name in settings and len({setting_of(cell, name) for cell in cells}) > 1]
     if not axes:
         return [], []
+    preferred = _DEFAULTS | baseline_values(baseline)
+    values = {name: [setting_of(cell, name) for cell in cells] for name in axes}
+    expected = {name: preferred[name] if preferred[name] in values[name] else values[name][0] for name in axes}
+    baselines: dict[int, Cell] = {}
     # An interrupted sweep went through some configurations once more than through others.
-    ignored = (*axes, "rounds")
-    baselines: dict[str, Cell] = {}
-    for cell in cells:
-        baselines.setdefault(configuration_key(cell.configuration, ignore=ignored), cell)
-    pairs = [(cell, baselines[configuration_key(cell.configuration, ignore=ignored)]) for cell in cells]
+    for group in by_configuration(cells, ignore=(*axes, "rounds")).values():
+        first = min(group, key=lambda cell: sum(setting_of(cell, name) != value for name, value in expected.items()))
+        baselines |= {id(cell): first for cell in group}
+    pairs = [(cell, baselines[id(cell)]) for cell in cells]
     return axes, [(cell, first) for cell, first in pairs if cell is not first and cell.status == first.status == "ok"]
 
 
@@ -313,14 +347,14 @@ def speedup(cell: Cell, baseline: Cell, name: str) -> Interval:
     return ratio(baseline.samples[name], cell.samples[name])
 
 
-def _speedups(cells: Sequence[Cell], settings: dict[str, Column]) -> Table | None:
-    axes, pairs = speedup_pairs(cells, settings)
+def _speedups(cells: Sequence[Cell], settings: dict[str, Column], baseline: str) -> Table | None:
+    axes, pairs = speedup_pairs(cells, settings, baseline)
     if not pairs:
         return None
     series = list(dict.fromkeys(name for pair in pairs for cell in pair for name in cell.samples if name != "wall"))
     rows = []
     for cell, baseline in pairs:
-        row = cell.configuration | {"over": ", ".join(str(setting_of(baseline, name)) for name in axes)}
+        row = _settings_row(cell) | {"over": ", ".join(str(setting_of(baseline, name)) for name in axes)}
         both = [name for name in series if name in cell.samples and name in baseline.samples]
         rows.append(row | {f"{name}_speedup": speedup(cell, baseline, name) for name in both})
     columns = (
@@ -352,7 +386,7 @@ _INCHES_BETWEEN = 0.66
 _LABEL_ROOM = 0.22
 
 
-def plot_bench(cells: Sequence[Cell], path: Path) -> None:
+def plot_bench(cells: Sequence[Cell], path: Path, baseline: str = "") -> None:
     """Axes for each model: a bar of phases for each way of training it, and next to it the step's speed-up."""
     from matplotlib.patches import Patch
 
@@ -361,7 +395,7 @@ def plot_bench(cells: Sequence[Cell], path: Path) -> None:
     for cell in cells:
         groups.setdefault(_model_text(cell), []).append(cell)
     ways = [name for name in settings if name not in _APART] or ["precision", "compile"]
-    _, pairs = speedup_pairs(cells, settings)
+    _, pairs = speedup_pairs(cells, settings, baseline)
     baselines = {id(cell): baseline for cell, baseline in pairs}
     bars = [len(group) for group in groups.values()] or [1]
     inches = 0.5 + sum(bars) * _INCHES_PER_BAR + len(bars) * _INCHES_BETWEEN

@@ -14,14 +14,17 @@ from cs336sys.results.comparison import (
     Compared,
     Comparison,
     Matched,
+    Measured,
     Pair,
     Side,
     cell_settings,
     machine_differences,
+    match_cells,
     shared_metrics,
     significance_level,
 )
-from cs336sys.results.model import Results, distinguishing_settings, passed_over_words
+from cs336sys.results.model import Cell, Results, distinguishing_settings, passed_over_words
+from cs336sys.results.statistics import SAME_PERCENT, compare_sides
 
 # From here on a table says that means tell something else than medians.
 _NOTED_STALLS = 0.02
@@ -88,7 +91,8 @@ def _metric_table(
         Column("ratio_low", f"{interval} from", "ratio", _of_difference("ratio_low")),
         Column("ratio_high", "to", "ratio", _of_difference("ratio_high")),
         Column("p_value", "p", "p_value", _of_difference("p_value")),
-        Column("verdict", "B is", value=lambda comparison: comparison.verdict),
+        Column("verdict", "verdict", value=lambda comparison: comparison.verdict_text),
+        Column("to_decide", "would decide", value=_to_decide),
         Column("a_runs", "A runs", "count", lambda comparison: len(comparison.a.rounds)),
         Column("b_runs", "B runs", "count", lambda comparison: len(comparison.b.rounds)),
         Column("a_autocorrelation", "A lag 1", "correlation", lambda comparison: comparison.autocorrelation_a),
@@ -98,8 +102,8 @@ def _metric_table(
     legend = (
         f"B/A: ratio of the medians with its {interval} interval, "
         f"{'higher' if unit in HIGHER_IS_BETTER else 'lower'} is better; p: of the rank-sum test; "
-        f"~: not significant, p > {significance_level(confidence_percent):.3g}; runs: rounds count; "
-        "lag 1: autocorrelation of samples"
+        f"differs: p up to {significance_level(confidence_percent):.3g}, or drifting samples that do not overlap; "
+        f"same: the interval is within {SAME_PERCENT:g} % of 1; runs: rounds count; lag 1: autocorrelation of samples"
     )
     levels = dict.fromkeys(comparison.difference.level for comparison in comparisons if comparison.difference)
     return Table(
@@ -114,6 +118,14 @@ def _metric_table(
 def _of_difference(name: str) -> Callable[[Comparison], Any]:
     """A column's value: this attribute of the difference, where there is one."""
     return lambda comparison: comparison.difference and getattr(comparison.difference, name)
+
+
+def _to_decide(comparison: Comparison) -> str | None:
+    """About how many samples, rounds or runs a side would decide what these do not."""
+    difference = comparison.difference
+    if difference is None or comparison.verdict != "undecided" or difference.to_decide is None:
+        return None
+    return f"{difference.to_decide} {difference.level}"
 
 
 def _drift(comparisons: Sequence[Comparison]) -> Iterator[str]:
@@ -154,7 +166,7 @@ def _summary(compared: Compared) -> list[Table]:
         Column("cells", "cells", "count", len),
         Column("faster", "faster", "count", lambda verdicts: verdicts.count("faster")),
         Column("slower", "slower", "count", lambda verdicts: verdicts.count("slower")),
-        Column("not_significant", "~", "count", lambda verdicts: verdicts.count("~")),
+        Column("same", "same", "count", lambda verdicts: verdicts.count("same")),
         Column("undecided", "undecided", "count", lambda verdicts: verdicts.count("undecided")),
         Column("geometric_mean_ratio", "geometric mean of B/A", "ratio"),
     )
@@ -200,7 +212,9 @@ def comparison_warnings(
 
 
 def regressions(pairs: Sequence[Pair], compared: Compared, limit_percent: float) -> Iterator[str]:
-    """The comparisons that are slower by more than the limit, and the cells that B could not measure and A could."""
+    """The comparisons that are slower by more than the limit, the cells that B could not measure and A could, and a
+    sentence where neither side measured anything.
+    """
     name = _names(pairs)
     for metric, rows in compared.items():
         for pair, comparison in rows:
@@ -209,6 +223,8 @@ def regressions(pairs: Sequence[Pair], compared: Compared, limit_percent: float)
     for pair in pairs:
         if pair.is_broken:
             yield f"{name(pair.a)}: ok in A, {pair.b.status} in B"
+    if all("ok" not in (pair.a.status, pair.b.status) for pair in pairs):
+        yield f"nothing was measured, in A or in B: {', '.join(sorted({pair.b.status for pair in pairs}))}"
 
 
 def undecided(matched: Matched, compared: Compared, metrics: Sequence[str], limit_percent: float) -> Iterator[str]:
@@ -216,9 +232,9 @@ def undecided(matched: Matched, compared: Compared, metrics: Sequence[str], limi
     name = _names(matched.pairs, matched.only_a)
     for metric, rows in compared.items():
         for pair, comparison in rows:
-            if comparison.verdict == "undecided":
+            if comparison.reason is not None:
                 yield f"{name(pair.a)}: {metric}: {comparison.reason}"
-            elif comparison.verdict == "~" and comparison.slower_percent_at_most > limit_percent:
+            elif comparison.verdict in ("same", "undecided") and comparison.slower_percent_at_most > limit_percent:
                 at_most = format_quantity(comparison.slower_percent_at_most, "percent")
                 yield f"{name(pair.a)}: {metric} may be slower by up to {at_most}: take more --steps or --rounds"
     for pair in matched.pairs:
@@ -227,6 +243,29 @@ def undecided(matched: Matched, compared: Compared, metrics: Sequence[str], limi
     for side in matched.only_a:
         if side.status == "ok":
             yield f"{name(side)}: only A has it"
+
+
+def gate_warning(cells: Sequence[Cell]) -> str | None:
+    """Say which steps are too few or too noisy for ``compare --fail-above 5%``; None where all can pass."""
+    measured = Results({}, cells)
+    pairs = [pair for pair in match_cells(measured, measured).pairs if "step_ms" in shared_metrics(pair)]
+    name = _names(pairs)
+    unable = {}
+    for pair in pairs:
+        values = Measured(pair.a.series()["step_ms"]).values
+        # Against a side just like it, what is not decided is for noise alone.
+        difference = compare_sides(values, values)
+        if difference.to_decide is not None:
+            unable[name(pair.a)] = difference
+    if not unable:
+        return None
+    options = {"samples": "--steps", "rounds": "--rounds"}
+    needed = max(unable.values(), key=lambda difference: difference.to_decide or 0)
+    listed = "; ".join(list(unable)[:3]) + ("; ..." if len(unable) > 3 else "")
+    return (
+        f"too few or too noisy for compare --fail-above {SAME_PERCENT:g}%: {len(unable)} of {len(pairs)} cells "
+        f"({listed}); about {options.get(needed.level, 'runs:')} {needed.to_decide} would do"
+    )
 
 
 def _count_of(number: int, noun: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cs336sys.results.model import Samples
-from cs336sys.results.statistics import Interval, is_noisy
+from cs336sys.results.statistics import Interval, is_noisy, same_within
 
 # What a table's cell holds.
 Value = str | bool | int | float | Samples | Interval | None
@@ -101,8 +101,8 @@ def _number(value: Value) -> float:
 def format_value(value: Value, unit: str | None = None) -> str:
     """A table cell for people: text as it is, ``yes`` or ``no``, a number, samples as mean ± std, ``-`` for None.
 
-    Samples that vary too much end in ``!``, and a difference that the noise may have made begins with ``~``,
-    or is an upper bound, ``< 1.2``, where it is a cost.
+    Samples that vary too much end in ``!``. A difference is one of three: a number, and of a ratio its interval;
+    ``same within 2.1 %``; or ``undecided``. A cost within the noise is an upper bound, ``< 1.2``.
     """
     if isinstance(value, str):
         return value
@@ -114,12 +114,27 @@ def format_value(value: Value, unit: str | None = None) -> str:
         std = value.std if len(value.measured) > 1 else None
         return format_mean_std(value.mean, std, unit or value.unit) + (" !" if is_noisy(value) else "")
     if isinstance(value, Interval):
-        if value.is_range:
-            return f"{format_number(value.low, unit)} to {format_number(value.high, unit)}"
-        if value.is_cost and value.is_noise and math.isfinite(value.high):
-            return f"< {format_number(value.high, unit)}"
-        return ("~" if value.is_noise else "") + format_number(value.estimate, unit)
+        return _format_interval(value, unit)
     return format_number(value, unit)
+
+
+def _format_interval(interval: Interval, unit: str | None) -> str:
+    low, high = (format_number(end, unit) for end in (interval.low, interval.high))
+    if interval.is_range:
+        return f"{low} to {high}"
+    if interval.is_undecided:
+        return "undecided"
+    if interval.is_noise and interval.is_cost:
+        return f"< {high}"
+    if interval.is_noise and interval.is_ratio:
+        return same_within(interval.low, interval.high)
+    if interval.neutral is not None and interval.is_noise:
+        most = max(interval.neutral - interval.low, interval.high - interval.neutral)
+        return f"same within {format_number(most, unit)}"
+    if interval.is_bound and interval.is_ratio:
+        return f"at least {low}" if interval.low > 1 else f"at most {high}"
+    estimate = format_number(interval.estimate, unit)
+    return f"{estimate} ({low.removesuffix('x')} to {high.removesuffix('x')})" if interval.is_ratio else estimate
 
 
 def format_number(value: float | None, unit: str | None = None) -> str:

@@ -118,7 +118,7 @@ def _memory_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
 
 SAVED_COMMANDS: dict[str, SavedCommand] = {
     "bench": SavedCommand(
-        lambda cells, run, options: bench_tables(cells, run, options.percentiles),
+        lambda cells, run, options: bench_tables(cells, run, options.percentiles, options.baseline),
         _picture("bench", plot_bench),
         pool_bench_rounds,
     ),

@@ -10,7 +10,7 @@ from cs336sys.errors import UsageError, choose_from
 from cs336sys.report.numbers import Value, format_value, shown_units, unit_label
 from cs336sys.results.foreign import printable
 from cs336sys.results.model import Samples
-from cs336sys.results.statistics import NOISY_PART, Interval, is_noisy
+from cs336sys.results.statistics import NOISY_PART, SAME_PERCENT, Interval, is_noisy
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,13 @@ class Table:
         """The notes, and what marks of noise in the table mean."""
         values = [row.get(column.key) for row in self.rows for column in self.columns]
         marks = []
-        if any(isinstance(value, Interval) and (value.is_noise or value.is_range) for value in values):
-            marks.append(
-                "~, <, or a range: within the noise, by the rank-sum test at 5 %; 3 samples against 3 decide nothing"
-            )
+        intervals = [value for value in values if isinstance(value, Interval)]
+        if any(interval.is_range or (interval.is_noise and interval.is_cost) for interval in intervals):
+            marks.append("< or a range: within the noise, by the rank-sum test at 5 %")
+        if any(interval.is_undecided and not interval.is_range for interval in intervals):
+            counts = [interval.to_decide for interval in intervals if interval.to_decide is not None]
+            steps = f": about {max(counts)} samples of each would decide all ratios" if counts else ""
+            marks.append(f"undecided: neither a difference nor the same within {SAME_PERCENT:g} %{steps}")
         if any(isinstance(value, Samples) and is_noisy(value) for value in values):
             marks.append(f"!: the standard deviation is more than {100 * NOISY_PART:g} % of the mean")
         advice = f"; steadier: {self.steadier}, and nothing else running" if self.steadier else ""

@@ -225,11 +225,10 @@ def _measured_row(key: str, cells: list[Cell], best: str | None, compared: dict[
     row |= {"step_ms": median, "tokens_per_s": 1e3 * configuration_of(first).tokens / median, "peak_gib": peak_gib}
     row |= {"off_percent": None if predicted is None else 100 * (predicted / median - 1)}
     if key in compared:
-        verdict = compared[key].verdict if is_decided(compared[key], first.configuration["device"]) else "~"
-        row |= {
-            "slower_percent": compared[key].slower_percent,
-            "verdict": "not told apart" if verdict == "~" else verdict,
-        }
+        comparison = compared[key]
+        is_shown = comparison.verdict == "same" or is_decided(comparison, first.configuration["device"])
+        row["slower_percent"] = comparison.slower_percent
+        row["verdict"] = comparison.verdict_text if is_shown else "undecided"
     elif key == best:
         row["verdict"] = "best"
     return row

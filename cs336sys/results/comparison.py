@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any, Literal
@@ -20,14 +20,22 @@ from cs336sys.results.model import (
     differing_conditions,
     same_code,
 )
-from cs336sys.results.statistics import Difference, autocorrelation, compare_sides, fewest_samples
+from cs336sys.results.statistics import (
+    SAME_PERCENT,
+    Difference,
+    autocorrelation,
+    compare_sides,
+    fewest_samples,
+    same_within,
+    same_within_percent,
+)
 
 # Settings that decide how a configuration is sampled, and where files of it are kept, not what is measured.
 SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms", "keep", "snapshot", "trace", "timeout_s", "round")
 
 HIGHER_IS_BETTER = frozenset({"tokens_per_s", "tflops", "gbps"})
 
-Verdict = Literal["faster", "slower", "~", "undecided"]
+Verdict = Literal["faster", "slower", "same", "undecided"]
 
 
 @dataclass(frozen=True)
@@ -230,9 +238,9 @@ class Comparison:
     Attributes:
         difference: of their medians; None where samples are not finite.
         autocorrelation_a, autocorrelation_b: of samples that follow one another.
-        verdict: ``~`` where the difference is not significant, ``undecided`` where the samples cannot tell. Of memory,
-            ``slower`` says that B needs more.
-        reason: why it is undecided.
+        verdict: ``same`` where the whole interval is within SAME_PERCENT of 1, ``undecided`` where the samples cannot
+            tell. Of memory, ``slower`` says that B needs more.
+        reason: why it has no interval, and what would give it one.
     """
 
     a: Measured
@@ -254,6 +262,14 @@ class Comparison:
         return mean_b / mean_a / self.difference.ratio if mean_a > 0 and mean_b > 0 else None
 
     @property
+    def verdict_text(self) -> str:
+        """``differs: slower``, ``same within 2.1 %`` or ``undecided``."""
+        difference = self.difference
+        if difference is None or self.verdict != "same":
+            return f"differs: {self.verdict}" if self.verdict in ("faster", "slower") else self.verdict
+        return same_within(difference.ratio_low or 1.0, difference.ratio_high or 1.0)
+
+    @property
     def slower_percent(self) -> float:
         """By how much B is slower than A, negative where it is faster; infinite or zero without a ratio."""
         difference = self.difference
@@ -266,7 +282,7 @@ class Comparison:
         """The upper end of the confidence interval of :attr:`slower_percent`; infinite where there is none."""
         difference = self.difference
         if difference is None or difference.ratio_low is None or difference.ratio_high is None:
-            return math.inf
+            return 0.0 if self.verdict == "same" else math.inf
         return 100 * ((1 / difference.ratio_low if self._higher_is_better else difference.ratio_high) - 1)
 
     @property
@@ -281,13 +297,10 @@ def _is_worse(difference: Difference, unit: str) -> bool:
 
 def _too_few(difference: Difference, counts: tuple[int, int], confidence_percent: float) -> str:
     """Explain why no difference could be significant."""
-    a, b = difference.independent
-    drifts = difference.level == "samples" and counts != (a, b)
-    worth = f" (of {counts[0]} and {counts[1]}, each like the one before)" if drifts else ""
+    a, b = counts if difference.level == "samples" else difference.independent
     level = 100 - confidence_percent
     fewest = fewest_samples(level / 100)
-    unit = "independent samples" if drifts else difference.level
-    return f"{a} against {b} {unit}{worth} decide nothing at {level:g} %: {fewest} against {fewest} are the fewest"
+    return f"{a} against {b} {difference.level} decide nothing at {level:g} %: {fewest} against {fewest} are the fewest"
 
 
 # By metric, in the order in which the metrics first appear.
@@ -300,16 +313,21 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
     if not_finite:
         return Comparison(a, b, None, None, None, "undecided", f"samples are not finite: {' and '.join(not_finite)}")
     difference = compare_sides(a.values, b.values, confidence_percent=confidence_percent)
-    verdict: Verdict = "~"
+    if a.values == b.values:
+        # The same file twice, however few or noisy its samples.
+        end = None if difference.ratio is None else 1.0
+        difference = replace(difference, ratio_low=end, ratio_high=end, p_value=1.0, to_decide=None)
+    verdict: Verdict = "undecided"
     reason = None
+    low, high = difference.ratio_low, difference.ratio_high
     if difference.ratio is None and a.unit in TIME_UNITS | HIGHER_IS_BETTER:
-        verdict = "undecided"
         reason = f"medians of {difference.median_a:g} and {difference.median_b:g} {a.unit}: nothing takes no time"
-    elif difference.p_value is None:
-        verdict = "undecided"
-        reason = _too_few(difference, (a.count, b.count), confidence_percent)
     elif difference.is_significant:
         verdict = "slower" if _is_worse(difference, a.unit) else "faster"
+    elif low is None and difference.to_decide is not None:
+        reason = _too_few(difference, (a.count, b.count), confidence_percent)
+    elif low is None or high is None or same_within_percent(low, high) <= SAME_PERCENT:
+        verdict = "same"
     return Comparison(a, b, difference, autocorrelation(a.values), autocorrelation(b.values), verdict, reason)
 
 

@@ -9,7 +9,7 @@ import math
 import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 from statistics import NormalDist, fmean
@@ -23,12 +23,19 @@ NOISY_PART = 0.2
 # What tables and write-ups allow: one in twenty equal pairs is called different.
 SIGNIFICANCE = 0.05
 
+# Two sides are called the same where their ratio differs from 1 by no more than this, at either end of its interval.
+SAME_PERCENT = 5.0
+
 # Equal numbers may differ by so much after arithmetic, as a part of them.
 ROUNDING = 1e-12
 
-# Fewer samples do not show how much each resembles the one before; that much is the most that is believed.
-_LEAST_FOR_DRIFT = 8
+# Four differ only where they do not overlap, and then whether or not they drift.
+_LEAST_FOR_DRIFT = 5
+# The largest autocorrelation that is believed.
 _MOST_DRIFT = 0.95
+
+# Fewer pairs cannot differ significantly at 5 %.
+_FEWEST_PAIRS = 6
 
 # With more independent samples a normal distribution replaces the exact one.
 _EXACT = 20
@@ -49,9 +56,12 @@ class Interval:
 
     Attributes:
         low, high: infinitely far apart (a ratio: 0 and infinity) where there are too few samples to say anything.
-        neutral: the value that says "no difference", 0 or 1.
+        neutral: the value that says "no difference", 0 or 1; a ratio's is 1.
         is_range: it is shown as ``low to high``: the estimate says nothing.
         is_cost: it cannot be less than nothing: within the noise it is shown as ``< high``.
+        is_bound: ``low`` and ``high`` are the smallest and the largest difference of two samples, as the samples drift
+            too much for a test.
+        to_decide: about how many samples a side would decide a ratio that is undecided.
     """
 
     estimate: float
@@ -60,6 +70,8 @@ class Interval:
     neutral: float | None = None
     is_range: bool = False
     is_cost: bool = False
+    is_bound: bool = False
+    to_decide: int | None = None
 
     @property
     def is_noise(self) -> bool:
@@ -67,9 +79,14 @@ class Interval:
         return self.neutral is not None and self.low <= self.neutral <= self.high
 
     @property
+    def is_ratio(self) -> bool:
+        return self.neutral == 1
+
+    @property
     def is_undecided(self) -> bool:
-        """So few samples could show no difference, however large."""
-        return not math.isfinite(self.high)
+        """The samples show neither a difference nor, of a ratio, that there is none of over :data:`SAME_PERCENT`."""
+        is_wide = self.is_ratio and self.is_noise and same_within_percent(self.low, self.high) > SAME_PERCENT
+        return is_wide or not math.isfinite(self.high)
 
 
 @dataclass(frozen=True)
@@ -81,10 +98,13 @@ class Difference:
         median_a, median_b: of these.
         ratio: of the medians, B / A; None unless all samples are positive.
         ratio_low, ratio_high: its confidence interval. It holds 1 where ``p_value`` is not significant, and not else.
-        p_value: of the hypothesis that both sides are drawn from the same distribution, two-sided. None, as the
-            interval is, where there are too few samples for any to be significant.
+            None where there are too few samples for any to be significant.
+        p_value: of the hypothesis that both sides are drawn from the same distribution, two-sided. None where the
+            interval is, or where samples drift too much for a test: the interval is then from the smallest to the
+            largest ratio of two samples.
         independent: how many independent samples each side is worth.
         is_significant: the interval does not hold 1 (without a ratio: 0 is no difference that there may be).
+        to_decide: about how many samples, rounds or runs a side would decide, where these do not.
     """
 
     level: Level
@@ -96,6 +116,7 @@ class Difference:
     p_value: float | None
     independent: tuple[int, int]
     is_significant: bool = False
+    to_decide: int | None = None
 
 
 def is_noisy(samples: Samples) -> bool:
@@ -111,18 +132,32 @@ def fewest_samples(significance: float = SIGNIFICANCE) -> int:
     return count
 
 
+def same_within_percent(low: float, high: float) -> float:
+    """Return by how much a ratio between ``low`` and ``high`` may differ from 1, in percent of the smaller side."""
+    return 100 * (max(high, 1 / low if low else math.inf) - 1)
+
+
+def same_within(low: float, high: float) -> str:
+    """Name a ratio between ``low`` and ``high`` that contains 1: ``same within 2.1 %``."""
+    return f"same within {same_within_percent(low, high):.2g} %"
+
+
 def difference(a: Samples, b: Samples) -> Interval:
     """Return the median of ``a`` less that of ``b``, in their unit."""
-    low, high, _ = _rank_sum(b.measured, a.measured, _worth([[b.measured]], [[a.measured]]))
-    return _interval(a.median - b.median, low, high, 0.0)
+    limits = _rank_sum(b.measured, a.measured, _worth([[b.measured]], [[a.measured]]))
+    estimate = a.median - b.median
+    # The pairs that limit the shift need not lie around the shift of the medians.
+    return Interval(estimate, min(limits.low, estimate), max(limits.high, estimate), 0.0)
 
 
 def ratio(a: Samples, b: Samples) -> Interval:
     """Return the median of ``a`` over that of ``b``; both are positive. Of the same object it is 1, without noise."""
     if a is b:
         return Interval(1.0, 1.0, 1.0)
-    low, high, _ = _rank_sum(_logarithms(b), _logarithms(a), _worth([[b.measured]], [[a.measured]]))
-    return _interval(a.median / b.median, math.exp(low), math.exp(high), 1.0)
+    worth = _worth([[b.measured]], [[a.measured]])
+    limits = _rank_sum(_logarithms(b), _logarithms(a), worth)
+    count = min(len(a.measured), len(b.measured))
+    return _ratio_interval(a.median / b.median, limits, count, fewest_samples())
 
 
 def ratio_of_pairs(a: Samples, b: Samples) -> Interval:
@@ -130,8 +165,8 @@ def ratio_of_pairs(a: Samples, b: Samples) -> Interval:
     out.
     """
     pairs = [first - second for first, second in zip(_logarithms(a), _logarithms(b), strict=False)]
-    low, high, _ = _signed_rank(pairs, _worth([[pairs]]))
-    return _interval(math.exp(statistics.median(pairs)), math.exp(low), math.exp(high), 1.0)
+    limits = _signed_rank(pairs, _worth([[pairs]]))
+    return _ratio_interval(math.exp(statistics.median(pairs)), limits, len(pairs), _FEWEST_PAIRS)
 
 
 def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float = 95.0) -> Difference:
@@ -149,27 +184,31 @@ def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float =
     independent = _independent(len(of_a), worth), _independent(len(of_b), worth)
     significance = (100 - confidence_percent) / 100
     is_positive = min(of_a) > 0 and min(of_b) > 0
-    before, after = (list(map(math.log, side)) if is_positive else side for side in (of_a, of_b))
-    low, high, p_value = _rank_sum(before, after, worth, significance)
     median_a, median_b = statistics.median(of_a), statistics.median(of_b)
     median_ratio = median_b / median_a if is_positive else None
-    if not math.isfinite(high):
-        return Difference(level, median_a, median_b, median_ratio, None, None, None, independent)
+    before, after = (list(map(math.log, side)) if is_positive else side for side in (of_a, of_b))
+    limits = _rank_sum(before, after, worth, significance)
+    fewest = fewest_samples(significance)
+    difference = Difference(level, median_a, median_b, median_ratio, None, None, None, independent, to_decide=fewest)
+    if not math.isfinite(limits.high):
+        return difference
     shift = median_b - median_a if median_ratio is None else math.log(median_ratio)
-    low, high = min(low, shift), max(high, shift)
-    if p_value <= significance * (1 + ROUNDING) and low <= 0 <= high:
+    is_significant, p_value = not min(limits.low, shift) <= 0 <= max(limits.high, shift), limits.p_value
+    if p_value is not None and p_value <= significance * (1 + ROUNDING) and not is_significant:
         # Ranks that contradict the medians show a difference, but not this one.
         p_value = 1.0
-    ends = [None if median_ratio is None else math.exp(end) for end in (low, high)]
-    return Difference(
-        level, median_a, median_b, median_ratio, ends[0], ends[1], p_value, independent, not low <= 0 <= high
-    )
+    difference = replace(difference, p_value=p_value, is_significant=is_significant, to_decide=None)
+    if median_ratio is None:
+        return difference
+    interval = _ratio_interval(median_ratio, limits, min(len(of_a), len(of_b)), fewest)
+    return replace(difference, ratio_low=interval.low, ratio_high=interval.high, to_decide=interval.to_decide)
 
 
 def autocorrelation(side: SideSamples) -> float | None:
-    """Correlate the ranks of samples with the one before in the same round, -1 to 1; None for fewer than 8 a round.
+    """Correlate the ranks of samples with the one before in the same round, -1 to 1; None for fewer than 5 a round.
 
-    The estimate from a short series is too low by about ``(1 + 4 rho) / n`` (Marriott and Pope 1954), which is added.
+    The estimate from a short series of n is too low by about ``(1 + 4 rho) / n`` (Marriott and Pope 1954). It is
+    corrected to first order of 1 / n: whole, the correction would double the noise of an estimate from 8.
     """
     rounds = [samples for run in side for samples in run]
     length = min(map(len, rounds))
@@ -180,12 +219,23 @@ def autocorrelation(side: SideSamples) -> float | None:
     if squares == 0:
         return None
     products = sum(before * after for ranks in centred for before, after in pairwise(ranks))
-    return max(-1.0, min(1.0, (products / squares + 1 / length) / (1 - 4 / length)))
+    return max(-1.0, min(1.0, (products / squares + 1 / length) * (1 + 4 / length)))
 
 
-def _interval(estimate: float, low: float, high: float, neutral: float) -> Interval:
-    # The pairs that limit the shift need not lie around the shift of the medians.
-    return Interval(estimate, min(low, estimate), max(high, estimate), neutral)
+def _ratio_interval(estimate: float, limits: "_Limits", count: int, fewest: int) -> Interval:
+    """Return the interval of a ratio of ``count`` samples a side from logarithms; ``fewest`` could be significant."""
+    shift = math.log(estimate)
+    low, high = min(limits.low, shift), max(limits.high, shift)
+    ends = min(math.exp(low), estimate), max(math.exp(high), estimate)
+    if not math.isfinite(high):
+        return Interval(estimate, *ends, 1.0, to_decide=fewest)
+    interval = Interval(estimate, *ends, 1.0, is_bound=limits.p_value is None)
+    if not interval.is_undecided:
+        return interval
+    # The interval has to leave out 1, or to lie within SAME_PERCENT of it; it narrows with the root of the number.
+    same = math.log1p(SAME_PERCENT / 100)
+    needed_width = 2 * max(abs(shift), same - abs(shift))
+    return replace(interval, to_decide=max(count + 1, math.ceil(count * ((high - low) / needed_width) ** 2)))
 
 
 def _logarithms(samples: Samples) -> list[float]:
@@ -227,26 +277,24 @@ def _thinned(values: Sequence[float]) -> Sequence[float]:
     return [ordered[(2 * place + 1) * len(values) // (2 * _QUANTILES)] for place in range(_QUANTILES)]
 
 
-def _rank_sum(
-    a: Sequence[float], b: Sequence[float], worth: float, significance: float = SIGNIFICANCE
-) -> tuple[float, float, float]:
-    """Return the limits of the shift from ``a`` to ``b``, and p of no shift: of all pairs' distances."""
+def _rank_sum(a: Sequence[float], b: Sequence[float], worth: float, significance: float = SIGNIFICANCE) -> "_Limits":
+    """Return the limits of the shift from ``a`` to ``b``: of all pairs' distances."""
     # Of 40,000 pairs. Not with this module, which is imported where nothing is compared, too.
     import numpy as np
 
-    counts = sorted((_independent(len(a), worth), _independent(len(b), worth)))
     before, after = np.asarray(_thinned(a))[:, None], np.asarray(_thinned(b))
     distances = after - before
     distances[abs(distances) <= ROUNDING * np.maximum(abs(before), abs(after))] = 0.0
-    return _interval_limits(np.sort(distances, axis=None).tolist(), _rank_sum_null(*counts), significance)
+    nulls = [_rank_sum_null(*sorted(_independent(len(side), part) for side in (a, b))) for part in (worth, 1.0)]
+    return _interval_limits(np.sort(distances, axis=None).tolist(), nulls, significance)
 
 
-def _signed_rank(values: Sequence[float], worth: float) -> tuple[float, float, float]:
-    """Return the limits of the centre of ``values`` and p of 0: of the means of all pairs, each with itself, too."""
-    count = _independent(len(values), worth)
+def _signed_rank(values: Sequence[float], worth: float) -> "_Limits":
+    """Return the limits of the centre of ``values``: of the means of all pairs, each with itself, too."""
+    nulls = [_signed_rank_null(_independent(len(values), part)) for part in (worth, 1.0)]
     values = _thinned(values)
     means = sorted((first + second) / 2 for place, first in enumerate(values) for second in values[place:])
-    return _interval_limits(means, _signed_rank_null(count), SIGNIFICANCE)
+    return _interval_limits(means, nulls, SIGNIFICANCE)
 
 
 @dataclass(frozen=True)
@@ -276,16 +324,34 @@ class _Null:
         return max(0, math.floor(self._normal.inv_cdf(probability) + 0.5))
 
 
-def _interval_limits(ordered: Sequence[float], null: _Null, significance: float) -> tuple[float, float, float]:
-    """Return the values in which a two-sided test ends, and its p of 0; ``ordered`` are the distances it counts."""
+@dataclass(frozen=True)
+class _Limits:
+    """The values in which a two-sided test ends, and its p of 0; no p where samples drift too much for the test."""
+
+    low: float
+    high: float
+    p_value: float | None
+
+
+def _interval_limits(ordered: Sequence[float], nulls: Sequence[_Null], significance: float) -> _Limits:
+    """Return the limits from the distances that a test counts.
+
+    Args:
+        nulls: the distribution for as many samples as these are worth, and the one for as many as they are.
+    """
+    null, undrifting = nulls
     weight = len(ordered) / null.most
-    fewer = min(bisect_right(ordered, 0.0), len(ordered) - bisect_left(ordered, 0.0))
-    p_value = min(1.0, 2 * null.probability(min(math.floor(fewer / weight + ROUNDING), null.most)))
     rejected = null.rejected(significance / 2)
-    if not rejected:
-        return -math.inf, math.inf, p_value
-    place = math.ceil(rejected * weight - ROUNDING * len(ordered)) - 1
-    return ordered[place], ordered[-1 - place], p_value
+    if rejected:
+        fewer = min(bisect_right(ordered, 0.0), len(ordered) - bisect_left(ordered, 0.0))
+        p_value = min(1.0, 2 * null.probability(min(math.floor(fewer / weight + ROUNDING), null.most)))
+        place = math.ceil(rejected * weight - ROUNDING * len(ordered)) - 1
+        return _Limits(ordered[place], ordered[-1 - place], p_value)
+    if undrifting.rejected(significance / 2):
+        # However much they drift, no pair is further apart. Where no sample of one side is like one of the other, the
+        # sides differ by at least as much as the nearest pair.
+        return _Limits(ordered[0], ordered[-1], None)
+    return _Limits(-math.inf, math.inf, None)
 
 
 @cache

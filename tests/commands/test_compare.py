@@ -81,18 +81,19 @@ def test_comparison_of_two_sweeps(sweeps):
         "### compare: step_ms of B against A\n"
         "\n"
         "| size   | precision   |   A median, ms |   B median, ms |    B/A |   95 % from |     to |      p | "
-        "B is   |   A runs |   B runs |   A lag 1 |   B lag 1 |\n"
+        "verdict         |   A runs |   B runs |   A lag 1 |   B lag 1 |\n"
         "|:-------|:------------|---------------:|---------------:|--"
-        "-----:|------------:|-------:|-------:|:-------|---------:|---------:|----------:|----------:|\n"
+        "-----:|------------:|-------:|-------:|:----------------|---------:|---------:|----------:|----------:|\n"
         "| small  | fp32        |          100.0 |          110.0 | 1"
-        ".100x |      1.097x | 1.103x | 0.0002 | slower |        1 |        1 |     -0.71 |     -0.71 |\n"
+        ".100x |      1.097x | 1.103x | 0.0002 | differs: slower |        1 |        1 |     -0.54 |     -0.54 |\n"
         "| small  | bf16        |          50.00 |          40.00 | 0"
-        ".800x |      0.795x | 0.805x | 0.0002 | faster |        1 |        1 |     -0.71 |     -0.71 |\n"
+        ".800x |      0.795x | 0.805x | 0.0002 | differs: faster |        1 |        1 |     -0.54 |     -0.54 |\n"
         "| medium | fp32        |          300.0 |          300.0 | 1"
-        ".000x |      0.999x | 1.001x |    1.0 | ~      |        1 |        1 |     -0.71 |     -0.71 |\n"
+        ".000x |      1.000x | 1.000x |    1.0 | same within 0 % |        1 |        1 |     -0.54 |     -0.54 |\n"
         "\n"
-        "- B/A: ratio of the medians with its 95 % interval, lower is better; p: of the rank-sum test; ~: not "
-        "significant, p > 0.05; runs: rounds count; lag 1: autocorrelation of samples\n"
+        "- B/A: ratio of the medians with its 95 % interval, lower is better; p: of the rank-sum test; differs: "
+        "p up to 0.05, or drifting samples that do not overlap; same: the interval is within 5 % of 1; runs: rounds "
+        "count; lag 1: autocorrelation of samples\n"
         "- one run a side: what differs from run to run is not covered; take --rounds, or several files a side\n"
         "- every cell: command bench, context 512\n"
         "\n"
@@ -104,9 +105,9 @@ def test_comparison_of_two_sweeps(sweeps):
         "\n"
         "### compare: summary\n"
         "\n"
-        "| metric   |   cells |   faster |   slower |   ~ |   undecided |   geometric mean of B/A |\n"
-        "|:---------|--------:|---------:|---------:|----:|------------:|------------------------:|\n"
-        "| step_ms  |       3 |        1 |        1 |   1 |           0 |                  0.958x |\n"
+        "| metric   |   cells |   faster |   slower |   same |   undecided |   geometric mean of B/A |\n"
+        "|:---------|--------:|---------:|---------:|-------:|------------:|------------------------:|\n"
+        "| step_ms  |       3 |        1 |        1 |      1 |           0 |                  0.958x |\n"
     )
 
 
@@ -115,12 +116,12 @@ def test_json_reads_back(sweeps):
     steps, not_compared, summary = json.loads(result.stdout)["tables"]
     assert [steps["name"], not_compared["name"], summary["name"]] == ["step_ms", "not_compared", "summary"]
     assert [(row["size"], row["precision"], row["verdict"]) for row in steps["rows"]] == [
-        ("small", "fp32", "slower"),
-        ("small", "bf16", "faster"),
-        ("medium", "fp32", "~"),
+        ("small", "fp32", "differs: slower"),
+        ("small", "bf16", "differs: faster"),
+        ("medium", "fp32", "same within 0 %"),
     ]
     assert (steps["rows"][0]["a_median_ms"], steps["rows"][0]["b_median_ms"]) == (100.0, 110.0)
-    assert (steps["rows"][0]["a_runs"], steps["rows"][0]["b_autocorrelation"]) == (1, pytest.approx(-0.714, abs=0.001))
+    assert (steps["rows"][0]["a_runs"], steps["rows"][0]["b_autocorrelation"]) == (1, pytest.approx(-0.535, abs=0.001))
     assert steps["rows"][0]["ratio"] == 1.1
     assert 1.08 < steps["rows"][0]["ratio_low"] < 1.1 < steps["rows"][0]["ratio_high"] < 1.12
     assert not_compared["rows"] == [
@@ -135,16 +136,16 @@ def test_csv_reads_back(sweeps, tmp_path):
     steps, not_compared, summary = (tmp_path / "report.csv").read_text().split("\n\n")
     rows = list(csv.DictReader(io.StringIO(steps)))
     assert [(row["size"], float(row["ratio"]), row["verdict"]) for row in rows] == [
-        ("small", 1.1, "slower"),
-        ("small", 0.8, "faster"),
-        ("medium", 1.0, "~"),
+        ("small", 1.1, "differs: slower"),
+        ("small", 0.8, "differs: faster"),
+        ("medium", 1.0, "same within 0 %"),
     ]
     assert (
         not_compared
         == "table,size,precision,a_status,b_status,reason\nnot_compared,medium,bf16,ok,oom,CUDA out of memory"
     )
     assert summary.startswith(
-        "table,metric,cells,faster,slower,not_significant,undecided,geometric_mean_ratio\nsummary,step_ms,3,1,1,1,0,0.95"
+        "table,metric,cells,faster,slower,same,undecided,geometric_mean_ratio\nsummary,step_ms,3,1,1,1,0,0.95"
     )
 
 
@@ -232,6 +233,42 @@ def test_fail_above_fails_for_what_is_not_finite_or_missing(save):
     assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "undecided: size small: A or B lacks the series")
 
 
+def test_nothing_measured_on_either_side_fails_and_says_so(save):
+    """It was exit 0 of a check of nothing."""
+    save("a.jsonl", cell("small", status="oom", reason="CUDA out of memory"))
+    save("b.jsonl", cell("small", status="timeout", reason="no result after 60 s"))
+    for arguments in (("b.jsonl",), ("a.jsonl",), ("b.jsonl", "--allow-undecided")):
+        result = compare("a.jsonl", *arguments, "--fail-above", "5%")
+        status = "timeout" if arguments[0] == "b.jsonl" else "oom"
+        assert (result.exit_code, result.stderr) == (
+            1,
+            f"regression: nothing was measured, in A or in B: {status}\n",
+        )
+    assert compare("a.jsonl", "b.jsonl").exit_code == 0
+
+
+def test_a_file_against_itself_passes(save):
+    noisy = times(120, 10, 160, 20, 150, 30, 140, 130)
+    save(
+        "a.jsonl",
+        cell("small", step=noisy),
+        cell("small", "bf16", step=times(1, 2)),
+        cell("medium", step=times(7)),
+        cell("medium", "bf16", status="oom", reason="CUDA out of memory"),
+    )
+    result = compare("a.jsonl", "a.jsonl", "--fail-above", "0%")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.count("| same within 0 % |") == 3
+
+
+def test_samples_that_drift_apart_are_a_regression(save):
+    save("a.jsonl", cell("small", step=times(*range(100, 110))))
+    save("b.jsonl", cell("small", step=times(*range(300, 330, 3))))
+    result = compare("a.jsonl", "b.jsonl", "--fail-above", "5%")
+    assert "differs: slower" in result.stdout
+    assert (result.exit_code, result.stderr) == (1, "regression: the cell: step_ms is 200 % slower\n")
+
+
 def test_a_regression_fails_whatever_is_allowed(sweeps):
     assert compare("a.jsonl", "b.jsonl", "--fail-above", "5%", "--allow-undecided").exit_code == 1
 
@@ -245,7 +282,7 @@ def test_several_files_and_rounds_are_runs(save):
     result = compare(a, b, "--fail-above", "5%", "--format", "json")
     (table, _) = json.loads(result.stdout)["tables"]
     (row,) = table["rows"]
-    assert (row["verdict"], row["a_runs"], row["b_runs"]) == ("slower", 4, 4)
+    assert (row["verdict"], row["a_runs"], row["b_runs"]) == ("differs: slower", 4, 4)
     assert table["notes"][1] == (
         "the noise is the spread between runs of one side; docs/compare.md says how many runs a difference needs"
     )
@@ -366,7 +403,7 @@ def test_the_base_installation_compares(sweeps, monkeypatch):
 
 @pytest.mark.parametrize("value", ["0.0", "1e308", "5e-324", str(10**400), "-1.0", "[" * 5000])
 def test_samples_that_are_no_times_cost_their_cell_and_never_pass(save, tmp_path, value):
-    """Zeros were "faster", and passed under --fail-above; the others were tracebacks."""
+    """Zeros were "differs: faster", and passed under --fail-above; the others were tracebacks."""
     for name in ("a.jsonl", "b.jsonl"):
         save(name, cell("small", step=around(10)), cell("medium", step=times(*[123.5] * 5)))
     text = (tmp_path / "b.jsonl").read_text()

@@ -172,10 +172,15 @@ def test_operands_of_a_formula(value, text):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (Interval(1.02, 0.98, 1.05, 1.0), "~1.020x"),
-        (Interval(1.02, 1.01, 1.05, 1.0), "1.020x"),
+        (Interval(1.02, 0.98, 1.04, 1.0), "same within 4 %"),
+        (Interval(0.98, 0.96, 1.01, 1.0), "same within 4.2 %"),
+        (Interval(1.02, 0.98, 1.06, 1.0), "undecided"),
+        (Interval(1.2, 0.0, math.inf, 1.0), "undecided"),
+        (Interval(1.02, 1.01, 1.05, 1.0), "1.020x (1.010 to 1.050)"),
+        (Interval(3.95, 3.82, 4.2, 1.0, is_bound=True), "at least 3.820x"),
+        (Interval(0.25, 0.24, 0.26, 1.0, is_bound=True), "at most 0.260x"),
         (Interval(1.0, 1.0, 1.0), "1.000x"),
     ],
 )
-def test_a_ratio_within_the_noise_is_marked(value, text):
+def test_a_ratio_differs_is_the_same_or_is_undecided(value, text):
     assert format_value(value, "ratio") == text

@@ -63,7 +63,7 @@ def test_verdict_ratio_and_interval_are_of_one_statistic():
     back = compare_samples(series(*AROUND_120), series(*AROUND_100))
     assert back.verdict == "faster"
     assert back.slower_percent < 0
-    assert compare_samples(series(*AROUND_100), series(*AROUND_100[::-1])).verdict == "~"
+    assert compare_samples(series(*AROUND_100), series(*AROUND_100[::-1])).verdict == "same"
 
 
 def test_higher_rate_is_faster():
@@ -78,7 +78,7 @@ def test_higher_rate_is_faster():
 def test_confidence_sets_the_significance():
     a, b = series(*AROUND_100), series(*(value + 1.5 for value in AROUND_100))
     assert compare_samples(a, b).verdict == "slower"
-    assert compare_samples(a, b, confidence_percent=99.5).verdict == "~"
+    assert compare_samples(a, b, confidence_percent=99.5).verdict == "same"
     assert compare_samples(a, b, confidence_percent=99.9).verdict == "undecided"
     assert significance_level(95.0) == 0.05
 
@@ -103,13 +103,25 @@ def test_few_samples_decide_nothing():
     assert (comparison.difference.ratio, comparison.slower_percent_at_most) == (10, math.inf)
 
 
-def test_samples_that_drift_may_be_worth_too_few():
-    comparison = compare_samples(series(*range(20, 30)), series(*range(10, 20)))
-    assert (comparison.verdict, comparison.reason) == (
-        "undecided",
-        "1 against 1 independent samples (of 10 and 10, each like the one before) decide nothing at 5 %: "
-        "4 against 4 are the fewest",
-    )
+def test_samples_that_drift_decide_where_they_do_not_overlap():
+    apart = compare_samples(series(*range(20, 30)), series(*range(10, 20)))
+    assert (apart.verdict, apart.verdict_text, apart.reason) == ("faster", "differs: faster", None)
+    assert (apart.difference.ratio_low, apart.difference.ratio_high) == pytest.approx((10 / 29, 19 / 20))
+    overlapping = compare_samples(series(*range(20, 30)), series(*range(15, 25)))
+    assert (overlapping.verdict, overlapping.verdict_text, overlapping.reason) == ("undecided", "undecided", None)
+    assert (overlapping.difference.ratio_low, overlapping.difference.ratio_high) == pytest.approx((15 / 29, 24 / 20))
+    assert overlapping.difference.to_decide > 10
+
+
+def test_same_is_said_with_a_percentage_and_of_the_same_samples_with_none():
+    close = compare_samples(series(*AROUND_100), series(*AROUND_100[::-1]))
+    percent = 100 * (max(close.difference.ratio_high, 1 / close.difference.ratio_low) - 1)
+    assert (close.verdict, close.verdict_text) == ("same", f"same within {percent:.2g} %")
+    noisy = compare_samples(series(*range(1, 9)), series(*range(1, 9)[::-1]))
+    assert noisy.verdict == "undecided"
+    for values in ((1, 2, 3), range(1, 9), (0, 1, 0, 1, 0)):
+        identical = compare_samples(series(*values, unit="gib"), series(*values, unit="gib"))
+        assert (identical.verdict_text, identical.slower_percent_at_most) == ("same within 0 %", 0.0)
 
 
 def test_stalls_are_what_means_know_and_medians_do_not():

@@ -92,10 +92,13 @@ def test_interval_holds_1_where_p_is_not_significant_and_not_else(level):
         one, other = sides[level]
         found = compare_sides(one, other)
         assert found.level == level
-        assert found.is_significant == (found.p_value <= 0.05) == (not found.ratio_low <= 1 <= found.ratio_high)
+        assert found.is_significant == (not found.ratio_low <= 1 <= found.ratio_high)
+        # Samples in a random order may look as if they drifted, too much for the test.
+        assert found.p_value is None or found.is_significant == (found.p_value <= 0.05)
         assert found.ratio_low <= found.ratio <= found.ratio_high
         back = compare_sides(other, one)
-        assert (back.p_value, back.ratio_low) == pytest.approx((found.p_value, 1 / found.ratio_high))
+        assert back.ratio_low == pytest.approx(1 / found.ratio_high)
+        assert back.p_value == (found.p_value and pytest.approx(found.p_value))
 
 
 def test_too_few_samples_decide_nothing_however_far_apart():
@@ -149,7 +152,40 @@ def test_drift_counts_and_noise_from_sample_to_sample_does_not():
     rising = compare_sides(series(*sorted(up_and_down)), series(*sorted(faster)))
     assert alternating.ratio == pytest.approx(rising.ratio)
     assert (alternating.independent, alternating.is_significant) == ((20, 20), True)
-    assert (rising.independent[0] < 4, rising.p_value) == (True, None)
+    assert (rising.independent[0] < 4, rising.p_value, rising.is_significant) == (True, None, False)
+    assert (rising.ratio_low, rising.ratio_high) == pytest.approx(
+        (min(faster) / max(up_and_down), max(faster) / min(up_and_down))
+    )
+
+
+def test_drifting_samples_that_do_not_overlap_differ_by_at_least_their_nearest_pair():
+    """A forward pass on an H200, replayed and launched: it was "within the noise", as the launched one drifted."""
+    replayed = tuple(1.84 + 0.001 * place for place in range(11))
+    launched = (7.26, 7.28, 7.27, 7.17, 7.06, 7.6, 7.41, 7.92, 7.93, 8.03, 8.08, 8.0)
+    found = ratio(ms(*launched), ms(*replayed))
+    assert (found.is_bound, found.low, found.high) == (True, *map(pytest.approx, (7.06 / 1.85, 8.08 / 1.84)))
+    compared = compare_sides(series(*replayed), series(*launched))
+    assert (compared.is_significant, compared.p_value) == (True, None)
+    assert (compared.ratio_low, compared.ratio_high) == pytest.approx((found.low, found.high))
+    for count in (4, 5, 8, 30):
+        up, far = list(range(20, 20 + count)), list(range(100, 100 + count))
+        assert compare_sides(series(*up), series(*far)).ratio_low == pytest.approx(100 / (19 + count))
+        assert ratio(ms(*far), ms(*up)).low == pytest.approx(100 / (19 + count))
+        rising = [value * (1.05 + 0.01 * place) for place, value in enumerate(up)]
+        if count >= 6:
+            pairs = ratio_of_pairs(ms(*rising), ms(*up))
+            assert (pairs.low, pairs.is_noise) == (pytest.approx(1.05), False)
+
+
+def test_undecided_says_how_many_samples_would_decide():
+    noisy = [100 + 8 * math.sin(7 * place) for place in range(10)]
+    found = ratio(ms(*noisy), ms(*noisy[::-1]))
+    assert (found.is_undecided, found.is_noise) == (True, True)
+    assert 10 < found.to_decide < 200
+    more = ratio(ms(*noisy * (found.to_decide // 10 + 1)), ms(*noisy[::-1] * (found.to_decide // 10 + 1)))
+    assert (more.is_undecided, more.to_decide) == (False, None)
+    assert ratio(ms(1, 2, 3), ms(1, 2, 3)).to_decide == 4
+    assert ratio_of_pairs(ms(1, 2, 3), ms(1, 2, 3)).to_decide == 6
 
 
 def test_medians_of_runs_and_rounds_are_the_samples():
@@ -219,10 +255,11 @@ def test_autocorrelation_is_that_of_the_series():
         while len(samples) < 30:
             samples.append(0.6 * samples[-1] + 0.8 * draw.gauss(0, 1))
         estimates.append(autocorrelation(series(*samples)))
-    assert sum(estimates) / len(estimates) == pytest.approx(of_ranks, abs=0.03)
+    # Corrected to first order of 1 / 30 alone.
+    assert sum(estimates) / len(estimates) == pytest.approx(of_ranks, abs=0.045)
     assert autocorrelation(series(*[1, 2] * 10)) == -1.0
     assert autocorrelation(series(*[1] * 10)) is None
-    assert autocorrelation(series(*range(7))) is None
+    assert autocorrelation(series(*range(4))) is None
     stalled = [*[1, 2] * 5, 1000, *[2, 1] * 5]
     assert autocorrelation(series(*stalled)) < -0.5, "a stall is one rank among others"
     # Rounds are centred each on its own: what differs between them is no drift within.

@@ -61,7 +61,7 @@ NOISES = {
 }
 
 # The most false positives that are allowed: the level, and what an autocorrelation that is estimated costs.
-MOST_FALSE_POSITIVES = dict.fromkeys(NOISES, 0.06) | {"lag 1 of 0.6": 0.08, "lag 1 of 0.8": 0.10}
+MOST_FALSE_POSITIVES = dict.fromkeys(NOISES, 0.06) | {"lag 1 of 0.6": 0.10, "lag 1 of 0.8": 0.15}
 
 
 def at_most(limit, count):
@@ -76,11 +76,11 @@ def measured(runs):
 
 def verdicts(sides_a, sides_b):
     """The share of each verdict; none may contradict its own ratio or interval."""
-    found = {"faster": 0, "slower": 0, "~": 0, "undecided": 0}
+    found = {"faster": 0, "slower": 0, "same": 0, "undecided": 0}
     for a, b in zip(sides_a, sides_b, strict=True):
         comparison = compare_samples(measured(a), measured(b))
         difference = comparison.difference
-        if comparison.verdict != "undecided":
+        if difference.ratio_low is not None:
             assert difference.ratio_low <= difference.ratio <= difference.ratio_high
             assert (comparison.verdict == "slower") == (difference.ratio_low > 1)
             assert (comparison.verdict == "faster") == (difference.ratio_high < 1)
@@ -105,15 +105,28 @@ def test_one_run_a_side(noise, steps, draw, count):
         assert power >= 0.8
 
 
-@pytest.mark.parametrize("steps", [4, 5, 7])
-def test_few_samples(steps, draw, count):
-    """They are too few to see a drift: where there is none, the level holds, and where there is one, it does not."""
-    a, b = (independent(draw, (count, steps))[:, None] for _ in range(2))
-    false_positives, power = wrong(verdicts(a, b)), verdicts(a, 1.05 * b)["slower"]
-    drifts = wrong(verdicts(*(drifting(draw, (count, steps), 0.6)[:, None] for _ in range(2))))
-    print(f"\n| {steps} steps | {false_positives:.3f} / {power:.2f} | {drifts:.3f} |", end="")
-    assert false_positives <= at_most(0.05, count)
-    assert steps < 5 or power >= 0.75
+# False positives of samples of which each is 0.6 or 0.8 of the one before, by their number: few do not show a drift.
+FEW_DRIFTING = {4: (0.23, 0.42), 6: (0.17, 0.34), 8: (0.14, 0.25), 10: (0.11, 0.18), 20: (0.08, 0.11)}
+
+
+def test_power_never_falls_as_samples_rise(draw, count):
+    """The table of docs/decisions/statistics.md: of 4 to 40 samples, independent and drifting."""
+    powers = []
+    for steps in (4, 5, 6, 7, 8, 10, 12, 16, 20, 30, 40):
+        row = []
+        for lag in (0.0, 0.3, 0.6, 0.8):
+            a, b = (drifting(draw, (count, steps), lag)[:, None] for _ in range(2))
+            row.append((wrong(verdicts(a, b)), verdicts(a, 1.05 * b)["slower"]))
+        print(f"\n| {steps} |", *(f"{wrongly:.3f} / {power:.2f} |" for wrongly, power in row), end="")
+        assert row[0][0] <= at_most(0.05, count)
+        for (wrongly, _), limit in zip(row[2:], FEW_DRIFTING.get(steps, ()), strict=False):
+            assert wrongly <= at_most(limit, count)
+        powers.append(row[0][1])
+    # Two shares of so many comparisons differ by chance by four times this.
+    chance = (0.5 / count) ** 0.5
+    assert all(later > max(powers[:place]) - 4 * chance for place, later in enumerate(powers) if place)
+    assert powers[0] >= 0.5
+    assert min(powers[6:]) >= 0.9
 
 
 def test_faster_side_has_the_lower_median(draw, count):

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import linear_regression
 from typing import Literal
 
 from cs336sys.measure.profile.analysis import Analysis, KernelGroup
 from cs336sys.measure.profile.breakdown import IDLE_PARTS, WAITING_PART
 from cs336sys.measure.profile.taxonomy import short_name
 from cs336sys.results.model import Samples
-from cs336sys.results.statistics import compare_sides, difference, fewest_samples
+from cs336sys.results.statistics import SAME_PERCENT, compare_sides, difference
 
-Verdict = Literal["slower", "faster", "new", "gone", "~", "undecided"]
+Verdict = Literal["slower", "faster", "new", "gone", "same", "undecided"]
 
 # A change of less of a step is nobody's concern.
 _LEAST_SHARE = 1e-5
@@ -55,7 +54,7 @@ class TimeChange:
     @property
     def is_significant(self) -> bool:
         """It is more than noise."""
-        return self.verdict not in ("~", "undecided")
+        return self.verdict not in ("same", "undecided")
 
 
 @dataclass(frozen=True)
@@ -111,13 +110,12 @@ def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
         keys = (lambda group: (short_name(group.name),),)
     pairs = _pair_by_keys(before.kernels, after.kernels, keys)
     steps = len(before.step_ms), len(after.step_ms)
-    least_ms = _LEAST_SHARE * before.mean_step_ms
-    changes = [_kernel_change(pair, steps, least_ms) for pair in pairs]
+    changes = [_kernel_change(pair, steps, before.mean_step_ms) for pair in pairs]
     totals = before.mean_step_ms, after.mean_step_ms
     if alike:
         parts = [part for part in (*IDLE_PARTS, WAITING_PART) if part in before.parts or part in after.parts]
         # Waiting for ranks is part of the collectives' own time.
-        changes += [_part_change(part, before, after, least_ms) for part in parts if part != WAITING_PART]
+        changes += [_part_change(part, before, after) for part in parts if part != WAITING_PART]
     else:
         sums = [
             sum(sum(group.own_ms) for group in analysis.kernels) / len(analysis.step_ms) for analysis in (before, after)
@@ -156,13 +154,13 @@ def _pair_by_keys(
     return [*pairs, *(_Pair([group], []) for group in left_before), *(_Pair([], [group]) for group in left_after)]
 
 
-def _kernel_change(pair: _Pair, steps: tuple[int, int], least_ms: float) -> TimeChange:
+def _kernel_change(pair: _Pair, steps: tuple[int, int], mean_step_ms: float) -> TimeChange:
     sides = (pair.before, pair.after)
     step_ms = [_summed((group.own_ms for group in groups), count) for groups, count in zip(sides, steps, strict=True)]
     counts = [sum(sum(group.count) for group in groups) for groups in sides]
     lengths = [sum(sum(group.ms) for group in groups) for groups in sides]
     each = [1e3 * length / count if count else None for length, count in zip(lengths, counts, strict=True)]
-    verdict, low, high = _judged(step_ms[0], step_ms[1], least_ms)
+    verdict, low, high = _judged(step_ms[0], step_ms[1], mean_step_ms)
     for number, groups in enumerate(sides):
         present = _summed((group.count for group in groups), steps[number])
         # A kernel of fewer steps is not always there.
@@ -194,9 +192,9 @@ def _kernel_change(pair: _Pair, steps: tuple[int, int], least_ms: float) -> Time
     )
 
 
-def _part_change(part: str, before: Analysis, after: Analysis, least_ms: float) -> TimeChange:
+def _part_change(part: str, before: Analysis, after: Analysis) -> TimeChange:
     step_ms = [list(analysis.parts.get(part, (0.0,) * len(analysis.step_ms))) for analysis in (before, after)]
-    verdict, low, high = _judged(step_ms[0], step_ms[1], least_ms)
+    verdict, low, high = _judged(step_ms[0], step_ms[1], before.mean_step_ms)
     means = [sum(values) / len(values) for values in step_ms]
     return TimeChange(part, False, "", "", "", "", verdict, means[0], means[1], low, high)
 
@@ -209,34 +207,14 @@ def _summed(rows: Iterable[Sequence[float]], steps: int) -> list[float]:
     return totals
 
 
-def _far_apart(before: Sequence[float], after: Sequence[float], least_ms: float) -> tuple[Verdict, float, float] | None:
-    """A difference of steps that seem to drift, so that ranks count them as few, but that no such drift explains.
+def _judged(before: Sequence[float], after: Sequence[float], step_ms: float) -> tuple[Verdict, float, float]:
+    """Return whether the values of steps differ, and the interval of their difference.
 
-    All steps of one side are beyond those of the other, by more than either side's trend makes in as many steps again
-    and half of what its own steps are apart; where there are too few for a trend, by more than all of that.
+    They are the same where the whole interval is less than SAME_PERCENT of a step.
     """
-    fewest = min(len(before), len(after))
-    if fewest < fewest_samples():
-        return None
-    apart = max(min(after) - max(before), min(before) - max(after))
-    is_long = fewest >= fewest_samples(1 - _CONFIDENCE_PERCENT / 100)
-    widths = [max(side) - min(side) for side in (before, after)]
-    if is_long:
-        # By how much the line through a side's values, by least squares, rises or falls in as many steps.
-        trends = [abs(linear_regression(range(len(side)), side).slope) * len(side) for side in (before, after)]
-        widths = [max(trend, width / 2) for trend, width in zip(trends, widths, strict=True)]
-    if apart <= max(*widths, least_ms):
-        return None
-    low, high = min(after) - max(before), max(after) - min(before)
-    return ("slower" if low > 0 else "faster"), low, high
-
-
-def _judged(before: Sequence[float], after: Sequence[float], least_ms: float) -> tuple[Verdict, float, float]:
-    """Return whether the values of steps differ, and the interval of their difference."""
     interval = difference(Samples("ms", "capture", tuple(after)), Samples("ms", "capture", tuple(before)))
     judged = compare_sides([[before]], [[after]], confidence_percent=_CONFIDENCE_PERCENT)
-    if judged.p_value is None:
-        return _far_apart(before, after, least_ms) or ("undecided", interval.low, interval.high)
-    if not judged.is_significant or abs(interval.estimate) < least_ms:
-        return "~", interval.low, interval.high
-    return ("slower" if interval.estimate > 0 else "faster"), interval.low, interval.high
+    if judged.is_significant and abs(interval.estimate) >= _LEAST_SHARE * step_ms:
+        return ("slower" if interval.estimate > 0 else "faster"), interval.low, interval.high
+    most_ms = max(abs(interval.low), abs(interval.high))
+    return ("same" if 100 * most_ms <= SAME_PERCENT * step_ms else "undecided"), interval.low, interval.high

@@ -15,6 +15,7 @@ from cs336sys.report.numbers import format_number
 from cs336sys.report.profile.trace import DisplayOptions, file_words, shape_words, trace_tables, verdict_table
 from cs336sys.report.table import Column, Table, fill_rows, with_rows
 from cs336sys.results.model import Cell, Samples
+from cs336sys.results.statistics import SAME_PERCENT
 
 _NAMED = 3
 
@@ -57,7 +58,7 @@ def difference_tables(difference: CaptureDifference, title: str, shown: DisplayO
         change for number, change in enumerate(difference.changes) if number < shown.top or change.is_significant
     ][: 3 * shown.top]
     columns = (
-        Column("verdict", "change is", value=lambda change: change.verdict),
+        Column("verdict", "change is", value=lambda change: _verdict_text(change, difference.before_ms)),
         Column("before_ms", "before, of a step", "ms", lambda change: change.before_ms),
         Column("after_ms", "after", "ms", lambda change: change.after_ms),
         Column("delta_ms", "change", "ms", lambda change: change.delta_ms),
@@ -76,7 +77,8 @@ def difference_tables(difference: CaptureDifference, title: str, shown: DisplayO
     )
     rows = fill_rows(columns, listed)
     notes = [
-        "~: within the noise of the steps, by the rank test at 99 %; undecided: too few steps to say; ends at 95 %"
+        f"differs, new, gone: by the rank test at 99 %; same: the interval at 95 % is within {SAME_PERCENT:g} % of a "
+        "step; undecided: more steps would decide"
     ]
     if len(listed) < len(difference.changes):
         notes.append(f"{len(listed)} of {len(difference.changes)} shown: --top shows more")
@@ -86,6 +88,12 @@ def difference_tables(difference: CaptureDifference, title: str, shown: DisplayO
     ]
 
 
+def _verdict_text(change: TimeChange, step_ms: float) -> str:
+    if change.verdict == "same":
+        return f"same within {100 * max(abs(change.low_ms), abs(change.high_ms)) / step_ms:.2g} % of a step"
+    return f"differs: {change.verdict}" if change.verdict in ("slower", "faster") else change.verdict
+
+
 def waterfall(difference: CaptureDifference) -> list[tuple[str, float]]:
     """Return the changes from one step to the other: the largest by name, sums of the others, noise."""
     significant = [change for change in difference.changes if change.is_significant]
@@ -93,7 +101,7 @@ def waterfall(difference: CaptureDifference) -> list[tuple[str, float]]:
     if len(significant) > 8:
         rows.append((f"{len(significant) - 8} other changes", sum(change.delta_ms for change in significant[8:])))
     noise = difference.delta_ms - sum(ms for _, ms in rows)
-    return [*rows, ("noise, or undecided", noise)]
+    return [*rows, ("same, or undecided", noise)]
 
 
 def _waterfall(difference: CaptureDifference) -> Table:
