@@ -83,7 +83,7 @@ def bench(
     is_study = len({workload.warmup for workload in workloads}) > 1
     is_wanted = None if interleave == "attention" else _is_other_attention
     sweep = run_sweep("bench", measure, configurations, sweeping, fresh_worker=is_study, is_wanted=is_wanted)
-    if sweeping.save is not None and sweep.is_reported_here:
+    if sweeping.save is not None and sweep.is_reported_here and sweep.interruption is None:
         warning = gate_warning(sweep.cells)
         if warning is not None:
             say(f"warning: {warning}")

@@ -176,7 +176,7 @@ def bench_tables(
         baseline: settings of the cells that speed-ups are over, as of :func:`baseline_values`.
     """
     settings = SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN}
-    always = (*_ALWAYS_SHOWN, "attention") if any(map(_changes_no_attention, cells)) else _ALWAYS_SHOWN
+    always = (*_ALWAYS_SHOWN, "attention") if any(map(_has_own_attention, cells)) else _ALWAYS_SHOWN
     shown = shown_settings(cells, settings, always)
     heading = title("bench", cells, run, settings, shown)
     tables = [_time_table(cells, run, heading, shown, percentiles)]
@@ -290,14 +290,13 @@ def _bench_row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
     return row
 
 
-def _changes_no_attention(cell: Cell) -> bool:
-    """Return whether a setting other than the default left the model's own attention as it is."""
-    attention = setting_of(cell, "attention")
-    return attention != _DEFAULTS["attention"] and attention in cell.derived.get("own_attention", ())
+def _has_own_attention(cell: Cell) -> bool:
+    """Return whether ``--attention`` left a user's model as it is."""
+    return setting_of(cell, "attention") in cell.derived.get("own_attention", ())
 
 
 def _settings_row(cell: Cell) -> dict[str, Any]:
-    return cell.configuration | ({"attention": "the model's own"} if _changes_no_attention(cell) else {})
+    return cell.configuration | ({"attention": "the model's own"} if _has_own_attention(cell) else {})
 
 
 def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
@@ -354,7 +353,7 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column], baseline: str)
     series = list(dict.fromkeys(name for pair in pairs for cell in pair for name in cell.samples if name != "wall"))
     rows = []
     for cell, baseline in pairs:
-        row = _settings_row(cell) | {"over": ", ".join(str(setting_of(baseline, name)) for name in axes)}
+        row = _settings_row(cell) | {"over": ", ".join(str(_settings_row(baseline).get(name)) for name in axes)}
         both = [name for name in series if name in cell.samples and name in baseline.samples]
         rows.append(row | {f"{name}_speedup": speedup(cell, baseline, name) for name in both})
     columns = (

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,10 +197,10 @@ def test_interleaved_cells_are_compared_turn_by_turn_with_their_own_partners(tmp
     assert note in found["bench"]["notes"]
     speedups = found["speedup"]["rows"]
     assert [(row["attention"], row["precision"], row["over"]) for row in speedups] == [
-        ("reference", "fp32", "bf16"),
-        ("sdpa", "fp32", "bf16"),
+        ("reference", "bf16", "fp32"),
+        ("sdpa", "bf16", "fp32"),
     ]
-    for row, baseline, cell in zip(speedups, cells[::2], cells[1::2], strict=True):
+    for row, cell, baseline in zip(speedups, cells[::2], cells[1::2], strict=True):
         for name in ("forward", "step"):
             turns = zip(baseline.samples[name].measured, cell.samples[name].measured, strict=True)
             assert row[f"{name}_speedup"] == pytest.approx(statistics.median(a / b for a, b in turns))
@@ -212,7 +213,7 @@ def test_interleaved_cells_are_compared_turn_by_turn_with_their_own_partners(tmp
     assert note in again["bench"]["notes"]
     first, second = again["speedup"]["rows"]
     assert first == speedups[0]
-    baseline, cell = read_results(path).cells[-2:]
+    cell, baseline = read_results(path).cells[-2:]
     turns = zip(baseline.samples["step"].measured, cell.samples["step"].measured, strict=True)
     assert second["step_speedup"] == pytest.approx(statistics.median(a / b for a, b in turns))
     assert second["step_speedup"] != speedups[1]["step_speedup"]
@@ -233,9 +234,47 @@ def test_compare_takes_rounds_for_runs(tmp_path):
     result = CliRunner().invoke(app, ["compare", str(path), str(path), "--format", "json"])
     table = tables(result)["step_ms"]
     rows = [(row["ratio"], row["a_runs"], row["b_runs"], row["verdict"]) for row in table["rows"]]
-    # By ranks, no two rounds against two decide anything.
-    assert rows == [(1.0, 2, 2, "undecided")]
+    assert rows == [(1.0, 2, 2, "same within 0 %")]
     assert "rounds of one run a side: what differs between processes is not covered" in table["notes"][1]
+
+
+def test_speedups_are_over_the_default_or_a_chosen_baseline():
+    """It was the first value: README's command printed 0.33x for "three times faster"."""
+    arguments = ("--attention", "sdpa,reference", "--warmup", "0", "--mode", "forward", "--format", "json")
+    for more, over in (((), "reference"), (("--baseline", "attention=sdpa"), "sdpa")):
+        (row,) = tables(invoke(*arguments, *more))["speedup"]["rows"]
+        assert {row["attention"], row["over"]} == {"reference", "sdpa"}
+        assert row["over"] == over
+    for baseline, rule in (
+        ("flash", "must be SETTING=VALUE"),
+        ("attention=flash", "is not measured: choose from"),
+        ("size=tiny", "choose from precision"),
+    ):
+        refused = invoke(*arguments, "--baseline", baseline)
+        assert (refused.exit_code, f"--baseline '{baseline}': {rule}" in refused.stderr) == (2, True), refused.stderr
+
+
+@pytest.mark.parametrize("more", [(), ("--interleave", "attention")])
+def test_attention_that_no_setting_changes_is_measured_once(more):
+    """A model with its own attention was timed three times, and had speed-ups between equal steps."""
+    model = f"{Path(__file__).parents[1] / 'user_models.py'}:causal_by_products"
+    arguments = ("--model", model, "--attention", "sdpa,flash,reference", "--mode", "forward", "--warmup", "1", *more)
+    result = invoke(*arguments, "--format", "json")
+    rows = tables(result)["bench"]["rows"]
+    assert (rows[0]["attention"], rows[0]["status"]) == ("the model's own", "ok")
+    assert [row["status"] for row in rows[1:]] == (["unsupported"] * 2 if more else [])
+    assert "speedup" not in tables(result)
+    if not more:
+        assert "--attention flash is the model's own attention, as sdpa is: measured once" in result.stderr
+
+
+def test_a_sweep_that_cannot_serve_a_gate_says_so_at_once(tmp_path):
+    result = invoke("--warmup", "0", "--mode", "forward", "--save", str(tmp_path / "r.jsonl"))
+    assert (
+        "warning: too few or too noisy for compare --fail-above 5%: 1 of 1 cells (the cell); about --steps 4 would do"
+        in result.stderr
+    )
+    assert "too few" not in invoke("--warmup", "0", "--mode", "forward").stderr
 
 
 def test_percentiles_on_request():

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from cs336sys.accounting.step_time.rates import h200_rates
 from cs336sys.cli import COMMANDS, app
 from cs336sys.errors import CapabilityError
+from cs336sys.results.statistics import fewest_samples
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = (
@@ -214,6 +215,8 @@ def test_the_page_of_compare_can_be_followed_on_a_cpu(folder, monkeypatch):
         # Two times the same code: what differs may still be called a regression, once in many times.
         assert result.exit_code in ((0, 1) if "--fail-above" in arguments else (0,)), result.output
         assert result.stdout.startswith("### ")
+    saved = next(command for command in commands_of("README.md") if command[-2:] == ["--save", "before.jsonl"])
+    assert int(saved[saved.index("--rounds") + 1]) >= fewest_samples(), "its file can serve a gate"
     shown = next(command for command in commands_of("README.md") if command[:2] == ["show", "before.jsonl"])
     result = CliRunner().invoke(app, [*shown, "--format", "csv"])
     assert result.stdout.splitlines()[0] == "table,size,precision,compile,step_ms_mean,step_ms_std,tokens_per_s"

@@ -216,6 +216,21 @@ def test_attention_of_grouped_queries_with_a_scale_is_replaced_and_changes_no_lo
     assert any("masking_utils.py" in note and "waits for the GPU" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("model", "same"),
+    [
+        ("llama", ["reference", "sdpa"]),
+        ("causal_by_flag", ["reference", "sdpa"]),
+        ("causal_by_mask", ["reference", "sdpa", "flash"]),
+        ("causal_by_products", ["reference", "sdpa", "flash"]),
+        ("ours", ["reference"]),
+    ],
+)
+def test_attentions_that_compute_the_same_are_known(model, same):
+    step = TrainStep(workload(model, attention="flash"), CPU)
+    assert counted_columns(step, print)["own_attention"] == same
+
+
 def test_attention_that_our_kernels_lack_goes_to_torchs_with_a_note():
     step = TrainStep(workload("Encoder", attention="flash"), CPU)
     assert "2 of its 2 calls of attention go to torch's, with dropout 0.1" in str(counted_columns(step, print)["notes"])

@@ -3,6 +3,7 @@
 import json
 import math
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,12 @@ from cs336sys.report.ddp import ddp_tables
 from cs336sys.report.numbers import format_value
 from cs336sys.report.render import render
 from cs336sys.report.table import Column, Table
-from cs336sys.results.model import Cell, Samples
+from cs336sys.results.model import Cell, Samples, read_results
 from cs336sys.results.statistics import Interval
 from cs336sys.sizes import choose_size
 from cs336sys.workload import ParallelWorkload, Workload
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs/results"
 
 
 def ms(*values):
@@ -71,6 +74,25 @@ def test_bench_on_a_busy_machine_tells_no_speed_up():
     assert "about 4 samples of each would decide all ratios" in text
     assert "506 ± 491 !" in text
     assert "--interleave SETTING, --rounds 5 or more --steps" in text
+
+
+def test_speedups_of_a_saved_sweep_on_an_h200_are_decided():
+    """It printed 0.328x for three times faster, and "within the noise" of 1.84 ms against 7.1."""
+    cells = read_results(RESULTS / "bench-graph-h200.jsonl.gz").cells
+    speedups = bench_tables(cells, None)[1]
+    assert {(row["cuda_graph"], row["over"]) for row in speedups.rows} == {("on", "off")}
+    intervals = {(row["size"], key): row[key] for row in speedups.rows for key in row if key.endswith("_speedup")}
+    assert all(interval.low > 1 for interval in intervals.values())
+    assert format_value(intervals["small", "forward_speedup"], "ratio") == "at least 3.819x"
+    assert format_value(intervals["small", "step_speedup"], "ratio") == "3.046x (2.969 to 3.128)"
+    (launched, *_) = bench_tables(cells, None, baseline="cuda-graph=on")[1].rows
+    assert (launched["cuda_graph"], launched["over"]) == ("off", "on")
+    assert launched["step_speedup"].estimate == pytest.approx(1 / intervals["small", "step_speedup"].estimate)
+
+
+def test_speedups_without_the_default_are_over_the_first_value():
+    (row,) = bench_tables([bench_cell("flash", *range(10, 18)), bench_cell("sdpa", *range(20, 28))], None)[1].rows
+    assert (row["attention"], row["over"]) == ("sdpa", "flash")
 
 
 def ddp_cell(step_ms, unsynchronized_ms, communication_ms):

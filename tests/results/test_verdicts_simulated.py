@@ -6,6 +6,7 @@ prints the tables of docs/compare.md.
 """
 
 import functools
+from collections import Counter
 
 import numpy
 import pytest
@@ -76,7 +77,7 @@ def measured(runs):
 
 def verdicts(sides_a, sides_b):
     """The share of each verdict; none may contradict its own ratio or interval."""
-    found = {"faster": 0, "slower": 0, "same": 0, "undecided": 0}
+    found = Counter()
     for a, b in zip(sides_a, sides_b, strict=True):
         comparison = compare_samples(measured(a), measured(b))
         difference = comparison.difference
@@ -85,7 +86,7 @@ def verdicts(sides_a, sides_b):
             assert (comparison.verdict == "slower") == (difference.ratio_low > 1)
             assert (comparison.verdict == "faster") == (difference.ratio_high < 1)
         found[comparison.verdict] += 1
-    return {verdict: number / len(sides_a) for verdict, number in found.items()}
+    return Counter({verdict: number / len(sides_a) for verdict, number in found.items()})
 
 
 def wrong(found):
