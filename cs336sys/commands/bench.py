@@ -11,7 +11,7 @@ from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import MEASURING, OUTPUT, choice
 from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
-from cs336sys.errors import UsageError, choose_from
+from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, configuration_key
 from cs336sys.workload import COMPARED_SETTINGS, Workload
 
@@ -34,11 +34,7 @@ def bench(
     ] = [],
     baseline: Annotated[
         str | None,
-        setting(
-            metavar="SETTING=VALUE",
-            help="Speed-ups are over these: cuda-graph=on. Default: the settings' defaults, or else the first values.",
-            rich_help_panel=OUTPUT,
-        ),
+        setting(metavar="SETTING=VALUE", help="What speed-ups are over. Default: defaults.", rich_help_panel=OUTPUT),
     ] = None,
     plot: Annotated[
         Path | None, writes_file(help="Draw times by phase, and speed-ups.", rich_help_panel=OUTPUT)
@@ -52,12 +48,18 @@ def bench(
 
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
     """
-    from cs336sys.report.bench import bench_plan, bench_tables, plot_bench, pool_bench_rounds
-    from cs336sys.report.comparison import gate_warning
+    from cs336sys.report.bench import (
+        baseline_values,
+        bench_plan,
+        bench_tables,
+        gate_warnings,
+        plot_bench,
+        pool_bench_rounds,
+    )
 
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
     over = baseline or ""
-    _check_baseline(over, workloads)
+    baseline_values(over, [workload.configuration() for workload in workloads])
     output.check(plot=plot)
     plan_notes: tuple[str, ...] = ()
     if interleave is None:
@@ -83,48 +85,21 @@ def bench(
     is_study = len({workload.warmup for workload in workloads}) > 1
     is_wanted = None if interleave == "attention" else _is_other_attention
     sweep = run_sweep("bench", measure, configurations, sweeping, fresh_worker=is_study, is_wanted=is_wanted)
-    if sweeping.save is not None and sweep.is_reported_here and sweep.interruption is None:
-        warning = gate_warning(sweep.cells)
-        if warning is not None:
-            say(f"warning: {warning}")
-    sweep.report(
-        lambda cells, run: bench_tables(cells, run, percentiles, over),
-        output,
-        (plot, partial(plot_bench, baseline=over)),
-        pooled=pool_bench_rounds,
-    )
-
-
-def _check_baseline(baseline: str, workloads: Sequence[Workload]) -> None:
-    """Refuse a baseline that no cell has.
-
-    Raises:
-        UsageError: a part is no ``SETTING=VALUE``, of no setting that is compared, or of a value that is not measured.
-    """
-    from cs336sys.report.bench import baseline_values
-
-    for part in filter(None, baseline.split(",")):
-        option = f"--baseline '{part}'"
-        if "=" not in part:
-            raise UsageError(f"{option}: must be SETTING=VALUE, such as cuda-graph=off")
-        ((setting, value),) = baseline_values(part).items()
-        if setting not in COMPARED_SETTINGS:
-            raise UsageError(f"{option}: {choose_from(setting.replace('_', '-'), _COMPARED)}")
-        values = list(dict.fromkeys(str(getattr(workload, setting)) for workload in workloads))
-        if value not in values:
-            raise UsageError(f"{option}: is not measured: {choose_from(value, values)}")
+    for warning in gate_warnings(sweep.cells) if sweeping.save and sweep.interruption is None else ():
+        say(f"warning: {warning}")
+    draw = partial(plot_bench, baseline=over)
+    tables = partial(bench_tables, percentiles=percentiles, baseline=over)
+    sweep.report(tables, output, (plot, draw), pooled=pool_bench_rounds)
 
 
 def _is_other_attention(configuration: Mapping[str, Any], cells: Sequence[Cell]) -> bool:
-    """Return whether a cell's attention is another than that of a cell that was measured: not the model's own again."""
-    attention = configuration["attention"]
+    """Return whether a cell's attention is not what another cell measured already."""
     key = configuration_key(configuration, ignore=("attention",))
-    for cell in cells:
-        own = cell.derived.get("own_attention", ())
-        measured = cell.configuration["attention"]
-        is_same = measured != attention and {measured, attention} <= set(own)
-        if is_same and configuration_key(cell.configuration, ignore=("attention",)) == key:
-            say(f"--attention {attention} is the model's own attention, as {measured} is: measured once")
+    alike = [cell for cell in cells if configuration_key(cell.configuration, ignore=("attention",)) == key]
+    for cell in alike:
+        attentions = {configuration["attention"], cell.configuration["attention"]}
+        if len(attentions) > 1 and attentions <= set(cell.derived.get("same_attention", ())):
+            say(f"--attention {' and '.join(sorted(attentions))} are the model's own here: measured once")
             return False
     return True
 

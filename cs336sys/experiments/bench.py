@@ -198,9 +198,11 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
         others_gib = held_memory_gib(device) - held_at_first
         telling = functools.partial(_tell, progress, stage)
         built = build_step(functools.partial(TrainStep, workload, device), device, telling)
-        same = _same_attention(built, warm)
-        if same is not None:
-            reason = f"--attention {workload.attention} is the model's own attention, as {same} is: measured once"
+        # Their attentions may be the same in a user's model.
+        same = {other.built.step.workload.attention for other in warm.values()} - {workload.attention}
+        same &= set(built.counted.get("same_attention", ()))
+        if same and workload.attention in built.counted["same_attention"]:
+            reason = f"--attention {' and '.join(sorted(same))} is the same, the model's own: measured once"
             outcomes[name] = Outcome("unsupported", reason=reason)
             continue
         timer = StepTimer(built.step.phases, device)
@@ -226,14 +228,6 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
             measured.built, samples, measured.checked, measured.peak_gib, busy_ms, columns
         )
     return outcomes
-
-
-def _same_attention(built: BuiltStep, warm: Mapping[str, _Warm]) -> str | None:
-    """Return the attention of another workload that is the model's own, as that of this step is; None without any."""
-    own = built.counted.get("own_attention", ())
-    attention = built.step.workload.attention
-    others = [measured.built.step.workload.attention for measured in warm.values()]
-    return next((other for other in others if other != attention and {other, attention} <= set(own)), None)
 
 
 def _tell(progress: Progress, name: str, stage: str) -> None:

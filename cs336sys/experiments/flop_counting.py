@@ -268,6 +268,7 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
     course = attention_replaced(course_attention)
     with torch.no_grad(), eager, course:
         step.compute_logits(attention.watching())
+    replaced = {"reference": 0, "sdpa": course_calls, "flash": attention.calls[""]}
     parameters = count.parameters or sum(parameter.numel() for parameter in step.model.parameters())
     # The backward pass of a product is two of its size; what is computed again does not count.
     times = 1 if workload.mode == "forward" else 3
@@ -276,11 +277,7 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
         "parameters": parameters,
         "flops": flops,
         "flops_are_upper_bound": attention.is_upper_bound,
-        "own_attention": [
-            "reference",
-            *(["sdpa"] if not course_calls else []),
-            *(["flash"] if not attention.calls[""] else []),
-        ],
+        "same_attention": [name for name, calls in replaced.items() if not calls],
         "notes": [
             *hidden_warnings(str(workload.user.model), hidden_parameters(step.model)),
             *_flop_notes(workload, count, attention),

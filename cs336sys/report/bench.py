@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.accounting.flops import count_parameters
+from cs336sys.errors import UsageError, choose_from
 from cs336sys.measure.system import SLOWDOWNS, Capacity
 from cs336sys.report.numbers import format_number
 from cs336sys.report.outputs import new_axes, write_figure
@@ -32,7 +33,7 @@ from cs336sys.report.titles import (
     wall_columns,
 )
 from cs336sys.results.model import Cell, Run, Samples
-from cs336sys.results.statistics import Interval, ratio_of_pairs
+from cs336sys.results.statistics import SAME_PERCENT, Interval, compare_sides, ratio_of_pairs
 from cs336sys.results.statistics import ratio as ratio_of_medians
 from cs336sys.workload import COMPARED_SETTINGS, PHASES_OF_MODE, Workload
 
@@ -176,7 +177,7 @@ def bench_tables(
         baseline: settings of the cells that speed-ups are over, as of :func:`baseline_values`.
     """
     settings = SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN}
-    always = (*_ALWAYS_SHOWN, "attention") if any(map(_has_own_attention, cells)) else _ALWAYS_SHOWN
+    always = (*_ALWAYS_SHOWN, "attention") if any(map(_keeps_attention, cells)) else _ALWAYS_SHOWN
     shown = shown_settings(cells, settings, always)
     heading = title("bench", cells, run, settings, shown)
     tables = [_time_table(cells, run, heading, shown, percentiles)]
@@ -290,13 +291,13 @@ def _bench_row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
     return row
 
 
-def _has_own_attention(cell: Cell) -> bool:
+def _keeps_attention(cell: Cell) -> bool:
     """Return whether ``--attention`` left a user's model as it is."""
-    return setting_of(cell, "attention") in cell.derived.get("own_attention", ())
+    return setting_of(cell, "attention") in cell.derived.get("same_attention", ())
 
 
 def _settings_row(cell: Cell) -> dict[str, Any]:
-    return cell.configuration | ({"attention": "the model's own"} if _has_own_attention(cell) else {})
+    return cell.configuration | ({"attention": "the model's own"} if _keeps_attention(cell) else {})
 
 
 def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
@@ -310,10 +311,36 @@ def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
     )
 
 
-def baseline_values(baseline: str) -> dict[str, str]:
-    """Read ``cuda-graph=off,precision=fp32``: the value of each setting that speed-ups are over."""
-    pairs = [part.partition("=") for part in baseline.split(",") if "=" in part]
-    return {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
+def gate_warnings(cells: Sequence[Cell]) -> list[str]:
+    """Warn where ``compare`` could not call steps the same as others just like them: too few, or too noisy."""
+    sides = [
+        [[cell.samples["step"].measured for cell in rounds]]
+        for rounds in by_configuration(cells).values()
+        if all(cell.status == "ok" for cell in rounds)
+    ]
+    undecided = [result for side in sides if (result := compare_sides(side, side)).to_decide is not None]
+    if not undecided:
+        return []
+    most = max(undecided, key=lambda result: result.to_decide or 0)
+    return [
+        f"{len(undecided)} of {len(sides)} cells cannot serve compare --fail-above {SAME_PERCENT:g}%: too few or too "
+        f"noisy {most.level}; --{'rounds' if most.level == 'rounds' else 'steps'} {most.to_decide} would do"
+    ]
+
+
+def baseline_values(baseline: str, cells: Sequence[Mapping[str, Any]] = ()) -> dict[str, str]:
+    """Read ``cuda-graph=off,precision=fp32``: the value of each setting that speed-ups are over.
+
+    Raises:
+        UsageError: none of the configurations has such a setting and value.
+    """
+    pairs = [part.partition("=") for part in baseline.split(",") if part]
+    values = {name.strip().replace("-", "_"): value.strip() for name, _, value in pairs}
+    for (name, value), part in zip(values.items(), baseline.split(","), strict=False):
+        choices = [f"{setting}={cell[setting]}" for cell in cells for setting in COMPARED_SETTINGS]
+        if choices and f"{name}={value}" not in choices:
+            raise UsageError(f"--baseline '{part}': {choose_from(f'{name}={value}', list(dict.fromkeys(choices)))}")
+    return values
 
 
 def speedup_pairs(

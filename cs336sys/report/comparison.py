@@ -14,17 +14,15 @@ from cs336sys.results.comparison import (
     Compared,
     Comparison,
     Matched,
-    Measured,
     Pair,
     Side,
     cell_settings,
     machine_differences,
-    match_cells,
     shared_metrics,
     significance_level,
 )
-from cs336sys.results.model import Cell, Results, distinguishing_settings, passed_over_words
-from cs336sys.results.statistics import SAME_PERCENT, compare_sides
+from cs336sys.results.model import Results, distinguishing_settings, passed_over_words
+from cs336sys.results.statistics import SAME_PERCENT
 
 # From here on a table says that means tell something else than medians.
 _NOTED_STALLS = 0.02
@@ -243,29 +241,6 @@ def undecided(matched: Matched, compared: Compared, metrics: Sequence[str], limi
     for side in matched.only_a:
         if side.status == "ok":
             yield f"{name(side)}: only A has it"
-
-
-def gate_warning(cells: Sequence[Cell]) -> str | None:
-    """Say which steps are too few or too noisy for ``compare --fail-above 5%``; None where all can pass."""
-    measured = Results({}, cells)
-    pairs = [pair for pair in match_cells(measured, measured).pairs if "step_ms" in shared_metrics(pair)]
-    name = _names(pairs)
-    unable = {}
-    for pair in pairs:
-        values = Measured(pair.a.series()["step_ms"]).values
-        # Against a side just like it, what is not decided is for noise alone.
-        difference = compare_sides(values, values)
-        if difference.to_decide is not None:
-            unable[name(pair.a)] = difference
-    if not unable:
-        return None
-    options = {"samples": "--steps", "rounds": "--rounds"}
-    needed = max(unable.values(), key=lambda difference: difference.to_decide or 0)
-    listed = "; ".join(list(unable)[:3]) + ("; ..." if len(unable) > 3 else "")
-    return (
-        f"too few or too noisy for compare --fail-above {SAME_PERCENT:g}%: {len(unable)} of {len(pairs)} cells "
-        f"({listed}); about {options.get(needed.level, 'runs:')} {needed.to_decide} would do"
-    )
 
 
 def _count_of(number: int, noun: str) -> str:

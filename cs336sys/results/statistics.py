@@ -46,6 +46,9 @@ _QUANTILES = 200
 # What is drawn independently: whole runs, rounds of one run, or nothing larger than samples that follow one another.
 Level = Literal["runs", "rounds", "samples"]
 
+# The ends of an interval, and p of no difference; None where samples drift too much for a test.
+_Limits = tuple[float, float, float | None]
+
 # One side: its runs, of each its rounds, of each the samples in the order in which they were taken.
 SideSamples = Sequence[Sequence[Sequence[float]]]
 
@@ -144,10 +147,10 @@ def same_within(low: float, high: float) -> str:
 
 def difference(a: Samples, b: Samples) -> Interval:
     """Return the median of ``a`` less that of ``b``, in their unit."""
-    limits = _rank_sum(b.measured, a.measured, _worth([[b.measured]], [[a.measured]]))
+    low, high, _ = _rank_sum(b.measured, a.measured, _worth([[b.measured]], [[a.measured]]))
     estimate = a.median - b.median
     # The pairs that limit the shift need not lie around the shift of the medians.
-    return Interval(estimate, min(limits.low, estimate), max(limits.high, estimate), 0.0)
+    return Interval(estimate, min(low, estimate), max(high, estimate), 0.0)
 
 
 def ratio(a: Samples, b: Samples) -> Interval:
@@ -190,10 +193,11 @@ def compare_sides(a: SideSamples, b: SideSamples, *, confidence_percent: float =
     limits = _rank_sum(before, after, worth, significance)
     fewest = fewest_samples(significance)
     difference = Difference(level, median_a, median_b, median_ratio, None, None, None, independent, to_decide=fewest)
-    if not math.isfinite(limits.high):
+    low, high, p_value = limits
+    if not math.isfinite(high):
         return difference
     shift = median_b - median_a if median_ratio is None else math.log(median_ratio)
-    is_significant, p_value = not min(limits.low, shift) <= 0 <= max(limits.high, shift), limits.p_value
+    is_significant = not min(low, shift) <= 0 <= max(high, shift)
     if p_value is not None and p_value <= significance * (1 + ROUNDING) and not is_significant:
         # Ranks that contradict the medians show a difference, but not this one.
         p_value = 1.0
@@ -222,14 +226,15 @@ def autocorrelation(side: SideSamples) -> float | None:
     return max(-1.0, min(1.0, (products / squares + 1 / length) * (1 + 4 / length)))
 
 
-def _ratio_interval(estimate: float, limits: "_Limits", count: int, fewest: int) -> Interval:
+def _ratio_interval(estimate: float, limits: _Limits, count: int, fewest: int) -> Interval:
     """Return the interval of a ratio of ``count`` samples a side from logarithms; ``fewest`` could be significant."""
     shift = math.log(estimate)
-    low, high = min(limits.low, shift), max(limits.high, shift)
+    low, high, p_value = limits
+    low, high = min(low, shift), max(high, shift)
     ends = min(math.exp(low), estimate), max(math.exp(high), estimate)
     if not math.isfinite(high):
         return Interval(estimate, *ends, 1.0, to_decide=fewest)
-    interval = Interval(estimate, *ends, 1.0, is_bound=limits.p_value is None)
+    interval = Interval(estimate, *ends, 1.0, is_bound=p_value is None)
     if not interval.is_undecided:
         return interval
     # The interval has to leave out 1, or to lie within SAME_PERCENT of it; it narrows with the root of the number.
@@ -277,7 +282,7 @@ def _thinned(values: Sequence[float]) -> Sequence[float]:
     return [ordered[(2 * place + 1) * len(values) // (2 * _QUANTILES)] for place in range(_QUANTILES)]
 
 
-def _rank_sum(a: Sequence[float], b: Sequence[float], worth: float, significance: float = SIGNIFICANCE) -> "_Limits":
+def _rank_sum(a: Sequence[float], b: Sequence[float], worth: float, significance: float = SIGNIFICANCE) -> _Limits:
     """Return the limits of the shift from ``a`` to ``b``: of all pairs' distances."""
     # Of 40,000 pairs. Not with this module, which is imported where nothing is compared, too.
     import numpy as np
@@ -289,7 +294,7 @@ def _rank_sum(a: Sequence[float], b: Sequence[float], worth: float, significance
     return _interval_limits(np.sort(distances, axis=None).tolist(), nulls, significance)
 
 
-def _signed_rank(values: Sequence[float], worth: float) -> "_Limits":
+def _signed_rank(values: Sequence[float], worth: float) -> _Limits:
     """Return the limits of the centre of ``values``: of the means of all pairs, each with itself, too."""
     nulls = [_signed_rank_null(_independent(len(values), part)) for part in (worth, 1.0)]
     values = _thinned(values)
@@ -324,15 +329,6 @@ class _Null:
         return max(0, math.floor(self._normal.inv_cdf(probability) + 0.5))
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """The values in which a two-sided test ends, and its p of 0; no p where samples drift too much for the test."""
-
-    low: float
-    high: float
-    p_value: float | None
-
-
 def _interval_limits(ordered: Sequence[float], nulls: Sequence[_Null], significance: float) -> _Limits:
     """Return the limits from the distances that a test counts.
 
@@ -346,12 +342,12 @@ def _interval_limits(ordered: Sequence[float], nulls: Sequence[_Null], significa
         fewer = min(bisect_right(ordered, 0.0), len(ordered) - bisect_left(ordered, 0.0))
         p_value = min(1.0, 2 * null.probability(min(math.floor(fewer / weight + ROUNDING), null.most)))
         place = math.ceil(rejected * weight - ROUNDING * len(ordered)) - 1
-        return _Limits(ordered[place], ordered[-1 - place], p_value)
+        return ordered[place], ordered[-1 - place], p_value
     if undrifting.rejected(significance / 2):
         # However much they drift, no pair is further apart. Where no sample of one side is like one of the other, the
         # sides differ by at least as much as the nearest pair.
-        return _Limits(ordered[0], ordered[-1], None)
-    return _Limits(-math.inf, math.inf, None)
+        return ordered[0], ordered[-1], None
+    return -math.inf, math.inf, None
 
 
 @cache

@@ -228,7 +228,7 @@ def test_attention_of_grouped_queries_with_a_scale_is_replaced_and_changes_no_lo
 )
 def test_attentions_that_compute_the_same_are_known(model, same):
     step = TrainStep(workload(model, attention="flash"), CPU)
-    assert counted_columns(step, print)["own_attention"] == same
+    assert counted_columns(step, print)["same_attention"] == same
 
 
 def test_attention_that_our_kernels_lack_goes_to_torchs_with_a_note():

@@ -1,6 +1,5 @@
 """The answer to a part of a problem, put together from saved cells and the sentences next to the problem's module."""
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from cs336sys.report.course.problem import Handout
 from cs336sys.report.numbers import format_number, format_operand, format_quantity, in_shown_unit
 from cs336sys.report.table import Column, Table
 from cs336sys.results.model import Cell, Run, Samples
-from cs336sys.results.statistics import Interval, fewest_samples, ratio, same_within
+from cs336sys.results.statistics import Interval, ratio, same_within
 
 # Times that differ by less are called the same.
 ALIKE = 0.05
@@ -81,21 +80,13 @@ def faster(before: Samples, after: Samples) -> str:
     """Return how much faster ``after`` is, as far as the samples can tell: ``1.28x as fast``."""
     speedup = ratio(before, after)
     if speedup.is_undecided:
-        why = "" if math.isfinite(speedup.high) else f": {too_few(before, after)}"
-        return f"undecided{why}; about {speedup.to_decide} would decide"
+        return f"undecided; about {speedup.to_decide} steps would decide"
     if speedup.is_noise:
         return f"the {same_within(speedup.low, speedup.high)}"
     if speedup.is_bound:
         return f"at least {speed(speedup.low if speedup.low > 1 else speedup.high, alike=0.0)}"
     # Beyond the noise, a difference is one however small; three digits show half a percent.
     return speed(speedup.estimate, alike=0.005)
-
-
-def too_few(*series: Samples) -> str:
-    """Say why the rank-sum test says nothing of these samples."""
-    counts = [len(samples.measured) for samples in series]
-    why = "are too few" if min(counts) < fewest_samples() else "drift too much"
-    return f"{' and '.join(map(str, dict.fromkeys(counts)))} steps {why} for a verdict at 5 %"
 
 
 def trend(values: Sequence[float]) -> str:
