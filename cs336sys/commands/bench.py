@@ -48,32 +48,20 @@ def bench(
 
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
     """
-    from cs336sys.report.bench import (
-        baseline_values,
-        bench_plan,
-        bench_tables,
-        gate_warnings,
-        plot_bench,
-        pool_bench_rounds,
-    )
+    import cs336sys.report.bench as report
 
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
     over = baseline or ""
-    baseline_values(over, [workload.configuration() for workload in workloads])
+    report.baseline_values(over, [workload.configuration() for workload in workloads])
     output.check(plot=plot)
-    plan_notes: tuple[str, ...] = ()
     if interleave is None:
-        measure = "cs336sys.experiments.bench:measure_training"
+        experiment, notes = "measure_training", []
         configurations = [workload.configuration() for workload in workloads]
     else:
-        measure = "cs336sys.experiments.bench:measure_interleaved"
-        configurations = _interleaved_configurations(workloads, interleave)
-        plan_notes = (
-            f"Parameters and optimizer states of all values of {interleave} are in memory together: add the other "
-            f"rows'.",
-        )
+        experiment, configurations = "measure_interleaved", _interleaved_configurations(workloads, interleave)
+        notes = [f"All values of {interleave} hold parameters and optimizer states together: add the other rows'."]
     if dry_run:
-        plan = partial(bench_plan, workloads, notes=plan_notes)
+        plan = partial(report.bench_plan, workloads, notes=notes)
         show_plan(lambda capacity: plan(capacity=capacity), sweeping, output, run.device, plot=plot)
         return
     tell_what_does_not_fit(workloads, run.device)
@@ -84,12 +72,13 @@ def bench(
         ]
     is_study = len({workload.warmup for workload in workloads}) > 1
     is_wanted = None if interleave == "attention" else _is_other_attention
+    measure = f"cs336sys.experiments.bench:{experiment}"
     sweep = run_sweep("bench", measure, configurations, sweeping, fresh_worker=is_study, is_wanted=is_wanted)
-    for warning in gate_warnings(sweep.cells) if sweeping.save and sweep.interruption is None else ():
+    for warning in report.gate_warnings(sweep.cells) if sweeping.save and sweep.interruption is None else ():
         say(f"warning: {warning}")
-    draw = partial(plot_bench, baseline=over)
-    tables = partial(bench_tables, percentiles=percentiles, baseline=over)
-    sweep.report(tables, output, (plot, draw), pooled=pool_bench_rounds)
+    draw = partial(report.plot_bench, baseline=over)
+    tables = partial(report.bench_tables, percentiles=percentiles, baseline=over)
+    sweep.report(tables, output, (plot, draw), pooled=report.pool_bench_rounds)
 
 
 def _is_other_attention(configuration: Mapping[str, Any], cells: Sequence[Cell]) -> bool:

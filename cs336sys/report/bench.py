@@ -379,10 +379,10 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column], baseline: str)
         return None
     series = list(dict.fromkeys(name for pair in pairs for cell in pair for name in cell.samples if name != "wall"))
     rows = []
-    for cell, baseline in pairs:
-        row = _settings_row(cell) | {"over": ", ".join(str(_settings_row(baseline).get(name)) for name in axes)}
-        both = [name for name in series if name in cell.samples and name in baseline.samples]
-        rows.append(row | {f"{name}_speedup": speedup(cell, baseline, name) for name in both})
+    for cell, compared_with in pairs:
+        row = _settings_row(cell) | {"over": ", ".join(str(_settings_row(compared_with).get(name)) for name in axes)}
+        both = [name for name in series if name in cell.samples and name in compared_with.samples]
+        rows.append(row | {f"{name}_speedup": speedup(cell, compared_with, name) for name in both})
     columns = (
         Column("size", "size"),
         *settings.values(),

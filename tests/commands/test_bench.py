@@ -340,10 +340,7 @@ def test_dry_run_says_what_is_held_besides_when_steps_are_taken_in_turn():
     in_turn = tables(invoke(*IN_TURN, "--dry-run", "--format", "json"))["plan"]
     assert in_turn["rows"] == alone["rows"]
     (note,) = set(in_turn["notes"]) - set(alone["notes"])
-    assert (
-        note
-        == "Parameters and optimizer states of all values of attention are in memory together: add the other rows'."
-    )
+    assert note == "All values of attention hold parameters and optimizer states together: add the other rows'."
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
