@@ -61,8 +61,8 @@ def bench(
         experiment, configurations = "measure_interleaved", _interleaved_configurations(workloads, interleave)
         notes = [f"All values of {interleave} hold parameters and optimizer states together: add the other rows'."]
     if dry_run:
-        plan = partial(report.bench_plan, workloads, notes=notes)
-        show_plan(lambda capacity: plan(capacity=capacity), sweeping, output, run.device, plot=plot)
+        plan = partial(report.bench_plan, workloads, "bench", notes)
+        show_plan(plan, sweeping, output, run.device, plot=plot)
         return
     tell_what_does_not_fit(workloads, run.device)
     if rounds > 1:
@@ -76,9 +76,8 @@ def bench(
     sweep = run_sweep("bench", measure, configurations, sweeping, fresh_worker=is_study, is_wanted=is_wanted)
     for warning in report.gate_warnings(sweep.cells) if sweeping.save and sweep.interruption is None else ():
         say(f"warning: {warning}")
-    draw = partial(report.plot_bench, baseline=over)
     tables = partial(report.bench_tables, percentiles=percentiles, baseline=over)
-    sweep.report(tables, output, (plot, draw), pooled=report.pool_bench_rounds)
+    sweep.report(tables, output, (plot, partial(report.plot_bench, baseline=over)), pooled=report.pool_bench_rounds)
 
 
 def _is_other_attention(configuration: Mapping[str, Any], cells: Sequence[Cell]) -> bool:
