@@ -51,14 +51,13 @@ def bench(
     import cs336sys.report.bench as report
 
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
-    over = baseline or ""
-    report.baseline_values(over, [workload.configuration() for workload in workloads])
+    report.baseline_values(over := baseline or "", [workload.configuration() for workload in workloads])
     output.check(plot=plot)
     if interleave is None:
-        experiment, notes = "measure_training", []
+        measure, notes = "measure_training", []
         configurations = [workload.configuration() for workload in workloads]
     else:
-        experiment, configurations = "measure_interleaved", _interleaved_configurations(workloads, interleave)
+        measure, configurations = "measure_interleaved", _interleaved_configurations(workloads, interleave)
         notes = [f"All values of {interleave} hold parameters and optimizer states together: add the other rows'."]
     if dry_run:
         plan = partial(report.bench_plan, workloads, "bench", notes)
@@ -72,8 +71,8 @@ def bench(
         ]
     is_study = len({workload.warmup for workload in workloads}) > 1
     is_wanted = None if interleave == "attention" else _is_other_attention
-    measure = f"cs336sys.experiments.bench:{experiment}"
-    sweep = run_sweep("bench", measure, configurations, sweeping, fresh_worker=is_study, is_wanted=is_wanted)
+    function = f"cs336sys.experiments.bench:{measure}"
+    sweep = run_sweep("bench", function, configurations, sweeping, fresh_worker=is_study, is_wanted=is_wanted)
     for warning in report.gate_warnings(sweep.cells) if sweeping.save and sweep.interruption is None else ():
         say(f"warning: {warning}")
     tables = partial(report.bench_tables, percentiles=percentiles, baseline=over)
