@@ -35,6 +35,24 @@ def llama(size):
     )
 
 
+def qwen3(size):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=size.vocab_size,
+            hidden_size=size.d_model,
+            intermediate_size=size.d_ff,
+            num_hidden_layers=size.num_layers,
+            num_attention_heads=size.num_heads,
+            num_key_value_heads=size.num_heads // 2,
+            head_dim=size.d_model // size.num_heads,
+            max_position_embeddings=size.context,
+            use_cache=False,
+        )
+    )
+
+
 def gpt2(size):
     from transformers import GPT2Config, GPT2LMHeadModel
 

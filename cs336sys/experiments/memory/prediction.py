@@ -228,11 +228,12 @@ def _decisions(workload: MemoryWorkload) -> dict[str, bool]:
     training = workload.training
     if training.is_ours:
         return {}
+    sequences = min(training.size.batch_size // workload.micro_batches, _FEW)
     for size in user_models.tiny_sizes(training.size):
-        tiny = replace(training, size=replace(size, batch_size=min(size.batch_size, _FEW)))
+        tiny = replace(training, size=replace(size, batch_size=sequences))
         try:
             with user_models.copied_code(), torch.random.fork_rng(devices=[]):
-                step = MemoryStep(replace(workload, training=tiny), torch.device("cpu"))
+                step = MemoryStep(replace(workload, training=tiny, micro_batches=1), torch.device("cpu"))
                 with DecisionsRead() as read:
                     step.forward()
                     if training.mode != "forward":

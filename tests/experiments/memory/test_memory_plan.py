@@ -84,6 +84,16 @@ def test_plan_fits_when_it_is_run_and_not_without_its_last_change(settings, part
     assert measured(changed(cell, plan[:-1])) > limit
 
 
+@needs_transformers
+@pytest.mark.parametrize(("model", "passes"), [("llama", 3), ("qwen3", 4)])
+def test_parts_of_a_batch_choose_their_mask_as_with_values(model, passes):
+    """Transformers reads from the positions whether sequences are packed; a mask for that would take 4 % more."""
+    size = replace(ONE_BLOCK, batch_size=passes, context=256)
+    cell = replace(workload(size, user=user(model)), micro_batches=passes)
+    assert not predicted_timeline(cell).guessed
+    assert traced_peak(cell) == pytest.approx(measured(cell), rel=0.001)
+
+
 @pytest.mark.parametrize("passes", [2, 4])
 @pytest.mark.parametrize("checkpointing", ["none", "block"])
 def test_formula_of_several_passes_is_that_of_a_trace(passes, checkpointing):
