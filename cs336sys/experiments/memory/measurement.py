@@ -13,7 +13,13 @@ from cs336sys.accounting.sharding.step import sharded_optimizer_state
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.checks.step import check_few_blocks
 from cs336sys.experiments.flop_counting import counted_columns
-from cs336sys.experiments.memory.prediction import PhasePeak, predicted_timeline, summary, timeline_peaks
+from cs336sys.experiments.memory.prediction import (
+    PhasePeak,
+    block_changes,
+    predicted_timeline,
+    summary,
+    timeline_peaks,
+)
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.training import set_matmul_precision, time_steps, training_warnings, with_notes
 from cs336sys.experiments.user_models import telling_user_errors
@@ -78,7 +84,7 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
         progress("recording a step")
         timeline, history = record(step, follow_operations=training.compile == "off")
         peaks = counted or timeline_peaks(timeline)
-        derived |= summary(workload, timeline, peaks, step.block_names)
+        derived |= summary(workload, timeline, peaks, block_changes(timeline, step.block_names))
         if workload.snapshot is not None:
             progress("writing the snapshot")
             snapshot = history.snapshot if isinstance(history, CudaHistory) else as_snapshot(timeline)

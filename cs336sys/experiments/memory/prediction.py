@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from cs336sys.accounting.checkpointing import SUBLAYERS, group_sizes
 from cs336sys.accounting.memory import GIB
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.experiments import user_models
@@ -23,6 +24,7 @@ from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.measure.allocations.history import DecisionsRead, FakeHistory, WithoutValues
 from cs336sys.measure.allocations.recorder import StepRecorder
+from cs336sys.measure.allocations.repetition import repeated
 from cs336sys.measure.allocations.timeline import AllocationTimeline, largest_allocations, peak_position, thinned
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.triton_package import why_no_triton
@@ -52,13 +54,12 @@ def timeline_peaks(timeline: AllocationTimeline) -> list[PhasePeak]:
 
 
 def summary(
-    workload: MemoryWorkload, timeline: AllocationTimeline, peaks: list[PhasePeak], block_names: Sequence[str]
+    workload: MemoryWorkload,
+    timeline: AllocationTimeline,
+    peaks: list[PhasePeak],
+    block: dict[str, int | None] | None,
 ) -> dict[str, Any]:
-    """Reduce a timeline to what its cell keeps.
-
-    Args:
-        block_names: of the model's blocks, in order.
-    """
+    """Reduce a timeline, and its :func:`block_changes`, to what its cell keeps."""
     totals, categories = timeline.totals(), timeline.bytes_by_category()
     phases = []
     for phase, peak in zip(timeline.phases(), peaks, strict=True):
@@ -76,7 +77,7 @@ def summary(
         "predicted_moment": predicted and predicted.moment,
         "lost_events": timeline.lost_events,
         "largest": [asdict(group) for group in largest_allocations(timeline, LARGEST_ALLOCATIONS)],
-        "block": block_changes(timeline, block_names) if workload.checkpointing == "none" else None,
+        "block": block if workload.checkpointing == "none" else None,
         "timeline": thinned(timeline, TIMELINE_POINTS),
         "regions": [asdict(region) for region in timeline.phases()],
     }
@@ -126,13 +127,13 @@ class TracedStep:
 
     Attributes:
         parameters: of its model.
-        block_names: of its model's blocks.
+        block: its :func:`block_changes`.
         guessed: lines that read numbers from tensors, which are zero here, with how often.
     """
 
     timeline: AllocationTimeline
     parameters: int
-    block_names: list[str]
+    block: dict[str, int | None] | None
     guessed: Mapping[str, int] = field(default_factory=dict)
 
     def notes(self, workload: Workload) -> list[str]:
@@ -151,11 +152,34 @@ def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False
 
     Compiled workloads are traced eagerly, those in CUDA graphs launched, which holds the same, and fp16 as bf16, which
     has as many bytes and runs everywhere. What kernels use inside, cuBLAS workspaces and the allocator's rounding are
-    not seen.
+    not seen. Of our models with many blocks, steps of few are traced, if what these add repeats to the byte.
 
     Args:
         follow_operations: find the origin of every allocation, which takes longer.
     """
+    size = workload.training.size
+    period = (
+        1
+        if workload.checkpointing in (*SUBLAYERS, "none", "nested")
+        else group_sizes(workload.checkpointing, size.num_layers)[0]
+    )
+    few = 2 * period + size.num_layers % period
+    if not workload.training.is_ours or workload.checkpointing == "nested" or size.num_layers <= 3 * (few + period):
+        return _traced_whole(workload, follow_operations)
+    traced = []
+    for blocks in (few, few + period, few + 2 * period):
+        training = replace(workload.training, size=replace(size, num_layers=blocks))
+        traced.append(_traced_whole(replace(workload, training=training), follow_operations))
+    first, second, third = traced
+    times = (size.num_layers - few) // period
+    timeline = repeated((first.timeline, second.timeline, third.timeline), times)
+    if timeline is None:
+        return _traced_whole(workload, follow_operations)
+    parameters = first.parameters + times * (second.parameters - first.parameters)
+    return TracedStep(timeline, parameters, third.block)
+
+
+def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedStep:
     on_cpu = workload.training.device == "cpu"
     training = replace(workload.training, compile="off", cuda_graph="off", device="cpu")
     if training.precision == "fp16":
@@ -184,7 +208,8 @@ def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False
         step.run_recorded(recorder)
         timeline = recorder.timeline(live_tensors=held, held_size=None, optimizer_state=step.optimizer_state())
         parameters = sum(parameter.numel() for parameter in step.model.parameters())
-        return TracedStep(timeline, parameters, step.block_names, {} if training.is_ours else dict(numbers.guessed))
+        block = block_changes(timeline, step.block_names)
+        return TracedStep(timeline, parameters, block, {} if training.is_ours else dict(numbers.guessed))
 
 
 def predict_memory(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -192,7 +217,7 @@ def predict_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
     workload = MemoryWorkload.from_configuration(configuration)
     progress("tracing fake tensors")
     traced = predicted_timeline(workload, follow_operations=True)
-    derived = summary(workload, traced.timeline, timeline_peaks(traced.timeline), traced.block_names)
+    derived = summary(workload, traced.timeline, timeline_peaks(traced.timeline), traced.block)
     return Outcome(
         "ok", derived=with_notes({"parameters": traced.parameters} | derived, traced.notes(workload.training))
     )

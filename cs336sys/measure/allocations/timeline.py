@@ -261,7 +261,7 @@ def largest_allocations(timeline: AllocationTimeline, limit: int) -> list[Alloca
     for allocation in timeline.allocations:
         if allocation.start > 0:
             origin = allocation.origin
-            module = _without_numbers(origin.module or allocation.parameter.rpartition(".")[0])
+            module = module_pattern(origin.module or allocation.parameter.rpartition(".")[0])
             key = (allocation.size, allocation.phase, allocation.category, module, origin.operation, origin.code)
             groups.setdefault(key, []).append(allocation)
     largest = sorted(groups.items(), key=lambda item: (-item[0][0], -len(item[1])))[:limit]
@@ -280,7 +280,7 @@ def largest_allocations(timeline: AllocationTimeline, limit: int) -> list[Alloca
     ]
 
 
-def _without_numbers(module: str) -> str:
+def module_pattern(module: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cs336sys.accounting.checkpointing import predicted_peak, recomputed_blocks, recomputed_flops
 from cs336sys.accounting.flops import model_flops
 from cs336sys.errors import UsageError
+from cs336sys.experiments.memory import prediction
 from cs336sys.experiments.memory.measurement import counted_peaks, measure_memory, record
 from cs336sys.experiments.memory.prediction import (
     block_changes,
@@ -182,6 +183,41 @@ def test_block_emits_its_gradients(precision):
     assert changes["backward_change"] + changes["forward_growth"] == changes["gradients"]
 
 
+@pytest.mark.parametrize(
+    ("checkpointing", "layers", "micro_batches", "settings"),
+    [
+        ("none", 10, 1, {}),
+        ("none", 11, 1, {"optimizer": "adamw", "precision": "bf16", "attention": "sdpa", "kernels": "fused"}),
+        ("block", 10, 2, {"optimizer": "fused", "attention": "flash"}),
+        pytest.param("every=2", 23, 1, {"precision": "bf16"}, marks=pytest.mark.nightly),
+        pytest.param("sublayer", 10, 1, {"mode": "forward-backward"}, marks=pytest.mark.nightly),
+    ],
+)
+def test_many_blocks_are_traced_as_few(checkpointing, layers, micro_batches, settings, monkeypatch):
+    """The same prediction as of all blocks, from steps of a dozen."""
+    cell = replace(workload("inner", checkpointing, layers, **settings), micro_batches=micro_batches)
+    built = []
+
+    def counted(workload, *args):
+        built.append(workload.training.size.num_layers)
+        return whole(workload, *args)
+
+    whole = prediction._traced_whole
+    monkeypatch.setattr(prediction, "_traced_whole", counted)
+    repeated = predict_memory(cell.configuration(), silent)
+    assert len(built) == 3
+    assert sum(built) < layers
+    monkeypatch.setattr(prediction, "repeated", lambda timelines, times: None)
+    assert predict_memory(cell.configuration(), silent) == repeated
+    assert built[-1] == layers
+
+
+def test_unlike_blocks_are_traced_all(monkeypatch):
+    """Where a step of one block more does not repeat what the last added."""
+    few, more, most = (traced_timeline(workload("weights", "nested", layers=n)).timeline for n in (2, 3, 4))
+    assert prediction.repeated((few, more, most), 10) is None
+
+
 def test_one_block_has_no_neighbour_to_compare_with():
     size = replace(SIZES["weights"], num_layers=1)
     step = MemoryStep(MemoryWorkload(Workload(size, device="cpu"), "nested"), CPU)
@@ -202,7 +238,7 @@ def test_summary_adds_up():
     cell = workload("scores")
     traced = traced_timeline(cell)
     timeline = traced.timeline
-    kept = summary(cell, timeline, timeline_peaks(timeline), traced.block_names)
+    kept = summary(cell, timeline, timeline_peaks(timeline), traced.block)
     for phase in kept["phases"]:
         parts = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
         assert sum(phase[part] for part in parts) == phase["allocated"]
