@@ -292,15 +292,15 @@ class Broadcasts(_Launched):
         super().__init__(contents, group)
         # An expanded tensor is sent as it is stored, without repetition.
         self._targets = [_stored(tensor) for tensor in tensors]
+        self._memories = [_sendable(memory_view(target)) if is_dense(target) else target for target in self._targets]
         self._scattered = [index for index, target in enumerate(self._targets) if not is_dense(target)]
-        self._memories = [_bytes(memory_view(target)) if is_dense(target) else target for target in self._targets]
         self._sources = sources
-        self._options = {source: _from_rank(source) for source in sources}
+        self._options = {source: _from_rank(source) for source in set(sources)}
 
     def start(self) -> None:
         self._tensors = list(self._memories)
         for index in self._scattered:
-            self._tensors[index] = self._targets[index].contiguous()
+            self._tensors[index] = _sendable(self._targets[index].contiguous())
         if dist.get_backend() == "nccl":
             with _coalescing_manager(self._group, device=group_device(), async_ops=True) as coalesced:
                 self._broadcast_all()
@@ -312,11 +312,11 @@ class Broadcasts(_Launched):
         copies = [(self._targets[index], self._tensors[index]) for index in self._scattered if self._works]
         super().wait()
         for target, copied in copies:
-            target.copy_(copied)
+            target.copy_(copied.view(target.dtype).view(target.shape))
 
     def _broadcast_all(self) -> list[Any]:
         return [
-            self._group.broadcast([memory if memory.dtype == torch.uint8 else _bytes(memory)], self._options[source])
+            self._group.broadcast([memory], self._options[source])
             for memory, source in zip(self._tensors, self._sources, strict=True)
         ]
 
@@ -373,10 +373,24 @@ def gather_numbers(number: Tensor, group: dist.ProcessGroup | None = None) -> Te
 
 def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Overwrite each tensor with rank 0's. They must be laid out alike on every rank."""
-    if tensors:
-        broadcasts = Broadcasts(tensors, [0] * len(tensors), "start values", group)
+    packed, others = [], []
+    for tensor in tensors:
+        is_packed = tensor.dtype in _SENDABLE and tensor.numel() <= _PACKED_ELEMENTS and tensor.is_contiguous()
+        (packed if is_packed else others).append(tensor.detach())
+    if packed:
+        try:
+            dist._broadcast_coalesced(process_group(group), packed, 8 * _PACKED_ELEMENTS, 0)
+        except RuntimeError as error:
+            error.add_note("in the broadcast of start values")
+            raise
+    if others:
+        broadcasts = Broadcasts(others, [0] * len(others), "start values", group)
         broadcasts.start()
         broadcasts.wait()
+
+
+# Tensors that are copied into a buffer before they are sent: one launch takes the CPU as long as many such copies.
+_PACKED_ELEMENTS = 2**16
 
 
 def through_host(tensor: Tensor) -> bool:
@@ -397,12 +411,18 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor: backends know no float8, no complex numbers and not all integers."""
-    return tensor.detach().view(-1).view(torch.uint8)
+# Backends know no float8, no complex numbers and not all integers.
+_SENDABLE = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8))
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """A contiguous tensor itself, or its bytes if not all backends know its dtype."""
+    return tensor if tensor.dtype in _SENDABLE else tensor.view(-1).view(torch.uint8)
 
 
 def _stored(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous():
+        return tensor.detach()
     sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.detach().as_strided(sizes, tensor.stride())
 
@@ -411,7 +431,7 @@ def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill a range of memory, each once, in any order; expanded tensors and columns do
     not.
     """
-    return torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def memory_view(tensor: Tensor) -> Tensor:

@@ -74,11 +74,11 @@ class GradientSynchronizer(SynchronizationSwitch):
     def extend(self, buckets: Sequence[GradientBucket]) -> None:
         """Add buckets, which are launched after the others. Call it between two steps."""
         self.buckets.extend(buckets)
-        self._handles.extend(
-            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), bucket, name))
-            for bucket in buckets
-            for name, parameter in bucket.parameters.items()
-        )
+        for bucket in buckets:
+            hook = _hook(weakref.ref(self), bucket)
+            self._handles += [
+                parameter.register_post_accumulate_grad_hook(hook) for parameter in bucket.parameters.values()
+            ]
 
     def gradient_ready(self, bucket: GradientBucket, name: str, parameter: nn.Parameter) -> None:
         """Called by autograd when ``parameter.grad`` is complete for this backward pass."""
@@ -193,13 +193,13 @@ def _is_in_nested_pass() -> bool:
     return False
 
 
-def _hook(
-    synchronizer: "weakref.ref[GradientSynchronizer]", bucket: GradientBucket, name: str
-) -> Callable[[nn.Parameter], None]:
+def _hook(synchronizer: "weakref.ref[GradientSynchronizer]", bucket: GradientBucket) -> Callable[[nn.Parameter], None]:
+    names = {id(parameter): name for name, parameter in bucket.parameters.items()}
+
     def gradient_ready(parameter: nn.Parameter) -> None:
         alive = synchronizer()
         if alive is not None:
-            alive.gradient_ready(bucket, name, parameter)
+            alive.gradient_ready(bucket, names[id(parameter)], parameter)
 
     setattr(gradient_ready, AVERAGES_GRADIENT, True)
     setattr(gradient_ready, HANDS_GRADIENT_ON, bucket.hands_on)

@@ -3,8 +3,7 @@
 import itertools
 import operator
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,7 @@ _shape_and_dtype, _device = operator.attrgetter("shape", "dtype"), operator.attr
 _trained = operator.attrgetter("requires_grad")
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     """One name of a parameter, and what the name stood for."""
 
     owner: nn.Module

@@ -73,11 +73,11 @@ def require_unsynchronized(named: Iterable[tuple[str, nn.Parameter]]) -> None:
         if is_synchronized(parameter):
             # What nothing refers to any more may still exist as part of a cycle.
             gc.collect()
-        if is_synchronized(parameter):
-            raise UsageError(
-                f"{name} has its gradient averaged already, by a data parallel wrapper or a sharded optimizer: "
-                "unwrap the module or delete that optimizer"
-            )
+            if is_synchronized(parameter):
+                raise UsageError(
+                    f"{name} has its gradient averaged already, by a data parallel wrapper or a sharded optimizer: "
+                    "unwrap the module or delete that optimizer"
+                )
 
 
 def _has_marked_hook(parameter: Tensor, mark: str) -> bool:

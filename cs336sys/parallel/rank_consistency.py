@@ -83,6 +83,7 @@ def require_sendable(named: Iterable[tuple[str, torch.Tensor]], *, moves: bool =
     Raises:
         UsageError: one is lazy, sparse, on the meta device, or on the CPU where NCCL sends it.
     """
+    is_sent_by_gpu = not moves and group_device().type == "cuda"
     for name, tensor in named:
         if is_lazy(tensor):
             raise UsageError(f"{name} is lazy and has no shape yet: call the module once before wrapping it")
@@ -90,7 +91,7 @@ def require_sendable(named: Iterable[tuple[str, torch.Tensor]], *, moves: bool =
             raise UsageError(f"{name} is sparse, which cannot be sent to other ranks: make it dense by to_dense()")
         if tensor.is_meta and not moves:
             raise UsageError(f"{name} is on the meta device and has no values: give it some, by to_empty() and a reset")
-        if tensor.device.type == "cpu" and group_device().type == "cuda" and not moves:
+        if is_sent_by_gpu and tensor.device.type == "cpu":
             raise UsageError(f"{name} is on the CPU, and NCCL sends what is on a GPU: move the module to one first")
 
 
@@ -99,20 +100,27 @@ def describe_module(module: nn.Module, *, moves: bool = False) -> list[str]:
 
     Arguments and errors are those of :func:`require_sendable`.
     """
-    require_sendable(itertools.chain(module.named_parameters(), module.named_buffers()), moves=moves)
-    first_name: dict[nn.Parameter, str] = {}
+    named = list(module.named_parameters(remove_duplicate=False))
+    return describe_tensors(named, list(module.named_buffers()), moves=moves)
+
+
+def describe_tensors(
+    parameters: Sequence[tuple[str, nn.Parameter]], buffers: Sequence[tuple[str, torch.Tensor]], *, moves: bool = False
+) -> list[str]:
+    """The lines of :func:`describe_module` for parameters, a tied one once for each name, and buffers."""
+    require_sendable(itertools.chain(parameters, buffers), moves=moves)
+    first_name: dict[int, str] = {}
     lines = []
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        first = first_name.setdefault(parameter, name)
+    for name, parameter in parameters:
+        first = first_name.setdefault(id(parameter), name)
         tie = f" tied to {first}" if first != name else ""
         lines.append(f"parameter {name} {describe_parameter(parameter)}{tie}")
-    return lines + [f"buffer {name} {describe_tensor(buffer)}" for name, buffer in module.named_buffers()]
+    return lines + [f"buffer {name} {_describe_tensor(buffer)}" for name, buffer in buffers]
 
 
 def describe_parameter(parameter: nn.Parameter) -> str:
-    return f"{describe_tensor(parameter)} {'trained' if parameter.requires_grad else 'frozen'}"
+    return f"{_describe_tensor(parameter)} {'trained' if parameter.requires_grad else 'frozen'}"
 
 
-def describe_tensor(tensor: torch.Tensor) -> str:
-    """Dtype, shape and strides in words."""
+def _describe_tensor(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} strides {tensor.stride()}"

@@ -98,11 +98,12 @@ def describe_groups(groups: Sequence[Group]) -> list[str]:
 
 def check_parameters(groups: Sequence[Group], *, flat: bool) -> None:
     """Refuse parameters that an ordinary optimizer takes and a sharded one cannot."""
-    require_sendable(zip(names_of(groups), parameters_of(groups), strict=True))
-    count = Counter(parameters_of(groups))
+    named = list(zip(names_of(groups), parameters_of(groups), strict=True))
+    require_sendable(named)
+    count = Counter(id(parameter) for _, parameter in named)
     device = group_device().type
-    for name, parameter in zip(names_of(groups), parameters_of(groups), strict=True):
-        if count[parameter] > 1:
+    for name, parameter in named:
+        if count[id(parameter)] > 1:
             raise UsageError(f"{name} is given twice: give a tied weight once")
         refuse_slice(name, parameter)
         if flat and parameter.requires_grad and not parameter.is_floating_point():

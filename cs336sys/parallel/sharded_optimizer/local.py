@@ -35,6 +35,7 @@ class ParameterPartition:
         self.exchange = ParameterExchange()
         self._cap_bytes = cap_bytes
         self._held_bytes = [0] * dist.get_world_size()
+        self._rank = dist.get_rank()
         self._owners: dict[nn.Parameter, int] = {}
         self._names: dict[nn.Parameter, str] = {}
 
@@ -60,7 +61,7 @@ class ParameterPartition:
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return what this rank's optimizer updates: the parameter itself, a slice of it, (n,), or nothing (None)."""
-        return parameter if self._owners.get(parameter) == dist.get_rank() else None
+        return parameter if self._owners.get(parameter) == self._rank else None
 
     def owned(self, parameter: nn.Parameter) -> range:
         """Return the elements of a parameter, in memory order, that this rank updates."""

@@ -425,13 +425,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._module is None:
             return
         tensors = [*self._module.parameters(), *self._module.buffers()]
-        broadcast_from_first([tensor for tensor in tensors if id(tensor) not in self._broadcast])
+        in_groups = set(self._parameters)
+        # _shard() sends those in groups.
+        broadcast_from_first([t for t in tensors if id(t) not in self._broadcast and t not in in_groups])
         self._broadcast = {id(tensor): tensor for tensor in tensors}
         if self._held is not None:
             self._partition.exchange.overlap_with(self._module)
         self._held = HeldParameters(self._module)
         self._held_names = dict(self._module.named_parameters(remove_duplicate=False))
-        in_groups = set(self._parameters)
         self._others = [(n, p) for n, p in self._module.named_parameters() if p not in in_groups]
 
     def _describe(self) -> list[str]:
