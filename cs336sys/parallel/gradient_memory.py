@@ -1,12 +1,14 @@
 """Find gradients that may be changed in place, because their memory is theirs alone."""
 
 import itertools
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from cs336sys.errors import UsageError
+from cs336sys.lazy_dynamo import importing_no_compiler
 
 
 def owns_memory(gradient: Tensor) -> bool:
@@ -60,6 +62,20 @@ def graph_refusal(name: str) -> UsageError:
         f"{name} got its gradient with create_graph=True, and the average over ranks is in no graph: take gradients "
         "to differentiate again by torch.autograd.grad, and call backward() without it"
     )
+
+
+def require_eager_backward() -> None:
+    """Refuse a backward pass that compiled autograd runs, which has no end at which to launch what is left."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled, "in_compiled_autograd_region", False):
+        raise UsageError(
+            "compiled autograd runs this backward pass, in which gradients cannot be averaged as they become ready: "
+            "leave torch._dynamo.config.compiled_autograd off and compile blocks, or choose FlatDDP"
+        )
+
+
+# Compiled autograd would trace it, and torch's compiler refuse what comes after it.
+require_eager_backward = importing_no_compiler(torch._disable_dynamo(require_eager_backward))
 
 
 def require_averageable(name: str, gradient: Tensor, dtype: torch.dtype, shape: torch.Size | None = None) -> None:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import GradientBucket
 from cs336sys.parallel.collectives import AnyRank
-from cs336sys.parallel.gradient_memory import graph_refusal
+from cs336sys.parallel.gradient_memory import graph_refusal, require_eager_backward
 from cs336sys.parallel.marks import AVERAGES_GRADIENT, HANDS_GRADIENT_ON, SynchronizationSwitch
 
 # What autograd calls to run the backward function of a torch.autograd.Function; torch 2.13 has the second.
@@ -138,6 +138,7 @@ class GradientSynchronizer(SynchronizationSwitch):
 
     def _begin(self) -> None:
         """Take a place among those that launch, and have the rest launched when this backward pass ends."""
+        require_eager_backward()
         if not self._has_begun:
             _begun.append(weakref.ref(self))
         if not _is_in_nested_pass():

@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import torch
+import torch._dynamo.compiled_autograd as compiled_autograd
 import torch.distributed as dist
 from cs336_basics.model import BasicsTransformerLM
 from small_models import error_of
@@ -246,3 +247,24 @@ def remedies():
             optimizer = _optimizer(flat, True)(module)
             errors[f"optimizer {flat}", dtype] = refusal, refresh, error_of(_step, module, optimizer, dtype)
     return errors
+
+
+def compiled_passes():
+    """By class: the error of a backward pass that compiled autograd runs, and how far its gradients are off."""
+    inputs, results = torch.ones(2, 4) + dist.get_rank(), {}
+    for name in ("naive", "flat", "overlapped", "bucketed", "fsdp", "flat optimizer"):
+        module = Chain()
+        wrapper = CLASSES[name](module)
+        called = module if isinstance(wrapper, torch.optim.Optimizer) else wrapper
+        loss = called(inputs).sum()
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            error = error_of(loss.backward)
+        wrapper.finish_gradient_synchronization()
+        gradient, off = module.first.weight.grad, None
+        if error is None:
+            wrapper.zero_grad()
+            called(inputs).sum().backward()
+            wrapper.finish_gradient_synchronization()
+            off = (module.first.weight.grad - gradient).abs().max().item()
+        results[name] = error, off
+    return results

@@ -78,3 +78,14 @@ def test_what_a_refusal_of_converted_parameters_advises_helps(ranks):
                     "every rank"
                 )
                 assert refresh is None
+
+
+def test_compiled_autograd_is_right_or_refused_in_the_same_words(ranks):
+    """Where nothing is launched during the pass it is right."""
+    for results in ranks(2).run(all_classes_ranks.compiled_passes):
+        assert results.pop("naive") == results.pop("flat") == (None, 0.0)
+        for (kind, message), _ in results.values():
+            assert kind == "UsageError"
+            assert message.startswith(
+                "compiled autograd runs this backward pass, in which gradients cannot be averaged"
+            )

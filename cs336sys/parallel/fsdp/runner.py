@@ -22,6 +22,7 @@ from cs336sys.parallel.collectives import AnyRank
 from cs336sys.parallel.fsdp.gather_order import GatherOrder, GatherWatch
 from cs336sys.parallel.fsdp.parameter import StandIn
 from cs336sys.parallel.fsdp.unit import ShardedUnit
+from cs336sys.parallel.gradient_memory import require_eager_backward
 from cs336sys.parallel.marks import SynchronizationSwitch
 
 # What every module has, and values in which there is no tensor. Most modules and attributes are settled by these two:
@@ -312,6 +313,7 @@ class UnitRunner(SynchronizationSwitch):
     def _begin_backward(self) -> None:
         if self._in_backward:
             return
+        require_eager_backward()
         self._recover()
         self._in_backward = True
         torch.autograd.Variable._execution_engine.queue_callback(_BackwardEnd(self))
