@@ -11,6 +11,7 @@ from small_models import error_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from cs336sys.experiments.parallel.communication import recorded_communication
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
@@ -268,3 +269,25 @@ def compiled_passes():
             off = (module.first.weight.grad - gradient).abs().max().item()
         results[name] = error, off
     return results
+
+
+def sent_bytes():
+    """The bytes that a step sends on this rank, by class, and those of all parameters and of the last one."""
+    sent = {}
+    for name, wrap in CLASSES.items():
+        module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        wrapper = wrap(module)
+        is_optimizer = isinstance(wrapper, ShardedOptimizer)
+        called = module if is_optimizer else wrapper
+        for _ in range(2):
+            with recorded_communication() as communications:
+                called(torch.ones(2, 64)).sum().backward()
+                if is_optimizer:
+                    wrapper.step()
+                    wrapper.wait_for_parameters()
+                else:
+                    wrapper.finish_gradient_synchronization()
+                wrapper.zero_grad()
+        sent[name] = sum(launch.sent_bytes for launch in communications if not launch.is_flags)
+    sizes = [parameter.nbytes for parameter in module.parameters()]
+    return sent, sum(sizes), sizes[-1]

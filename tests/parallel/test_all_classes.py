@@ -89,3 +89,18 @@ def test_compiled_autograd_is_right_or_refused_in_the_same_words(ranks):
             assert message.startswith(
                 "compiled autograd runs this backward pass, in which gradients cannot be averaged"
             )
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_step_sends_the_bytes_that_the_docs_give(ranks, world_size):
+    """docs/sharded_optimizer.md and docs/fsdp.md; of broadcasts of unequal shares the mean over ranks."""
+    for sent, whole, last in ranks(world_size).run(all_classes_ranks.sent_bytes):
+        share = (world_size - 1) / world_size
+        for name, number in sent.items():
+            if name in all_classes_ranks.DDP or name.startswith("flat optimizer"):
+                assert number == 2 * share * whole, name
+            elif name == "fsdp":
+                assert number == share * (3 * whole - last)
+            else:
+                # Gradients are averaged by somebody else.
+                assert number == share * whole, name

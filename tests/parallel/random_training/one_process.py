@@ -303,7 +303,7 @@ class OneProcess:
             is_valid[:, 0] = True
             x = self._own_tokens(x, positions)
             errors = (x - targets[:, positions]).square().mean(-1) * is_valid[:, positions]
-            loss = errors.sum() * split.world_size / is_valid.sum()
+            loss = self._mean_over_ranks(errors.sum(), is_valid, positions)
         for model in self.models:
             loss = loss + 0.1 * model.auxiliary_loss()
         if penalized is not None:
@@ -317,6 +317,10 @@ class OneProcess:
     def _shared_sequence(self, whole: Tensor, positions: list[int]) -> Tensor:
         """What the model gets of a sequence."""
         return whole
+
+    def _mean_over_ranks(self, loss_sum: Tensor, is_valid: Tensor, positions: list[int]) -> Tensor:
+        """The loss of a rank, of which the mean over ranks is that over all tokens that count."""
+        return loss_sum * self.program.split(self.world_size).world_size / is_valid.sum()
 
     def _own_tokens(self, results: Tensor, positions: list[int]) -> Tensor:
         """What it makes of a rank's tokens."""

@@ -56,7 +56,7 @@ class OnRank(OneProcess):
         self.build_optimizers(groups or [[list(dict(model.named_parameters()))] for model in models])
 
     def _share_sequence(self, mesh: DeviceMesh) -> None:
-        context = ContextGroup(self.program.split(self.world_size), mesh)
+        self._context = context = ContextGroup(self.program.split(self.world_size), mesh)
         for part in (part for model in self.models for part in model.modules() if isinstance(part, Attention)):
             is_ring = self.program.inner == "ring"
             part.attend = (
@@ -111,6 +111,9 @@ class OnRank(OneProcess):
 
     def _shared_sequence(self, whole: Tensor, positions: list[int]) -> Tensor:
         return whole[:, positions] if self.program.shares_sequence else whole
+
+    def _mean_over_ranks(self, loss_sum: Tensor, is_valid: Tensor, positions: list[int]) -> Tensor:
+        return self._context.mean_loss(loss_sum, is_valid[:, positions].sum())
 
     def _own_tokens(self, results: Tensor, positions: list[int]) -> Tensor:
         return results

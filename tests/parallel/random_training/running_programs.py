@@ -14,13 +14,17 @@ from random_programs import Program, shrunk
 
 
 def failures(
-    ranks: Callable[[int], Any], programs: Sequence[Program], counts: Counter | None = None
+    ranks: Callable[[int], Any],
+    programs: Sequence[Program],
+    counts: Counter | None = None,
+    run_programs: Callable[..., None] = program_ranks.run_programs,
 ) -> dict[Program, str]:
     """What went wrong on the first rank that says so, by program.
 
     Args:
         ranks: ``ranks(world_size)`` are ranks that are alive.
         counts: gets how many actions were done and refused.
+        run_programs: what ranks run.
     """
     failed: dict[Program, str] = {}
     counts = Counter() if counts is None else counts
@@ -31,7 +35,7 @@ def failures(
             for world_size in sorted({program.legs()[leg].world_size for program in going_on}):
                 here = [program for program in going_on if program.legs()[leg].world_size == world_size]
                 jobs = [(program, leg, folders[program]) for program in here]
-                failed |= _failures(ranks, world_size, jobs, f"{folder}/results-of-rank-", counts)
+                failed |= _failures(ranks, world_size, jobs, f"{folder}/results-of-rank-", counts, run_programs)
             leg += 1
             going_on = [
                 program
@@ -42,7 +46,12 @@ def failures(
 
 
 def _failures(
-    ranks: Callable[[int], Any], world_size: int, jobs: list[tuple[Program, int, str]], results: str, counts: Counter
+    ranks: Callable[[int], Any],
+    world_size: int,
+    jobs: list[tuple[Program, int, str]],
+    results: str,
+    counts: Counter,
+    run_programs: Callable[..., None],
 ) -> dict[Program, str]:
     failed = {}
     while jobs:
@@ -50,7 +59,7 @@ def _failures(
         for rank in range(world_size):
             Path(f"{results}{rank}").write_text("")
         try:
-            ranks(world_size).run(program_ranks.run_programs, jobs, results)
+            ranks(world_size).run(run_programs, jobs, results)
         except Exception as error:
             crash = f"crash: {str(error)[:1500]}"
         of_ranks = [_lines(Path(f"{results}{rank}")) for rank in range(world_size)]

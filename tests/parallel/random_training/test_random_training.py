@@ -1,8 +1,11 @@
 """Random programs under every wrapper and optimizer equal one process on the whole batch, action by action."""
 
+import functools
+import itertools
 import time
 from collections import Counter
 
+import planted_faults
 import pytest
 from random_programs import Program, random_program
 from running_programs import failures, report
@@ -170,6 +173,21 @@ def test_random_programs_equal_one_process(ranks, tier, part):
     first = 10_000 * tier.seed
     count = tier.choose(120, 3000)
     assert_equal_to_one_process(ranks, [random_program(seed) for seed in range(first + part, first + count, PARTS)])
+
+
+@pytest.mark.parametrize("fault_name", planted_faults.FAULTS)
+def test_planted_fault_is_found(ranks, fault_name):
+    """By one of the first ten drawn programs that use the class."""
+    run_programs = functools.partial(planted_faults.run_faulty_programs, fault_name)
+    drawn = map(random_program, range(100_000))
+    fitting = (
+        program for program in drawn if program.world_size == 2 and planted_faults.FAULTS[fault_name].fits(program)
+    )
+    for number, program in enumerate(itertools.islice(fitting, 10)):
+        if wrong := failures(ranks, [program], run_programs=run_programs):
+            print(f"program {number} with seed {program.seed}: {wrong[program]}")
+            return
+    pytest.fail("nobody has found it")
 
 
 def assert_equal_to_one_process(ranks, programs):
