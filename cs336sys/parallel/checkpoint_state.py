@@ -2,7 +2,8 @@
 
 import functools
 from collections import OrderedDict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -16,26 +17,35 @@ from cs336sys.parallel.rank_consistency import same_on_every_rank
 
 Groups = Sequence[Mapping[str, Any]]
 
+# By name, what a module holds, and in which way it is cut.
+Entries = Mapping[str, tuple[nn.Parameter, Any]]
+
 
 def is_cut(key: str, value: Any) -> bool:
     """Return whether a state has an element for each of its parameter's. "step" never has, as in torch itself."""
     return isinstance(value, Tensor) and value.dim() > 0 and key != "step"
 
 
-def named_groups(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], slices: Container[str]
-) -> list[dict[str, Any]]:
+def by_first_name(entries: Entries) -> Entries:
+    """Return the entries of tied parameters under their first names alone."""
+    first_names: dict[nn.Parameter, str] = {}
+    for name, (parameter, _) in entries.items():
+        first_names.setdefault(parameter, name)
+    return {name: entries[name] for name in first_names.values()}
+
+
+def named_groups(optimizer: torch.optim.Optimizer, entries: Entries, slices: Container[str]) -> list[dict[str, Any]]:
     """Return the optimizer's groups with names in place of parameters.
 
     Args:
-        held: the parameters of the module as it is now, by their first names.
+        entries: the parameters of the module as it is now, by their first names.
         slices: the names of those that are slices.
 
     Raises:
         UsageError: the optimizer has a parameter or a state of something that the module has not, or a state of
             a slice that is neither of its shape nor a single number.
     """
-    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+    names: dict[Tensor, str] = {parameter: name for name, (parameter, _) in entries.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
@@ -59,6 +69,21 @@ def named_groups(
     return [{**group, "params": [names[member] for member in group["params"]]} for group in optimizer.param_groups]
 
 
+def require_same_groups(saved: Groups, current: Callable[[], Groups], path: Path) -> None:
+    """Refuse groups of a checkpoint with other names than those of ``current``, which calls :func:`named_groups`."""
+    if not saved:
+        raise UsageError(f"checkpoint {path} has no optimizer: load it without one")
+    saved_names, names = [group["params"] for group in saved], [group["params"] for group in current()]
+    if saved_names != names:
+        different = sorted(
+            {name for group in saved_names for name in group} ^ {name for group in names for name in group}
+        )
+        raise UsageError(
+            f"checkpoint {path} has an optimizer with groups of {list(map(len, saved_names))} parameters, this one has "
+            f"{list(map(len, names))}; in one only: {', '.join(different) or 'none, but their order'}"
+        )
+
+
 def load_named_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Mapping[str, Any]], groups: Groups) -> None:
     """Load a state by names of parameters, and groups as :func:`named_groups` returned them.
 
@@ -67,7 +92,11 @@ def load_named_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Mappi
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
     by_number = {numbers[name]: dict(values) for name, values in state.items()}
     numbered = [
-        {key: _on_device_of(current.get(key), value) for key, value in group.items()}
+        # A learning rate may be a tensor on a GPU.
+        {
+            k: v.to(current[k].device) if isinstance(v, Tensor) and isinstance(current.get(k), Tensor) else v
+            for k, v in group.items()
+        }
         | {"params": [numbers[name] for name in group["params"]]}
         for group, current in zip(groups, optimizer.param_groups, strict=True)
     ]
@@ -78,11 +107,6 @@ def load_named_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Mappi
         for key, value in values.items():
             if isinstance(value, Tensor) and isinstance(kept.get(key), Tensor) and kept[key].dtype != value.dtype:
                 kept[key] = value.to(kept[key].device)
-
-
-def _on_device_of(current: Any, value: Any) -> Any:
-    """An option that was loaded, where the optimizer has it: a learning rate may be a tensor on a GPU."""
-    return value.to(current.device) if isinstance(current, Tensor) and isinstance(value, Tensor) else value
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:

@@ -371,28 +371,6 @@ def gather_numbers(number: Tensor, group: dist.ProcessGroup | None = None) -> Te
     return gathered.to(number.device)
 
 
-def broadcast_from_first(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite each tensor with rank 0's. They must be laid out alike on every rank."""
-    packed, others = [], []
-    for tensor in tensors:
-        is_packed = tensor.dtype in _SENDABLE and tensor.numel() <= _PACKED_ELEMENTS and tensor.is_contiguous()
-        (packed if is_packed else others).append(tensor.detach())
-    if packed:
-        try:
-            dist._broadcast_coalesced(process_group(group), packed, 8 * _PACKED_ELEMENTS, 0)
-        except RuntimeError as error:
-            error.add_note("in the broadcast of start values")
-            raise
-    if others:
-        broadcasts = Broadcasts(others, [0] * len(others), "start values", group)
-        broadcasts.start()
-        broadcasts.wait()
-
-
-# Tensors that are copied into a buffer before they are sent: one launch takes the CPU as long as many such copies.
-_PACKED_ELEMENTS = 2**16
-
-
 def through_host(tensor: Tensor) -> bool:
     """Return whether this tensor must be copied to the CPU first: for CUDA tensors Gloo has only broadcast and
     all-reduce.
@@ -412,12 +390,12 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 # Backends know no float8, no complex numbers and not all integers.
-_SENDABLE = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8))
+SENDABLE = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8))
 
 
 def _sendable(tensor: Tensor) -> Tensor:
     """A contiguous tensor itself, or its bytes if not all backends know its dtype."""
-    return tensor if tensor.dtype in _SENDABLE else tensor.view(-1).view(torch.uint8)
+    return tensor if tensor.dtype in SENDABLE else tensor.view(-1).view(torch.uint8)
 
 
 def _stored(tensor: Tensor) -> Tensor:

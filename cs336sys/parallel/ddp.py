@@ -28,14 +28,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import BucketRule, FlatBucket, GradientBucket, bucket_rule, divide_into_buckets
 from cs336sys.parallel.checkpoint_state import StateDictOfWrapped
-from cs336sys.parallel.collectives import broadcast_from_first, process_group, require_process_group
+from cs336sys.parallel.collectives import process_group, require_process_group
 from cs336sys.parallel.copy_engines import CopiedMean, CopyEngines, places_in_box, require_copy_engines
 from cs336sys.parallel.gradient_memory import gradient_dtype_of, require_own_gradient_dtype
 from cs336sys.parallel.gradient_slices import require_whole
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import require_unsynchronized, require_unwrapped
-from cs336sys.parallel.rank_consistency import describe_module, require_same_lines, same_on_every_rank
+from cs336sys.parallel.rank_consistency import (
+    broadcast_from_first,
+    describe_module,
+    require_same_lines,
+    same_on_every_rank,
+)
 
 # What names of parameters begin with in the wrapper, and not in the module.
 _PREFIX = "module."

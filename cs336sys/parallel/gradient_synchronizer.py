@@ -3,7 +3,7 @@
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import torch
@@ -68,7 +68,7 @@ class GradientSynchronizer(SynchronizationSwitch):
         self._ends_with_pass = False
         # Hooks belong to the parameters, which may outlive this object and be given to another one.
         self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, _remove, self._handles).atexit = False
+        weakref.finalize(self, lambda handles: [*map(RemovableHandle.remove, handles)], self._handles).atexit = False
         self.extend(buckets)
 
     def extend(self, buckets: Sequence[GradientBucket]) -> None:
@@ -205,8 +205,3 @@ def _hook(synchronizer: "weakref.ref[GradientSynchronizer]", bucket: GradientBuc
     setattr(gradient_ready, AVERAGES_GRADIENT, True)
     setattr(gradient_ready, HANDS_GRADIENT_ON, bucket.hands_on)
     return gradient_ready
-
-
-def _remove(handles: Iterable[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -11,7 +11,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import all_gather_single, gather_objects, group_device
+from cs336sys.parallel.collectives import SENDABLE, Broadcasts, all_gather_single, gather_objects, group_device
+
+# Tensors that are copied into a buffer before they are sent: one launch takes the CPU as long as many such copies.
+_PACKED_ELEMENTS = 2**16
 
 
 @contextlib.contextmanager
@@ -100,14 +103,8 @@ def describe_module(module: nn.Module, *, moves: bool = False) -> list[str]:
 
     Arguments and errors are those of :func:`require_sendable`.
     """
-    named = list(module.named_parameters(remove_duplicate=False))
-    return describe_tensors(named, list(module.named_buffers()), moves=moves)
-
-
-def describe_tensors(
-    parameters: Sequence[tuple[str, nn.Parameter]], buffers: Sequence[tuple[str, torch.Tensor]], *, moves: bool = False
-) -> list[str]:
-    """The lines of :func:`describe_module` for parameters, a tied one once for each name, and buffers."""
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    buffers = list(module.named_buffers())
     require_sendable(itertools.chain(parameters, buffers), moves=moves)
     first_name: dict[int, str] = {}
     lines = []
@@ -124,3 +121,21 @@ def describe_parameter(parameter: nn.Parameter) -> str:
 
 def _describe_tensor(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} strides {tensor.stride()}"
+
+
+def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite each tensor with rank 0's. They must be laid out alike on every rank."""
+    packed, others = list[torch.Tensor](), list[torch.Tensor]()
+    for tensor in tensors:
+        is_packed = tensor.dtype in SENDABLE and tensor.numel() <= _PACKED_ELEMENTS and tensor.is_contiguous()
+        (packed if is_packed else others).append(tensor.detach())
+    if packed:
+        try:
+            dist._broadcast_coalesced(group or dist.group.WORLD, packed, 8 * _PACKED_ELEMENTS, 0)
+        except RuntimeError as error:
+            error.add_note("in the broadcast of start values")
+            raise
+    if others:
+        broadcasts = Broadcasts(others, [0] * len(others), "start values", group)
+        broadcasts.start()
+        broadcasts.wait()

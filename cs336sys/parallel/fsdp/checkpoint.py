@@ -10,6 +10,7 @@ What is saved is what the module holds then, with the names that it has then. St
 as in ``state_dict()`` and ``load_state_dict()``; what they make of slices is refused.
 """
 
+import functools
 import os
 import pickle
 import shutil
@@ -21,13 +22,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.checkpoint_state import as_dtensor, differences, is_cut, load_named_state, named_groups
+from cs336sys.parallel.checkpoint_state import (
+    as_dtensor,
+    by_first_name,
+    differences,
+    is_cut,
+    load_named_state,
+    named_groups,
+    require_same_groups,
+)
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.wrapper import FSDP
 from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank
@@ -109,13 +118,14 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
     with same_on_every_rank(sharded.group):
         room = _room_for_model(current, saved)
         if optimizer is not None:
-            _check_same_groups(objects.get("optimizer_groups"), sharded, optimizer, path)
+            groups = objects.get("optimizer_groups", [])
+            require_same_groups(groups, functools.partial(_named_groups, sharded, optimizer), path)
             room |= _room_for_optimizer_state(sharded, saved)
     dcp.load(room, storage_reader=reader, planner=PlainLoadPlanner(), process_group=sharded.group)
     with same_on_every_rank(sharded.group):
         _set_model_state(sharded, room | objects, path)
         if optimizer is not None:
-            _set_optimizer_state(optimizer, room | objects, objects["optimizer_groups"])
+            _set_optimizer_state(optimizer, room | objects, groups)
     return objects["extra"]
 
 
@@ -239,25 +249,15 @@ def _set_model_state(sharded: FSDP, loaded: Mapping[str, Any], path: Path) -> No
 
 
 def _named_groups(sharded: FSDP, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    parameters = sharded.held_parameters()
-    slices = {name for name, (_, parameter) in parameters.items() if parameter is not None}
-    return named_groups(optimizer, _by_first_name(parameters), slices)
-
-
-def _by_first_name(parameters: Mapping[str, tuple[nn.Parameter, ShardedParameter | None]]) -> dict[str, nn.Parameter]:
-    names: dict[nn.Parameter, str] = {}
-    for name, (parameter, _) in parameters.items():
-        names.setdefault(parameter, name)
-    return {name: parameter for parameter, name in names.items()}
+    entries = by_first_name(sharded.held_parameters())
+    return named_groups(optimizer, entries, {name for name, (_, cut) in entries.items() if cut is not None})
 
 
 def _sharded_optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    parameters = sharded.held_parameters()
     groups = _named_groups(sharded, optimizer)
     require_plain("optimizer_groups", groups)
     state: dict[str, Any] = {"optimizer_groups": groups}
-    for name, shard in _by_first_name(parameters).items():
-        _, parameter = parameters[name]
+    for name, (shard, parameter) in by_first_name(sharded.held_parameters()).items():
         for key, value in optimizer.state.get(shard, {}).items():
             if parameter is not None and is_cut(key, value):
                 value = as_dtensor(value, parameter.shape, 0, sharded.group)
@@ -293,24 +293,6 @@ def _set_optimizer_state(
             _, key, name = saved_key.split("/", 2)
             state.setdefault(name, {})[key] = value.to_local() if isinstance(value, DTensor) else value
     load_named_state(optimizer, state, groups)
-
-
-def _check_same_groups(
-    groups: list[dict[str, Any]] | None, sharded: FSDP, optimizer: torch.optim.Optimizer, path: Path
-) -> None:
-    if groups is None:
-        raise UsageError(f"checkpoint {path} has no optimizer: load it without one")
-    saved_groups = [group["params"] for group in groups]
-    current_groups = [group["params"] for group in _named_groups(sharded, optimizer)]
-    if saved_groups != current_groups:
-        different = sorted(
-            {name for group in saved_groups for name in group} ^ {name for group in current_groups for name in group}
-        )
-        raise UsageError(
-            f"checkpoint {path} has an optimizer with groups of {[len(group) for group in saved_groups]} parameters, "
-            f"this one has {[len(group) for group in current_groups]}; in one only: "
-            f"{', '.join(different) or 'none, but their order'}"
-        )
 
 
 def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> None:

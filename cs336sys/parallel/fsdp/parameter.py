@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_map_only
 
 from cs336sys.accounting.sharding.partition import own_rows, rows_per_rank
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import SliceGather, broadcast_from_first, group_device
+from cs336sys.parallel.collectives import SliceGather, group_device
 from cs336sys.parallel.fsdp.plan import PlannedParameter, ShardingPlan
 from cs336sys.parallel.gradient_memory import in_own_memory, require_averageable
 from cs336sys.parallel.gradient_slices import is_slice, mark_slice, refuse_other_scalers
+from cs336sys.parallel.rank_consistency import broadcast_from_first
 
 # What needs no values; the memory is asked for by those who count it. All else is done to the whole weight.
 _PROPERTIES = (
@@ -310,7 +311,8 @@ def distribute_parameters(
             replicated[entry] = parameter
     for name, part in module.named_modules():
         if part not in known_modules:
-            if _is_on_meta(part):
+            tensors = (*part._parameters.values(), *part._buffers.values())
+            if any(tensor is not None and tensor.is_meta for tensor in tensors):
                 _materialize(part, name or type(part).__name__, device or group_device(), initialize)
             elif device is not None:
                 part._apply(lambda tensor: tensor.to(device), recurse=False)
@@ -328,11 +330,6 @@ def distribute_parameters(
             # A tied weight stays one parameter, and nothing refers to the whole of a sharded one any longer.
             part._parameters[attribute] = sharded[entry].shard if entry in sharded else replicated[entry]
     return sharded
-
-
-def _is_on_meta(module: nn.Module) -> bool:
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None and tensor.is_meta for tensor in tensors)
 
 
 def _materialize(

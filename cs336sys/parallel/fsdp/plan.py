@@ -100,7 +100,8 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
     for entry in parameters:
         # A module outside of all units may hold it, too, and gets it whole when it uses it.
         used_in = set().union(*(homes[owner] for owner, _ in entry.owners)) - {None}
-        if not _divides(entry) or not used_in:
+        can_be_cut = entry.held.dim() > 0 and entry.held.numel() > 0
+        if not (can_be_cut and used_in and any(_owns_matrix(owner) for owner, _ in entry.owners)):
             replicated.append(entry)
         else:
             sharded.append(entry)
@@ -121,11 +122,6 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
 
 def _owns_matrix(module: nn.Module) -> bool:
     return any(parameter is not None and parameter.dim() >= 2 for parameter in module._parameters.values())
-
-
-def _divides(entry: PlannedParameter) -> bool:
-    parameter = entry.held
-    return parameter.dim() > 0 and parameter.numel() > 0 and any(_owns_matrix(owner) for owner, _ in entry.owners)
 
 
 def _module_parameters(module: nn.Module) -> list[PlannedParameter]:

@@ -53,11 +53,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     return tensors
 
 
-def containers_in(values: Iterable[Any]) -> list[Any]:
-    """Those of a call's arguments that may hold tensors, and after the call others."""
-    return [value for value in values if not isinstance(value, Tensor) and type(value) not in _WITHOUT_TENSORS]
-
-
 def kept_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     """The tensors that are attributes or buffers of these modules, for example auxiliary losses; no parameters."""
     tensors: list[Tensor] = []
@@ -182,8 +177,11 @@ class UnitRunner(SynchronizationSwitch):
                 unit.free()
             self._use(unit)
         arguments = (*args, *kwargs.values())
-        containers = containers_in(arguments)
-        inputs = tensors_in(arguments) if containers else [value for value in arguments if isinstance(value, Tensor)]
+        inputs = [value for value in arguments if isinstance(value, Tensor)]
+        # They may hold tensors, and after the call others.
+        containers = [v for v in arguments if not isinstance(v, Tensor) and type(v) not in _WITHOUT_TENSORS]
+        if containers:
+            inputs = tensors_in(arguments)
         versions = [_version(tensor) for tensor in inputs]
         unit.depth += 1
         try:
@@ -373,7 +371,8 @@ class UnitRunner(SynchronizationSwitch):
         # A weight that is returned as it is would keep the hook for ever.
         watched = [tensor for tensor in tensors if tensor.requires_grad and not isinstance(tensor, nn.Parameter)]
         if watched:
-            if unit is not None and not _in_backward_pass():
+            if unit is not None and torch._C._current_graph_task_id() == -1:
+                # Outside of a backward pass.
                 unit.calls_ahead += 1
             arrival = _Arrival(self, unit, self._lent)
             for tensor in watched:
@@ -518,13 +517,12 @@ def _left_since(left: Sequence[Tensor], unit: ShardedUnit, inputs: Sequence[Tens
     return [
         tensor
         for tensor in left
-        if tensor.grad_fn is not None and id(tensor) not in input_ids and not _is_watched(tensor, unit)
+        if tensor.grad_fn is not None
+        and id(tensor) not in input_ids
+        and not any(
+            isinstance(hook, _Arrival) and hook.unit is unit for hook in (tensor._backward_hooks or {}).values()
+        )
     ]
-
-
-def _is_watched(tensor: Tensor, unit: ShardedUnit) -> bool:
-    hooks = tensor._backward_hooks or {}
-    return any(isinstance(hook, _Arrival) and hook.unit is unit for hook in hooks.values())
 
 
 class _InGraph(torch.autograd.Function):
@@ -560,10 +558,6 @@ def _takes_part(parts: Sequence[nn.Module], inputs: Sequence[Tensor]) -> bool:
         return True
     parameters = (parameter for part in parts for parameter in part._parameters.values())
     return any(parameter is not None and parameter.requires_grad for parameter in parameters)
-
-
-def _in_backward_pass() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _version(tensor: Tensor) -> int:

@@ -84,8 +84,7 @@ def check_same_model(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> 
         if tuple(saved["shape"]) != shape or (None not in (name, saved["name"]) and saved["name"] != name):
             raise UsageError(
                 f"the state belongs to another model: parameter {index} is {saved['name'] or ''}{saved['shape']} "
-                f"there, "
-                f"{name or ''}{shape} here"
+                f"there, {name or ''}{shape} here"
             )
 
 

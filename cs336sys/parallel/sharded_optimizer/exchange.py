@@ -132,10 +132,6 @@ class ParameterExchange:
             self._awaited[module] = []
             module.register_forward_pre_hook(hook)
 
-    def wait_before(self, module: nn.Module) -> None:
-        """Wait for the parameters of a part that is about to be called."""
-        _wait_for(self._awaited.get(module, ()))
-
     def _assign(self) -> None:
         """Find the buckets of the parameters that each module waits for."""
         index_of = {
@@ -171,7 +167,7 @@ def _wait_for_all(module: nn.Module, *_: object) -> None:
 
 def _wait_before_part(module: nn.Module, *_: object) -> None:
     for exchange in _exchanges.get(module, ()):
-        exchange.wait_before(module)
+        _wait_for(exchange._awaited.get(module, ()))
 
 
 # If the module is compiled, the hook runs before the compiled code.

@@ -72,17 +72,11 @@ def describe_options(options: Group) -> str:
 
 def options_now(group: Group) -> Group:
     """A copy of the options that read the same in every process, without what a GPU would have to be asked for."""
-    return {key: _constant(value) for key, value in options_of(group).items() if _is_known(value)}
-
-
-def _is_known(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, Tensor) and value.device.type == "cpu")
-
-
-def _constant(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return repr(value.tolist())
-    return repr(value) if isinstance(value, (list, tuple)) else value
+    return {
+        key: repr(value.tolist() if isinstance(value, Tensor) else value)
+        for key, value in options_of(group).items()
+        if isinstance(value, _PLAIN) or (isinstance(value, Tensor) and value.is_cpu)
+    }
 
 
 def describe_groups(groups: Sequence[Group]) -> list[str]:

@@ -18,12 +18,12 @@ from torch.optim.optimizer import ParamsT
 from cs336sys.accounting.sharding.partition import OPTIMIZER_BUCKET_MB
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import cap_in_bytes
-from cs336sys.parallel.collectives import broadcast_from_first, group_device, require_process_group
+from cs336sys.parallel.collectives import group_device, require_process_group
 from cs336sys.parallel.elementwise import require_options
 from cs336sys.parallel.gradient_slices import refuse_clipping_alone, refuse_other_scalers
 from cs336sys.parallel.held_parameters import HeldParameters
 from cs336sys.parallel.marks import is_synchronized
-from cs336sys.parallel.rank_consistency import describe_module, same_on_every_rank
+from cs336sys.parallel.rank_consistency import broadcast_from_first, describe_module, same_on_every_rank
 from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, check_same_model, gather_states, take_own_states
 from cs336sys.parallel.sharded_optimizer.groups import (
     Group,

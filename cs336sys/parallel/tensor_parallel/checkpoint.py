@@ -7,6 +7,7 @@ one after the other, and put together in the host's memory of the first rank, wh
 Loading maps the file: a rank reads the parts that it holds, and runs no code that is in it.
 """
 
+import functools
 import os
 import pickle
 from pathlib import Path
@@ -18,7 +19,15 @@ from torch import Tensor, nn
 
 from cs336sys.accounting.sharding.partition import cut_dimension
 from cs336sys.errors import UsageError
-from cs336sys.parallel.checkpoint_state import is_cut, load_named_state, named_groups
+from cs336sys.parallel.checkpoint_state import (
+    Entries,
+    by_first_name,
+    differences,
+    is_cut,
+    load_named_state,
+    named_groups,
+    require_same_groups,
+)
 from cs336sys.parallel.fsdp.parameter import ShardedParameter
 from cs336sys.parallel.fsdp.wrapper import FSDP
 from cs336sys.parallel.rank_consistency import on_first_rank, same_on_every_rank
@@ -102,24 +111,16 @@ def load_checkpoint(
         updated = _updated_tensors(shared, sharded)
         buffers = _saved_buffers(shared.module)
         tied = _ties(shared.module)
-        saved_shapes = {name: tuple(tensor.shape) for name, tensor in saved["model"].items() if name not in tied}
-        shapes = {name: tuple(shared.shapes[name]) for name in updated}
+        saved_shapes: Any = {name: tuple(tensor.shape) for name, tensor in saved["model"].items() if name not in tied}
+        shapes: Any = {name: tuple(shared.shapes[name]) for name in updated}
         shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-        if saved_shapes != shapes:
-            different = sorted(
-                name for name in saved_shapes.keys() | shapes.keys() if saved_shapes.get(name) != shapes.get(name)
-            )
-            raise UsageError(f"checkpoint {path} belongs to another model: {', '.join(different[:3])} differ")
         extra_states = _with_extra_state(shared.module)
-        if extra_states.keys() != saved["extra_states"].keys():
-            different = sorted(extra_states.keys() ^ saved["extra_states"].keys())
-            raise UsageError(
-                f"checkpoint {path} belongs to another model: extra state of {', '.join(different)} differs"
-            )
+        saved_shapes |= {f"extra state of {name}": "data" for name in saved["extra_states"]}
+        shapes |= {f"extra state of {name}": "data" for name in extra_states}
+        if different := differences(saved_shapes, shapes):
+            raise UsageError(f"checkpoint {path} belongs to another model: {different}")
         if optimizer is not None:
-            groups = _groups_by_name(optimizer, updated)
-            if [group["params"] for group in saved["groups"]] != [group["params"] for group in groups]:
-                raise UsageError(f"checkpoint {path} has an optimizer with other groups of parameters, or none")
+            require_same_groups(saved["groups"], functools.partial(_groups_by_name, optimizer, updated), Path(path))
     with torch.no_grad():
         for name, (target, slices) in updated.items():
             target.copy_(_part(saved["model"][name], name, slices, shared))
@@ -139,16 +140,12 @@ def load_checkpoint(
     return saved["extra"]
 
 
-_Held = dict[str, tuple[nn.Parameter, ShardedParameter | None]]
-
-
-def _updated_tensors(shared: TensorParallel, sharded: FSDP | None) -> _Held:
+def _updated_tensors(shared: TensorParallel, sharded: FSDP | None) -> Entries:
     """Return what this rank's optimizer updates, by first names, and of which parts it is slices."""
     if sharded is None:
-        updated: Any = {name: (tensor, None) for name, tensor in shared.module.named_parameters()}
+        updated: Entries = {name: (tensor, None) for name, tensor in shared.module.named_parameters()}
     else:
-        tied = _ties(shared.module)
-        updated = {name: entry for name, entry in sharded.held_parameters().items() if name not in tied}
+        updated = by_first_name(sharded.held_parameters())
     rank, size = shared.group.rank(), shared.group.size()
     for name, (tensor, slices) in updated.items():
         expected = shape_of_part(shared.shapes[name], name, rank, size) if name in shared.shapes else []
@@ -161,9 +158,9 @@ def _updated_tensors(shared: TensorParallel, sharded: FSDP | None) -> _Held:
     return updated
 
 
-def _groups_by_name(optimizer: torch.optim.Optimizer, updated: _Held) -> list[dict[str, Any]]:
+def _groups_by_name(optimizer: torch.optim.Optimizer, updated: Entries) -> list[dict[str, Any]]:
     slices = {name for name, (_, sharded) in updated.items() if sharded is not None or cut_dimension(name) is not None}
-    return named_groups(optimizer, {name: tensor for name, (tensor, _) in updated.items()}, slices)
+    return named_groups(optimizer, updated, slices)
 
 
 def _ties(module: nn.Module) -> dict[str, str]:

@@ -1,13 +1,13 @@
-"""Communication of tensor parallel ranks inside a model: four autograd functions, each the other's transpose.
+"""Communication of tensor parallel ranks inside a model: two autograd functions, each its own transpose.
 
-=====================  ===============================  ===============================
-function               forward                          backward
-=====================  ===============================  ===============================
-`_Enter`               nothing                          all-reduce
-`_Leave`               all-reduce                       nothing
-`_GatherSequence`      all-gather along the sequence    reduce-scatter along it
-`_ScatterSequence`     reduce-scatter along it          all-gather along it
-=====================  ===============================  ===============================
+=========================  ===============================  ===============================
+function                   forward                          backward
+=========================  ===============================  ===============================
+`_Sum`                     nothing                          all-reduce
+`_Sum`, output             all-reduce                       nothing
+`_SequenceSlices`, gather  all-gather along the sequence    reduce-scatter along it
+`_SequenceSlices`          reduce-scatter along it          all-gather along it
+=========================  ===============================  ===============================
 
 They launch torch's functional collectives, which ``torch.compile`` puts into its graphs.
 
@@ -55,61 +55,39 @@ class TensorGroup:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if self.sequence_parallel:
-            return _GatherSequence.apply(x, self.name, self.size, self.rank)
-        return _Enter.apply(x, self.name)
+            return _SequenceSlices.apply(x, self.name, self.size, self.rank, True)
+        return _Sum.apply(x, self.name, False)
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum of what every rank's part of a layer returned: (..., S, d), or this rank's (..., S / size, d)."""
         if self.sequence_parallel:
-            return _ScatterSequence.apply(x, self.name, self.size, self.rank)
-        return _Leave.apply(x, self.name)
+            return _SequenceSlices.apply(x, self.name, self.size, self.rank, False)
+        return _Sum.apply(x, self.name, True)
 
 
-class _Enter(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_graph(grad)
-        return all_reduced(grad, "sum", ctx.group), None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return all_reduced(x, "sum", group)
+    def forward(ctx: Any, x: Tensor, group: str, sums_output: bool) -> Tensor:
+        ctx.group, ctx.sums_output = group, sums_output
+        return all_reduced(x, "sum", group) if sums_output else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_graph(grad)
-        return grad, None
+        return grad if ctx.sums_output else all_reduced(grad, "sum", ctx.group), None, None
 
 
-class _GatherSequence(torch.autograd.Function):
+class _SequenceSlices(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int) -> Tensor:
-        ctx.group, ctx.size, ctx.rank = group, size, rank
-        return _gathered(x, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_graph(grad)
-        return _scattered(grad, ctx.group, ctx.size, ctx.rank), None, None, None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int) -> Tensor:
-        ctx.group, ctx.size, ctx.rank = group, size, rank
-        return _scattered(x, group, size, rank)
+    def forward(ctx: Any, x: Tensor, group: str, size: int, rank: int, gathers: bool) -> Tensor:
+        ctx.group, ctx.size, ctx.rank, ctx.gathers = group, size, rank, gathers
+        return _gathered(x, group, size) if gathers else _scattered(x, group, size, rank)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_graph(grad)
-        return _gathered(grad, ctx.group, ctx.size), None, None, None
+        group, size, rank = ctx.group, ctx.size, ctx.rank
+        return _scattered(grad, group, size, rank) if ctx.gathers else _gathered(grad, group, size), *[None] * 4
 
 
 def refuse_graph(grad: Tensor) -> None:

@@ -87,8 +87,11 @@ def _try(
         )
     try:
         share_layers(trial, tensor_group, cut_weights(trial, group, None, None))
-        difference = _first_difference(expected, _run_trial(trial, tokens, gradient, tensor_group, group))
-        name = changed[0].removesuffix(".weight") if changed else difference
+        results = _run_trial(trial, tokens, gradient, tensor_group, group)
+        different = [
+            name for (name, whole), (_, part) in zip(expected, results, strict=True) if _results_differ(whole, part)
+        ]
+        name = next((name.removesuffix(".weight") for name in (*changed, *different)), None)
     except Exception as error:
         name = f"the model ({type(error).__name__}: {error})"
     if name is None:
@@ -207,9 +210,5 @@ def _run_trial(
     return results
 
 
-def _first_difference(expected: _Results, results: _Results) -> str | None:
-    """Name the first layer or parameter whose results differ by more than rounding."""
-    for (name, whole), (_, shared) in zip(expected, results, strict=True):
-        if whole.shape != shared.shape or not (shared - whole).norm() <= _TOLERANCE * whole.norm() + 1e-6:
-            return name
-    return None
+def _results_differ(whole: Tensor, part: Tensor) -> bool:
+    return whole.shape != part.shape or not (part - whole).norm() <= _TOLERANCE * whole.norm() + 1e-6

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from cs336sys.accounting.sharding.partition import cut_dimension, heads_refusal, own_part, own_rows
 from cs336sys.errors import UsageError
 from cs336sys.parallel.checkpoint_state import differences
-from cs336sys.parallel.collectives import all_gather_single, broadcast_from_first
+from cs336sys.parallel.collectives import all_gather_single
 from cs336sys.parallel.gradient_slices import mark_slice, refuse_other_scalers
+from cs336sys.parallel.rank_consistency import broadcast_from_first
 
 
 def require_shareable(model: nn.Module, world_size: int) -> None:

@@ -14,7 +14,10 @@ def test_refusals_leave_the_checkpoint_as_it_was(ranks, tmp_path):
         "full disk": ("OSError", f"checkpoint {path} could not be written: "),
         "no folder": ("OSError", "nowhere/saved could not be written: "),
         "extra": ("UsageError", "extra['sizes'] is of type builtins.set: checkpoints hold tensors"),
-        "without extra state": ("UsageError", "saved belongs to another model: ln_final.seen differ"),
+        "without extra state": (
+            "UsageError",
+            "another model: ln_final.seen is (2,) there and missing here; extra state of",
+        ),
         "damaged": ("UsageError", "damaged is damaged, or more than plain data: "),
         "foreign": ("UsageError", "foreign is no checkpoint of tensor parallel training"),
         "nothing": ("UsageError", f"there is no checkpoint {tmp_path / 'nothing'}"),
