@@ -131,7 +131,7 @@ def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGro
         (packed if is_packed else others).append(tensor.detach())
     if packed:
         try:
-            dist._broadcast_coalesced(group or dist.group.WORLD, packed, 8 * _PACKED_ELEMENTS, 0)
+            dist._broadcast_coalesced(group or dist.group.WORLD, packed, 8 * _PACKED_ELEMENTS, 0)  # type: ignore[arg-type]
         except RuntimeError as error:
             error.add_note("in the broadcast of start values")
             raise
