@@ -394,7 +394,8 @@ def launch_forward(
         # Without a token to be counted all gradients are zero, and stay so.
         factor = divisor.to(torch.float32).reciprocal().where(divisor != 0, 1)
     if grad_loss is not None:
-        grad_loss = grad_loss.reshape(-1).to(torch.float32)
+        # The gradient of a sum is one number that is read as many: of stride 0.
+        grad_loss = grad_loss.reshape(-1).to(torch.float32).contiguous()
         if dtype == torch.float16 and num_tokens:
             factor = grad_loss.abs().max()
             grad_loss = (grad_loss / factor).where(factor != 0, 0)

@@ -231,6 +231,21 @@ def test_backward_twice(device):
         assert torch.equal(gradient, expected[name]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradient_of_stride_0_for_a_loss_of_each_token(dtype, device):
+    """As the sum or the mean of the losses sends it back."""
+    torch.manual_seed(0)
+    gradients = []
+    tensors = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in ((2, 30, 16), (50, 16))]
+    targets = torch.randint(50, (2, 30), device=device)
+    for compute in (linear_cross_entropy, reference_linear_cross_entropy):
+        loss = compute(*tensors, targets, reduction="none")
+        gradients.append(torch.autograd.grad(loss.sum() * 3, tensors))
+    for gradient, expected in zip(*gradients, strict=True):
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
+
+
 def test_results_are_equal_from_run_to_run(device):
     inputs = make_inputs((700,) if ON_GPU else (7,), 64, 1000, torch.float16, device)
     first, second = (run(linear_cross_entropy, *inputs) for _ in range(2))
