@@ -15,7 +15,9 @@ from cs336sys.kernels.embedding import embedding_rows
 from cs336sys.kernels.linear import linear_of_copy
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336sys.kernels.recognition import (
+    CAPPED_LOSS_SCALE,
     Gate,
+    Head,
     find_head,
     gate_layers,
     is_embedding,
@@ -161,10 +163,11 @@ def head_forward(head: Any, hidden: Tensor) -> Tensor:
     """Logits, or the loss where there are targets."""
     if head.targets is None:
         return type(head).forward(head, hidden)
-    copy, dtype, options = head.copy, head.gradient_dtype, head.loss_options
-    loss = linear_cross_entropy(hidden, head.weight, head.targets, copy=copy, gradient_dtype=dtype, **options)
+    options = {"copy": head.copy, "gradient_dtype": head.gradient_dtype, "softcap": head.softcap, **head.loss_options}
+    loss = linear_cross_entropy(hidden, head.weight, head.targets, **options)
     assert isinstance(loss, Tensor)
-    return loss
+    # The model caps what it takes for logits, (B, S, V).
+    return loss if head.softcap is None else CAPPED_LOSS_SCALE * loss.reshape(*(loss.shape or (1, 1)), 1)
 
 
 def rotation_base(model: nn.Module, path: str, rotation: nn.Module) -> float:
@@ -213,7 +216,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
 }
 
 # What a fused last layer keeps: options of the loss and their targets, which it has within Fused.loss.
-_HEAD_STATE: dict[str, Any] = {"targets": None, "loss_options": {}, "copy": None, "gradient_dtype": None}
+_HEAD_STATE: dict[str, Any] = dict.fromkeys(("targets", "copy", "gradient_dtype", "softcap")) | {"loss_options": {}}
 
 # Where a fused model keeps its handle.
 _HANDLE = "fused_kernels"
@@ -244,7 +247,7 @@ class Fused:
         model: nn.Module,
         replacements: Mapping[nn.Module, Replacement],
         kernels: Collection[str],
-        head: nn.Module | None,
+        head: Head | None,
         recognized: Mapping[str, int] | None = None,
     ):
         self.copies: WeightCopies | None = None
@@ -257,9 +260,9 @@ class Fused:
             module.__dict__["forward"] = types.MethodType(forward, module)
             for name in stacks:
                 module.__dict__[name] = module.__dict__["gradient_dtype"] = None
-        self._head: Any = head
+        self._head: Any = None if head is None else head.layer
         if head is not None:
-            head.__dict__.update(_HEAD_STATE)
+            head.layer.__dict__.update(_HEAD_STATE, softcap=head.softcap)
         model.__dict__[_HANDLE] = self
 
     @property
@@ -275,10 +278,11 @@ class Fused:
             tokens: int64 (batch, sequence).
             targets: int64 (batch, sequence).
             options: of :func:`linear_cross_entropy`: ``ignore_index``, ``label_smoothing``, ``z_loss``, ``reduction``,
-                ``softcap``, ``class_weight``.
+                ``softcap`` (not for a model that caps its logits itself), ``class_weight``.
 
         Raises:
-            UsageError: no last layer without a bias computes what the model returns, or this kernel was left out.
+            UsageError: no last layer without a bias computes what the model returns, this kernel was left out, or the
+                logits would be capped twice.
         """
         if "linear-cross-entropy" in self._lacks:
             raise UsageError("the loss without logits is linear-cross-entropy: the model was fused without it")
@@ -286,14 +290,22 @@ class Fused:
             name = type(self._model).__name__
             raise UsageError(
                 f"the loss without logits needs a last layer without a bias, whose output the model returns unchanged "
-                f"({HEAD} in models of cs336_basics): {name} has none"
+                f"or capped ({HEAD} in models of cs336_basics): {name} has none"
+            )
+        softcap = self._head.softcap
+        if softcap is not None and options.get("softcap") is not None:
+            raise UsageError(
+                f"softcap {options['softcap']}: the model caps its logits at {softcap:g} itself; leave it out"
             )
         if self.copies is not None:
             self.copies.refresh_changed()
         self._head.__dict__.update(targets=targets, loss_options=options)
         try:
             output = model(tokens)
-            return getattr(output, "logits", output)
+            loss = getattr(output, "logits", output)
+            if softcap is None:
+                return loss
+            return loss.view(targets.shape if options.get("reduction") == "none" else ()) / CAPPED_LOSS_SCALE
         finally:
             self._head.__dict__["targets"] = None
 
@@ -431,8 +443,9 @@ def fuse(model: nn.Module, attention: Attention | None = None, only: Collection[
     - ``Embedding`` (``weight``), where there is one that is not torch's own, ``embedding_rows``.
 
     In any other model, modules are recognized by their outputs (:mod:`~cs336sys.kernels.recognition`): RMSNorms,
-    SwiGLUs, a last layer whose output the model returns unchanged and does not read, and, once the handle keeps copies
-    of the weights, every linear layer without a bias. Rotations and residual additions stay as they are.
+    SwiGLUs, a last layer whose output the model returns unchanged or as ``cap * tanh(output / cap)`` (Gemma 2) and does
+    not read, and, once the handle keeps copies of the weights, every linear layer without a bias. Rotations and
+    residual additions stay as they are.
 
     Parameters, their names and the state dict stay as they are. Fuse before ``torch.compile`` compiles.
 
@@ -488,10 +501,10 @@ def _fuse_named(model: nn.Module, attention: Attention | None, kernels: Collecti
             }
             replacements[module] = Replacement(forward, stacks)
     head = find_head(model) if "linear-cross-entropy" in kernels else None
-    if head is not getattr(model, HEAD, None):
+    if head is not None and head.layer is not getattr(model, HEAD, None):
         head = None
     if head is not None:
-        replacements[head] = Replacement(head_forward)
+        replacements[head.layer] = Replacement(head_forward)
     if not replacements:
         raise UsageError(
             f"{type(model).__name__} has the class names of cs336_basics, but none of its modules computes what "
@@ -549,7 +562,7 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
             replacement = Replacement(
                 gate_forward(gate), {"gate_up_copy": tuple(layers[:2]), "down_copy": tuple(layers[2:])}
             )
-        elif module is head:
+        elif head is not None and module is head.layer:
             replacement = Replacement(head_forward)
         elif kernels is KERNELS and is_linear(module) and owns(module):
             replacement = Replacement(_linear_forward, {"weight_copy": (module,)})
@@ -562,7 +575,7 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
         raise UsageError(
             f"{type(model).__name__} has no module that {', '.join(missing)} can replace: in a model without the "
             f"classes {', '.join(ATTRIBUTES)}, fused kernels replace RMSNorms, SwiGLUs of three linear layers without "
-            "biases, and such a layer at the end whose output the model returns"
+            "biases, and such a layer at the end whose output the model returns or caps"
         )
     recognized = {kernel: counts[kernel] for kernel in KERNELS if kernel in counts}
     return Fused(model, replacements, kernels, head, recognized)

@@ -3,15 +3,17 @@
 import contextlib
 import inspect
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import EllipsisType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336sys.kernels.rms_norm import reference_rms_norm
 from cs336sys.kernels.rope import reference_rope
@@ -30,6 +32,20 @@ _LEADING = ((2,), (), (1, 2))
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 # Largest error of a gradient in float32, likewise.
 _GRADIENT_TOLERANCE = 1e-3
+
+
+# An operation, its arguments and its named arguments, with ... for the result of the operation before.
+_Step = tuple[Callable, tuple, dict[str, Any]]
+
+# A loss times this goes through the cap of logits as it is: tanh(x) is x, and its derivative 1, where x is so small.
+CAPPED_LOSS_SCALE = 2.0**-40
+
+
+class Head(NamedTuple):
+    """The layer that computes logits, of which the model returns ``softcap * tanh(logits / softcap)`` if not None."""
+
+    layer: nn.Module
+    softcap: float | None
 
 
 class Gate(NamedTuple):
@@ -144,21 +160,37 @@ def is_prenorm_block(block: nn.Module) -> bool:
         return _computes(block, expected, {})
 
 
-def find_head(model: nn.Module) -> nn.Module | None:
-    """Return the last linear layer if the model returns its output unchanged, directly or as ``.logits``.
+def find_head(model: nn.Module) -> Head | None:
+    """Return the last linear layer if the model returns its output unchanged or capped, directly or as ``.logits``.
 
-    The model runs twice on two tokens, without attention, whose values do not matter here: in training mode and in
-    evaluation mode. A model that reads its logits or changes them, in place too, has no head.
+    The model runs on two tokens, without attention, whose values do not matter here: in training mode and in
+    evaluation mode. A model that reads its logits or changes them otherwise, in place too, has no head.
     """
     layers = [module for module in model.modules() if is_linear(module)]
     if not layers:
         return None
     head = layers[-1]
+
+    vocab_size = len(head.get_parameter("weight"))
     with _restored_modes(model):
-        return head if all(_returns_output(model.train(mode), head, batch=1 + mode) for mode in (True, False)) else None
+
+        def record(*shape: int) -> list[list[_Step] | None]:
+            return [_record_logits(model.train(mode), head, 1 + mode, shape) for mode in (True, False)]
+
+        if record() == [[], []]:
+            return Head(head, None)
+        # A loss later stands where logits do.
+        steps, *others = record(1, 1, vocab_size) + record(1, 1, 1)
+    softcap = _read_softcap(steps, vocab_size) if steps and all(other == steps for other in others) else None
+    return None if softcap is None else Head(head, softcap)
 
 
-def _returns_output(model: nn.Module, head: nn.Module, batch: int) -> bool:
+def _record_logits(model: nn.Module, head: nn.Module, batch: int, shape: tuple[int, ...]) -> list[_Step] | None:
+    """Return the operations that turn the output of ``head`` into the model's; None if these are not a chain.
+
+    Args:
+        shape: of the tensor that stands for the logits.
+    """
     weight = head.get_parameter("weight")
     device, tokens = weight.device, (batch, 2)
     # Fake tensors may be on a GPU that this machine lacks.
@@ -166,10 +198,10 @@ def _returns_output(model: nn.Module, head: nn.Module, batch: int) -> bool:
     watch = _Watch()
 
     def mark(hidden: Tensor) -> Tensor:
-        if hidden.shape != (*tokens, weight.shape[1]):
-            raise ValueError("this layer does not compute the logits of every token")
-        watch.marks.append(hidden.new_zeros(()))
-        return watch.marks[-1]
+        if hidden.shape != (*tokens, weight.shape[1]) or watch.results:
+            raise ValueError("this layer does not compute the logits of every token, or not once")
+        watch.results.append(hidden.new_zeros(shape))
+        return watch.results[0]
 
     def no_attention(*inputs: Any, **named: Any) -> Tensor:
         query, _, value, *_ = (*inputs, *named.values())
@@ -190,25 +222,71 @@ def _returns_output(model: nn.Module, head: nn.Module, batch: int) -> bool:
                     stack.enter_context(mock.patch.object(source, name, no_attention))
             output = model(torch.full(tokens, batch - 1, dtype=torch.int64, device=device))
     except Exception:
-        return False
-    logits = getattr(output, "logits", output)
-    return len(watch.marks) == 1 and logits is watch.marks[0] and not watch.is_used
+        return None
+    is_last = bool(watch.results) and getattr(output, "logits", output) is watch.results[-1]
+    return watch.steps if is_last and watch.is_chain else None
 
 
 class _Watch(TorchDispatchMode):
-    """Notes whether an operation takes one of some tensors, or another one of the same memory."""
+    """Records the operations that take a tensor, what they make of it, or another tensor of the same memory.
+
+    Attributes:
+        results: the tensor, and the result of each operation.
+        is_chain: whether each operation takes the result of the one before it, and no other tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.marks: list[Tensor] = []
-        self.is_used = False
+        self.results: list[Any] = []
+        self.steps: list[_Step] = []
+        self.is_chain = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.marks:
-            memory = {mark.untyped_storage()._cdata for mark in self.marks}
+        output = func(*args, **(kwargs or {}))
+        # Fake tensors ask for their device by an operation.
+        if self.results and self.is_chain and func.namespace != "prim":
+            memory = {result.untyped_storage()._cdata for result in self.results}
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self.is_used |= any(tensor.untyped_storage()._cdata in memory for tensor in tensors)
-        return func(*args, **(kwargs or {}))
+            if any(tensor.untyped_storage()._cdata in memory for tensor in tensors):
+                self.is_chain = len(tensors) == 1 and tensors[0] is self.results[-1] and isinstance(output, Tensor)
+                self.results.append(output)
+                self.steps.append((func, *tree_map_only(Tensor, lambda _: ..., (args, kwargs or {}))))
+        return output
+
+
+def _cap(logits: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(logits / softcap)
+
+
+def _read_softcap(steps: list[_Step], vocab_size: int) -> float | None:
+    """Return c if the operations compute ``c tanh(logits / c)``, of logits and of a loss times ``CAPPED_LOSS_SCALE``.
+
+    Tried in float32 and in bfloat16, with gradients. None for any other operations.
+    """
+
+    def compute(logits: Tensor) -> Tensor:
+        logits = logits.clone()
+        for func, args, kwargs in steps:
+            args, kwargs = tree_map_only(EllipsisType, lambda _, logits=logits: logits, (args, kwargs))
+            logits = func(*args, **kwargs)
+        return logits
+
+    with _tried_apart():
+        try:
+            softcap = compute(torch.full((1, 1, vocab_size), torch.inf, device="cpu")).max().item()
+        except Exception:
+            return None
+        if not 0 < softcap < math.inf:
+            return None
+        rows = softcap * torch.tensor(_SCALES, device="cpu")[:, None]
+        logits = [rows * torch.randn((batch, len(_SCALES), vocab_size), device="cpu") for batch in (1, 2)]
+        losses = [CAPPED_LOSS_SCALE * torch.rand(shape, device="cpu") for shape in ((1, 1, 1), (2, 3, 1))]
+        for dtype, trial in itertools.product(_TOLERANCES, logits):
+            # A model may cap bfloat16 logits in float32.
+            wide = compute(trial.to(dtype)).dtype
+            if not _agrees(compute, lambda x, wide=wide: _cap(x.to(wide), softcap), [trial.to(dtype)]):
+                return None
+        return softcap if all(_agrees(compute, torch.clone, [loss]) for loss in losses) else None
 
 
 def _computes(
@@ -298,7 +376,7 @@ def _agrees(
     if not all(torch.equal(leaf, tensor) for leaf, tensor in zip(leaves, inputs, strict=True)):
         return False
     # Those in bfloat16 are sums of rounded numbers.
-    return expected.dtype != torch.float32 or all(
+    return inputs[0].dtype != torch.float32 or all(
         _is_close(gradient, other, _GRADIENT_TOLERANCE)
         for gradient, other in zip(gradients, expected_gradients, strict=True)
     )

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from cs336sys.errors import UsageError
 from cs336sys.kernels import fuse as module
@@ -237,13 +238,13 @@ def test_modules_are_recognized_on_meta_and_fake_tensors():
         (Model, True),
         (lambda: Model(output=lambda logits: logits), True),
         (lambda: Model(scale=0.5), False),
-        (lambda: Model(output=lambda logits: logits.tanh()), False),
+        (lambda: Model(output=lambda logits: logits.sigmoid()), False),
         (lambda: Model(output=lambda logits: logits[:, -1]), False),
         (lambda: Model(output=lambda logits: (logits,)), False),
         (lambda: nn.Sequential(nn.Linear(3, 3, bias=False)), False),
         (lambda: nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3)), False),
     ],
-    ids=["object", "tensor", "scaled", "capped", "last alone", "tuple", "not of tokens", "bias"],
+    ids=["object", "tensor", "scaled", "sigmoid", "last alone", "tuple", "not of tokens", "bias"],
 )
 def test_head_is_recognized_if_the_model_returns_its_output(build, is_head):
     model = build()
@@ -290,6 +291,118 @@ def test_head_with_a_hook_that_changes_its_output_is_left_alone():
     model = Model()
     model.unembed.register_forward_hook(lambda module, inputs, output: 2 * output)
     assert find_head(model) is None
+
+
+def cap(logits, softcap=15):
+    return softcap * torch.tanh(logits / softcap)
+
+
+@pytest.mark.parametrize(
+    ("output", "softcap"),
+    [
+        (cap, 15),
+        (lambda logits: cap(logits[..., :VOCABULARY].float()), 15),
+        (lambda logits: SimpleNamespace(logits=torch.tanh(logits * 2) * 0.5), 0.5),
+        (lambda logits: logits.div_(50.3).tanh_().mul(50.3), pytest.approx(50.3)),
+        (lambda logits: logits.tanh(), 1),
+    ],
+    ids=["gemma", "nanochat", "half", "in place", "one"],
+)
+@pytest.mark.parametrize("place", ["cpu", "meta", "fake"])
+def test_cap_of_logits_is_recognized(output, softcap, place):
+    with FakeTensorMode() if place == "fake" else torch.device(place):
+        head = find_head(Model(output=output))
+    assert head is not None
+    assert head.softcap == softcap
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        lambda logits: 2 * cap(logits),
+        lambda logits: cap(logits) + 0.01 * logits,
+        lambda logits: cap(logits + 1),
+        lambda logits: 30 * torch.sigmoid(logits / 7.5),
+        lambda logits: 15 * (2 * torch.sigmoid(logits / 7.5) - 1),
+        lambda logits: 15 * F.softsign(logits / 15),
+        lambda logits: logits.clamp(-15, 15),
+        lambda logits: cap(logits.detach()),
+        lambda logits: cap(logits.bfloat16()).float(),
+        lambda logits: cap(logits[..., : VOCABULARY - 1]),
+        lambda logits: cap(logits.view(-1, 2, VOCABULARY)),
+        lambda logits: (logits.exp(), cap(logits))[1],
+        lambda logits: (lambda capped: (capped.exp(), capped)[1])(cap(logits)),
+        lambda logits: 15 * (logits / 15).tanh_().exp().log(),
+    ],
+    ids=["twice", "leaky", "shifted", "sigmoid", "by sigmoid", "softsign", "clamp", "detached", "rounded", "cut",
+         "shape", "read", "read after", "negative"],
+)  # fmt: skip
+def test_head_is_left_alone_if_its_output_is_capped_otherwise(output):
+    assert find_head(Model(output=output)) is None
+
+
+def test_head_is_left_alone_if_its_cap_depends_on_the_mode():
+    model = Model()
+    model.output = lambda logits: cap(logits, 15 if model.training else 30)
+    assert find_head(model) is None
+
+
+def gemma(name, **config):
+    import transformers
+
+    config = dict(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=1, head_dim=8,
+                  num_attention_heads=2, num_key_value_heads=1, **config)  # fmt: skip
+    return getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, config.pop("of", f"{name}Config"))(**config)
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "softcap"),
+    [
+        (lambda: gemma("Gemma2"), 30),
+        (lambda: gemma("Gemma3", of="Gemma3TextConfig", final_logit_softcapping=2.5), 2.5),
+        (lambda: gemma("Gemma3", of="Gemma3TextConfig"), None),
+        (lambda: Model(output=lambda logits: cap(logits[..., :VOCABULARY].float(), 0.5)), 0.5),
+    ],
+    ids=["gemma 2", "gemma 3 capped", "gemma 3", "nanochat"],
+)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_capped_model_has_the_losses_and_gradients_of_the_plain_one(build, softcap, reduction, device):
+    torch.manual_seed(0)
+    with device:
+        model = build()
+    plain = copy.deepcopy(model)
+    handle = fuse(model)
+    assert handle.recognized["linear-cross-entropy"] == 1
+    ((tokens, targets),) = batches(1, device)
+    logits = plain(tokens)
+    logits = getattr(logits, "logits", logits)
+    expected = F.cross_entropy(logits.mT, targets, reduction=reduction)
+    loss = handle.loss(model, tokens, targets, reduction=reduction)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    loss.sum().backward()
+    expected.sum().backward()
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-3, atol=1e-5, msg=name)
+    if softcap is not None:
+        with pytest.raises(UsageError, match=f"softcap 3.0: the model caps its logits at {softcap} itself; leave it"):
+            handle.loss(model, tokens, targets, softcap=3.0)
+
+
+def test_capped_model_is_compiled_and_keeps_copies(device):
+    torch.manual_seed(0)
+    with device:
+        model = Model(output=cap)
+    plain = copy.deepcopy(model)
+    handle = fuse(model)
+    ((tokens, targets),) = batches(1, device)
+    expected = F.cross_entropy(plain(tokens).mT, targets)
+    loss = handle.loss(torch.compile(model, backend="aot_eager", fullgraph=True), tokens, targets)
+    torch.testing.assert_close(loss, expected)
+    handle.keep_copies(torch.bfloat16)
+    with torch.autocast(device.type, torch.bfloat16):
+        torch.testing.assert_close(handle.loss(model, tokens, targets), expected, rtol=1e-2, atol=1e-2)
 
 
 def batches(steps, device):
