@@ -1,6 +1,7 @@
 """A linear layer and the cross-entropy of its logits, of which only one chunk of tokens exists at a time."""
 
 import math
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,41 +66,83 @@ def _load_class_weights(class_weight_ptr, column, num_columns, WEIGHTED: tl.cons
 
 
 @triton.jit
-def _logit_gradient(
-    x, column, target, maximum, softmax_factor, target_share, other_share, scale, softcap, CAPPED: tl.constexpr
-):
+def _reduce_row(
+    logits_ptr, class_weight_ptr, origin, tile, last, num_columns, row_stride, softcap,
+    SMOOTHED: tl.constexpr, CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, COLUMN_TILE: tl.constexpr,
+):  # fmt: skip
+    """The last tile of a row's logits, their maximum, the sum of exp(x - maximum), and the sum of weight (x - origin).
+
+    The weights, of the last tile, are 1 where they or label smoothing are not asked for.
+    """
+    maximum = -float("inf")
+    total = 0.0
+    sum_of_logits = 0.0
+    for start in range(0, last, COLUMN_TILE):
+        x = _load_logits(logits_ptr + start + tile, None, None, softcap, CAPPED)
+        maximum, total = _accumulate(x, maximum, total)
+        if SMOOTHED:
+            weights = _load_class_weights(class_weight_ptr, start + tile, num_columns, WEIGHTED)
+            sum_of_logits += tl.sum(weights * (x - origin), axis=0)
+    column = last + tile
+    in_row = column < num_columns
+    # Up to the stride, which is a multiple of what a thread reads at once, and not up to the last column.
+    last_x = _load_logits(logits_ptr + column, column < row_stride, 0.0, softcap, CAPPED)
+    x = tl.where(in_row, last_x, -float("inf"))
+    maximum, total = _accumulate(x, maximum, total)
+    weights = _load_class_weights(class_weight_ptr, column, num_columns, SMOOTHED and WEIGHTED)
+    if SMOOTHED:
+        sum_of_logits += tl.sum(tl.where(in_row, weights * (last_x - origin), 0.0), axis=0)
+    return x, maximum, total, weights, sum_of_logits
+
+
+@triton.jit
+def _share_loss(
+    loss, origin_loss, sum_of_logits, target_weight, total_weight_ptr, num_columns, label_smoothing,
+    SMOOTHED: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """The loss of a token, and the shares in it of the target, of each other column, and of the softmax.
+
+    ``origin_loss`` and ``sum_of_logits`` are as if the origin of the logits were the target.
+    """
+    target_share = target_weight
+    softmax_share = target_weight
+    other_share = 0.0
+    if SMOOTHED:
+        other_share = label_smoothing / num_columns
+        total_weight = num_columns.to(tl.float32)
+        if WEIGHTED:
+            total_weight = tl.load(total_weight_ptr)
+        target_share *= 1.0 - label_smoothing
+        softmax_share = target_share + other_share * total_weight
+        loss = target_share * loss + other_share * (total_weight * origin_loss - sum_of_logits)
+    elif WEIGHTED:
+        loss *= target_weight
+    return loss, target_share, other_share, softmax_share
+
+
+# What all columns of a row have in common.
+Shares = namedtuple("Shares", "target maximum softmax_factor target_share other_share scale softcap")
+
+
+@triton.jit
+def _logit_gradient(x, column, weights, shares, CAPPED: tl.constexpr):
+    """d loss / d x_j = softmax_share softmax(x)_j - target_share [j = target] - other_share weight_j, scaled."""
     # The maximum and log(sum) stay apart: their sum has no digits left for log(sum) where all logits are large.
-    gradient = softmax_factor * tl.exp(x - maximum) - other_share - tl.where(column == target, target_share, 0.0)
+    softmax = shares.softmax_factor * tl.exp(x - shares.maximum)
+    gradient = softmax - shares.other_share * weights - tl.where(column == shares.target, shares.target_share, 0.0)
     if CAPPED:
-        gradient *= 1.0 - (x / softcap) * (x / softcap)
+        gradient *= 1.0 - (x / shares.softcap) * (x / shares.softcap)
     # Tokens that are left out have a scale of zero, and a gradient of zero whatever their logits are.
-    return tl.where(scale == 0.0, 0.0, gradient * scale)
+    return tl.where(shares.scale == 0.0, 0.0, gradient * shares.scale)
 
 
 @triton.jit
 def cross_entropy_forward_kernel(
-    logits_ptr,
-    target_ptr,
-    divisor_ptr,
-    loss_ptr,
-    logsumexp_ptr,
-    class_weight_ptr,
-    total_weight_ptr,
-    grad_loss_ptr,
-    row_stride,
-    num_columns,
-    ignore_index,
-    label_smoothing,
-    z_loss,
-    softcap,
-    SMOOTHED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    WITH_GRADIENT: tl.constexpr,
-    AVERAGED: tl.constexpr,
-    SCALED: tl.constexpr,
-    COLUMN_TILE: tl.constexpr,
-):
+    logits_ptr, target_ptr, divisor_ptr, loss_ptr, logsumexp_ptr, class_weight_ptr, total_weight_ptr, grad_loss_ptr,
+    row_stride, num_columns, ignore_index, label_smoothing, z_loss, softcap, SMOOTHED: tl.constexpr,
+    CAPPED: tl.constexpr, WEIGHTED: tl.constexpr, WITH_GRADIENT: tl.constexpr, AVERAGED: tl.constexpr,
+    SCALED: tl.constexpr, COLUMN_TILE: tl.constexpr,
+):  # fmt: skip
     """Each program turns one token's logits into its loss, and in place into their gradient.
 
     The row is read from the front to the back, and again from the back to the front: its last tile stays in registers.
@@ -117,44 +160,20 @@ def cross_entropy_forward_kernel(
     origin = tl.where(target_logit == -float("inf"), 0.0, target_logit)
 
     tile = tl.arange(0, COLUMN_TILE)
-    maximum = -float("inf")
-    total = 0.0
-    sum_of_logits = 0.0
     last = (tl.cdiv(num_columns, COLUMN_TILE) - 1) * COLUMN_TILE
-    for start in range(0, last, COLUMN_TILE):
-        x = _load_logits(logits_ptr + start + tile, None, None, softcap, CAPPED)
-        maximum, total = _accumulate(x, maximum, total)
-        if SMOOTHED:
-            weights = _load_class_weights(class_weight_ptr, start + tile, num_columns, WEIGHTED)
-            sum_of_logits += tl.sum(weights * (x - origin), axis=0)
-    column = last + tile
-    in_row = column < num_columns
-    # Up to the stride, which is a multiple of what a thread reads at once, and not up to the last column.
-    last_x = _load_logits(logits_ptr + column, column < row_stride, 0.0, softcap, CAPPED)
-    x = tl.where(in_row, last_x, -float("inf"))
-    maximum, total = _accumulate(x, maximum, total)
-
+    x, maximum, total, weights, sum_of_logits = _reduce_row(
+        logits_ptr, class_weight_ptr, origin, tile, last, num_columns, row_stride, softcap,
+        SMOOTHED, CAPPED, WEIGHTED, COLUMN_TILE,
+    )  # fmt: skip
     log_total = tl.log(total)
     tl.store(logsumexp_ptr + row, tl.where(maximum == float("inf"), maximum, maximum + log_total))
     # As of PyTorch's: the softmax of a row with an infinite logit is NaN.
     maximum = tl.where(tl.abs(maximum) == float("inf"), float("nan"), maximum)
     logsumexp = maximum + log_total
-    target_share = target_weight
-    loss = maximum - target_logit + log_total
-    other_share = 0.0
-    softmax_share = target_weight
-    if SMOOTHED:
-        weights = _load_class_weights(class_weight_ptr, column, num_columns, WEIGHTED)
-        sum_of_logits += tl.sum(tl.where(in_row, weights * (last_x - origin), 0.0), axis=0)
-        other_share = label_smoothing / num_columns
-        total_weight = num_columns.to(tl.float32)
-        if WEIGHTED:
-            total_weight = tl.load(total_weight_ptr)
-        target_share *= 1.0 - label_smoothing
-        softmax_share = target_share + other_share * total_weight
-        loss = target_share * loss + other_share * (total_weight * (maximum - origin + log_total) - sum_of_logits)
-    elif WEIGHTED:
-        loss *= target_weight
+    loss, target_share, other_share, softmax_share = _share_loss(
+        maximum - target_logit + log_total, maximum - origin + log_total, sum_of_logits, target_weight,
+        total_weight_ptr, num_columns, label_smoothing, SMOOTHED, WEIGHTED,
+    )  # fmt: skip
     is_counted = target != ignore_index
     tl.store(loss_ptr + row, tl.where(is_counted, loss + z_loss * logsumexp * logsumexp, 0.0))
 
@@ -166,24 +185,15 @@ def cross_entropy_forward_kernel(
         if SCALED:
             scale *= tl.load(grad_loss_ptr + row)
         scale = tl.where(is_counted, scale, 0.0)
-        # d loss / d x_j = softmax_share softmax(x)_j - target_share [j = target] - other_share weight_j
         softmax_factor = (softmax_share + 2.0 * z_loss * logsumexp) / total
-        column_share = other_share
-        if SMOOTHED:
-            column_share = other_share * weights
-        gradient = _logit_gradient(
-            x, column, target, maximum, softmax_factor, target_share, column_share, scale, softcap, CAPPED
-        )
-        tl.store(logits_ptr + column, gradient, mask=column < row_stride)
+        column = last + tile
+        shares = Shares(target, maximum, softmax_factor, target_share, other_share, scale, softcap)
+        tl.store(logits_ptr + column, _logit_gradient(x, column, weights, shares, CAPPED), mask=column < row_stride)
         for done in range(0, last, COLUMN_TILE):
             column = last - COLUMN_TILE - done + tile
             x = _load_logits(logits_ptr + column, None, None, softcap, CAPPED)
-            if SMOOTHED:
-                column_share = other_share * _load_class_weights(class_weight_ptr, column, num_columns, WEIGHTED)
-            gradient = _logit_gradient(
-                x, column, target, maximum, softmax_factor, target_share, column_share, scale, softcap, CAPPED
-            )
-            tl.store(logits_ptr + column, gradient)
+            weights = _load_class_weights(class_weight_ptr, column, num_columns, SMOOTHED and WEIGHTED)
+            tl.store(logits_ptr + column, _logit_gradient(x, column, weights, shares, CAPPED))
 
 
 @triton.jit
@@ -242,6 +252,10 @@ class LossOptions(NamedTuple):
     softcap: float | None = None
     class_weight: Tensor | None = None
     grad_loss: Tensor | None = None
+
+    @property
+    def is_averaged(self) -> bool:
+        return self.reduction == "mean"
 
     @property
     def is_deferred(self) -> bool:
@@ -370,37 +384,20 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, logsumexp, gradients of hidden and weight (empty where not needed), and what these still lack as a factor.
 
-    The factor is empty if it is 1. Of float16, which could not hold gradients that small, it is 1 over the number of
-    tokens or the largest of ``grad_loss``. ``arguments``: :class:`LossOptions`.
+    ``arguments``: :class:`LossOptions`.
     """
     options = LossOptions(*arguments)
     check_arguments(hidden, weight, targets, options)
     check_tensors("linear_cross_entropy", cross_entropy_forward_kernel, hidden=hidden, weight=weight)
-    dtype, copy, class_weight, grad_loss = options.dtype, options.copy, options.class_weight, options.grad_loss
+    dtype = options.dtype
     needs_grad_hidden, needs_grad_weight = options.makes_gradients
     vocab_size, width = weight.shape
     targets = targets.reshape(-1).contiguous()
     num_tokens = len(targets)
-    divisor = _count_targets(targets, vocab_size, options.ignore_index)
-    total_weight = divisor
-    if class_weight is not None:
-        class_weight = class_weight.contiguous()
-        is_counted = targets != options.ignore_index
-        divisor = class_weight[targets.where(is_counted, 0)].where(is_counted, 0).sum()
-        total_weight = class_weight.sum()
-    factor = torch.empty(0, dtype=torch.float32, device=hidden.device)
-    is_averaged = options.reduction == "mean"
-    if dtype == torch.float16 and is_averaged:
-        # Without a token to be counted all gradients are zero, and stay so.
-        factor = divisor.to(torch.float32).reciprocal().where(divisor != 0, 1)
-    if grad_loss is not None:
-        # The gradient of a sum is one number that is read as many: of stride 0.
-        grad_loss = grad_loss.reshape(-1).to(torch.float32).contiguous()
-        if dtype == torch.float16 and num_tokens:
-            factor = grad_loss.abs().max()
-            grad_loss = (grad_loss / factor).where(factor != 0, 0)
+    divisor, total_weight = _count_weights(targets, vocab_size, options)
+    factor, grad_loss = _split_factor(divisor, options)
     rows = as_rows(hidden)
-    compute_weight = weight.to(dtype) if copy is None else copy
+    compute_weight = weight.to(dtype) if options.copy is None else options.copy
 
     losses, logsumexp = (torch.empty(num_tokens, dtype=torch.float32, device=hidden.device) for _ in range(2))
     grad_hidden = torch.empty((num_tokens, width) if needs_grad_hidden else 0, dtype=dtype, device=hidden.device)
@@ -415,42 +412,16 @@ def launch_forward(
             grad_weight.zero_()
 
     step = chunk_tokens(max(1, num_tokens), chunk_bytes, token_bytes)
-    row_stride = token_bytes // dtype.itemsize
     aligned = vocab_size // PRODUCT_ALIGNMENT * PRODUCT_ALIGNMENT
     parts = [part for part in (slice(0, aligned), slice(aligned, vocab_size)) if part.stop > part.start]
-    buffer = torch.empty((min(step, num_tokens), row_stride), dtype=dtype, device=hidden.device)
-    column_tile = min(MAX_COLUMN_TILE, max(COLUMNS_OF_A_WARP, triton.next_power_of_2(vocab_size)))
+    buffer = torch.empty((min(step, num_tokens), token_bytes // dtype.itemsize), dtype=dtype, device=hidden.device)
     for start in range(0, num_tokens, step):
         chunk = slice(start, min(start + step, num_tokens))
         logits = buffer[: chunk.stop - start, :vocab_size]
         for part in parts:
             torch.mm(rows[chunk], compute_weight[part].mT, out=logits[:, part])
-        with torch.cuda.device_of(hidden):
-            cross_entropy_forward_kernel[(len(logits),)](
-                logits,
-                targets[chunk],
-                divisor,
-                losses[chunk],
-                logsumexp[chunk],
-                class_weight,
-                total_weight,
-                None if grad_loss is None else grad_loss[chunk],
-                row_stride,
-                vocab_size,
-                options.ignore_index,
-                options.label_smoothing,
-                options.z_loss,
-                options.softcap or 0.0,
-                SMOOTHED=options.label_smoothing > 0,
-                CAPPED=options.softcap is not None,
-                WEIGHTED=class_weight is not None,
-                WITH_GRADIENT=needs_grad_hidden or needs_grad_weight,
-                AVERAGED=is_averaged and dtype != torch.float16,
-                SCALED=grad_loss is not None,
-                COLUMN_TILE=column_tile,
-                num_warps=column_tile // COLUMNS_OF_A_WARP,
-                enable_fp_fusion=True,
-            )
+        of_tokens = (None if tensor is None else tensor[chunk] for tensor in (targets, losses, logsumexp, grad_loss))
+        _launch_kernel(logits, *of_tokens, divisor, total_weight, options)
         for part in parts:
             if needs_grad_hidden:
                 grad = grad_hidden[chunk]
@@ -464,10 +435,80 @@ def launch_forward(
 
     if kept == torch.bfloat16:
         grad_weight = grad_weight.to(kept)
-    loss = losses.sum() / divisor if is_averaged else losses.sum()
+    loss = losses.sum() / divisor if options.is_averaged else losses.sum()
     if options.reduction == "none":
         loss = losses.view(hidden.shape[:-1])
     return loss, logsumexp.view(hidden.shape[:-1]), grad_hidden, grad_weight, factor
+
+
+def _count_weights(targets: Tensor, vocab_size: int, options: LossOptions) -> tuple[Tensor, Tensor]:
+    """Return the sum of the targets' weights, by which a mean is divided, and that of all classes' weights."""
+    count = _count_targets(targets, vocab_size, options.ignore_index)
+    if options.class_weight is None:
+        return count, count
+    is_counted = targets != options.ignore_index
+    weights = options.class_weight[targets.where(is_counted, 0)].where(is_counted, 0)
+    return weights.sum(), options.class_weight.sum()
+
+
+def _split_factor(divisor: Tensor, options: LossOptions) -> tuple[Tensor, Tensor | None]:
+    """Return the factor that the gradients still lack, empty if it is 1, and the other factor of each token.
+
+    Of float16, which could not hold gradients that small, a factor is 1 over the divisor or the largest of
+    ``grad_loss``.
+    """
+    factor, grad_loss = torch.empty(0, dtype=torch.float32, device=divisor.device), options.grad_loss
+    if options.dtype == torch.float16 and options.is_averaged:
+        # Without a token to be counted all gradients are zero, and stay so.
+        factor = divisor.to(torch.float32).reciprocal().where(divisor != 0, 1)
+    if grad_loss is not None:
+        # The gradient of a sum is one number that is read as many: of stride 0.
+        grad_loss = grad_loss.reshape(-1).to(torch.float32).contiguous()
+        if options.dtype == torch.float16 and len(grad_loss):
+            factor = grad_loss.abs().max()
+            grad_loss = (grad_loss / factor).where(factor != 0, 0)
+    return factor, grad_loss
+
+
+def _launch_kernel(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    logsumexp: Tensor,
+    grad_loss: Tensor | None,
+    divisor: Tensor,
+    total_weight: Tensor,
+    options: LossOptions,
+) -> None:
+    """Write losses and logsumexps of a chunk (tokens,), and into its logits (tokens, V) their gradients."""
+    vocab_size = logits.shape[1]
+    column_tile = min(MAX_COLUMN_TILE, max(COLUMNS_OF_A_WARP, triton.next_power_of_2(vocab_size)))
+    with torch.cuda.device_of(logits):
+        cross_entropy_forward_kernel[(len(logits),)](
+            logits,
+            targets,
+            divisor,
+            losses,
+            logsumexp,
+            None if options.class_weight is None else options.class_weight.contiguous(),
+            total_weight,
+            grad_loss,
+            logits.stride(0),
+            vocab_size,
+            options.ignore_index,
+            options.label_smoothing,
+            options.z_loss,
+            options.softcap or 0.0,
+            SMOOTHED=options.label_smoothing > 0,
+            CAPPED=options.softcap is not None,
+            WEIGHTED=options.class_weight is not None,
+            WITH_GRADIENT=any(options.makes_gradients),
+            AVERAGED=options.is_averaged and options.dtype != torch.float16,
+            SCALED=grad_loss is not None,
+            COLUMN_TILE=column_tile,
+            num_warps=column_tile // COLUMNS_OF_A_WARP,
+            enable_fp_fusion=True,
+        )
 
 
 def launch_scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensor:
@@ -499,7 +540,7 @@ def _fake_forward(
         kept_dtype(weight.dtype, options.dtype, options.gradient_dtype),
         options.makes_gradients,
     )
-    has_factor = options.dtype == torch.float16 and (options.reduction == "mean" or options.grad_loss is not None)
+    has_factor = options.dtype == torch.float16 and (options.is_averaged or options.grad_loss is not None)
     return (
         hidden.new_empty(hidden.shape[:-1] if options.reduction == "none" else (), dtype=torch.float32),
         hidden.new_empty(hidden.shape[:-1], dtype=torch.float32),

@@ -44,23 +44,10 @@ def _load_total(x, residual, total_ptr, row, column, width, mask, HAS_RESIDUAL: 
 
 @triton.jit
 def rms_norm_forward_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    y_ptr,
-    total_ptr,
-    inverse_rms_ptr,
-    x_strides,
-    residual_strides,
-    weight_stride,
-    num_rows,
-    width,
-    eps,
-    HAS_RESIDUAL: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    COLUMN_TILE: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, inverse_rms_ptr, x_strides, residual_strides, weight_stride,
+    num_rows, width, eps, HAS_RESIDUAL: tl.constexpr, ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr,
     ONE_TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Each program takes a tile of rows: y = total * inverse_rms * weight.
 
     ``total`` is x or x + residual, ``inverse_rms`` 1 / sqrt(mean(total^2) + eps).
@@ -95,6 +82,13 @@ def rms_norm_forward_kernel(
 
 
 @triton.jit
+def _rows_of_tile(tile, num_rows, ROW_TILE: tl.constexpr):
+    """The rows of a tile (ROW_TILE, 1), and whether they exist."""
+    row = (tile * ROW_TILE + tl.arange(0, ROW_TILE)).to(tl.int64)[:, None]
+    return row, row < num_rows
+
+
+@triton.jit
 def _load_normalized(total, grad_y, row, column, inverse_rms, mask):
     """A tile of n = total * inverse_rms and of y's gradient, in float32."""
     total_tile, grad_y_tile = _load_row(total, row, column, mask), _load_row(grad_y, row, column, mask)
@@ -117,27 +111,11 @@ def _store_grad(
 
 @triton.jit
 def rms_norm_backward_kernel(
-    grad_y_ptr,
-    grad_total_ptr,
-    total_ptr,
-    weight_ptr,
-    inverse_rms_ptr,
-    grad_x_ptr,
-    grad_residual_ptr,
-    partial_grad_weight_ptr,
-    grad_y_strides,
-    grad_total_strides,
-    total_strides,
-    weight_stride,
-    num_rows,
-    width,
-    HAS_GRAD_TOTAL: tl.constexpr,
-    WRITES_RESIDUAL: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    COLUMN_TILE: tl.constexpr,
-    ONE_TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    grad_y_ptr, grad_total_ptr, total_ptr, weight_ptr, inverse_rms_ptr, grad_x_ptr, grad_residual_ptr,
+    partial_grad_weight_ptr, grad_y_strides, grad_total_strides, total_strides, weight_stride, num_rows, width,
+    HAS_GRAD_TOTAL: tl.constexpr, WRITES_RESIDUAL: tl.constexpr, ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr,
+    ONE_TILE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Each program walks along its share of the tiles of rows and keeps one partial sum of the weight's gradient.
 
     n = x inverse_rms and g = grad_y weight give grad_x = inverse_rms (g - n mean(g n)), grad_weight = sum grad_y n.
@@ -153,8 +131,7 @@ def rms_norm_backward_kernel(
         weight = tl.load(weight_ptr + column * weight_stride, mask=column_mask, other=0.0).to(tl.float32)
         grad_weight = tl.zeros((ROW_TILE, COLUMN_TILE), dtype=tl.float32)
         for tile in tl.range(program, num_tiles, tl.num_programs(0), num_stages=STAGES):
-            row = (tile * ROW_TILE + tl.arange(0, ROW_TILE)).to(tl.int64)[:, None]
-            row_mask = row < num_rows
+            row, row_mask = _rows_of_tile(tile, num_rows, ROW_TILE)
             mask = row_mask & column_mask
             inverse_rms = tl.load(inverse_rms_ptr + row, mask=row_mask, other=0.0)
             normalized, grad_y = _load_normalized(total, grad_y_matrix, row, column, inverse_rms, mask)
@@ -168,8 +145,7 @@ def rms_norm_backward_kernel(
         tl.store(partial_grad_weight_ptr + column, tl.sum(grad_weight, axis=0, keep_dims=True), mask=column_mask)
     else:
         for tile in range(program, num_tiles, tl.num_programs(0)):
-            row = (tile * ROW_TILE + tl.arange(0, ROW_TILE)).to(tl.int64)[:, None]
-            row_mask = row < num_rows
+            row, row_mask = _rows_of_tile(tile, num_rows, ROW_TILE)
             inverse_rms = tl.load(inverse_rms_ptr + row, mask=row_mask, other=0.0)
             mean = tl.zeros((ROW_TILE, 1), dtype=tl.float32)
             for start in range(0, width, COLUMN_TILE):

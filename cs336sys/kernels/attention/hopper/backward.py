@@ -177,28 +177,10 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
 
 @gluon.jit(do_not_specialize=Shape._fields)
 def backward_kernel(
-    query,
-    key,
-    value,
-    grad_out,
-    statistics,
-    grad_key,
-    grad_value,
-    grad_query_sum,
-    turns,
-    pieces,
-    schedule,
-    num_key_heads,
-    num_queries,
-    num_keys,
-    padded_queries,
-    scale,
-    scale_log2,
-    group_size,
-    window,
-    window_tiles,
+    query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum, turns, pieces, schedule,
+    num_key_heads, num_queries, num_keys, padded_queries, scale, scale_log2, group_size, window, window_tiles,
     CONFIG: gl.constexpr,
-):
+):  # fmt: skip
     """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
 
     All tensors but the last four are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``

@@ -210,28 +210,10 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
 
 @gluon.jit(do_not_specialize=Shape._fields)
 def reducer_backward_kernel(
-    query,
-    key,
-    value,
-    grad_out,
-    statistics,
-    grad_query_sum,
-    grad_key,
-    grad_value,
-    turns,
-    pieces,
-    schedule,
-    num_key_heads,
-    num_queries,
-    num_keys,
-    padded_queries,
-    scale,
-    scale_log2,
-    group_size,
-    window,
-    window_tiles,
+    query, key, value, grad_out, statistics, grad_query_sum, grad_key, grad_value, turns, pieces, schedule,
+    num_key_heads, num_queries, num_keys, padded_queries, scale, scale_log2, group_size, window, window_tiles,
     CONFIG: gl.constexpr,
-):
+):  # fmt: skip
     """dK and dV of 128 keys of one sequence; adds their share of dQ / scale to grad_query_sum.
 
     All tensors but the last three are TMA descriptors: statistics (2 * sequences, padded_queries) as ``prepare_kernel``

@@ -171,28 +171,10 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
 
 @gluon.jit(do_not_specialize=Shape._fields)
 def wide_backward_kernel(
-    query,
-    key,
-    value,
-    grad_out,
-    statistics,
-    grad_key,
-    grad_value,
-    grad_query_sum,
-    turns,
-    pieces,
-    schedule,
-    num_key_heads,
-    num_queries,
-    num_keys,
-    padded_queries,
-    scale,
-    scale_log2,
-    group_size,
-    window,
-    window_tiles,
+    query, key, value, grad_out, statistics, grad_key, grad_value, grad_query_sum, turns, pieces, schedule,
+    num_key_heads, num_queries, num_keys, padded_queries, scale, scale_log2, group_size, window, window_tiles,
     CONFIG: gl.constexpr,
-):
+):  # fmt: skip
     """As ``backward.backward_kernel``, for 64 keys of one sequence."""
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     STAGES: gl.constexpr = CONFIG.stages

@@ -386,20 +386,9 @@ def _consumer(shared, logsumexp, scale_log2, CONSUMER: gl.constexpr, CONFIG: gl.
 
 @gluon.jit(do_not_specialize=["num_heads", "num_queries", "num_keys", "group_size", "window"])
 def forward_kernel(
-    query,
-    key,
-    value,
-    out,
-    logsumexp,
-    schedule,
-    num_heads,
-    num_queries,
-    num_keys,
-    scale_log2,
-    group_size,
-    window,
+    query, key, value, out, logsumexp, schedule, num_heads, num_queries, num_keys, scale_log2, group_size, window,
     CONFIG: gl.constexpr,
-):
+):  # fmt: skip
     """Output and logsumexp of all items that fall to a program; scale_log2 is log2(e) / sqrt(head dimension).
 
     ``query``, ``key``, ``value`` and ``out`` are TMA descriptors of (batch, head, row, element), ``logsumexp`` points

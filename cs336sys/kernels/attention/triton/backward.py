@@ -21,6 +21,7 @@ from cs336sys.kernels.attention.triton.tiles import (
     Rows,
     TileConfig,
     is_visible,
+    keys_of_stretch,
     load_rows,
     query_of_key,
     store_rows,
@@ -276,16 +277,8 @@ def query_pass(program, tensors, strides, numbers, CONFIG: tl.constexpr):
     first_key, first_whole, whole_keys, end_key = visible_keys(
         first_query, num_keys, numbers.window, numbers.diagonal, CONFIG
     )
-    # As in forward_kernel.
     for STRETCH in tl.static_range(3 if CONFIG.windowed else 2):
-        begin = first_whole
-        end = whole_keys
-        if STRETCH == 1:
-            begin = whole_keys
-            end = end_key
-        if STRETCH == 2:
-            begin = first_key
-            end = tl.minimum(first_whole, end_key)
+        begin, end = keys_of_stretch(STRETCH, first_key, first_whole, whole_keys, end_key)
         for start in tl.range(begin, end, CONFIG.key_rows):
             key_tile = load_rows(key_rows, start, CONFIG.key_rows, CONFIG, CONFIG.tma)
             value_tile = load_rows(value_rows, start, CONFIG.key_rows, CONFIG, CONFIG.tma)
@@ -310,32 +303,10 @@ def query_pass(program, tensors, strides, numbers, CONFIG: tl.constexpr):
 # All but padded_queries, a stride, of which the compiler is to know whether 16 divides it.
 @triton.jit(do_not_specialize=[name for name in Numbers._fields if name != "padded_queries"])
 def backward_kernel(
-    query,
-    key,
-    value,
-    grad_out,
-    statistics,
-    grad_query_sum,
-    grad_query,
-    grad_key,
-    grad_value,
-    out,
-    strides,
-    num_heads,
-    group_size,
-    num_sequences,
-    num_queries,
-    padded_queries,
-    num_keys,
-    window,
-    diagonal,
-    sequences_per_group,
-    key_programs,
-    num_splits,
-    scale,
-    scale_log2,
-    CONFIG: tl.constexpr,
-):
+    query, key, value, grad_out, statistics, grad_query_sum, grad_query, grad_key, grad_value, out, strides,
+    num_heads, group_size, num_sequences, num_queries, padded_queries, num_keys, window, diagonal,
+    sequences_per_group, key_programs, num_splits, scale, scale_log2, CONFIG: tl.constexpr,
+):  # fmt: skip
     """One pass or both: the first key_programs programs take tiles of keys, the others tiles of queries.
 
     Prepared: statistics is what prepare_kernel wrote, and out is not touched. Else it is the logsumexp of forward.

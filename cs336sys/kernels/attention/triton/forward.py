@@ -16,6 +16,7 @@ from cs336sys.kernels.attention.triton.tiles import (
     Rows,
     TileConfig,
     is_visible,
+    keys_of_stretch,
     load_rows,
     store_rows,
     tile_of_program,
@@ -45,36 +46,27 @@ def _partial_logsumexps(partial, num_sequences, num_queries, CONFIG: tl.constexp
     return partial + CONFIG.num_splits * CONFIG.head_dim * num_sequences.to(tl.int64) * num_queries
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_heads",
-        "group_size",
-        "num_sequences",
-        "num_queries",
-        "num_keys",
-        "window",
-        "diagonal",
-        "sequences_per_group",
-    ]
-)
+@triton.jit
+def _add_to_softmax(scores, scale_log2, row_max, row_sum):
+    """Weights of a tile's keys, the factor of what was summed before, and the new maximum and sum of each row."""
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    # A row that has seen only -inf keeps the maximum -inf; subtracting 0 then gives weights 0 instead of NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.math.exp2(scores * scale_log2 - shift[:, None])
+    rescale = tl.math.exp2(row_max - shift)
+    return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
+
+
+_COUNTS = namedtuple(
+    "Counts", "num_heads group_size num_sequences num_queries num_keys window diagonal sequences_per_group"
+)._fields
+
+
+@triton.jit(do_not_specialize=_COUNTS)
 def forward_kernel(
-    query,
-    key,
-    value,
-    out,
-    logsumexp,
-    strides,
-    num_heads,
-    group_size,
-    num_sequences,
-    num_queries,
-    num_keys,
-    window,
-    diagonal,
-    sequences_per_group,
-    scale_log2,
-    CONFIG: tl.constexpr,
-):
+    query, key, value, out, logsumexp, strides, num_heads, group_size, num_sequences, num_queries, num_keys, window,
+    diagonal, sequences_per_group, scale_log2, CONFIG: tl.constexpr,
+):  # fmt: skip
     """Output and logsumexp of query_rows queries of one sequence; scale_log2 is log2(e) times the scale.
 
     group_size heads of queries share one of keys. Windowed: a query sees only the last ``window`` keys up to its own.
@@ -102,16 +94,8 @@ def forward_kernel(
     row_sum = tl.zeros([QUERY_ROWS], tl.float32)
 
     first_key, first_whole, whole_keys, end_key = visible_keys(first_query, num_keys, window, diagonal, CONFIG)
-    # Tiles that all queries see, those at the diagonal or the end, and those at the far end of the window.
     for STRETCH in tl.static_range(3 if CONFIG.windowed else 2):
-        begin = first_whole
-        end = whole_keys
-        if STRETCH == 1:
-            begin = whole_keys
-            end = end_key
-        if STRETCH == 2:
-            begin = first_key
-            end = tl.minimum(first_whole, end_key)
+        begin, end = keys_of_stretch(STRETCH, first_key, first_whole, whole_keys, end_key)
         # The first tile from there on whose index is ``split`` modulo num_splits.
         begin += (split + NUM_SPLITS - begin // CONFIG.key_rows % NUM_SPLITS) % NUM_SPLITS * CONFIG.key_rows
         for start in tl.range(begin, end, NUM_SPLITS * CONFIG.key_rows):
@@ -122,13 +106,7 @@ def forward_kernel(
                 queries = first_query + tl.arange(0, QUERY_ROWS)
                 visible = is_visible(keys[None, :], queries[:, None], num_keys, window, diagonal, CONFIG)
                 scores = tl.where(visible, scores, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-            # A row that has seen only -inf keeps the maximum -inf; subtracting 0 then gives weights 0 instead of NaN.
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            weights = tl.math.exp2(scores * scale_log2 - shift[:, None])
-            rescale = tl.math.exp2(row_max - shift)
-            row_max = new_max
-            row_sum = row_sum * rescale + tl.sum(weights, 1)
+            weights, rescale, row_max, row_sum = _add_to_softmax(scores, scale_log2, row_max, row_sum)
             value_tile = load_rows(value_rows, start, CONFIG.key_rows, CONFIG, CONFIG.tma)
             out_tile *= rescale[:, None]
             out_tile = tl.dot(weights.to(value_tile.dtype), value_tile, out_tile, input_precision=CONFIG.precision)

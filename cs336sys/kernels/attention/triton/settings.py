@@ -176,16 +176,7 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
         return _float32_backward(problem, deterministic)
     tma = problem.tma_allowed
     if problem.head_dim > 128:
-        # On 10.x, where other instructions multiply, these tiles need 257 and 240 KiB: more than there is.
-        if tma and problem.capability < (10, 0):
-            # dK, dV, 1x16x16384x256: 13.88, by ptr 15.66, 32x64 19.05, with four stages 17.80.
-            key_value = TileSettings(64, 64, num_warps=8, num_stages=2, use_tma=True)
-            if problem.window is not None or problem.group_size > 1:
-                # The tiles above would spill 416 bytes of a thread's registers.
-                key_value = TileSettings(32, 64, num_warps=8, num_stages=2, use_tma=True)
-            # dQ: 5.53, with two stages 6.93, 64x32 with 4 warps 6.43, 128x64 by ptr 6.36. Together with D: 19.85.
-            return separate(key_value, TileSettings(128, 32, num_warps=8, num_stages=3, use_tma=True))
-        return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
+        return _wide_backward(problem)
     by_pointers = TileSettings(64, 64, num_warps=4, num_stages=2)
     few = _few_programs(problem, 128, each=2)
     if _is_short(problem):
@@ -234,6 +225,19 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
         return separate(TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True), query)
     # dK, dV, 1x16x16384x128: 3.489, with two stages 3.88, 64x64 3.732; fused 7.511 for all three.
     return separate(TileSettings(64, 128, num_warps=8, num_stages=3, use_tma=True), query)
+
+
+def _wide_backward(problem: AttentionProblem) -> BackwardSettings:
+    # On 10.x, where other instructions multiply, these tiles need 257 and 240 KiB: more than there is.
+    if problem.tma_allowed and problem.capability < (10, 0):
+        # dK, dV, 1x16x16384x256: 13.88, by ptr 15.66, 32x64 19.05, with four stages 17.80.
+        key_value = TileSettings(64, 64, num_warps=8, num_stages=2, use_tma=True)
+        if problem.window is not None or problem.group_size > 1:
+            # The tiles above would spill 416 bytes of a thread's registers.
+            key_value = TileSettings(32, 64, num_warps=8, num_stages=2, use_tma=True)
+        # dQ: 5.53, with two stages 6.93, 64x32 with 4 warps 6.43, 128x64 by ptr 6.36. Together with D: 19.85.
+        return separate(key_value, TileSettings(128, 32, num_warps=8, num_stages=3, use_tma=True))
+    return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
 
 
 def _float32_backward(problem: AttentionProblem, deterministic: bool) -> BackwardSettings:

@@ -139,6 +139,23 @@ def visible_keys(first_query, num_keys, window, diagonal, CONFIG: tl.constexpr):
 
 
 @triton.jit
+def keys_of_stretch(STRETCH: tl.constexpr, first_key, first_whole, whole_keys, end_key):
+    """(begin, end) of the keys of a stretch of tiles, from what :func:`visible_keys` returns.
+
+    0: tiles that all queries see, 1: those at the diagonal or the end, 2: those at the far end of the window.
+    """
+    begin = first_whole
+    end = whole_keys
+    if STRETCH == 1:
+        begin = whole_keys
+        end = end_key
+    if STRETCH == 2:
+        begin = first_key
+        end = tl.minimum(first_whole, end_key)
+    return begin, end
+
+
+@triton.jit
 def is_visible(keys, queries, num_keys, window, diagonal, CONFIG: tl.constexpr):
     """Return which of the keys each query sees; one of the two indices varies along rows, the other along columns."""
     visible = keys < num_keys
