@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cs336sys.kernels import cublaslt_autotune
-from cs336sys.kernels.cublaslt_autotune import ProductShape, matrix_layout, product
+from cs336sys.board import cublaslt_autotune
+from cs336sys.board.cublaslt_autotune import ProductShape, matrix_layout, product
 
 ROWS, INNER, COLUMNS = 7, 5, 3
 

@@ -1,6 +1,6 @@
 """Choosing what the blocks of a fully sharded step keep, on paper: bytes of a rank, and FLOPs spent on computing again.
 
-Of a block as ``kernels.transformer_block`` computes it always exists what is expensive for its size to compute again:
+Of a block as ``board.transformer_block`` computes it always exists what is expensive for its size to compute again:
 its input, query, key, value, attention's output and logsumexp, and the sum that the second norm takes. Gate and up,
 ``2 e T f`` of ``e (6 d + 2 f) T`` bytes in all, are kept in the last blocks, as many as memory allows, and computed
 again in the others by two products, ``4 T d f`` FLOPs of ``24 T d f`` or more that a block has. That is the policy

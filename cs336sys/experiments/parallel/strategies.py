@@ -38,7 +38,7 @@ from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 # Checkpoints inside of blocks: torch's selective checkpointing by what each product costs to compute again.
 #
 # ``keep=N`` of blocks whose backward pass is torch's own, compiled or not. Blocks of fused kernels that nothing
-# compiles have a backward pass of their own, :mod:`cs336sys.kernels.transformer_block`, which keeps the same.
+# compiles have a backward pass of their own, :mod:`cs336sys.board.transformer_block`, which keeps the same.
 
 # torch's compiler asks, on every rank, for regions without operations in place. These have none.
 _CHECKPOINT_LOG = logging.getLogger("torch._higher_order_ops.wrap")
@@ -199,7 +199,7 @@ def build_plain_model(
             block._compiled_call_impl = keeping
     kept = kept_blocks(workload.checkpointing)
     if kept is not None and workload.writes_out_blocks:
-        from cs336sys.kernels.transformer_block import choose_kept
+        from cs336sys.board.transformer_block import choose_kept
 
         sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True)
         choose_kept(model, kept, sdpa if workload.training.attention == "sdpa" else None)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from cs336sys.board import transformer_block
 from cs336sys.experiments.parallel.gradient_check import check_gradients
 from cs336sys.experiments.parallel.step import ParallelStep
-from cs336sys.kernels import transformer_block
 from cs336sys.parallel.fsdp.unit import ShardedUnit
 
 

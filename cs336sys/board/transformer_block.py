@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cs336sys.board.cublaslt_autotune import product
 from cs336sys.errors import UsageError
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.autograd import once_differentiable
-from cs336sys.kernels.cublaslt_autotune import product
 from cs336sys.kernels.fuse import rotation_base
 from cs336sys.kernels.operators import as_rows
 from cs336sys.kernels.rope import rope
