@@ -471,44 +471,28 @@ def _split_factor(divisor: Tensor, options: LossOptions) -> tuple[Tensor, Tensor
 
 
 def _launch_kernel(
-    logits: Tensor,
-    targets: Tensor,
-    losses: Tensor,
-    logsumexp: Tensor,
-    grad_loss: Tensor | None,
-    divisor: Tensor,
-    total_weight: Tensor,
-    options: LossOptions,
-) -> None:
+    logits: Tensor, targets: Tensor, losses: Tensor, logsumexp: Tensor, grad_loss: Tensor | None,
+    divisor: Tensor, total_weight: Tensor, options: LossOptions,
+) -> None:  # fmt: skip
     """Write losses and logsumexps of a chunk (tokens,), and into its logits (tokens, V) their gradients."""
-    vocab_size = logits.shape[1]
+    vocab_size, class_weight = logits.shape[1], options.class_weight
     column_tile = min(MAX_COLUMN_TILE, max(COLUMNS_OF_A_WARP, triton.next_power_of_2(vocab_size)))
     with torch.cuda.device_of(logits):
         cross_entropy_forward_kernel[(len(logits),)](
-            logits,
-            targets,
-            divisor,
-            losses,
-            logsumexp,
-            None if options.class_weight is None else options.class_weight.contiguous(),
-            total_weight,
-            grad_loss,
-            logits.stride(0),
-            vocab_size,
-            options.ignore_index,
-            options.label_smoothing,
-            options.z_loss,
+            logits, targets, divisor, losses, logsumexp,
+            None if class_weight is None else class_weight.contiguous(), total_weight, grad_loss,
+            logits.stride(0), vocab_size, options.ignore_index, options.label_smoothing, options.z_loss,
             options.softcap or 0.0,
             SMOOTHED=options.label_smoothing > 0,
             CAPPED=options.softcap is not None,
-            WEIGHTED=options.class_weight is not None,
+            WEIGHTED=class_weight is not None,
             WITH_GRADIENT=any(options.makes_gradients),
             AVERAGED=options.is_averaged and options.dtype != torch.float16,
             SCALED=grad_loss is not None,
             COLUMN_TILE=column_tile,
             num_warps=column_tile // COLUMNS_OF_A_WARP,
             enable_fp_fusion=True,
-        )
+        )  # fmt: skip
 
 
 def launch_scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype, overwrite: bool) -> Tensor:
