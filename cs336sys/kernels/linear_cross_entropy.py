@@ -420,8 +420,8 @@ def launch_forward(
         logits = buffer[: chunk.stop - start, :vocab_size]
         for part in parts:
             torch.mm(rows[chunk], compute_weight[part].mT, out=logits[:, part])
-        of_tokens = (None if tensor is None else tensor[chunk] for tensor in (targets, losses, logsumexp, grad_loss))
-        _launch_kernel(logits, *of_tokens, divisor, total_weight, options)
+        scales = None if grad_loss is None else grad_loss[chunk]
+        _launch_kernel(logits, targets[chunk], losses[chunk], logsumexp[chunk], scales, divisor, total_weight, options)
         for part in parts:
             if needs_grad_hidden:
                 grad = grad_hidden[chunk]
@@ -503,15 +503,9 @@ def launch_scale(gradient: Tensor, factor: Tensor, dtype: torch.dtype, overwrite
     if num_programs:
         with torch.cuda.device_of(gradient):
             cross_entropy_scale_kernel[(num_programs,)](
-                gradient,
-                output,
-                factor,
-                gradient.numel(),
-                num_programs,
-                SAME_MEMORY=overwrite,
-                TILE=SCALE_TILE,
-                num_warps=8,
-            )
+                gradient, output, factor, gradient.numel(), num_programs,
+                SAME_MEMORY=overwrite, TILE=SCALE_TILE, num_warps=8,
+            )  # fmt: skip
     return output
 
 

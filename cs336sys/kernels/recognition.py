@@ -1,6 +1,7 @@
 """Finds the modules that fused kernels can replace in any model, by comparing their outputs instead of their names."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 import math
@@ -254,8 +255,8 @@ class _Watch(TorchDispatchMode):
         return output
 
 
-def _cap(logits: Tensor, softcap: float) -> Tensor:
-    return softcap * torch.tanh(logits / softcap)
+def _cap(logits: Tensor, softcap: float, dtype: torch.dtype) -> Tensor:
+    return softcap * torch.tanh(logits.to(dtype) / softcap)
 
 
 def _read_softcap(steps: list[_Step], vocab_size: int) -> float | None:
@@ -265,11 +266,11 @@ def _read_softcap(steps: list[_Step], vocab_size: int) -> float | None:
     """
 
     def compute(logits: Tensor) -> Tensor:
-        logits = logits.clone()
+        results = [logits.clone()]
         for func, args, kwargs in steps:
-            args, kwargs = tree_map_only(EllipsisType, lambda _, logits=logits: logits, (args, kwargs))
-            logits = func(*args, **kwargs)
-        return logits
+            args, kwargs = tree_map_only(EllipsisType, lambda _: results[-1], (args, kwargs))
+            results.append(func(*args, **kwargs))
+        return results[-1]
 
     with _tried_apart():
         try:
@@ -284,7 +285,7 @@ def _read_softcap(steps: list[_Step], vocab_size: int) -> float | None:
         for dtype, trial in itertools.product(_TOLERANCES, logits):
             # A model may cap bfloat16 logits in float32.
             wide = compute(trial.to(dtype)).dtype
-            if not _agrees(compute, lambda x, wide=wide: _cap(x.to(wide), softcap), [trial.to(dtype)]):
+            if not _agrees(compute, functools.partial(_cap, softcap=softcap, dtype=wide), [trial.to(dtype)]):
                 return None
         return softcap if all(_agrees(compute, torch.clone, [loss]) for loss in losses) else None
 

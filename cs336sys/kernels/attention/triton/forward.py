@@ -57,9 +57,9 @@ def _add_to_softmax(scores, scale_log2, row_max, row_sum):
     return weights, rescale, new_max, row_sum * rescale + tl.sum(weights, 1)
 
 
-_COUNTS = namedtuple(
-    "Counts", "num_heads group_size num_sequences num_queries num_keys window diagonal sequences_per_group"
-)._fields
+_COUNTS = [
+    "num_heads", "group_size", "num_sequences", "num_queries", "num_keys", "window", "diagonal", "sequences_per_group"
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_COUNTS)

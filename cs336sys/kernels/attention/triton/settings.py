@@ -228,6 +228,7 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
 
 
 def _wide_backward(problem: AttentionProblem) -> BackwardSettings:
+    assert problem.capability is not None, "the interpreter has settings of its own"
     # On 10.x, where other instructions multiply, these tiles need 257 and 240 KiB: more than there is.
     if problem.tma_allowed and problem.capability < (10, 0):
         # dK, dV, 1x16x16384x256: 13.88, by ptr 15.66, 32x64 19.05, with four stages 17.80.
