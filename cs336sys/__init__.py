@@ -28,7 +28,8 @@ sys.meta_path.append(_OwnCoursePackage)
 _LAZY = {
     **dict.fromkeys(
         (
-            *("bench", "memprof", "flash", "allreduce", "ddp", "shard", "tune", "trace", "account", "read", "compare"),
+            *("bench", "nsys", "memprof", "attn", "flash", "allreduce", "ddp", "shard", "trace", "precision", "losses"),
+            *("tune", "doctor", "account", "read", "compare"),
             *("Results", "Tables", "Interrupted"),
         ),
         "cs336sys.api",
@@ -45,4 +46,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted(_LAZY)

@@ -1,17 +1,183 @@
+# Written by: CS336SYS_WRITE_DOCS=1 pytest tests/test_api.py -k stub
+# fmt: off
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
 from cs336sys.api import Interrupted as Interrupted
 from cs336sys.api import Results as Results
 from cs336sys.api import Tables as Tables
 from cs336sys.api import account as account
-from cs336sys.api import allreduce as allreduce
-from cs336sys.api import bench as bench
 from cs336sys.api import compare as compare
-from cs336sys.api import ddp as ddp
-from cs336sys.api import flash as flash
-from cs336sys.api import memprof as memprof
 from cs336sys.api import read as read
-from cs336sys.api import shard as shard
-from cs336sys.api import trace as trace
-from cs336sys.api import tune as tune
 from cs336sys.experiments.verify.library import verify as verify
 
 __version__: str
+
+def allreduce(*, backend: str | Iterable[str] = [], collective: str | Iterable[str] = ['all_reduce'], message: str |
+    Iterable[str] = [], factor: float = 2.0, world_size: int | Iterable[int] = [], dtype: str | Iterable[str] =
+    ['fp32'], warmup: int = 5, steps: int = 20, timeout: float = 120.0, device: str = 'auto', plot: str | Path |
+    None = None, dry_run: bool = False, save: str | Path | None = None, track: str | Iterable[str] = (),
+    cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path | None
+    = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool
+    = False
+) -> Results: ...
+def attn(*, implementation: str | Iterable[str] = ['eager', 'compiled'], batch_size: int = 8, head_dim: int |
+    Iterable[int] = [16, 32, 64, 128], context: int | Iterable[int] = [256, 1024, 4096, 8192, 16384], dtype: str |
+    Iterable[str] = ['fp32'], causal: bool = False, warmup: int = 10, steps: int = 100, plot: str | Path | None =
+    None, device: str = 'auto', seed: int = 0, dry_run: bool = False, save: str | Path | None = None, track: str |
+    Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None,
+    output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str
+    | None = None, wide: bool = False
+) -> Results: ...
+def bench(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, size:
+    str | Iterable[str] = (), context: int | Iterable[int] = (), batch_size: int | Iterable[int] = (), vocab_size:
+    int | None = None, d_model: int | None = None, d_ff: int | None = None, num_layers: int | None = None,
+    num_heads: int | None = None, model: str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] |
+    None = None, batch: str | Callable[..., Any] | None = None, blocks: str | None = None, debug: bool = False,
+    mode: str | Iterable[str] = ['train'], precision: str | Iterable[str] = (), bf16: bool = False, fp16: bool =
+    False, compile: str | Iterable[str] = ('off',), attention: str | Iterable[str] = ('reference',), kernels: str |
+    Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] =
+    ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph:
+    str | Iterable[str] = ('off',), warmup: int | Iterable[int] = [5], steps: int = 10, rounds: int = 1, interleave:
+    str | None = None, percentiles: float | Iterable[float] = [], plot: str | Path | None = None, device: str =
+    'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', dry_run: bool = False, save: str | Path |
+    None = None, track: str | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format:
+    str | None = None, output: str | Path | None = None, table: str | Iterable[str] = (), columns: str |
+    Iterable[str] = (), sort: str | None = None, wide: bool = False
+) -> Results: ...
+def ddp(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, mode: str
+    | Iterable[str] = ('naive', 'flat', 'overlap', 'bucketed', 'torch'), bucket_mb: str | Iterable[str] =
+    ('block',), world_size: int | Iterable[int] = [], backend: str = 'auto', gradient_dtype: str | Iterable[str] =
+    ('fp32',), high_priority: bool = False, transport: str | Iterable[str] = ('collectives',), timeout: float =
+    120.0, check_layers: int | None = None, plot: str | Path | None = None, plot_buckets: str | Path | None = None,
+    plot_scaling: str | Path | None = None, trace: str | Path | None = None, size: str | Iterable[str] = (),
+    context: int | Iterable[int] = (), batch_size: int | Iterable[int] = (), vocab_size: int | None = None, d_model:
+    int | None = None, d_ff: int | None = None, num_layers: int | None = None, num_heads: int | None = None, model:
+    str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None, batch: str | Callable[...,
+    Any] | None = None, blocks: str | None = None, debug: bool = False, precision: str | Iterable[str] = (), bf16:
+    bool = False, fp16: bool = False, compile: str | Iterable[str] = ('off',), attention: str | Iterable[str] =
+    ('reference',), kernels: str | Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] |
+    Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str |
+    Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',), warmup: int | Iterable[int] = [5], steps:
+    int = 10, rounds: int = 1, device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step',
+    dry_run: bool = False, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float |
+    None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str |
+    Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
+) -> Results: ...
+def doctor(*, model: str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None, batch:
+    str | Callable[..., Any] | None = None, optimizer: str | Callable[..., Any] = 'course', blocks: str | None =
+    None, debug: bool = False, ceilings: str | Path | None = None, format: str | None = None, output: str | Path |
+    None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide:
+    bool = False
+) -> Results: ...
+def flash(*, implementation: str | Iterable[str] = ('auto', 'triton', 'hopper', 'deterministic', 'tiled', 'eager',
+    'compiled', 'sdpa-flash', 'sdpa-cudnn', 'sdpa-efficient', 'flex', 'fa4', 'fa4-deterministic'), kernel: str |
+    Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, batch_size: int | Iterable[int] = (1,),
+    num_heads: int | Iterable[int] = (16,), kv_heads: int | Iterable[int] | None = None, head_dim: int |
+    Iterable[int] = (64,), context: int | Iterable[int] = (1024, 4096), dtype: str | Iterable[str] = ('bf16',),
+    causal: bool = True, window: int | Iterable[int] | None = None, grid: str | None = None, baseline: str | None =
+    None, warmup_ms: float = 25.0, repetition_ms: float = 100.0, rounds: int = 1, plot: str | Path | None = None,
+    device: str = 'auto', seed: int = 0, dry_run: bool = False, save: str | Path | None = None, track: str |
+    Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None,
+    output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str
+    | None = None, wide: bool = False
+) -> Results: ...
+def losses(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, text:
+    str | Path | Iterable[str | Path] = [], size: str | Iterable[str] = (), context: int | Iterable[int] = (),
+    batch_size: int | Iterable[int] = (), vocab_size: int | None = None, d_model: int | None = None, d_ff: int |
+    None = None, num_layers: int | None = None, num_heads: int | None = None, model: str | Callable[..., Any] | None
+    = None, loss: str | Callable[..., Any] | None = None, batch: str | Callable[..., Any] | None = None, blocks: str
+    | None = None, debug: bool = False, precision: str | Iterable[str] = (), bf16: bool = False, fp16: bool = False,
+    compile: str | Iterable[str] = ('off',), attention: str | Iterable[str] = ('reference',), kernels: str |
+    Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] =
+    ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph:
+    str | Iterable[str] = ('off',), steps: int = 300, learning_rate: float = 0.0003, weight_decay: float = 0.1,
+    plot: str | Path | None = None, device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str =
+    'step', save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float | None = None,
+    cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str | Iterable[str]
+    = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
+) -> Results: ...
+def memprof(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, from_:
+    str | Path | Iterable[str | Path] = (), against: str | Path | Iterable[str | Path] = (), html: str | Path | None
+    = None, size: str | Iterable[str] = (), context: int | Iterable[int] = (), batch_size: int | Iterable[int] = (),
+    vocab_size: int | None = None, d_model: int | None = None, d_ff: int | None = None, num_layers: int | None =
+    None, num_heads: int | None = None, model: str | Callable[..., Any] | None = None, loss: str | Callable[...,
+    Any] | None = None, batch: str | Callable[..., Any] | None = None, blocks: str | None = None, debug: bool =
+    False, mode: str | Iterable[str] = ['train'], precision: str | Iterable[str] = (), bf16: bool = False, fp16:
+    bool = False, compile: str | Iterable[str] = ('off',), attention: str | Iterable[str] = ('reference',), kernels:
+    str | Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] =
+    ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph:
+    str | Iterable[str] = ('off',), checkpoint: str | Iterable[str] = ('none',), micro_batches: int | Iterable[int]
+    = (1,), plan: bool = False, memory: str | None = None, top: int = 5, snapshot: str | Path | None = None,
+    predict: bool = True, warmup: int | Iterable[int] = [1], steps: int = 3, device: str = 'auto', seed: int = 0,
+    tf32: bool = False, synchronize: str = 'step', dry_run: bool = False, save: str | Path | None = None, track: str
+    | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None,
+    output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str
+    | None = None, wide: bool = False
+) -> Results: ...
+def nsys(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, from_:
+    str | Path | Iterable[str | Path] = [], range: str | Iterable[str] = [], size: str | Iterable[str] = (),
+    context: int | Iterable[int] = (), batch_size: int | Iterable[int] = (), vocab_size: int | None = None, d_model:
+    int | None = None, d_ff: int | None = None, num_layers: int | None = None, num_heads: int | None = None, model:
+    str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None, batch: str | Callable[...,
+    Any] | None = None, blocks: str | None = None, debug: bool = False, mode: str | Iterable[str] = ['train'],
+    precision: str | Iterable[str] = (), bf16: bool = False, fp16: bool = False, compare_precision: bool = False,
+    compile: str | Iterable[str] = ('off',), attention: str | Iterable[str] = ('reference',), kernels: str |
+    Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] =
+    ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph:
+    str | Iterable[str] = ('off',), warmup: int | Iterable[int] = [5], steps: int = 5, device: str = 'auto', seed:
+    int = 0, tf32: bool = False, synchronize: str = 'step', profiler: str | Iterable[str] = ('auto',), keep: str |
+    Path | None = None, top: int = 5, full_names: bool = False, plot: str | Path | None = None, dry_run: bool =
+    False, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float | None = None,
+    cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str | Iterable[str]
+    = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
+) -> Results: ...
+def precision(*, precision: str | Iterable[str] = ['fp16', 'bf16'], device: str = 'auto', save: str | Path | None =
+    None, format: str | None = None, output: str | Path | None = None, table: str | Iterable[str] = (), columns: str
+    | Iterable[str] = (), sort: str | None = None, wide: bool = False
+) -> Results: ...
+def shard(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *,
+    strategy: str | Iterable[str] = ('none', 'optimizer', 'optimizer-flat', 'fsdp', 'torch-zero', 'torch-fsdp'),
+    prefetch: int | Iterable[int] = (1,), keep_gathered: int | Iterable[int] = (0,), checkpoint: str | Iterable[str]
+    = ('none',), memory_limit: str | None = None, board: bool = False, mesh: str | None = None, world_size: int |
+    Iterable[int] = [], backend: str = 'auto', high_priority: bool = False, timeout: float = 120.0, check_layers:
+    int | None = None, plot: str | Path | None = None, plot_scaling: str | Path | None = None, trace: str | Path |
+    None = None, size: str | Iterable[str] = (), context: int | Iterable[int] = (), batch_size: int | Iterable[int]
+    = (), vocab_size: int | None = None, d_model: int | None = None, d_ff: int | None = None, num_layers: int | None
+    = None, num_heads: int | None = None, model: str | Callable[..., Any] | None = None, loss: str | Callable[...,
+    Any] | None = None, batch: str | Callable[..., Any] | None = None, blocks: str | None = None, debug: bool =
+    False, precision: str | Iterable[str] = (), bf16: bool = False, fp16: bool = False, compile: str | Iterable[str]
+    = ('off',), attention: str | Iterable[str] = ('reference',), kernels: str | Iterable[str] = ('reference',),
+    optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str |
+    Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',),
+    warmup: int | Iterable[int] = [5], steps: int = 10, device: str = 'auto', seed: int = 0, tf32: bool = False,
+    synchronize: str = 'step', dry_run: bool = False, save: str | Path | None = None, track: str | Iterable[str] =
+    (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path |
+    None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide:
+    bool = False
+) -> Results: ...
+def trace(files: str | Path | Iterable[str | Path], /, *, against: str | Path | Iterable[str | Path] = (), step: str
+    | None = None, top: int = 10, full_names: bool = False, roofline: bool = False, ceilings: str | Path | None =
+    None, allreduce: str | Path | None = None, html: str | Path | None = None, save: str | Path | None = None,
+    format: str | None = None, output: str | Path | None = None, table: str | Iterable[str] = (), columns: str |
+    Iterable[str] = (), sort: str | None = None, wide: bool = False
+) -> Results: ...
+def tune(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, size: str
+    | Iterable[str] = (), context: int | Iterable[int] = (), batch_size: int | Iterable[int] = (), vocab_size: int |
+    None = None, d_model: int | None = None, d_ff: int | None = None, num_layers: int | None = None, num_heads: int
+    | None = None, model: str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None,
+    batch: str | Callable[..., Any] | None = None, blocks: str | None = None, debug: bool = False, precision: str |
+    Iterable[str] = (), bf16: bool = False, fp16: bool = False, compile: str | Iterable[str] = ('off',), attention:
+    str | Iterable[str] = ('reference',), kernels: str | Iterable[str] = ('reference',), optimizer: str |
+    Callable[..., Any] | Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str | Iterable[str] =
+    ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',), checkpoint: str
+    | Iterable[str] = (), micro_batch: int | Iterable[int] = (), tokens_per_step: int | None = None, world_size: int
+    = 1, strategy: str | Iterable[str] = (), gradient_dtype: str | None = None, memory: str | None = None, gpu: str
+    | None = None, rates: str | Path | None = None, launch_us: float | None = None, lines: int = 1, measure: int =
+    0, budget: float = 600.0, warmup: int | Iterable[int] = [3], steps: int = 5, device: str = 'auto', seed: int =
+    0, tf32: bool = False, synchronize: str = 'step', plot: str | Path | None = None, save: str | Path | None =
+    None, track: str | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str |
+    None = None, output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] =
+    (), sort: str | None = None, wide: bool = False
+) -> Results: ...

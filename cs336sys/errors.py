@@ -65,12 +65,47 @@ def require_known(noun: str, value: str, names: Collection[str]) -> None:
         raise UsageError(f"unknown {noun} '{value}': {choose_from(value, names)}")
 
 
-def did_you_mean(value: str, names: Collection[str]) -> str:
-    """``; did you mean bf16?``, or nothing if no name is near."""
+# What other programs, models and papers call options and their values; a comparison of letters would miss these.
+SYNONYMS = {
+    "context": "block-size context-length max-length max-seq-len n-ctx n-positions seq-len seqlen sequence-length",
+    "batch-size": "batch bs bsz global-batch-size micro-batch-size per-device-batch-size",
+    "d-model": "dim embed-dim hidden hidden-dim hidden-size model-dim n-embd width",
+    "d-ff": "ffn-dim ffn-hidden-size intermediate-size mlp-dim n-inner",
+    "num-layers": "depth layers n-layer n-layers num-blocks num-hidden-layers",
+    "num-heads": "heads n-head n-heads num-attention-heads",
+    "precision": "amp autocast dtype mixed-precision torch-dtype",
+    "dtype": "precision torch-dtype",
+    "world-size": "gpus n-gpus nproc nproc-per-node num-devices num-gpus num-processes ranks",
+    "devices": "gpus n-gpus num-gpus ranks world-size",
+    "learning-rate": "lr",
+    "warmup": "num-warmup warmup-iters warmup-steps",
+    "steps": "iterations iters max-steps num-iters num-steps repeats",
+    "checkpoint": "activation-checkpointing checkpointing gradient-checkpointing recompute",
+    "micro-batches": "accumulation grad-accum gradient-accumulation gradient-accumulation-steps",
+    "bucket-mb": "bucket-cap-mb bucket-size",
+    "cuda": "gpu nvidia",
+    "fp32": "f32 float float32 full",
+    "bf16": "amp b16 bfloat bfloat16",
+    "fp16": "f16 float16 half",
+    "flash": "fa2 flash-attention flash-attention-2 flash-attn",
+}
+
+
+def nearest_name(value: str, names: Collection[str]) -> str | None:
+    """Return the name that a value most likely stands for: one of its :data:`SYNONYMS`, else one of similar letters."""
     import difflib
 
-    nearest = difflib.get_close_matches(value.lower(), names, n=1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    by_word = {name.lower().lstrip("-").replace("_", "-"): name for name in names}
+    word = value.lower().lstrip("-").replace("_", "-")
+    meant = [name for name in by_word if word in SYNONYMS.get(name, "").split()]
+    nearest = meant or difflib.get_close_matches(word, by_word, n=1)
+    return by_word[nearest[0]] if nearest else None
+
+
+def did_you_mean(value: str, names: Collection[str]) -> str:
+    """``; did you mean bf16?``, or nothing if no name is near."""
+    nearest = nearest_name(value, names)
+    return "" if nearest is None else f"; did you mean {nearest}?"
 
 
 def a_value(value: object) -> str:

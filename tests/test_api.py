@@ -1,22 +1,30 @@
 """The commands as functions, as a notebook or a script calls them."""
 
 import importlib.util
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+import textwrap
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from forked_processes import run_scripts
 from typer.testing import CliRunner
 
 import cs336sys.api
-from cs336sys import Interrupted, Results, account, bench, compare, ddp, flash, read, tune
+from cs336sys import Interrupted, account, bench, compare, ddp, flash, read, tune
 from cs336sys.cli import app
+from cs336sys.commands.request import Request, RequestParser
 from cs336sys.errors import INTERRUPTED, UsageError
+from cs336sys.results.recording import record
 from cs336sys.sizes import choose_size
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +52,7 @@ def measure(folder: Path) -> list[Results]:
         allreduce(world_size=2),
         ddp("tiny", plot=folder / "ddp.png"),
         shard("tiny", strategy=("fsdp", "tensor")),
-        tune("tiny", measure=None),
+        tune("tiny", measure=3),
         trace([folder / "a.json", folder / "b.json"], top=3),
         read(folder / "saved.jsonl"),
     ]
@@ -67,9 +75,12 @@ def model_of_this_file(size):
     raise NotImplementedError
 
 
+MEASURED = {"device": "cpu", "batch_size": 2, "context": 16, "mode": "forward", "steps": 1, "warmup": 1}
+
+
 @pytest.fixture(scope="module")
 def measured():
-    return bench("tiny", device="cpu", batch_size=2, context=16, mode="forward", steps=1, warmup=1)
+    return bench("tiny", **MEASURED)
 
 
 def test_results_are_those_of_the_command(measured, tmp_path, capsys):
@@ -83,9 +94,7 @@ def test_results_are_those_of_the_command(measured, tmp_path, capsys):
     assert (again.table(), again.cells, again.runs) == (measured.table(), measured.cells, measured.runs)
     assert measured.ok
     assert [cell.status for cell in measured.cells] == ["ok"]
-    # As a reader could run it again: without the temporary file.
     assert measured.runs[0].arguments[:2] == ("bench", "--size=tiny")
-    assert not any("--save" in argument for argument in measured.runs[0].arguments)
     assert "<table>" in measured._repr_html_()
     assert "tiny" in measured._repr_html_()
     measured.plot(tmp_path / "saved.png")
@@ -93,26 +102,17 @@ def test_results_are_those_of_the_command(measured, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_user_file_is_appended_to_and_only_new_cells_are_returned(measured, tmp_path, monkeypatch):
+def test_user_file_is_appended_to_and_only_new_cells_are_returned(measured, tmp_path):
     path = tmp_path / "saved.jsonl"
     measured.save(path)
-
-    def main(command, line, **settings):
-        assert f"--save={path}" in line
-        measured_again.save(path)
-        return 0
-
-    run = cs336sys.api.replace(measured.runs[0], run_id="later")
-    cell = cs336sys.api.replace(measured.cells[0], run_id="later")
-    measured_again = Results(measured.tables, True, (cell,), (run,))
-    monkeypatch.setattr("cs336sys.cli.CommandTable.main", main)
-    assert bench("tiny", save=path).cells == (cell,)
+    again = bench("tiny", **MEASURED, save=path)
+    assert [len(cells) for cells in (again.cells, read(path).cells)] == [1, 2]
+    assert read(path).cells == (*measured.cells, *again.cells)
 
 
 def test_interruption_leaves_what_was_measured(measured, monkeypatch):
     def main(command, line, **settings):
-        path = Path(next(one for one in line if one.startswith("--save=")).removeprefix("--save="))
-        measured.save(path)
+        record(measured.runs[0], *measured.cells)
         return INTERRUPTED
 
     monkeypatch.setattr("cs336sys.cli.CommandTable.main", main)
@@ -120,6 +120,82 @@ def test_interruption_leaves_what_was_measured(measured, monkeypatch):
         bench("tiny")
     assert stopped.value.results.cells == measured.cells
     assert isinstance(stopped.value, KeyboardInterrupt)
+
+
+def test_results_are_rows_and_columns(measured):
+    assert len(measured) == 1
+    (row,) = measured
+    step = measured.cells[0].samples["step"]
+    assert measured["step_ms"] == [row["step_ms_mean"]] == [step.mean]
+    assert (row["batch_size"], row["steps"], row["device"]) == (2, 1, "cpu")
+    assert (row["torch"], row["run_id"]) == (torch.__version__, measured.runs[0].run_id)
+    assert repr(measured) == measured.table("table")
+    assert "<figure><img" in measured.plot()._repr_html_()
+    with pytest.raises(KeyError, match="no column 'peak_gb'; did you mean peak_gib"):
+        measured["peak_gb"]
+
+
+def test_numbers_of_numpy_and_ranges_are_lists(measured):
+    plan = bench("tiny", device="cpu", dry_run=True, context=range(16, 33, 16), batch_size=np.array([1, 2]))
+    assert plan["context"] == [16, 16, 32, 32]
+    assert plan["batch_size"] == [1, 2, 1, 2]
+    assert bench("tiny", device="cpu", dry_run=True, num_layers=np.int64(1))["num_layers"] == [1]
+
+
+def test_functions_have_the_signatures_of_their_commands():
+    for name in cs336sys.api.FUNCTIONS:
+        parameters = inspect.signature(getattr(cs336sys.api, name)).parameters
+        assert parameters["columns"].kind is inspect.Parameter.KEYWORD_ONLY
+    parameters = inspect.signature(bench).parameters
+    assert next(iter(parameters)) == "model_or_size"
+    assert (parameters["steps"].annotation, parameters["steps"].default) == (int, 10)
+    assert parameters["precision"].annotation == str | Iterable[str]
+    assert "resume" not in parameters
+    assert "from_" in inspect.signature(cs336sys.memprof).parameters
+    with pytest.raises(TypeError, match="takes one argument"):
+        bench("tiny", "small")
+
+
+def stub():
+    """The text of ``cs336sys/__init__.pyi``: the signatures that the functions have."""
+    lines = [
+        "# Written by: CS336SYS_WRITE_DOCS=1 pytest tests/test_api.py -k stub",
+        "# fmt: off",
+        "from collections.abc import Callable, Iterable",
+        "from pathlib import Path",
+        "from typing import Any",
+        "",
+        *(
+            f"from cs336sys.api import {name} as {name}"
+            for name in ("Interrupted", "Results", "Tables", "account", "compare", "read")
+        ),
+        "from cs336sys.experiments.verify.library import verify as verify",
+        "",
+        "__version__: str",
+        "",
+    ]
+    for name in sorted({*cs336sys.api.FUNCTIONS} - {"kernels"}):
+        signature = inspect.signature(getattr(cs336sys.api, name)).replace(return_annotation=inspect.Signature.empty)
+        text = re.sub(r"(collections\.abc|pathlib|typing)\.", "", f"def {name}{signature}").removesuffix(")")
+        lines += [*textwrap.wrap(text, 116, subsequent_indent="    ", break_on_hyphens=False), ") -> Results: ..."]
+    return "\n".join(lines) + "\n"
+
+
+def test_stub_has_the_signatures_of_the_functions():
+    path = ROOT / "cs336sys" / "__init__.pyi"
+    if os.environ.get("CS336SYS_WRITE_DOCS"):
+        path.write_text(stub())
+    assert path.read_text() == stub()
+
+
+def test_directory_of_the_package_lists_its_functions():
+    names = set(dir(cs336sys))
+    assert {*cs336sys.api.FUNCTIONS} - {"kernels"} <= names
+    assert names - {*cs336sys.api.FUNCTIONS} == {
+        *("account", "compare", "read", "verify"),
+        *("Interrupted", "Results", "Tables"),
+    }
+    assert all(callable(getattr(cs336sys, name)) for name in names)
 
 
 def test_comparison_takes_results_and_files(measured, tmp_path):
@@ -142,11 +218,11 @@ def test_account_and_plans_are_the_commands_tables():
     ("call", "sentence"),
     [
         (lambda: bench("tinny"), "did you mean tiny"),
-        (lambda: bench("tiny", precison="bf16"), "no such option: --precison; did you mean --precision?"),
+        (lambda: bench("tiny", precison="bf16"), "no such option: precison; did you mean precision?"),
         (lambda: bench("tiny", interleave="attention"), "give --attention two values or more"),
         (lambda: bench("tiny", device=["cpu", "cuda"]), "takes one value"),
         (lambda: bench("tiny", dry_run="yes"), "must be True or False"),
-        (lambda: bench("tiny", cuda_graph=True), "--cuda-graph takes a value"),
+        (lambda: bench("tiny", cuda_graph=True), "cuda_graph=True: takes a value"),
         (lambda: bench("tiny", save="a.jsonl", resume=True), "resume with cs336sys bench"),
         (lambda: ddp(lambda: None), "give 'FILE.py:NAME'"),
         (lambda: ddp(torch.nn.Linear(1, 1)), "a Linear that worker processes cannot find by name"),
@@ -159,10 +235,25 @@ def test_refusal_is_one_sentence(call, sentence):
     with pytest.raises(UsageError, match=sentence.replace("?", r"\?").replace("(", r"\(")) as refused:
         call()
     assert "\n" not in str(refused.value)
+    assert (refused.value.__cause__, refused.value.__suppress_context__) in ((None, True), (None, False))
+    frames = [frame.filename for frame in traceback.extract_tb(refused.value.__traceback__)]
+    assert not any("typer" in file or "/commands/" in file for file in frames)
 
 
 def test_function_of_a_file_is_named():
-    assert cs336sys.api._arguments({"model": model_of_this_file}, "bench") == [f"--model={__file__}:model_of_this_file"]
+    values = Request(("bench",), {"model": model_of_this_file, "dry_run": False, "context": 8})
+    (model, context, dry_run) = (
+        SimpleNamespace(
+            name=name, param_type_name="option", opts=[option], is_flag=is_flag, multiple=False, secondary_opts=[]
+        )
+        for name, option, is_flag in (
+            ("model", "--model", False),
+            ("context", "--context", False),
+            ("dry_run", "--dry-run", True),
+        )
+    )
+    options, _, _ = RequestParser(values, (model, context, dry_run)).parse_args([])
+    assert options == {"model": f"{__file__}:model_of_this_file", "dry_run": False, "context": "8"}
 
 
 def test_script_without_a_main_guard_is_refused_in_its_worker(monkeypatch):

@@ -59,6 +59,7 @@ SHARED_AMONG_SIBLINGS = {
             "options.reading",
             "options.settings_file",
             "options.training",
+            "request",
             "sweep.progress",
             "sweep.ranks",
             "sweep.run",

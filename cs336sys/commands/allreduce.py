@@ -66,10 +66,13 @@ def allreduce(
         for name, ranks, type_, kind, size in product(backends, world_sizes, dtype, collective, messages)
     ]
     if dry_run:
-        show_plan(lambda _: allreduce_plan(workloads), sweeping, output, device, across_ranks=True, plot=plot)
+        show_plan(
+            "allreduce", lambda _: allreduce_plan(workloads), sweeping, output, device, across_ranks=True, plot=plot
+        )
         return
     measure = "cs336sys.experiments.collectives:measure_collective"
     configurations = [workload.configuration() for workload in workloads]
+    output.check_selection("allreduce", allreduce_tables)
     run_sweep("allreduce", measure, configurations, sweeping, across_ranks=True).report(
         allreduce_tables, output, (plot, plot_collectives)
     )

@@ -43,8 +43,14 @@ def attn(
     ]
     if dry_run:
         show_plan(
-            lambda capacity: attention_plan("attn", configurations, capacity), sweeping, output, device, plot=plot
+            "attn",
+            lambda capacity: attention_plan("attn", configurations, capacity),
+            sweeping,
+            output,
+            device,
+            plot=plot,
         )
         return
     measure = "cs336sys.experiments.attention.measurement:measure_attn"
+    output.check_selection("attn", attn_tables)
     run_sweep("attn", measure, configurations, sweeping).report(attn_tables, output, (plot, plot_attn))

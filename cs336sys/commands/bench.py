@@ -29,8 +29,7 @@ def bench(
         str | None, choice(_COMPARED, "Alternate steps of its values: attention.", rich_help_panel=MEASURING)
     ] = None,
     percentiles: Annotated[
-        list[float],
-        setting(help="Also these percentiles of steps: 50,90.", min=0, max=100, rich_help_panel=OUTPUT),
+        list[float], setting(help="Also these percentiles of steps: 50,90.", min=0, max=100, rich_help_panel=OUTPUT)
     ] = [],
     baseline: Annotated[
         str | None,
@@ -61,7 +60,7 @@ def bench(
         notes = [f"All values of {interleave} hold parameters and optimizer states together: add the other rows'."]
     if dry_run:
         plan = partial(report.bench_plan, workloads, "bench", notes)
-        show_plan(plan, sweeping, output, run.device, plot=plot)
+        show_plan("bench", plan, sweeping, output, run.device, plot=plot)
         return
     tell_what_does_not_fit(workloads, run.device)
     if rounds > 1:
@@ -69,13 +68,14 @@ def bench(
         configurations = [
             configuration | {"round": number} for number in range(1, rounds + 1) for configuration in configurations
         ]
+    tables = partial(report.bench_tables, percentiles=percentiles, baseline=over)
+    output.check_selection("bench", tables)
     is_study = len({workload.warmup for workload in workloads}) > 1
     is_wanted = None if interleave == "attention" else _is_other_attention
     function = f"cs336sys.experiments.bench:{measure}"
     sweep = run_sweep("bench", function, configurations, sweeping, fresh_worker=is_study, is_wanted=is_wanted)
     for warning in report.gate_warnings(sweep.cells) if sweeping.save and sweep.interruption is None else ():
         say(f"warning: {warning}")
-    tables = partial(report.bench_tables, percentiles=percentiles, baseline=over)
     sweep.report(tables, output, (plot, partial(report.plot_bench, baseline=over)), pooled=report.pool_bench_rounds)
 
 

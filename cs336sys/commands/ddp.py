@@ -141,7 +141,7 @@ def ddp(
     torchrun --nnodes 2 --nproc-per-node 8 ... -m cs336sys ddp --size xl --batch-size 16
     """
     from cs336sys.report.ddp import ddp_plan, ddp_tables, plot_buckets, plot_timelines, pool_ddp_rounds
-    from cs336sys.report.scaling import plot_scaling, scaling_tables
+    from cs336sys.report.scaling import plot_scaling, with_scaling
 
     chosen = data_parallel.cells(options.expand_workloads(model, ["train"], precision, implementation, steps, run))
     if is_first_rank():
@@ -153,6 +153,7 @@ def ddp(
     }
     if dry_run:
         show_plan(
+            "ddp",
             lambda _: ddp_plan(chosen),
             sweeping,
             output,
@@ -167,8 +168,10 @@ def ddp(
     configurations = [workload.configuration() for workload in chosen]
     if rounds > 1:
         configurations = in_rounds(configurations, rounds)
+    tables = with_scaling(ddp_tables)
+    output.check_selection("ddp", tables)
     run_sweep("ddp", measure, configurations, sweeping, across_ranks=True).report(
-        lambda cells, run: [*ddp_tables(cells, run), *scaling_tables(cells)],
+        tables,
         output,
         *zip(pictures.values(), (plot_timelines, plot_buckets, plot_scaling), strict=True),
         pooled=pool_ddp_rounds,

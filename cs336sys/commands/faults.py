@@ -72,8 +72,9 @@ def sentence_of(error: Exception) -> str | None:
     if not hasattr(error, "format_message"):
         return None
     if type(error).__name__ == "NoSuchOption":
-        name = error.option_name  # type: ignore[attr-defined]
-        return f"no such option: {name}{did_you_mean(name, error.possibilities or [])}"  # type: ignore[attr-defined]
+        name, context = error.option_name, error.ctx  # type: ignore[attr-defined]
+        options = [option for parameter in context.command.params for option in parameter.opts] if context else ()
+        return f"no such option: {name}{did_you_mean(name, [option for option in options if option.startswith('--')])}"
     message = error.format_message().strip()
     return f"{message[:1].lower()}{message[1:].rstrip('.')}"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -126,10 +127,17 @@ def flash(
     configurations = attention.configurations(ctx, device, seed)
     if dry_run:
         show_plan(
-            lambda capacity: attention_plan("flash", configurations, capacity), sweeping, output, device, plot=plot
+            "flash",
+            lambda capacity: attention_plan("flash", configurations, capacity),
+            sweeping,
+            output,
+            device,
+            plot=plot,
         )
         return
+    tables = partial(flash_tables, baseline=over)
+    output.check_selection("flash", tables)
     measure = "own_kernel:measure_own_attention" if attention.kernel else "measurement:measure_flash"
     run_sweep("flash", f"cs336sys.experiments.attention.{measure}", configurations, sweeping).report(
-        lambda cells, run: flash_tables(cells, run, over), output, (plot, plot_flash), pooled=pool_flash_rounds
+        tables, output, (plot, plot_flash), pooled=pool_flash_rounds
     )

@@ -19,6 +19,7 @@ from cs336sys.commands.options.settings_file import (
     tell_settings,
     with_own_variables,
 )
+from cs336sys.commands.request import Request, RequestParser
 from cs336sys.errors import UsageError, choose_from
 
 # Options that share a row of help, so that it fits on a screen: by the name of the first, and what it says of them.
@@ -93,6 +94,11 @@ class _OwnOptions:
 
 
 class _Command(_OwnOptions, TyperCommand):
+    def make_parser(self, ctx):
+        if isinstance(ctx.obj, Request):
+            return RequestParser(ctx.obj, self.get_params(ctx))
+        return super().make_parser(ctx)
+
     def parse_args(self, ctx, args):
         if ctx.default_map:
             ctx.default_map = defaults_of(ctx, self.get_params(ctx))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -110,8 +111,8 @@ def kernels(
         raise UsageError(f"--kernel {kernel[0]}: stands beside one op, a function; name it by --op, and not adamw")
     over = check_baseline(chosen.baseline, [*chosen.implementation, *kernel])
     output.check(plot=plot)
+    tables = partial(kernel_tables, baseline=over)
+    output.check_selection("kernels", tables)
     configurations = chosen.configurations(device, seed)
     measure = f"cs336sys.experiments.kernels.measurement:measure_{'own_kernel' if kernel else 'kernel'}"
-    run_sweep("kernels", measure, configurations, sweeping).report(
-        lambda cells, run: kernel_tables(cells, run, over), output, (plot, plot_kernels)
-    )
+    run_sweep("kernels", measure, configurations, sweeping).report(tables, output, (plot, plot_kernels))

@@ -51,4 +51,5 @@ def losses(
         LossWorkload(workload, paths, learning_rate, weight_decay, digest).configuration() for workload in workloads
     ]
     measure = "cs336sys.experiments.losses:measure_losses"
+    output.check_selection("losses", loss_tables)
     run_sweep("losses", measure, configurations, sweeping).report(loss_tables, output, (plot, plot_losses))

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -142,6 +143,7 @@ def memprof(
     """
     from cs336sys.report.memory.page import check_directory, write_files
     from cs336sys.report.memory.tables import memory_tables, plan_tables
+    from cs336sys.report.tidy import tidy
 
     top, snapshot = recording.top, recording.snapshot
     if saved.source:
@@ -160,19 +162,18 @@ def memprof(
     if dry_run:
         check_planned(sweeping, run.device, snapshot=snapshot)
         if not recording.predict:
-            output.emit(plan_tables([Cell("memprof", configuration, "ok") for configuration in configurations], top))
+            planned = plan_tables([Cell("memprof", configuration, "ok") for configuration in configurations], top)
+            output.emit(tidy("memprof", planned, are_planned=True))
             return
         measure, timeout = f"{_MEASURED_BY}prediction:predict_memory", SweepOptions(cell_timeout=sweeping.cell_timeout)
         run_sweep("memprof", measure, configurations, timeout).report(lambda cells, _: plan_tables(cells, top), output)
         return
     check_directory(snapshot)
     tell_what_does_not_fit(workloads, run.device)
+    tables = partial(memory_tables, top=top)
+    output.check_selection("memprof", tables)
     sweep = run_sweep("memprof", f"{_MEASURED_BY}measurement:measure_memory", configurations, sweeping)
-    sweep.report(
-        lambda cells, run: memory_tables(cells, run, top),
-        output,
-        (snapshot, lambda cells, folder: write_files(cells, sweep.run, folder)),
-    )
+    sweep.report(tables, output, (snapshot, lambda cells, folder: write_files(cells, sweep.run, folder)))
 
 
 def _measure_plan(

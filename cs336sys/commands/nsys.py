@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,6 +85,7 @@ def nsys(
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
     if dry_run:
         show_plan(
+            "nsys",
             lambda capacity: bench_plan(workloads, "nsys", capacity=capacity),
             sweeping,
             output,
@@ -118,12 +120,11 @@ def _profile(
         for workload in workloads
         for name in profiling.profiler
     ]
+    top, full_names = profiling.top, profiling.full_names
+    tables = partial(profile_tables, top=top, full_names=full_names, compare_precision=compare_precision)
+    output.check_selection("nsys", tables)
     run_sweep("nsys", "cs336sys.experiments.profiling:measure_profile", configurations, sweeping).report(
-        lambda cells, run: profile_tables(
-            cells, run, top=profiling.top, full_names=profiling.full_names, compare_precision=compare_precision
-        ),
-        output,
-        (profiling.plot, plot_profiles),
+        tables, output, (profiling.plot, plot_profiles)
     )
 
 

@@ -1,6 +1,5 @@
 """``cs336sys precision``: what low precision does to sums, and which dtypes autocast chooses."""
 
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ from cs336sys.commands.options.training import DeviceOption
 from cs336sys.commands.sweep.run import Sweep, unsaved
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell
+from cs336sys.results.recording import command_line, record
 
 if TYPE_CHECKING:
     import torch
@@ -32,20 +32,22 @@ def precision(
     from cs336sys.report.precision import precision_tables
 
     output.check()
+    output.check_selection("precision", precision_tables)
 
     from cs336sys.measure.device import choose_device
     from cs336sys.measure.environment import new_run
 
     torch_device = choose_device(device)
     file = ResultsFile(save) if save is not None else None
-    run = new_run(sys.argv[1:])
+    run = new_run(command_line())
     cells = [*_accumulations(torch_device, run.run_id), *_autocast_steps(precision, torch_device, run.run_id)]
+    record(run, *cells)
     if file is not None:
         file.append(run)
         for cell in cells:
             file.append(cell)
         file.close()
-    Sweep(tuple(cells), run, faults=tuple(unsaved(file))).report(precision_tables, output)
+    Sweep(tuple(cells), run, runs={run.run_id: run}, faults=tuple(unsaved(file))).report(precision_tables, output)
 
 
 def _accumulations(device: "torch.device", run_id: str) -> list[Cell]:

@@ -243,7 +243,7 @@ def shard(
     cs336sys shard --size 8b --board --memory-limit 130GiB
     """
     from cs336sys.report.board import sharding_tables
-    from cs336sys.report.scaling import plot_scaling, scaling_tables
+    from cs336sys.report.scaling import plot_scaling, with_scaling
     from cs336sys.report.shard import plot_memory, shard_plan
 
     if sharding.board:
@@ -260,7 +260,7 @@ def shard(
     pictures = ranks.check(output, chosen)
     if dry_run:
         written = pictures | {"trace": ranks.trace}
-        show_plan(lambda _: shard_plan(chosen), sweeping, output, run.device, across_ranks=True, **written)
+        show_plan("shard", lambda _: shard_plan(chosen), sweeping, output, run.device, across_ranks=True, **written)
         return
     if not sharding.board:
         tell_what_does_not_fit(chosen, run.device)
@@ -268,8 +268,8 @@ def shard(
     measure, mark = ("measure_board", {"board": True}) if sharding.board else ("measure_parallel_training", {})
     configurations = [workload.configuration() | mark for workload in chosen]
     measure = f"cs336sys.experiments.parallel.measurement:{measure}"
+    tables = with_scaling(sharding_tables)
+    output.check_selection("shard", tables)
     run_sweep("shard", measure, configurations, sweeping, across_ranks=True).report(
-        lambda cells, run: [*sharding_tables(cells, run), *scaling_tables(cells)],
-        output,
-        *zip(pictures.values(), (plot_memory, plot_scaling), strict=True),
+        tables, output, *zip(pictures.values(), (plot_memory, plot_scaling), strict=True)
     )

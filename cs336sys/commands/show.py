@@ -73,10 +73,10 @@ def show(
     )
     is_drawn = plot is not None or html is not None
     pictures = [saved_pictures(invocation, cells) if is_drawn else {} for invocation, cells, _ in sound]
-    drawings = list(_drawings(pictures, plot, names)) if plot is not None else []
+    drawn = list(drawings(pictures, plot, names)) if plot is not None else []
     if html is None or output.output is not None:
         output.write([table for group in tables for table in group])
-    for path, draw in drawings:
+    for path, draw in drawn:
         draw(path)
         say(f"drew {path}")
     if html is not None:
@@ -177,7 +177,7 @@ def _saved_presentations(ctx: typer.Context) -> Callable[["Invocation"], "Presen
     return presentation
 
 
-def _drawings(
+def drawings(
     pictures: Sequence["Pictures"], plot: Path, commands: Iterable[str]
 ) -> Iterator[tuple[Path, Callable[[Path], None]]]:
     """Each picture with its file: the one asked for, or where there are several, one named after picture and place."""

@@ -1,6 +1,5 @@
 """``cs336sys trace``: what a capture says, of any number of ranks, and what changed between two."""
 
-import sys
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SaveOption
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.results.model import Cell, Run
+from cs336sys.results.recording import command_line, record
 
 if TYPE_CHECKING:
     from cs336sys.accounting.communication import BusBandwidths
@@ -108,8 +108,7 @@ def trace(
     sides = difference.saved_sides(cells)
     shown = DisplayOptions(reading.top, reading.full_names, roofline, measured, bandwidths)
     tables = difference.all_tables(sides, shown)
-    if save is not None:
-        _save(save, run_id, before, cells)
+    _keep(save, run_id, before, cells)
     if html is None or output.output is not None or output.format is not None or output.table:
         output.emit(tables)
     else:
@@ -148,16 +147,20 @@ def _bandwidths(path: Path, read: "Read") -> "BusBandwidths":
     return measured
 
 
-def _save(path: Path, run_id: str, read: "Read", cells: list[Cell]) -> None:
+def _keep(path: Path | None, run_id: str, read: "Read", cells: list[Cell]) -> None:
     """Append the cells. The run is of the machine that the capture was made on, of which its file says the GPU."""
     from cs336sys.results.file import ResultsFile
 
     first = read.analyses[0]
     machine = {"gpu": first.gpu_name or None, "profiler": first.profiler}
     now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
+    run = Run(run_id, now, command_line(), machine, {"cs336sys": __version__})
+    record(run, *cells)
+    if path is None:
+        return
     results = ResultsFile(path)
     try:
-        results.append(Run(run_id, now, tuple(sys.argv[1:]), machine, {"cs336sys": __version__}))
+        results.append(run)
         for cell in cells:
             results.append(cell)
         if results.fault is not None:

@@ -31,8 +31,7 @@ class VerificationOptions:
     """What makes the model parallel, on which ranks, and the cases that are compared."""
 
     wrap: Annotated[
-        Sequence[str],
-        name_or_code(WRAPS, f"Yours: FILE.py:NAME, module:NAME. Ready: {', '.join(WRAPS)}."),
+        Sequence[str], name_or_code(WRAPS, f"Yours: FILE.py:NAME, module:NAME. Ready: {', '.join(WRAPS)}.")
     ] = ()
     world_size: WorldSizeOption = field(default_factory=list)
     case: Annotated[Sequence[str], choice(CASES, f"{', '.join(CASES)}.", show_default=False)] = tuple(CASES)
@@ -104,7 +103,7 @@ def verify(
     torchrun --nproc-per-node 8 -m cs336sys verify --model mine.py:build --wrap mine.py:parallelize
     """
     from cs336sys.report.page import check_page, html_page, html_table
-    from cs336sys.report.table import Table
+    from cs336sys.report.table import Table, with_rows
     from cs336sys.report.verify import verify_tables
 
     if is_first_rank():
@@ -113,7 +112,7 @@ def verify(
     configurations = [workload.configuration() for workload in verification.workloads(model, run)]
 
     def tables(cells: Sequence[Cell], machine: Run | None) -> list[Table]:
-        built = verify_tables(cells, machine)
+        built = with_rows(*verify_tables(cells, machine))
         if html is not None:
             from cs336sys.report.outputs import write_file
 
@@ -122,4 +121,5 @@ def verify(
         return built
 
     measure = "cs336sys.experiments.verify.measurement:measure_case"
+    output.check_selection("verify", verify_tables)
     run_sweep("verify", measure, configurations, sweeping, across_ranks=True).report(tables, output)

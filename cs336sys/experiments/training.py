@@ -87,7 +87,7 @@ class TrainStep:
             scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
         self.scaler = scaler
         self._loss_function = cross_entropy if workload.user.loss is None else user_models.load(workload.user.loss)
-        if workload.compile != "off":
+        if workload.is_compiled:
             self._loss_function = torch.compile(self._loss_function, dynamic=False)
         self.loss: Tensor | None = None
         self.graphs: GraphedStep | None = None
@@ -342,8 +342,8 @@ def training_warnings(loss: Tensor | float | None, workload: Workload) -> list[s
     warnings = []
     if not math.isfinite(number):
         warnings.append(f"warning: {name}: the loss is {number}: the measured steps train nothing")
-    if workload.attention == "flash" and (workload.compile != "off" or workload.cuda_graph == "on"):
-        changed = "compiled" if workload.compile != "off" else "captured"
+    if workload.attention == "flash" and (workload.is_compiled or workload.cuda_graph == "on"):
+        changed = "compiled" if workload.is_compiled else "captured"
         warnings += [
             f"warning: {name}: {changed}, it calls torch's attention, {reason}: not all of it is flash"
             for reason in sorted(user_models.left_to_torch)

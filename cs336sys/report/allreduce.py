@@ -9,7 +9,7 @@ from cs336sys.accounting.communication import AlphaBeta, buffer_bytes, bus_facto
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import format_number, format_quantity
 from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, fill_row, with_rows
+from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.report.titles import reasons, shown_settings, title
 from cs336sys.results.model import Cell, Run
 from cs336sys.workload import CollectiveWorkload
@@ -63,8 +63,6 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         _collective_rows(cells, "back_to_back"),
         notes=(*_collective_notes(cells), *reasons(cells), *rounded),
     )
-    if not measured:
-        return [first]
     second = Table(
         "latency",
         "the same calls, each waited for",
@@ -72,7 +70,7 @@ def allreduce_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         _collective_rows(measured, "synchronized"),
         notes=("all ranks start together, and the CPU clock runs until the call is done: launch and waiting included",),
     )
-    return [first, second, *with_rows(_fit_table(measured, varying))]
+    return [first, second, _fit_table(measured, varying)]
 
 
 def groups_of(cells: Sequence[Cell]) -> dict[MessageSweep, list[Cell]]:
@@ -150,7 +148,7 @@ def _of(cell: Cell, name: str) -> Any:
 
 def _time_columns(timing: str) -> tuple[Column, ...]:
     return (
-        Column("time_us", "time", "us", lambda cell: cell.samples[timing]),
+        Column("time_us", "time", "us", lambda cell: cell.samples[timing], spread="samples"),
         Column("min_us", "min", "us", lambda cell: min(cell.samples[timing].measured)),
         Column("max_us", "max", "us", lambda cell: max(cell.samples[timing].measured)),
         Column("p99_us", "p99", "us", lambda cell: cell.samples[timing].percentile(99)),

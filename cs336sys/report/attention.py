@@ -10,7 +10,7 @@ from cs336sys.accounting.one_device import attention_answers
 from cs336sys.measure.system import Capacity
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.outputs import legend_columns, new_axes, write_figure
-from cs336sys.report.table import Column, Table, with_rows
+from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
     ERROR_NOTE,
     OF_IMPLEMENTATION,
@@ -78,7 +78,10 @@ def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[
         Column("end_to_end_p20_ms", "p20", "ms"),
         Column("end_to_end_p80_ms", "p80", "ms"),
         *(Column(f"{part}_tflops", part.replace("_", "-"), "tflops") for part in _PARTS),
-        *(Column(f"{part}_speedup", f"{part.replace('_', '-')} over {baseline}", "ratio") for part in _PARTS),
+        *(
+            Column(f"{part}_speedup", f"{part.replace('_', '-')} over {baseline}", "ratio", spread="interval")
+            for part in _PARTS
+        ),
         *(Column(f"{name}_error", f"{name} error") for name in ("out", "dq", "dk", "dv")),
         Column("peak_gib", "peak", "gib"),
         Column("status", "status"),
@@ -134,8 +137,8 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     columns = (
         *varying.values(),
         Column("implementation", "implementation"),
-        Column("forward_ms", "forward", "ms"),
-        Column("backward_ms", "backward", "ms"),
+        Column("forward_ms", "forward", "ms", spread="samples"),
+        Column("backward_ms", "backward", "ms", spread="samples"),
         Column("held_gib", "held before backward", "gib"),
         Column("predicted_held_gib", "predicted held", "gib"),
         Column("peak_gib", "peak", "gib"),
@@ -145,11 +148,8 @@ def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     rows = [_attn_row(cell) for cell in cells]
     notes = [f"{steps_words(cells)}; predictions are for eager execution with torch.softmax"] if cells else []
     heading = title("attn", cells, run, _SHAPE_COLUMNS, varying)
-    tables = [Table("attn", heading, columns, rows, (*notes, *reasons(cells, "implementation")), "more --steps")]
-    out_of_memory = [cell for cell in cells if cell.status == "oom"]
-    if out_of_memory:
-        tables.append(_worked_through(min(out_of_memory, key=lambda cell: predicted_eager_memory(cell).peak)))
-    return [*tables, *with_rows(_growth(cells))]
+    times = Table("attn", heading, columns, rows, (*notes, *reasons(cells, "implementation")), "more --steps")
+    return [times, _worked_through([cell for cell in cells if cell.status == "oom"]), _growth(cells)]
 
 
 def _attn_row(cell: Cell) -> dict[str, Any]:
@@ -175,8 +175,11 @@ def _sequences(cell: Cell) -> tuple[int, int, int, str]:
     return shape["batch_size"] * shape["heads"], shape["context"], shape["head_dim"], shape["dtype"]
 
 
-def _worked_through(cell: Cell) -> Table:
-    """Derive the memory of one shape tensor by tensor, as ``account attention`` does."""
+def _worked_through(out_of_memory: Sequence[Cell]) -> Table:
+    """Derive the memory of the smallest shape tensor by tensor, as ``account attention`` does."""
+    if not out_of_memory:
+        return answers_table("accounting", "attn: no shape out of memory", ())
+    cell = min(out_of_memory, key=lambda cell: predicted_eager_memory(cell).peak)
     answers = attention_answers(*_sequences(cell), causal=cell.configuration["causal"], implementation="eager")
     sequences, context, head_dim, dtype = _sequences(cell)
     heading = f"attn: the smallest shape out of memory, {sequences} x {context} x {head_dim} {dtype}"

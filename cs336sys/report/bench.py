@@ -14,23 +14,24 @@ from cs336sys.report.numbers import format_number
 from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.report.titles import (
+    GRAPH_COLUMNS,
+    RATE_COLUMNS,
     ROUNDS_COLUMN,
     SETTING_COLUMNS,
     SIZE_COLUMNS,
+    WALL_COLUMN,
     by_configuration,
-    graph_columns,
+    hidden_wall,
     known_values,
     largest_known,
     method_notes,
     notes_of_run,
     plan_settings,
     pool_cells,
-    rate_columns,
     setting_of,
     shown_settings,
     title,
     unknown_memory,
-    wall_columns,
 )
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import SAME_PERCENT, Interval, compare_sides, ratio_of_pairs
@@ -130,6 +131,7 @@ _CHECK_COLUMNS = (
 )
 
 _ALWAYS_SHOWN = ("context", "precision", "compile")
+_PHASES = PHASES_OF_MODE["train"]
 
 # What a setting is compared with where it was measured and no other baseline was chosen.
 _DEFAULTS = {field.name: field.default for field in fields(Workload)}
@@ -180,9 +182,7 @@ def bench_tables(
     always = (*_ALWAYS_SHOWN, "attention") if any(map(_keeps_attention, cells)) else _ALWAYS_SHOWN
     shown = shown_settings(cells, settings, always)
     heading = title("bench", cells, run, settings, shown)
-    tables = [_time_table(cells, run, heading, shown, percentiles)]
-    speedups = _speedups(cells, shown, baseline)
-    return [*tables, speedups] if speedups else tables
+    return [_time_table(cells, run, heading, shown, percentiles), _speedups(cells, shown, baseline)]
 
 
 # Where memory goes at the moment when most is held, on paper, of a PeakMemory.
@@ -232,22 +232,18 @@ def _memory_fit(needed_gib: float, capacity: Capacity | None) -> dict[str, Any]:
 def _time_table(
     cells: Sequence[Cell], run: Run | None, heading: str, settings: dict[str, Column], percentiles: Sequence[float]
 ) -> Table:
-    phases = list(dict.fromkeys(phase for cell in cells for phase in PHASES_OF_MODE[cell.configuration["mode"]]))
     columns = [
         *SIZE_COLUMNS,
         *settings.values(),
-        *(Column(f"{phase}_ms", phase, "ms") for phase in phases),
-        Column("step_ms", "step", "ms"),
+        *(Column(f"{phase}_ms", phase, "ms", spread="samples") for phase in _PHASES),
+        Column("step_ms", "step", "ms", spread="samples"),
         *(Column(f"step_ms_p{percent:g}", f"step p{percent:g}", "ms") for percent in percentiles),
-    ]
-    if "warmup" in settings:
-        columns.append(Column("first_measured_ms", "first measured step", "ms"))
-    columns += [
-        *wall_columns(cell.samples["step"] for cell in cells if cell.status == "ok"),
+        Column("first_measured_ms", "first measured step", "ms"),
+        WALL_COLUMN,
         Column("gpu_busy_ms", "GPU busy", "ms"),
         Column("launch_bound", "launch-bound"),
         Column("first_step_s", "first step ready", "s"),
-        *rate_columns(cells),
+        *RATE_COLUMNS,
         Column("tflops", "TFLOP/s", "tflops"),
         Column("mfu_percent", "MFU", "percent"),
         Column("step_energy_j", "energy", "joules"),
@@ -255,10 +251,12 @@ def _time_table(
         Column("peak_gib", "peak", "gib"),
         Column("peak_resident_gib", "peak resident", "gib"),
         Column("sm_clock_mhz", "SM clock", "mhz"),
-        *graph_columns(cells),
+        *GRAPH_COLUMNS,
+        *_CHECK_COLUMNS,
+        Column("status", "status"),
     ]
-    columns += [column for column in _CHECK_COLUMNS if any(column.key in cell.derived for cell in cells)]
-    columns.append(Column("status", "status"))
+    hidden = [] if "warmup" in settings else ["first_measured_ms"]
+    hidden += hidden_wall(cell.samples["step"] for cell in cells if cell.status == "ok")
     rows = [_bench_row(cell, percentiles) for cell in cells]
     notes = [*method_notes(cells), *notes_of_run(cells, run), *_resident_notes(cells), *clock_notes(cells, run)]
     for key, note in (("relative_difference_percent", _CHECKED), ("replayed_difference_percent", _REPLAYED)):
@@ -269,7 +267,7 @@ def _time_table(
         f"interleaved: a step of each {SETTING_COLUMNS[setting].header} of {values} alternately, all held in memory"
         for setting, values in sorted(_interleaved(cells))
     ]
-    return Table("bench", heading, tuple(columns), rows, tuple(notes), _STEADIER)
+    return Table("bench", heading, tuple(columns), rows, tuple(notes), _STEADIER, hidden)
 
 
 def _bench_row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
@@ -373,11 +371,9 @@ def speedup(cell: Cell, baseline: Cell, name: str) -> Interval:
     return ratio(baseline.samples[name], cell.samples[name])
 
 
-def _speedups(cells: Sequence[Cell], settings: dict[str, Column], baseline: str) -> Table | None:
+def _speedups(cells: Sequence[Cell], settings: dict[str, Column], baseline: str) -> Table:
     axes, pairs = speedup_pairs(cells, settings, baseline)
-    if not pairs:
-        return None
-    series = list(dict.fromkeys(name for pair in pairs for cell in pair for name in cell.samples if name != "wall"))
+    series = (*_PHASES, "step")
     rows = []
     for cell, compared_with in pairs:
         row = _settings_row(cell) | {"over": ", ".join(str(_settings_row(compared_with).get(name)) for name in axes)}
@@ -387,7 +383,7 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column], baseline: str)
         Column("size", "size"),
         *settings.values(),
         Column("over", "over"),
-        *(Column(f"{name}_speedup", name, "ratio") for name in series),
+        *(Column(f"{name}_speedup", name, "ratio", spread="interval") for name in series),
     )
     method = "median ratio of alternating steps" if _interleaved(cells) else "ratio of medians within this run"
     return Table("speedup", f"speed-up: {method}", columns, rows, steadier=_STEADIER)

@@ -21,7 +21,7 @@ _SETTING_COLUMNS = SHARDING_SETTING_COLUMNS | {
 _ALWAYS_SHOWN = ("world_size", "checkpointing", "state_dtype")
 
 _BOARD_COLUMNS = (
-    Column("wall_ms", "step", "ms"),
+    Column("wall_ms", "step", "ms", spread="samples"),
     Column("median_ms", "median", "ms"),
     Column("tokens_per_s", "tokens/s", "tokens_per_s"),
     Column("mfu_percent", "MFU", "percent"),
@@ -50,7 +50,7 @@ def sharding_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """The tables of ``shard``, with ``--board`` and without."""
     of_board = [cell for cell in cells if is_of_board(cell)]
     others = [cell for cell in cells if not is_of_board(cell)]
-    return [*(shard_tables(others, run) if others else []), *(board_tables(of_board, run) if of_board else [])]
+    return [*shard_tables(others, run), *board_tables(of_board, run)]
 
 
 def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
@@ -73,15 +73,13 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     ]
     heading = title("shard --board", cells, run, _SETTING_COLUMNS, shown)
     columns = (*SIZE_COLUMNS, *setting_columns, *_BOARD_COLUMNS, Column("status", "status"))
-    tables = [Table("board", heading, columns, rows, (*notes, *method_notes(cells)))]
-    if measured:
-        identity = (Column("size", "size"), *setting_columns)
-        tables.append(parallel_phase_table(rows, identity, "torch's strategies do"))
-    if any(cell.derived["shares"] for cell in measured):
-        tables += [_shares_table(measured, setting_columns), _kernels_table(measured, setting_columns)]
-    if any("losses" in cell.derived for cell in measured):
-        tables.append(_losses_table(measured, setting_columns))
-    return tables
+    return [
+        Table("board", heading, columns, rows, (*notes, *method_notes(cells))),
+        parallel_phase_table(rows, (Column("size", "size"), *setting_columns), "torch's strategies do"),
+        _shares_table(measured, setting_columns),
+        _kernels_table(measured, setting_columns),
+        _losses_table(measured, setting_columns),
+    ]
 
 
 def _board_row(cell: Cell) -> dict[str, Any]:

@@ -18,23 +18,24 @@ from cs336sys.report.numbers import format_number, format_quantity, format_value
 from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import (
+    GRAPH_COLUMNS,
+    RATE_COLUMNS,
     ROUNDS_COLUMN,
     SETTING_COLUMNS,
     SIZE_COLUMNS,
+    WALL_COLUMN,
     by_configuration,
     find_baselines,
-    graph_columns,
+    hidden_wall,
     largest_known,
     method_notes,
     notes_of_run,
     plan_settings,
     pool_cells,
-    rate_columns,
     setting_of,
     shown_settings,
     title,
     unknown_memory,
-    wall_columns,
 )
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval, difference, ratio
@@ -100,24 +101,19 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     rows = step_rows(cells, "naive", _COMPARED)
     heading, columns = title("ddp", cells, run, settings, shown), (*identity, *_STEP_COLUMNS)
     tables = [parallel_step_table("ddp", heading, cells, run, columns, rows, _step_notes(cells), _STEADIER)]
-    measured = [cell for cell in cells if cell.status == "ok"]
-    if measured:
-        tables.append(parallel_phase_table(rows, (Column("size", "size"), *identity), "torch's DDP does"))
-    bucketed = [cell for cell in measured if cell.configuration["strategy"] == "bucketed"]
-    if bucketed:
-        tables.append(_bucket_table(bucketed, (Column("size", "size"), *shown.values())))
-    return tables
+    tables.append(parallel_phase_table(rows, (Column("size", "size"), *identity), "torch's DDP does"))
+    return [*tables, _bucket_table(cells, (Column("size", "size"), *shown.values()))]
 
 
 _STEP_COLUMNS = (
-    Column("step_ms", "step", "ms"),
-    Column("unsynchronized_ms", "without communication", "ms"),
-    Column("exposed_ms", "exposed", "ms"),
-    Column("exposed_percent", "of the step", "percent"),
-    Column("communication_ms", "communication alone", "ms"),
+    Column("step_ms", "step", "ms", spread="samples"),
+    Column("unsynchronized_ms", "without communication", "ms", spread="samples"),
+    Column("exposed_ms", "exposed", "ms", spread="interval"),
+    Column("exposed_percent", "of the step", "percent", spread="interval"),
+    Column("communication_ms", "communication alone", "ms", spread="samples"),
     Column("running_ms", "as it ran", "ms"),
-    Column("hidden_percent", "hidden", "percent"),
-    Column("speedup", "over naive", "ratio"),
+    Column("hidden_percent", "hidden", "percent", spread="interval"),
+    Column("speedup", "over naive", "ratio", spread="interval"),
     Column("calls", "calls", "count"),
     Column("communicated_bytes", "communicated", "decimal_bytes"),
     Column("peak_gib", "peak", "gib"),
@@ -140,7 +136,7 @@ def parallel_step_table(
     steadier: str,
 ) -> Table:
     """The first table of ``ddp`` and of ``shard``: ``columns`` of its own, and those that both have."""
-    last_columns = (*rate_columns(cells), *_OFF_COLUMNS, *graph_columns(cells), Column("status", "status"))
+    last_columns = (*RATE_COLUMNS, *_OFF_COLUMNS, *GRAPH_COLUMNS, Column("status", "status"))
     all_notes = (*notes, *_check_notes(cells), *method_notes(cells), *notes_of_run(cells, run))
     return Table(command, heading, (*SIZE_COLUMNS, *columns, *last_columns), rows, all_notes, steadier)
 
@@ -224,8 +220,8 @@ def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column,
     measured = [row for row in rows if row["status"] == "ok"]
     columns = (
         *identity,
-        *(Column(f"{phase}_ms", phase, "ms") for phase in _PHASES),
-        *wall_columns(row["step_ms"] for row in measured),
+        *(Column(f"{phase}_ms", phase, "ms", spread="samples") for phase in _PHASES),
+        WALL_COLUMN,
         Column("overlap_percent", "communication overlapped", "percent"),
     )
     notes = (
@@ -234,7 +230,8 @@ def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column,
         "communication overlapped: share of the communication's time during which kernels computed, in one profiled "
         "step of rank 0",
     )
-    return Table("phases", "phases of the step", columns, measured, notes, STEADIER)
+    hidden = hidden_wall(row["step_ms"] for row in measured)
+    return Table("phases", "phases of the step", columns, measured, notes, STEADIER, hidden)
 
 
 def link_of(cell: Cell) -> AlphaBeta:
@@ -269,8 +266,8 @@ def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
         Column("buckets", "buckets", "count"),
         Column("mean_bucket_bytes", "mean bucket", "decimal_bytes"),
         Column("predicted_ms", "predicted overhead", "ms"),
-        Column("exposed_ms", "exposed", "ms"),
-        Column("step_ms", "step", "ms"),
+        Column("exposed_ms", "exposed", "ms", spread="interval"),
+        Column("step_ms", "step", "ms", spread="samples"),
     )
     heading = "bucket sizes and the model of their overhead"
     return Table("buckets", heading, columns, rows, tuple(dict.fromkeys(notes)), STEADIER)

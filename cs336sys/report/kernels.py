@@ -49,7 +49,7 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
         *(Column(f"{part}_gbps", _words(part), "gbps") for part in PARTS),
         *(Column(f"{part}_copy_percent", f"{_words(part)} of a copy", "percent") for part in PARTS),
         Column("end_to_end_tflops", _words("end_to_end"), "tflops"),
-        Column("end_to_end_speedup", f"end-to-end over {baseline}", "ratio"),
+        Column("end_to_end_speedup", f"end-to-end over {baseline}", "ratio", spread="interval"),
         Column("over_inputs_gib", "over inputs", "gib"),
         Column("error", "largest error"),
         Column("status", "status"),

@@ -21,13 +21,24 @@ FORMATS = ("table", "markdown", "csv", "json", "latex", "typst")
 FORMAT_OF_ENDING = {
     ".csv": "csv",
     ".json": "json",
-    ".markdown": "markdown",
     ".md": "markdown",
+    ".markdown": "markdown",
     ".tex": "latex",
     ".txt": "table",
     ".typ": "typst",
 }
 _PICTURES = (".png", ".svg", ".pdf")
+
+
+def read_output(text: str) -> Path:
+    """Return the file of ``--output``, or the folder, which is made, where the name ends with a slash."""
+    path = Path(text)
+    if text.endswith("/"):
+        try:
+            path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UsageError(error.strerror) from error
+    return path
 
 
 def check_writable(path: Path, option: str) -> None:

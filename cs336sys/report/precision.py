@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cs336sys.report.table import Column, Table, with_rows
+from cs336sys.report.table import Column, Table
 from cs336sys.results.model import Cell, Run
 
 _ACCUMULATION_NOTES = (
@@ -51,10 +51,10 @@ def precision_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     sums = [cell.configuration | cell.derived for cell in cells if "accumulation" in cell.configuration]
     steps = [cell for cell in cells if "loss_function" in cell.configuration]
     dtypes = [cell.configuration | cell.derived | {"status": cell.status, "reason": cell.reason} for cell in steps]
-    return with_rows(
+    return [
         Table("accumulation", "1000 times 0.01, which is 10", _ACCUMULATION_COLUMNS, sums, _ACCUMULATION_NOTES),
         Table("autocast", _autocast_title(steps, run), _AUTOCAST_COLUMNS, dtypes, _AUTOCAST_NOTES),
-    )
+    ]
 
 
 def _autocast_title(cells: Sequence[Cell], run: Run | None) -> str:

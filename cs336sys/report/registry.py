@@ -23,19 +23,13 @@ from cs336sys.report.page import html_page, html_picture, html_table
 from cs336sys.report.precision import precision_tables
 from cs336sys.report.profile import plot_profiles, profile_tables
 from cs336sys.report.profile.trace_difference import saved_trace_tables
-from cs336sys.report.scaling import plot_scaling, scaling_curves, scaling_tables
+from cs336sys.report.scaling import plot_scaling, scaling_curves, with_scaling
 from cs336sys.report.shard import plot_memory
-from cs336sys.report.table import Table, grid_of
+from cs336sys.report.table import Table, grid_of, with_rows
+from cs336sys.report.tidy import tidy, with_origin
 from cs336sys.report.tune import tune_tables
 from cs336sys.report.verify import verify_tables
-from cs336sys.results.model import (
-    Cell,
-    Results,
-    Run,
-    Samples,
-    configuration_key,
-    distinguishing_settings,
-)
+from cs336sys.results.model import Cell, Results, Run, Samples, configuration_key, distinguishing_settings, json_text
 from cs336sys.results.statistics import Interval
 from cs336sys.workload import MemoryWorkload
 
@@ -141,14 +135,10 @@ SAVED_COMMANDS: dict[str, SavedCommand] = {
         lambda cells, run, options: kernel_tables(cells, run, options.baseline), _picture("kernels", plot_kernels)
     ),
     "allreduce": SavedCommand(_of_run(allreduce_tables), _picture("allreduce", plot_collectives)),
-    "ddp": SavedCommand(
-        _of_run(lambda cells, run: [*ddp_tables(cells, run), *scaling_tables(cells)]), _ddp_pictures, pool_ddp_rounds
-    ),
+    "ddp": SavedCommand(_of_run(with_scaling(ddp_tables)), _ddp_pictures, pool_ddp_rounds),
     "trace": SavedCommand(lambda cells, run, options: saved_trace_tables(cells, options.top, options.full_names)),
     "precision": SavedCommand(_of_run(precision_tables)),
-    "shard": SavedCommand(
-        _of_run(lambda cells, run: [*sharding_tables(cells, run), *scaling_tables(cells)]), _shard_pictures
-    ),
+    "shard": SavedCommand(_of_run(with_scaling(sharding_tables)), _shard_pictures),
     "verify": SavedCommand(_of_run(verify_tables)),
 }
 
@@ -208,7 +198,7 @@ def invocations(files: Sequence[Results]) -> list[Invocation]:
 
 def _conditions_key(run: Run) -> str:
     """Return a key that is equal for runs of the same code under the same conditions."""
-    return configuration_key(run.conditions | {"source_digest": run.environment.get("source_digest")})
+    return json_text(run.conditions | {"source_digest": run.environment.get("source_digest")}, sort_keys=True)
 
 
 # What tables and pictures raise of cells that another version, or another program, has written.
@@ -244,7 +234,12 @@ def shown_cells(invocation: Invocation, statuses: Sequence[str] = ()) -> list[Ce
 def saved_tables(invocation: Invocation, cells: Sequence[Cell], presentation: Presentation) -> list[Table]:
     """The tables of an invocation's :func:`shown_cells`, or a UsageError where these lack what tables need."""
     build = SAVED_COMMANDS[invocation.command].tables
-    return _build_checked(invocation, lambda: [_plain(table) for table in build(cells, invocation.run, presentation)])
+    rows = with_origin(cells, {run.run_id: run for run in invocation.runs})
+
+    def built() -> list[Table]:
+        return tidy(invocation.command, with_rows(*build(rows, invocation.run, presentation)), rows)
+
+    return _build_checked(invocation, lambda: list(map(_plain, built())))
 
 
 def marked(invocation: Invocation, tables: Sequence[Table]) -> list[Table]:
@@ -280,7 +275,7 @@ def sound_cells_and_tables(
 
 def _plain(table: Table) -> Table:
     for row in table.rows:
-        for column in table.columns:
+        for column in table.all_columns:
             if not isinstance(row.get(column.key), str | int | float | Samples | Interval | None):
                 raise TypeError(f"{column.key} is {row[column.key]}")
     grid_of(table)

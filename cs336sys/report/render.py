@@ -1,14 +1,12 @@
 """Tables as text for people (terminal, Markdown, LaTeX, Typst) and for programs (csv, json), from the same rows."""
 
-import contextlib
 import csv
 import io
 import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from cs336sys.report.outputs import (
 from cs336sys.report.table import Grid, Table, grid_of, one_line
 from cs336sys.results.foreign import printable
 from cs336sys.results.model import Samples
+from cs336sys.results.recording import current_recording
 from cs336sys.results.schema import TABLES_SCHEMA_VERSION
 from cs336sys.results.statistics import Interval
 
@@ -37,12 +36,12 @@ def render(tables: Sequence[Table], format: str) -> str:
 
     - ``table``, ``markdown``, ``latex`` (booktabs), ``typst``: for people. Samples are mean ± std, columns without a
       value in any row are left out, titles and notes are shown, and nothing is cut to a width.
-    - ``json``: ``{"schema_version": 1, "tables": [{"name", "title", "rows", "notes"}]}``. A column that holds samples,
-      ``forward_ms``, becomes ``forward_ms_mean``, ``forward_ms_std`` and ``forward_ms_median`` in every row; a plain
-      number among them stands under ``_mean``. A column of intervals keeps its estimate under its own name, next to
-      ``_low`` and ``_high``. NaN and infinity are null, which is all that JSON has for them.
-    - ``csv``: likewise with mean and std, without notes. The first column names the table, and a second has the titles
-      where those of one name differ; tables are separated by an empty line, each under its own header.
+    - ``json``: ``{"schema_version": 1, "tables": [{"name", "title", "rows", "notes"}]}``. Rows have all settings and
+      the machine (:mod:`cs336sys.report.tidy`). A column that holds samples, ``forward_ms``, becomes
+      ``forward_ms_mean``, ``forward_ms_std`` and ``forward_ms_median`` in every row; a plain number among them stands
+      under ``_mean``. A column of intervals keeps its estimate under its own name, next to ``_low`` and ``_high``. NaN
+      and infinity are null, which is all that JSON has for them.
+    - ``csv``: the same rows of the tables that have the first one's name, under one header, after a column ``table``.
 
     Numbers for programs are not rounded.
 
@@ -53,22 +52,10 @@ def render(tables: Sequence[Table], format: str) -> str:
     return _RENDERERS[format](tables)
 
 
-_collected: ContextVar[list[Table] | None] = ContextVar("collected", default=None)
-
-
-@contextlib.contextmanager
-def collecting() -> Iterator[list[Table]]:
-    """Collect the tables that :func:`emit` would print, for callers that want data; files are still written."""
-    tables: list[Table] = []
-    token = _collected.set(tables)
-    try:
-        yield tables
-    finally:
-        _collected.reset(token)
-
-
 def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | None = None, wide: bool = False) -> None:
-    """Write the tables to the file ``output``, or else (None, ``-``) to stdout.
+    """Write the tables to the file ``output``, or else (None, ``-``) to stdout; record them for a Python caller.
+
+    A folder gets a file for each name of tables, csv unless another format is asked for.
 
     Without a format a file gets that of its name's ending, a terminal ``table`` drawn by rich, and everything else
     ``markdown``. With ``wide`` stdout gets ``table`` as files have it, whatever a terminal's width.
@@ -77,18 +64,24 @@ def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | N
         UsageError: the format is unknown.
         OutputError: ``output`` cannot be written, and stdout got the tables instead; or that cannot be written.
     """
-    collected = _collected.get()
-    if collected is not None:
-        collected.extend(tables)
+    recording = current_recording()
+    if recording is not None:
+        recording.tables += tables
     if output is None or output == STDOUT:
-        if collected is None:
+        if recording is None:
             _print(tables, format, wide)
         return
-    text = render(tables, format or FORMAT_OF_ENDING.get(output.suffix.lower(), "markdown"))
+    format = format or FORMAT_OF_ENDING.get(output.suffix.lower(), "csv" if output.is_dir() else "markdown")
     try:
-        write_file(output, text.encode(), "--output")
+        if output.is_dir():
+            ending = next(ending for ending, name in FORMAT_OF_ENDING.items() if name == format)
+            for name in dict.fromkeys(table.name for table in tables):
+                text = render([table for table in tables if table.name == name], format)
+                write_file(output / f"{name.replace(' ', '_')}{ending}", text.encode(), "--output")
+        else:
+            write_file(output, render(tables, format).encode(), "--output")
     except OutputError:
-        if collected is None:
+        if recording is None:
             _print(tables, format, wide)
         raise
 
@@ -119,14 +112,14 @@ def check_output(output: Path | None, format: str | None = None) -> None:
     """
     if format is not None:
         require_known("format", format, FORMATS)
-    elif output is not None and output.suffix.lower() in _NO_TABLES:
+    elif output is not None and not output.is_dir() and output.suffix.lower() in _NO_TABLES:
         raise UsageError(
             f"--output {output}: holds tables, whose names end in {', '.join(FORMAT_OF_ENDING)}; give one of these, or "
             "--format (pictures are asked for by --plot)"
         )
     if output is not None and output != STDOUT:
         require_folder(output, "--output")
-        check_writable(output, "--output")
+        check_writable(output / "tables.csv" if output.is_dir() else output, "--output")
 
 
 def _tabulate(grid: Grid, style: str) -> str:
@@ -211,26 +204,27 @@ def typst_string(text: str) -> str:
     return '"' + printable(text).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _flat_rows(
-    table: Table, statistics: Sequence[str]
-) -> tuple[list[str], list[list[str | bool | int | float | None]]]:
+_STATISTICS = ("mean", "std", "median")
+
+
+def flat_rows(table: Table) -> tuple[list[str], list[dict[str, Value]]]:
     """Keys and rows for programs: a column of samples or intervals becomes one column for each of their statistics."""
     keys: list[str] = []
-    rows: list[list] = [[] for _ in table.rows]
+    rows: list[dict[str, Value]] = [{} for _ in table.rows]
     flat: list[list[Any]]
-    for column in table.columns:
+    for column in table.all_columns:
         values = [row.get(column.key) for row in table.rows]
-        if any(isinstance(value, Interval) for value in values):
-            keys += [column.key, f"{column.key}_low", f"{column.key}_high"]
+        if column.spread == "interval" or any(isinstance(value, Interval) for value in values):
+            names = [column.key, f"{column.key}_low", f"{column.key}_high"]
             flat = [[v.estimate, v.low, v.high] if isinstance(v, Interval) else [v, None, None] for v in values]
-        elif any(isinstance(value, Samples) for value in values):
-            keys += [f"{column.key}_{statistic}" for statistic in statistics]
-            flat = [[_statistic_of(value, statistic) for statistic in statistics] for value in values]
+        elif column.spread == "samples" or any(isinstance(value, Samples) for value in values):
+            names = [f"{column.key}_{statistic}" for statistic in _STATISTICS]
+            flat = [[_statistic_of(value, statistic) for statistic in _STATISTICS] for value in values]
         else:
-            keys.append(column.key)
-            flat = [[value] for value in values]
+            names, flat = [column.key], [[value] for value in values]
+        keys += names
         for row, cells in zip(rows, flat, strict=True):
-            row += cells
+            row |= dict(zip(names, cells, strict=True))
     return keys, rows
 
 
@@ -241,20 +235,17 @@ def _statistic_of(value: Value, statistic: str) -> Value:
 
 
 def _csv(tables: Sequence[Table]) -> str:
-    parts = []
-    have_titles = len({(table.name, table.title) for table in tables}) > len({table.name for table in tables})
-    for table in tables:
-        keys, rows = _flat_rows(table, ("mean", "std"))
-        stream = io.StringIO()
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(map(_csv_word, ["table", *(["title"] if have_titles else []), *keys]))
-        for row in rows:
-            writer.writerow(map(_csv_word, [table.name, *([table.title] if have_titles else []), *row]))
-        parts.append(stream.getvalue())
-    return "\n".join(parts)
+    flat = [flat_rows(table) for table in tables if table.name == tables[0].name]
+    keys = list(dict.fromkeys(key for of_table, _ in flat for key in of_table))
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(map(_csv_word, ["table", *keys]))
+    for _, rows in flat:
+        writer.writerows([_csv_word(tables[0].name), *(_csv_word(row.get(key)) for key in keys)] for row in rows)
+    return stream.getvalue()
 
 
-def _csv_word(value: str | float | None) -> str | float | None:
+def _csv_word(value: Any) -> str | float | None:
     """A cell; text that a spreadsheet would compute, such as ``=HYPERLINK(...)``, begins with an apostrophe."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -267,13 +258,13 @@ def _csv_word(value: str | float | None) -> str | float | None:
 def _json(tables: Sequence[Table]) -> str:
     documents = []
     for table in tables:
-        keys, rows = _flat_rows(table, ("mean", "std", "median"))
-        objects = [dict(zip(keys, map(_finite_or_none, row), strict=True)) for row in rows]
+        _, rows = flat_rows(table)
+        objects = [{key: _finite_or_none(value) for key, value in row.items()} for row in rows]
         documents.append({"name": table.name, "title": table.title, "rows": objects, "notes": table.all_notes})
     return json.dumps({"schema_version": TABLES_SCHEMA_VERSION, "tables": documents}, indent=2, allow_nan=False) + "\n"
 
 
-def _finite_or_none(value: str | float | None) -> str | float | None:
+def _finite_or_none(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,14 @@ from cs336sys.report.ddp import PARALLEL_SETTING_COLUMNS, STEADIER, exposure
 from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.shard import SHARDING_SETTING_COLUMNS, memory_of
 from cs336sys.report.table import Column, Table
-from cs336sys.report.titles import rate_columns, shown_settings
-from cs336sys.results.model import Cell, configuration_key
+from cs336sys.report.titles import RATE_COLUMNS, shown_settings
+from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import Interval, ratio
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+TableBuilder = Callable[[Sequence[Cell], Run | None], list[Table]]
 
 # What differs along a curve, and what no step depends on.
 _ALONG = ("world_size", "mesh", "trace")
@@ -85,11 +87,14 @@ def scaling_curves(cells: Sequence[Cell]) -> list[Curve]:
     ]
 
 
+def with_scaling(tables: TableBuilder) -> TableBuilder:
+    """Return a function that builds these tables of cells, and those of :func:`scaling_tables`."""
+    return lambda cells, run: [*tables(cells, run), *scaling_tables(cells)]
+
+
 def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
     """The cells of every curve, if cells were measured on several numbers of ranks."""
     curves = scaling_curves(cells)
-    if not curves:
-        return []
     rows = [_curve_row(curve, cell) for curve in curves for cell in curve.cells]
     settings = shown_settings([cell for curve in curves for cell in curve.cells], _SETTING_COLUMNS)
     columns = (
@@ -99,18 +104,24 @@ def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
         Column("strategy", "strategy"),
         Column("world_size", "ranks"),
         Column("batch_size", "batch"),
-        Column("step_ms", "step", "ms"),
-        *rate_columns(cells),
-        Column("linear_percent", "of linear", "percent"),
-        Column("exposed_percent", "exposed", "percent"),
+        Column("step_ms", "step", "ms", spread="samples"),
+        *RATE_COLUMNS,
+        Column("linear_percent", "of linear", "percent", spread="interval"),
+        Column("exposed_percent", "exposed", "percent", spread="interval"),
         Column("peak_gib", "peak", "gib"),
-        *([_PREDICTED] if any(row["predicted_peak_gib"] is not None for row in rows) else []),
+        _PREDICTED,
     )
     notes = (
         "strong: the same batch on more ranks; weak: as many sequences a rank; of linear: the rate of a rank, of that "
         "on the fewest ranks",
     )
     return [Table("scaling", "speed and memory by ranks", columns, rows, notes, STEADIER)]
+
+
+def _rate_column(cells: Sequence[Cell]) -> Column:
+    """Tokens per second, or examples where all cells have these."""
+    examples = [cell.derived.get("examples_per_s") is not None for cell in cells if cell.status == "ok"]
+    return RATE_COLUMNS[bool(examples) and all(examples)]
 
 
 def _curve_row(curve: Curve, cell: Cell) -> dict[str, Any]:
@@ -140,7 +151,7 @@ def plot_scaling(cells: Sequence[Cell], path: Path, option: str = "--plot-scalin
     curves = scaling_curves(cells)
     scalings = list(dict.fromkeys(curve.scaling for curve in curves)) or ["strong"]
     figure, axes = new_axes(12, 0.6 + 3.4 * len(scalings), len(scalings), 3)
-    rate = rate_columns(cells)[0].header
+    rate = _rate_column(cells).header
     settings = shown_settings([curve.cells[-1] for curve in curves], _SETTING_COLUMNS)
     for row, scaling in zip(axes, scalings, strict=True):
         drawn = [curve for curve in curves if curve.scaling == scaling]
@@ -178,7 +189,7 @@ def _curve_name(curve: Curve, settings: Sequence[str]) -> str:
 def _draw_curve(row: Sequence["Axes"], curve: Curve, name: str) -> None:
     rates, exposed, peaks = row
     ranks = [cell.configuration["world_size"] for cell in curve.cells]
-    per_s = [_or_nan(cell.derived[rate_columns(curve.cells)[0].key]) for cell in curve.cells]
+    per_s = [_or_nan(cell.derived[_rate_column(curve.cells).key]) for cell in curve.cells]
     (line,) = rates.plot(ranks, per_s, marker="o", label=name)
     color = line.get_color()
     rates.plot(ranks, [per_s[0] * count / ranks[0] for count in ranks], linestyle=":", color=color, alpha=0.6)

@@ -25,11 +25,7 @@ from cs336sys.report.ddp import STEADIER, parallel_phase_table, parallel_plan, p
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.outputs import legend_columns, new_axes, write_figure
 from cs336sys.report.table import Column, Table
-from cs336sys.report.titles import (
-    SETTING_COLUMNS,
-    shown_settings,
-    title,
-)
+from cs336sys.report.titles import SETTING_COLUMNS, shown_settings, title
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.sizes import ELEMENT_BYTES
@@ -84,7 +80,7 @@ def _tensor_step(workload: ParallelWorkload) -> TensorStep:
         workload.data_ranks,
         training.precision,
         workload.checkpointing,
-        training.compile != "off",
+        training.is_compiled,
     )
 
 
@@ -138,27 +134,23 @@ def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     shown = shown_settings(cells, SHARDING_SETTING_COLUMNS, _ALWAYS_SHOWN)
     setting_columns = (*shown.values(), *_STRATEGY_COLUMNS)
     rows = _step_rows(cells)
-    scaling = [Column("scaling", "over one rank", "ratio")] if any("scaling" in row for row in rows) else []
     measured = [cell for cell in cells if cell.status == "ok"]
     heading = title("shard", cells, run, SHARDING_SETTING_COLUMNS, shown)
-    columns = (*setting_columns, *_STEP_COLUMNS[:2], *scaling, *_STEP_COLUMNS[2:])
+    columns = (*setting_columns, *_STEP_COLUMNS)
     tables = [parallel_step_table("shard", heading, cells, run, columns, rows, _shard_step_notes(cells), STEADIER)]
-    if measured:
-        identity = (Column("size", "size"), *setting_columns)
-        tables.append(parallel_phase_table(rows, identity, "torch's strategies do"))
-        tables.append(_memory_table(measured, identity))
-        if any(cell.derived["gathers"] for cell in measured):
-            tables.append(_gather_table(measured, identity))
-    return tables
+    identity = (Column("size", "size"), *setting_columns)
+    tables.append(parallel_phase_table(rows, identity, "torch's strategies do"))
+    return [*tables, _memory_table(measured, identity), _gather_table(measured, identity)]
 
 
 _STEP_COLUMNS = (
-    Column("step_ms", "step", "ms"),
-    Column("speedup", "over none", "ratio"),
-    Column("unsynchronized_ms", "without communication", "ms"),
-    Column("exposed_ms", "exposed", "ms"),
+    Column("step_ms", "step", "ms", spread="samples"),
+    Column("speedup", "over none", "ratio", spread="interval"),
+    Column("scaling", "over one rank", "ratio", spread="interval"),
+    Column("unsynchronized_ms", "without communication", "ms", spread="samples"),
+    Column("exposed_ms", "exposed", "ms", spread="interval"),
     Column("bare_ms", "communication not overlapped", "ms"),
-    Column("communication_ms", "communication alone", "ms"),
+    Column("communication_ms", "communication alone", "ms", spread="samples"),
     Column("calls", "calls", "count"),
     Column("sent_bytes", "sent", "decimal_bytes"),
     Column("predicted_sent_bytes", "predicted", "decimal_bytes"),

@@ -22,6 +22,8 @@ class Column:
         header: the name for people, without it: ``forward``.
         unit: how numbers are written, see :data:`cs336sys.report.numbers.UNITS`.
         value: computes the column of what a row stands for, for :func:`fill_row`.
+        spread: ``samples`` or ``interval``, of whose statistics programs get a column each, whether or not any row has
+            a value.
         exact, kind: where each row has its own unit, the keys under which rows hold the number to sort by, and what it
             is a number of; rows of one kind are sorted among themselves.
     """
@@ -32,6 +34,7 @@ class Column:
     value: Callable[[Any], Value] | None = None
     exact: str | None = None
     kind: str | None = None
+    spread: str = ""
 
     @property
     def title(self) -> str:
@@ -60,6 +63,8 @@ class Table:
         rows: values by column key; a missing key is None, and a key that no column has is left out.
         notes: sentences printed below the table.
         steadier: what makes its measurements less noisy, as options of the command: ``more --steps``.
+        hidden: the keys of columns that programs get alone.
+        settings, origin: columns that programs get before and after the others: see :mod:`cs336sys.report.tidy`.
     """
 
     name: str
@@ -68,6 +73,20 @@ class Table:
     rows: Sequence[Mapping[str, Value]]
     notes: Sequence[str] = ()
     steadier: str = ""
+    hidden: Collection[str] = ()
+    settings: Sequence[Column] = ()
+    origin: Sequence[Column] = ()
+
+    @property
+    def shown_columns(self) -> list[Column]:
+        """The columns for people."""
+        return [column for column in self.columns if column.key not in self.hidden]
+
+    @property
+    def all_columns(self) -> list[Column]:
+        """The columns for programs, which are the same whatever a sweep varies."""
+        keys = {column.key for column in (*self.settings, *self.origin)}
+        return [*self.settings, *(column for column in self.columns if column.key not in keys), *self.origin]
 
     @property
     def all_notes(self) -> list[str]:
@@ -124,9 +143,10 @@ class Grid:
 
 def grid_of(table: Table) -> Grid:
     values = {
-        column: [value for row in table.rows if not _is_empty(value := row.get(column.key))] for column in table.columns
+        column: [value for row in table.rows if not _is_empty(value := row.get(column.key))]
+        for column in table.shown_columns
     }
-    shown = [column for column in table.columns if values[column] or not table.rows]
+    shown = [column for column in values if values[column] or not table.rows]
     is_number = [
         bool(values[column]) and not any(isinstance(value, str | bool) for value in values[column]) for column in shown
     ]
@@ -187,11 +207,12 @@ def select_columns(tables: Sequence[Table], names: Sequence[str], among: Sequenc
         UsageError: no table has one of the columns.
     """
     _check_columns(names, "--columns", among or tables)
-    chosen = [
-        replace(table, columns=list(dict.fromkeys(column for name in names for column in _named(table, name))))
-        for table in tables
+    chosen = [list(dict.fromkeys(column for name in names for column in _named(table, name))) for table in tables]
+    return [
+        replace(table, columns=columns, hidden=(), settings=(), origin=())
+        for table, columns in zip(tables, chosen, strict=True)
+        if columns
     ]
-    return [table for table in chosen if table.columns]
 
 
 def sort_rows(tables: Sequence[Table], order: str, among: Sequence[Table] = ()) -> list[Table]:
@@ -237,14 +258,17 @@ def _rank(value: Value) -> tuple[bool, float, str] | None:
 
 
 def _named(table: Table, name: str) -> list[Column]:
-    """The column of this key, or else those of this header."""
-    by_key = [column for column in table.columns if column.key == name]
-    return by_key or [column for column in table.columns if column.header.lower() == name.lower()]
+    """The column of this key, or else those of this header: of columns for people, or else of all."""
+    for columns in (table.shown_columns, table.all_columns):
+        by_key = [column for column in columns if column.key == name]
+        if matches := by_key or [column for column in columns if column.header.lower() == name.lower()]:
+            return matches
+    return []
 
 
 def _check_columns(names: Sequence[str], option: str, tables: Sequence[Table]) -> None:
     unknown = [name for name in names if not any(_named(table, name) for table in tables)]
-    _check_names(unknown, option, [column.key for table in tables for column in table.columns])
+    _check_names(unknown, option, [column.key for table in tables for column in table.all_columns])
 
 
 def _check_names(names: Sequence[str], option: str, choices: Collection[str]) -> None:

@@ -38,6 +38,12 @@ SETTING_COLUMNS = {
     "seed": Column("seed", "seed"),
 }
 
+
+def setting_columns(names: Iterable[str]) -> list[Column]:
+    """Return the columns of settings for programs."""
+    return [SETTING_COLUMNS.get(name, Column(name, name.replace("_", " "))) for name in names]
+
+
 # Values that a title does not name: what everybody assumes.
 _UNNAMED = {
     "kernels": ("reference",),
@@ -57,18 +63,16 @@ _UNNAMED = {
 }
 
 
-def graph_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
-    """The columns of what steps in CUDA graphs cost, where there are any."""
-    if not known_values(cells, "capture_s"):
-        return ()
-    return Column("capture_s", "capture", "s"), Column("graph_pool_gib", "graphs' memory", "gib")
+# What steps in CUDA graphs cost.
+GRAPH_COLUMNS = (Column("capture_s", "capture", "s"), Column("graph_pool_gib", "graphs' memory", "gib"))
 
+# Batches that need not be tokens have examples.
+RATE_COLUMNS = (
+    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+    Column("examples_per_s", "examples/s", "examples_per_s"),
+)
 
-def rate_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
-    """Tokens per second, and of batches that need not be tokens, examples."""
-    examples = [cell.derived.get("examples_per_s") is not None for cell in cells if cell.status == "ok"]
-    tokens = () if examples and all(examples) else (Column("tokens_per_s", "tokens/s", "tokens_per_s"),)
-    return (*tokens, Column("examples_per_s", "examples/s", "examples_per_s")) if any(examples) else tokens
+WALL_COLUMN = Column("wall_ms", "CPU wall", "ms", spread="samples")
 
 
 def plan_settings(workloads: Sequence[Workload], settings: Mapping[str, Column]) -> list[Column]:
@@ -160,11 +164,9 @@ def title(
     return f"{command}: {', '.join([*extra, *constant, *machine_words(run)])}"
 
 
-def wall_columns(steps: Iterable[Samples]) -> tuple[Column, ...]:
-    """The CPU's time of a step, where that is not what the step itself was timed by."""
-    if all(samples.method.startswith("cpu clock") for samples in steps):
-        return ()
-    return (Column("wall_ms", "CPU wall", "ms"),)
+def hidden_wall(steps: Iterable[Samples]) -> tuple[str, ...]:
+    """Return the key of the column that says nothing new where the CPU's clock timed the step itself."""
+    return (WALL_COLUMN.key,) if all(samples.method.startswith("cpu clock") for samples in steps) else ()
 
 
 def method_notes(cells: Sequence[Cell]) -> tuple[str, ...]:

@@ -213,7 +213,8 @@ def tune_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
 
 def _measured_row(key: str, cells: list[Cell], best: str | None, compared: dict[str, Comparison]) -> dict[str, Value]:
     first = cells[0]
-    row: dict[str, Value] = {"configuration": configuration_words(configuration_of(first)), "rounds": len(cells)}
+    row: dict[str, Value] = dict(first.configuration)
+    row |= {"configuration": configuration_words(configuration_of(first)), "rounds": len(cells)}
     row |= {"status": next((cell.status for cell in cells if cell.status != "ok"), "ok")}
     row |= {name: first.derived.get(name) for name in ("predicted_ms", "predicted_gib")}
     if row["status"] != "ok":

@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
-from cs336sys.report.table import Column, Table, with_rows
-from cs336sys.report.titles import SETTING_COLUMNS, found_in_user_code, shown_settings, title
+from cs336sys.report.table import Column, Table
+from cs336sys.report.titles import SETTING_COLUMNS, found_in_user_code, setting_columns, shown_settings, title
 from cs336sys.results.model import Cell, Run
-from cs336sys.workload.verification import CASES
+from cs336sys.workload.verification import CASES, VerifiedWorkload
 
 _SETTINGS = {
     "wrap": Column("wrap", "wrap"),
@@ -66,10 +67,11 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     named = dict.fromkeys(cell.configuration["case"] for cell in cells if cell.status == "wrong")
     meanings = [f"{case}: {CASES[case]}" for case in named if case in CASES]
     heading = title("verify", cells, run, settings, shown, counts)
-    return with_rows(
+    tables = (
         Table("verify", heading, (*shown.values(), *_CASE_COLUMNS), rows, notes if dtypes else notes[1:]),
         Table("diagnosis", "What is wrong", (*shown.values(), *_DIAGNOSIS_COLUMNS), wrong, meanings),
     )
+    return [replace(table, settings=setting_columns(VerifiedWorkload.setting_names())) for table in tables]
 
 
 def _case_verdict(cell: Cell) -> str:

@@ -35,6 +35,7 @@ from cs336sys.results.foreign import (
     read_chunks,
 )
 from cs336sys.results.gzip_members import GZIP_MAGIC, TooLargeError, is_compressed, members_of
+from cs336sys.results.recording import current_recording
 
 SCHEMA_VERSION = 1
 
@@ -46,6 +47,9 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # Of a run's environment, what is known of the code, and what no timing depends on.
 _APART = ("cs336sys", "git_commit", "git_dirty", "source_digest", "seed")
 _MOMENTARY = re.compile(r"gpu\d+_(sm_clock_mhz|temperature_c|power_w|clock_limits)")
+
+# What tables for programs say about a row besides its settings and values.
+ORIGIN = ("reason", "gpu_name", "gpu_count", "cpu", "torch", "driver", "date", "source_digest", "run_id")
 
 # A time between CUDA events is a float32 of ms, of which 7 digits are sure. Written with the 17 digits of a double the
 # compressed results in docs/results took 4.2 MB, with 7 they take 2.4 MB.
@@ -145,6 +149,13 @@ class Run:
         object.__setattr__(self, "arguments", tuple(map(hide_home, self.arguments)))
 
     @property
+    def origin(self) -> dict[str, Any]:
+        """What rows of tables say about where and when their numbers were measured, by the names of ORIGIN."""
+        values = self.machine | self.environment
+        values |= {"gpu_name": self.machine.get("gpu"), "run_id": self.run_id, "date": self.time}
+        return {name: values.get(name) for name in ORIGIN}
+
+    @property
     def conditions(self) -> dict[str, Any]:
         """All but the code that a timing depends on: the machine, threads, matmul precision, variables.
 
@@ -236,10 +247,10 @@ def folders_of(configuration: Mapping[str, Any]) -> dict[str, str]:
 def configuration_key(configuration: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> str:
     """Canonical text of what a configuration measures: equal for equal settings, whatever their order.
 
-    Settings that no measurement depends on are no part of it: the folders of :func:`folders_of`, and ``timeout_s``,
-    how long ranks wait for each other before they give up.
+    Settings that no measurement depends on are no part of it: the folders of :func:`folders_of`, ``timeout_s``, how
+    long ranks wait for each other before they give up, and what rows of tables say about their :data:`ORIGIN`.
     """
-    passed_over = {*ignore, "timeout_s", *folders_of(configuration)}
+    passed_over = {*ignore, "timeout_s", *ORIGIN, *folders_of(configuration)}
     passed_over |= {name for name in _FOLDERS if configuration.get(name) is None}
     return json_text({name: value for name, value in configuration.items() if name not in passed_over}, sort_keys=True)
 
@@ -276,9 +287,14 @@ class Results:
 def read_several(paths: str) -> Results:
     """Read several files, given as ``a.jsonl,b.jsonl``; a file that has commas in its name is one.
 
+    A command that runs as a function may be called with results instead (:mod:`cs336sys.results.recording`).
+
     Raises:
         UsageError: as :func:`read_results`, or there is none.
     """
+    recording = current_recording()
+    if recording is not None and paths in recording.sources:
+        return recording.sources[paths]
     names = [paths] if Path(paths).exists() else [name for name in paths.split(",") if name]
     files = {name: read_results(Path(name)) for name in names or [paths]}
     runs = {run_id: run for file in files.values() for run_id, run in file.runs.items()}

@@ -117,7 +117,7 @@ def _checkpoints(training: Workload) -> Iterator[SettingChange]:
         return
     layers = training.size.num_layers
     strategies = ["block", *(f"every={k}" for k in (2, 3, 4, 6, 8) if k < layers and layers % k == 0)]
-    if training.kernels == "reference" and training.compile == "off":
+    if training.kernels == "reference" and not training.is_compiled:
         strategies += ["attention", "ffn", "sublayer"]
     causal = training.attention != "reference"
     for strategy in strategies:

@@ -241,7 +241,7 @@ class ParallelWorkload(Configured):
     def writes_out_blocks(self) -> bool:
         """Return whether kept blocks have a backward pass of their own: fused kernels without autocast."""
         training, is_kept = self.training, kept_blocks(self.checkpointing) is not None
-        return is_kept and self.strategy == "fsdp" and training.kernels == "fused" and training.compile == "off"
+        return is_kept and self.strategy == "fsdp" and training.kernels == "fused" and not training.is_compiled
 
     @property
     def splits_sequences(self) -> bool:

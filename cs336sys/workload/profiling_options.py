@@ -82,7 +82,7 @@ class MemoryWorkload(Configured):
         training, option = self.training, f"--checkpoint {self.checkpointing}"
         if not training.is_ours:
             raise UsageError(f"{option} supports only this project's blocks: choose none or block")
-        if training.compile != "off":
+        if training.is_compiled:
             raise UsageError(f"{option} looks into blocks: --compile {training.compile} leaves none to see; choose off")
         if training.kernels != "reference":
             raise UsageError(

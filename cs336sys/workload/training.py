@@ -36,6 +36,19 @@ class Configured:
         return flat
 
     @classmethod
+    def setting_names(cls) -> tuple[str, ...]:
+        """The names of all settings that a :meth:`configuration` can have, in their order."""
+        names: list[str] = []
+        for field in fields(cls):
+            if field.type is ModelSize:
+                names += ["size", *_SHAPE]
+            elif isinstance(field.type, type) and issubclass(field.type, Configured):
+                names += field.type.setting_names()
+            else:
+                names.append(field.name)
+        return tuple(names)
+
+    @classmethod
     def from_configuration(cls, configuration: Mapping[str, Any]) -> Self:
         """The inverse of :meth:`configuration`; what is no field, like the number of a round, is passed over."""
         values: dict[str, Any] = {}
@@ -277,6 +290,11 @@ class Workload(Configured):
     def tokens(self) -> int:
         """Tokens a step."""
         return self.size.batch_size * self.size.context
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether torch.compile compiles the model, or its blocks."""
+        return self.compile != "off"
 
     @property
     def is_ours(self) -> bool:

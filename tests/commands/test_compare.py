@@ -131,9 +131,11 @@ def test_json_reads_back(sweeps):
 
 
 def test_csv_reads_back(sweeps, tmp_path):
-    result = compare("a.jsonl", "b.jsonl", "--format", "csv", "--output", "report.csv")
+    result = compare("a.jsonl", "b.jsonl", "--format", "csv", "--output", "report/")
     assert (result.exit_code, result.stdout) == (0, "")
-    steps, not_compared, summary = (tmp_path / "report.csv").read_text().split("\n\n")
+    steps, not_compared, summary = (
+        (tmp_path / "report" / f"{name}.csv").read_text().strip() for name in ("step_ms", "not_compared", "summary")
+    )
     rows = list(csv.DictReader(io.StringIO(steps)))
     assert [(row["size"], float(row["ratio"]), row["verdict"]) for row in rows] == [
         ("small", 1.1, "differs: slower"),

@@ -219,4 +219,7 @@ def test_the_page_of_compare_can_be_followed_on_a_cpu(folder, monkeypatch):
     assert int(saved[saved.index("--rounds") + 1]) >= fewest_samples(), "its file can serve a gate"
     shown = next(command for command in commands_of("README.md") if command[:2] == ["show", "before.jsonl"])
     result = CliRunner().invoke(app, [*shown, "--format", "csv"])
-    assert result.stdout.splitlines()[0] == "table,size,precision,compile,step_ms_mean,step_ms_std,tokens_per_s"
+    assert (
+        result.stdout.splitlines()[0]
+        == "table,size,precision,compile,step_ms_mean,step_ms_std,step_ms_median,tokens_per_s"
+    )

@@ -115,7 +115,7 @@ def test_cells_that_find_no_room_are_printed_and_those_before_them_stay(tmp_path
     before = path.read_bytes()
     kilobytes = len(before) // 1024 + 1
     arguments = [*TINY, "--steps", "1", "--context", "16,32", "--save", str(path), "--format", "csv"]
-    ended = shell("", *arguments, before=f"ulimit -f {kilobytes}; ")
+    ended = shell("", *arguments, before=f"export PYTHONDONTWRITEBYTECODE=1; ulimit -f {kilobytes}; ")
     sentence = f"cannot write results to {path}: File too large"
     assert ended.returncode == 1
     assert ended.stderr.endswith(f"error: {sentence}\n")

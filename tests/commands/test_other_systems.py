@@ -46,7 +46,7 @@ def run_without(tmp_path):
 
 def rows(ended):
     assert "Traceback" not in ended.stderr
-    return list(csv.DictReader(io.StringIO(ended.stdout.partition("\n\n")[0])))
+    return list(csv.DictReader(io.StringIO(ended.stdout)))
 
 
 TINY = ("--size", "tiny", "--num-layers", "1", "--context", "16", "--batch-size", "1", "--warmup", "1", "--steps", "2")

@@ -69,12 +69,15 @@ def test_a_file_that_cannot_be_appended_to_is_found_first(tmp_path):
 def test_both_precisions_and_losses_by_default():
     tables = json.loads(precision("--device", "cpu", "--format", "json").stdout)["tables"]
     sums, dtypes = (table["rows"] for table in tables)
-    assert sums[1] == {
-        "accumulation": "fp16 += fp16",
-        "sum": 9.953125,
-        "absolute_error": 0.046875,
-        "relative_error_percent": 0.46875,
-    }
+    assert (
+        sums[1].items()
+        >= {
+            "accumulation": "fp16 += fp16",
+            "sum": 9.953125,
+            "absolute_error": 0.046875,
+            "relative_error_percent": 0.46875,
+        }.items()
+    )
     rows = [(row["precision"], row["loss_function"], row["loss"]) for row in dtypes]
     assert rows == [(name, loss, "fp32") for name in ("fp16", "bf16") for loss in ("cross-entropy", "mse")]
 

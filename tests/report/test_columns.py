@@ -36,8 +36,14 @@ SECTIONS = {
     "commands/doctor.py": ("doctor and report --dry-run",),
     "report/course/handouts.py": ("doctor and report --dry-run",),
 }
-# Built from other tables' columns, or from names that the user's files have.
-COMPUTED = {"report/comparison.py": 1, "report/course/answer.py": 1, "report/profile/kernels.py": 1}
+# Built from other tables' columns, from settings, or from names that the user's files have.
+COMPUTED = {
+    "report/comparison.py": 1,
+    "report/course/answer.py": 1,
+    "report/profile/kernels.py": 1,
+    "report/tidy.py": 1,
+    "report/titles.py": 1,
+}
 
 
 def explained() -> dict[str, set[str]]:

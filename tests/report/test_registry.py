@@ -1,9 +1,13 @@
 """Which saved cells were one invocation, and what is said of cells that cannot be shown."""
 
+import csv
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from cs336sys.cli import app
 from cs336sys.errors import UsageError
 from cs336sys.report.registry import Presentation, invocations, saved_tables, shown_cells
 from cs336sys.results.model import Cell, Results, Run
@@ -88,3 +92,22 @@ def test_cells_that_hold_something_else_are_one_sentence():
     (one,) = invocations([Results({"a": run("a")}, (odd,))])
     with pytest.raises(UsageError, match=r"^precision, run a of time of a: the saved cells hold something else than "):
         saved_tables(one, shown_cells(one), Presentation())
+
+
+@pytest.mark.parametrize(
+    "command", ["allreduce", "attn", "bench", "ddp", "flash", "kernels", "losses", "nsys", "shard"]
+)
+def test_csv_of_a_command_has_the_same_columns_whatever_was_swept(command):
+    files = sorted(
+        (Path(__file__).parents[2] / "docs" / "results").glob(f"{command}-*.jsonl.gz"),
+        key=lambda path: path.stat().st_size,
+    )
+    headers = set()
+    for path in files[:3]:
+        header, *rows = csv.reader(CliRunner().invoke(app, ["show", str(path), "--format", "csv"]).stdout.splitlines())
+        assert len(set(header)) == len(header)
+        assert {len(row) for row in rows} == {len(header)}
+        assert {row[header.index("run_id")] for row in rows} != {""}
+        headers.add(tuple(header))
+    assert len(headers) == 1
+    assert {"batch_size" if command not in ("allreduce", "kernels") else "dtype", "gpu_name", "torch"} <= set(header)

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from cs336sys.errors import OutputError, UsageError
-from cs336sys.report.outputs import FORMATS
+from cs336sys.report.outputs import FORMATS, read_output
 from cs336sys.report.render import check_output, emit, render
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, grid_of, select_columns, sort_rows
 from cs336sys.report.terminal import print_tables
 from cs336sys.results.model import Samples
 
@@ -171,13 +171,16 @@ def test_json_has_no_nan():
 
 def test_number_among_samples_stands_under_the_mean():
     table = Table("t", "t", (Column("step_ms", "step", "ms"),), [{"step_ms": ms(1.0, 3.0)}, {"step_ms": 2.5}])
-    assert render([table], "csv") == f"table,step_ms_mean,step_ms_std\nt,2.0,{math.sqrt(2)}\nt,2.5,\n"
+    assert (
+        render([table], "csv") == f"table,step_ms_mean,step_ms_std,step_ms_median\nt,2.0,{math.sqrt(2)},2.0\nt,2.5,,\n"
+    )
 
 
 def test_csv():
     small, big = csv.DictReader(io.StringIO(render([SWEEP], "csv")))
     assert float(small.pop("forward_ms_mean")) == pytest.approx(12.3)
     assert float(small.pop("forward_ms_std")) == pytest.approx(math.sqrt(0.13))
+    assert float(small.pop("forward_ms_median")) == 12.2
     assert small == {
         "table": "bench",
         "size": "small",
@@ -187,17 +190,37 @@ def test_csv():
         "launch_bound": "true",
         "status": "ok",
     }
-    assert list(big.values()) == ["bench", "2.7b", "3406809600", "", "", "", "", "", "oom"]
+    assert list(big.values()) == ["bench", "2.7b", "3406809600", "", "", "", "", "", "", "oom"]
 
 
-def test_csv_of_several_tables_has_an_empty_line_between_them():
-    assert render([EMPTY, EMPTY], "csv") == "table,size,step_ms\n\ntable,size,step_ms\n"
+def test_csv_has_one_header_and_the_rows_of_all_tables_of_the_first_name():
+    percentile = replace(SWEEP, title="another", columns=(*SWEEP.columns, Column("step_ms_p90", "step p90", "ms")))
+    rows = list(csv.DictReader(io.StringIO(render([SWEEP, EMPTY, percentile], "csv"))))
+    assert [row["table"] for row in rows] == [SWEEP.name] * 4
+    assert [row["size"] for row in rows] == ["small", "2.7b"] * 2
+    assert list(rows[0])[-1] == "step_ms_p90"
 
 
-def test_csv_tells_tables_of_one_name_apart_by_their_titles():
-    again = replace(SWEEP, title="another, sweep")
-    rows = list(csv.DictReader(io.StringIO(render([SWEEP, again], "csv"))))
-    assert {row["title"] for row in rows if row["table"] == SWEEP.name} == {SWEEP.title, "another, sweep"}
+def test_programs_get_settings_origin_and_columns_that_people_do_not():
+    columns = (Column("step_ms", "step", "ms", spread="samples"), Column("wall_ms", "wall", "ms"))
+    more = {"settings": [Column("size", "size"), Column("seed", "seed")], "origin": [Column("run_id", "run")]}
+    rows = [{"size": "tiny", "seed": 0, "wall_ms": 2.0, "run_id": "a"}]
+    table = Table("t", "t", columns, rows, hidden=["wall_ms"], **more)
+    header = "table,size,seed,step_ms_mean,step_ms_std,step_ms_median,wall_ms,run_id"
+    assert render([table], "csv") == f"{header}\nt,tiny,0,,,,2.0,a\n"
+    assert grid_of(replace(table, rows=[{**rows[0], "step_ms": ms(1.0)}])).headers == ["step, ms"]
+    (chosen,) = select_columns([table], ["seed", "wall"])
+    assert render([chosen], "csv") == "table,seed,wall_ms\nt,0,2.0\n"
+    assert sort_rows([table], "-seed")[0].rows == rows
+
+
+def test_a_folder_gets_a_file_for_each_name_of_tables(tmp_path):
+    check_output(read_output(f"{tmp_path}/new/"))
+    emit([SWEEP, EMPTY], output=read_output(f"{tmp_path}/new/"))
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {f"{SWEEP.name}.csv", f"{EMPTY.name}.csv"}
+    assert (tmp_path / "new" / f"{SWEEP.name}.csv").read_text() == render([SWEEP], "csv")
+    emit([SWEEP], format="markdown", output=tmp_path)
+    assert (tmp_path / f"{SWEEP.name}.md").read_text() == render([SWEEP], "markdown")
 
 
 def test_csv_reads_back_hostile_text():
@@ -443,8 +466,6 @@ def test_check_output_finds_what_cannot_be_written_and_changes_nothing(tmp_path)
         check_output(tmp_path / "new" / "report.md")
     assert not (tmp_path / "new").exists()
 
-    with pytest.raises(UsageError, match=r"^cannot write --output .*: Is a directory$"):
-        check_output(tmp_path)
     with pytest.raises(UsageError, match=r"^cannot write --output .*report.md/x: "):
         check_output(existing / "x")
     with pytest.raises(UsageError, match="unknown format 'pdf': choose from table"):
@@ -452,8 +473,9 @@ def test_check_output_finds_what_cannot_be_written_and_changes_nothing(tmp_path)
 
 
 def test_table_is_printed_where_the_output_cannot_be_written(tmp_path, capsys):
-    with pytest.raises(OutputError, match=r"^cannot write --output .*: Is a directory$"):
-        emit([SWEEP], output=tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"^cannot write --output .*: Not a directory$"):
+        emit([SWEEP], output=tmp_path / "file" / "table")
     assert capsys.readouterr().out == render([SWEEP], "markdown")
 
 
@@ -509,7 +531,7 @@ def test_memory_of_tiny_models_is_shown_in_mib_and_kept_in_gib():
     assert shown[5].split() == ["|", "16.00", "|", "16.00", "±", "0.00", "|"]
     assert "peak, GiB" in render([memory(0.046875, 1.5)], "markdown")
     assert "peak, GiB" in render([memory(0.0)], "markdown")
-    assert render([memory(0.046875)], "csv").splitlines()[1] == "m,0.046875,0.046875,0.0"
+    assert render([memory(0.046875)], "csv").splitlines()[1] == "m,0.046875,0.046875,0.0,0.046875"
 
 
 def test_a_column_of_zeros_takes_the_unit_of_its_neighbours_and_gaps_leave_that_of_the_rest():

@@ -54,7 +54,10 @@ def test_programs_get_the_interval():
     (row, other) = json.loads(render([TABLE], "json"))["tables"][0]["rows"]
     assert (row["over"], row["over_low"], row["over_high"]) == (1.1, 0.5, 2.0)
     assert (other["over"], other["over_low"]) == (1.0, None)
-    assert render([TABLE], "csv").splitlines()[0] == "table,step_ms_mean,step_ms_std,over,over_low,over_high"
+    assert (
+        render([TABLE], "csv").splitlines()[0]
+        == "table,step_ms_mean,step_ms_std,step_ms_median,over,over_low,over_high"
+    )
 
 
 def bench_cell(attention, *step_ms):

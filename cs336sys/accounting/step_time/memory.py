@@ -100,7 +100,7 @@ def _moments(configuration: StepConfiguration) -> list[PeakMemory]:
         return kept_moments(KeptStep(whole, ranks, training.precision, training.state_dtype, blocks))
     gathered = strategy == "fsdp" and ranks > 1
     # Fused blocks whose weights are gathered have no copies of them, and save what compiled ones do.
-    if training.compile != "off" or (gathered and training.kernels == "fused"):
+    if training.is_compiled or (gathered and training.kernels == "fused"):
         moments = _compiled_moments(training, checkpointing, gathers_weights=gathered)
     elif training.kernels == "fused" or strategy is None or ranks == 1:
         moments = training.widest_moments(checkpointing)

@@ -93,7 +93,7 @@ _shared_bytes = functools.lru_cache(maxsize=64)(predicted_sent_bytes)
 def kind_of(configuration: StepConfiguration) -> str:
     """Name what decides which rates a step needs: precision, and how its blocks, optimizer and attention run."""
     training = configuration.training
-    blocks = "compiled" if training.compile != "off" else "fused" if training.fused_kernels else "eager"
+    blocks = "compiled" if training.is_compiled else "fused" if training.fused_kernels else "eager"
     if training.kernels not in ("reference", "fused"):
         blocks = "some fused"
     if blocks == "compiled" and training.fused_kernels:

@@ -39,7 +39,7 @@ def refusal(configuration: StepConfiguration) -> str | None:
         parse_checkpointing(checkpointing)
     in_graph, is_fused = training.cuda_graph == "on", training.kernels == "fused"
     is_whole, accumulates = training.compile == "model", configuration.accumulation > 1
-    hides_layers = training.compile != "off" or training.kernels != "reference"
+    hides_layers = training.is_compiled or training.kernels != "reference"
     keeps_products = strategy == "fsdp" and is_fused and training.attention != "reference"
     # The first that is true says why.
     rules = (
@@ -60,7 +60,7 @@ def refusal(configuration: StepConfiguration) -> str | None:
             "checkpoint keep=N: it needs fsdp, fused kernels, and attention without scores",
         ),
         (
-            kept is not None and training.compile != "off",
+            kept is not None and training.is_compiled,
             "checkpoint keep=N: compiled blocks show no products",
         ),
         (

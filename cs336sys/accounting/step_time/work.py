@@ -150,7 +150,7 @@ def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_shar
     else:
         work.forward[kind] += head_forward
         work.backward[kind] += head_backward
-        compiled = workload.compile != "off"
+        compiled = workload.is_compiled
         where = "fused_bytes" if compiled else "eager_bytes"
         work.forward.add({where: logits * ((e + 4) if compiled else (e + 24)), "kernels": 10 if compiled else 20})
         work.backward.add({where: logits * ((e + 4) if compiled else (e + 12)), "kernels": 15 if compiled else 30})
@@ -190,7 +190,7 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
         backward[f"{workload.attention}_backward"] += 5 * square
     entries = (0.0, 0.0)
     casts = half and not (workload.kernels == "fused" and workload.optimizer == "adamw")
-    if workload.compile != "off" or workload.kernels == "fused":
+    if workload.is_compiled or workload.kernels == "fused":
         # Two norms with the additions before them (6 + 12 T d in half precision), rotation of q and k (8), the gate's
         # product; backward: two norms (32), rotation (8), the sum of three gradients (6), casts of the stream's (12).
         forward["fused_bytes"] += 26 * stream + 6 * inner if half else 40 * stream + 12 * inner
@@ -198,10 +198,10 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
         if reference:
             others = (8, 15)
         else:
-            others = (3, 3) if workload.compile == "off" else (7, 12)
+            others = (7, 12) if workload.is_compiled else (3, 3)
         forward["kernels"] += 7 + others[0]
         backward["kernels"] += 14 + others[1]
-        if workload.compile == "off" and reference:
+        if not workload.is_compiled and reference:
             forward["score_bytes"] += _SCORE_BYTES[half][0] * scores
             backward["score_bytes"] += _SCORE_BYTES[half][1] * scores
         elif reference:
@@ -210,7 +210,7 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
         if casts:
             for work in (forward, backward):
                 work.add({"fused_bytes": 6 * weights, "kernels": 7})
-        if workload.compile != "off":
+        if workload.is_compiled:
             entries = (COMPILED_ENTRIES, COMPILED_ENTRIES) if workload.compile == "block" else (0.0, 0.0)
         else:
             entries = _FUSED_ENTRIES
@@ -352,7 +352,7 @@ class CountedModel:
     def work(self, workload: Workload, checkpointing: str) -> StepWork:
         """Count a step as :func:`~cs336sys.accounting.step_time.work.step_work` does for our model."""
         half, batch = workload.precision != "fp32", workload.size.batch_size
-        compiled = workload.compile != "off"
+        compiled = workload.is_compiled
         work = StepWork()
         for amounts, counted in ((work.forward, self.forward), (work.backward, self.backward)):
             amounts["half_products" if half else "full_products"] += counted.products_of(batch, workload.device)

@@ -1,19 +1,21 @@
 """The options that say how results are shown and kept: groups that every command with a table, or with cells, takes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+from cs336sys.commands.faults import say
 from cs336sys.commands.options.effects import connects, setting, writes_file
 from cs336sys.commands.options.reading import LONGEST_S, MEASURING, OUTPUT, among, choice
 from cs336sys.commands.sweep.tracking import TRACKERS
 from cs336sys.errors import OutputError, UsageError
-from cs336sys.report.outputs import FORMATS
+from cs336sys.report.outputs import FORMAT_OF_ENDING, FORMATS, read_output
 from cs336sys.results.file import check_name
 
 if TYPE_CHECKING:
     from cs336sys.report.table import Table
+    from cs336sys.results.model import Cell
 
 SaveOption = Annotated[Path | None, writes_file(help="Append cells to this .jsonl or .jsonl.gz.")]
 
@@ -24,7 +26,10 @@ class OutputOptions:
 
     panel: ClassVar = OUTPUT
     format: Annotated[str | None, setting(help=f"{', '.join(FORMATS)}.", autocompletion=among(FORMATS))] = None
-    output: Annotated[Path | None, writes_file("--output", "-o", help="Write to this file: .csv, .md, ...")] = None
+    output: Annotated[
+        Path | None,
+        writes_file("--output", "-o", help="Write to this file (.csv, .md) or folder/.", parser=read_output),
+    ] = None
     table: Annotated[Sequence[str], setting(help="Only the tables of these names.", parser=str)] = ()
     columns: Annotated[Sequence[str], setting(help="Only these columns: size,step_ms.", parser=str)] = ()
     sort: Annotated[str | None, setting(help="Sort by a column; -step_ms: descending.")] = None
@@ -47,6 +52,17 @@ class OutputOptions:
         for name, path in plots.items():
             check_plot(path, f"--{name.replace('_', '-')}")
 
+    def check_selection(self, command: str, tables: Callable[[Sequence["Cell"], None], Sequence["Table"]]) -> None:
+        """Find out before anything is measured whether a command's tables, of no cells, have what is asked for.
+
+        Raises:
+            UsageError: a table or column has no such name.
+        """
+        from cs336sys.report.tidy import tidy
+
+        if self.table or self.columns or self.sort:
+            self.chosen([tidy(command, tables([], None))])
+
     def chosen(self, groups: Sequence[Sequence["Table"]]) -> list[list["Table"]]:
         """Select from tables in groups what was asked for.
 
@@ -66,6 +82,11 @@ class OutputOptions:
         from cs336sys.report.render import emit
 
         emit(tables, format=self.format, output=self.output, wide=self.wide)
+        names = list(dict.fromkeys(table.name for table in tables))
+        file = self.output or Path("-")
+        format = self.format or FORMAT_OF_ENDING.get(file.suffix.lower())
+        if format == "csv" and len(names) > 1 and not file.is_dir():
+            say(f"note: csv holds the table {names[0]}; for {', '.join(names[1:])}: --table, or --output FOLDER/")
 
     def emit(self, tables: Sequence["Table"]) -> None:
         """Write what was asked for of the tables.

@@ -45,18 +45,20 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
     instance as its default, which holds the defaults of the options.
 
     The attribute ``read_options`` of what is returned makes the groups and checks options as the command does. Its
-    ``declared`` has each option's declaration by the name of its parameter.
+    ``declared`` has each option's declaration by the name of its parameter, its ``parameters`` types and defaults.
     """
     groups: dict[str, Any] = {}
-    options = []
+    options, plain = [], {}
     for parameter in inspect.signature(command).parameters.values():
         if is_dataclass(parameter.annotation):
             groups[parameter.name] = parameter.annotation
             for field in fields(parameter.annotation):
                 default = getattr(parameter.default, field.name)
                 option = parameter.replace(name=field.name, annotation=field.type, default=default)
+                plain[field.name] = option
                 options.append(_read_by_callback(option, getattr(parameter.annotation, "panel", None)))
         else:
+            plain[parameter.name] = parameter
             options.append(_read_by_callback(parameter, None))
 
     declared = {option.name: get_args(option.annotation)[1] for option in options if get_args(option.annotation)}
@@ -75,7 +77,7 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
         command(**read(values))
 
     run.read_options = read  # type: ignore[attr-defined]  # for who has the command alone
-    run.declared = declared  # type: ignore[attr-defined]
+    run.declared, run.parameters = declared, plain  # type: ignore[attr-defined]
     run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]  # what inspect.signature looks for
     return run
 
@@ -140,7 +142,7 @@ def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspec
     kind, *metadata = get_args(parameter.annotation) or (None,)
     if not metadata or not isinstance(metadata[0], OptionInfo):
         return parameter
-    types, option, default = _types(kind), copy.copy(metadata[0]), parameter.default
+    types, option, default = types_in(kind), copy.copy(metadata[0]), parameter.default
     option.rich_help_panel = option.rich_help_panel or panel
     option.metavar = option.metavar or next(
         (word for value_type, word in _VALUE_WORDS.items() if value_type in types), "<name>"
@@ -172,8 +174,9 @@ def _as_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
-def _types(kind: Any) -> set[Any]:
-    return {kind, get_origin(kind)}.union(*map(_types, get_args(kind)))
+def types_in(kind: Any) -> set[Any]:
+    """Return a type and all types that it is made of."""
+    return {kind, get_origin(kind)}.union(*map(types_in, get_args(kind)))
 
 
 def _read_number(types: set[Any], option: OptionInfo) -> Callable[[str], float] | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from cs336sys.commands.faults import say
 from cs336sys.commands.options.effects import Effect, effect_of
-from cs336sys.errors import DEBUG_VARIABLE, UsageError, choose_from
+from cs336sys.errors import DEBUG_VARIABLE, UsageError, choose_from, nearest_name
 from cs336sys.processes import started_outside
 
 # Options that stand in for each other: one that is given leaves what the file says of the others without effect.
@@ -159,8 +159,8 @@ def defaults_of(ctx: Any, parameters: Sequence[Any]) -> dict[str, Any]:
 
 def _no_such_option(ctx: Any, name: str, names: Collection[str], prefix: str = "") -> str:
     """Say that the context's command lacks an option, with the nearest name after its prefix."""
-    nearest = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {prefix}{nearest[0]}?" if nearest else f"{ctx.command_path} --help shows those that it has"
+    nearest = nearest_name(name, names)
+    hint = f"did you mean {prefix}{nearest}?" if nearest else f"{ctx.command_path} --help shows those that it has"
     return f"{ctx.info_name} has no such option; {hint}"
 
 
@@ -199,11 +199,9 @@ def overruled_settings(ctx: Any) -> set[str]:
     return overruled
 
 
-# The variable of every option: ``CS336SYS_BENCH_NUM_LAYERS`` is ``bench --num-layers``.
-
-
-# Variables that are no option's: whether errors show where they came from, and nsys's path.
-_OF_NO_OPTION = (DEBUG_VARIABLE, "CS336SYS_NSYS")
+# The variable of every option: ``CS336SYS_BENCH_NUM_LAYERS`` is ``bench --num-layers``. These are no option's: whether
+# errors show where they came from, nsys's path, the engine of attention, and whether tests write pages of docs.
+_OF_NO_OPTION = (DEBUG_VARIABLE, "CS336SYS_NSYS", "CS336SYS_TRITON_ENGINE", "CS336SYS_WRITE_DOCS")
 
 # From this likeness on, one word is taken for a misspelling of the other: benhc and bench are 0.8, triton and attn 0.6.
 _NEARLY = 0.75
@@ -250,9 +248,11 @@ def check_variables(ctx: Any, parameters: Sequence[Any], commands: Collection[st
             endings = sorted(name[beyond:] for name in option_variables)
             raise UsageError(f"{variable}: {_no_such_option(ctx, variable[beyond:], endings, variable[:beyond])}")
         word = variable[beyond:].partition("_")[0].lower()
-        # Others may have variables that begin alike, but not with what is nearly a command.
         if word not in commands and difflib.get_close_matches(word, commands, cutoff=_NEARLY):
             raise UsageError(f"{variable}: unknown command '{word}': {choose_from(word, commands)}")
+        if word not in commands:
+            example = f"{variable[:beyond]}{next(iter(commands)).upper()}_{variable[beyond:]}"
+            raise UsageError(f"{variable}: '{word}' is no command; the variable of an option names one: {example}")
 
 
 def _variable(ctx: Any, name: str) -> str:

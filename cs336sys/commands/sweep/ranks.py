@@ -1,21 +1,7 @@
 """Sweeps whose cells run on several ranks: how many ranks, and what changes when torchrun or Slurm started them.
 
-For a command like ``allreduce``, ``ddp`` or ``shard``::
-
-    def ddp(world_size: WorldSizeOption = [], ...):
-        ... choose_world_sizes(world_size) ...
-        if is_first_rank():
-            output.check()
-        if dry_run:
-            return show_plan(..., across_ranks=True)
-        run_sweep("ddp", "cs336sys.experiments.parallel.measurement:measure_parallel_training", configurations,
-                  across_ranks=True, ...).report(ddp_tables, output)
-
-and its function that measures a cell, which is the same however the ranks were started::
-
-    def measure_parallel_training(configuration, progress):
-        ranks = launch.kept(world_size, backend=backend)        # or: with launch.start(...) as ranks
-        results = ranks.run(measure_on_rank, ...)               # every rank's result, in rank order
+The function that measures a cell is the same however the ranks were started: ``launch.kept(world_size)`` or
+``launch.start`` gives it ranks, and ``ranks.run`` every rank's result, in rank order.
 
 Alone, the command measures in a worker process (:class:`cs336sys.measure.cells.Worker`), where ``launch`` spawns the
 ranks. Under ``torchrun --nnodes 2 ... -m cs336sys ddp`` every rank runs the command, with equal options: each measures

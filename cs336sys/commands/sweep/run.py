@@ -1,10 +1,9 @@
 """Runs the cells of a sweep one after another, keeps what was measured, and shows progress."""
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from cs336sys.results.model import (
     read_results,
     same_code,
 )
+from cs336sys.results.recording import command_line, record
 from cs336sys.user_code import TO_FILE, named_object
 from cs336sys.workload import MemoryWorkload, ParallelWorkload, Workload
 
@@ -152,6 +152,7 @@ class Sweep:
         cells: one for each configuration, in their order; fewer when it was interrupted.
         run: the machine they were measured on; None where no process has started that could say, or with
             ``--resume-any`` where there were several.
+        runs: those that measured the cells, by their ids.
         interruption: what the command exits with after Ctrl-C or SIGTERM; None if neither came.
         faults: why some of the cells are not in the ``--save`` file, or in a tracker.
         ranks: where this process is one of the ranks that torchrun or Slurm started.
@@ -161,6 +162,7 @@ class Sweep:
     cells: tuple[Cell, ...]
     run: Run | None
     interruption: int | None = None
+    runs: Mapping[str, Run] = field(default_factory=dict)
     ranks: JoinedWorker | None = None
     stopped: bool = False
     faults: tuple[OutputError, ...] = ()
@@ -187,8 +189,12 @@ class Sweep:
         """
         faults: list[OutputError | UsageError] = [*self.faults]
         if self.cells and self.is_reported_here:
+            from cs336sys.report.table import with_rows
+            from cs336sys.report.tidy import tidy, with_origin
+
             cells = pooled(self.cells)
-            faults += output.emit_measured(tables(cells, self.run))
+            rows = with_origin(cells, self.runs)
+            faults += output.emit_measured(tidy(self.cells[0].command, with_rows(*tables(rows, self.run)), rows))
             drawn = [(path, draw) for path, draw in pictures if path is not None]
             if drawn and all(cell.status != "ok" for cell in self.cells):
                 # An empty picture would be written over the last one that shows something.
@@ -280,7 +286,7 @@ class _RunningSweep:
         _refuse_timeout(options, identity)
         self.ranks = None
         if identity is not None:
-            self.ranks = JoinedWorker(self.measure, tuple(sys.argv[1:]), identity, join_timeout_s(configurations))
+            self.ranks = JoinedWorker(self.measure, command_line(), identity, join_timeout_s(configurations))
         self.is_shown = self.ranks is None or self.ranks.is_first
         save, trackers = (options.save, options.track) if self.is_shown else (None, ())
         self.tracking = start_tracking(self.command, distinguishing_settings(configurations), trackers)
@@ -296,11 +302,10 @@ class _RunningSweep:
     def _started_worker(self, is_here: bool) -> Any:
         from cs336sys.measure.cells import Worker, WorkerHere
 
-        arguments = tuple(sys.argv[1:])
         if is_here:
-            return WorkerHere(self.measure, arguments)
+            return WorkerHere(self.measure, command_line())
         timeouts_s = [cell["timeout_s"] for cell in self.configurations if self.across_ranks and "timeout_s" in cell]
-        return Worker(self.measure, arguments, silence_s=max(timeouts_s, default=None))
+        return Worker(self.measure, command_line(), silence_s=max(timeouts_s, default=None))
 
     def finish(self) -> Sweep:
         """Go through all configurations, or as many as an interruption or lost ranks allow."""
@@ -324,10 +329,13 @@ class _RunningSweep:
                 self.file.close()
                 tell_notices(self.file)
         run = self.run
-        if self.results is not None and run is not None:
-            run = shown_run(self.cells, self.results, run)
+        runs = {} if self.results is None else self.results.runs
+        if run is not None:
+            runs = runs | {run.run_id: run}
+            if self.results is not None:
+                run = shown_run(self.cells, self.results, run)
         faults = (*unsaved(self.file), *self.tracking.faults)
-        return Sweep(tuple(self.cells), run, self.interruption, self.ranks, self.stopped, faults)
+        return Sweep(tuple(self.cells), run, self.interruption, runs, self.ranks, self.stopped, faults)
 
     @property
     def _count(self) -> str:
@@ -413,6 +421,7 @@ class _RunningSweep:
         """Put a cell into the tables and the file: once into both, or into neither."""
         with interruptions_deferred():
             self.cells.append(cell)
+            record(self.run, cell)
             if self.file is not None:
                 if self.run is not None and not self.run_is_saved:
                     self.file.append(self.run)
@@ -434,6 +443,7 @@ def in_rounds(configurations: Sequence[dict[str, Any]], rounds: int) -> list[dic
 
 
 def show_plan(
+    command: str,
     plan: Callable[["Capacity | None"], "Table"],
     options: SweepOptions,
     output: OutputOptions,
@@ -449,7 +459,9 @@ def show_plan(
     """
     capacity = check_planned(options, device, across_ranks=across_ranks, **written)
     if not across_ranks or is_first_rank():
-        output.emit([plan(capacity)])
+        from cs336sys.report.tidy import tidy
+
+        output.emit(tidy(command, [plan(capacity)], are_planned=True))
 
 
 def check_planned(

@@ -11,7 +11,7 @@ from cs336sys.report.memory.tables import memory_tables
 from cs336sys.report.numbers import format_number, in_shown_unit
 from cs336sys.report.outputs import check_writable, new_axes, write_figure, write_file
 from cs336sys.report.page import escaped, html_page, html_table
-from cs336sys.report.table import Table
+from cs336sys.report.table import Table, with_rows
 from cs336sys.report.titles import machine_words
 from cs336sys.results.model import Cell, Run
 from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload
@@ -263,7 +263,7 @@ def write_files(cells: Sequence[Cell], run: Run | None, directory: Path) -> None
         path = directory / workload.name
         title = timeline_title(cell, run)
         plot_timeline(cell.derived, title, path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.svg"))
-        page = timeline_page([("", cell.derived)], title, memory_tables([cell], run, LARGEST_ALLOCATIONS))
+        page = timeline_page([("", cell.derived)], title, with_rows(*memory_tables([cell], run, LARGEST_ALLOCATIONS)))
         write_file(path.with_name(f"{path.name}.html"), page.encode(), "--snapshot")
 
 

@@ -13,11 +13,11 @@ from cs336sys.report.bench import PEAK_COLUMNS
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.table import Column, Table, fill_row, with_rows
 from cs336sys.report.titles import (
+    GRAPH_COLUMNS,
     SETTING_COLUMNS,
     SIZE_COLUMNS,
     by_configuration,
     found_in_user_code,
-    graph_columns,
     method_notes,
     package_notes,
     plan_settings,
@@ -37,11 +37,11 @@ _PREDICTED = (
 )
 
 
-def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table | None:
-    """Compare strategies: memory, and time over the first that was measured; None if there is only one."""
+def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
+    """Compare strategies, if there are several: memory, and time over the first that was measured."""
     cells = [cell for cell in cells if cell.configuration["mode"] != "forward"]
     if len({cell.configuration["checkpointing"] for cell in cells}) < 2:
-        return None
+        cells = []
     firsts: dict[str, Cell] = {}
     rows = []
     notes: dict[str, None] = {}
@@ -59,7 +59,7 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
         *identity,
         Column("peak_gib", "peak", "gib"),
         *_PREDICTED,
-        Column("step_ms", "step", "ms"),
+        Column("step_ms", "step", "ms", spread="samples"),
         Column("step_ratio", "step over the first", "ratio"),
         Column("status", "status"),
     )
@@ -142,14 +142,14 @@ def memory_tables(cells: Sequence[Cell], run: Run | None, top: int) -> list[Tabl
     """Peaks, phases by category, the ``top`` largest allocations, a block's saved tensors, and strategies compared."""
     identity = identity_columns(cells)
     measured = [cell for cell in cells if cell.status == "ok"]
-    details = with_rows(
+    return [
+        _peaks(cells, run),
         phases_table(measured, identity),
         allocations_table(measured, identity, top),
         _block_table(_first_strategy(measured), identity),
         _saved_tensors(_first_strategy(measured), identity),
         strategies_table(cells, identity),
-    )
-    return [_peaks(cells, run), *details]
+    ]
 
 
 def identity_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
@@ -169,8 +169,8 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
         Column("predicted_gib", "predicted peak", "gib"),
         Column("predicted_over_measured", "predicted / measured", "ratio"),
         Column("traced_gib", "traced peak", "gib"),
-        Column("step_ms", "step", "ms"),
-        *graph_columns(cells),
+        Column("step_ms", "step", "ms", spread="samples"),
+        *GRAPH_COLUMNS,
         Column("status", "status"),
     )
     rows = []

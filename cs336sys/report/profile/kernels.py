@@ -86,7 +86,7 @@ def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Colum
                 row |= {f"{group}_kernel": short_name(name), f"{group}_percent": 100 * total / totals.total()}
                 row[f"{group}_instances"] = counts[name] / m.steps
         rows.append(row)
-    first = measured[0].profile.phases[0].name
+    first = measured[0].profile.phases[0].name if measured else "the first phase"
     columns = (
         *labels,
         Column("first_kernel", f"most time in {first}"),

@@ -22,15 +22,13 @@ from cs336sys.workload import ProfileWorkload, Workload
 _OTHER = "other"
 
 
-def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table | None:
-    """Time, FLOPs and bytes of both; None where no profile shows the parts of attention."""
+def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
+    """Time, FLOPs and bytes of both, where a profile shows the parts of attention."""
     rows = [
         {**m.labels, **_attention_row(m)}
         for m in measured
         if {SCORES, SOFTMAX} <= {part.name for part in m.profile.parts}
     ]
-    if not rows:
-        return None
     columns = (
         *labels,
         Column("scores_ms", "Q K^T", "ms"),
@@ -101,8 +99,8 @@ def phase_table(
     columns = (
         *labels,
         Column("phase", "phase"),
-        *([Column("gpu", "GPU")] if any(m.profile.of_gpus for m in measured) else []),
-        Column("unprofiled_ms", "without profiler", "ms"),
+        Column("gpu", "GPU"),
+        Column("unprofiled_ms", "without profiler", "ms", spread="samples"),
         Column("annotated_ms", "annotated", "ms"),
         Column("wall_ms", "CPU wall", "ms"),
         Column("span_ms", "GPU span" if on_gpu else "span", "ms"),
@@ -259,7 +257,7 @@ def report_tables(
     phases = phase_table(measured, [], labels, f"nsys: {name}, made by {profile.profiler}", notes)
     sentences = verdict(analyses[0]) if analyses else []
     where = [verdict_table(sentences, "nsys: verdict"), part_table(analyses)]
-    return [phases, *_kernel_tables(measured, labels, top, full_names), *with_rows(*where)]
+    return with_rows(phases, *_kernel_tables(measured, labels, top, full_names), *where)
 
 
 def plot_report(profile: Profile, path: Path) -> None:
@@ -301,12 +299,10 @@ def _profilers(cells: Sequence[Cell]) -> list[str]:
 def _kernel_tables(
     measured: Sequence[MeasuredProfile], labels: Sequence[Column], top: int, full_names: bool
 ) -> list[Table]:
-    if not measured:
-        return []
-    tables = [
+    return [
         top_kernel_table(measured, labels),
         kernel_table(measured, labels, top, full_names),
         kernel_table(measured, labels, top, full_names, without_matmul=True),
         share_table(measured, labels),
+        attention_table(measured, labels),
     ]
-    return [*tables, *with_rows(attention_table(measured, labels))]

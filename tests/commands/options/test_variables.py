@@ -24,6 +24,10 @@ def run(arguments, **variables):
             "memory has no such option; did you mean CS336SYS_ACCOUNT_MEMORY_SIZE?",
         ),
         ("CS336SYS_ACCOUNT_MEMRY_SIZE", ["account", "memory"], "unknown command 'memry': choose from memory, "),
+        ("CS336SYS_STEPS", PLAN, "'steps' is no command; the variable of an option names one: CS336SYS_BENCH_STEPS"),
+        ("CS336SYS_BATCH_SIZE", ["show"], "'batch' is no command; the variable of an option names one: "),
+        ("CS336SYS_ACCOUNT_SIZE", ["account", "memory"], "'size' is no command; the variable of an option names one: "),
+        ("CS336SYS_BENCH_SEQ_LEN", PLAN, "bench has no such option; did you mean CS336SYS_BENCH_CONTEXT?"),
     ],
 )
 def test_a_variable_that_sets_nothing_is_refused(variable, arguments, sentence):

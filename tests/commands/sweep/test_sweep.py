@@ -1,7 +1,9 @@
 """A sweep keeps what it measured, whatever happens to its cells."""
 
 import contextlib
+import csv
 import errno
+import io
 import json
 import os
 import pty
@@ -15,7 +17,9 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
+from cs336sys.cli import app
 from cs336sys.commands import faults
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.sweep import progress as progress_module
@@ -24,10 +28,14 @@ from cs336sys.commands.sweep.run import Sweep, run_sweep
 from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError, Terminated, UsageError
 from cs336sys.measure.cells import Outcome, _Child
 from cs336sys.measure.environment import new_run
+from cs336sys.report.bench import bench_tables
 from cs336sys.report.render import render
 from cs336sys.report.table import Column, Table
+from cs336sys.report.tidy import tidy, with_origin
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Run, read_results
+from cs336sys.sizes import choose_size
+from cs336sys.workload import Workload
 
 ACTIONS = ("measure", "out of memory", "print", "kill", "measure again", "sleep", "unsupported")
 STATUSES = ["ok", "oom", "ok", "error", "ok", "timeout", "unsupported"]
@@ -564,3 +572,55 @@ def test_cool_down_is_between_measured_cells(tmp_path, monkeypatch):
     ]
     run_sweep("bench", "fake_cells:measure", turns, SweepOptions(cool_down=3.0))
     assert slept == [7.0, 3.0]
+
+
+@pytest.mark.parametrize("command", ["bench", "attn", "losses", "memprof", "nsys", "ddp", "shard", "flash", "kernels"])
+def test_columns_are_refused_before_anything_is_measured(command, monkeypatch, tmp_path):
+    def measure(*arguments, **options):
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr("cs336sys.measure.cells.Worker", measure)
+    needs = {"losses": ["--text", str(Path(__file__))], "nsys": ["--profiler", "torch"]}.get(command, [])
+    arguments = [command, *needs, "--device", "cpu"]
+    for option, name, hint in (
+        ("--columns", "status,sttaus", "--columns 'sttaus': choose from "),
+        ("--sort", "-sttaus", "--sort 'sttaus': choose from "),
+        ("--table", "sped", "--table 'sped': choose from "),
+    ):
+        result = CliRunner().invoke(app, [*arguments, option, name])
+        assert (result.exit_code, result.stdout) == (2, ""), result.output
+        assert f"error: {hint}" in result.stderr
+    for name in ("seed,driver,run_id", "status"):
+        result = CliRunner().invoke(app, [*arguments, "--columns", name])
+        assert str(result.exception) == "a worker was started", result.output
+
+
+def test_programs_get_all_settings_and_the_machine_of_each_cell():
+    cells_of_runs = [
+        Cell(
+            "bench",
+            Workload(choose_size("tiny", context=context)).configuration(),
+            "oom",
+            run_id=run_id,
+            reason="too large",
+        )
+        for context, run_id in ((16, "a"), (32, "b"))
+    ]
+    runs = {
+        name: Run(name, f"day {name}", (), {"gpu": f"GPU {name}", "torch": "2.13"}, {"source_digest": "d"})
+        for name in "ab"
+    }
+    table = tidy("bench", bench_tables(rows := with_origin(cells_of_runs, runs), None), rows)[0]
+    first, second = csv.DictReader(io.StringIO(render([table], "csv")))
+    assert (first["context"], first["gpu_name"], first["date"], first["reason"]) == (
+        "16",
+        "GPU a",
+        "day a",
+        "too large",
+    )
+    assert (second["context"], second["gpu_name"], second["seed"]) == ("32", "GPU b", "0")
+    # The same columns, whatever the cells are.
+    (alone,) = csv.DictReader(io.StringIO(render(tidy("bench", bench_tables(rows[:1], None), rows[:1]), "csv")))
+    of_none = csv.DictReader(io.StringIO(render(tidy("bench", bench_tables([], None)), "csv")))
+    assert list(alone) == list(first) == of_none.fieldnames
+    assert not {"gpu_name", "run_id"} & set(cells_of_runs[0].configuration)

@@ -6,6 +6,7 @@ import pytest
 
 from cs336sys.measure.profile.summary import KernelTime, Profile, RangeTime
 from cs336sys.report.profile import profile_tables
+from cs336sys.report.table import with_rows
 from cs336sys.results.model import Cell, Samples
 from cs336sys.sizes import choose_size
 from cs336sys.workload import ProfileWorkload, Workload
@@ -59,8 +60,8 @@ def cell(precision="fp32", busy=(8.0, 16.0), step_ms=30.0, compile="off", profil
 
 
 def tables(*cells, **options):
-    found = profile_tables(cells, None, top=5, full_names=False, **options)
-    return {table.name: table for table in found}
+    built = with_rows(*profile_tables(cells, None, top=5, full_names=False, **options))
+    return {table.name: table for table in built}
 
 
 def rows(table):

@@ -1,0 +1,62 @@
+"""Columns for programs: every table of cells has all settings of its command, and the machine that measured each cell.
+
+Titles and varying columns are for eyes; csv, json and data frames have the same columns in the same order for each
+table of a command, so that two files can be put together.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from cs336sys import workload
+from cs336sys.report.table import Column, Table
+from cs336sys.report.titles import setting_columns
+from cs336sys.results.model import ORIGIN, Cell, Run
+
+_ORIGIN_COLUMNS = tuple(Column(name, name.replace("_", " ")) for name in ORIGIN)
+
+# The settings of each command's cells, in their order: the fields of a workload, and what the command adds.
+_SETTINGS: dict[str, tuple[str, ...]] = {
+    "bench": (*workload.Workload.setting_names(), "rounds", "interleave", "interleaved"),
+    "losses": workload.LossWorkload.setting_names(),
+    "nsys": workload.ProfileWorkload.setting_names(),
+    "memprof": workload.MemoryWorkload.setting_names(),
+    "attn": workload.AttentionWorkload.setting_names(),
+    "flash": (*workload.AttentionWorkload.setting_names(), "rounds"),
+    "kernels": workload.KernelWorkload.setting_names(),
+    "allreduce": workload.CollectiveWorkload.setting_names(),
+    "tune": (*workload.ParallelWorkload.setting_names(), "accumulation"),
+    "ddp": (*workload.ParallelWorkload.setting_names(), "rounds"),
+    "shard": (*workload.ParallelWorkload.setting_names(), "board"),
+    "precision": ("precision", "loss_function", "accumulation", "device"),
+}
+
+
+def with_origin(cells: Sequence[Cell], runs: Mapping[str, Run]) -> list[Cell]:
+    """Return the cells with the machine and the run that measured them among their settings, for rows of tables."""
+    origins = {run_id: run.origin for run_id, run in runs.items()}
+    of_cells = [origins.get(cell.run_id, {}) | {"run_id": cell.run_id, "reason": cell.reason} for cell in cells]
+    return [
+        replace(cell, configuration=cell.configuration | origin) for cell, origin in zip(cells, of_cells, strict=True)
+    ]
+
+
+def tidy(
+    command: str, tables: Sequence[Table], cells: Sequence[Cell] = (), *, are_planned: bool = False
+) -> list[Table]:
+    """Return the tables with all settings and the origin of their rows for programs, where rows are of cells.
+
+    Args:
+        cells: as :func:`with_origin` returns them; settings that only they have come after those of today.
+        are_planned: rows are of cells that nothing has measured.
+    """
+    names = dict.fromkeys(_SETTINGS.get(command, ()))
+    names |= dict.fromkeys(name for cell in cells for name in cell.configuration if name not in ORIGIN)
+    if command == "nsys":
+        # Next to the number of kernels that a phase launched.
+        names = dict.fromkeys("model_kernels" if name == "kernels" else name for name in names)
+    return [
+        replace(table, settings=table.settings or setting_columns(names), origin=() if are_planned else _ORIGIN_COLUMNS)
+        if are_planned or all("run_id" in row for row in table.rows)
+        else table
+        for table in tables
+    ]
