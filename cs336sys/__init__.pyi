@@ -40,11 +40,11 @@ def bench(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[...,
     Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] =
     ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph:
     str | Iterable[str] = ('off',), warmup: int | Iterable[int] = [5], steps: int = 10, rounds: int = 1, interleave:
-    str | None = None, percentiles: float | Iterable[float] = [], plot: str | Path | None = None, device: str =
-    'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', dry_run: bool = False, save: str | Path |
-    None = None, track: str | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format:
-    str | None = None, output: str | Path | None = None, table: str | Iterable[str] = (), columns: str |
-    Iterable[str] = (), sort: str | None = None, wide: bool = False
+    str | None = None, percentiles: float | Iterable[float] = [], baseline: str | None = None, plot: str | Path |
+    None = None, device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', dry_run: bool =
+    False, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float | None = None,
+    cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str | Iterable[str]
+    = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
 ) -> Results: ...
 def ddp(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, mode: str
     | Iterable[str] = ('naive', 'flat', 'overlap', 'bucketed', 'torch'), bucket_mb: str | Iterable[str] =
