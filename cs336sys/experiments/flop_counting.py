@@ -27,8 +27,8 @@ from cs336sys.experiments.user_models import (
     watched_attention,
     why_not_ours,
 )
-from cs336sys.measure.allocations.history import WithoutValues
 from cs336sys.measure.cells import Progress
+from cs336sys.measure.without_values import WithoutValues
 from cs336sys.workload import Workload
 
 

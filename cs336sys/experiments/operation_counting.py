@@ -16,8 +16,8 @@ from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.memory.prediction import predicted_timeline, timeline_peaks
 from cs336sys.experiments.training import TrainStep
-from cs336sys.measure.allocations.history import WithoutValues
 from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.without_values import WithoutValues
 from cs336sys.workload import MemoryWorkload, Workload
 
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}

@@ -14,7 +14,7 @@ from torch.cuda import _memory_viz
 
 from cs336sys.errors import UsageError
 from cs336sys.measure.allocations.dump import as_snapshot, write_snapshot
-from cs336sys.measure.allocations.history import CpuHistory, CudaHistory, FakeHistory, WithoutValues, code_line
+from cs336sys.measure.allocations.history import CpuHistory, CudaHistory, FakeHistory
 from cs336sys.measure.allocations.recorder import StepRecorder
 from cs336sys.measure.allocations.timeline import (
     MEMORY_CATEGORIES,
@@ -30,6 +30,7 @@ from cs336sys.measure.allocations.timeline import (
     peak_position,
     thinned,
 )
+from cs336sys.measure.without_values import WithoutValues, code_line
 
 pytestmark = pytest.mark.usefixtures("own_attention")
 

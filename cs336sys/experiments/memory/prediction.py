@@ -22,11 +22,12 @@ from cs336sys.experiments.models import ATTENTION_FUNCTIONS
 from cs336sys.experiments.training import with_notes
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.kernels.attention import flash_attention
-from cs336sys.measure.allocations.history import DecisionsRead, FakeHistory, WithoutValues
+from cs336sys.measure.allocations.history import FakeHistory
 from cs336sys.measure.allocations.recorder import StepRecorder
 from cs336sys.measure.allocations.repetition import repeated
 from cs336sys.measure.allocations.timeline import AllocationTimeline, largest_allocations, peak_position, thinned
 from cs336sys.measure.cells import Outcome, Progress
+from cs336sys.measure.without_values import DecisionsRead, WithoutValues
 from cs336sys.triton_package import why_no_triton
 from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload, Workload
 

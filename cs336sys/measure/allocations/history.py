@@ -5,17 +5,11 @@ All three are used alike: entered around a step, in which :meth:`AllocationHisto
 :attr:`~AllocationHistory.events` and :meth:`~AllocationHistory.position` say what happened when.
 """
 
-import contextlib
-import os
-import sys
 import weakref
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
+from collections.abc import Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -26,13 +20,12 @@ from torch.utils._pytree import tree_leaves
 from cs336sys.errors import CapabilityError
 from cs336sys.measure.allocations.timeline import Event
 from cs336sys.measure.timing import TorchProfiler
+from cs336sys.measure.without_values import code_line
 
 # A train step of the 48-layer model makes about 30,000 allocations, which are 90,000 entries: each is requested, freed
 # and completed. An entry takes a few KB of host memory.
 MAX_ENTRIES = 400_000
 
-_TORCH = os.path.dirname(torch.__file__)
-_MEASURE = os.path.dirname(os.path.dirname(__file__))
 _MARK = "cs336sys moment "
 
 
@@ -267,98 +260,3 @@ def unfolded_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
         return 0
     columns = image.shape[0] * weight[0].numel() * output.shape[2:].numel()
     return columns * image.element_size()
-
-
-class WithoutValues(TorchDispatchMode):
-    """Lets code go on with tensors that have no values, fake ones or those of the meta device.
-
-    What it reads from one is zero, as in initialisation by rejection. Kernels of Triton are not launched: they would
-    write to address 0, after which the process has no GPU. What they would have written is allocated by their callers.
-
-    Args:
-        decisions: truth values to read instead of False, by line.
-
-    Attributes:
-        guessed: lines that have read anything else, with how often.
-        launches: kernels of Triton that were not launched, with how often.
-    """
-
-    def __init__(self, decisions: Mapping[str, bool] | None = None) -> None:
-        super().__init__()
-        self._decisions = decisions or {}
-        self.guessed: Counter[str] = Counter()
-        self.launches: Counter[str] = Counter()
-        self._unlaunched = contextlib.ExitStack()
-
-    def __enter__(self) -> "WithoutValues":
-        # Here, as the import takes 0.2 s.
-        from triton.runtime import Autotuner, Heuristics, JITFunction
-        from triton.runtime.interpreter import InterpretedFunction
-
-        for kind in (Autotuner, Heuristics, JITFunction, InterpretedFunction):
-            self._unlaunched.enter_context(mock.patch.object(kind, "run", self._counting(kind.run)))
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._unlaunched.close()
-        super().__exit__(*raised)
-
-    def _counting(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def count(kernel: Any, *args: Any, warmup: bool = False, **named: Any) -> Any:
-            if warmup:
-                return run(kernel, *args, warmup=warmup, **named)
-            while hasattr(kernel, "fn"):
-                kernel = kernel.fn
-            self.launches[kernel.__name__] += 1
-            return None
-
-        return count
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is not torch.ops.aten._local_scalar_dense.default:
-            return func(*args, **(kwargs or {}))
-        line = _reading_line()
-        is_decision = args[0].dtype is torch.bool
-        if is_decision and line in self._decisions:
-            return self._decisions[line]
-        self.guessed[line] += 1
-        return False if is_decision else 0.0 if args[0].is_floating_point() else 0
-
-
-class DecisionsRead(TorchDispatchMode):
-    """Notes what truth values are read from real tensors, by line."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._read: dict[str, set[bool]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
-            self._read.setdefault(_reading_line(), set()).add(result)
-        return result
-
-    @property
-    def decisions(self) -> dict[str, bool]:
-        """Lines that have read one value, and it."""
-        return {line: next(iter(values)) for line, values in self._read.items() if line and len(values) == 1}
-
-
-def _reading_line() -> str:
-    return code_line(frame for frame in python_frames() if "/cs336sys/experiments/" not in frame[0])
-
-
-def python_frames() -> Iterator[tuple[str, int, str]]:
-    """File name, line and function of the caller and of what called it, innermost first; keeps no frame alive."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
-
-
-def code_line(frames: Iterable[tuple[str, int, str]]) -> str:
-    """The innermost frame of neither torch nor what records, as ``cs336_basics/model.py:51 forward``; or nothing."""
-    for filename, line, function in frames:
-        if filename.endswith(".py") and not filename.startswith((_TORCH, _MEASURE)):
-            return f"{'/'.join(filename.split(os.sep)[-2:])}:{line} {function}"
-    return ""

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336sys.lazy_dynamo import importing_no_compiler
-from cs336sys.measure.allocations.history import AllocationHistory, code_line, python_frames
+from cs336sys.measure.allocations.history import AllocationHistory
 from cs336sys.measure.allocations.timeline import (
     RECOMPUTATION,
     AllocationTimeline,
@@ -22,6 +22,7 @@ from cs336sys.measure.allocations.timeline import (
     Span,
     build_timeline,
 )
+from cs336sys.measure.without_values import code_line, python_frames
 
 
 class ModuleStack:
