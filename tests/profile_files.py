@@ -53,7 +53,15 @@ class NsysReport:
             self.row("StringIds", id=self._strings[text], value=text)
         return self._strings[text]
 
-    def call(self, at: int, *, thread: int = 1, process: int = 100, correlation: int | None = None) -> int:
+    def call(
+        self,
+        at: int,
+        *,
+        thread: int = 1,
+        process: int = 100,
+        correlation: int | None = None,
+        name: str = "cudaLaunchKernel_v7000",
+    ) -> int:
         """An API call that launches something; returns the correlation id."""
         if correlation is None:
             self._correlation += 1
@@ -64,7 +72,7 @@ class NsysReport:
             end=at + 5,
             globalTid=global_thread(process, thread),
             correlationId=correlation,
-            nameId=self.string("cudaLaunchKernel_v7000"),
+            nameId=self.string(name),
         )
         return correlation
 

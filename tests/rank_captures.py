@@ -15,7 +15,7 @@ def write_ranks(
     ranks: int = 8,
     steps: int = 10,
     seed: int = 0,
-    straggler: int | None = None,
+    straggler: int | tuple[int, ...] | None = None,
     excess: float = 0.01,
     noise: float = 0.003,
     skewed: bool = True,
@@ -24,7 +24,7 @@ def write_ranks(
     """One file a rank of steps that each end in collectives, which all ranks leave together.
 
     Args:
-        straggler: the rank whose kernels take longer, by ``excess`` of a step.
+        straggler: the rank, or the ranks, whose kernels take longer, by ``excess`` of a step.
         noise: standard deviation of a kernel's time, as a share.
     """
     random_ = random.Random(seed)
@@ -53,7 +53,7 @@ def write_ranks(
             arrived = []
             for rank in range(ranks):
                 length = KERNEL_NS * (1 + random_.gauss(0, noise))
-                if rank == straggler:
+                if rank == straggler or (isinstance(straggler, tuple) and rank in straggler):
                     length += excess * (KERNEL_NS + TRANSFER_NS)
                 correlation += 1
                 launched = now[rank] + 3000

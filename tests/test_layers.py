@@ -25,7 +25,7 @@ LAYERS = (
         "accounting",
     },
     {"kernels", "parallel", "measure", "cuda_graphs"},
-    {"board"},
+    {"board", "capture"},
     {"experiments"},
     {"report"},
     {"commands"},

@@ -18,8 +18,8 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import PROFILERS, ProfileWorkload, Workload
 
 if TYPE_CHECKING:
-    from cs336sys.measure.profile.analysis import Analysis
-    from cs336sys.measure.profile.summary import Profile
+    from cs336sys.capture.analysis import Analysis
+    from cs336sys.capture.summary import Profile
 
 # What can be asked of a report; everything else says what to run.
 _OF_REPORTS = ("source", "range_names", "top", "full_names", "plot", *(field.name for field in fields(OutputOptions)))
@@ -67,7 +67,7 @@ def nsys(
 
     cs336sys nsys --from report.nsys-rep
     """
-    from cs336sys.measure.profile.nsys import is_profiled
+    from cs336sys.capture.nsys import is_profiled
     from cs336sys.report.bench import bench_plan
 
     output.check(plot=profiling.plot)
@@ -140,10 +140,10 @@ def _show_report(source: Path, range_names: Sequence[str], profiling: ProfilerOp
 
 def _read_report(source: Path, range_names: Sequence[str]) -> tuple[list["Analysis"], "Profile"]:
     """Return the tables of ``trace`` for each GPU of a report, and its phases."""
-    from cs336sys.measure.profile.analysis import analyze
-    from cs336sys.measure.profile.reading import open_capture
-    from cs336sys.measure.profile.summary import summarize
-    from cs336sys.measure.profile.timeline import timelines
+    from cs336sys.capture.analysis import analyze
+    from cs336sys.capture.reading import open_capture
+    from cs336sys.capture.summary import summarize
+    from cs336sys.capture.timeline import timelines
 
     capture = open_capture(source)
     try:
@@ -162,8 +162,6 @@ def _read_report(source: Path, range_names: Sequence[str]) -> tuple[list["Analys
         return analyses, summarize(capture, names)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from error
-    finally:
-        capture.close()
 
 
 def _run_under_nsys(workloads: Sequence[Workload], profilers: Sequence[str]) -> None:

@@ -20,9 +20,9 @@ from cs336sys.results.recording import command_line, record
 if TYPE_CHECKING:
     from cs336sys.accounting.communication import BusBandwidths
     from cs336sys.accounting.hardware import Ceilings
-    from cs336sys.measure.profile.analysis import Analysis
-    from cs336sys.measure.profile.difference import CaptureDifference
-    from cs336sys.measure.profile.reading import Read
+    from cs336sys.capture.analysis import Analysis
+    from cs336sys.capture.difference import CaptureDifference
+    from cs336sys.capture.reading import Read
     from cs336sys.report.table import Table
 
 
@@ -78,7 +78,7 @@ def trace(
     cs336sys trace before.nsys-rep --against after.nsys-rep
     """
     from cs336sys.accounting.hardware import read_ceilings
-    from cs336sys.measure.profile.reading import read_captures
+    from cs336sys.capture.reading import read_captures
     from cs336sys.report.page import check_page
     from cs336sys.report.profile import trace_difference as difference
     from cs336sys.report.profile.trace import DisplayOptions

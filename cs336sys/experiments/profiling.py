@@ -4,7 +4,6 @@ Run as ``python -m cs336sys.experiments.profiling CONFIGURATION OUTCOME_FILE`` t
 cell's worker starts under nsys.
 """
 
-import contextlib
 import json
 import shutil
 import sys
@@ -16,6 +15,10 @@ from typing import Any
 
 import torch
 
+from cs336sys.capture import nsys as nsight_systems
+from cs336sys.capture.chrome_trace import read_chrome_trace
+from cs336sys.capture.nsys import read_nsys_database
+from cs336sys.capture.summary import Profile, summarize
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.checks.step import check_few_blocks
 from cs336sys.experiments.flop_counting import counted_columns
@@ -26,10 +29,6 @@ from cs336sys.measure.cells import Outcome, Progress, guarded, release_memory
 from cs336sys.measure.device import choose_device
 from cs336sys.measure.diagnosis.profilers import Profiler, find_nsys
 from cs336sys.measure.phases import Marks, NvtxMarks, RecordFunctionMarks, annotated_model, phase
-from cs336sys.measure.profile import nsys as nsight_systems
-from cs336sys.measure.profile.chrome_trace import read_chrome_trace
-from cs336sys.measure.profile.nsys import read_nsys_database
-from cs336sys.measure.profile.summary import Profile, summarize
 from cs336sys.measure.range_names import STEP, WARM_UP, run_name
 from cs336sys.measure.timing import TorchProfiler, activities_on
 from cs336sys.processes.atomic_write import written_whole
@@ -187,10 +186,10 @@ def _under_torch_profiler(workload: ProfileWorkload, device: torch.device, folde
     release_memory()
     _keep(trace, workload, "trace.json.gz")
     progress("reading the trace")
-    with contextlib.closing(read_chrome_trace(trace, "the trace")) as capture:
-        if device.type == "cuda" and not capture.is_gpu:
-            raise CapabilityError("torch.profiler saw no work on the GPU: CUPTI cannot trace it on this machine")
-        return summarize(capture)
+    capture = read_chrome_trace(trace, "the trace")
+    if device.type == "cuda" and not capture.is_gpu:
+        raise CapabilityError("torch.profiler saw no work on the GPU: CUPTI cannot trace it on this machine")
+    return summarize(capture)
 
 
 class _ProfiledRunFailed(Exception):
@@ -225,8 +224,7 @@ def _under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path, progres
     database = folder / "report.sqlite"
     nsight_systems.export(nsys, report, database)
     _keep(database, workload, "sqlite")
-    with contextlib.closing(read_nsys_database(database, "the report")) as capture:
-        return summarize(capture)
+    return summarize(read_nsys_database(database, "the report"))
 
 
 def _keep(file: Path, workload: ProfileWorkload, ending: str) -> None:

@@ -28,6 +28,10 @@ th { position: sticky; top: 0; background: #f5f5f5; }
 .note { font-size: 13px; color: #555; margin: 0.4em 0; }
 figure { margin: 1.5em 0; break-inside: avoid; } img { max-width: 100%; height: auto; }
 figcaption { font-size: 13px; color: #555; }
+@media screen and (prefers-color-scheme: dark) {
+  body { color: #ddd; background: #1a1a1a; } pre, code, th { background: #2a2a2a; } a { color: #8ab4f8; }
+  .table { border-color: #444; } th, td { border-color: #333; } .note, figcaption { color: #aaa; }
+}
 @media (max-width: 600px) { body { margin: 1em auto; } th, td { padding: 3px 6px; } }
 @media print {
   body { max-width: none; margin: 0; font-size: 10pt; }

@@ -181,7 +181,7 @@ def test_a_report_is_exported_by_the_installed_nsys(report, tmp_path, monkeypatc
 
 
 def test_a_report_without_nsys_to_export_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("cs336sys.measure.profile.reading.find_nsys", lambda: None)
+    monkeypatch.setattr("cs336sys.capture.reading.find_nsys", lambda: None)
     (tmp_path / "mine.nsys-rep").write_bytes(b"in a format of NVIDIA's own")
     result = invoke("nsys", "--from", tmp_path / "mine.nsys-rep")
     assert result.exit_code == 3

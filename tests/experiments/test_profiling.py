@@ -11,11 +11,11 @@ import torch
 from fake_nsys import put_nsys
 from profile_files import NsysReport, train_step
 
+from cs336sys.capture import nsys as nsight_systems
+from cs336sys.capture.summary import Profile
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments import profiling
 from cs336sys.measure.diagnosis.profilers import Profiler
-from cs336sys.measure.profile import nsys as nsight_systems
-from cs336sys.measure.profile.summary import Profile
 from cs336sys.measure.range_names import run_name
 from cs336sys.sizes import choose_size
 from cs336sys.workload import ProfileWorkload, Workload

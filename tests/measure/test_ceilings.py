@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cs336sys.accounting.hardware import Ceilings, read_ceilings
+from cs336sys.capture.operators import operator_work, roofline
 from cs336sys.errors import UsageError
 from cs336sys.measure import ceilings as measuring
-from cs336sys.measure.profile.operators import operator_work, roofline
 from cs336sys.report.ceilings import ceilings_table
 from cs336sys.results.model import Samples
 

@@ -15,8 +15,8 @@ from torch.autograd import DeviceType
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from cs336sys.capture import taxonomy
 from cs336sys.measure.allocations.recorder import DispatchMode
-from cs336sys.measure.profile import taxonomy
 from cs336sys.measure.timing import TorchProfiler, activities_on, covered, elapsed_ms, mark
 from cs336sys.processes.atomic_write import written_whole
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336sys.measure.profile.summary import KernelTime, Profile, RangeTime
-from cs336sys.measure.profile.taxonomy import (
+from cs336sys.capture.summary import KernelTime, Profile, RangeTime
+from cs336sys.capture.taxonomy import (
     KERNEL_CATEGORIES,
     MATMUL,
     OPTIMIZER,

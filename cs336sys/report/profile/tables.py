@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.accounting.flops import attention_matmuls, attention_softmax
-from cs336sys.measure.profile.analysis import Analysis
-from cs336sys.measure.profile.summary import Profile, RangeTime
-from cs336sys.measure.profile.taxonomy import MATMUL, category_of
+from cs336sys.capture.analysis import Analysis
+from cs336sys.capture.summary import Profile, RangeTime
+from cs336sys.capture.taxonomy import MATMUL, category_of
 from cs336sys.measure.range_names import FINAL_MATMUL, SCORES, SOFTMAX, STEP
 from cs336sys.report.bench import LAUNCH_BOUND_IDLE_PERCENT
 from cs336sys.report.profile.kernels import MeasuredProfile, kernel_table, plot_shares, share_table, top_kernel_table
@@ -121,8 +121,10 @@ def _phase_row(measured: MeasuredProfile, row: RangeTime) -> dict[str, Any]:
     # A profiler slows the CPU down and not the GPU, so the step without one says how long the GPU really waits. The
     # operations of a CPU are themselves slowed down.
     whole_ms = unprofiled.median if unprofiled and measured.profile.is_gpu else wall_ms
-    idle_percent = max(0.0, 100 * (1 - busy_ms / whole_ms))
-    verdict = "yes" if idle_percent > LAUNCH_BOUND_IDLE_PERCENT else "no"
+    idle_percent = max(0.0, 100 * (1 - busy_ms / whole_ms)) if measured.profile.is_idle_known else None
+    verdict = None
+    if idle_percent is not None and measured.profile.is_gpu:
+        verdict = "yes" if idle_percent > LAUNCH_BOUND_IDLE_PERCENT else "no"
     return {
         "phase": row.name,
         "gpu": row.gpu,
@@ -133,7 +135,7 @@ def _phase_row(measured: MeasuredProfile, row: RangeTime) -> dict[str, Any]:
         "busy_ms": busy_ms,
         "kernel_ms": row.kernel_ns / row.count / 1e6,
         "idle_percent": idle_percent,
-        "launch_bound": verdict if measured.profile.is_gpu else None,
+        "launch_bound": verdict,
         "kernels": row.kernels / row.count,
     }
 
@@ -159,6 +161,9 @@ def _profile_notes(measured: Sequence[MeasuredProfile]) -> list[str]:
             "idle is the time between them, in Python"
         )
     for m in measured:
+        notes += [f"{_workload_prefix(m)}{sentence}" for sentence in m.profile.damage]
+        if not m.profile.is_idle_known:
+            notes.append(f"{_workload_prefix(m)}idle time cannot be told")
         kernels = {row.name: row.kernels for row in m.profile.phases}
         if kernels.get("backward", 0) < kernels.get("forward", 0) and "backward" in kernels:
             notes.append(f"warning: {_workload_prefix(m)}the backward pass has fewer launches than the forward pass")

@@ -7,8 +7,8 @@ from typing import Any
 
 from cs336sys.accounting.communication import WITH_BUS_BANDWIDTH, BusBandwidths, bus_factor
 from cs336sys.accounting.hardware import Ceilings
-from cs336sys.measure.profile.analysis import Analysis, KernelGroup
-from cs336sys.measure.profile.breakdown import (
+from cs336sys.capture.analysis import Analysis, KernelGroup
+from cs336sys.capture.breakdown import (
     COMMUNICATION_PART,
     COMPUTING_PART,
     COPIES_PART,
@@ -16,9 +16,9 @@ from cs336sys.measure.profile.breakdown import (
     LAUNCHING,
     WAITING_PART,
 )
-from cs336sys.measure.profile.operators import operator_work, roofline
-from cs336sys.measure.profile.ranks import RanksFound, find_straggler, own_ms
-from cs336sys.measure.profile.taxonomy import UNCLASSIFIED, short_name
+from cs336sys.capture.operators import operator_work, roofline
+from cs336sys.capture.ranks import RanksFound, find_stragglers, local_ms
+from cs336sys.capture.taxonomy import UNCLASSIFIED, short_name
 from cs336sys.report.profile.kernels import numbered
 from cs336sys.report.profile.verdict import several, verdict
 from cs336sys.report.table import Column, Table, fill_row, fill_rows, with_rows
@@ -98,7 +98,7 @@ def step_table(analyses: Sequence[Analysis]) -> Table:
     rows = [
         {
             "gpu": analysis.label or None,
-            "step": number,
+            "step": analysis.step_numbers[number] if analysis.step_numbers else number,
             "step_ms": analysis.step_ms[number],
             **{_part_column(part).key: values[number] for part, values in analysis.parts.items()},
         }
@@ -210,7 +210,7 @@ def operator_table(analyses: Sequence[Analysis], shown: DisplayOptions) -> Table
             work = operator_work(operator, shape)
             if work is not None and row[3]:
                 seconds = row[3] / 1e3 / launches
-                values |= {"tflops": work.flops / seconds / 1e12, "gbps": work.bytes / seconds / 1e9}
+                values |= {"tflops": work.flops / seconds / 1e12 or None, "gbps": work.bytes / seconds / 1e9}
                 if shown.roofline:
                     line = roofline(work, seconds, analysis.gpu_name, shown.ceilings)
                     values |= {"peak_percent": line.percent, "bound": line.bound}
@@ -227,6 +227,8 @@ def operator_table(analyses: Sequence[Analysis], shown: DisplayOptions) -> Table
         Column("shapes", "shapes of inputs"),
     )
     notes = ["bytes: each input and output once; FLOPs: of products and attention, by their shapes"] if rows else []
+    if any(str(row["operator"]).startswith("triton_") for row in rows):
+        notes.append("of compiled Triton kernels, bytes are each argument once, and FLOPs are not known")
     notes += [f"roofline: {source}" for source in sources]
     return Table("operators", "trace: operators by shape", columns, rows, notes=notes)
 
@@ -310,6 +312,7 @@ def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | N
                 {
                     "gpu": analysis.label or None,
                     "collective": row.kind,
+                    "group": row.group or None,
                     "ranks": row.ranks if row.ranks > 0 else None,
                     "bytes": row.bytes or None,
                     "count": row.count / len(analysis.step_ms),
@@ -323,6 +326,7 @@ def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | N
     columns = (
         _GPU,
         Column("collective", "collective"),
+        Column("group", "group"),
         Column("ranks", "ranks", "count"),
         Column("bytes", "size", "decimal_bytes"),
         Column("count", "times a step"),
@@ -368,7 +372,7 @@ def rank_table(analyses: Sequence[Analysis], ranks: RanksFound | None) -> Table:
     columns = (
         replace(_GPU, header="rank"),
         Column("step_ms", "step", "ms", lambda analysis: step_samples(analysis.step_ms)),
-        Column("own_ms", "without waiting for ranks", "ms", lambda analysis: step_samples(own_ms(analysis))),
+        Column("local_ms", "computing, copies, idle", "ms", lambda analysis: step_samples(local_ms(analysis))),
         Column("computing_ms", "computing", "ms", lambda analysis: analysis.mean(COMPUTING_PART)),
         Column("exposed_ms", "communication alone", "ms", lambda analysis: analysis.mean(COMMUNICATION_PART)),
         Column("waiting_ms", "waiting for ranks", "ms", _waiting_ms),
@@ -381,6 +385,8 @@ def rank_table(analyses: Sequence[Analysis], ranks: RanksFound | None) -> Table:
             f"{ranks.matched:,} collectives were found on several ranks; clocks are aligned by their ends, which are "
             f"then at most {ranks.error_us:.3g} us from their mean in 95 of 100"
         )
+        if ranks.why_no_waits:
+            notes.append(f"nobody can tell who waited: {ranks.why_no_waits}")
         notes += ranks.notes
     return Table("ranks", "trace: each rank", columns, fill_rows(columns, analyses), notes=notes)
 
@@ -392,8 +398,10 @@ def _waiting_ms(analysis: Analysis) -> float | None:
 def trace_tables(analyses: Sequence[Analysis], ranks: RanksFound | None, shown: DisplayOptions) -> list[Table]:
     """All tables; with several ranks, those of kernels are of the first alone."""
     first = analyses[:1]
-    straggler = find_straggler(analyses) if ranks is not None else None
-    sentences = verdict(analyses[0]) if len(analyses) == 1 else several(analyses, straggler)
+    if len(analyses) == 1:
+        sentences = verdict(analyses[0])
+    else:
+        sentences = several(analyses, ranks, find_stragglers(analyses, ranks))
     profilers = " and ".join(dict.fromkeys(analysis.profiler for analysis in analyses))
     return [
         verdict_table(sentences, f"trace: {file_words(analyses)}, by {profilers}"),

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 from cs336sys.accounting.communication import BusBandwidths
 from cs336sys.accounting.hardware import Ceilings
-from cs336sys.measure.profile.analysis import Analysis
-from cs336sys.measure.profile.difference import CaptureDifference, TimeChange, compare_captures
-from cs336sys.measure.profile.ranks import RanksFound
-from cs336sys.measure.profile.reading import Read
-from cs336sys.measure.profile.taxonomy import short_name
+from cs336sys.capture.analysis import Analysis
+from cs336sys.capture.difference import CaptureDifference, TimeChange, compare_captures
+from cs336sys.capture.ranks import RanksFound
+from cs336sys.capture.reading import Read
+from cs336sys.capture.taxonomy import short_name
 from cs336sys.report.numbers import format_number
 from cs336sys.report.profile.trace import DisplayOptions, file_words, shape_words, trace_tables, verdict_table
+from cs336sys.report.profile.verdict import damage_sentences
 from cs336sys.report.table import Column, Table, fill_rows, with_rows
 from cs336sys.results.model import Cell, Samples
 from cs336sys.results.statistics import SAME_PERCENT
@@ -22,21 +23,23 @@ _NAMED = 3
 
 def difference_sentences(difference: CaptureDifference) -> list[str]:
     """Say in two or three sentences what changed."""
-    subject = "The kernels of a step take" if difference.of_kernels else "A step takes"
+    subject = "the kernels of a step take" if difference.of_kernels else "a step takes"
     way = "longer" if difference.delta_ms >= 0 else "less"
+    both = f"{_ms(difference.before_ms)} before, {_ms(difference.after_ms)} after"
     significant = [change for change in difference.changes if change.is_significant]
-    sentences = [
-        f"{subject} {_ms(abs(difference.delta_ms))} {way}: {_ms(difference.before_ms)} before, "
-        f"{_ms(difference.after_ms)} after; {_ms(difference.explained_ms)} of {_ms(difference.delta_ms)} explained."
+    if not significant:
+        if all(change.verdict == "undecided" for change in difference.changes):
+            return [
+                "Undecided: the captures hold too few steps to tell a change from noise, record at least 5 in each; "
+                f"{subject} {both}."
+            ]
+        return [f"No kernel and no cause of idling changed by more than noise: {subject} {both}."]
+    largest = [f"{_change_name(change)} ({change.verdict}, {_signed(change)})" for change in significant[:_NAMED]]
+    return [
+        f"{subject[0].upper()}{subject[1:]} {_ms(abs(difference.delta_ms))} {way}: {both}; "
+        f"{_ms(difference.explained_ms)} of {_ms(difference.delta_ms)} explained.",
+        f"Most: {', '.join(largest)}.",
     ]
-    if significant:
-        largest = [f"{_change_name(change)} ({change.verdict}, {_signed(change)})" for change in significant[:_NAMED]]
-        sentences.append(f"Most: {', '.join(largest)}.")
-    elif all(change.verdict == "undecided" for change in difference.changes):
-        sentences.append("The captures hold too few steps to tell a change from noise: record at least 5 in each.")
-    else:
-        sentences.append("No kernel and no cause of idling changed by more than noise.")
-    return sentences
 
 
 def _ms(value: float) -> str:
@@ -135,7 +138,7 @@ def capture_cells(
     run_id: str = "",
 ) -> list[Cell]:
     """One cell for each GPU or rank; its samples are its steps."""
-    ranks_json = read.ranks.found.to_json() if read.ranks else None
+    ranks_json = read.ranks.matching.to_json() if read.ranks else None
     return [
         Cell(
             "trace",
@@ -181,12 +184,14 @@ def all_tables(sides: dict[str, CaptureAnalyses], shown: DisplayOptions) -> list
         return trace_tables(side.analyses, side.ranks, shown)
     before, after = (file_words(sides[name].analyses) for name in (BEFORE, AFTER))
     tables = difference_tables(difference, f"trace: {before} before, {after} after", shown)
+    compared = [replace(sides[name].analyses[0], label=name) for name in (BEFORE, AFTER)]
+    rows = [*({"verdict": sentence} for sentence in damage_sentences(compared)), *tables[0].rows]
     notes = []
     if any(len(side.analyses) > 1 for side in sides.values()):
         notes.append("of several ranks, the first of each side is compared")
     if difference.of_kernels:
         notes.append("the captures come from two profilers: only kernels are compared, by name")
-    return [replace(tables[0], notes=(*tables[0].notes, *notes)), *tables[1:]]
+    return [replace(tables[0], rows=rows, notes=(*tables[0].notes, *notes)), *tables[1:]]
 
 
 def saved_trace_tables(cells: Sequence[Cell], top: int, full_names: bool) -> list[Table]:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cs336sys.measure.profile.reading import Read
-from cs336sys.measure.profile.taxonomy import KERNEL_CATEGORIES, category_of, short_name
-from cs336sys.measure.profile.timeline import Timeline
+from cs336sys.capture.reading import Read
+from cs336sys.capture.taxonomy import KERNEL_CATEGORIES, category_of, short_name
+from cs336sys.capture.timeline import Timeline
 from cs336sys.report.numbers import format_number
 from cs336sys.report.page import escaped, html_page, html_table
 from cs336sys.report.profile.kernels import KIND_COLORS
@@ -23,6 +23,7 @@ _STYLE = """
 .lane { display: grid; grid-template-columns: 8em 1fr; align-items: center; font-size: 12px; }
 .lane span { overflow: hidden; text-overflow: ellipsis; white-space: nowrap; padding-right: 6px; }
 .lane svg { width: 100%; height: 20px; background: #f5f5f5; border-bottom: 1px solid #fff; touch-action: pan-y; }
+.axis { display: flex; justify-content: space-between; } .axis b { font-weight: normal; }
 .zoom button { font: inherit; padding: 2px 10px; }
 .key { font-size: 12px; } .key i { display: inline-block; width: 0.8em; height: 0.8em; margin: 0 4px 0 10px; }
 .fall { display: grid; grid-template-columns: minmax(8em, 18em) 1fr; font-size: 13px; gap: 2px 8px; }
@@ -32,6 +33,8 @@ _STYLE = """
 .fall span { overflow-wrap: anywhere; } thead th { cursor: pointer; }
 .verdict { font-size: 17px; } .verdict p { margin: 0.3em 0; }
 td { max-width: 40em; overflow: hidden; text-overflow: ellipsis; }
+@media (prefers-color-scheme: dark) { .lane svg { background: #2a2a2a; border-color: #1a1a1a; } }
+@media print { .zoom { display: none; } }
 @media (max-width: 600px) { .lane { grid-template-columns: 5em 1fr; } td { max-width: 16em; } }
 """
 
@@ -50,12 +53,18 @@ document.querySelectorAll('thead th').forEach(th => th.addEventListener('click',
 const lanes = [...document.querySelectorAll('.lane svg')];
 let from = 0, wide = WIDTH;
 const show = () => { wide = Math.min(WIDTH, Math.max(wide, 1)); from = Math.min(WIDTH - wide, Math.max(0, from));
-  lanes.forEach(svg => svg.setAttribute('viewBox', `${from} 0 ${wide} 20`)); };
+  lanes.forEach(svg => svg.setAttribute('viewBox', `${from} 0 ${wide} 20`));
+  document.querySelectorAll('.axis').forEach(axis => [...axis.children].forEach((tick, place) => {
+    const span = axis.dataset.ms / WIDTH; tick.textContent = ((from + wide * place / 4) * span).toPrecision(4); })); };
 const zoom = (factor, at) => { from += wide * at * (1 - factor); wide *= factor; show(); };
 const act = { in: () => zoom(0.5, 0.5), out: () => zoom(2, 0.5), left: () => { from -= wide / 4; show(); },
   right: () => { from += wide / 4; show(); }, all: () => { wide = WIDTH; show(); } };
 document.querySelectorAll('.zoom button').forEach(button =>
   button.addEventListener('click', () => act[button.dataset.act]()));
+const keys = { '+': 'in', '=': 'in', '-': 'out', ArrowLeft: 'left', ArrowRight: 'right', 0: 'all' };
+document.querySelectorAll('.lanes').forEach(box => box.addEventListener('keydown', event => {
+  if (keys[event.key]) { event.preventDefault(); act[keys[event.key]](); } }));
+show();
 lanes.forEach(svg => {
   const place = event => (event.clientX - svg.getBoundingClientRect().left) / svg.clientWidth;
   svg.addEventListener('wheel', event => { event.preventDefault();
@@ -97,12 +106,14 @@ def trace_page(
 def _timelines(read: Read, heading: str) -> str:
     """The step of the middle length of the first rank, and that of the same number of the others."""
     order = sorted(range(len(read.analyses[0].step_ms)), key=read.analyses[0].step_ms.__getitem__)
-    chosen = order[len(order) // 2]
+    numbers = [analysis.step_numbers or tuple(range(len(analysis.step_ms))) for analysis in read.analyses[:_MOST_RANKS]]
+    chosen = numbers[0][order[len(order) // 2]]
     lanes: list[str] = []
     used: set[str] = set()
     windows = []
     for rank, timeline in enumerate(read.timelines[:_MOST_RANKS]):
-        begin, end = timeline.steps.bounds[min(chosen, len(timeline.steps.bounds) - 1)].tolist()
+        place = numbers[rank].index(chosen) if chosen in numbers[rank] else len(numbers[rank]) // 2
+        begin, end = timeline.steps.bounds[place].tolist()
         offset = 0.0
         if read.ranks is not None:
             aligned = read.ranks.clocks.aligned(rank, np.array([begin]))
@@ -125,9 +136,12 @@ def _timelines(read: Read, heading: str) -> str:
     )
     step = f"Step {chosen}" if read.analyses[0].has_steps else "The capture"
     return (
-        f"<h2>{escaped(heading)}</h2>\n<p class=zoom>{buttons}</p>\n{''.join(lanes)}\n<p class=key>{key}</p>"
+        f"<h2>{escaped(heading)}</h2>\n<p class=zoom>{buttons}</p>\n"
+        f'<div class="lanes" tabindex="0" aria-label="timeline: plus, minus, arrow keys and 0 zoom and move">'
+        f'{"".join(lanes)}<div class="lane"><span>ms</span><div class="axis" data-ms="{length / 1e6:.6f}">'
+        f"{'<b></b>' * 5}</div></div></div>\n<p class=key>{key}</p>"
         f'<p class="note">{step}, {format_number(length / 1e6, "ms")} ms from left to right, a lane for each '
-        "stream; wheel and dragging zoom and move; a bar names its kernel</p>"
+        "stream; wheel, dragging, + - 0 and arrow keys zoom and move; a bar names its kernel</p>"
     )
 
 
@@ -145,7 +159,8 @@ def _lanes(
             f"{escaped(title)}</title></rect>"
             for left, width, kind, title in bars
         )
-        name = ", ".join(filter(None, (label, timeline.streams[stream])))
+        text = timeline.texts[stream]
+        name = ", ".join(filter(None, (label, f"stream {text}" if text.isdigit() else text)))
         lanes.append(
             f'<div class="lane"><span title="{escaped(name)}">{escaped(name)}</span>'
             f'<svg viewBox="0 0 {_WIDTH} 20" preserveAspectRatio="none" role="img">{shapes}</svg></div>\n'
@@ -161,7 +176,7 @@ def _bars(timeline: Timeline, chosen: np.ndarray, first: float, length: float) -
     for number in chosen.tolist():
         left = (float(timeline.start[number]) - first) * scale
         width = float(timeline.stop[number] - timeline.start[number]) * scale
-        name = timeline.names[timeline.name[number]]
+        name = timeline.texts[timeline.name[number]]
         kind = category_of(name)
         if bars and least and left + width - bars[-1][0] < least:
             before, _, of, label, count = bars[-1]

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from cs336sys.measure.profile.analysis import Analysis
-from cs336sys.measure.profile.breakdown import (
+from cs336sys.capture.analysis import Analysis
+from cs336sys.capture.breakdown import (
     BETWEEN_KERNELS,
     COMMUNICATION_PART,
     COMPUTING_PART,
@@ -17,8 +17,9 @@ from cs336sys.measure.profile.breakdown import (
     UNKNOWN,
     WAITING_PART,
 )
-from cs336sys.measure.profile.ranks import Straggler
-from cs336sys.measure.profile.taxonomy import (
+from cs336sys.capture.capture import RECEIVE, SEND
+from cs336sys.capture.ranks import RankAnswer, RanksFound
+from cs336sys.capture.taxonomy import (
     ATTENTION_SOFTMAX,
     COMMUNICATION,
     ELEMENTWISE,
@@ -37,11 +38,40 @@ _MOSTLY = 0.8
 _SHORT_US = 15.0
 
 
-def verdict(analysis: Analysis, straggler: Straggler | None = None) -> list[str]:
-    """The sentences, the most important first."""
-    sentences = [_first(analysis)]
-    if straggler is not None:
-        sentences.append(_straggler(straggler))
+def verdict(analysis: Analysis) -> list[str]:
+    """Return the sentences about a capture of one GPU, the most important first."""
+    return [*damage_sentences([analysis]), *_about_one(analysis, 2)]
+
+
+def damage_sentences(analyses: Sequence[Analysis]) -> list[str]:
+    """Say what the captures lack or hold that cannot be; of several, whose."""
+    sentences: dict[str, list[str]] = {}
+    for analysis in analyses:
+        for sentence in analysis.damage:
+            sentences.setdefault(sentence, []).append(analysis.label)
+    count = len(analyses)
+    shown = [
+        sentence if len(labels) == count else f"{_upper(_listed(labels))}: {sentence[0].lower()}{sentence[1:]}"
+        for sentence, labels in sentences.items()
+    ]
+    unknown = [analysis.label for analysis in analyses if not analysis.is_idle_known]
+    if unknown:
+        whose = "" if len(unknown) == count else f" of {_listed(unknown)}"
+        shown.append(f"Idle time{whose} cannot be told, and how much of a step the GPU computes.")
+    return shown
+
+
+def _listed(labels: Sequence[str]) -> str:
+    return ", ".join(labels[:4]) + (f" and {len(labels) - 4} more" if len(labels) > 4 else "")
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _about_one(analysis: Analysis, most: int, where: str = "") -> list[str]:
+    if not analysis.is_idle_known:
+        return []
     parts = sorted(
         (part for part in (*IDLE_PARTS, COMMUNICATION_PART, WAITING_PART, COPIES_PART) if part != UNKNOWN),
         key=lambda part: -analysis.share(part),
@@ -49,27 +79,21 @@ def verdict(analysis: Analysis, straggler: Straggler | None = None) -> list[str]
     causes = [_describe(analysis, part) for part in parts if analysis.share(part) >= _LEAST_SHARE and part in _ABOUT]
     if not causes or analysis.share(COMPUTING_PART) >= _MOSTLY:
         causes.insert(0, _computing_sentence(analysis))
-    sentences += causes[: 2 if straggler is None else 1]
+    sentences = [_first(analysis, where), *causes[:most]]
     if analysis.share(UNKNOWN) >= 0.1:
         sentences.append(f"For {_percent(analysis, UNKNOWN)} the capture does not say what the GPU waited for.")
     return sentences
 
 
-def _first(analysis: Analysis) -> str:
+def _first(analysis: Analysis, where: str) -> str:
     duration_name = "the step" if analysis.has_steps else "the capture"
-    who = "The GPU computes" if analysis.is_gpu else "The operators of the CPU compute"
-    length = f"{format_number(analysis.mean_step_ms, 'ms')} ms"
-    return f"{who} {_percent(analysis, COMPUTING_PART)} of {duration_name}, which takes {length}."
+    who = "the GPU computes" if analysis.is_gpu else "the operators of the CPU compute"
+    length = f"{format_number(analysis.median_step_ms, 'ms')} ms"
+    return _upper(f"{where}{who} {_percent(analysis, COMPUTING_PART)} of {duration_name}, which takes {length}.")
 
 
 def _percent(analysis: Analysis, *parts: str) -> str:
     return f"{format_number(100 * analysis.share(*parts), 'percent')} %"
-
-
-def _straggler(straggler: Straggler) -> str:
-    did = f": {straggler.why}" if straggler.why else ""
-    label = straggler.label[0].upper() + straggler.label[1:]
-    return f"{label} holds the others up by {straggler.percent:.1f} % of a step ({straggler.ms:.3g} ms){did}."
 
 
 def _count(analysis: Analysis) -> tuple[float, float]:
@@ -82,9 +106,9 @@ def _count(analysis: Analysis) -> tuple[float, float]:
 
 def _launching(analysis: Analysis) -> str:
     if not analysis.is_gpu:
-        return f"{_percent(analysis, LAUNCHING)} pass between operators, in Python: compile, or use larger batches."
+        return f"{_percent(analysis, LAUNCHING)} pass between operators, in Python: torch.compile, or larger batches."
     count, mean_us = _count(analysis)
-    advice = "`--cuda-graph on`, compiling, or larger batches" if mean_us < _SHORT_US else "see what Python does there"
+    advice = "torch.compile, CUDA graphs, or larger batches" if mean_us < _SHORT_US else "see what Python does there"
     return (
         f"It waits {_percent(analysis, LAUNCHING)} for the CPU, which launches {count:,.0f} kernels of "
         f"{mean_us:.3g} us: {advice}."
@@ -109,18 +133,19 @@ def _communication_sentence(analysis: Analysis) -> str:
     kinds: Counter[str] = Counter()
     for row in analysis.collectives:
         kinds[row.kind] += row.ms  # type: ignore[assignment]  # milliseconds
-    most = f", most of it {kinds.most_common(1)[0][0]}" if kinds else ""
-    return (
-        f"{_percent(analysis, COMMUNICATION_PART)} are communication that nothing overlaps{most}: overlap it with the "
-        "backward pass in buckets, or send less."
-    )
+    kind = kinds.most_common(1)[0][0] if kinds else ""
+    most = f", most of it {kind}" if kind else ""
+    advice = "overlap it with the backward pass in buckets, or send less"
+    if kind in (SEND, RECEIVE):
+        advice = "in a pipeline, more micro-batches, or stages of equal length"
+    return f"{_percent(analysis, COMMUNICATION_PART)} are communication that nothing overlaps{most}: {advice}."
 
 
 def _between(analysis: Analysis) -> str:
     count, mean_us = _count(analysis)
     return (
         f"{_percent(analysis, BETWEEN_KERNELS)} pass between kernels that had been launched, {count:,.0f} of "
-        f"{mean_us:.3g} us: fewer and larger ones, by compiling or fused kernels."
+        f"{mean_us:.3g} us: fewer and larger ones, by torch.compile or fused kernels."
     )
 
 
@@ -153,22 +178,48 @@ def _computing_sentence(analysis: Analysis) -> str:
     kind, ms = totals.most_common(1)[0] if totals else (MATMUL, 0.0)
     share = f"{100 * ms / total:.3g} % of the kernels' time"
     if moving > max(0.35, totals[MATMUL] / total):
-        return f"{100 * moving:.3g} % of the kernels' time moves memory element by element: compile, or fuse them."
+        return f"{100 * moving:.3g} % of the kernels' time moves memory element by element: torch.compile fuses them."
     subject, advice = _KIND_ADVICE.get(kind, (f"{kind.capitalize()} takes", ", more than anything else."))
     return f"{subject} {share}{advice}"
 
 
 _KIND_ADVICE = {
-    MATMUL: ("Matrix products take", ": `--roofline` shows how near to the peak they are; else a lower precision."),
-    ATTENTION_SOFTMAX: ("Attention takes", ": a fused kernel (`flash`), or shorter contexts."),
-    OPTIMIZER: ("The optimizer takes", ": a fused one, or larger batches for each step."),
+    MATMUL: (
+        "Matrix products take",
+        ": a lower precision, unless they are far from the GPU's peak (trace --roofline).",
+    ),
+    ATTENTION_SOFTMAX: (
+        "Attention takes",
+        ": torch's scaled_dot_product_attention, a fused kernel, or shorter contexts.",
+    ),
+    OPTIMIZER: ("The optimizer takes", ": a fused one (fused=True), or larger batches for each step."),
 }
 
 
-def several(analyses: Sequence[Analysis], straggler: Straggler | None) -> list[str]:
-    """The verdict about several ranks: that of the rank whose step is the median, with the straggler."""
-    middle = sorted(analyses, key=lambda analysis: analysis.mean_step_ms)[len(analyses) // 2]
-    sentences = verdict(middle, straggler)
-    if straggler is None and middle.has_steps:
-        sentences.append(f"No rank of {len(analyses)} holds the others up by more than the noise of the steps.")
-    return sentences
+def several(analyses: Sequence[Analysis], ranks: RanksFound | None, answer: RankAnswer) -> list[str]:
+    """Return the verdict about several ranks: who holds the others up, and the numbers of the one of median step."""
+    middle = sorted(analyses, key=lambda analysis: analysis.median_step_ms)[len(analyses) // 2]
+    sentences = damage_sentences(analyses)
+    if ranks is not None and ranks.missing:
+        sentences.append(f"{_upper(ranks.missing)}: waiting for ranks is a lower bound.")
+    sentences.append(_rank_sentence(len(analyses), answer))
+    return [*sentences, *_about_one(middle, 1 if answer.stragglers else 2, f"on {middle.label} ({middle.file}) ")]
+
+
+def _rank_sentence(count: int, answer: RankAnswer) -> str:
+    if answer.why_unknown:
+        return f"Cannot tell whether a rank holds the others up, because {answer.why_unknown}."
+    if not answer.stragglers:
+        return (
+            f"No rank of {count} holds the others up: none computes or idles {answer.unseen_percent:.2g} % of a step "
+            "longer."
+        )
+    first, *others = answer.stragglers
+    did = f": {first.why}" if first.why else ""
+    if not others:
+        return (
+            f"{_upper(first.label)} ({first.file}) holds the others up by {first.percent:.1f} % of a step "
+            f"({first.ms:.3g} ms){did}."
+        )
+    named = " and ".join(f"{straggler.label} ({straggler.file})" for straggler in answer.stragglers)
+    return f"{_upper(named)} hold the others up by up to {first.percent:.1f} % of a step ({first.ms:.3g} ms){did}."

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cs336sys.measure.profile.summary import KernelTime, Profile, RangeTime
+from cs336sys.capture.summary import KernelTime, Profile, RangeTime
 from cs336sys.report.profile import profile_tables
 from cs336sys.report.table import with_rows
 from cs336sys.results.model import Cell, Samples

@@ -56,13 +56,14 @@ class Nested:
         rows: begin, end and thread of each.
 
     Attributes:
+        order: the number in the rows of each, by thread and begin.
         parent: of each in the order of thread and begin, the number of the one around it; -1 for none.
     """
 
     def __init__(self, rows: Sequence[tuple[int, int, int]]):
         table = np.array(rows, np.int64).reshape(-1, 3)
-        self._order = np.lexsort((-table[:, 1], table[:, 0], table[:, 2]))
-        table = table[self._order]
+        self.order = np.lexsort((-table[:, 1], table[:, 0], table[:, 2]))
+        table = table[self.order]
         self._start, self._stop, thread = table.T
         parents = np.full(len(table), -1)
         around: list[int] = []
@@ -78,7 +79,7 @@ class Nested:
 
     def pick(self, rows: Sequence[Any], number: int) -> Any:
         """The one of the rows, in their given order, that has this number here."""
-        return rows[self._order[number]]
+        return rows[self.order[number]]
 
     def innermost(self, time: Times, thread: Times) -> Times:
         """The number of the innermost interval of the thread around each instant; -1 for none."""

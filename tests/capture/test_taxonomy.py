@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import cs336sys
-from cs336sys.measure.profile.taxonomy import KERNEL_CATEGORIES, category_of, short_name
+from cs336sys.capture.taxonomy import KERNEL_CATEGORIES, category_of, short_name
 
 # By kind: full names, and short names where they are others.
 KERNELS = {

@@ -1,5 +1,6 @@
 """Analyse a capture of one GPU, as plain data: the time of its steps by part, kernel, operator and module."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -8,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.measure.profile.breakdown import COMMUNICATION_PART, PARTS, WAITING_PART, Breakdown, break_down
-from cs336sys.measure.profile.capture import Capture
-from cs336sys.measure.profile.intervals import Cover, Times
-from cs336sys.measure.profile.taxonomy import category_of
-from cs336sys.measure.profile.timeline import COMMUNICATING, COMPUTING, COPYING, Timeline
+from cs336sys.capture.breakdown import COMMUNICATION_PART, PARTS, WAITING_PART, Breakdown, break_down
+from cs336sys.capture.capture import Capture
+from cs336sys.capture.intervals import Cover, Times
+from cs336sys.capture.taxonomy import category_of
+from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, COPYING, Timeline
 
 # Kernels apart by name, module, operator and shape; the smallest beyond these are one group.
 _MOST_GROUPS = 4000
@@ -78,6 +79,9 @@ class Analysis:
             ``busy_ms`` (at least one ran), ``communication_ms`` (at least one collective ran), ``span_ms``.
         waits: calls that wait for the GPU, by name: how many, and how long.
         peak_bytes: allocated by torch, where recorded.
+        step_numbers: as the profiler counted the steps; empty where it did not.
+        damage: what the capture lacks, or holds that cannot be, a sentence each.
+        is_idle_known: False where work or launches are missing from every step.
     """
 
     file: str
@@ -96,6 +100,9 @@ class Analysis:
     waits: Mapping[str, tuple[int, float]]
     totals: Mapping[str, float]
     peak_bytes: int | None = None
+    step_numbers: tuple[int, ...] = ()
+    damage: tuple[str, ...] = ()
+    is_idle_known: bool = True
 
     def mean(self, part: str) -> float:
         """The mean ms of a part of a step."""
@@ -106,9 +113,17 @@ class Analysis:
     def mean_step_ms(self) -> float:
         return sum(self.step_ms) / len(self.step_ms)
 
+    @property
+    def median_step_ms(self) -> float:
+        return statistics.median(self.step_ms)
+
     def share(self, *parts: str) -> float:
-        """The share of some parts in all steps, 0 to 1."""
-        return sum(map(self.mean, parts)) / self.mean_step_ms if self.mean_step_ms else 0.0
+        """Return the share of some parts in the steps of middle length, 0 to 1: one long step decides nothing."""
+        order = sorted(range(len(self.step_ms)), key=self.step_ms.__getitem__)
+        middle = order[len(order) // 4 : len(order) - len(order) // 4]
+        step_ms = sum(self.step_ms[step] for step in middle)
+        parts_ms = sum(self.parts[part][step] for part in parts if part in self.parts for step in middle)
+        return parts_ms / step_ms if step_ms else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """JSON types only, for a results file."""
@@ -130,6 +145,7 @@ class Analysis:
                 "step_ms": tuple(record["step_ms"]),
                 "parts": {name: tuple(values) for name, values in record["parts"].items()},
                 "waits": {name: tuple(value) for name, value in record["waits"].items()},
+                **{name: tuple(record.get(name, ())) for name in ("step_numbers", "damage")},
             }
         )
 
@@ -159,16 +175,19 @@ def analyze(
         waits=_wait_times(timeline),
         totals=_totals(timeline),
         peak_bytes=capture.peak_bytes.get(timeline.gpu),
+        step_numbers=timeline.steps.numbers,
+        damage=capture.damage.sentences + timeline.steps.left_out,
+        is_idle_known=not timeline.steps.hides_idle_time,
     )
 
 
-def with_waiting(analysis: Analysis, waiting_ms: Sequence[float], collectives: tuple[CollectiveTime, ...]) -> Analysis:
+def with_waiting(analysis: Analysis, waiting_ms: Sequence[float]) -> Analysis:
     """The analysis with what its exposed communication waited for other ranks as a part of its own."""
     parts = dict(analysis.parts)
     alone = parts.get(COMMUNICATION_PART, (0.0,) * len(waiting_ms))
     parts[WAITING_PART] = tuple(waiting_ms)
     parts[COMMUNICATION_PART] = tuple(max(0.0, ms - waited) for ms, waited in zip(alone, waiting_ms, strict=True))
-    return replace(analysis, parts={part: parts[part] for part in PARTS if part in parts}, collectives=collectives)
+    return replace(analysis, parts={part: parts[part] for part in PARTS if part in parts})
 
 
 def _ns_to_ms(values: NDArray[np.int64]) -> tuple[float, ...]:
@@ -208,14 +227,14 @@ def _kernel_groups(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGrou
     rows = []
     for number in order[:_MOST_GROUPS]:
         name, module, operator, shape = groups[number].tolist()
-        kernel = timeline.names[name]
+        kernel = timeline.texts[name]
         rows.append(
             KernelGroup(
                 kernel,
                 category_of(kernel),
                 text(timeline.modules, module),
-                text(timeline.names, operator),
-                text(timeline.shapes, shape),
+                text(timeline.texts, operator),
+                text(timeline.texts, shape),
                 tuple(counts[number].tolist()),
                 tuple(sums[number].tolist()),
                 tuple(exclusive_ms[number].tolist()),
@@ -235,7 +254,7 @@ def _copy_rows(timeline: Timeline) -> tuple[CopyTime, ...]:
         sizes = timeline.bytes[of_name]
         total = int(sizes.sum()) if len(sizes) and sizes.min() >= 0 else -1
         ms = float((timeline.stop[of_name] - timeline.start[of_name]).sum() / 1e6)
-        rows.append(CopyTime(timeline.names[name], len(of_name), total, ms))
+        rows.append(CopyTime(timeline.texts[name], len(of_name), total, ms))
     return tuple(sorted(rows, key=lambda row: -row.ms))
 
 
@@ -254,8 +273,8 @@ def collective_times(
     waits_ns = np.full(len(step), -1) if waiting_ns is None else waiting_ns
     members: dict[tuple[str, str, int, int], list[int]] = {}
     for number in np.flatnonzero(step >= 0).tolist():
-        count = int(collectives.ranks[number]) if collectives.ranks[number] > 0 else ranks
-        key = (collectives.kinds[number], collectives.groups[number], count, int(collectives.sizes[number]))
+        record = collectives.records[number]
+        key = (record.kind, record.group, record.ranks if record.ranks > 0 else ranks, record.bytes)
         members.setdefault(key, []).append(number)
     rows = []
     for key, numbers in members.items():

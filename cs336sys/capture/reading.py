@@ -3,18 +3,18 @@
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cs336sys.capture.analysis import Analysis, analyze, collective_times, with_waiting
+from cs336sys.capture.breakdown import break_down
+from cs336sys.capture.capture import FILE_BYTES, Capture, group_ranks
+from cs336sys.capture.chrome_trace import GZIP_MAGIC, UTF16_MARKS, ZIP_MAGIC, read_chrome_trace
+from cs336sys.capture.nsys import REPORT_SUFFIXES, export, read_nsys_database
+from cs336sys.capture.ranks import RanksAnalysis, exposed_waiting, match_ranks
+from cs336sys.capture.timeline import Timeline, timelines
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.measure.diagnosis.profilers import find_nsys
-from cs336sys.measure.profile.analysis import Analysis, analyze, collective_times, with_waiting
-from cs336sys.measure.profile.breakdown import break_down
-from cs336sys.measure.profile.capture import FILE_BYTES, Capture
-from cs336sys.measure.profile.chrome_trace import GZIP_MAGIC, read_chrome_trace
-from cs336sys.measure.profile.nsys import REPORT_SUFFIXES, export, read_nsys_database
-from cs336sys.measure.profile.ranks import RanksAnalysis, exposed_waiting, match_ranks
-from cs336sys.measure.profile.timeline import Timeline, timelines
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.results.foreign import MIB
 
@@ -46,7 +46,8 @@ def open_capture(path: Path) -> Capture:
             f"{path} is what nsys leaves when its importer fails: run its QdstrmImporter, or fix what "
             "`cs336sys doctor` says about it and profile again"
         )
-    if head.startswith(GZIP_MAGIC) or head.lstrip().startswith((b"{", b"[")):
+    is_text = head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"["))
+    if is_text or head.startswith((GZIP_MAGIC, ZIP_MAGIC, *UTF16_MARKS)):
         return read_chrome_trace(path)
     raise UsageError(
         f"{path} is no report: it should be a .nsys-rep or .sqlite file of Nsight Systems, or a trace of "
@@ -98,11 +99,16 @@ def capture_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         inside = [path]
         if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.name.endswith(_ENDINGS))
+            inside = sorted((file for file in path.iterdir() if file.name.endswith(_ENDINGS)), key=_natural_order)
             if not inside:
                 raise UsageError(f"{path} is a folder without captures: files that end in {', '.join(_ENDINGS)}")
         files += [file for file in inside if file not in files]
     return files
+
+
+def _natural_order(path: Path) -> list[tuple[int, str]]:
+    """Sort numbers in names by their values: rank 2 before rank 10."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", path.name)]
 
 
 def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
@@ -124,13 +130,12 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
             of_file = timelines(capture, step)
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
-        finally:
-            capture.close()
         rank_captures += [(path, capture, timeline, len(of_file)) for timeline in of_file]
-    labels, notes, order = _labels(rank_captures)
+    labels, notes, order, missing = _labels(rank_captures)
     rank_captures = [rank_captures[number] for number in order]
     labels = [labels[number] for number in order]
-    ranks = match_ranks([timeline for _, _, timeline, _ in rank_captures]) if len(rank_captures) > 1 else None
+    gpu_timelines = tuple(timeline for _, _, timeline, _ in rank_captures)
+    ranks = match_ranks(gpu_timelines, missing) if len(rank_captures) > 1 else None
     analyses = []
     for number, (path, capture, timeline, _) in enumerate(rank_captures):
         breakdown = break_down(timeline)
@@ -138,34 +143,41 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
         if ranks is not None:
             waiting = ranks.waiting_ns[number]
             collectives = collective_times(timeline, waiting, len(rank_captures))
-            analysis = with_waiting(analysis, exposed_waiting(timeline, breakdown, waiting), collectives)
+            analysis = replace(analysis, step_numbers=ranks.step_numbers[number], collectives=collectives)
+            if not ranks.matching.why_no_waits:
+                analysis = with_waiting(analysis, exposed_waiting(timeline, breakdown, waiting))
         analyses.append(analysis)
     if len(rank_captures) > 1 and ranks is None:
-        notes = (*notes, "no collective was found on more than one rank, so that nobody can say who waited")
-    return Read(tuple(analyses), tuple(timeline for _, _, timeline, _ in rank_captures), ranks, notes)
+        notes = (*notes, "no collectives that join ranks are on more than one rank, so that nobody can say who waited")
+    return Read(tuple(analyses), gpu_timelines, ranks, notes)
+
+
+RankCapture = tuple[Path, Capture, Timeline, int]
 
 
 def _labels(
-    rank_captures: Sequence[tuple[Path, Capture, Timeline, int]],
-) -> tuple[list[str], tuple[str, ...], list[int]]:
-    """Return labels of GPUs and ranks, notes about them, and their order."""
+    rank_captures: Sequence[RankCapture],
+) -> tuple[list[str], tuple[str, ...], list[int], str]:
+    """Return labels of GPUs and ranks, notes about them, their order, and which ranks have no file, in words."""
     files = list(dict.fromkeys(path for path, *_ in rank_captures))
     if len(files) == 1:
         count = len(rank_captures)
         labels = [f"GPU {timeline.gpu}" if count > 1 else "" for _, _, timeline, _ in rank_captures]
         if len(set(labels)) < count:
             labels = [f"GPU {timeline.gpu} of process {timeline.process}" for _, _, timeline, _ in rank_captures]
-        return labels, (), list(range(count))
+        return labels, (), list(range(count)), ""
     ranks = [
         next(capture.rank for capture_path, capture, *_ in rank_captures if capture_path == path) for path in files
     ]
     notes: tuple[str, ...] = ()
+    is_counted = False
     if None in ranks or len(set(ranks)) < len(ranks):
         names = [re.search(r"rank[-_ .]?(\d+)", path.name, re.IGNORECASE) for path in files]
         if all(names) and len({name[1] for name in names if name}) == len(files):
             ranks, notes = [int(name[1]) for name in names if name], ("ranks by the names of the files",)
         elif None in ranks:
             ranks, notes = list(range(len(files))), ("the files do not say their ranks, which are their order here",)
+            is_counted = True
         else:
             twice = next(rank for rank in ranks if ranks.count(rank) > 1)
             both = " and ".join(str(path) for path, rank in zip(files, ranks, strict=True) if rank == twice)
@@ -179,4 +191,25 @@ def _labels(
         range(len(rank_captures)),
         key=lambda number: (rank_of[rank_captures[number][0]] or 0, rank_captures[number][2].gpu),
     )
-    return labels, notes, order
+    return labels, notes, order, _missing_ranks(rank_captures, [rank for rank in ranks if rank is not None], is_counted)
+
+
+def _missing_ranks(rank_captures: Sequence[RankCapture], ranks: Sequence[int], is_counted: bool) -> str:
+    """Name the ranks that the files or their groups speak of, and that have no file."""
+    worlds = [capture.ranks for _, capture, *_ in rank_captures if capture.ranks]
+    for *_, timeline, _ in rank_captures:
+        for group in {record.group for record in timeline.collectives.records}:
+            worlds.append(max(group_ranks(group) or (-1,)) + 1)
+        worlds += [record.ranks for record in timeline.collectives.records[:1000]]
+    world = max(worlds, default=0)
+    if len(ranks) >= world and is_counted:
+        return ""
+    missing = [] if is_counted else sorted(set(range(min(world, 100_000))) - set(ranks))
+    if not missing and not is_counted:
+        return ""
+    if is_counted or len(missing) > 8:
+        return f"{world - len(ranks)} of {world} ranks have no file"
+    listed = ", ".join(map(str, missing))
+    return (
+        f"rank{'' if len(missing) == 1 else 's'} {listed} of {world} {'has' if len(missing) == 1 else 'have'} no file"
+    )

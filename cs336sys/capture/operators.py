@@ -2,8 +2,7 @@
 
 import json
 import math
-import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs336sys.accounting.hardware import Ceilings, datasheet, peak_tflops
+from cs336sys.capture.capture import Operations
 
 _BYTES = {
     **dict.fromkeys(("double", "long", "long int", "int64"), 8),
@@ -21,9 +21,16 @@ _BYTES = {
 _PRECISION = {"float": "fp32", "c10::Half": "fp16", "c10::BFloat16": "bf16"}
 
 
+# Kernels that torch.compile made, whose arguments are their inputs and outputs; what they compute is not recorded.
+_POINTWISE = ("triton_poi_", "triton_red_", "triton_per_")
+
+
 @dataclass(frozen=True)
 class OperatorWork:
-    """FLOPs of one call, the bytes of its inputs and its output, each moved once, and the dtype it computes in."""
+    """FLOPs of one call, the bytes of its inputs and its output, each moved once, and the dtype it computes in.
+
+    FLOPs of 0 are not known, and then the time of moving the bytes alone is the shortest.
+    """
 
     flops: float
     bytes: float
@@ -53,7 +60,8 @@ def operator_work(operator: str, shape: str) -> OperatorWork | None:
     """
     try:
         sizes, types = json.loads(shape)
-        flops, output = _flops_and_output(operator.removeprefix("aten::"), sizes)
+        is_pointwise = operator.startswith(_POINTWISE)
+        flops, output = (0, 0) if is_pointwise else _flops_and_output(operator.removeprefix("aten::"), sizes)
     except (ValueError, TypeError, IndexError, KeyError, AttributeError):
         return None
     widths = [_BYTES.get(str(dtype)) for dtype in types]
@@ -116,46 +124,18 @@ def roofline(work: OperatorWork, seconds: float, gpu_name: str, ceilings: Ceilin
         tflops = peak_tflops(gpu_name, work.precision) if work.precision else None
         sheet = datasheet(gpu_name)
         bytes_per_s = None if sheet is None else sheet.memory_bytes_per_s
-    if tflops is None or bytes_per_s is None:
+    if bytes_per_s is None or (tflops is None and work.flops):
         return Roofline(None, None, f"the peaks of {gpu_name or 'this GPU'} are not known")
-    computing_s, moving_s = work.flops / tflops / 1e12, work.bytes / bytes_per_s
+    computing_s, moving_s = work.flops / (tflops or 1.0) / 1e12, work.bytes / bytes_per_s
     bound = "FLOPs" if computing_s >= moving_s else "bytes"
     return Roofline(100 * max(computing_s, moving_s) / seconds, bound, source)
 
 
-class CalledOperators:
-    """The operators that launched some work.
-
-    Args:
-        operation: the number of each work's operator.
-        threads: names of threads; those of operators are added.
-
-    Attributes:
-        place: of each work's operator in the other arrays; -1 for none.
-        name, start, thread, shape: of operators; there is one more, of nothing, at the end.
-    """
-
-    def __init__(self, tables: sqlite3.Connection, operation: NDArray[np.int64], threads: list[str]):
-        numbers = {text: number for number, text in enumerate(threads)}
-        wanted = set(np.unique(operation).tolist())
-        operators: dict[int, tuple[int, int, int, int]] = {}
-        for number, name, start, thread, shape in tables.execute(
-            "SELECT number, name, start, thread, coalesce(shape, -1) FROM operation WHERE number IS NOT NULL"
-        ):
-            if number in wanted:
-                operators.setdefault(number, (name, start, numbers.setdefault(str(thread), len(numbers)), shape))
-        threads[:] = numbers
-        keys = np.array(sorted(operators), np.int64)
-        rows = np.array([*(operators[key] for key in keys.tolist()), (-1, -1, -1, -1)], np.int64)
-        self.name, self.start, self.thread, self.shape = rows.T
-        self.place = np.full(len(operation), -1)
-        if len(keys):
-            place = np.minimum(np.searchsorted(keys, operation), len(keys) - 1)
-            self.place = np.where(keys[place] == operation, place, -1)
-
-    def named(self, names: Mapping[int, str], kernel_names: Sequence[str]) -> tuple[NDArray[np.int64], list[str]]:
-        """The operator's name of each work, as a number into ``kernel_names`` with the names of operators added."""
-        ids = {text: number for number, text in enumerate(kernel_names)}
-        texts = [names.get(id_, f"unnamed {id_}") for id_ in self.name.tolist()[:-1]]
-        numbers = np.array([*(ids.setdefault(text, len(ids)) for text in texts), -1], np.int64)
-        return numbers[self.place], list(ids)
+def called_operators(operations: Operations, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return for each number of an operator which row it is, the first of those that have it; -1 for none."""
+    order = np.argsort(operations.number, kind="stable")
+    keys = operations.number[order]
+    if not len(keys):
+        return np.full(len(numbers), -1)
+    place = np.minimum(np.searchsorted(keys, numbers), len(keys) - 1)
+    return np.where((keys[place] == numbers) & (numbers >= 0), order[place], -1)

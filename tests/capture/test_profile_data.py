@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from cs336sys.capture.reading import open_capture
+from cs336sys.capture.summary import summarize
+from cs336sys.capture.taxonomy import MATMUL, UNCLASSIFIED, category_of
 from cs336sys.errors import UsageError
-from cs336sys.measure.profile.reading import open_capture
-from cs336sys.measure.profile.summary import summarize
-from cs336sys.measure.profile.taxonomy import MATMUL, UNCLASSIFIED, category_of
 
 DATA = Path(__file__).parent / "data"
 

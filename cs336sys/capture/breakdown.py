@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.measure.profile.intervals import Cover, Times, own_shares
-from cs336sys.measure.profile.timeline import COMMUNICATING, COMPUTING, COPYING, Timeline
+from cs336sys.capture.intervals import Cover, Times, own_shares
+from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, COPYING, Timeline
 
 # Parts of a step. Where computing, communication and copies go on together the instant is the first one's.
 COMPUTING_PART = "computing"

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cs336sys.measure.profile.analysis import Analysis, KernelGroup
-from cs336sys.measure.profile.breakdown import IDLE_PARTS, WAITING_PART
-from cs336sys.measure.profile.taxonomy import short_name
+from cs336sys.capture.analysis import Analysis, KernelGroup
+from cs336sys.capture.breakdown import IDLE_PARTS, WAITING_PART
+from cs336sys.capture.taxonomy import short_name
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import SAME_PERCENT, compare_sides, difference
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from cs336sys.measure.profile.analysis import Analysis, KernelGroup
-from cs336sys.measure.profile.difference import compare_captures
+from cs336sys.capture.analysis import Analysis, KernelGroup
+from cs336sys.capture.difference import compare_captures
 
 STEPS = 10
 

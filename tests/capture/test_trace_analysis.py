@@ -5,10 +5,10 @@ import json
 import pytest
 from profile_files import ChromeTrace, NsysReport
 
+from cs336sys.capture.analysis import Analysis
+from cs336sys.capture.operators import operator_work, roofline
+from cs336sys.capture.reading import read_captures
 from cs336sys.errors import UsageError
-from cs336sys.measure.profile.analysis import Analysis
-from cs336sys.measure.profile.operators import operator_work, roofline
-from cs336sys.measure.profile.reading import read_captures
 
 
 @pytest.fixture
@@ -158,6 +158,15 @@ def test_roofline_names_the_longer_of_both_times():
     assert roofline(vector, 1.0, "a GPU of tomorrow").percent is None
     assert operator_work("aten::mm", "[[[]") is None
     assert operator_work("aten::frobnicate", json.dumps([[[2]], ["float"]])) is None
+
+
+def test_a_compiled_kernel_is_bound_by_the_bytes_of_its_arguments():
+    shape = json.dumps([[[1024, 1024], [1024, 1024], []], ["c10::BFloat16", "c10::BFloat16", "Scalar"]])
+    work = operator_work("triton_poi_fused_add_0", shape)
+    assert (work.flops, work.bytes) == (0, 2 * 2 * 1024**2)
+    line = roofline(work, 2 * work.bytes / 3.35e12, "NVIDIA H100 80GB HBM3")
+    assert (line.bound, line.percent) == ("bytes", pytest.approx(50, rel=0.01))
+    assert operator_work("triton_tem_fused_mm_0", shape) is None
 
 
 def test_reports_of_nsys_give_the_same_parts(tmp_path):

@@ -1,0 +1,338 @@
+"""A profiler's capture, from whatever file, as arrays."""
+
+import json
+import re
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cs336sys.capture.intervals import Times
+from cs336sys.measure.range_names import run_configuration
+from cs336sys.results.foreign import MIB, printable
+
+ALL_REDUCE = "all_reduce"
+ALL_GATHER = "all_gather"
+REDUCE_SCATTER = "reduce_scatter"
+ALL_TO_ALL = "all_to_all"
+BARRIER = "barrier"
+SEND, RECEIVE, SEND_RECEIVE = "send", "recv", "send_recv"
+OTHER = "other"
+
+# The key under which torch's record of a collective's parameters names it.
+COLLECTIVE_ARGUMENT = "Collective name"
+
+# Limits of a stranger's capture. A trace of torch.profiler has 10 to 25 times as many bytes as gzip makes of it.
+FILE_BYTES = 4 * 2**30
+EXPANSION = 40
+EXPANDED_FREELY_BYTES = 64 * MIB
+EVENTS = 10_000_000
+READING_S = 600.0
+# Sums of times are 64 bits wide.
+LATEST_NS = 1 << 61
+# Templates have names of some thousand characters; strangers may write more.
+_NAME_CHARACTERS = 8000
+_NAMES = 1_000_000
+
+# All ranks leave these together, for each needs what every other has sent.
+SYNCHRONIZING = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER)
+
+# By a name without underscores, in any case: torch's, NCCL's kernels', Gloo's.
+_KINDS = (
+    (ALL_REDUCE, r"allreduce|oneshotreduce|twoshotreduce|crossdevicereduce|multimemallreduce"),
+    (ALL_GATHER, r"allgather"),
+    (REDUCE_SCATTER, r"reducescatter"),
+    (ALL_TO_ALL, r"alltoall"),
+    (BARRIER, r"barrier"),
+    ("broadcast", r"broadcast"),
+    # The kernel of torch 2 says both, its record which of the two.
+    (SEND_RECEIVE, r"sendrecv"),
+    (SEND, r"send"),
+    (RECEIVE, r"recv"),
+    ("gather", r"gather"),
+    ("scatter", r"scatter"),
+    ("reduce", r"reduce"),
+)
+_COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _KINDS)
+
+_BYTES = {
+    **dict.fromkeys(("double", "long", "float64", "int64"), 8),
+    **dict.fromkeys(("float", "int", "float32", "int32"), 4),
+    **dict.fromkeys(("half", "bfloat16", "c10::half", "c10::bfloat16", "float16", "short"), 2),
+}
+
+
+def collective_kind(name: str) -> str:
+    """Return the kind of a collective by torch's name for it, or by its kernel's."""
+    plain = name.replace("_", "")
+    return next((kind for kind, pattern in _COMPILED if pattern.search(plain)), OTHER)
+
+
+def collective_bytes(arguments: Mapping[str, Any]) -> int:
+    """Return the size of a collective as nccl-tests count it: the larger of what a rank gives and gets; 0 if unknown.
+
+    Args:
+        arguments: torch's record of its parameters, or those of an annotation: the shapes of its inputs.
+    """
+    if (dtype := arguments.get("dtype")) is not None:
+        elements = [arguments.get(f"{way} msg nelems") for way in ("In", "Out")]
+        counts = [count for count in elements if isinstance(count, int) and count >= 0]
+        return max(counts, default=0) * _BYTES.get(str(dtype).lower(), 1)
+    shapes, types = arguments.get("Input Dims"), arguments.get("Input type")
+    if not isinstance(shapes, list) or not isinstance(types, list):
+        return 0
+    total = 0
+    for shape, dtype in zip(shapes, types, strict=False):
+        size = _BYTES.get(str(dtype).lower())
+        if size and isinstance(shape, list) and all(isinstance(count, int) for count in shape):
+            for count in shape:
+                size *= count
+            total += size
+    return total
+
+
+_RANKS = re.compile(r"\[([\d, ]*)\]")
+
+
+def group_ranks(group: str) -> tuple[int, ...] | None:
+    """Return the ranks that a group's name lists; None where it lists none, or leaves some out."""
+    match = _RANKS.search(group)
+    if not match or "..." in group:
+        return None
+    try:
+        return tuple(json.loads(match[0])) or None
+    except ValueError:
+        return None
+
+
+class CollectiveRecord(NamedTuple):
+    """Torch's record of a collective: sequence and ranks of -1, bytes of 0, no communication and no peers: unrecorded.
+
+    Attributes:
+        communication: an identifier that all ranks that take part share.
+        peers: sender and receiver.
+    """
+
+    kind: str
+    group: str = ""
+    sequence: int = -1
+    bytes: int = 0
+    ranks: int = -1
+    communication: str = ""
+    peers: tuple[int, int] | None = None
+
+
+# Times are nanoseconds on one clock. Names, threads and streams are numbers into the texts of a capture; -1 is none.
+@dataclass(frozen=True)
+class Rows:
+    """Columns of equal length."""
+
+    @classmethod
+    def of(cls, values: array) -> Self:
+        """Return the columns of values that were appended row by row."""
+        columns = np.array(values, np.int64).reshape(-1, len(fields(cls))).T
+        return cls(*map(np.ascontiguousarray, columns))
+
+    def select(self, chosen: NDArray[Any]) -> Self:
+        """Return some rows, by a mask or by their numbers."""
+        return type(self)(*(getattr(self, column.name)[chosen] for column in fields(self)))
+
+    def __len__(self) -> int:
+        return len(getattr(self, fields(self)[0].name))
+
+
+@dataclass(frozen=True)
+class DeviceWork(Rows):
+    """What ran on a GPU: kernels, copies, fills. ``correlation`` is the number of its launch in its process."""
+
+    number: Times
+    start: Times
+    stop: Times
+    process: Times
+    correlation: Times
+    name: Times
+    gpu: Times
+    stream: Times
+    bytes: Times
+    operation: Times
+
+
+@dataclass(frozen=True)
+class Calls(Rows):
+    """API calls on a CPU: launches and waits."""
+
+    process: Times
+    correlation: Times
+    start: Times
+    stop: Times
+    thread: Times
+    name: Times
+
+
+@dataclass(frozen=True)
+class Ranges(Rows):
+    """NVTX ranges, or those of torch.profiler."""
+
+    name: Times
+    start: Times
+    stop: Times
+    process: Times
+    thread: Times
+
+
+@dataclass(frozen=True)
+class Operations(Rows):
+    """Torch's operators: the number that their kernels carry, and that which forward and backward operator share."""
+
+    number: Times
+    start: Times
+    stop: Times
+    thread: Times
+    name: Times
+    shape: Times
+    sequence: Times
+
+
+@dataclass(frozen=True)
+class Modules(Rows):
+    """Calls of ``nn.Module``."""
+
+    start: Times
+    stop: Times
+    thread: Times
+    name: Times
+
+
+class Texts:
+    """Numbers of texts, which are made printable: strangers choose them."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self.list: list[str] = []
+
+    def number(self, text: str) -> int:
+        number = self._numbers.get(text)
+        if number is None:
+            if len(text) > _NAME_CHARACTERS:
+                return self.number(f"{text[: _NAME_CHARACTERS - 3]}...")
+            if len(self.list) >= _NAMES:
+                text = "(other names)"
+            number = self._numbers.setdefault(text, len(self.list))
+            if number == len(self.list):
+                self.list.append(printable(text))
+        return number
+
+
+# Calls that wait for the GPU, of CUDA and HIP; plain cudaMemcpy returns when the copy is done.
+WAITING_CALLS = (
+    "DeviceSynchronize",
+    "StreamSynchronize",
+    "EventSynchronize",
+    "CtxSynchronize",
+    "cudaMemcpy_",
+    "cuMemcpyDtoH_",
+    "hipMemcpyWithStream",
+)
+
+
+def is_waiting_call(name: str) -> bool:
+    """Return whether an API call of this name returns only when the GPU has done something."""
+    return name in ("cudaMemcpy", "hipMemcpy") or any(part in name for part in WAITING_CALLS)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What of a capture cannot be true or is missing.
+
+    Attributes:
+        sentences: what failed and how often, a sentence each.
+        lost: (times, 2) process and time, on the CPU's clock, of launches whose work is missing or was left out.
+        unlaunched: (times, 2) process and start of work whose launch is missing.
+        hides_idle_time: launches and work do not fit together at all.
+    """
+
+    sentences: tuple[str, ...] = ()
+    lost: Times = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    unlaunched: Times = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    hides_idle_time: bool = False
+
+    @property
+    def hides_times(self) -> bool:
+        """It hides how long the GPU was idle in some part of the capture."""
+        return self.hides_idle_time or len(self.lost) > 0
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A capture that was read.
+
+    Attributes:
+        profiler: what made it: ``Nsight Systems`` or ``torch.profiler``.
+        launch: of each work, the number of its call; -1 for none.
+        collectives, called_collectives: records by the number of work, and of the operator that launched it.
+        is_gpu: False where no GPU took part, and the CPU's operations replace work, each launched by itself and as
+            long as it ran without those that it calls.
+        rank, ranks: of the process, and how many there are, where the file says so.
+        gpu_names: by number.
+        peak_bytes: the most memory that torch's allocator held allocated on each GPU.
+        unreadable: how many events had no time, or one that cannot be.
+        is_cut: the file ends too early.
+    """
+
+    profiler: str
+    texts: Sequence[str]
+    work: DeviceWork
+    calls: Calls
+    ranges: Ranges
+    operations: Operations = field(default_factory=lambda: Operations.of(array("q")))
+    modules: Modules = field(default_factory=lambda: Modules.of(array("q")))
+    launch: Times = field(default_factory=lambda: np.zeros(0, np.int64))
+    collectives: Mapping[int, CollectiveRecord] = field(default_factory=dict)
+    called_collectives: Mapping[int, CollectiveRecord] = field(default_factory=dict)
+    is_gpu: bool = True
+    rank: int | None = None
+    ranks: int | None = None
+    gpu_names: Mapping[int, str] = field(default_factory=dict)
+    peak_bytes: Mapping[int, int] = field(default_factory=dict)
+    unreadable: int = 0
+    is_cut: bool = False
+    damage: Damage = field(default_factory=Damage)
+
+    def range_names(self) -> dict[str, int]:
+        """Count the occurrences of each range, the most frequent first."""
+        counts = Counter(self.texts[number] for number in self.ranges.name.tolist())
+        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+    def configuration(self) -> dict[str, Any] | None:
+        """Return the configuration that ``cs336sys nsys`` ran; None for a capture of another program."""
+        runs = (
+            text for text in map(self.texts.__getitem__, self.ranges.name.tolist()) if text.startswith("cs336sys {")
+        )
+        return run_configuration(next(runs, ""))
+
+    def launches(self) -> tuple[Times, Times]:
+        """Return time and thread of the launch of each work; -1 for none."""
+        has_launch = self.launch >= 0
+        times, threads = np.full(len(self.work), -1), np.full(len(self.work), -1)
+        times[has_launch] = self.calls.start[self.launch[has_launch]]
+        threads[has_launch] = self.calls.thread[self.launch[has_launch]]
+        return times, threads
+
+    def is_named(self, numbers: Times, test: Any) -> NDArray[np.bool_]:
+        """Return for each number of a text whether the text passes a test."""
+        distinct, places = np.unique(numbers, return_inverse=True)
+        passes = [number >= 0 and bool(test(self.texts[number])) for number in distinct.tolist()]
+        return np.array(passes, bool)[places.reshape(-1)]
+
+
+TOO_SLOW = f"is not read within {READING_S:g} s of CPU time: profile fewer steps"
+
+
+def why_unreadable(error: Exception, kind: str) -> str:
+    """Say why a file cannot be read as that kind of capture, to follow its name."""
+    is_interrupted = getattr(error, "sqlite_errorname", None) == "SQLITE_INTERRUPT"
+    return TOO_SLOW if is_interrupted else f"cannot be read as {kind}: {error}"

@@ -1,0 +1,551 @@
+"""Reads the trace that torch.profiler exports: JSON in the Chrome Trace Event Format, plain or compressed."""
+
+import gzip
+import io
+import itertools
+import json
+import math
+import re
+import time
+import zipfile
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from cs336sys.capture.capture import (
+    COLLECTIVE_ARGUMENT,
+    EVENTS,
+    EXPANDED_FREELY_BYTES,
+    EXPANSION,
+    FILE_BYTES,
+    LATEST_NS,
+    READING_S,
+    RECEIVE,
+    SEND,
+    TOO_SLOW,
+    Calls,
+    Capture,
+    CollectiveRecord,
+    DeviceWork,
+    Modules,
+    Operations,
+    Ranges,
+    Texts,
+    collective_bytes,
+    collective_kind,
+    why_unreadable,
+)
+from cs336sys.capture.integrity import check_capture
+from cs336sys.errors import UsageError
+from cs336sys.results.foreign import MIB, printable
+from cs336sys.results.model import json_text
+
+# Gloo's threads show a collective as an annotation.
+_GLOO = "gloo:"
+
+GZIP_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+# What strangers write instead of numbers and texts.
+_OF_VALUES = (ValueError, KeyError, TypeError, AttributeError)
+_CHUNK_CHARACTERS = 1 << 20
+# An event of torch's has some hundred characters, one with a stack some thousand.
+_EVENT_CHARACTERS = 1 << 24
+_LONGEST_SHAPE_CHARACTERS = 8000
+# A trace is mostly one process's. Which one kernels belong to is known by their launches alone.
+_PROCESS = 0
+
+# How torch's profiler before Kineto marked its events, which had no category.
+_LEGACY_CATEGORIES = {"CPU functions": "cpu_op", "CUDA functions": "kernel"}
+
+
+def read_chrome_trace(path: Path, called: str | None = None) -> Capture:
+    """Load kernels, copies, API calls, operators and ranges of a trace.
+
+    The file is read event by event, so it may be larger than memory. An event without a time, or that is no JSON, is
+    left out and counted.
+
+    Args:
+        called: what errors call the file instead of its path.
+
+    Raises:
+        UsageError: it is no trace, was merged of several processes so that kernels cannot be told apart, or holds API
+            calls whose kernels were not recorded.
+    """
+    try:
+        return check_capture(_load_trace(path))
+    except UsageError as error:
+        raise UsageError(f"{called or path} {error}") from error
+    except (OSError, EOFError, zlib.error, zipfile.BadZipFile, ArithmeticError, RecursionError, *_OF_VALUES) as error:
+        raise UsageError(f"{called or path} {why_unreadable(error, 'a trace of torch.profiler')}") from error
+
+
+def _load_trace(path: Path) -> Capture:
+    with path.open("rb") as binary:
+        magic = binary.read(4)
+    is_compressed = magic.startswith((GZIP_MAGIC, ZIP_MAGIC))
+    if is_compressed:
+        _check_expansion(path, magic)
+    loader = _Loader()
+    with _opened(path, magic) as binary:
+        buffered = io.BufferedReader(binary)
+        encoding = "utf-16" if buffered.peek(2)[:2] in UTF16_MARKS else "utf-8-sig"
+        events = _Events(io.TextIOWrapper(buffered, encoding=encoding, errors="replace"))
+        for event in events:
+            loader.add(event)
+    about = events.value("distributedInfo", {})
+    devices = events.value("deviceProperties", [])
+    return loader.capture(
+        unreadable=loader.unreadable + events.unreadable,
+        is_cut=events.is_cut,
+        rank=_integer(about.get("rank")),
+        ranks=_integer(about.get("world_size")),
+        gpu_names={
+            int(device["id"]): printable(str(device["name"]))
+            for device in devices
+            if isinstance(device, dict) and {"id", "name"} <= device.keys()
+        },
+    )
+
+
+def _opened(path: Path, magic: bytes) -> Any:
+    """Open the bytes of the trace.
+
+    Raises:
+        UsageError: a zip archive holds not just one file.
+    """
+    if magic.startswith(GZIP_MAGIC):
+        return gzip.open(path)
+    if not magic.startswith(ZIP_MAGIC):
+        return path.open("rb", buffering=0)
+    archive = zipfile.ZipFile(path)
+    names = [entry.filename for entry in archive.infolist() if not entry.is_dir()]
+    if len(names) != 1:
+        raise UsageError(f"is a zip archive of {len(names)} files: unpack it, and give their folder")
+    return archive.open(names[0])
+
+
+def _check_expansion(path: Path, magic: bytes) -> None:
+    """Refuse a compressed file that holds far more than traces do, before anything in it is decoded.
+
+    Raises:
+        UsageError: it holds more than FILE_BYTES, or more than EXPANSION times its own size.
+    """
+    size = path.stat().st_size
+    limit = min(FILE_BYTES, max(EXPANDED_FREELY_BYTES, EXPANSION * size))
+    expanded = 0
+    with _opened(path, magic) as stream:
+        while part := stream.read(_CHUNK_CHARACTERS):
+            expanded += len(part)
+            if expanded > limit:
+                raise UsageError(
+                    f"has {size / MIB:.1f} MiB and holds more than {limit // MIB:,}, which is the most that is read of "
+                    "such a file"
+                )
+
+
+def _integer(value: Any) -> int | None:
+    """Return the value; None where a stranger wrote something else than a whole number that is not negative.
+
+    Raises:
+        ValueError: it is larger than arrays hold.
+    """
+    if not isinstance(value, int) or value < 0:
+        return None
+    if value >= 1 << 62:
+        raise ValueError("a whole number has more than 62 bits")
+    return value
+
+
+def _column_value(value: Any) -> int:
+    """Return the whole number; -1 where there is none."""
+    number = _integer(value)
+    return -1 if number is None else number
+
+
+class _Loader:
+    """Sorts events into columns."""
+
+    def __init__(self) -> None:
+        self.work, self.gloo, self.calls = array("q"), array("q"), array("q")
+        self.ranges, self.operations, self.modules = array("q"), array("q"), array("q")
+        self.texts = Texts()
+        self.processes: dict[Any, int] = {}
+        self.numbered = 0
+        self.collectives: dict[int, CollectiveRecord] = {}
+        self.called_collectives: dict[int, CollectiveRecord] = {}
+        self.foreign = self.program = ""
+        self.peak_bytes: dict[int, int] = {}
+        self.has_counters = False
+        self.unreadable = 0
+        self._begun: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Sort one event; one that makes no sense is counted."""
+        try:
+            self._add(event)
+        except (ArithmeticError, *_OF_VALUES):
+            self.unreadable += 1
+
+    def _add(self, event: dict[str, Any]) -> None:
+        phase = event.get("ph")
+        if phase in ("B", "E"):
+            event = self._joined(event)
+        elif phase != "X":
+            self._add_other(event)
+            return
+        category = str(event.get("cat", _LEGACY_CATEGORIES.get(event.get("pid", ""))))
+        if category in ("mtia_ccp_events", "hpu_op", "npu"):
+            # An accelerator whose work is recorded in other ways.
+            self.foreign = category
+        add = _ADD.get(category)
+        if add is None:
+            self.has_counters |= category == "cuda_profiler_range"
+            if "hlo_op" in (event.get("args") or {}):
+                self.program = "JAX"
+            return
+        start_us, length_us = float(event["ts"]), float(event["dur"])
+        if not math.isfinite(start_us) or not 0 <= 1e3 * length_us <= LATEST_NS or abs(1e3 * start_us) > LATEST_NS:
+            raise ValueError(f"an event begins at {start_us} us and takes {length_us}")
+        start = round(start_us * 1e3)
+        if not isinstance(event.get("args"), dict):
+            event["args"] = {}
+        # Threads are numbers or texts.
+        add(self, event, start, start + round(length_us * 1e3), str(event.get("tid")))
+
+    def _joined(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Return the complete event of a begin and its end; for a begin, one of a category that is not read."""
+        begun = self._begun.setdefault((event.get("pid"), event.get("tid")), [])
+        if event["ph"] == "B":
+            begun.append(event)
+            return {"cat": "begin"}
+        first = begun.pop() if begun else {}
+        arguments = (first.get("args") or {}) | (event.get("args") or {})
+        return event | first | {"dur": float(event["ts"]) - float(first["ts"]), "args": arguments}
+
+    def _add_other(self, event: Mapping[str, Any]) -> None:
+        if event.get("name") == "[memory]":
+            arguments = event.get("args", {})
+            # Device types of torch: 0 is the CPU.
+            allocated = arguments.get("Total Allocated")
+            if arguments.get("Device Type") and isinstance(allocated, int):
+                gpu = int(arguments.get("Device Id", 0))
+                self.peak_bytes[gpu] = max(allocated, self.peak_bytes.get(gpu, 0))
+
+    def capture(self, *, unreadable: int, **about: Any) -> Capture:
+        """Return the capture.
+
+        Raises:
+            UsageError: nothing in it is work, or nobody can say whose it is.
+        """
+        work, calls, ranges = DeviceWork.of(self.work), Calls.of(self.calls), Ranges.of(self.ranges)
+        operations = Operations.of(self.operations)
+        is_gpu = len(work) > 0
+        if not is_gpu:
+            self._refuse_without_work(calls, unreadable)
+            work, calls = _operations_as_work(operations, DeviceWork.of(self.gloo), calls, self.numbered)
+            ranges.process[:] = _PROCESS
+        else:
+            # What Gloo's threads do is no work of the GPU.
+            _give_work_its_process(work, calls)
+        return Capture(
+            "torch.profiler",
+            self.texts.list,
+            work,
+            calls,
+            ranges,
+            operations,
+            Modules.of(self.modules),
+            collectives=self.collectives,
+            called_collectives=self.called_collectives,
+            is_gpu=is_gpu,
+            peak_bytes=self.peak_bytes,
+            unreadable=unreadable,
+            **about,
+        )
+
+    def _refuse_without_work(self, calls: Calls, unreadable: int) -> None:
+        if self.foreign:
+            raise UsageError(
+                f"holds work of an accelerator ('{self.foreign}') whose kernels are not recorded as those of CUDA and "
+                "ROCm are, and cannot be read"
+            )
+        if self.program:
+            raise UsageError(
+                f"is a trace of {self.program}, and only those of torch.profiler are read: open it in xprof"
+            )
+        if self.has_counters:
+            raise UsageError(
+                "holds ranges of CUPTI's counters and no kernels with their times: profile again without "
+                "profiler_metrics"
+            )
+        if len(calls):
+            raise UsageError("holds CUDA calls and no GPU kernels: CUPTI did not trace the GPU on that machine")
+        if not len(self.operations):
+            lost = f"; {unreadable:,} of its events cannot be read" if unreadable else ""
+            raise UsageError(f"holds neither GPU kernels nor operations of the CPU{lost}")
+
+    def _name(self, event: Mapping[str, Any]) -> int:
+        return self.texts.number(str(event.get("name", "")))
+
+    def _process(self, event: Mapping[str, Any]) -> int:
+        return self.processes.setdefault(str(event.get("pid")), len(self.processes))
+
+    def _add_work(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
+        arguments = event["args"]
+        operation = _column_value(arguments.get("External id", arguments.get("external id")))
+        correlation, size = _column_value(arguments.get("correlation")), _column_value(arguments.get("bytes"))
+        gpu, stream = (
+            _column_value(int(arguments.get("device", 0))),
+            self.texts.number(str(arguments.get("stream", thread))),
+        )
+        self.numbered += 1
+        row = (self.numbered, start, stop, _PROCESS, correlation, self._name(event), gpu, stream, size, operation)
+        self.work.extend(row)
+        if COLLECTIVE_ARGUMENT in arguments:
+            self.collectives[self.numbered] = _collective_record(arguments)
+
+    def _add_operation(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
+        arguments = event["args"]
+        name = str(event.get("name", ""))
+        if name.startswith("ProfilerStep#"):
+            # Older versions of torch called their profiler's steps operations.
+            self._add_range(event, start, stop, thread)
+            return
+        shape = -1
+        if (sizes := arguments.get("Input Dims", arguments.get("Input dims"))) is not None:
+            text = json_text([sizes, arguments.get("Input type", arguments.get("Input Type", []))])
+            if len(text) <= _LONGEST_SHAPE_CHARACTERS:
+                shape = self.texts.number(text)
+        number = _column_value(arguments.get("External id", arguments.get("external id")))
+        sequence = _column_value(arguments.get("Sequence number"))
+        self.operations.extend((number, start, stop, self.texts.number(thread), self._name(event), shape, sequence))
+        if COLLECTIVE_ARGUMENT in arguments and number >= 0:
+            self.called_collectives[number] = _collective_record(arguments)
+
+    def _add_call(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
+        correlation = _column_value(event["args"].get("correlation"))
+        row = (self._process(event), correlation, start, stop, self.texts.number(thread), self._name(event))
+        self.calls.extend(row)
+
+    def _add_range(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
+        name = str(event.get("name", ""))
+        if name.startswith(_GLOO):
+            self._add_gloo(event, name, start, stop, thread)
+            return
+        self.ranges.extend((self._name(event), start, stop, self._process(event), self.texts.number(thread)))
+
+    def _add_gloo(self, event: Mapping[str, Any], name: str, start: int, stop: int, thread: str) -> None:
+        """A collective of Gloo ran in a thread of its own, as one of NCCL does on a stream."""
+        self.numbered += 1
+        stream = self.texts.number(f"gloo {thread}")
+        self.gloo.extend((self.numbered, start, stop, _PROCESS, -1, self._name(event), 0, stream, -1, -1))
+        kind = collective_kind(name.removeprefix(_GLOO))
+        self.collectives[self.numbered] = CollectiveRecord(kind, bytes=collective_bytes(event["args"]))
+
+    def _add_module(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
+        if str(event.get("name", "")).startswith("nn.Module: "):
+            self.modules.extend((start, stop, self.texts.number(thread), self._name(event)))
+
+
+def _collective_record(arguments: Mapping[str, Any]) -> CollectiveRecord:
+    kind = collective_kind(str(arguments[COLLECTIVE_ARGUMENT]))
+    group = printable(f"{arguments.get('Process Group Name', '')} {arguments.get('Process Group Ranks', '')}")
+    peers = _integer(arguments.get("Src Rank")), _integer(arguments.get("Dst Rank"))
+    return CollectiveRecord(
+        kind,
+        group,
+        _column_value(arguments.get("Seq", arguments.get("seq"))),
+        collective_bytes(arguments),
+        _column_value(arguments.get("Group size")),
+        printable(str(arguments.get("Comms Id", ""))),
+        (peers[0], peers[1]) if peers[0] is not None and peers[1] is not None and kind in (SEND, RECEIVE) else None,
+    )
+
+
+# By category. Capitals are those of older versions of torch; Triton launches through the driver.
+_ADD: dict[str, Callable[[_Loader, Mapping[str, Any], int, int, str], None]] = {
+    **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"), _Loader._add_work),
+    **dict.fromkeys(("cuda_runtime", "cuda_driver", "xpu_runtime", "xpu_driver"), _Loader._add_call),
+    **dict.fromkeys(("Runtime", "privateuse1_runtime", "privateuse1_driver"), _Loader._add_call),
+    **dict.fromkeys(("cpu_op", "Operator"), _Loader._add_operation),
+    "user_annotation": _Loader._add_range,
+    "python_function": _Loader._add_module,
+}
+
+
+def _give_work_its_process(work: DeviceWork, calls: Calls) -> None:
+    """Find the process of each kernel by its launch, in a trace that several have launched in.
+
+    Raises:
+        UsageError: two processes have launches of one number, so that nobody can say whose a kernel is.
+    """
+    chosen = calls.select(np.isin(calls.correlation, work.correlation) & (calls.correlation >= 0))
+    pairs = np.unique(np.column_stack((chosen.correlation, chosen.process)), axis=0)
+    repeated = np.flatnonzero(np.diff(pairs[:, 0]) == 0)
+    if len(repeated):
+        raise UsageError(
+            f"was merged of {len(np.unique(calls.process))} processes, and launches of several of them have the number "
+            f"{pairs[repeated[0], 0]}, so that its kernels do not say whose they are: read each process's own trace"
+        )
+    # Work whose launch is missing is that of the process with most launches.
+    processes, counts = np.unique(chosen.process, return_counts=True)
+    work.process[:] = processes[counts.argmax()] if len(processes) else _PROCESS
+    if len(pairs):
+        place = np.minimum(np.searchsorted(pairs[:, 0], work.correlation), len(pairs) - 1)
+        has_launch = pairs[place, 0] == work.correlation
+        work.process[has_launch] = pairs[place, 1][has_launch]
+
+
+def _operations_as_work(
+    operations: Operations, gloo: DeviceWork, calls: Calls, numbered: int
+) -> tuple[DeviceWork, Calls]:
+    """Return the CPU's operations as work, each as long as it ran without those that it calls, and their launches.
+
+    What an operation and those within it ran by themselves is laid end to end from the outermost one's start, so that
+    all of it together covers just the time of the outermost.
+    """
+    order = np.lexsort((-operations.stop, operations.start, operations.thread))
+    starts, stops, threads = (
+        column[order].tolist() for column in (operations.start, operations.stop, operations.thread)
+    )
+    exclusive_ns = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    is_outermost = []
+    callers: list[int] = []
+    for index, start in enumerate(starts):
+        while callers and (threads[callers[-1]] != threads[index] or stops[callers[-1]] <= start):
+            callers.pop()
+        is_outermost.append(not callers)
+        if callers:
+            exclusive_ns[callers[-1]] -= stops[index] - start
+        callers.append(index)
+    begins, ends = [], []
+    reached = 0
+    for index, start in enumerate(starts):
+        begins.append(start if is_outermost[index] else reached)
+        reached = begins[-1] + max(0, exclusive_ns[index])
+        ends.append(reached)
+    count = len(order)
+    none = np.full(count, -1)
+    numbers = numbered + 1 + np.arange(count)
+    chosen = operations.select(order)
+    process, gpu = np.full(count, _PROCESS), np.zeros(count, np.int64)
+    times = np.array(begins, np.int64), np.array(ends, np.int64)
+    work = DeviceWork(numbers, *times, process, numbers, chosen.name, gpu, chosen.thread, none, chosen.number)
+    launches = Calls(process, numbers, chosen.start, chosen.start, chosen.thread, none)
+    return _concatenated(work, gloo), launches
+
+
+def _concatenated(first: DeviceWork, second: DeviceWork) -> DeviceWork:
+    return DeviceWork(
+        *(np.concatenate(columns) for columns in zip(vars(first).values(), vars(second).values(), strict=True))
+    )
+
+
+class _Events:
+    """The objects of the list ``traceEvents``, or of a file that is a list, decoded one at a time.
+
+    Attributes:
+        unreadable: how many were no JSON and could not be mended, once all are decoded.
+        is_cut: the file ends within an event, or within the list of an object; a list alone may end without a bracket.
+    """
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._around = ""
+        self._deadline = time.process_time() + READING_S
+        self.unreadable = 0
+        self.is_cut = self._is_array = False
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        # Control characters stand in names that torch writes.
+        decode = json.JSONDecoder(strict=False).raw_decode
+        skip = re.compile(r"[ \t\r\n,]*").match
+        text, position = self._find_list()
+        self._around = text[:position]
+        count = 0
+        while True:
+            position = skip(text, position).end()  # type: ignore[union-attr]  # it matches nothing, too
+            try:
+                event, position = decode(text, position)
+            except json.JSONDecodeError as error:
+                if text[position : position + 1] == "]":
+                    break
+                is_incomplete = error.pos >= len(text) - 16 or error.msg.startswith("Unterminated string")
+                # As much again of an event of many chunks, which is decoded from its start each time.
+                more = self._read(max(_CHUNK_CHARACTERS, len(text) - position)) if is_incomplete else ""
+                if len(text) - position > _EVENT_CHARACTERS:
+                    raise UsageError(f"holds an event of more than {_EVENT_CHARACTERS:,} characters") from None
+                if more:
+                    text, position = text[position:] + more, 0
+                    continue
+                event, position = self._mend(text, position, decode)
+                if event is None:
+                    if position >= len(text):
+                        text, position = self._read(_CHUNK_CHARACTERS), 0
+                        if not text:
+                            self.is_cut |= not self._is_array
+                            break
+                    continue
+            count += 1
+            if count > EVENTS:
+                raise UsageError(f"holds more than {EVENTS:,} events, the most that are read: profile fewer steps")
+            if isinstance(event, dict):
+                yield event
+        # What follows the events is a few lines.
+        self._around += text[position:] + self._stream.read(1 << 22)
+
+    def _mend(
+        self, text: str, position: int, decode: Callable[[str, int], tuple[Any, int]]
+    ) -> tuple[dict[str, Any] | None, int]:
+        """Return an event with its wrong escapes corrected, and where it ends; None where it is beyond that."""
+        for end in itertools.islice(_EVENT_END.finditer(text, position), 4):
+            try:
+                event, _ = decode(_WRONG_ESCAPE.sub(r"\\\\", text[position : end.start() + 1]), 0)
+            except json.JSONDecodeError:
+                continue
+            return event, end.start() + 1
+        following = _EVENT_END.search(text, position)
+        if text[position:].strip():
+            self.unreadable += 1
+            self.is_cut |= following is None
+        return None, len(text) if following is None else following.start() + 1
+
+    def _read(self, characters: int) -> str:
+        if time.process_time() > self._deadline:
+            raise UsageError(TOO_SLOW)
+        return self._stream.read(characters)
+
+    def value(self, key: str, default: Any) -> Any:
+        """Return the value of a key that stands before or after the events; the default if it is of another type.
+
+        Read when all events are.
+        """
+        match = re.search(rf'"{key}"\s*:\s*', self._around)
+        try:
+            value = json.JSONDecoder().raw_decode(self._around, match.end())[0] if match else default
+        except json.JSONDecodeError:
+            return default
+        return value if isinstance(value, type(default)) else default
+
+    def _find_list(self) -> tuple[str, int]:
+        """Return the text read so far, and where in it the list of events begins."""
+        key = re.compile(r'"traceEvents"\s*:\s*\[')
+        text = self._read(_CHUNK_CHARACTERS)
+        if text.lstrip().startswith("["):
+            self._is_array = True
+            return text, text.index("[") + 1
+        while not (match := key.search(text)):
+            more = self._read(_CHUNK_CHARACTERS)
+            if not more or len(text) > _EVENT_CHARACTERS:
+                raise UsageError("is no trace of torch.profiler: it has no list of traceEvents")
+            text += more
+        return text, match.end()
+
+
+# An event ends before the next one, or at the end of the list.
+_EVENT_END = re.compile(r'\}(?=\s*(,\s*\{\s*"|\]|$))')
+_WRONG_ESCAPE = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')

@@ -1,0 +1,321 @@
+"""Runs Nsight Systems, and reads what ``nsys export --type sqlite`` writes."""
+
+import os
+import re
+import sqlite3
+import subprocess
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from cs336sys.capture.capture import (
+    EVENTS,
+    LATEST_NS,
+    READING_S,
+    Calls,
+    Capture,
+    DeviceWork,
+    Ranges,
+    Texts,
+    why_unreadable,
+)
+from cs336sys.capture.integrity import check_capture
+from cs336sys.capture.intervals import Times
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.measure.diagnosis.profilers import Profiler, makes_reports
+from cs336sys.processes.parent import run_guarded_program
+from cs336sys.results.foreign import printable
+
+NAME = "Nsight Systems"
+
+# CUDA and NVTX only: with nsys's defaults a program of three matrix products made a report of 2 GB, with these one of
+# 88 KB. Kernels of CUDA graphs are traced one by one, which is not the default.
+PROFILE_OPTIONS = (
+    "--trace=cuda,nvtx",
+    "--sample=none",
+    "--cpuctxsw=none",
+    "--capture-range=cudaProfilerApi",
+    "--capture-range-end=stop",
+    "--cuda-graph-trace=node",
+    "--force-overwrite=true",
+)
+
+REPORT_SUFFIXES = (".nsys-rep", ".qdrep")
+
+
+def is_profiled() -> bool:
+    """Return whether this process was started by ``nsys profile``, which sets these variables for what it starts."""
+    injections = (os.environ.get(name, "") for name in ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "LD_PRELOAD"))
+    return "NSYS_PROFILING_SESSION_ID" in os.environ or any("ToolsInjection" in path for path in injections)
+
+
+def unusable(nsys: Profiler | None) -> str | None:
+    """Return why this nsys cannot make reports; None if it can."""
+    if nsys is None:
+        return "nsys is not installed"
+    if not makes_reports(nsys.path):
+        return f"nsys {nsys.version} lacks libdw.so.1"
+    return None
+
+
+def profile(nsys: Profiler, command: Sequence[str], folder: Path) -> Path:
+    """Run ``command`` under nsys, which captures from cudaProfilerStart to cudaProfilerStop.
+
+    Returns:
+        The report, in ``folder``.
+
+    Raises:
+        CapabilityError: nsys left no report.
+    """
+    done = _run_nsys(nsys, ["profile", *PROFILE_OPTIONS, f"--output={folder / 'report'}", *command])
+    for suffix in REPORT_SUFFIXES:
+        if (report := folder / f"report{suffix}").exists():
+            return report
+    raise CapabilityError(f"nsys {nsys.version} left no report: {_last_line(done)}; `cs336sys doctor` may know more")
+
+
+def export(nsys: Profiler, report: Path, database: Path) -> None:
+    """Export a report as SQLite.
+
+    Raises:
+        UsageError: this nsys cannot read the report: it is none, is damaged, or comes from a newer version.
+    """
+    done = _run_nsys(
+        nsys, ["export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report.absolute())]
+    )
+    if done.returncode != 0 or not database.exists():
+        raise UsageError(
+            f"nsys {nsys.version} cannot export {report}, which must be a report of this version or an older one: "
+            f"{_last_line(done)}"
+        )
+
+
+def _run_nsys(nsys: Profiler, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    # nsys starts the program in a session of its own, and daemons besides.
+    return run_guarded_program([str(nsys.path), *arguments])
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
+    return lines[-1].rstrip(".") if lines else f"it ended with exit code {done.returncode}"
+
+
+# Schema: "SQLite Schema Reference" in the Nsight Systems User Guide. It differs between versions, and a table is there
+# only if it has rows, so tables and columns are looked up before they are read.
+_KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
+_COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
+_FILLS = "CUPTI_ACTIVITY_KIND_MEMSET"
+# API calls of the CUDA runtime and of the driver, which Triton's launches are.
+_CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
+_WHOLE_GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+_RANGES = "NVTX_EVENTS"
+_STRINGS = "StringIds"
+_GPUS = "TARGET_INFO_GPU"
+
+_IN_TIME = f'start >= {-LATEST_NS} AND "end" >= start AND "end" <= {LATEST_NS}'
+_VERSION = re.compile(r"_V\d+$")
+
+# CUpti_ActivityMemcpyKind
+_COPY_NAMES = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD", 9: "HtoH"}
+_COPY_NAMES[10] = "PtoP"
+
+# NVTX_EVENTS.eventType of ranges: push/pop, start/end.
+_RANGE_EVENTS = (59, 60)
+
+# A globalPid is a globalTid whose lowest 24 bits, the thread, are 0.
+_PROCESS = "{column} >> 24"
+
+# Of SQLite's virtual machine: some milliseconds.
+_STATEMENTS_BETWEEN_CHECKS = 100_000
+
+
+def read_nsys_database(path: Path, called: str | None = None) -> Capture:
+    """Load kernels, copies, API calls and NVTX ranges of an exported report; the file is not written to.
+
+    Args:
+        called: what errors call the file instead of its path.
+
+    Raises:
+        UsageError: it is none, lacks something that is needed, or traced CUDA graphs as wholes; the sentence says what.
+    """
+    try:
+        report = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        try:
+            deadline = time.process_time() + READING_S
+            report.set_progress_handler(lambda: time.process_time() > deadline, _STATEMENTS_BETWEEN_CHECKS)
+            # Neither what a stranger's schema computes nor its virtual tables are trusted.
+            report.execute("PRAGMA trusted_schema = OFF")
+            return check_capture(_Export(report).capture())
+        finally:
+            report.close()
+    except (sqlite3.DatabaseError, OverflowError) as error:
+        raise UsageError(f"{called or path} {why_unreadable(error, 'an SQLite database')}") from error
+    except UsageError as error:
+        raise UsageError(f"{called or path} {error}") from error
+
+
+class _Export:
+    """The tables of an exported report."""
+
+    def __init__(self, report: sqlite3.Connection):
+        self._report = report
+        self._tables: dict[str, str] = {}
+        self._columns = self._column_names()
+        self._texts = Texts()
+        self._unreadable = 0
+
+    def capture(self) -> Capture:
+        """Return the capture.
+
+        Raises:
+            UsageError: something that is needed is missing.
+        """
+        self._require_recorded()
+        names = {"demangledName", "shortName"} & self._columns[_KERNELS]
+        if not names:
+            self._require_columns(_KERNELS, "demangledName")
+        tables = [self._work(_KERNELS, "demangledName" if "demangledName" in names else "shortName")]
+        if _COPIES in self._columns:
+            self._require_columns(_COPIES, "copyKind")
+            tables.append(
+                self._work(_COPIES, "copyKind", {kind: f"Memcpy {text}" for kind, text in _COPY_NAMES.items()})
+            )
+        if _FILLS in self._columns:
+            tables.append(self._work(_FILLS, "0", {0: "Memset"}))
+        work = DeviceWork(
+            *(np.concatenate(columns) for columns in zip(*(vars(table).values() for table in tables), strict=True))
+        )
+        work.number[:] = np.arange(1, len(work) + 1)
+        calls, ranges = self._calls(), self._ranges()
+        gpu_names = {}
+        if _GPUS in self._columns and {"id", "name"} <= self._columns[_GPUS]:
+            rows = self._report.execute(f"SELECT id, name FROM {_GPUS} WHERE typeof(id) = 'integer'")
+            gpu_names = {number: printable(str(name)) for number, name in rows}
+        return Capture(NAME, self._texts.list, work, calls, ranges, gpu_names=gpu_names, unreadable=self._unreadable)
+
+    def _rows(self, table: str, columns: Sequence[str]) -> array:
+        """Return whole numbers row by row; a row with a NULL or another type among them, or that ends early, counts."""
+        values = array("q")
+        numbered = ", ".join(f"{column} AS c{place}" for place, column in enumerate(columns))
+        is_whole = " AND ".join(f"typeof(c{place}) = 'integer'" for place in range(len(columns)))
+        rows = self._report.execute(f"SELECT * FROM (SELECT {numbered} FROM {table} WHERE {_IN_TIME}) WHERE {is_whole}")
+        values.extend(chain.from_iterable(rows))
+        (count,) = self._report.execute(f"SELECT count(*) FROM {table}").fetchone()
+        self._unreadable += count - len(values) // len(columns)
+        return values
+
+    def _numbered(self, columns: Times, names: Mapping[int, str], unnamed: str = "unnamed") -> Times:
+        """Return the numbers of texts that are named by some numbers of the report."""
+        distinct, place = np.unique(columns, return_inverse=True)
+        numbers = [self._texts.number(names.get(key) or f"{unnamed} {key}") for key in distinct.tolist()]
+        return np.array(numbers, np.int64)[place.reshape(-1)] if len(columns) else columns
+
+    def _strings(self, ids: str) -> dict[int, str]:
+        rows = self._report.execute(f"SELECT id, value FROM {_STRINGS} WHERE id IN ({ids})")
+        return {number: str(text) for number, text in rows}
+
+    def _work(self, kind: str, name: str, names: Mapping[int, str] | None = None) -> DeviceWork:
+        table = self._require_columns(kind, "start", "end", "globalPid", "correlationId")
+        present = self._columns[kind]
+        gpu, stream, size = (
+            f"coalesce({column}, {other})" if column in present else other
+            for column, other in (("deviceId", "0"), ("streamId", "0"), ("bytes", "-1"))
+        )
+        process = _PROCESS.format(column="globalPid")
+        columns = ("0", "start", '"end"', process, "coalesce(correlationId, -1)", name, gpu, stream, size, "-1")
+        work = DeviceWork.of(self._rows(table, columns))
+        text_of = self._strings(f"SELECT {name} FROM {table}") if names is None else names
+        streams = {number: str(number) for number in np.unique(work.stream).tolist()}
+        return replace(
+            work,
+            name=self._numbered(work.name, text_of, "Memcpy" if kind == _COPIES else "unnamed"),
+            stream=self._numbered(work.stream, streams),
+        )
+
+    def _calls(self) -> Calls:
+        table = self._require_columns(_CALLS, "start", "end", "globalTid", "correlationId")
+        name = "coalesce(nameId, -1)" if "nameId" in self._columns[_CALLS] else "-1"
+        process = _PROCESS.format(column="globalTid")
+        columns = (process, "coalesce(correlationId, -1)", "start", '"end"', "globalTid", name)
+        calls = Calls.of(self._rows(table, columns))
+        names = self._strings(f"SELECT nameId FROM {table}") if name != "-1" else {}
+        return replace(calls, name=self._numbered(calls.name, names))
+
+    def _ranges(self) -> Ranges:
+        # A program without ranges has none of this table.
+        if _RANGES not in self._columns:
+            return Ranges.of(array("q"))
+        table = self._require_columns(_RANGES, "start", "end", "eventType", "globalTid")
+        # The text stands in the row or, where it was registered or is often repeated, in StringIds.
+        present = self._columns[_RANGES]
+        if not {"text", "textId"} & present:
+            self._require_columns(_RANGES, "text")
+        text, text_id = ("text" if "text" in present else "NULL"), ("textId" if "textId" in present else "NULL")
+        rows = self._report.execute(
+            f"""SELECT coalesce({text}, strings.value), start, "end", {_PROCESS.format(column="globalTid")}, globalTid
+                FROM {table} LEFT JOIN {_STRINGS} AS strings ON strings.id = {text_id}
+                WHERE eventType IN {_RANGE_EVENTS} AND {_IN_TIME} AND typeof(start) = 'integer'
+                    AND typeof("end") = 'integer' AND typeof(globalTid) = 'integer'"""
+        )
+        values = array("q")
+        for name, *numbers in rows:
+            if name is not None:
+                values.extend((self._texts.number(str(name)), *numbers))
+        return Ranges.of(values)
+
+    def _require_recorded(self) -> None:
+        """Refuse an export without what gives kernels a phase, with the option of nsys that records it."""
+        if _STRINGS not in self._columns:
+            raise UsageError(f"is no export of Nsight Systems: it has no table {_STRINGS}")
+        if self._has_rows(_WHOLE_GRAPHS):
+            raise UsageError(
+                "holds CUDA graphs as wholes, without their kernels: profile again with --cuda-graph-trace=node"
+            )
+        if not self._has_rows(_KERNELS):
+            raise UsageError(
+                "holds no GPU kernels: profile with -t cuda,nvtx, and let the capture contain work on the GPU"
+            )
+        if not self._has_rows(_CALLS):
+            raise UsageError("holds no CUDA API calls, so kernels have no phase: profile with -t cuda,nvtx")
+
+    def _require_columns(self, kind: str, *names: str) -> str:
+        """Return the table's name.
+
+        Raises:
+            UsageError: it lacks one of these columns.
+        """
+        missing = [column for column in names if column not in self._columns[kind]]
+        if missing:
+            raise UsageError(
+                f"has no column {', '.join(missing)} in its table {self._tables[kind]}: it was exported by a version "
+                "of nsys that this cs336sys does not know"
+            )
+        return self._tables[kind]
+
+    def _column_names(self) -> dict[str, set[str]]:
+        """Return the columns of each table of the report; a view of a stranger could compute for ever."""
+        rows = self._report.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        # Newer exports number the versions of a table: NVTX_EVENTS_V2.
+        for name in sorted(str(row[0]) for row in rows):
+            kind = _VERSION.sub("", name)
+            if kind not in self._tables or self._first_row(name):
+                self._tables[kind] = name
+        for kind in {_KERNELS, _COPIES, _FILLS, _CALLS, _RANGES, _STRINGS}.intersection(self._tables):
+            if self._first_row(self._tables[kind], EVENTS):
+                raise UsageError(
+                    f"holds more than {EVENTS:,} rows in {kind}, the most that are read: profile fewer steps"
+                )
+        info = "SELECT name FROM pragma_table_info(?)"
+        return {kind: {row[0] for row in self._report.execute(info, (name,))} for kind, name in self._tables.items()}
+
+    def _first_row(self, table: str, offset: int = 0) -> bool:
+        quoted = table.replace('"', '""')
+        return self._report.execute(f'SELECT 1 FROM "{quoted}" LIMIT 1 OFFSET {offset}').fetchone() is not None
+
+    def _has_rows(self, kind: str) -> bool:
+        return kind in self._columns and self._first_row(self._tables[kind])

@@ -1,0 +1,444 @@
+"""Several ranks together: collectives matched, clocks aligned by their ends, who waits for whom, and which is slow."""
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cs336sys.capture.analysis import Analysis, step_of
+from cs336sys.capture.breakdown import COMPUTING_PART, COPIES_PART, IDLE_PARTS, Breakdown
+from cs336sys.capture.capture import RECEIVE, SEND, SEND_RECEIVE, SYNCHRONIZING, CollectiveRecord
+from cs336sys.capture.intervals import Cover, Times
+from cs336sys.capture.timeline import Timeline
+
+# A line through fewer points is no drift but noise.
+_LEAST_FOR_DRIFT = 12
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """The clocks of ranks against that of the first.
+
+    Attributes:
+        offset_ns, drift: of each rank, to be added to its times: ``offset + drift * (time - origin)``.
+        error_ns: how far ends of collectives are apart afterwards, in 95 of 100.
+    """
+
+    origin: Times
+    offset_ns: NDArray[np.float64]
+    drift: NDArray[np.float64]
+    error_ns: float
+
+    def aligned(self, rank: int, time: Times) -> NDArray[np.float64]:
+        """Times of a rank by the clock of the first, in ns from its origin."""
+        local = (time - self.origin[rank]).astype(float)
+        return local + self.offset_ns[rank] + self.drift[rank] * local
+
+
+@dataclass(frozen=True)
+class RanksFound:
+    """Matching of ranks.
+
+    Attributes:
+        matched: how many collectives are on several ranks.
+        error_us: how far their ends are apart by the clocks (see :class:`Clocks`).
+        notes: how they were matched, and what was not.
+        missing: which ranks there are no files of, in words; empty if none.
+        why_no_waits: why waiting cannot be told; empty if it can.
+        late_ms: of each rank by step, how much later than the first it came to the collectives.
+        is_pipeline: ranks send to each other.
+    """
+
+    matched: int
+    error_us: float
+    notes: tuple[str, ...]
+    missing: str = ""
+    why_no_waits: str = ""
+    late_ms: tuple[tuple[float, ...], ...] = ()
+    is_pipeline: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types only, for a results file."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> "RanksFound":
+        """The inverse of :meth:`to_json`."""
+        late_ms = tuple(tuple(row) for row in record.get("late_ms", ()))
+        return cls(**{**record, "notes": tuple(record["notes"]), "late_ms": late_ms})
+
+
+@dataclass(frozen=True)
+class RanksAnalysis:
+    """Joint analysis of several ranks.
+
+    Attributes:
+        waiting_ns: of each rank, for each of its collectives, how long it waited for the last rank; -1 if that is not
+            known.
+        step_numbers: of each rank; equal numbers are one step.
+    """
+
+    clocks: Clocks
+    waiting_ns: tuple[Times, ...]
+    step_numbers: tuple[tuple[int, ...], ...]
+    matching: RanksFound
+
+
+def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalysis | None:
+    """Match the collectives of ranks, align their clocks, and find who waited; None where fewer than two match.
+
+    Collectives are the same on several ranks that have the same identifier, or the same group, kind and recorded
+    sequence number, or where none was recorded the same place among those of their group and kind in the same step. A
+    send is matched with its receive where both name their peers.
+    """
+    numbers, notes = _step_numbers(timelines)
+    places, match_notes = _matched(timelines, numbers)
+    joining = [collective for collective in places if _record_at(timelines, collective[0]).kind in SYNCHRONIZING]
+    if len(joining) < 2:
+        return None
+    index = [timeline.collectives.index for timeline in timelines]
+    starts = [timeline.start[chosen] for timeline, chosen in zip(timelines, index, strict=True)]
+    stops = [timeline.stop[chosen] for timeline, chosen in zip(timelines, index, strict=True)]
+    clocks = _align(len(timelines), joining, stops)
+    waiting = tuple(np.full(len(chosen), -1) for chosen in index)
+    aligned = [clocks.aligned(rank, times) for rank, times in enumerate(starts)]
+    late_ms = [np.zeros(len(timeline.steps.bounds)) for timeline in timelines]
+    steps = [step_of(timeline, times) for timeline, times in zip(timelines, starts, strict=True)]
+    spreads = []
+    is_joining = set(joining)
+    for collective in places:
+        times = [float(aligned[rank][place]) for rank, place in collective]
+        if collective in is_joining:
+            spreads.append(max(times) - min(times))
+        for (rank, place), time in zip(collective, times, strict=True):
+            length = int(stops[rank][place] - starts[rank][place])
+            waiting[rank][place] = min(max(int(max(times) - time), 0), length)
+            if collective in is_joining and steps[rank][place] >= 0:
+                late_ms[rank][steps[rank][place]] += (time - min(times)) / 1e6
+    spread_us = float(np.percentile(spreads, 90)) / 1e3
+    why_no_waits = ""
+    if clocks.error_ns / 1e3 > spread_us:
+        why_no_waits = (
+            f"clocks are known to {clocks.error_ns / 1e3:.3g} us, and ranks come to collectives {spread_us:.3g} us "
+            "apart"
+        )
+        waiting = tuple(np.full(len(chosen), -1) for chosen in index)
+    matching = RanksFound(
+        len(places),
+        clocks.error_ns / 1e3,
+        (*notes, *match_notes),
+        missing,
+        why_no_waits,
+        tuple(tuple(row.tolist()) for row in late_ms),
+        any(record.kind in (SEND, RECEIVE) for timeline in timelines for record in timeline.collectives.records),
+    )
+    return RanksAnalysis(clocks, waiting, numbers, matching)
+
+
+Place = tuple[int, int]
+
+
+def _record_at(timelines: Sequence[Timeline], place: Place) -> CollectiveRecord:
+    return timelines[place[0]].collectives.records[place[1]]
+
+
+def _is_point_to_point(kind: str) -> bool:
+    return kind in (SEND, RECEIVE, SEND_RECEIVE)
+
+
+def _step_numbers(timelines: Sequence[Timeline]) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
+    """The numbers of each rank's steps; where no profiler counted them, their places, if all have as many; else -1."""
+    are_counted = all(timeline.steps.are_counted for timeline in timelines)
+    if are_counted or len({timeline.steps.count for timeline in timelines}) == 1:
+        return tuple(timeline.steps.numbers for timeline in timelines), ()
+    note = "the ranks hold different numbers of steps that nobody counted, so that no step is matched"
+    return tuple((-1,) * len(timeline.steps.bounds) for timeline in timelines), (note,)
+
+
+def _matched(
+    timelines: Sequence[Timeline], numbers: Sequence[tuple[int, ...]]
+) -> tuple[list[tuple[Place, ...]], tuple[str, ...]]:
+    """Places (rank, number of its collective) of each collective that more than one rank has."""
+    places_of: dict[tuple, list[Place]] = defaultdict(list)
+    is_numbered = is_ordered = is_without_peers = False
+    for rank, timeline in enumerate(timelines):
+        steps = step_of(timeline, timeline.start[timeline.collectives.index])
+        counts: Counter[tuple] = Counter()
+        for place, record in enumerate(timeline.collectives.records):
+            is_sent = _is_point_to_point(record.kind)
+            if is_sent and record.peers is None and not record.communication:
+                is_without_peers = True
+                continue
+            step = numbers[rank][steps[place]] if steps[place] >= 0 else -1
+            kind: Any = record.peers if is_sent else record.kind
+            if record.communication:
+                places_of["", "", "number", record.communication].append((rank, place))
+                is_numbered = True
+            elif record.sequence >= 0 and not is_sent:
+                places_of[record.group, kind, "number", record.sequence].append((rank, place))
+                is_numbered = True
+            elif step >= 0:
+                is_ordered = True
+                series = (record.group, kind, step)
+                counts[series] += 1
+                places_of[*series, counts[series]].append((rank, place))
+    lengths: dict[tuple, Counter[int]] = defaultdict(Counter)
+    for key, places in places_of.items():
+        if key[2] != "number":
+            lengths[key[:3]].update(rank for rank, _ in places)
+    # Of a series that some ranks have less of, nobody knows which is whose.
+    uneven = {series for series, counts in lengths.items() if len(set(counts.values())) > 1}
+    matched = [
+        tuple(places)
+        for key, places in places_of.items()
+        if len(places) > 1 and key[:3] not in uneven and len({rank for rank, _ in places}) == len(places)
+    ]
+    notes = []
+    if is_ordered:
+        some = "some collectives have" if is_numbered else "collectives have"
+        notes.append(f"{some} no recorded sequence number, and were matched by their order in each step")
+    if is_without_peers:
+        notes.append("sends and receives do not name their peers, and were not matched")
+    if uneven:
+        notes.append(
+            f"{len(uneven)} series of collectives of a step were left out: ranks have different numbers of them"
+        )
+    return matched, tuple(notes)
+
+
+def _align(ranks: int, places: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> Clocks:
+    """Fit offset and drift of each rank's clock so that collectives end together on all.
+
+    Least squares of each end's distance from the mean of its collective, reweighted so that those that end apart count
+    less (Huber). The first rank's clock is right by definition.
+    """
+    origin = np.array([stops[rank][0] if len(stops[rank]) else 0 for rank in range(ranks)], np.int64)
+    # 4000 are more than enough for offsets and drifts.
+    chosen = places[:: max(1, len(places) // 4000)]
+    rows = [
+        (number, rank, float(stops[rank][place] - origin[rank]))
+        for number, collective in enumerate(chosen)
+        for rank, place in collective
+    ]
+    group, rank_of, end = map(np.array, zip(*rows, strict=True))
+    scale = max(float(end.max()), 1.0)
+    has_drift = len(chosen) >= _LEAST_FOR_DRIFT
+    design = np.zeros((len(rows), 2 * ranks))
+    design[np.arange(len(rows)), rank_of] = 1.0
+    if has_drift:
+        design[np.arange(len(rows)), ranks + rank_of] = end / scale
+    design[:, [0, ranks]] = 0.0
+    members = np.bincount(group)
+
+    def centred(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        means = np.zeros((len(members), *values.shape[1:]))
+        np.add.at(means, group, values)
+        return values - (means.T / members).T[group]
+
+    centred_design, centred_end = centred(design), centred(end)
+    weight = np.ones(len(rows))
+    solution = np.zeros(2 * ranks)
+    residual = centred_end
+    for _ in range(8):
+        root = np.sqrt(weight)
+        solution[:] = np.linalg.lstsq(centred_design * root[:, None], -centred_end * root, rcond=None)[0]
+        residual = centred_end + centred_design @ solution
+        typical = 1.5 * float(np.median(np.abs(residual))) or 1.0
+        weight = np.minimum(1.0, typical / np.maximum(np.abs(residual), 1e-9))
+    error = float(np.percentile(np.abs(residual), 95))
+    return Clocks(origin, solution[:ranks], solution[ranks:] / scale, error)
+
+
+def exposed_waiting(timeline: Timeline, breakdown: Breakdown, waiting_ns: Times) -> list[float]:
+    """The ms of each step in which a rank did nothing but wait for another in a collective."""
+    start = timeline.start[timeline.collectives.index]
+    waits = Cover(start, start + np.maximum(waiting_ns, 0))
+    begin, end, _ = breakdown.exposed.T
+    step = step_of(timeline, begin)
+    inside = step >= 0
+    waited = waits.within(begin, end)[inside]
+    totals = np.bincount(step[inside], weights=waited, minlength=len(timeline.steps.bounds))
+    return (totals / 1e6).tolist()
+
+
+# One-sided, over all ranks: of so many trainings without a straggler one is said to have one.
+_FALSE_ALARMS = 1e-3
+# A rank that costs less of a step is nobody's concern.
+_LEAST_SHARE = 0.003
+# Where a larger excess than this share of a step cannot be ruled out, nobody can say that there is none.
+_MOST_UNSEEN = 0.05
+_LEAST_STEPS = 3
+# A step of many times the median is a pause.
+_PAUSE_MEDIANS = 3
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that the others wait for.
+
+    Attributes:
+        ms, percent: by how much it computes, copies and idles longer in a step than the median of the others.
+        why: what it does longer.
+    """
+
+    label: str
+    file: str
+    ms: float
+    percent: float
+    why: str
+
+
+@dataclass(frozen=True)
+class RankAnswer:
+    """Which ranks hold the others up.
+
+    Attributes:
+        stragglers: the slowest first; empty for none.
+        why_unknown: why nobody can say; empty if it is known.
+        unseen_percent: a smaller excess, of a step, would not be seen.
+    """
+
+    stragglers: tuple[Straggler, ...] = ()
+    why_unknown: str = ""
+    unseen_percent: float = 0.0
+
+
+def local_ms(analysis: Analysis) -> list[float]:
+    """Return how long a rank computes, copies and idles in each step, which no other rank makes longer."""
+    parts = [analysis.parts[part] for part in (COMPUTING_PART, COPIES_PART, *IDLE_PARTS) if part in analysis.parts]
+    return [sum(values) for values in zip(*parts, strict=True)] if parts else [0.0] * len(analysis.step_ms)
+
+
+def find_stragglers(analyses: Sequence[Analysis], ranks: RanksFound | None) -> RankAnswer:
+    """Find the ranks that come last to the collectives because they compute, copy or idle longer.
+
+    In a step that a collective joins, all ranks take as long as the slowest. The excess of a rank over the median of
+    the others in each step is compared with Student's t, for one of many. Time in collectives does not count: a slow
+    link, or the last stage of a pipeline, makes it longer.
+    """
+    if not all(analysis.has_steps for analysis in analyses):
+        return RankAnswer(why_unknown="the captures show no steps")
+    if not all(analysis.is_idle_known for analysis in analyses):
+        return RankAnswer(why_unknown="work or launches are missing from their steps")
+    if ranks is None:
+        return RankAnswer(why_unknown="no collectives of theirs could be matched")
+    steps, longest = _common_steps(analyses)
+    if not steps:
+        return RankAnswer(why_unknown="the ranks have no step in common")
+    local = [[local_ms(analysis)[places[rank]] for places in steps] for rank, analysis in enumerate(analyses)]
+    excess = [_excess(local, rank) for rank in range(len(local))]
+    means = [statistics.fmean(values) for values in excess]
+    slowest = max(range(len(means)), key=means.__getitem__)
+    step_ms = longest
+    if len(steps) < _LEAST_STEPS:
+        seen = ""
+        if means[slowest] >= _LEAST_SHARE * step_ms:
+            percent = 100 * means[slowest] / step_ms
+            seen = f"; in {'it' if len(steps) == 1 else 'them'} {analyses[slowest].label} takes {percent:.1f} % longer"
+        count = "one step is" if len(steps) == 1 else f"{len(steps)} steps are"
+        return RankAnswer(why_unknown=f"{count} too few to tell a slow rank from noise{seen}")
+    errors = [statistics.stdev(values) / len(values) ** 0.5 for values in excess]
+    is_slow = [
+        mean >= _LEAST_SHARE * step_ms
+        and (error == 0 or _upper_tail(len(steps) - 1, mean / error) * len(analyses) <= _FALSE_ALARMS)
+        for mean, error in zip(means, errors, strict=True)
+    ]
+    candidates = [rank for rank in range(len(means)) if is_slow[rank] and means[rank] >= 0.5 * means[slowest]]
+    unseen = means[slowest] + errors[slowest] * _t_quantile(len(steps) - 1, 0.05 / len(analyses))
+    if not candidates:
+        if ranks.missing:
+            return RankAnswer(why_unknown=f"{ranks.missing}, and may be what the others wait for")
+        percent = max(100 * unseen / step_ms, 100 * _LEAST_SHARE)
+        if percent > 100 * _MOST_UNSEEN:
+            return RankAnswer(why_unknown=f"the steps vary: a rank could take {percent:.1f} % of a step longer unseen")
+        return RankAnswer(unseen_percent=percent)
+    if ranks.why_no_waits:
+        return RankAnswer(why_unknown=ranks.why_no_waits)
+    # Files of earlier versions hold no such times.
+    late_ms = [statistics.fmean(row[places[rank]] for places in steps) for rank, row in enumerate(ranks.late_ms)]
+    stragglers = []
+    for rank in sorted(candidates, key=lambda rank: -means[rank]):
+        others = [ms for other, ms in enumerate(late_ms) if other not in candidates]
+        if ranks.is_pipeline or not others or late_ms[rank] - statistics.median(others) >= 0.3 * means[rank]:
+            why = _longer_parts(analyses, rank, means[rank])
+            percent = 100 * means[rank] / step_ms
+            stragglers.append(Straggler(analyses[rank].label, analyses[rank].file, means[rank], percent, why))
+    if not stragglers:
+        longer = f"computes or idles {100 * means[slowest] / step_ms:.1f} % of a step longer"
+        return RankAnswer(why_unknown=f"{analyses[slowest].label} {longer}, and does not come last to the collectives")
+    return RankAnswer(tuple(stragglers))
+
+
+def _common_steps(analyses: Sequence[Analysis]) -> tuple[list[tuple[int, ...]], float]:
+    """Places of each step that all ranks have, in the steps of each, without pauses; and the median length."""
+    numbers = [analysis.step_numbers or tuple(range(len(analysis.step_ms))) for analysis in analyses]
+    common = sorted(set.intersection(*map(set, numbers)) - {-1})
+    places = [tuple(row.index(number) for row in numbers) for number in common]
+    lengths = [max(analysis.step_ms[step[rank]] for rank, analysis in enumerate(analyses)) for step in places]
+    median = statistics.median(lengths) if lengths else 0.0
+    return [step for step, ms in zip(places, lengths, strict=True) if ms <= _PAUSE_MEDIANS * median], median
+
+
+def _excess(local: Sequence[Sequence[float]], rank: int) -> list[float]:
+    others = [values for other, values in enumerate(local) if other != rank]
+    return [value - statistics.median(row[step] for row in others) for step, value in enumerate(local[rank])]
+
+
+def _t_quantile(degrees: int, tail: float) -> float:
+    """Return the value that Student's t exceeds with this probability."""
+    low, high = 0.0, 1e6
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _upper_tail(degrees, middle) > tail else (low, middle)
+    return high
+
+
+def _upper_tail(degrees: int, t: float) -> float:
+    """The probability of more than ``t`` by Student's t with whole degrees of freedom (Abramowitz, Stegun 26.7.3)."""
+    angle = math.atan2(t, math.sqrt(degrees))
+    cosine = math.cos(angle)
+    term = cosine if degrees % 2 else 1.0
+    total = 0.0
+    for power in range(1 + degrees % 2, degrees, 2):
+        total += term
+        term *= cosine**2 * power / (power + 1)
+    if degrees % 2:
+        return 0.5 - (angle + math.sin(angle) * total) / math.pi
+    return 0.5 - math.sin(angle) * total / 2
+
+
+def _longer_parts(analyses: Sequence[Analysis], slowest: int, excess: float) -> str:
+    """The parts, and of computing the kinds of kernel, that are longer on the slowest rank, in words."""
+    others = [analysis for number, analysis in enumerate(analyses) if number != slowest]
+    longer = []
+    for part in (COMPUTING_PART, COPIES_PART, *IDLE_PARTS):
+        more = analyses[slowest].mean(part) - statistics.median(other.mean(part) for other in others)
+        if more < 0.2 * excess:
+            continue
+        description = f"{part} {more:.3g} ms"
+        if part == COMPUTING_PART and (kinds := _longer_kinds(analyses[slowest], others, more)):
+            description += f" ({kinds})"
+        longer.append((more, description))
+    return ", ".join(description for _, description in sorted(longer, reverse=True)) + " longer" if longer else ""
+
+
+def _longer_kinds(slowest: Analysis, others: Sequence[Analysis], excess: float) -> str:
+    of_slowest, of_others = _by_kind(slowest), [_by_kind(other) for other in others]
+    more = {
+        kind: ms - statistics.median(other.get(kind, 0.0) for other in of_others) for kind, ms in of_slowest.items()
+    }
+    return ", ".join(
+        f"{kind} {ms:.3g} ms" for kind, ms in sorted(more.items(), key=lambda item: -item[1]) if ms > 0.2 * excess
+    )
+
+
+def _by_kind(analysis: Analysis) -> Mapping[str, float]:
+    totals: dict[str, float] = defaultdict(float)
+    for kernel in analysis.kernels:
+        totals[kernel.kind] += sum(kernel.own_ms) / len(analysis.step_ms)
+    return totals

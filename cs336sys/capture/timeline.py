@@ -1,0 +1,474 @@
+"""Timeline of one GPU, as arrays: work in the order of time, with its launch, operator and module, and the steps."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cs336sys.capture.capture import (
+    Calls,
+    Capture,
+    CollectiveRecord,
+    Damage,
+    DeviceWork,
+    Ranges,
+    collective_kind,
+    is_waiting_call,
+)
+from cs336sys.capture.intervals import Nested, Times
+from cs336sys.capture.operators import called_operators
+from cs336sys.capture.taxonomy import COMMUNICATION, category_of
+from cs336sys.errors import UsageError, choose_from
+from cs336sys.measure.range_names import STEP, STEP_PHASES, WARM_UP
+
+Indices = NDArray[np.int64]
+
+# Classes of work, in the order in which they take an instant that several run in.
+COMPUTING, COMMUNICATING, COPYING = 0, 1, 2
+
+# torch.profiler numbers the steps that a program tells it of by profiler.step().
+PROFILER_STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
+# Ranges in which a program waits for its next batch.
+_LOADER_NAME = re.compile(r"dataloader|data[ _]load|load(ing)? (data|batch)|next[ _]batch|get_batch", re.IGNORECASE)
+_NO_MODULE = re.compile(rf"^(ProfilerStep#|cs336sys |nccl:|gloo:|## Call|Torch-Compiled|{STEP}$|{WARM_UP}$)")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a timeline.
+
+    Attributes:
+        bounds: (steps, 2) begin and end of each on the GPU, in ns. A step ends when all that it launched has run.
+        definition: how they were found, to follow "steps: ".
+        are_found: False where the capture as a whole replaces steps.
+        are_counted: a profiler counted them.
+        numbers: by the profiler's count, else their places; empty for the places.
+        ranges: (steps, 2) begin and end on the CPU; empty for steps that no range marks.
+        count: how many there are with those that are left out.
+        left_out: which steps are left out and why, a sentence each.
+        hides_idle_time: work or launches are missing from all of them.
+    """
+
+    bounds: Times
+    definition: str
+    are_found: bool = True
+    are_counted: bool = False
+    numbers: tuple[int, ...] = ()
+    ranges: Times = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    count: int = 0
+    left_out: tuple[str, ...] = ()
+    hides_idle_time: bool = False
+
+    def number(self, place: int) -> int:
+        """Return the number of a step, or its place where it has none."""
+        return self.numbers[place] if self.numbers else place
+
+
+_NO_STEPS = Steps(np.zeros((0, 2), np.int64), "", False)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """The collectives of a timeline in the order of time: which work they are, and torch's records of them."""
+
+    index: Indices
+    records: Sequence[CollectiveRecord]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Work of one GPU, launched by one process, in the order in which it began. Times are in ns.
+
+    Attributes:
+        start, stop: of each.
+        name, stream, operator, shape: numbers of texts; -1 for none. ``module`` likewise, of modules.
+        launched: when its API call began; -1 where that was not recorded.
+        waits: (calls, 2) begin and end of calls that wait for the GPU; ``wait_names`` of each.
+        loading: (ranges, 2) times in which the program waits for its next batch.
+        class_of: computing, communicating or copying, by the number of a name.
+    """
+
+    gpu: int
+    process: int
+    start: Times
+    stop: Times
+    name: Indices
+    stream: Indices
+    launched: Times
+    module: Indices
+    operator: Indices
+    shape: Indices
+    bytes: Times
+    texts: Sequence[str]
+    modules: Sequence[str]
+    class_of: NDArray[np.int8]
+    waits: Times
+    wait_names: Sequence[str]
+    loading: Times
+    collectives: Collectives
+    steps: Steps = _NO_STEPS
+
+    @property
+    def work_class(self) -> NDArray[np.int8]:
+        return self.class_of[self.name]
+
+
+def timelines(capture: Capture, step: str | None = None) -> list[Timeline]:
+    """Return each GPU of each process of a capture that did more than a little, with its whole steps.
+
+    Args:
+        step: name of the ranges that are the steps.
+
+    Raises:
+        UsageError: there are no ranges of that name.
+    """
+    work = capture.work
+    owners, place = np.unique(np.column_stack((work.gpu, work.process)), axis=0, return_inverse=True)
+    place = place.reshape(-1)
+    total = np.bincount(place, weights=(work.stop - work.start).astype(float), minlength=len(owners))
+    return [
+        _timeline(capture, np.flatnonzero(place == number), step)
+        for number in range(len(owners))
+        # A GPU with less of the work was only touched.
+        if total[number] >= 0.02 * total.max()
+    ]
+
+
+def _timeline(capture: Capture, chosen: Indices, step: str | None) -> Timeline:
+    chosen = chosen[np.lexsort((capture.work.stop[chosen], capture.work.start[chosen]))]
+    work = capture.work.select(chosen)
+    calls, operations = capture.calls, capture.operations
+    process, gpu = int(work.process[0]), int(work.gpu[0])
+    launched, thread = (column[chosen] for column in capture.launches())
+    operator = called_operators(operations, work.operation)
+    # Where its launch was not recorded, it was launched in its operator.
+    is_lost = (capture.launch[chosen] < 0) & (operator >= 0)
+    launched[is_lost], thread[is_lost] = operations.start[operator[is_lost]], operations.thread[operator[is_lost]]
+    module, modules = _modules(capture, process, launched, thread)
+    waits = calls.select((calls.process == process) & capture.is_named(calls.name, is_waiting_call))
+    ranges = capture.ranges.select(capture.ranges.process == process)
+    loading = ranges.select(capture.is_named(ranges.name, _LOADER_NAME.search))
+    class_of = np.zeros(len(capture.texts), np.int8)
+    for number in np.unique(work.name).tolist():
+        class_of[number] = _class_of(capture.texts[number])
+    operator_name, shape = np.full(len(work), -1), np.full(len(work), -1)
+    if len(operations):
+        operator_name, shape = (
+            np.where(operator >= 0, column[operator], -1) for column in (operations.name, operations.shape)
+        )
+    timeline = Timeline(
+        gpu=gpu,
+        process=process,
+        start=work.start,
+        stop=work.stop,
+        name=work.name,
+        stream=work.stream,
+        launched=launched,
+        module=module,
+        operator=operator_name,
+        shape=shape,
+        bytes=work.bytes,
+        texts=capture.texts,
+        modules=modules,
+        class_of=class_of,
+        waits=_interval_pairs(waits),
+        wait_names=[capture.texts[number] for number in waits.name[np.argsort(waits.start, kind="stable")].tolist()],
+        loading=_interval_pairs(loading),
+        collectives=_collectives(capture, work, class_of),
+    )
+    return replace(timeline, steps=whole_steps(_find_steps(capture, timeline, step), timeline, capture.damage))
+
+
+def _class_of(name: str) -> int:
+    if name.startswith(("Memcpy", "Memset")):
+        return COPYING
+    return COMMUNICATING if category_of(name) == COMMUNICATION else COMPUTING
+
+
+def _interval_pairs(rows: Calls | Ranges) -> Times:
+    order = np.argsort(rows.start, kind="stable")
+    return np.column_stack((rows.start[order], rows.stop[order]))
+
+
+def _modules(capture: Capture, process: int, launched: Times, thread: Indices) -> tuple[Indices, list[str]]:
+    """Return the module that launched each kernel, in the backward pass the one of its forward operator.
+
+    Where modules were not recorded, the innermost range of the launching thread.
+    """
+    texts, modules = capture.texts, capture.modules
+    has_modules = len(modules) > 0
+    if has_modules:
+        rows = [
+            (begin, end, thread_number, re.sub(r"_\d+$", "", texts[name].removeprefix("nn.Module: ")))
+            for begin, end, thread_number, name in np.column_stack(tuple(vars(modules).values())).tolist()
+        ]
+    else:
+        ranges = capture.ranges.select(capture.ranges.process == process)
+        is_module = ~capture.is_named(ranges.name, lambda text: _NO_MODULE.match(text) or _LOADER_NAME.search(text))
+        ranges = ranges.select(is_module)
+        columns = (ranges.start, ranges.stop, ranges.thread, ranges.name)
+        rows = [(*row[:3], texts[row[3]]) for row in np.column_stack(columns).tolist()]
+        # Phases are open for every thread.
+        rows += [
+            (begin, end, other, text)
+            for begin, end, thread_number, text in rows
+            if text in STEP_PHASES
+            for other in np.unique(thread).tolist()
+            if other not in (thread_number, -1)
+        ]
+    if not rows:
+        return np.full(len(launched), -1), []
+    nested = Nested([row[:3] for row in rows])
+    innermost = nested.innermost(launched, thread)
+    if has_modules:
+        forward_time, forward_thread = _forward_times(capture, launched, thread)
+        is_backward = (innermost < 0) & (forward_time >= 0)
+        innermost[is_backward] = nested.innermost(forward_time[is_backward], forward_thread[is_backward])
+    labels: dict[str, int] = {}
+    label_of = np.full(len(rows) + 1, -1)
+    for number in np.unique(innermost[innermost >= 0]).tolist():
+        parent = int(nested.parent[number])
+        text = nested.pick(rows, number)[3]
+        if has_modules and parent >= 0:
+            text = f"{nested.pick(rows, parent)[3]}.{text}"
+        label_of[number] = labels.setdefault(text, len(labels))
+    return label_of[innermost], list(labels)
+
+
+def _forward_times(capture: Capture, launched: Times, thread: Indices) -> tuple[Times, Indices]:
+    """Return time and thread of the forward operator of each kernel of the backward pass; -1 for none."""
+    time, thread_of_forward = np.full(len(launched), -1), np.full(len(launched), -1)
+    operations = capture.operations.select(capture.operations.sequence >= 0)
+    is_backward = capture.is_named(operations.name, lambda text: "backward" in text.lower())
+    backward, forward = operations.select(is_backward), operations.select(~is_backward)
+    if not len(backward) or not len(forward):
+        return time, thread_of_forward
+    nested = Nested(np.column_stack((backward.start, backward.stop, backward.thread)).tolist())
+    innermost = nested.innermost(launched, thread)
+    is_inside = innermost >= 0
+    sequence = backward.sequence[nested.order[innermost[is_inside]]]
+    # Of an operator and those that it calls, all of one number, the outermost began first.
+    order = np.lexsort((forward.start, forward.sequence))
+    place = np.minimum(np.searchsorted(forward.sequence[order], sequence), len(order) - 1)
+    first = order[place]
+    matches = forward.sequence[first] == sequence
+    time[is_inside] = np.where(matches, forward.start[first], -1)
+    thread_of_forward[is_inside] = np.where(matches, forward.thread[first], -1)
+    return time, thread_of_forward
+
+
+def _collectives(capture: Capture, work: DeviceWork, class_of: NDArray[np.int8]) -> Collectives:
+    # On a CPU the operators that call Gloo are no collectives.
+    is_call = capture.is_named(work.name, lambda text: text.startswith(("c10d::", "record_param")))
+    index = np.flatnonzero((class_of[work.name] == COMMUNICATING) & ~is_call)
+    records = [
+        capture.collectives.get(number)
+        or capture.called_collectives.get(operation)
+        or CollectiveRecord(collective_kind(capture.texts[name]))
+        for number, operation, name in zip(
+            work.number[index].tolist(), work.operation[index].tolist(), work.name[index].tolist(), strict=True
+        )
+    ]
+    return Collectives(index, records)
+
+
+def _find_steps(capture: Capture, timeline: Timeline, range_name: str | None) -> Steps:
+    names = capture.range_names()
+    if range_name is not None:
+        if range_name not in names:
+            raise UsageError(
+                f"--step '{range_name}': the capture has no range of this name: {choose_from(range_name, names)}"
+            )
+        return _by_ranges(capture, timeline, range_name.__eq__, f"the ranges '{range_name}'")
+    if STEP in names and (steps := _by_ranges(capture, timeline, STEP.__eq__, "the ranges 'step'")).are_found:
+        return steps
+    if any(PROFILER_STEP.match(name) for name in names):
+        steps = _by_ranges(capture, timeline, PROFILER_STEP.match, "those that torch.profiler was told of")
+        if steps.are_found:
+            return steps
+    whole = np.array([[timeline.start[0], timeline.stop.max()]])
+    definition = "none was found, the capture as a whole; --step NAME chooses ranges"
+    return _by_repetition(timeline) or Steps(whole, definition, are_found=False)
+
+
+def _by_ranges(capture: Capture, timeline: Timeline, is_step: Callable[[str], Any], definition: str) -> Steps:
+    """Steps that ranges mark; each ends when its work has run and its range has ended.
+
+    The time from one to the next belongs to the next where torch.profiler marked them, for it has nothing between.
+    """
+    chosen = capture.ranges.select(capture.ranges.process == timeline.process)
+    chosen = chosen.select(capture.is_named(chosen.name, is_step))
+    chosen = chosen.select(np.argsort(chosen.start, kind="stable"))
+    ranges: list[tuple[int, int]] = []
+    numbers: list[int] = []
+    for begin, end, name in np.column_stack((chosen.start, chosen.stop, chosen.name)).tolist():
+        # Those within others are left out. Rounding makes neighbours overlap by a nanosecond.
+        if not ranges or (end > ranges[-1][1] and 2 * begin > sum(ranges[-1])):
+            match = PROFILER_STEP.match(capture.texts[name])
+            numbers.append(int(match[1]) if match else len(ranges))
+            ranges.append((begin, end))
+    if not ranges:
+        return _NO_STEPS
+    are_counted = PROFILER_STEP.match(capture.texts[name]) is not None and len(set(numbers)) == len(numbers)
+    if not are_counted:
+        numbers = list(range(len(ranges)))
+    launched = np.where(timeline.launched < 0, timeline.start, timeline.launched)
+    # What ran before anything that was launched in the steps, and has no launch, was launched before the capture.
+    starts_of_launched = timeline.start[timeline.launched >= ranges[0][0]]
+    is_earlier = (timeline.launched < 0) & (timeline.start < (starts_of_launched[0] if len(starts_of_launched) else 0))
+    launched[is_earlier] = np.minimum(launched[is_earlier], ranges[0][0] - 1)
+    order = np.argsort(launched, kind="stable")
+    ends = np.maximum.accumulate(timeline.stop[order]) if len(order) else order
+    sorted_launches = launched[order]
+
+    def reached(time: int) -> int:
+        """Return the time at which all work launched before this time had run."""
+        count = int(np.searchsorted(sorted_launches, time))
+        return int(ends[count - 1]) if count else time
+
+    bounds: list[tuple[int, int]] = []
+    before = max(ranges[0][0], reached(ranges[0][0]))
+    for place, (begin, end) in enumerate(ranges):
+        after = max(end, reached(end))
+        follows = are_counted and place > 0 and numbers[place] == numbers[place - 1] + 1
+        first = before if follows or not place else max(begin, reached(begin), bounds[-1][1])
+        bounds.append((first, after))
+        before = after
+    low, high = np.searchsorted(sorted_launches, [ranges[0][0], ranges[-1][1]])
+    if high <= low:
+        return _NO_STEPS
+    return Steps(
+        np.array(bounds, np.int64),
+        definition,
+        True,
+        are_counted,
+        tuple(numbers),
+        np.array(ranges, np.int64),
+        len(ranges),
+    )
+
+
+# A step that takes so many times the median holds a pause that no step has, or a time that cannot be.
+_MOST_MEDIANS = 100
+# Less work than this share may lack its launch.
+_LITTLE = 0.05
+
+
+def whole_steps(steps: Steps, timeline: Timeline, damage: Damage) -> Steps:
+    """Return the steps without those that lack work, or that take far longer than the others; all where all do.
+
+    A step after one that lacks work begins at an unknown time, and is left out, too.
+    """
+    count = len(steps.bounds)
+    steps = replace(steps, count=count, numbers=steps.numbers or tuple(range(count)))
+    unlaunched = damage.unlaunched[damage.unlaunched[:, 0] == timeline.process][:, 1]
+    # The time before work without a launch is of an unknown cause, and nothing else.
+    is_little = len(unlaunched) <= _LITTLE * len(timeline.start)
+    if not steps.are_found or not count:
+        return replace(steps, hides_idle_time=damage.hides_times or not is_little)
+    times = damage.lost[damage.lost[:, 0] == timeline.process][:, 1]
+    if len(steps.ranges):
+        # What is launched between two ranges delays the next.
+        begins, ends = np.append(steps.ranges[0, 0], steps.ranges[:-1, 1]), steps.ranges[:, 1]
+    else:
+        begins = np.array([_first_launch(timeline, begin, end) for begin, end in steps.bounds.tolist()])
+        ends = np.append(begins[1:], steps.bounds[-1, 1])
+    is_lossy = _hold(np.column_stack((begins, ends)), times)
+    is_unlaunched = _hold(steps.bounds, unlaunched)
+    if not is_little or not np.all(is_unlaunched | np.append(False, is_unlaunched[:-1])):
+        is_lossy |= is_unlaunched
+    inside = np.searchsorted(timeline.start, steps.bounds)
+    is_empty = inside[:, 1] <= inside[:, 0]
+    is_lossy |= is_empty
+    is_left_out = is_lossy | np.append(False, is_lossy[:-1])
+    length = steps.bounds[:, 1] - steps.bounds[:, 0]
+    remaining = length[~is_left_out] if not is_left_out.all() else length
+    median = float(np.median(remaining))
+    is_long = (length > _MOST_MEDIANS * median) & (count > 2)
+    sentences = []
+    for number in np.flatnonzero(is_long & ~is_left_out)[:3].tolist():
+        sentences.append(
+            f"Step {steps.number(number)} takes {length[number] / 1e6:,.4g} ms, {length[number] / median:,.0f} times "
+            "the median, and is left out."
+        )
+    is_kept = ~is_left_out & ~is_long
+    if not is_kept.any() or damage.hides_idle_time:
+        return replace(steps, hides_idle_time=True)
+    for chosen, reason in (
+        (is_left_out & ~is_empty, "for their idle time cannot be told"),
+        (is_left_out & is_empty, "for no work of theirs is recorded"),
+    ):
+        if chosen.any():
+            listed = _step_list(steps, np.flatnonzero(chosen))
+            sentences.append(f"{int(chosen.sum()):,} of {count:,} steps are left out, {reason}: {listed}.")
+    numbers = tuple(steps.number(place) for place in np.flatnonzero(is_kept).tolist())
+    ranges = steps.ranges[is_kept] if len(steps.ranges) else steps.ranges
+    return replace(steps, bounds=steps.bounds[is_kept], numbers=numbers, ranges=ranges, left_out=tuple(sentences))
+
+
+def _first_launch(timeline: Timeline, begin: int, end: int) -> int:
+    low, high = np.searchsorted(timeline.start, [begin, end])
+    launched = timeline.launched[low:high]
+    return int(launched[launched >= 0].min(initial=end))
+
+
+def _hold(windows: Times, times: Times) -> NDArray[np.bool_]:
+    """Return which of some windows, in their order, hold an instant."""
+    result = np.zeros(len(windows), bool)
+    place = np.searchsorted(windows[:, 0], times, side="right") - 1
+    inside = (place >= 0) & (times < windows[np.maximum(place, 0), 1])
+    result[place[inside]] = True
+    return result
+
+
+def _step_list(steps: Steps, places: Indices) -> str:
+    numbers = [steps.number(place) for place in places.tolist()]
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
+
+
+def _by_repetition(timeline: Timeline) -> Steps | None:
+    """Steps by the shortest period in which kernels repeat that has every name in every period.
+
+    A layer repeats, too, but what stands once a step (the loss, an embedding) is not in every layer.
+    """
+    order = np.argsort(np.where(timeline.launched < 0, timeline.start, timeline.launched), kind="stable")
+    order = order[timeline.class_of[timeline.name[order]] == COMPUTING]
+    sequence = timeline.name[order]
+    counts = np.bincount(sequence)
+    rarest = np.argsort(np.where(counts > 1, counts, np.iinfo(np.int64).max), kind="stable")
+    tried: set[int] = set()
+    for name in rarest[:40].tolist():
+        if counts[name] < 2:
+            break
+        places = np.flatnonzero(sequence == name)
+        period = int(np.median(np.diff(places)))
+        # A step has four kernels at least.
+        if period in tried or period < 4 or 2 * period > len(sequence):
+            continue
+        tried.add(period)
+        if np.mean(sequence[period:] == sequence[:-period]) < 0.97:
+            continue
+        first = int(places[0])
+        # From the first place on which everything repeats.
+        whole = (len(sequence) - first) // period
+        used = np.unique(sequence[first : first + whole * period])
+        rows = sequence[first : first + whole * period].reshape(whole, period)
+        if whole < 2 or any(not np.all(np.any(rows == name_in_period, axis=1)) for name_in_period in used.tolist()):
+            continue
+        if len(used) < (counts > 0).sum():
+            continue
+        begins = timeline.start[order[first + period * np.arange(whole)]]
+        after = first + whole * period
+        end = timeline.start[order[after]] if after < len(order) else timeline.stop[order[first:after]].max()
+        edges = np.append(begins, max(end, begins[-1] + 1))
+        if np.any(np.diff(edges) <= 0):
+            continue
+        return Steps(
+            np.column_stack((edges[:-1], edges[1:])), f"by repetition, the same {period:,} kernels {whole} times"
+        )
+    return None

@@ -1,0 +1,268 @@
+"""Captures that are not whole: each damage is counted and said, and no verdict follows from what is missing."""
+
+import json
+import random
+import re
+import zipfile
+
+import pytest
+from profile_files import ChromeTrace, NsysReport
+
+from cs336sys.capture.reading import open_capture, read_captures
+from cs336sys.capture.summary import summarize
+from cs336sys.errors import UsageError
+from cs336sys.report.profile.verdict import verdict
+
+KERNELS = ("sm90_gemm", "vectorized_elementwise_kernel<4>", "softmax", "reduce_kernel<512>", "triton_poi", "adam")
+STEPS = 8
+
+
+def whole_events(*, waits: bool = True) -> list[dict]:
+    """Steps of 24 kernels of 60 us that follow each other, launched in 3 us each."""
+    source = random.Random(0)
+    trace = ChromeTrace(None)
+    cpu = gpu = 90_000_000_000
+    for step in range(STEPS):
+        begin = cpu
+        for number in range(4 * len(KERNELS)):
+            start, length = max(gpu + 1000, cpu + 5000), round(60_000 * source.gauss(1, 0.02))
+            trace.kernel(KERNELS[number % len(KERNELS)], cpu, start, start + length)
+            trace.events[-2]["name"] = "cudaLaunchKernel"
+            gpu, cpu = start + length, cpu + 3000
+        end = cpu
+        if waits:
+            trace.event("cuda_runtime", "cudaDeviceSynchronize", cpu, gpu + 3000, 1)
+            cpu = end = gpu + 4000
+        trace.range(f"ProfilerStep#{step}", begin - 1000, end - 500)
+        cpu += 2000
+    return trace.events
+
+
+def kernels(events):
+    return [event for event in events if event.get("cat") == "kernel"]
+
+
+def launches(events):
+    return [event for event in events if event["name"] == "cudaLaunchKernel"]
+
+
+def sampled(rows, share=0.05):
+    return random.Random(1).sample(rows, max(1, int(share * len(rows))))
+
+
+def drop(events, rows):
+    gone = set(map(id, rows))
+    events[:] = [event for event in events if id(event) not in gone]
+
+
+def change(rows, **values):
+    for row in rows:
+        row.update({name: value(row[name]) if callable(value) else value for name, value in values.items()})
+
+
+def renumber(rows, number):
+    for row in rows:
+        row["args"]["correlation"] = number(row["args"]["correlation"])
+
+
+def pause(events):
+    begin = next(event["ts"] for event in events if event["name"] == "ProfilerStep#5")
+    change([event for event in events if event.get("ts", 0) > begin], ts=lambda ts: ts + 4e5)
+    change([event for event in events if event.get("ts", 0) == begin], dur=lambda dur: dur + 4e5)
+
+
+# What is done to a whole capture, and how its verdict begins.
+DAMAGE = {
+    "kernels lost": (lambda e: drop(e, sampled(kernels(e))), "9 of 192 launches have no kernel: the profiler lost"),
+    "kernels lost first": (lambda e: drop(e, kernels(e)[:48]), "48 of 192 launches have no kernel"),
+    "kernels lost last": (lambda e: drop(e, kernels(e)[-30:]), "30 of 192 launches have no kernel"),
+    "kernels lost everywhere": (lambda e: drop(e, kernels(e)[::9]), "22 of 192 launches have no kernel"),
+    "launches lost": (lambda e: drop(e, launches(e)[30:50]), "20 of 192 kernels and copies have no launch"),
+    "half at 0": (lambda e: change(e[len(e) // 2 :], ts=0.0, dur=0.0), "201 of 400 events are at times"),
+    "one far away": (lambda e: change(kernels(e)[70:71], ts=9e14), "1 of 400 events are at times"),
+    "overrun": (lambda e: change(kernels(e)[70:71], dur=1.6e6), "1 of 192 kernels and copies end after a call"),
+    "overlap": (lambda e: change(kernels(e)[70:71], dur=lambda dur: 4 * dur), "1 of 192 kernels and copies overlap"),
+    "wrong unit": (lambda e: change(kernels(e), dur=lambda dur: 1e3 * dur), "192 of 192 kernels and copies end after"),
+    "negative": (lambda e: change(kernels(e)[70:71], dur=-5), "1 event left out"),
+    "no number": (lambda e: change(kernels(e)[70:71], ts=float("nan")), "1 event left out"),
+    "infinite": (lambda e: change(kernels(e)[70:71], dur=float("inf")), "1 event left out"),
+    "no time": (lambda e: kernels(e)[70].pop("ts"), "1 event left out"),
+    "no length": (lambda e: kernels(e)[70].pop("dur"), "1 event left out"),
+    "text": (lambda e: change(kernels(e)[70:71], ts="now"), "1 event left out"),
+    "numbers wrap": (lambda e: renumber(kernels(e) + launches(e), lambda n: n % 24), "Launch numbers are not unique"),
+    "numbers shared": (lambda e: renumber(kernels(e)[70:71], lambda n: n - 40), "Launch numbers are not unique"),
+    "numbers lost": (lambda e: renumber(sampled(kernels(e)), lambda n: None), "9 of 192 launches have no kernel"),
+    "recorded twice": (lambda e: e.extend([dict(k) for k in kernels(e)[:50]]), "50 of 242 kernels and copies are rec"),
+    "before launches": (lambda e: change(kernels(e), ts=lambda ts: ts - 5000), "192 of 192 kernels and copies begin"),
+    "one before its launch": (
+        lambda e: change(kernels(e)[70:71], ts=lambda ts: ts - 2e4),
+        "1 of 192 kernels and copies b",
+    ),
+    "clock late": (lambda e: change(kernels(e), ts=lambda ts: ts + 5000), "192 of 192 kernels and copies end after a"),
+    "pause": (pause, "Step 5 takes 401.5 ms, 273 times the median"),
+    "step lost": (lambda e: drop(e, [r for r in e if r["name"] == "ProfilerStep#3"]), "The GPU computes"),
+    "step without work": (
+        lambda e: drop(e, kernels(e)[48:72] + launches(e)[48:72]),
+        "1 of 8 steps are left out, for their idle time cannot be told: 3.",
+    ),
+}
+
+
+def read_events(path, events):
+    path.write_text(json.dumps({"traceEvents": events}))
+    (analysis,) = read_captures([path]).analyses
+    return analysis, verdict(analysis)
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return {waits: read_events(folder / "whole.json", whole_events(waits=waits))[0] for waits in (True, False)}
+
+
+def test_a_whole_capture_is_whole(truth):
+    for analysis in truth.values():
+        assert (analysis.damage, analysis.is_idle_known) == ((), True)
+        assert len(analysis.step_ms) == STEPS
+        assert analysis.share("computing") > 0.97
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_said_first_and_decides_nothing(tmp_path, truth, name):
+    damage, beginning = DAMAGE[name]
+    events = whole_events()
+    damage(events)
+    analysis, sentences = read_events(tmp_path / "damaged.json", events)
+    assert sentences[0].startswith(beginning)
+    if analysis.is_idle_known:
+        assert analysis.median_step_ms == pytest.approx(truth[True].median_step_ms, rel=0.05)
+        assert analysis.share("computing") == pytest.approx(truth[True].share("computing"), abs=0.02)
+        assert not re.search(r"waits for the GPU|for the CPU|between kernels", " ".join(sentences))
+    else:
+        assert "Idle time cannot be told" in sentences[-1]
+
+
+def test_a_kernel_overruns_the_next_of_its_stream_without_any_wait(tmp_path, truth):
+    events = whole_events(waits=False)
+    change(kernels(events)[70:71], dur=1.6e6)
+    analysis, sentences = read_events(tmp_path / "t.json", events)
+    assert sentences[0].startswith("1 of 192 kernels and copies overlap others of their stream")
+    assert analysis.median_step_ms == pytest.approx(truth[False].median_step_ms, rel=0.05)
+
+
+def test_kernels_that_were_launched_to_begin_early_may_overlap(tmp_path):
+    events = whole_events()
+    change(launches(events), name="cudaLaunchKernelExC")
+    change(kernels(events), dur=lambda dur: dur + 5)
+    assert read_events(tmp_path / "t.json", events)[0].damage == ()
+
+
+def test_launches_that_a_graph_records_have_no_kernels(tmp_path):
+    trace = ChromeTrace(None)
+    trace.events = whole_events()
+    first = trace.events[1]["ts"] * 1e3
+    trace.event("cuda_runtime", "cudaStreamBeginCapture", first - 900_000, first - 890_000, 1)
+    for number in range(5):
+        at = first - 880_000 + 10_000 * number
+        trace.event("cuda_runtime", "cudaLaunchKernel", at, at + 2000, 1, correlation=10_000 + number)
+    trace.event("cuda_runtime", "cudaStreamEndCapture", first - 500_000, first - 490_000, 1)
+    assert read_events(tmp_path / "t.json", trace.events)[0].damage == ()
+
+
+TEXTS = {
+    "no bracket": (lambda text: text[text.index("[") : text.rindex("]")], ()),
+    "escape": (lambda text: text.replace("softmax", r"so\ft\max", 3), ()),
+    "control": (lambda text: text.replace("softmax", "soft\x01max", 3), ()),
+    "garbage": (lambda text: text.replace("}}, {", "}}, {]}, {", 1), ("1 event left out",)),
+    "cut": (lambda text: text[: 2 * len(text) // 3], ("The file ends within its events", "1 event left out")),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_damaged_text_costs_the_event_and_not_the_file(tmp_path, truth, name):
+    damage, beginnings = TEXTS[name]
+    path = tmp_path / "t.json"
+    path.write_text(damage(json.dumps({"traceEvents": whole_events()})))
+    (analysis,) = read_captures([path]).analyses
+    for sentence, beginning in zip(analysis.damage, beginnings, strict=False):
+        assert sentence.startswith(beginning)
+    assert bool(analysis.damage) == bool(beginnings)
+    assert analysis.median_step_ms == pytest.approx(truth[True].median_step_ms, rel=0.05)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_marks_of_the_encoding_are_read(tmp_path, encoding):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": whole_events()}), encoding=encoding)
+    assert len(read_captures([path]).analyses[0].step_ms) == STEPS
+
+
+def test_a_zipped_trace_is_read(tmp_path):
+    path = tmp_path / "t.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("t.json", json.dumps({"traceEvents": whole_events()}))
+    assert len(read_captures([path]).analyses[0].step_ms) == STEPS
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("other.json", "{}")
+    with pytest.raises(UsageError, match="is a zip archive of 2 files"):
+        open_capture(path)
+
+
+def test_numbers_beyond_64_bits_cost_their_event(tmp_path):
+    events = whole_events()
+    kernels(events)[70]["args"]["device"] = 10**30
+    kernels(events)[71]["args"]["correlation"] = 10**30
+    analysis, sentences = read_events(tmp_path / "t.json", events)
+    assert sentences[0].startswith("2 events left out")
+    assert analysis.totals["events"] == 190
+
+
+def test_begins_and_ends_are_events(tmp_path, truth):
+    events = whole_events()
+    for event in [event for event in events if event["ph"] == "X"]:
+        begin = {name: value for name, value in event.items() if name != "dur"} | {"ph": "B"}
+        events += [begin, {"ph": "E", "pid": event["pid"], "tid": event["tid"], "ts": event["ts"] + event["dur"]}]
+        event["ph"] = "I"
+    analysis, _ = read_events(tmp_path / "t.json", events)
+    assert analysis.step_ms == pytest.approx(truth[True].step_ms, rel=0.01)
+
+
+def test_an_export_of_nsys_is_checked_alike(tmp_path):
+    report = NsysReport(tmp_path / "r.sqlite")
+    report.range("forward", 0, 2000)
+    for number in range(10):
+        report.kernel("gemm", 10 * number, 100 + 100 * number, 190 + 100 * number)
+    report.database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = -1 WHERE rowid = 3")
+    report.database.execute(f"UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = {-(2**63)}, end = {2**62} WHERE rowid = 8")
+    report.database.execute("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE rowid > 8")
+    path = report.write()
+    profile = summarize(open_capture(path))
+    assert profile.damage == (
+        "2 events left out: no JSON, or without a time that can be.",
+        "4 of 10 launches have no kernel: the profiler lost them.",
+    )
+    assert not profile.is_idle_known
+    assert "Idle time cannot be told" in verdict(read_captures([path]).analyses[0])[-1]
+
+
+def test_newer_tables_of_nsys_are_read(tmp_path):
+    report = NsysReport(tmp_path / "r.sqlite")
+    report.range("forward", 0, 1000)
+    report.kernel("gemm", 10, 100, 200)
+    for table in ("NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_KERNEL"):
+        report.database.execute(f"ALTER TABLE {table} RENAME TO {table}_V3")
+    assert [(row.name, row.kernels) for row in summarize(open_capture(report.write())).phases] == [("forward", 1)]
+
+
+@pytest.mark.parametrize(
+    ("event", "sentence"),
+    [
+        ({"ph": "X", "pid": 1, "tid": 2, "ts": 0, "dur": 5, "name": "dot", "args": {"hlo_op": "dot"}}, "trace of JAX"),
+        ({"ph": "X", "cat": "cuda_profiler_range", "ts": 0, "dur": 5, "name": "gemm"}, "CUPTI's counters"),
+    ],
+)
+def test_captures_that_hold_no_times_of_kernels_are_named(tmp_path, event, sentence):
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps([event]))
+    with pytest.raises(UsageError, match=sentence):
+        open_capture(path)

@@ -1,0 +1,192 @@
+"""Several ranks together: clocks, collectives, waiting, and who holds the others up."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from rank_captures import KERNEL_NS, LAYERS, TRANSFER_NS, write_ranks
+
+from cs336sys.capture.analysis import Analysis
+from cs336sys.capture.ranks import RanksFound, _upper_tail, find_stragglers
+from cs336sys.capture.reading import read_captures
+from cs336sys.errors import UsageError
+from cs336sys.report.profile.verdict import several
+
+DATA = Path(__file__).parent / "data"
+
+
+def answer_of(read):
+    return find_stragglers(read.analyses, read.ranks.matching)
+
+
+@pytest.fixture(scope="module")
+def with_straggler(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    return read_captures(write_ranks(folder, straggler=5, seed=1)), folder
+
+
+def test_the_straggler_is_found_with_what_it_does_longer(with_straggler):
+    (straggler,) = answer_of(with_straggler[0]).stragglers
+    assert straggler.label == "rank 5"
+    assert straggler.percent == pytest.approx(1.0, abs=0.3)
+    assert "matmul" in straggler.why
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_rank_is_named_where_all_are_equal(tmp_path, seed):
+    answer = answer_of(read_captures(write_ranks(tmp_path, seed=seed)))
+    assert (answer.stragglers, answer.why_unknown) == ((), "")
+    assert answer.unseen_percent < 1
+
+
+def test_clocks_are_aligned_by_the_ends_of_collectives(with_straggler):
+    ranks = with_straggler[0].ranks
+    assert ranks.matching.matched == 10 * LAYERS
+    # They end within 3 us of each other.
+    assert ranks.clocks.error_ns < 3000
+    assert max(abs(ranks.clocks.drift)) > 1e-6
+
+
+def test_time_in_collectives_is_waiting_and_transfer(with_straggler):
+    for one in with_straggler[0].analyses:
+        (row,) = one.collectives
+        assert (row.kind, row.count, row.bytes, row.ranks) == ("all_reduce", 10 * LAYERS, 10**8, 8)
+        assert (row.ms - row.waiting_ms) / row.count == pytest.approx(TRANSFER_NS / 1e6, rel=0.05)
+        assert one.mean("waiting for ranks") + one.mean("communication alone") == pytest.approx(row.ms / 10, rel=0.01)
+    waiting = [one.collectives[0].waiting_ms for one in with_straggler[0].analyses]
+    assert min(waiting) == waiting[5]
+    assert one.mean("computing") == pytest.approx(LAYERS * KERNEL_NS / 1e6, rel=0.01)
+
+
+def test_recorded_sequence_numbers_match_collectives_of_captures_that_begin_apart(tmp_path):
+    paths = write_ranks(tmp_path, ranks=2, steps=6, sequence=True, noise=0.02)
+    document = json.loads(paths[1].read_text())
+    # The second rank's capture lacks the first step.
+    first = min(event["ts"] for event in document["traceEvents"] if event["name"] == "ProfilerStep#1")
+    document["traceEvents"] = [event for event in document["traceEvents"] if event["ts"] >= first]
+    paths[1].write_text(json.dumps(document))
+    ranks = read_captures(paths).ranks
+    assert (ranks.matching.matched, ranks.matching.notes) == (5 * LAYERS, ())
+    assert ranks.clocks.error_ns < 3000
+
+
+def test_steps_are_matched_by_their_numbers(tmp_path):
+    paths = write_ranks(tmp_path, ranks=4, steps=8, straggler=2)
+    document = json.loads(paths[1].read_text())
+    first = min(event["ts"] for event in document["traceEvents"] if event["name"] == "ProfilerStep#2")
+    document["traceEvents"] = [event for event in document["traceEvents"] if event["ts"] >= first]
+    paths[1].write_text(json.dumps(document))
+    read = read_captures(paths)
+    assert read.analyses[1].step_numbers == tuple(range(2, 8))
+    assert read.ranks.clocks.error_ns < 3000
+    assert [straggler.label for straggler in answer_of(read).stragglers] == ["rank 2"]
+
+
+def test_a_missing_rank_is_named_and_may_be_the_straggler(tmp_path):
+    paths = write_ranks(tmp_path, ranks=4, straggler=2, excess=0.1)
+    others = read_captures([path for number, path in enumerate(paths) if number != 2])
+    assert others.ranks.matching.missing == "rank 2 of 4 has no file"
+    assert answer_of(others).why_unknown.startswith("rank 2 of 4 has no file")
+    assert others.ranks.matching == RanksFound.from_json(json.loads(json.dumps(others.ranks.matching.to_json())))
+    sentences = several(others.analyses, others.ranks.matching, answer_of(others))
+    assert sentences[0] == "Rank 2 of 4 has no file: waiting for ranks is a lower bound."
+    assert sentences[1].startswith("Cannot tell whether a rank holds the others up, because rank 2 of 4 has no file")
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_one_or_two_steps_allow_no_test(tmp_path, steps):
+    read = read_captures(write_ranks(tmp_path, ranks=4, steps=steps, straggler=2, excess=0.2))
+    assert answer_of(read).stragglers == ()
+    assert re.search(r"too few to tell .* rank 2 takes 1[567]\.\d % longer", answer_of(read).why_unknown)
+
+
+def test_ranks_that_are_slow_alike_are_all_named(tmp_path):
+    read = read_captures(write_ranks(tmp_path, ranks=6, straggler=(1, 4)))
+    assert {straggler.label for straggler in answer_of(read).stragglers} == {"rank 1", "rank 4"}
+
+
+def test_ranks_that_an_earlier_version_saved_are_answered(with_straggler):
+    read, _ = with_straggler
+    saved = RanksFound.from_json({"matched": 60, "error_us": 1.0, "notes": []})
+    analyses = [Analysis.from_json(_earlier(analysis)) for analysis in read.analyses]
+    assert [straggler.label for straggler in find_stragglers(analyses, saved).stragglers] == ["rank 5"]
+
+
+def _earlier(analysis):
+    record = json.loads(json.dumps(analysis.to_json()))
+    return {name: value for name, value in record.items() if name not in ("step_numbers", "damage", "is_idle_known")}
+
+
+def test_the_last_stage_of_a_balanced_pipeline_is_no_straggler():
+    answer = answer_of(read_captures([DATA / "pipeline_balanced"]))
+    assert (answer.stragglers, answer.why_unknown) == ((), "")
+
+
+def test_numbers_in_names_are_sorted_by_their_value(tmp_path):
+    paths = write_ranks(tmp_path, ranks=12, steps=4, straggler=2, excess=0.1)
+    folder = tmp_path / "renamed"
+    folder.mkdir()
+    for rank, path in enumerate(paths):
+        document = json.loads(path.read_text())
+        del document["distributedInfo"]
+        (folder / f"176-TP-{rank}-DP-0.json").write_text(json.dumps(document))
+    (straggler,) = answer_of(read_captures([folder])).stragglers
+    assert (straggler.label, straggler.file) == ("rank 2", "176-TP-2-DP-0.json")
+
+
+def test_clocks_that_are_known_less_well_than_the_waits_tell_no_waits(tmp_path):
+    paths = write_ranks(tmp_path, ranks=4, straggler=2, excess=0.02)
+    source = random.Random(0)
+    for path in paths:
+        document = json.loads(path.read_text())
+        for event in document["traceEvents"]:
+            if "nccl" in event["name"]:
+                event["dur"] += source.uniform(0, 600)
+        path.write_text(json.dumps(document))
+    read = read_captures(paths)
+    assert read.ranks.matching.why_no_waits
+    assert all("waiting for ranks" not in analysis.parts for analysis in read.analyses)
+    assert answer_of(read).stragglers == ()
+
+
+def test_the_identifier_of_a_collective_matches_it(tmp_path):
+    paths = write_ranks(tmp_path, ranks=2, steps=4, sequence=True)
+    for path in paths:
+        document = json.loads(path.read_text())
+        for event in document["traceEvents"]:
+            if "Seq" in event.get("args", {}):
+                event["args"]["Comms Id"] = str(1000 + event["args"].pop("Seq"))
+        path.write_text(json.dumps(document))
+    found = read_captures(paths).ranks.matching
+    assert (found.matched, found.notes) == (4 * LAYERS, ())
+
+
+def test_ranks_are_those_of_the_files_and_else_of_their_names(tmp_path):
+    paths = write_ranks(tmp_path, ranks=2, steps=4)
+    assert [one.label for one in read_captures(paths[::-1]).analyses] == ["rank 0", "rank 1"]
+    document = json.loads(paths[1].read_text())
+    document["distributedInfo"]["rank"] = 0
+    paths[1].write_text(json.dumps(document))
+    with pytest.raises(UsageError, match=r"trace_0.json and .*trace_1.json are both of rank 0"):
+        read_captures(paths)
+    named = [path.rename(tmp_path / f"run-rank{3 - number}.json") for number, path in enumerate(paths)]
+    found = read_captures(named)
+    assert ([one.label for one in found.analyses], found.notes) == (
+        ["rank 2", "rank 3"],
+        ("ranks by the names of the files",),
+    )
+
+
+def test_a_folder_is_its_captures(with_straggler, tmp_path):
+    assert len(read_captures([with_straggler[1]]).analyses) == 8
+    with pytest.raises(UsageError, match="is a folder without captures"):
+        read_captures([tmp_path])
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 9, 30])
+@pytest.mark.parametrize("t", [0.0, 0.5, 2.0, 6.0])
+def test_the_tail_is_that_of_students_t(degrees, t):
+    stats = pytest.importorskip("scipy.stats")
+    assert _upper_tail(degrees, t) == pytest.approx(stats.t.sf(t, degrees), rel=1e-9, abs=1e-13)
