@@ -25,7 +25,7 @@ LAYERS = (
         "accounting",
     },
     {"kernels", "parallel", "measure", "cuda_graphs"},
-    {"board", "capture"},
+    {"board", "capture", "parity"},
     {"experiments"},
     {"report"},
     {"commands"},
@@ -70,7 +70,7 @@ SHARED_AMONG_SIBLINGS = {
         f"experiments.{name}"
         for name in (
             "bench",
-            *("checks", "checks.step", "checks.weights"),
+            *("checks", "checks.few_blocks", "checks.step"),
             # Steps with checkpoints, and their memory by a dry run, which tune measures and predicts, too.
             *("memory.prediction", "memory.step"),
             *("flop_counting", "models", "optimizers", "own_kernels", "training", "user_models"),

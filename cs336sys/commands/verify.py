@@ -23,7 +23,9 @@ from cs336sys.workload.verification import CASES, GRADIENTS, SEQUENCES, SMALL, W
 class VerifiedModelOptions(options.SharedModelOptions):
     """Options for the model whose training is compared."""
 
-    size: Annotated[Sequence[str], choice(options.SIZES, "As of bench. Default: 2 blocks of width 32.")] = ()
+    size: Annotated[
+        Sequence[str], choice(options.SIZES, "As of bench, of short texts. Default: 2 blocks of width 32.")
+    ] = ()
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,10 @@ def _training(model: VerifiedModelOptions, run: options.RunOptions, ranks: int) 
     settings = asdict(model)
     if not model.size:
         settings["size"] = ["tiny"]
-        for setting, value in SMALL.items():
-            settings[setting] = settings[setting] or ([value] if setting == "context" else value)
+    # A size names the model alone: what a wrap forgets does not depend on how long texts are, or how many words.
+    for name, value in SMALL.items():
+        if not model.size or name in ("context", "vocab_size"):
+            settings[name] = settings[name] or ([value] if name == "context" else value)
     settings["batch_size"] = settings["batch_size"] or [SEQUENCES * ranks]
     precision, steps = options.PrecisionOptions(["fp32"]), options.StepsOptions([0], 1)
     implementation = options.ImplementationOptions()

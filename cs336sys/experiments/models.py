@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
-from cs336sys.experiments.checks.weights import plainly_trained
 from cs336sys.experiments.optimizers import require_kernels
 from cs336sys.kernels.attention import flash_attention, wait_until_compiled
+from cs336sys.parity.weights import plainly_trained
 from cs336sys.sizes import choose_size
 from cs336sys.workload import Workload
 from cs336sys.workload.course_package import course_package

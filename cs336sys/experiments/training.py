@@ -18,12 +18,12 @@ from cs336sys.accounting.fused import BLOCKS_BESIDE
 from cs336sys.cuda_graphs import WARM_UP_STEPS, CudaRecorder, GraphedStep, Recorder
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
-from cs336sys.experiments.checks.weights import STEPS
 from cs336sys.experiments.models import blocks_of, build_model, make_batch
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.measure.cells import Progress
 from cs336sys.measure.device import DTYPES
 from cs336sys.measure.timing import time_phases
+from cs336sys.parity.weights import STEPS
 from cs336sys.results.model import Samples
 from cs336sys.workload import PHASES_OF_MODE, Workload
 

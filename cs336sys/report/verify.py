@@ -27,6 +27,7 @@ _CASE_COLUMNS = (
     Column("verdict", "verdict"),
     Column("relative_difference", "off, relative"),
     Column("farthest", "what is farthest off"),
+    Column("not_compared", "not compared"),
     Column("reason", "why"),
 )
 

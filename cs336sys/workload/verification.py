@@ -25,6 +25,8 @@ CASES = {
     "late": "one rank is late by 100 ms before its collectives, then another",
     "start": "the ranks start with different weights",
     "dropout": "dropout masks of the ranks",
+    "groups": "the optimizer's groups, and the shapes that it sees",
+    "order": "every rank's collectives where one rank alone meets a condition",
     "save": "state dicts saved and loaded after two steps",
     "save-dcp": "torch.distributed.checkpoint, saved and loaded after two steps",
     "save-ranks": "saved, and loaded by another number of ranks",

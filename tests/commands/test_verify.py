@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 import cs336sys
 from cs336sys.cli import app
+from cs336sys.commands.options.training import RunOptions
+from cs336sys.commands.verify import VerificationOptions, VerifiedModelOptions
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
@@ -64,12 +66,23 @@ def test_a_test_of_somebody_reads_the_verdict_and_the_report(summed):
     assert "(not averaged, mine.py, line 7)" in result.report
 
 
-def test_cases_of_a_model_that_fails_in_one_process_are_not_run(tmp_path):
+def test_error_of_the_users_model_is_said_once(tmp_path):
     (tmp_path / "broken.py").write_text("def build(size): return size.nothing\n")
-    arguments = ["--model", f"{tmp_path}/broken.py:build", "--wrap", "ddp", "--case", "step,save,run"]
+    arguments = ["--model", f"{tmp_path}/broken.py:build", "--wrap", "ddp,naive", "--case", "save,step"]
     verify, *_ = json.loads(invoke(*arguments, "--device", "cpu", "--format", "json").stdout)["tables"]
-    assert [row["verdict"] for row in verify["rows"]] == ["error", "refused", "refused"]
-    assert {row["reason"] for row in verify["rows"][1:]} == {"not run: the plain step fails"}
+    assert [row["verdict"] for row in verify["rows"]] == ["error", "refused", "refused", "refused"]
+    others = {row["reason"] for row in verify["rows"][1:]}
+    assert others == {"not run: the model or its loss fails in one process, see the first case"}
+
+
+def test_a_size_names_the_model_alone_and_leaves_texts_short():
+    def size_of(**settings):
+        model = VerifiedModelOptions(size=["tiny"], **settings)
+        (workload,) = VerificationOptions(wrap=["ddp"], case=["step"]).workloads(model, RunOptions())
+        return workload.training.size
+
+    assert (size_of().d_model, size_of().context, size_of().vocab_size) == (128, 16, 64)
+    assert (size_of(context=[32]).context, size_of(vocab_size=100).vocab_size) == (32, 100)
 
 
 @pytest.mark.nightly

@@ -24,6 +24,7 @@ from cs336sys.experiments.training import TrainStep, training_warnings
 from cs336sys.experiments.user_models.loading import user_folders
 from cs336sys.kernels.adamw import AdamW
 from cs336sys.measure.cells import guarded
+from cs336sys.parity.weights import STEPS
 from cs336sys.results.model import Samples
 from cs336sys.sizes import choose_size
 from cs336sys.workload import MemoryWorkload, UserCode, Workload
@@ -110,20 +111,30 @@ def test_gradient_that_is_zero_but_for_rounding_is_not_wrong():
     assert note.startswith("1 of 8 parameters (key.bias) are off by more than 0.1 %")
 
 
-def test_wrong_gradient_is_not_explained_by_rounding(monkeypatch):
-    write = AdamW.step
+def test_wrong_update_is_not_explained_by_rounding(monkeypatch):
+    """The last update of one weight is left out, so that no other parameter is off but for rounding."""
+    write, moved, planted = AdamW.step, [], {}
 
-    def step_without_query(self, closure=None):
+    def step_without_last_query(self, closure=None):
         query = self.param_groups[0]["params"][1]
         before = query.detach().clone()
+        planted.setdefault("start", before)
         write(self, closure)
-        query.data.copy_(before)
+        moved.append(query.detach() - before)
+        if len(moved) == steps:
+            query.data.copy_(before)
+            planted["percent"] = 100 * moved[-1].norm() / (before + moved[-1] - planted["start"]).norm()
 
-    monkeypatch.setattr(AdamW, "step", step_without_query)
+    monkeypatch.setattr(AdamW, "step", step_without_last_query)
     cell = workload("KeyBias", optimizer="adamw", device=DEVICE.type)
-    _, wrong = step.check_training(cell, DEVICE, lambda stage: None)
+    plain = TrainStep(cell, DEVICE)
+    names = [name for name, _ in plain.model.named_parameters()]
+    steps = plain.warmup_of_capture + STEPS
+    checked, wrong = step.check_training(cell, DEVICE, lambda stage: None)
     assert wrong.status == "wrong"
-    assert wrong.reason.startswith("with our kernels: after 5 steps ")
+    assert wrong.reason.startswith(f"with our kernels: after 5 steps {names[1]} is off by ")
+    assert checked.off.parameter == names[1] == "query.weight"
+    assert 100 * checked.off.relative == pytest.approx(planted["percent"].item(), rel=1e-3)
 
 
 def test_error_of_our_kernels_is_not_put_down_to_the_users_file(monkeypatch):

@@ -10,21 +10,20 @@ from torch import Tensor, nn
 
 from cs336sys.cuda_graphs import require_graphs
 from cs336sys.experiments import user_models
-from cs336sys.experiments.checks.weights import (
-    OPTIMIZER_SETTINGS,
-    STEPS,
-    Comparison,
-    WeightDifference,
-    farthest,
-    plainly_trained,
-    rounding_note,
-    tolerance,
-)
 from cs336sys.experiments.models import build_compared_model, build_model
 from cs336sys.experiments.optimizers import build_optimizer, choose_optimizer
 from cs336sys.experiments.training import TrainStep, train_for_check
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import free_gpu_memory
+from cs336sys.parity.rounding import tolerance
+from cs336sys.parity.weights import (
+    OPTIMIZER_SETTINGS,
+    STEPS,
+    Comparison,
+    WeightDifference,
+    plainly_trained,
+    rounding_note,
+)
 from cs336sys.workload import Workload
 
 # Replayed steps may be this many times as far from launched ones as those are from the same steps launched again; and
@@ -42,9 +41,6 @@ _ROUNDED = 0.01
 
 # The name of a step's loss among the weights that are compared, before the step's number.
 _LOSS = "the loss of step "
-
-# Blocks that are checked for what looks into steps: with two, a norm also computes the addition that ends a block.
-_FEW_BLOCKS = 2
 
 
 @dataclass(frozen=True)
@@ -71,35 +67,6 @@ class Checked:
             if other is not None:
                 columns[f"{name}_difference_percent"] = 100 * other.relative
         return columns
-
-
-# What was found for steps that are looked into in several ways.
-_of_few_blocks: dict[Workload, tuple[Checked | None, Outcome | None]] = {}
-
-
-def check_few_blocks(workload: Workload, device: torch.device, progress: Progress) -> tuple[list[str], Outcome | None]:
-    """:func:`check_training` of a model of few blocks, before a step of ours is looked into by what compares nothing.
-
-    Returns:
-        what was compared, in words, nothing where nothing is ours; and a ``wrong`` outcome if rounding does not explain
-        what was found.
-    """
-    workload = replace(workload, warmup=0, steps=1)
-    if workload.is_ours:
-        few = min(_FEW_BLOCKS, workload.size.num_layers)
-        workload = replace(workload, size=replace(workload.size, num_layers=few))
-    if workload not in _of_few_blocks:
-        _of_few_blocks[workload] = check_training(workload, device, progress)
-    checked, wrong = _of_few_blocks[workload]
-    if checked is None:
-        return [], wrong
-    off = checked.off
-    blocks = f"{off.num_layers} block{'s' if off.num_layers > 1 else ''}"
-    return [
-        f"checked first, {blocks} against PyTorch's operations: after {STEPS} steps off by at most "
-        f"{100 * off.relative:.2g} % ({off.parameter})",
-        *off.notes,
-    ], wrong
 
 
 def check_training(
@@ -276,7 +243,7 @@ def _apart(
             del trained
             _free_memory(device)
     explained = comparison.explained(lambda name: [other[name] for other in others if name in other])
-    difference = farthest(comparison.distances, workload.size.num_layers, explained)
+    difference = comparison.farthest(workload.size.num_layers, explained)
     if not explained:
         return difference
     return replace(difference, notes=(rounding_note(explained, len(comparison.distances) - len(losses), allowed),))

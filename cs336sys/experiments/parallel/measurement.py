@@ -17,7 +17,6 @@ from torch import Tensor
 
 from cs336sys.accounting.communication import AlphaBeta, exposed_communication, fit_alpha_beta
 from cs336sys.accounting.hardware import impossible_utilization, model_flops_utilization, peak_tflops
-from cs336sys.experiments.checks.weights import STEPS
 from cs336sys.experiments.flop_counting import count_step
 from cs336sys.experiments.models import initializer_of
 from cs336sys.experiments.parallel.communication import StepShares, profile_shares
@@ -38,6 +37,7 @@ from cs336sys.experiments.user_models import hidden_warnings, why_built_whole
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device, peak_memory_gib, reset_peak_memory
 from cs336sys.parallel.ranks import launch
+from cs336sys.parity.weights import STEPS
 from cs336sys.results.model import Samples, configuration_key
 from cs336sys.workload import FULLY_SHARDED, SHARD_STRATEGIES, ParallelWorkload, bucket_name
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from cs336sys.experiments.checks.weights import OPTIMIZER_SETTINGS, plainly_trained
 from cs336sys.experiments.models import blocks_of, build_by_layers, build_compared_model
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.parallel.sharded_strategies import return_dtype_of_sharded
 from cs336sys.experiments.training import AUTOCAST_DTYPES, TrainStep, set_matmul_precision, train_for_check
 from cs336sys.parallel.fsdp.calls import cast_floating, compute_in_own_dtype
 from cs336sys.parallel.fsdp.plan import plan_sharding
+from cs336sys.parity.weights import OPTIMIZER_SETTINGS, plainly_trained
 from cs336sys.workload import FULLY_SHARDED, ParallelWorkload
 
 

@@ -9,17 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from cs336sys.experiments import user_models
-from cs336sys.experiments.checks import weights
-from cs336sys.experiments.checks.weights import (
-    OPTIMIZER_SETTINGS,
-    TOLERANCES,
-    Comparison,
-    WeightDifference,
-    farthest,
-    norm,
-    plainly_trained,
-    rounding_note,
-)
 from cs336sys.experiments.flop_counting import count_step
 from cs336sys.experiments.parallel.reference import (
     Order,
@@ -35,6 +24,15 @@ from cs336sys.experiments.parallel.step import ParallelStep, rank_device, warmup
 from cs336sys.experiments.training import train_for_check
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336sys.parity.rank_rounding import LEARNING_RATES, MEAN_LOSS, parallel_tolerance, stay_near
+from cs336sys.parity.weights import (
+    OPTIMIZER_SETTINGS,
+    Comparison,
+    WeightDifference,
+    norm,
+    plainly_trained,
+    rounding_note,
+)
 from cs336sys.workload import FULLY_SHARDED, ParallelWorkload, Workload
 
 _WRAPPERS = (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP, nn.parallel.DistributedDataParallel)
@@ -69,14 +67,6 @@ def mean_gradients(model: nn.Module, *, is_sharded: bool) -> dict[str, tuple[Ten
     }
 
 
-# Losses of one batch as a whole and as the mean of its shares differ by rounding alone, relatively, by the loss's
-# dtype; what is computed in half precision before it differs by more.
-_MEAN_LOSS = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-# Learning rates of the check for models of users: the first with which losses do not run away.
-_LEARNING_RATES = (OPTIMIZER_SETTINGS["lr"], 1e-1, 1e-2, 1e-3, 1e-4)
-_AWAY = 1.5
-
 # What rounding can do to all gradients of a model together, relatively: with weights in bf16 1 to 4 % were seen.
 # More is another computation.
 _LARGEST_ROUNDING = 0.2
@@ -105,11 +95,6 @@ class _Reference:
     others: list[Trained] | None = None
     of_parts: float | None = None
     is_repeatable: bool = True
-
-
-def parallel_tolerance(workload: ParallelWorkload) -> float:
-    """The largest :attr:`WeightDifference.relative` that rounding explains, for the workload's precisions."""
-    return max(weights.tolerance(workload.training), TOLERANCES[workload.gradient_dtype])
 
 
 def verify_training(workload: ParallelWorkload) -> WeightDifference:
@@ -184,18 +169,17 @@ def _reference(parallel: ParallelWorkload, device: torch.device, warmup: int) ->
 def _trained_reference(parallel: ParallelWorkload, device: torch.device, warmup: int) -> _Reference:
     order = whole_batch(parallel)
     if parallel.training.is_ours:
-        rate = _LEARNING_RATES[0]
+        rate = LEARNING_RATES[0]
         return _Reference(train_alone(parallel, device, warmup, order, rate), order, rate)
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in starting_model(parallel, device).modules()):
         order = shares_of_ranks(parallel)
-    for rate in _LEARNING_RATES:
+    for rate in LEARNING_RATES:
         trained = train_alone(parallel, device, warmup, order, rate)
         if trained.draws and not order.shares:
             # Each rank draws for its share.
             order = shares_of_ranks(parallel)
             trained = train_alone(parallel, device, warmup, order, rate)
-        first, *others = trained.losses
-        stays = not math.isfinite(first) or all(loss <= first + _AWAY * abs(first) for loss in others)
+        stays = not math.isfinite(trained.losses[0]) or stay_near(trained.losses)
         # Alike on all ranks, whatever the last bits of theirs are.
         if all(gather_objects(stays)):
             break
@@ -271,10 +255,10 @@ class _Comparison:
         num_layers = self.workload.training.size.num_layers
         weights, gradients = self._weights, self._gradients
         names = weights.explained(lambda name: (other.weights[name].cpu() for other in self._others()))
-        difference = farthest(weights.distances, num_layers, names)
+        difference = weights.farthest(num_layers, names)
         if gradients is not None:
             explained = gradients.explained(self._other_gradients)
-            of_gradients = farthest(gradients.distances, num_layers, explained)
+            of_gradients = gradients.farthest(num_layers, explained)
             if of_gradients.relative > allowed >= difference.relative:
                 difference = replace(of_gradients, of_gradients=True)
             names = list(dict.fromkeys([*names, *explained]))
@@ -315,7 +299,7 @@ class _Comparison:
                 if trained.start != reference.trained.start:
                     reference.is_repeatable = False
                     return reference.others
-                bound = max(_MEAN_LOSS[reference.trained.loss_dtype], parallel_tolerance(self.workload) / 10)
+                bound = max(MEAN_LOSS[reference.trained.loss_dtype], parallel_tolerance(self.workload) / 10)
                 if not abs(of_parts - whole) <= bound * abs(whole):
                     # Another sum, not the same one rounded otherwise.
                     reference.of_parts = of_parts

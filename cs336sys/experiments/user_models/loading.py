@@ -202,6 +202,9 @@ def _import_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
+    if getattr(sys.modules.get(name), "__file__", None) == spec.origin:
+        # Classes of two functions of one file must be the same, as pickles look them up by their module.
+        return sys.modules[name]
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     python_entries = [number for number, entry in enumerate(sys.path) if Path(entry) in _PYTHONS_OWN]
@@ -211,6 +214,9 @@ def _import_file(file: Path) -> ModuleType:
         sys.path.insert(place, folder)
     try:
         spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     finally:
         if not comes_before and folder in sys.path:
             sys.path.remove(folder)

@@ -82,11 +82,16 @@ PROGRAMS = {
     "late": Program(late=0, steps=2),
     "start": Program(start=True),
     "dropout": Program(steps=1),
+    "groups": Program(steps=0),
+    "order": Program(steps=2),
     "save": Program(resume="own"),
     "save-dcp": Program(resume="dcp"),
     "save-ranks": Program(resume="ranks"),
     "run": Program(steps=20),
 }
+
+# The step in which a program that scales has an infinite loss on one rank, which every rank has to skip; from 1.
+OVERFLOWN_STEP = 2
 
 # Steps before everything is saved.
 SAVED_AFTER = 2

@@ -2,26 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from cs336sys.experiments.checks.weights import norm, relative_difference
-from cs336sys.experiments.verify.assembly import assemble
-from cs336sys.experiments.verify.cases import Program
+from cs336sys.experiments.verify.cases import OVERFLOWN_STEP, Program
 from cs336sys.experiments.verify.rank import RankReport
-from cs336sys.experiments.verify.reference import Record, Reference
+from cs336sys.experiments.verify.record import Record
+from cs336sys.experiments.verify.reference import Reference
+from cs336sys.parity.assembly import assemble
+from cs336sys.parity.rank_rounding import rounding_in
+from cs336sys.parity.weights import norm, relative_difference
 from cs336sys.workload.verification import VerifiedWorkload
-
-# Ranks may be so many times as far from one process as that is from itself in other orders of summation: of a few
-# orders the farthest is taken, and others may be some times farther.
-_REPEATED = 16.0
-
-_REPEATED_IN_HALF = 4.0
-
-# Below this many units in the last place no order is told from another.
-_UNITS = 32.0
 
 
 @dataclass(frozen=True)
@@ -77,8 +70,9 @@ class ComparedCase:
 
     Attributes:
         records: of each rank, with whole tensors.
-        largest: of all that is right, the largest relative difference, and of what.
+        largest: of all that agrees, the largest relative difference, and of what.
         unknown: parameters of which the ranks' slices do not make a whole.
+        not_compared: what the case could not look at, in words.
     """
 
     findings: list[Finding]
@@ -86,6 +80,7 @@ class ComparedCase:
     largest: float
     largest_of: str
     unknown: tuple[str, ...]
+    not_compared: tuple[str, ...]
 
 
 def rank_groups(workload: VerifiedWorkload) -> list[list[int]]:
@@ -111,15 +106,12 @@ class CaseComparison:
         self.findings: list[Finding] = []
         self.largest, self.largest_of = 0.0, ""
         self.unknown: set[str] = set()
-        self.records = [
-            Record(report.record.losses, report.record.evaluations, norms=report.record.norms) for report in reports
-        ]
+        self.compared_kinds: set[str] = set()
+        self.rounding = rounding_in(reference.dtype, reference.half)
+        self.records = [replace(report.record, gradients=[], weights={}) for report in reports]
 
     def compare(self, first: int = 0) -> ComparedCase:
         """Compare everything that ranks have, which others have trained ``first`` steps before."""
-        for index, report in enumerate(self.reports):
-            self.records[index].buffers = report.record.buffers
-            self.records[index].outputs = report.record.outputs
         self._weights(0, "start")
         for step in range(first, self.program.steps):
             self._number("loss", step + 1, step - first)
@@ -131,7 +123,20 @@ class CaseComparison:
                 self._weights(step + 1, "weight")
                 self._states(step + 1)
         self._buffers()
-        return ComparedCase(self.findings, self.records, self.largest, self.largest_of, tuple(sorted(self.unknown)))
+        unknown = tuple(sorted(self.unknown))
+        return ComparedCase(
+            self.findings, self.records, self.largest, self.largest_of, unknown, self._not_compared(unknown)
+        )
+
+    def _not_compared(self, unknown: Sequence[str]) -> tuple[str, ...]:
+        record = self.reference.record
+        labels = {"loss": "losses", "gradient": "gradients", "weight": "weights"}
+        labels |= {"state": "optimizer state"} if any(record.states.values()) else {}
+        labels |= {"norm": "norms"} if record.norms else {}
+        labels |= {"evaluation": "evaluations"} if record.evaluations else {}
+        labels |= {"buffer": "buffers"} if record.buffers else {}
+        slices = [f"slices of {', '.join(unknown[:3])}{', ...' if unknown[3:] else ''}"] if unknown else []
+        return (*(label for kind, label in labels.items() if kind not in self.compared_kinds), *slices)
 
     def _weights(self, step: int, kind: str) -> None:
         rank_weights = [report.record.weights.get(step, {}) for report in self.reports]
@@ -162,7 +167,7 @@ class CaseComparison:
         whole, unknown = assemble(rank_gradients, self.shapes, self.groups)
         for record, tensors in zip(self.records, whole, strict=True):
             record.gradients.append(tensors)
-        if self.program.scale and step == 1:
+        if self.program.scale and step + 1 == OVERFLOWN_STEP:
             return
         expected = self.reference.record.gradients[step]
         others = [record.gradients[step] for record in self.reference.others]
@@ -193,7 +198,9 @@ class CaseComparison:
             whole, _ = assemble(rank_tensors, shapes, self.groups)
             for name in shapes:
                 value = expected[name][key]
-                rounding = self._rounding(value, [record.states[step][name][key] for record in self.reference.others])
+                others = [record.states[step][name][key] for record in self.reference.others]
+                # Squares are never negative.
+                rounding = self._rounding(value, others, power=2 if bool((value >= 0).all()) else 1)
                 for rank, tensors in enumerate(whole):
                     if name in tensors and name in self.reports[rank].owned:
                         self._compare("state", step, f"{name} {key}", rank, tensors[name], value, rounding)
@@ -215,7 +222,9 @@ class CaseComparison:
                     self._compare(
                         "buffer", self.program.steps, name, rank, buffer, value, self._rounding(value, others)
                     )
-                elif not torch.equal(buffer, value) and torch.equal(value, others[0]):
+                    continue
+                self.compared_kinds.add("buffer")
+                if not torch.equal(buffer, value) and torch.equal(value, others[0]):
                     self.findings.append(
                         Finding("buffer", self.program.steps, name, rank, math.inf, 0.0, buffer, value)
                     )
@@ -245,13 +254,11 @@ class CaseComparison:
             total += sum(numbers[rank] for rank in sharing_ranks) / len(sharing_ranks)
         return total
 
-    def _rounding(self, value: Tensor, others: Sequence[Tensor], scale: float = 0.0) -> float:
-        """The norm of a difference that rounding explains: measured, and some units in the last place."""
-        # One process in half precision is itself as far off as ranks may be, not a few times less.
-        repeated, units = (_REPEATED, _UNITS) if self.reference.half is None else (_REPEATED_IN_HALF, 1.0)
-        epsilon = torch.finfo(self.reference.half or self.reference.dtype).eps
-        measured = max((norm(other - value) for other in others), default=0.0)
-        return repeated * measured + units * epsilon * max(norm(value), scale / math.sqrt(max(len(self.shapes), 1)))
+    def _rounding(self, value: Tensor, others: Sequence[Tensor], scale: float = 0.0, power: int = 1) -> float:
+        """The norm of a difference that rounding explains, of one of a group of tensors whose norm is ``scale``."""
+        repeated = max((norm(other - value) for other in others), default=0.0)
+        size = max(norm(value), scale / math.sqrt(max(len(self.shapes), 1)))
+        return self.rounding.allowed(size, repeated, power)
 
     def _compare(
         self,
@@ -265,6 +272,7 @@ class CaseComparison:
         *,
         is_missing: bool = False,
     ) -> None:
+        self.compared_kinds.add(kind)
         size, off = norm(expected), norm(actual.to(expected.dtype) - expected)
         relative = relative_difference(off, size)
         if not off <= rounding:

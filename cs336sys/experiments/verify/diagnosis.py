@@ -7,42 +7,31 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cs336sys.experiments.verify.cases import SAVED_AFTER, Program, build_subject
-from cs336sys.experiments.verify.comparison import ComparedCase, Finding, norm
+from cs336sys.experiments.verify.cases import OVERFLOWN_STEP, SAVED_AFTER, build_subject
+from cs336sys.experiments.verify.comparison import Finding, norm
 from cs336sys.experiments.verify.gradient_diagnosis import (
     EXPLAINED,
     GRADIENT_PHASES,
-    Diagnosis,
     FaultEvidence,
     diagnose_gradient,
+    is_near,
     proportion,
     ratio_of,
 )
 from cs336sys.experiments.verify.rank import RankReport
-from cs336sys.experiments.verify.reference import Reference
-from cs336sys.workload.verification import VerifiedWorkload
+from cs336sys.parity.causes import Diagnosis
+from cs336sys.parity.collectives import first_disagreement
 
 
-def diagnose_case(
-    workload: VerifiedWorkload,
-    program: Program,
-    reference: Reference,
-    compared: ComparedCase,
-    reports: Sequence[RankReport],
-    watched: Sequence[RankReport],
-    wrap_line: str,
-    plain_diagnosis: Diagnosis | None,
-) -> Diagnosis:
+def diagnose_case(case: FaultEvidence, plain_diagnosis: Diagnosis | None) -> Diagnosis:
     """Say what a case's findings mean.
 
     Args:
-        watched: of the same case run again, with its collectives recorded; empty where it was not.
-        plain_diagnosis: the plain step's fault; None if that step is right.
+        plain_diagnosis: the plain step's fault; None if none is known.
     """
-    first = compared.findings[0]
+    first = case.compared.findings[0]
     if plain_diagnosis is not None and plain_diagnosis.first == (first.kind, first.step, first.name):
         return replace(plain_diagnosis, meaning=f"as in the plain step: {plain_diagnosis.meaning}")
-    case = FaultEvidence(workload, program, reference, compared, reports, watched, wrap_line, plain_diagnosis is None)
     if (race := _race(case)) is not None:
         return race
     by_kind = {
@@ -53,8 +42,9 @@ def diagnose_case(
         "weight": diagnose_weight,
         "state": diagnose_state,
         "buffer": diagnose_buffer,
-        "evaluation": diagnose_evaluation,
     }
+    if first.kind == "evaluation":
+        return case.conclude("evaluation", "the model evaluates with other weights, or otherwise, than it trains")
     diagnosis = by_kind[first.kind](case, first)
     return attribute_to_case(case, diagnosis)
 
@@ -135,7 +125,7 @@ def diagnose_start(case: FaultEvidence, first: Finding) -> Diagnosis:
         return case.conclude("wrong slices", f"the ranks' slices of {first.name} are in another order than its rows")
     if _holds_twice(first.actual):
         return case.conclude("wrong slices", f"several ranks hold the same slice of {first.name}")
-    return case.conclude("wrong slices", f"wrapping changes {first.name}", ratio=ratio_of(first))
+    return case.conclude("wrong slices", f"wrapping changes {first.name}", ratio=ratio_of(case, first))
 
 
 def _holds_twice(values: Tensor) -> bool:
@@ -148,6 +138,9 @@ def diagnose_forward_loss(case: FaultEvidence, first: Finding) -> Diagnosis:
     if program.resume is not None and first.step > SAVED_AFTER:
         return case.conclude("resume", "the weights after loading are not those that were saved")
     if first.step > 1:
+        if not all(record.weights.get(first.step - 1) for record in case.compared.records):
+            meaning = f"the loss of step {first.step} is the first that is off; the weights before it are not compared"
+            return case.conclude("forward", meaning)
         meaning = f"step {first.step} computes with other weights than the last step left: they are gathered too early"
         gathers = [launch for launch in case.launches(("forward", "optimizer")) if "gather" in launch.name]
         return case.conclude("stale weights", meaning, gathers)
@@ -248,7 +241,15 @@ def diagnose_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
             return case.conclude("not sent", meaning, sent)
         return case.conclude("left out", f"{first.name} is never updated", sent)
     if program.scale:
+        if step == OVERFLOWN_STEP and len({finding.rank for finding in findings}) == len(case.reports):
+            meaning = (
+                "no rank skips the step in which the gradients of one were infinite: they were changed before ranks "
+                "looked at them, or each looked before they were averaged"
+            )
+            return case.conclude("scaling", meaning)
         return case.conclude("scaling", "a step that overflowed on one rank is not skipped on every one")
+    if (schedule := _schedule(case, step)) is not None:
+        return schedule
     if program.clip:
         return case.conclude(
             "clipping", "gradients are not clipped by the norm that was found", ratio=_update_ratio(case, first)
@@ -256,13 +257,18 @@ def diagnose_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
     off_on = sorted({finding.rank for finding in findings})
     if len(off_on) < len(case.reports):
         who = ", ".join(map(str, off_on))
-        meaning = f"only rank {who} has wrong weights, with the right gradients: {', '.join(names[:3])}"
+        meaning = f"only rank {who} has wrong weights, {_gradient_clause(case)}: {', '.join(names[:3])}"
         return case.conclude("not sent", meaning, sent)
     if (unsynchronized := _sent_unsynchronized(case)) is not None:
         return unsynchronized
     ratio = _update_ratio(case, first)
     how = f"the step is {ratio:.4g} times too long" if ratio is not None else "the step is another"
-    return case.conclude("optimizer", f"{how}, with the right gradients: {', '.join(names[:3])}", sent, ratio)
+    return case.conclude("optimizer", f"{how}, {_gradient_clause(case)}: {', '.join(names[:3])}", sent, ratio)
+
+
+def _gradient_clause(case: FaultEvidence) -> str:
+    compared = "gradients" not in case.compared.not_compared
+    return "with the right gradients" if compared else "with gradients that could not be compared"
 
 
 def _sent_unsynchronized(case: FaultEvidence) -> Diagnosis | None:
@@ -273,8 +279,23 @@ def _sent_unsynchronized(case: FaultEvidence) -> Diagnosis | None:
     return case.conclude("not synchronized", "no collective follows the backward pass")
 
 
+def _schedule(case: FaultEvidence, steps: int) -> Diagnosis | None:
+    """Diagnose learning rates that are not those of one process, after any of the first ``steps``."""
+    for step, expected in enumerate(case.reference.record.rates[:steps], 1):
+        for rank, report in enumerate(case.reports):
+            rates = report.record.rates[step - 1] if step <= len(report.record.rates) else ()
+            if rates and expected and not is_near(max(rates), max(expected)):
+                meaning = (
+                    f"after step {step} the learning rate is {max(rates):.4g} on rank {rank}, and {max(expected):.4g} "
+                    "in one process: the schedule counts other steps, as where it steps once a rank"
+                )
+                return case.conclude("schedule", meaning, ratio=max(rates) / max(expected) if max(expected) else None)
+    return None
+
+
 def _update_ratio(case: FaultEvidence, first: Finding) -> float | None:
-    start = case.reference.record.weights[0][first.name]
+    weights = case.reference.record.weights
+    start = weights.get(first.step - 1, weights[0])[first.name]
     assert first.actual is not None
     assert first.expected is not None
     return proportion(first.actual - start, first.expected - start)
@@ -284,7 +305,7 @@ def diagnose_state(case: FaultEvidence, first: Finding) -> Diagnosis:
     if case.program.resume is not None and first.step > SAVED_AFTER:
         return case.conclude("resume", _resumed(case))
     return case.conclude(
-        "optimizer", f"the optimizer's {first.name} is off, with the right weights", ratio=ratio_of(first)
+        "optimizer", f"the optimizer's {first.name} is off, with the right weights", ratio=ratio_of(case, first)
     )
 
 
@@ -302,35 +323,21 @@ def diagnose_buffer(case: FaultEvidence, first: Finding) -> Diagnosis:
     return case.conclude(cause, f"rank {first.rank} has a buffer {first.name} of its own: broadcast it")
 
 
-def diagnose_evaluation(case: FaultEvidence, first: Finding) -> Diagnosis:
-    return case.conclude("evaluation", "the model evaluates with other weights, or otherwise, than it trains")
-
-
 def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport], wrap_line: str) -> Diagnosis:
     """Say why ranks wait for each other or died, by the collectives that they launched."""
     cause = "hang" if is_hang else "died"
     launches = [report.launches for report in reports]
+    if (difference := first_disagreement(launches)) is not None:
+        launch = difference.launch
+        return Diagnosis(cause, difference.meaning, None, launch.description, launch.line or wrap_line)
     if not any(launches):
         return Diagnosis(cause, reason, line=wrap_line)
-    shortest = min(len(rank_launches) for rank_launches in launches)
-    for number in range(shortest):
-        simultaneous = [rank_launches[number] for rank_launches in launches]
-        if len({(launch.name, launch.elements, launch.dtype) for launch in simultaneous}) > 1:
-            differing = ", ".join(
-                f"rank {rank} launches {launch.description}" for rank, launch in enumerate(simultaneous)
-            )
-            line = next((launch.line for launch in simultaneous if launch.line), wrap_line)
-            return Diagnosis(
-                cause, f"the ranks' collectives differ: {differing}", None, simultaneous[-1].description, line
-            )
-    longest = max(launches, key=len)
-    if len(longest) > shortest:
-        extra = longest[shortest]
-        missing = [rank for rank, rank_launches in enumerate(launches) if len(rank_launches) == shortest]
+    last = max(launches, key=len)[-1]
+    messages = [launch for rank_launches in launches for launch in rank_launches if launch.is_point_to_point]
+    if 2 * sum(launch.name.startswith("recv") for launch in messages) > len(messages):
+        rank = next(rank for rank, rank_launches in enumerate(launches) if rank_launches[-1:] == [last])
         meaning = (
-            f"rank {', '.join(map(str, missing))} does not launch the {extra.description} of {extra.phase} in step "
-            f"{extra.step + 1} that the others wait in"
+            f"rank {rank} waits in the {last.description} of {last.phase} in step {last.step + 1}, which none sends"
         )
-        return Diagnosis(cause, meaning, None, extra.description, extra.line or wrap_line)
-    last = longest[-1]
+        return Diagnosis(cause, meaning, None, last.description, last.line or wrap_line)
     return Diagnosis(cause, f"{reason}, after {last.description}", None, last.description, last.line or wrap_line)

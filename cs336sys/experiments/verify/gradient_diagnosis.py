@@ -1,16 +1,17 @@
-"""The causes that ``verify`` names, and a wrong gradient explained as a combination of those of micro-batches."""
+"""Explain a wrong gradient as a combination of those that micro-batches have by themselves."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from cs336sys.experiments.verify.cases import Program, shares_of
-from cs336sys.experiments.verify.collectives import CollectiveLaunch
 from cs336sys.experiments.verify.comparison import ComparedCase, Finding, norm
 from cs336sys.experiments.verify.rank import RankReport
 from cs336sys.experiments.verify.reference import Reference, parts_of_gradients
+from cs336sys.parity.causes import Diagnosis
+from cs336sys.parity.collectives import CollectiveLaunch
 from cs336sys.workload.verification import VerifiedWorkload
 
 # Parts explain a gradient whose rest is smaller than this, relatively; and coefficients are equal that are so near.
@@ -21,75 +22,14 @@ EQUAL = 2e-2
 GRADIENT_PHASES = ("backward", "finish", "optimizer")
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """Diagnosis of a fault.
-
-    Attributes:
-        cause: one word or two for programs, one of :data:`CAUSES`.
-        meaning: a sentence for people.
-        ratio: of what was found to what is right; None where they are not in proportion.
-        collective: the one that is missing, early, or that others do not launch; empty where none is to blame.
-        line: of the user's code: of the collective, else of the wrap.
-    """
-
-    cause: str
-    meaning: str
-    ratio: float | None = None
-    collective: str = ""
-    line: str = ""
-    first: tuple[str, int, str] = ("", 0, "")
-
-    def columns(self) -> dict[str, object]:
-        """The fields as derived columns of a cell."""
-        columns = asdict(self)
-        del columns["first"]
-        return columns
-
-
-# Every cause, with what it is.
-CAUSES = {
-    "not averaged": "gradients are summed over ranks, and not divided",
-    "averaged twice": "gradients are divided once too often",
-    "scaled": "gradients are right but for a factor",
-    "not synchronized": "each rank keeps its own gradient",
-    "not waited for": "a collective was launched, and its result is not used",
-    "too early": "a collective was launched before its gradient was complete",
-    "one rank's": "every rank has the gradient of one of them",
-    "rank left out": "the gradient of a rank is not in the mean",
-    "uneven": "ranks with different numbers of sequences count alike",
-    "accumulation": "micro-batches are combined wrongly",
-    "stale gradient": "the gradient of an earlier step is used, or was not set to zero",
-    "mixed up": "a parameter has the gradient of another",
-    "left out": "a parameter gets no gradient, or is not in the optimizer",
-    "tied": "only a weight that several layers share is wrong",
-    "unused": "only right while every rank uses every parameter",
-    "frozen": "only right without a frozen parameter",
-    "partial sum": "a sum over ranks is missing",
-    "forward": "the ranks compute something else",
-    "stale weights": "the forward pass computes with weights from before the last step",
-    "not broadcast": "ranks start with weights or buffers of their own",
-    "wrong slices": "ranks hold other slices than they should",
-    "clipping": "the norm is not that of all gradients",
-    "scaling": "ranks do not agree on overflow",
-    "not sent": "ranks do not get the updates that another one made",
-    "optimizer": "the update is wrong, with the right gradients",
-    "buffers": "buffers differ",
-    "evaluation": "only the evaluation, or what follows one, is wrong",
-    "checkpoint": "only wrong with activation checkpoints",
-    "compile": "only wrong with compiled blocks",
-    "resume": "only wrong after saving and loading",
-    "race": "changes from run to run, or with who is late",
-    "dropout": "ranks draw the wrong masks",
-    "hang": "ranks wait for each other",
-    "died": "a rank was ended",
-    "raises": "the wrap raises an error in the plain step",
-}
-
-
 @dataclass
 class FaultEvidence:
-    """A case that is wrong, run twice."""
+    """A case that is wrong, run twice.
+
+    Attributes:
+        watched: of the case run again, with its collectives recorded; empty where it was not.
+        is_new: whether the plain step is right.
+    """
 
     workload: VerifiedWorkload
     program: Program
@@ -99,6 +39,11 @@ class FaultEvidence:
     watched: Sequence[RankReport]
     wrap_line: str
     is_new: bool
+
+    @property
+    def explained(self) -> float:
+        """How much of a gradient may be left, relatively, where others explain it."""
+        return EXPLAINED if self.reference.half is None else 8 * torch.finfo(self.reference.half).eps
 
     @property
     def ranks(self) -> int:
@@ -121,19 +66,19 @@ class FaultEvidence:
         return Diagnosis(cause, meaning, ratio, collective, line or self.wrap_line, place)
 
 
-def ratio_of(finding: Finding) -> float | None:
+def ratio_of(case: FaultEvidence, finding: Finding) -> float | None:
     if finding.actual is None or finding.expected is None:
         return None
-    return proportion(finding.actual, finding.expected)
+    return proportion(finding.actual, finding.expected, case.explained)
 
 
-def proportion(actual: Tensor, expected: Tensor) -> float | None:
-    """Return the factor from ``expected``; None if they are not in proportion."""
+def proportion(actual: Tensor, expected: Tensor, tolerance: float = EXPLAINED) -> float | None:
+    """Return the factor from ``expected``; None if they are not in proportion but for a relative ``tolerance``."""
     size = norm(expected)
     if not size or actual.shape != expected.shape or not torch.isfinite(actual).all():
         return None
     ratio = float((actual.double() * expected.double()).sum()) / size**2
-    return ratio if norm(actual.double() - ratio * expected.double()) <= EXPLAINED * size and ratio else None
+    return ratio if norm(actual.double() - ratio * expected.double()) <= tolerance * size and ratio else None
 
 
 def is_near(value: float, other: float) -> bool:
@@ -163,7 +108,7 @@ def diagnose_gradient(case: FaultEvidence, first: Finding) -> Diagnosis:
         is_alike = name != first.name and gradient.shape == first.expected.shape
         if is_alike and proportion(first.actual, gradient) is not None:
             return case.conclude("mixed up", f"{first.name} has the gradient of {name}", sent)
-    ratio = ratio_of(first)
+    ratio = ratio_of(case, first)
     if ratio is not None:
         return diagnose_ratio(case, ratio, sent)
     if (diagnosis := _added_up(case, first, sent)) is not None:
@@ -260,7 +205,7 @@ def _mixture(
         return None
     matrix, wanted = torch.stack(columns, 1), finding.actual.flatten().double()
     solution = torch.linalg.lstsq(matrix, wanted[:, None]).solution[:, 0]
-    if norm(matrix @ solution - wanted) > EXPLAINED * max(norm(wanted), 1e-300):
+    if norm(matrix @ solution - wanted) > case.explained * max(norm(wanted), 1e-300):
         return None
     coefficients = [*solution.tolist(), 0.0]
     return _Mixture(dict(zip(keys, coefficients, strict=False)), coefficients[len(keys)])
@@ -292,10 +237,13 @@ def diagnose_mixtures(
     if micro > 1 and len({round(value, 3) for value in values}) > 1 and len(used) == data:
         means = [sum(by_rank[data_rank][number] for data_rank in range(data)) / data for number in range(micro)]
         counts = ", ".join(f"{round(mean, 6):.3g}" for mean in means)
-        meaning = (
-            f"of the micro-batches of a step, each counts {counts} times: gradients that were averaged are again, or "
-            "only the last are"
-        )
+        meaning = f"of the micro-batches of a step, each counts {counts} times: gradients that were averaged are again"
+        if all(is_near(mean, 1) for mean in means):
+            unsent = [number for number in range(micro) if not is_near(by_rank[0][number], by_rank[data - 1][number])]
+            meaning = (
+                f"micro-batch {', '.join(str(number + 1) for number in unsent)} of {micro} is each rank's own, and the "
+                "others are the mean over ranks: what is sent is the gradient of one backward pass"
+            )
         return case.conclude("accumulation", meaning, sent)
     if len(used) == 1 and len(mixtures) > 1:
         largest = [max(each.coefficients.items(), key=lambda item: abs(item[1])) for each in mixtures.values()]

@@ -20,7 +20,8 @@ class VerifiedCase:
         verdict: ``ok``, ``wrong``, ``refused`` or ``does not apply``.
         cause: what is wrong, a word or two of ``docs/verify.md``; empty where nothing is.
         line: of the wrap that is to blame, ``mine.py, line 12``.
-        reason: why it is wrong or refused, in a sentence; empty where it is right.
+        reason: why it is wrong or refused, in a sentence; empty where it is ``ok``.
+        not_compared: what the case could not look at; empty where it compared everything.
     """
 
     name: str
@@ -28,6 +29,7 @@ class VerifiedCase:
     cause: str = ""
     line: str = ""
     reason: str = ""
+    not_compared: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Return whether nothing is wrong, and something is right."""
+        """Return whether nothing is wrong, and some case is ``ok``."""
         verdicts = {case.verdict for case in self.cases.values()}
         return "wrong" not in verdicts and "ok" in verdicts
 
@@ -52,9 +54,9 @@ class Verification:
         lines = []
         for case in self.cases.values():
             diagnosis = ", ".join(filter(None, (case.cause, case.line)))
-            lines.append(
-                " ".join(filter(None, (f"{case.name}: {case.verdict}", diagnosis and f"({diagnosis})", case.reason)))
-            )
+            unseen = case.not_compared and f"(not compared: {case.not_compared})"
+            parts = f"{case.name}: {case.verdict}", diagnosis and f"({diagnosis})", case.reason, unseen
+            lines.append(" ".join(filter(None, parts)))
         return "\n".join(lines)
 
 
@@ -100,8 +102,10 @@ def verify(
                 wrap, name, user, world_size=world_size, mesh=mesh, device=device, seed=seed, **settings
             )
             outcome = measure_case(workload.configuration(), lambda stage: None)
-            verdict, cause, line = (str(outcome.derived.get(key, "")) for key in ("verdict", "cause", "line"))
-            verifications[name] = VerifiedCase(name, verdict or outcome.status, cause, line, outcome.reason or "")
+            keys = ("verdict", "cause", "line", "not_compared")
+            verdict, cause, line, unseen = (str(outcome.derived.get(key) or "") for key in keys)
+            reason = outcome.reason or ""
+            verifications[name] = VerifiedCase(name, verdict or outcome.status, cause, line, reason, unseen)
     finally:
         launch.end_kept()
     return Verification(verifications)

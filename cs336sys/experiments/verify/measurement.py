@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,11 +10,19 @@ import torch
 
 from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
 from cs336sys.experiments import user_models
-from cs336sys.experiments.verify.cases import PROGRAMS, SAVED_AFTER, Program
+from cs336sys.experiments.verify.agreement import (
+    CONDITIONS,
+    diagnose_groups,
+    diagnose_masks,
+    diagnose_order,
+    merged_spec,
+)
+from cs336sys.experiments.verify.cases import PROGRAMS, SAVED_AFTER, Program, build_subject
 from cs336sys.experiments.verify.comparison import CaseComparison, ComparedCase
 from cs336sys.experiments.verify.diagnosis import diagnose_case, diagnose_lost_ranks
-from cs336sys.experiments.verify.gradient_diagnosis import Diagnosis
+from cs336sys.experiments.verify.gradient_diagnosis import FaultEvidence
 from cs336sys.experiments.verify.rank import RankReport, RankSettings, is_sound, train_on_rank
+from cs336sys.experiments.verify.record import default_optimizer, group_of_one
 from cs336sys.experiments.verify.reference import (
     Reference,
     clipped_norm,
@@ -27,13 +35,19 @@ from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
+from cs336sys.parity.causes import Diagnosis
 from cs336sys.processes import started_outside
 from cs336sys.processes.folders import OwnedFolder
+from cs336sys.sizes import ModelSize
 from cs336sys.user_code import is_user_code
+from cs336sys.workload import UserCode
 from cs336sys.workload.verification import VerifiedWorkload
 
 # Plain steps after which no other case of the same wrap can say more, with why.
 _unusable_wraps: dict[VerifiedWorkload, str] = {}
+
+# Models of users that fail in one process, which is said once.
+_unusable_models: set[tuple[UserCode, ModelSize]] = set()
 
 # Plain steps of wraps that raise errors in float64, and none in float32.
 _float32_only: set[VerifiedWorkload] = set()
@@ -62,23 +76,38 @@ def measure_case(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """
     workload = VerifiedWorkload.from_configuration(configuration)
     plain = replace(workload, case="step")
+    training = workload.training
+    model = training.user, replace(training.size, batch_size=1)
+    if model in _unusable_models:
+        return _refused("not run: the model or its loss fails in one process, see the first case")
     if workload.case != "step" and plain in _unusable_wraps:
         return _refused(f"not run: {_unusable_wraps[plain]}")
+    progress("one process: precision and learning rate")
     try:
-        with OwnedFolder() as folder:
+        with OwnedFolder() as folder, group_of_one(_device_of(workload)), user_models.telling_user_errors(training):
             outcome = _Case(workload, str(folder), progress).outcome()
     except CapabilityError as error:
         return _refused(str(error), "does not apply")
     except UserCodeError:
         # The model or its loss, not the wrap.
-        _unusable_wraps[plain] = f"the plain step {_UNUSABLE_BECAUSE['raises']}"
+        _unusable_models.add(model)
         raise
     if workload.case == "step" and outcome.derived.get("cause") in ("hang", "died", "raises"):
         _unusable_wraps[plain] = f"the plain step {_UNUSABLE_BECAUSE[outcome.derived['cause']]}"
     return outcome
 
 
+def _device_of(workload: VerifiedWorkload) -> torch.device:
+    if workload.backend == "gloo":
+        return torch.device("cpu")
+    return choose_device("cuda" if workload.backend == "nccl" else workload.training.device)
+
+
 _UNUSABLE_BECAUSE = {"hang": "hangs", "died": "ends a rank", "raises": "fails"}
+
+
+def _least_precise(lower: Iterable[tuple[str, torch.dtype]]) -> torch.dtype:
+    return max((dtype for _, dtype in lower), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _refused(reason: str, verdict: str = "refused") -> Outcome:
@@ -112,9 +141,7 @@ class _Case:
     def __init__(self, workload: VerifiedWorkload, folder: str, progress: Progress):
         self.workload, self.folder, self.progress = workload, folder, progress
         self.program = PROGRAMS[workload.case]
-        self.device = choose_device("cuda" if workload.backend == "nccl" else workload.training.device)
-        if workload.backend == "gloo":
-            self.device = torch.device("cpu")
+        self.device = _device_of(workload)
         if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             # Threads for products this small only wait for one another.
             torch.set_num_threads(1)
@@ -123,6 +150,8 @@ class _Case:
             # What ranks send back may be of classes of the wrap's file.
             with contextlib.suppress(UserCodeError):
                 user_models.load(workload.wrap)
+        # They start while this process trains.
+        self.start_ranks(workload.timeout_s)
         self.dtype = torch.float32 if self.plain in _float32_only else reference_dtype(workload, self.device)
         self.learning_rate = learning_rate_of(workload, self.device, self.dtype)
         clips = self.program.clip
@@ -135,6 +164,8 @@ class _Case:
             if outcome.status != "ok":
                 return outcome
             return self._outcome_of(replace(self.program, late=self.workload.world_size - 1))
+        if self.workload.case == "order":
+            return self._order()
         outcome = self._outcome_of(self.program)
         if outcome.derived.get("cause") == "raises" and self.dtype == torch.float64:
             # The wrap may be what computes in no float64.
@@ -154,13 +185,17 @@ class _Case:
         if (refusal := self._refusal(reports)) is not None:
             return refusal
         if self.workload.case == "dropout":
-            return self._masks(reports)
+            return self._agreed(diagnose_masks(self.workload, reports))
+        if self.workload.case == "groups":
+            return self._groups(reports)
         self.progress(f"{self.workload.case}: one process")
         reference = self.reference(program, reports)
         first = _first_step(program)
         compared = self._compare(program, reference, reports)
-        if reports[0].runs_steps and _leaves_unused_gradients(compared):
-            compared.findings = [finding for finding in compared.findings if finding.kind != "gradient"]
+        others = [finding for finding in compared.findings if finding.kind != "gradient"]
+        if reports[0].runs_steps and len(others) < len(compared.findings) and _leaves_unused_gradients(compared):
+            compared.findings = others
+            compared.not_compared = tuple(dict.fromkeys(("gradients", *compared.not_compared)))
         if program.start and compared.findings and any(report.is_sliced for report in reports):
             return _refused("its slices are of what each rank starts with: build all from one seed", "does not apply")
         unmatched = sorted({name for report in reports for name in report.unmatched})
@@ -173,19 +208,28 @@ class _Case:
                 f"the wrapped module has no parameter that is the model's {missing[0]}"
                 + (f"; {unmatched[0]} is none of the model's" if unmatched else "")
             )
+        if not compared.findings and "weights" in compared.not_compared:
+            return _refused(f"nothing of the weights could be compared: {', '.join(compared.not_compared)}")
         if not compared.findings:
-            return self._right(reference, compared)
+            return self._agreeing(reference, compared, reports)
         return self._wrong(program, reference, reports, compared)
+
+    @property
+    def backend(self) -> str | None:
+        if self.workload.backend == "auto":
+            return "gloo" if self.device.type == "cpu" else None
+        return self.workload.backend
+
+    def start_ranks(self, timeout_s: float) -> launch.Ranks:
+        """The ranks of the last case, or new ones, which start while this process goes on."""
+        return launch.kept(self.workload.world_size, backend=self.backend, timeout_s=timeout_s)
 
     def run(self, program: Program, *, watch: bool = False, timeout_s: float | None = None) -> list[RankReport] | Lost:
         """Run the program on ranks, which are started where there are none."""
         settings = RankSettings(self.dtype, self.learning_rate, self.max_norm, watch, self.folder)
-        backend = None if self.workload.backend == "auto" else self.workload.backend
-        if backend is None and self.device.type == "cpu":
-            backend = "gloo"
         timeout_s = timeout_s or self.workload.timeout_s
-        ranks = launch.kept(self.workload.world_size, backend=backend, timeout_s=timeout_s)
         try:
+            ranks = self.start_ranks(timeout_s)
             reports = ranks.run(train_on_rank, self.workload, program, settings)
             if any(report.failure for report in reports) and not self._is_sound(ranks, reports):
                 launch.end_kept()
@@ -193,7 +237,7 @@ class _Case:
                 if any(report.is_timeout for report in reports) and all(report.is_timeout for report in failed):
                     return Lost("the ranks wait for each other", tuple(reports))
             if program.resume == "ranks" and not any(report.failure for report in reports):
-                reports = self._loaded_by_others(program, replace(settings, loads=True), backend, reports)
+                reports = self._loaded_by_others(program, replace(settings, loads=True))
         except (RankError, LostProcessError) as error:
             launch.end_kept()
             first_line = str(error).splitlines()[0]
@@ -206,9 +250,7 @@ class _Case:
             return not is_lost and all(ranks.run(is_sound, self.workload.world_size))
         return False
 
-    def _loaded_by_others(
-        self, program: Program, settings: RankSettings, backend: str | None, reports: list[RankReport]
-    ) -> list[RankReport]:
+    def _loaded_by_others(self, program: Program, settings: RankSettings) -> list[RankReport]:
         workload = self.workload
         if started_outside() is not None:
             raise CapabilityError("ranks that torchrun started cannot be joined by others: run verify by itself")
@@ -216,14 +258,24 @@ class _Case:
             raise CapabilityError("with several dimensions of the mesh there is no smaller one of its kind")
         others = max(1, workload.world_size // 2)
         smaller = replace(workload, world_size=others, mesh=next(iter(workload.dimensions)))
-        with launch.start(others, backend=backend, timeout_s=workload.timeout_s) as ranks:
+        with launch.start(others, backend=self.backend, timeout_s=workload.timeout_s) as ranks:
             loaded = ranks.run(train_on_rank, smaller, program, replace(settings, saved_ranks=workload.world_size))
         self.workload = smaller
         return loaded
 
     def reference(self, program: Program, reports: Sequence[RankReport]) -> Reference:
-        optimizer, device = reports[0].optimizer, self.device
-        return reference_of(self.workload, program, device, self.dtype, self.learning_rate, optimizer, self.max_norm)
+        optimizer, rate = merged_spec(reports), self.learning_rate
+        try:
+            return reference_of(self.workload, program, self.device, self.dtype, rate, optimizer, self.max_norm)
+        except (CapabilityError, UserCodeError):
+            raise
+        except Exception as error:
+            if optimizer is None:
+                raise
+            name = optimizer.optimizer_class.__name__
+            raise CapabilityError(
+                f"{name} fails in one process, so nothing is compared: {type(error).__name__}: {error!s:.160}"
+            ) from error
 
     def _compare(self, program: Program, reference: Reference, reports: Sequence[RankReport]) -> ComparedCase:
         return CaseComparison(self.workload, program, reference, reports).compare(_first_step(program))
@@ -241,42 +293,88 @@ class _Case:
             return Outcome("wrong", derived={"verdict": "wrong", "cause": "raises", "when": first.at}, reason=reason)
         return _refused(reason)
 
-    def _right(self, reference: Reference, compared: ComparedCase) -> Outcome:
+    def _notes(self, reports: Sequence[RankReport], lower: Collection[tuple[str, torch.dtype]]) -> list[str]:
+        """Say what ranks do in ``lower`` precision, and what a wrap's own steps are compared with."""
         notes = []
-        if compared.unknown:
+        if reports[0].hides_optimizer:
+            defaults = default_optimizer([torch.zeros(1, requires_grad=True)], self.learning_rate).defaults
+            settings = ", ".join(f"{name} {defaults[name]:g}" for name in ("lr", "eps", "weight_decay"))
             notes.append(
-                f"{self.workload.wrap}: slices of {', '.join(compared.unknown[:3])} do not make a whole, so they are "
-                "not compared"
+                f"{self.workload.wrap}: its optimizer cannot be built in one process, so its steps are compared with "
+                f"those of AdamW ({settings}); return one torch.optim.Optimizer, or an object that has it as optimizer"
             )
-        if reference.half is not None:
-            name = str(reference.half).removeprefix("torch.")
+        if lower:
+            lowest = _least_precise(lower)
+            uses = " and ".join(sorted(use for use, dtype in lower if dtype == lowest))
             notes.append(
-                f"{self.workload.wrap}: ranks compute or send in {name}, so they may be as far off as one process in it"
+                f"{self.workload.wrap}: ranks {uses} in {str(lowest).removeprefix('torch.')}, so they may be as far "
+                "off as one process in it"
             )
+        return notes
+
+    def _agreeing(
+        self,
+        reference: Reference,
+        compared: ComparedCase,
+        reports: Sequence[RankReport],
+        lower: Collection[tuple[str, torch.dtype]] = (),
+    ) -> Outcome:
         derived = {
             "verdict": "ok",
             "relative_difference": compared.largest,
             "farthest": compared.largest_of,
+            "not_compared": ", ".join(compared.not_compared) or None,
             "reference_dtype": str(reference.dtype).removeprefix("torch."),
             "learning_rate": reference.learning_rate,
-            "notes": notes,
+            "notes": self._notes(reports, lower),
         }
         return Outcome("ok", derived=derived)
 
-    def _masks(self, reports: Sequence[RankReport]) -> Outcome:
-        by_data: dict[int, list[torch.Tensor]] = {}
-        for rank, report in enumerate(reports):
-            assert report.masks is not None
-            by_data.setdefault(self.workload.data_place(rank), []).append(report.masks)
-        pairs = [(mask, masks[0]) for masks in by_data.values() for mask in masks]
-        firsts = [masks[0] for masks in by_data.values()]
-        if any(mask.shape == other.shape and not torch.equal(mask, other) for mask, other in pairs):
-            reason = "ranks that share sequences drop different elements of them: seed them alike"
-        elif any(torch.equal(mask, firsts[0]) for mask in firsts[1:]):
-            reason = "every rank drops the same elements of its own sequences: seed each rank by its number"
-        else:
-            return Outcome("ok", derived={"verdict": "ok", "notes": []})
-        return self._diagnosed(Diagnosis("dropout", reason, line=self._line()))
+    def _agreed(self, diagnosis: Diagnosis | None, not_compared: Sequence[str] = ()) -> Outcome:
+        if diagnosis is not None:
+            return self._diagnosed(replace(diagnosis, line=diagnosis.line or self._line()))
+        return Outcome("ok", derived={"verdict": "ok", "not_compared": "; ".join(not_compared) or None, "notes": []})
+
+    def _order(self) -> Outcome:
+        reports_of, not_compared = {}, []
+        for condition, program in CONDITIONS.items():
+            self.progress(f"order: {condition}")
+            reports = self.run(program, watch=True)
+            if isinstance(reports, Lost):
+                # That they hang or die is what the case of this condition reports.
+                launched = any(report.launches for report in reports.reports)
+                failures, reports = [] if launched else [reports.reason], list(reports.reports)
+            else:
+                failures = [report.failure for report in reports if report.failure]
+            if failures or not any(report.launches for report in reports):
+                not_compared.append(f"{condition}: {failures[0] if failures else 'no collective was seen'}")
+            else:
+                reports_of[condition] = reports
+        if not reports_of:
+            return _refused("; ".join(not_compared))
+        return self._agreed(diagnose_order(reports_of), not_compared)
+
+    def _groups(self, reports: Sequence[RankReport]) -> Outcome:
+        if merged_spec(reports) is None:
+            return _refused("the wrap has no optimizer", "does not apply")
+        if started_outside() is not None:
+            return _refused("ranks that torchrun started cannot be joined by one alone: run verify by itself")
+        alone = replace(self.workload, world_size=1, mesh=next(iter(self.workload.dimensions)))
+        in_one_process = train_on_rank(alone, self.program, RankSettings(self.dtype, self.learning_rate))
+        not_compared = []
+        if in_one_process.failure:
+            not_compared.append(f"the groups of one process, in which the wrap fails: {in_one_process.failure}")
+        subject = build_subject(self.workload, self.program, torch.device("cpu"), self.dtype)
+        shapes = {name: parameter.shape for name, parameter in subject.model.named_parameters()}
+        diagnosis = diagnose_groups(reports, in_one_process, shapes)
+        seen = {name: shape for report in reports for name, shape in report.optimizer_shapes.items()}
+        flattened = [name for name, shape in seen.items() if len(shape) < len(shapes[name])]
+        if flattened:
+            not_compared.append(
+                f"whether groups are chosen by shapes: the optimizer sees slices, {flattened[0]} with "
+                f"{len(seen[flattened[0]])} dimension(s) instead of {len(shapes[flattened[0]])}"
+            )
+        return self._agreed(diagnosis, not_compared)
 
     def _wrong(
         self, program: Program, reference: Reference, reports: Sequence[RankReport], compared: ComparedCase
@@ -287,25 +385,28 @@ class _Case:
         if plain_diagnosis is None or self.workload.case == "late":
             again = self.run(program, watch=True) if program.resume != "ranks" else []
         watched = [] if isinstance(again, Lost) else again
-        dtypes = [dtype for report in (*reports, *watched) for dtype in report.dtypes]
+        lower = {pair for report in (*reports, *watched) for pair in report.dtypes}
         if program.resume == "ranks":
             # Others than these have trained what was loaded: they show their precision in the plain step.
             step = _Case(self.plain, self.folder, self.progress).run(PROGRAMS["step"], watch=True)
-            dtypes += [] if isinstance(step, Lost) else [dtype for report in step for dtype in report.dtypes]
-        if dtypes and reference.half is None:
-            half = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+            lower |= set() if isinstance(step, Lost) else {pair for report in step for pair in report.dtypes}
+        if lower and reference.half is None:
+            half = _least_precise(lower)
             reference = in_half_precision(
-                reference, self.workload, program, self.device, reports[0].optimizer, self.max_norm, half
+                reference, self.workload, program, self.device, merged_spec(reports), self.max_norm, half
             )
             compared = self._compare(program, reference, reports)
             if not compared.findings:
-                return self._right(reference, compared)
-        diagnosis = diagnose_case(
-            self.workload, program, reference, compared, reports, watched, self._line(), plain_diagnosis
-        )
+                return self._agreeing(reference, compared, reports, lower)
+        is_new = plain_diagnosis is None
+        case = FaultEvidence(self.workload, program, reference, compared, reports, watched, self._line(), is_new)
+        diagnosis = diagnose_case(case, plain_diagnosis)
+        notes = self._notes(reports, lower)
+        if diagnosis.cause == "optimizer" and reports[0].hides_optimizer:
+            diagnosis = replace(diagnosis, meaning=f"{diagnosis.meaning}; {notes[0].partition(': ')[2]}")
         if self.workload.case == "step":
             _plain_step_diagnoses[self.workload] = diagnosis
-        return self._diagnosed(diagnosis, compared, reference)
+        return self._diagnosed(diagnosis, compared, reference, notes)
 
     def _lost(self, program: Program, lost: Lost) -> Outcome:
         self.progress(f"{self.workload.case}: diagnosis")
@@ -317,9 +418,13 @@ class _Case:
         return self._diagnosed(diagnose_lost_ranks(lost.reason, lost.is_hang, reports, self._line()))
 
     def _diagnosed(
-        self, diagnosis: Diagnosis, compared: ComparedCase | None = None, reference: Reference | None = None
+        self,
+        diagnosis: Diagnosis,
+        compared: ComparedCase | None = None,
+        reference: Reference | None = None,
+        notes: Sequence[str] = (),
     ) -> Outcome:
-        derived: dict[str, Any] = {"verdict": "wrong", **diagnosis.columns(), "notes": []}
+        derived: dict[str, Any] = {"verdict": "wrong", **diagnosis.columns(), "notes": list(notes)}
         first = ""
         if compared is not None and compared.findings:
             finding = compared.findings[0]

@@ -1,14 +1,14 @@
 """One process that trains the whole batch: what ranks are compared with, and how far rounding alone takes it."""
 
 import contextlib
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from cs336sys.errors import UserCodeError
@@ -19,66 +19,21 @@ from cs336sys.experiments.verify.cases import (
     Share,
     batch_of,
     build_subject,
-    evaluation_batch,
     loss_of,
     shares_of,
     turned_off,
 )
+from cs336sys.experiments.verify.program import ProgramRun
+from cs336sys.experiments.verify.record import (
+    OptimizerSpec,
+    Record,
+    captured_outputs,
+    cloned_gradients,
+    default_optimizer,
+)
+from cs336sys.experiments.verify.wraps import Wrapped
+from cs336sys.parity.rank_rounding import LEARNING_RATES, MEAN_LOSS, stay_near
 from cs336sys.workload.verification import VerifiedWorkload
-
-# The first with which losses do not run away is used.
-_LEARNING_RATES = (1.0, 0.1, 0.01, 0.001)
-_AWAY = 1.5
-
-# Losses of a batch as a whole and as the mean of its shares: farther apart, they are different sums.
-_MEAN_LOSS = {torch.float64: 1e-9, torch.float32: 1e-4}
-
-
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """Recipe of an optimizer: its class, and its settings for each parameter by name."""
-
-    optimizer_class: type[torch.optim.Optimizer]
-    settings: Mapping[str, Mapping[str, Any]]
-
-    def build(self, named: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-        groups: list[dict[str, Any]] = []
-        for name, parameter in named.items():
-            settings = dict(self.settings.get(name) or next(iter(self.settings.values()), {}))
-            same = [group for group in groups if group["settings"] == settings]
-            if same:
-                same[0]["params"].append(parameter)
-            else:
-                groups.append({"params": [parameter], "settings": settings})
-        return self.optimizer_class([{"params": group["params"], **group["settings"]} for group in groups])  # type: ignore[call-arg]
-
-
-def default_optimizer(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW whose steps are proportional to the gradients, by a large eps: weights are off by as much as gradients."""
-    return torch.optim.AdamW(parameters, lr=learning_rate, eps=1.0, weight_decay=0.01)
-
-
-@dataclass
-class Record:
-    """State of one process, or one rank, at each moment of a program; tensors on the CPU, by names of the model.
-
-    Attributes:
-        losses: of each step, and ``evaluations`` after steps.
-        gradients: of each step, before clipping.
-        norms: of all gradients, of each step, where they were clipped.
-        weights: after a number of steps; 0 is before the first.
-        states: of the optimizer, after a number of steps: by parameter, then by its own name.
-        outputs: of modules, in the first forward pass, where they were asked for.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    evaluations: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    states: dict[int, dict[str, dict[str, Tensor]]] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -102,43 +57,28 @@ class Reference:
     half: torch.dtype | None = None
 
 
-def moments(program: Program) -> tuple[int, ...]:
-    """After how many steps weights and state are compared."""
-    return (1, program.steps) if program.steps > 1 else (1,)
+class _Alone(ProgramRun):
+    """A program in one process, which takes the shares of each batch one after another."""
 
+    optimizer_settings: OptimizerSpec | float
+    half: torch.dtype | None = None
+    casts_weights: bool = False
 
-def clone(tensor: Tensor) -> Tensor:
-    """Copy to the CPU."""
-    return tensor.detach().to(torch.device("cpu"), copy=True)
+    def prepare(self) -> None:
+        self.subject = build_subject(self.workload, self.program, self.device, self.dtype)
+        model = self.subject.model
+        self.wrapped = Wrapped(None, model)
+        self.named, self.buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        self.names = {id(parameter): name for name, parameter in self.named.items()}
+        self.shapes = {name: parameter.shape for name, parameter in self.named.items()}
+        how = self.optimizer_settings
+        self.optimizer = default_optimizer(model.parameters(), how) if isinstance(how, float) else how.build(self.named)
+        self.record.weights[0] = self.weights()
 
-
-def states_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's state by the names of parameters, tensors alone."""
-    return {
-        names[id(parameter)]: {
-            key: torch.as_tensor(value)
-            for key, value in state.items()
-            if isinstance(value, Tensor) or (isinstance(value, int | float) and key == "step")
-        }
-        for parameter, state in optimizer.state.items()
-        if id(parameter) in names
-    }
-
-
-@contextlib.contextmanager
-def captured_outputs(model: torch.nn.Module, outputs: dict[str, Tensor]) -> Any:
-    """Keep what each module returns in its first call within this, where that is one tensor."""
-
-    def keep(name: str, module: Any, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and name not in outputs:
-            outputs[name] = clone(output.full_tensor() if hasattr(output, "full_tensor") else output)
-
-    handles = [module.register_forward_hook(partial(keep, name)) for name, module in model.named_modules() if name]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def call(self, inputs: Any) -> Any:
+        if self.casts_weights and self.half is not None:
+            return _call_in(self.half, self.wrapped.module, inputs)
+        return super().call(inputs)
 
 
 def train_in_one_process(
@@ -151,74 +91,39 @@ def train_in_one_process(
     max_norm: float | None = None,
     *,
     outputs: bool = False,
-    autocast: torch.dtype | None = None,
+    half: torch.dtype | None = None,
+    casts_weights: bool = False,
 ) -> Record:
     """Train in this process, the shares of each batch one after another.
 
     Args:
         optimizer: how to build it, or the learning rate of the default one.
         max_norm: of gradients, where the program clips.
-        autocast: computes matrix products in this dtype.
+        half: computes in this dtype: matrix products, or with ``casts_weights`` everything, with copies of the weights.
     """
-    record = Record()
-    casts = torch.autocast(device.type, autocast) if autocast is not None else contextlib.nullcontext()
+    run = _Alone(workload, program, device, dtype, Record())
+    run.step_shares, run.max_norm, run.optimizer_settings = shares, max_norm, optimizer
+    run.half, run.casts_weights = half, casts_weights
+    autocasts = half is not None and not casts_weights
+    casts = torch.autocast(device.type, half) if autocasts else contextlib.nullcontext()
     with user_models.nothing_dropped(), casts:
-        subject = build_subject(workload, program, device, dtype)
-        model = subject.model
-        named = dict(model.named_parameters())
-        names = {id(parameter): name for name, parameter in named.items()}
-        trained = (
-            default_optimizer(model.parameters(), optimizer) if isinstance(optimizer, float) else optimizer.build(named)
-        )
-        record.weights[0] = tree_map_only(Tensor, clone, named)
-        for step in range(program.steps):
-            batch = batch_of(workload, device, dtype, step)
-            trained.zero_grad()
-            total = 0.0
-            capture = captured_outputs(model, record.outputs) if outputs and step == 0 else contextlib.nullcontext()
-            with capture:
-                for share in shares:
-                    inputs, targets = share.of(batch)
-                    off = program.unused and share.data == workload.data_ranks - 1
-                    with turned_off(subject.switch, off):
-                        loss = loss_of(workload, user_models.call_model(model, inputs), targets) * share.weight
-                        loss.backward()
-                    total += loss.item()
-            record.losses.append(total)
-            record.gradients.append(gradients_of(named))
-            if program.clip:
-                bound = math.inf if max_norm is None else max_norm
-                record.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), bound).item())
-            # Of this step one rank's loss is infinite.
-            if not (program.scale and step == 1):
-                trained.step()
-            if program.evaluate and step < program.steps - 1:
-                record.evaluations.append(evaluate_alone(workload, model, device, dtype, program))
-            if step + 1 in moments(program):
-                record.weights[step + 1] = tree_map_only(Tensor, clone, named)
-                record.states[step + 1] = tree_map_only(Tensor, clone, states_of(trained, names))
-        record.buffers = {name: clone(buffer) for name, buffer in model.named_buffers()}
-    return record
+        run.prepare()
+        if outputs:
+            run.outputs = captured_outputs(run.subject.model, run.record.outputs)
+        run.train()
+    return run.record
 
 
-def evaluate_alone(
-    workload: VerifiedWorkload, model: Any, device: torch.device, dtype: torch.dtype, program: Program
-) -> float:
-    """The loss of the evaluation's batch."""
-    model.eval()
-    with torch.no_grad():
-        batch = evaluation_batch(workload, device, dtype)
-        losses = [
-            share.weight * loss_of(workload, user_models.call_model(model, share.of(batch)[0]), share.of(batch)[1])
-            for share in shares_of(workload, program, 1)
-        ]
-    model.train()
-    return float(sum(losses))
+def _call_in(dtype: torch.dtype, model: torch.nn.Module, inputs: Any) -> Any:
+    """Call the model with copies of its weights and inputs in ``dtype``, as fully sharded models in half precision."""
 
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-def gradients_of(named: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor]:
-    """The gradients that there are, dense."""
-    return {name: clone(parameter.grad.to_dense()) for name, parameter in named.items() if parameter.grad is not None}
+    copies = tree_map_only(Tensor, cast, dict(model.named_parameters(remove_duplicate=False)))
+    inputs = tree_map_only(Tensor, cast, inputs)
+    arguments, named = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
+    return functional_call(model, copies, arguments, named, tie_weights=False)
 
 
 _dtypes: dict[Any, torch.dtype] = {}
@@ -252,12 +157,10 @@ def learning_rate_of(workload: VerifiedWorkload, device: torch.device, dtype: to
     """The largest of some learning rates with which twenty steps do not run away."""
     key = (workload.training, device)
     if key not in _learning_rates:
-        for rate in _LEARNING_RATES:
+        for rate in LEARNING_RATES:
             _learning_rates[key] = rate
-            losses = train_in_one_process(
-                workload, PROGRAMS["run"], device, dtype, _whole_batch(workload, Program()), rate
-            ).losses
-            if all(math.isfinite(loss) and loss <= losses[0] + _AWAY * abs(losses[0]) for loss in losses):
+            shares = _whole_batch(workload, Program())
+            if stay_near(train_in_one_process(workload, PROGRAMS["run"], device, dtype, shares, rate).losses):
                 break
     return _learning_rates[key]
 
@@ -280,14 +183,19 @@ def in_half_precision(
     max_norm: float | None,
     half: torch.dtype,
 ) -> Reference:
-    """The same reference, with one process whose weights and products are ``half`` as another order of summation."""
+    """The same reference, with one process that computes in ``half``, in parts or everything, as other orders."""
     alone = program.trained_alone
     how = reference.learning_rate if optimizer is None else optimizer
     shares = shares_of(workload, alone, 1)
     # autocast leaves float64 alone.
-    autocast = None if half == torch.float32 else half
-    other = train_in_one_process(workload, alone, device, torch.float32, shares, how, max_norm, autocast=autocast)
-    return replace(reference, others=[*reference.others, other], half=half)
+    train = partial(train_in_one_process, workload, alone, device, torch.float32, shares, how, max_norm)
+    if half == torch.float32:
+        return replace(reference, others=[*reference.others, train()], half=half)
+    others = [train(half=half)]
+    # The model, or the device, may have operations that are none in half precision.
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        others.append(train(half=half, casts_weights=True))
+    return replace(reference, others=[*reference.others, *others], half=half)
 
 
 def reference_of(
@@ -314,7 +222,7 @@ def reference_of(
     # A layer that is unused on one rank alone cannot be trained on the whole batch at once.
     whole = by_rank if program.unused else _whole_batch(workload, program)
     records = [train(order, outputs=order is whole) for order in (whole, *orders)]
-    is_mean = abs(records[0].losses[0] - records[1].losses[0]) <= _MEAN_LOSS[dtype] * abs(records[0].losses[0])
+    is_mean = abs(records[0].losses[0] - records[1].losses[0]) <= MEAN_LOSS[dtype] * abs(records[0].losses[0])
     if is_mean:
         reference = Reference(records[0], records[1:], True, dtype, learning_rate)
     else:
@@ -345,5 +253,5 @@ def parts_of_gradients(
             inputs, targets = share.of(batch)
             with turned_off(subject.switch, program.unused and share.data == workload.data_ranks - 1):
                 loss_of(workload, user_models.call_model(subject.model, inputs), targets).backward()
-            parts[share.data, share.micro] = gradients_of(named)
+            parts[share.data, share.micro] = cloned_gradients(named)
     return parts

@@ -1,6 +1,5 @@
-"""Saves what a rank trains and loads it into new objects: own state dicts, and torch.distributed.checkpoint."""
+"""Saves what a rank's run trains and loads it into new objects: own state dicts, torch.distributed.checkpoint."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,37 +9,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.verify.wraps import Wrapped
 
 
-@dataclass(frozen=True)
-class TrainingObjects:
-    """Objects that are saved, or loaded into.
-
-    Attributes:
-        inner: the optimizer that updates this rank's parameters, which ``optimizer`` may wrap.
-        is_sliced: whether this rank has slices of weights; ``is_distributed``: as DTensors.
-    """
-
-    wrapped: Wrapped
-    optimizer: Any
-    inner: Any
-    is_sliced: bool
-    is_distributed: bool
-
-
-def own_state(trained: TrainingObjects) -> Any:
+def own_state(run: Any) -> Any:
     """A copy of the state dicts of module and optimizer, or of the object that has them."""
-    if _saves_all(trained, "state_dict"):
-        state = trained.wrapped.owner.state_dict()
+    if _saves_all(run, "state_dict"):
+        state = run.wrapped.owner.state_dict()
     else:
-        state = {"model": trained.wrapped.module.state_dict(), "optimizer": _optimizer_state(trained.optimizer)}
+        state = {"model": run.wrapped.module.state_dict(), "optimizer": _optimizer_state(run.optimizer)}
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
 
 
-def _saves_all(trained: TrainingObjects, name: str) -> bool:
+def _saves_all(run: Any, name: str) -> bool:
     """Return whether the owner has state dicts of module and optimizer, and not the module's by ``__getattr__``."""
-    owner = trained.wrapped.owner
+    owner = run.wrapped.owner
     method = getattr(owner, name, None)
     return not isinstance(owner, nn.Module) and method is not None and getattr(method, "__self__", owner) is owner
 
@@ -57,22 +39,33 @@ def _optimizer_state(optimizer: Any) -> Any:
     return state
 
 
-def load_own_state(trained: TrainingObjects, state: Any) -> None:
-    """Load a :func:`own_state`."""
-    if _saves_all(trained, "load_state_dict"):
-        trained.wrapped.owner.load_state_dict(state)
-        return
-    trained.wrapped.module.load_state_dict(state["model"])
-    trained.optimizer.load_state_dict(state["optimizer"])
+def load_own_state(run: Any, state: Any) -> None:
+    if _saves_all(run, "load_state_dict"):
+        run.wrapped.owner.load_state_dict(state)
+    else:
+        run.wrapped.module.load_state_dict(state["model"])
+        run.optimizer.load_state_dict(state["optimizer"])
 
 
-def _checkpoint_state(trained: TrainingObjects) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+def distributed_checkpoint(run: Any, folder: str, *, loads: bool = False) -> None:
+    """Save by torch.distributed.checkpoint, or load what as many ranks or others have saved. All ranks call it.
 
-    if not isinstance(trained.inner, torch.optim.Optimizer) or (trained.is_sliced and not trained.is_distributed):
+    Raises:
+        CapabilityError: it holds slices that are no DTensors.
+    """
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    if not isinstance(run.inner, torch.optim.Optimizer) or (run.is_sliced and not run.is_distributed):
         raise CapabilityError("torch.distributed.checkpoint cannot know its slices, which are no DTensors")
-    model, optimizer = get_state_dict(trained.wrapped.module, trained.inner)
-    return {"model": model, "optimizer": optimizer}
+    objects = run.wrapped.module, run.inner
+    model, optimizer = get_state_dict(*objects)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    if loads:
+        checkpoint.load(state, checkpoint_id=folder)
+        set_state_dict(*objects, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    else:
+        checkpoint.save(state, checkpoint_id=folder)
 
 
 def folder_of_first(folder: str) -> str:
@@ -82,41 +75,17 @@ def folder_of_first(folder: str) -> str:
     return folders[0]
 
 
-def save_distributed_checkpoint(trained: TrainingObjects, folder: str) -> None:
-    """Save by torch.distributed.checkpoint. All ranks call it together.
-
-    Raises:
-        CapabilityError: it holds slices that are no DTensors.
-    """
-    import torch.distributed.checkpoint as checkpoint
-
-    checkpoint.save(_checkpoint_state(trained), checkpoint_id=folder)
-
-
-def load_distributed_checkpoint(trained: TrainingObjects, folder: str) -> None:
-    """Load what :func:`save_distributed_checkpoint` has saved, by as many ranks or others."""
-    import torch.distributed.checkpoint as checkpoint
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
-    state = _checkpoint_state(trained)
-    checkpoint.load(state, checkpoint_id=folder)
-    set_state_dict(
-        trained.wrapped.module, trained.inner, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
-
-
-def save_to_folder(trained: TrainingObjects, folder: str) -> None:
+def save_to_folder(run: Any, folder: str) -> None:
     """Save for another number of ranks: DTensors as a checkpoint, all else as each rank's own state."""
-    if trained.is_distributed:
-        save_distributed_checkpoint(trained, f"{folder}/dcp")
+    if run.is_distributed:
+        distributed_checkpoint(run, f"{folder}/dcp")
     else:
-        torch.save(own_state(trained), f"{folder}/rank{dist.get_rank()}.pt")
+        torch.save(own_state(run), f"{folder}/rank{dist.get_rank()}.pt")
 
 
-def load_from_folder(trained: TrainingObjects, folder: str, ranks: int) -> None:
+def load_from_folder(run: Any, folder: str, ranks: int) -> None:
     """Load what ``ranks`` others have saved there."""
     if Path(folder, "dcp").exists():
-        load_distributed_checkpoint(trained, f"{folder}/dcp")
+        distributed_checkpoint(run, f"{folder}/dcp", loads=True)
     else:
-        state = torch.load(f"{folder}/rank{dist.get_rank() % ranks}.pt", weights_only=False)
-        load_own_state(trained, state)
+        load_own_state(run, torch.load(f"{folder}/rank{dist.get_rank() % ranks}.pt", weights_only=False))

@@ -18,7 +18,7 @@ from cs336sys.errors import CapabilityError, UserCodeError, a_value, choose_from
 from cs336sys.experiments import user_models
 from cs336sys.experiments.models import blocks_of, torch_linear
 from cs336sys.experiments.verify.cases import loss_of
-from cs336sys.experiments.verify.reference import default_optimizer
+from cs336sys.experiments.verify.record import Together, added_to_environment, default_optimizer
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.user_code import is_user_code
 from cs336sys.workload.verification import VerifiedWorkload
@@ -156,13 +156,17 @@ def _returned_parts(workload: VerifiedWorkload, returned: Any, model: nn.Module)
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer that updates this rank's parameters, where others wrap it."""
+    """The optimizer that updates this rank's parameters, or several of them, where others wrap it."""
     while not type(optimizer).__module__.startswith("cs336sys.parallel"):
         inner = {id(value): value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)}
         if len(inner) != 1 or id(optimizer) in inner:
             break
         (optimizer,) = inner.values()
-    return optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    lists = [values if isinstance(values, list | tuple) else [values] for values in vars(optimizer).values()]
+    several = [value for values in lists for value in values if isinstance(value, torch.optim.Optimizer)]
+    return Together(map(innermost, several)) if len(several) > 1 else optimizer
 
 
 Ready = Callable[[VerifiedWorkload, nn.Module, DeviceMesh, float], Wrapped]
@@ -293,18 +297,11 @@ def _tensor(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, lear
     return _of_ours(module, loss=module.loss, scaler_class=ShardedGradScaler)
 
 
-@contextlib.contextmanager
-def _as_torchrun() -> Iterator[None]:
+def _as_torchrun() -> AbstractContextManager[None]:
     """Set what torchrun sets, which some libraries look at though the ranks have met already."""
     met = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": dist.get_rank()}
-    added = {name: str(value) for name, value in met.items()} | {"MASTER_PORT": "0", "MASTER_ADDR": "localhost"}
-    added = {name: value for name, value in added.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del os.environ[name]
+    variables = {name: str(value) for name, value in met.items()}
+    return added_to_environment(variables | {"MASTER_PORT": "0", "MASTER_ADDR": "localhost"})
 
 
 def _accelerate(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:

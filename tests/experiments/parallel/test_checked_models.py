@@ -10,11 +10,11 @@ import torch
 import training_ranks
 
 from cs336sys.errors import CapabilityError, UserCodeError
-from cs336sys.experiments.checks.weights import TOLERANCES
 from cs336sys.experiments.parallel.measurement import measure_parallel_training
 from cs336sys.experiments.parallel.rank import telling_errors_of_rank
 from cs336sys.experiments.parallel.sharded_strategies import _torch_fsdp_of_users
 from cs336sys.experiments.training import TrainStep
+from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.sizes import choose_size
 from cs336sys.workload import ParallelWorkload, UserCode, Workload
 

@@ -10,9 +10,9 @@ import training_ranks
 
 from cs336sys.accounting.sharding.step import MOMENTS, predicted_memory, predicted_sent_bytes
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.checks.weights import TOLERANCES
 from cs336sys.experiments.parallel.measurement import measure_parallel_training
 from cs336sys.experiments.parallel.tensor_strategies import PREPARE_CONTEXT
+from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.report.shard import shard_plan, sharded_step
 from cs336sys.sizes import choose_size
 from cs336sys.workload import ParallelWorkload, UserCode, Workload

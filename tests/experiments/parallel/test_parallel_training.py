@@ -12,7 +12,6 @@ import torch
 import training_ranks
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.checks.weights import TOLERANCES
 from cs336sys.experiments.parallel import communication, measurement
 from cs336sys.experiments.parallel.communication import _communication_timeline
 from cs336sys.experiments.parallel.measurement import kept_ranks, measure_parallel_training, slowest, trace_path
@@ -20,6 +19,7 @@ from cs336sys.experiments.parallel.rank import RankMeasurement, verify_on_rank
 from cs336sys.measure.cells import Worker, guarded
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
+from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.results.model import Samples
 from cs336sys.sizes import choose_size
 from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload, Workload

@@ -12,12 +12,12 @@ import torch
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, predicted_memory, predicted_sent_bytes
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.checks.weights import TOLERANCES
 from cs336sys.experiments.models import build_model, initialize_layer
 from cs336sys.experiments.parallel import measurement
 from cs336sys.experiments.parallel.measurement import measure_parallel_training
 from cs336sys.experiments.parallel.rank import RankMeasurement
 from cs336sys.experiments.parallel.sharded_strategies import PREPARE_SHARDED
+from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.report.shard import sharded_step
 from cs336sys.results.model import Samples
 from cs336sys.sizes import choose_size

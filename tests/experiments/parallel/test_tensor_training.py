@@ -5,8 +5,8 @@ import sharding_ranks
 import tensor_training_ranks
 
 from cs336sys.errors import UsageError
-from cs336sys.experiments.checks.weights import TOLERANCES
 from cs336sys.experiments.parallel.measurement import measure_parallel_training
+from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.report.shard import _predicted, sharding_sent_bytes
 from cs336sys.sizes import choose_size
 from cs336sys.workload import ParallelWorkload, Workload

@@ -16,7 +16,6 @@ from fake_cuda_graph import OperatorRecorder
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336sys.experiments.checks.weights import WeightDifference
 from cs336sys.experiments.parallel import step as step_module
 from cs336sys.experiments.parallel import strategies
 from cs336sys.experiments.parallel.communication import (
@@ -31,6 +30,7 @@ from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.collectives import AnyRank, all_gather_single, reduce_scatter_single
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
 from cs336sys.parallel.ranks import launch
+from cs336sys.parity.weights import WeightDifference
 
 CPU = torch.device("cpu")
 

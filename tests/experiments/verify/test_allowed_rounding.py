@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cs336sys.experiments.verify.comparison import CaseComparison
+from cs336sys.parity.rank_rounding import rounding_in
 
 
 @pytest.mark.parametrize(
@@ -15,9 +16,9 @@ from cs336sys.experiments.verify.comparison import CaseComparison
 @pytest.mark.parametrize("repeated", [0.0, 1e-3])
 def test_rounding_explains_little(dtype, half, most, repeated):
     value = torch.ones(100, dtype=dtype)
-    reference = SimpleNamespace(dtype=dtype, half=half)
+    comparison = SimpleNamespace(rounding=rounding_in(dtype, half), shapes={"w": value.shape})
     others = [value, value * (1 + repeated), value * (1 + repeated / 2)]
-    allowed = CaseComparison._rounding(SimpleNamespace(reference=reference, shapes={"w": value.shape}), value, others)
+    allowed = CaseComparison._rounding(comparison, value, others)
     relative = allowed / torch.linalg.vector_norm(value).item()
     assert repeated < relative <= most + 20 * repeated
     assert relative > torch.finfo(half or dtype).eps / 2

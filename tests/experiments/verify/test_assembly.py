@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from cs336sys.experiments.verify.assembly import assemble, model_name
 from cs336sys.experiments.verify.comparison import format_relative
 from cs336sys.experiments.verify.diagnosis import _holds_twice
+from cs336sys.parity.assembly import assemble, model_name
 
 SHAPE = torch.Size([5, 3])
 WHOLE = torch.arange(15.0).view(SHAPE)

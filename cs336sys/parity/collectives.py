@@ -1,12 +1,16 @@
 """The collectives that a rank launches, seen at torch's dispatcher: which, when, and from which line of the wrap."""
 
+import contextlib
+import itertools
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -15,6 +19,8 @@ from cs336sys.measure.allocations.recorder import DispatchMode
 _NAMESPACES = ("c10d", "_c10d_functional")
 
 _NO_LAUNCH = ("wait_tensor", "_wrap_tensor_autograd")
+# Ranks may launch parts of different sizes of these.
+_UNEQUAL_PARTS = ("alltoall_", "alltoall_base_", "all_to_all_single", "gather_", "scatter_")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 
 # The phase in which a rank's tensors are looked at, whose collectives are none of the wrap's.
@@ -35,6 +41,7 @@ class CollectiveLaunch:
         step, phase: when: ``wrap``, ``forward``, ``backward``, ``finish``, ``clip``, ``optimizer``.
         line: of the user's code that led to it, ``mine.py, line 12``; empty where none did.
         incomplete: parameters that shared memory with its tensors, and whose gradients were not complete.
+        ranks: those of its process group; empty where that is unknown.
     """
 
     name: str
@@ -44,11 +51,84 @@ class CollectiveLaunch:
     phase: str
     line: str = ""
     incomplete: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def signature(self) -> tuple[str, int, str]:
+        """Return what every rank of the group must launch alike: name, elements, dtype."""
+        return self.name, 0 if self.name in _UNEQUAL_PARTS else self.elements, self.dtype
+
+    @property
+    def is_point_to_point(self) -> bool:
+        return self.name.startswith(("send", "recv"))
 
     @property
     def description(self) -> str:
         where = f" at {self.line}" if self.line else ""
         return f"{self.name.strip('_').removesuffix('_base')} of {self.elements:,} {self.dtype}{where}"
+
+
+def _group_ranks(args: tuple) -> tuple[int, ...]:
+    """The ranks of the process group among a collective's arguments, where it is by name or as an object."""
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    for arg in reversed(args):
+        with contextlib.suppress(RuntimeError, ValueError, LookupError):
+            if isinstance(arg, str):
+                group = resolve(arg)
+            elif isinstance(arg, torch.ScriptObject):
+                group = dist.ProcessGroup.unbox(arg)
+            else:
+                continue
+            return tuple(dist.get_process_group_ranks(group))
+    return ()
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """The first collective that the ranks of a group do not launch alike.
+
+    Attributes:
+        meaning: what the ranks launch, in a sentence.
+        launch: of a rank that launches one.
+    """
+
+    meaning: str
+    launch: CollectiveLaunch
+
+
+def first_disagreement(rank_launches: Sequence[Sequence[CollectiveLaunch]]) -> Disagreement | None:
+    """Compare the collectives of all ranks, group by group, in the order of their launches.
+
+    Sends and receives are left out: two ranks that launch other ones may meet.
+    """
+    everyone = tuple(range(len(rank_launches)))
+    by_group: dict[tuple[int, ...], dict[int, list[CollectiveLaunch]]] = {}
+    for rank, launches in enumerate(rank_launches):
+        for launch in launches:
+            if not launch.is_point_to_point:
+                ranks = launch.ranks or everyone
+                by_group.setdefault(ranks, {member: [] for member in ranks})[rank].append(launch)
+    for members in by_group.values():
+        for launched in itertools.zip_longest(*members.values()):
+            if len({launch and launch.signature for launch in launched}) > 1:
+                return _disagreement(dict(zip(members, launched, strict=True)))
+    return None
+
+
+def _disagreement(launched: dict[int, CollectiveLaunch | None]) -> Disagreement:
+    present = {rank: launch for rank, launch in launched.items() if launch is not None}
+    missing = ", ".join(str(rank) for rank, launch in launched.items() if launch is None)
+    last = list(present.values())[-1]
+    if missing:
+        meaning = (
+            f"rank {missing} does not launch the {last.description} of {last.phase} in step {last.step + 1} that the "
+            "others wait in"
+        )
+    else:
+        meaning = "the ranks' collectives differ: " + ", ".join(
+            f"rank {rank} launches {launch.description}" for rank, launch in present.items()
+        )
+    return Disagreement(meaning, last)
 
 
 class CollectiveWatcher(DispatchMode):
@@ -61,7 +141,7 @@ class CollectiveWatcher(DispatchMode):
     Attributes:
         launches: in order.
         step, phase: what the program is at; set by it.
-        dtypes: of matrix products, and of floating point numbers that were sent.
+        dtypes: of matrix products (``compute``), and of floating point numbers that were sent (``send``).
         waiting: gradients that the present backward pass has yet to complete, by the address of their memory.
     """
 
@@ -70,7 +150,7 @@ class CollectiveWatcher(DispatchMode):
         self.launches: list[CollectiveLaunch] = []
         self.step, self.phase = 0, "wrap"
         self.waiting: dict[str, Tensor] = {}
-        self.dtypes: set[torch.dtype] = set()
+        self.dtypes: set[tuple[str, torch.dtype]] = set()
         self._folder = None if folder is None else str(folder)
         self._is_late = is_late
         self._delays: dict[tuple[int, str], int] = {}
@@ -92,7 +172,7 @@ class CollectiveWatcher(DispatchMode):
             self._see(operator, args)
         result = operator(*args, **(kwargs or {}))
         if self.phase != "wrap" and operator._schema.name in _PRODUCTS and isinstance(result, Tensor):
-            self.dtypes.add(result.dtype)
+            self.dtypes.add(("compute", result.dtype))
         return result
 
     def _see(self, operator: Any, args: tuple) -> None:
@@ -104,12 +184,12 @@ class CollectiveWatcher(DispatchMode):
         name = operator.name().partition("::")[2].partition(".")[0]
         if name == "barrier" or not tensors:
             return
-        self.dtypes |= (
-            set() if self.phase == "wrap" else {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-        )
+        if self.phase != "wrap":
+            self.dtypes |= {("send", tensor.dtype) for tensor in tensors if tensor.is_floating_point()}
         dtype = str(tensors[0].dtype).removeprefix("torch.")
         elements = max(sum(leaf.numel() for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args)
-        self.launches.append(CollectiveLaunch(name, elements, dtype, *moment, self._line(), self._incomplete(tensors)))
+        incomplete, ranks = self._incomplete(tensors), _group_ranks(args)
+        self.launches.append(CollectiveLaunch(name, elements, dtype, *moment, self._line(), incomplete, ranks))
 
     def _line(self) -> str:
         if self._folder is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cs336sys.parity.rounding import rounding_within
 from cs336sys.workload import Workload
 
 STEPS = 5
@@ -16,17 +17,8 @@ STEPS = 5
 # optimizer is in use, and weights differ by as much as gradients do.
 OPTIMIZER_SETTINGS = {"lr": 1.0, "eps": 1.0, "weight_decay": 0.0}
 
-# A parameter may be this many times as far from what one process trains as that is from itself, rounded elsewhere.
-_REPEATED = 4.0
-
 # Parameters that a note names.
 _NAMED = 3
-
-# How far a parameter may be from where it should be, relative to how far it should be moved (both Euclidean norms).
-# bf16 rounds by up to 2^-8, fp16 and TF32 by 2^-11. Measured at size tiny: up to 9e-6 in fp32 (mostly because the
-# weights themselves are rounded), 1e-3 in fp16 and 8e-3 in bf16. Wrong strategies were off by 0.2 to 3: one parameter
-# left out, a sum instead of a mean, the gradients of the step before.
-TOLERANCES = {"fp32": 1e-3, "tf32": 2e-2, "fp16": 2e-2, "bf16": 1e-1}
 
 
 @dataclass(frozen=True)
@@ -53,12 +45,6 @@ class WeightDifference:
     of_gradients: bool = False
     notes: tuple[str, ...] = ()
     reason: str = ""
-
-
-def tolerance(workload: Workload) -> float:
-    """The largest :attr:`WeightDifference.relative` that rounding explains, for the precision of the workload."""
-    precision = "tf32" if workload.tf32 and workload.precision == "fp32" else workload.precision
-    return max(TOLERANCES[precision], TOLERANCES["bf16" if workload.state_dtype == "bf16" else "fp32"])
 
 
 def plainly_trained(workload: Workload) -> Workload:
@@ -128,28 +114,6 @@ def norm(values: Tensor) -> float:
     return torch.linalg.vector_norm(values, dtype=torch.float64).item()
 
 
-def rounding_explains(
-    distance: Distance, trained: Tensor, expected: Tensor, others: Iterable[Tensor], allowed: float
-) -> bool:
-    """Return whether the reference, rounded elsewhere, is as far from itself as ``trained`` is from it.
-
-    A gradient that is zero but for rounding, as that of a key's bias, differs each time, and Adam makes a step of it.
-
-    Args:
-        distance: of ``trained`` from ``expected``.
-        expected: a weight or gradient of the reference.
-        others: the same, computed in other orders or with the loss scaled.
-        allowed: the largest relative distance without this.
-    """
-    if not math.isfinite(distance.off):
-        return False
-    repeated, nearest = 0.0, distance.off
-    for other in others:
-        repeated = max(repeated, norm(other - expected))
-        nearest = min(nearest, norm(other - trained))
-    return nearest <= allowed * distance.moved + _REPEATED * repeated
-
-
 class Comparison:
     """Tensors compared with those of a reference; the ones too far off wait in host memory for another reference.
 
@@ -178,31 +142,41 @@ class Comparison:
         self._allowed = allowed
 
     def explained(self, others_of: Callable[[str], Iterable[Tensor]]) -> list[str]:
-        """List the names of those far off that :func:`rounding_explains`, by the references ``others_of`` each."""
-        return [
-            name
-            for name, (trained, expected) in self.far.items()
-            if rounding_explains(self.distances[name], trained, expected, others_of(name), self._allowed)
-        ]
+        """List the names of those far off that the reference, rounded elsewhere, is as far from itself.
+
+        A gradient that is zero but for rounding, as a key's bias has, differs each time, and Adam makes a step of it.
+
+        Args:
+            others_of: the same weight or gradient of the reference, computed in other orders or with the loss scaled.
+        """
+        return [name for name in self.far if self._explains(name, others_of(name))]
+
+    def _explains(self, name: str, others: Iterable[Tensor]) -> bool:
+        trained, expected = self.far[name]
+        distance = self.distances[name]
+        if not math.isfinite(distance.off):
+            return False
+        repeated, nearest = 0.0, distance.off
+        for other in others:
+            repeated = max(repeated, norm(other - expected))
+            nearest = min(nearest, norm(other - trained))
+        return nearest <= rounding_within(self._allowed).allowed(distance.moved, repeated)
+
+    def farthest(self, num_layers: int, explained: Collection[str] = ()) -> WeightDifference:
+        """The difference of the parameter that is farthest off, those aside whose difference is ``explained``."""
+        remaining = {name: distance for name, distance in self.distances.items() if name not in explained}
+        if not remaining:
+            return WeightDifference(0.0, 0.0, "", num_layers)
+        worst = max(remaining, key=lambda name: remaining[name].relative)
+        # A weight that is NaN is farther off than any other.
+        largest = max((distance.largest for distance in remaining.values()), key=lambda off: (math.isnan(off), off))
+        return WeightDifference(largest, remaining[worst].relative, worst, num_layers)
 
 
 def rounding_note(names: Sequence[str], count: int, allowed: float) -> str:
-    """Say which of ``count`` parameters are left out of a comparison by :func:`rounding_explains`."""
+    """Say which of ``count`` parameters are left out as :meth:`Comparison.explained`."""
     named = ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
     return (
         f"{len(names)} of {count} parameters ({named}) are off by more than {100 * allowed:g} %, as those of one "
         "process are that rounds elsewhere"
     )
-
-
-def farthest(
-    distances_of: Mapping[str, Distance], num_layers: int, explained: Collection[str] = ()
-) -> WeightDifference:
-    """The difference of the parameter that is farthest off, those aside whose difference is ``explained``."""
-    distances_of = {name: distance for name, distance in distances_of.items() if name not in explained}
-    if not distances_of:
-        return WeightDifference(0.0, 0.0, "", num_layers)
-    worst = max(distances_of, key=lambda name: distances_of[name].relative)
-    # A weight that is NaN is farther off than any other.
-    largest = max((distance.largest for distance in distances_of.values()), key=lambda off: (math.isnan(off), off))
-    return WeightDifference(largest, distances_of[worst].relative, worst, num_layers)

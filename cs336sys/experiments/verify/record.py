@@ -1,0 +1,210 @@
+"""Tensors of one process or rank at each moment of a program, and how its optimizer is built again elsewhere."""
+
+import contextlib
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336sys.errors import CapabilityError
+from cs336sys.experiments.verify.cases import Program
+from cs336sys.processes import started_outside
+
+# Names of an optimizer's arguments that are of the ranks, with what they are in one process.
+_OF_RANKS: dict[str, Any] = {"rank": 0, "local_rank": 0, "world_size": 1, "num_ranks": 1}
+_GROUP_NAMES = ("group", "process_group", "pg")
+
+# So many elements, over all steps, are compared after every step; of more, after the first and the last.
+_MOST_ELEMENTS = 2e7
+
+
+class Together:
+    """Several optimizers that step one after another, each with parameters of its own."""
+
+    def __init__(self, optimizers: Iterable[Any]):
+        self.optimizers = list(optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        return {tensor: state for optimizer in self.optimizers for tensor, state in optimizer.state.items()}
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """Recipe of an optimizer, or of several: a class and its settings for each parameter by name.
+
+    Attributes:
+        optimizer_class: of parameters that have no ``settings``.
+    """
+
+    optimizer_class: type[torch.optim.Optimizer]
+    settings: Mapping[str, tuple[type[torch.optim.Optimizer], Mapping[str, Any]]]
+
+    def build(self, named: Mapping[str, torch.nn.Parameter]) -> Any:
+        """Build it in one process, whose process group it gets where its class takes the ranks.
+
+        Raises:
+            CapabilityError: its class takes what nobody can know.
+        """
+        default = next(iter(self.settings.values()), (self.optimizer_class, {}))
+        groups_of: dict[type, list[dict[str, Any]]] = {}
+        for name, parameter in named.items():
+            kind, settings = self.settings.get(name, default)
+            groups = groups_of.setdefault(kind, [])
+            same = [group for group in groups if group["settings"] == settings]
+            if same:
+                same[0]["params"].append(parameter)
+            else:
+                groups.append({"params": [parameter], "settings": settings})
+        optimizers = [_build(kind, groups) for kind, groups in groups_of.items()]
+        return optimizers[0] if len(optimizers) == 1 else Together(optimizers)
+
+
+def _build(kind: Any, groups: list[dict[str, Any]]) -> Any:
+    taken = inspect.signature(kind).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
+    of_ranks = {name: value for name, value in _OF_RANKS.items() if name in taken}
+    of_ranks |= {name: dist.group.WORLD for name in _GROUP_NAMES if name in taken and dist.is_initialized()}
+    try:
+        if len(groups) == 1:
+            # Some classes make groups themselves, of a list of parameters, and take only some settings of these.
+            (group,) = groups
+            settings = {name: value for name, value in group["settings"].items() if takes_all or name in taken}
+            return kind(group["params"], **settings | of_ranks)
+        return kind([{"params": group["params"], **group["settings"]} for group in groups], **of_ranks)
+    except Exception as error:
+        raise CapabilityError(
+            f"{kind.__name__} cannot be built in one process, so nothing is compared: {type(error).__name__}: "
+            f"{error!s:.160}"
+        ) from error
+
+
+@contextlib.contextmanager
+def added_to_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Within this, environment variables that were not set have these values."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+@contextlib.contextmanager
+def group_of_one(device: torch.device) -> Iterator[None]:
+    """Within this, there is a process group of this process alone, for optimizers whose class communicates.
+
+    Ranks that torchrun started, and a caller that has a group, keep theirs.
+    """
+    if dist.is_initialized() or started_outside() is not None:
+        yield
+        return
+    with added_to_environment({"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}):
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def default_optimizer(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW whose steps are proportional to the gradients, by a large eps: weights are off by as much as gradients."""
+    return torch.optim.AdamW(parameters, lr=learning_rate, eps=1.0, weight_decay=0.01)
+
+
+@dataclass
+class Record:
+    """State of one process, or one rank, at each moment of a program; tensors on the CPU, by names of the model.
+
+    Attributes:
+        losses: of each step, and ``evaluations`` after steps.
+        gradients: of each step, before clipping.
+        norms: of all gradients, of each step, where they were clipped.
+        weights: after a number of steps; 0 is before the first.
+        states: of the optimizer, after a number of steps: by parameter, then by its own name.
+        outputs: of modules, in the first forward pass, where they were asked for.
+        rates: the learning rates of the optimizer's groups after each step.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    evaluations: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    states: dict[int, dict[str, dict[str, Tensor]]] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    rates: list[tuple[float, ...]] = field(default_factory=list)
+
+
+def moments(program: Program, shapes: Iterable[torch.Size]) -> set[int]:
+    """After how many steps weights and state of a model of these parameters are compared."""
+    elements = program.steps * sum(shape.numel() for shape in shapes)
+    return set(range(1, program.steps + 1)) if elements <= _MOST_ELEMENTS else {1, program.steps}
+
+
+def learning_rates(optimizer: Any) -> tuple[float, ...]:
+    """The learning rates of an optimizer's groups that have some."""
+    groups = getattr(optimizer, "param_groups", ())
+    return tuple(float(group["lr"]) for group in groups if group["params"] and "lr" in group)
+
+
+def clone(tensor: Any) -> Tensor:
+    """Copy to the CPU: all of a DTensor, and a sparse tensor as a dense one."""
+    whole = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+    return (whole.to_dense() if whole.is_sparse else whole).to(torch.device("cpu"), copy=True)
+
+
+def cloned_gradients(named: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+    """The gradients of the parameters that have one."""
+    return {name: clone(parameter.grad) for name, parameter in named.items() if parameter.grad is not None}
+
+
+def states_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's state by the names of parameters, tensors alone."""
+    return {
+        names[id(parameter)]: {
+            key: torch.as_tensor(value)
+            for key, value in state.items()
+            if isinstance(value, Tensor) or (isinstance(value, int | float) and key == "step")
+        }
+        for parameter, state in optimizer.state.items()
+        if id(parameter) in names
+    }
+
+
+@contextlib.contextmanager
+def captured_outputs(model: torch.nn.Module, outputs: dict[str, Tensor]) -> Any:
+    """Keep what each module returns in its first call within this, where that is one tensor."""
+
+    def keep(name: str, module: Any, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and name not in outputs:
+            outputs[name] = clone(output)
+
+    handles = [module.register_forward_hook(partial(keep, name)) for name, module in model.named_modules() if name]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,217 @@
+"""Mistakes of public projects, each written anew and as small as it gets; their links stand with them."""
+
+import contextlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from audit_faults import average
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class RealBug:
+    """A mistake, the case that shows it, and the cause that is named."""
+
+    link: str
+    wrap: str
+    case: str
+    cause: str
+    mesh: str = "data"
+    is_quick: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.wrap.rpartition(":")[2]
+
+
+def _bug(link, name, case, cause, file="real_bugs", **settings):
+    return RealBug(f"https://github.com/{link}", f"{FOLDER}/{file}.py:{name}", case, cause, **settings)
+
+
+BUGS = (
+    _bug("huggingface/picotron/issues/39", "last_micro_batch_alone", "no-sync", "accumulation", is_quick=True),
+    _bug("karpathy/build-nanogpt/pull/30", "switched_after_forward", "no-sync", "accumulation"),
+    _bug("huggingface/transformers/pull/34191", "mean_of_means", "uneven", "uneven"),
+    _bug("huggingface/transformers/pull/24088", "schedule_of_all_ranks", "step", "schedule", file="audit_faults"),
+    _bug("NVIDIA-NeMo/RL/pull/3788", "replicas_in_the_norm", "clipping", "clipping", is_quick=True),
+    _bug("facebookresearch/fairscale/pull/167", "largest_of_the_norms", "clipping", "clipping"),
+    _bug(
+        "NVIDIA/Megatron-LM/issues/1446",
+        "tensor_norms_not_added",
+        "step",
+        "partial sum",
+        file="layer_faults",
+        mesh="tensor",
+    ),
+    _bug("lightly-ai/lightly/issues/1977", "gathered_without_gradient", "step", "averaged twice", is_quick=True),
+    _bug("huggingface/accelerate/pull/2791", "clipped_in_silence", "step", "optimizer"),
+    _bug("uw-syfi/piper/issues/13", "pipeline_tied_apart", "tied", "tied", file="layer_faults", mesh="pipeline"),
+    _bug("NVIDIA/Megatron-LM/pull/6920", "not_gathered_after_loading", "save", "resume"),
+    _bug("pytorch/pytorch/issues/101343", "matrices_in_no_group", "groups", "groups", file="audit_faults"),
+)
+
+
+class Synchronized(nn.Module):
+    """A module with a switch for sending gradients, which ``no_sync`` turns off."""
+
+    def __init__(self, module, group):
+        super().__init__()
+        self.module, self.group, self.sends = module, group, True
+
+    def forward(self, *args):
+        return self.module(*args)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.sends = False
+        yield
+        self.sends = True
+
+
+def last_micro_batch_alone(model, group):
+    """The hook sees the gradient of one backward pass, and not what was accumulated before it."""
+    module = Synchronized(model, group)
+
+    def send(gradient):
+        if module.sends:
+            dist.all_reduce(gradient, group=group)
+            gradient /= dist.get_world_size(group)
+        return gradient
+
+    for parameter in model.parameters():
+        parameter.register_hook(send)
+    return module
+
+
+def switched_after_forward(model, group):
+    """DistributedDataParallel is told whether to send between its passes: its forward pass has looked already."""
+
+    class Late(Synchronized):
+        def forward(self, *args):
+            output = self.module(*args)
+            self.module.require_backward_grad_sync = self.sends
+            return output
+
+    return Late(nn.parallel.DistributedDataParallel(model, process_group=group), group)
+
+
+def own_steps(model, group, loss_of):
+    """A whole step, of a mean loss on this rank, with the mean of gradients over ranks."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    module = average(model, group)
+
+    def step(batch):
+        inputs, targets = batch
+        optimizer.zero_grad()
+        loss = loss_of(module(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return SimpleNamespace(module=module, optimizer=optimizer, step=step)
+
+
+def mean_of_means(model, group):
+    """Ranks with fewer tokens count as much as others."""
+    return own_steps(model, group, nn.functional.cross_entropy)
+
+
+def _scale_to(parameters, norm, max_norm):
+    for parameter in parameters:
+        parameter.grad *= min(1.0, max_norm / norm)
+    return norm
+
+
+def _squares(parameters):
+    return sum(parameter.grad.square().sum() for parameter in parameters)
+
+
+def replicas_in_the_norm(model, group):
+    """Adds up over ranks the squares of gradients that all of them have alike."""
+    model = average(model, group)
+
+    def clip(max_norm):
+        total = _squares(model.parameters())
+        dist.all_reduce(total, group=group)
+        return _scale_to(model.parameters(), total.sqrt(), max_norm)
+
+    model.clip_grad_norm_ = clip
+    return model
+
+
+def largest_of_the_norms(model, group):
+    """Of slices, takes the largest norm of a rank, where squares should be added up."""
+    model = average(model, group)
+    parameters = list(model.parameters())
+    owned = parameters[dist.get_rank(group) :: dist.get_world_size(group)]
+
+    def clip(max_norm):
+        norm = _squares(owned).sqrt()
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        return _scale_to(parameters, norm, max_norm)
+
+    model.clip_grad_norm_ = clip
+    return model
+
+
+def gathered_without_gradient(model, group):
+    """The loss of all ranks' outputs, of which only its own have gradients, which are averaged once more."""
+    module = average(model, group)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def gathered(tensor):
+        parts = [torch.empty_like(tensor) for _ in range(ranks)]
+        dist.all_gather(parts, tensor.detach().contiguous(), group=group)
+        parts[rank] = tensor
+        return torch.cat(parts)
+
+    def loss(output, targets):
+        return nn.functional.cross_entropy(gathered(output).flatten(0, 1), gathered(targets).flatten())
+
+    return SimpleNamespace(module=module, loss=loss)
+
+
+def clipped_in_silence(model, group):
+    """The engine clips gradients to a norm that nobody set; the public default is 1.0, which this model stays below."""
+    module = average(model, group)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, eps=1.0)
+    step = optimizer.step
+
+    def clipped_step(closure=None):
+        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        step(closure)
+
+    optimizer.step = clipped_step
+    return module, optimizer
+
+
+class Loaded:
+    """Saves everything, and loads what this rank owns: nothing sends it to the others."""
+
+    def __init__(self, model, group):
+        self.module = average(model, group)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1.0)
+        self.is_owned = {
+            name: number % dist.get_world_size(group) == dist.get_rank(group)
+            for number, (name, _) in enumerate(model.named_parameters())
+        }
+
+    def state_dict(self):
+        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        owned = {name: value for name, value in state["model"].items() if self.is_owned.get(name, True)}
+        self.module.load_state_dict(owned, strict=False)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def not_gathered_after_loading(model, group):
+    return Loaded(model, group)
