@@ -3,15 +3,16 @@
 import glob
 import hashlib
 import os
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.commands.faults import say
+from cs336sys.commands.options.board import read_memory_limit
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.reading import OUTPUT, among, choice, one_of, split_list
 from cs336sys.commands.options.training import DeviceOption
@@ -19,12 +20,8 @@ from cs336sys.errors import CapabilityError, UsageError, require_known
 from cs336sys.processes.parent import Guarded, python_module
 from cs336sys.report.course.handouts import why_not
 from cs336sys.report.course.problem import Command, Problem, Target
-from cs336sys.results.foreign import MIB, printable, read_chunks
 from cs336sys.results.model import Results, passed_over_words, read_results
 from cs336sys.sizes import SIZES
-
-if TYPE_CHECKING:
-    from cs336sys.report.table import Table
 
 # Formats by what a file's name ends in.
 _FORMATS = {
@@ -34,6 +31,7 @@ _FORMATS = {
     ".markdown": "markdown",
     ".tex": "latex",
     ".typ": "typst",
+    ".pdf": "pdf",
 }
 
 
@@ -49,6 +47,10 @@ class WriteUpOptions:
     folder: Annotated[Path | None, writes_file(help="Where --run saves. Default: report-YEAR.")] = None
     size: Annotated[str | None, choice(SIZES, "In the place of all the handout's sizes: tiny.")] = None
     device: DeviceOption = "auto"
+    gpu: Annotated[
+        str | None, choice(GPUS, f"With --dry-run: plan for {', '.join(GPUS)}, or as torch names it.", parser=str)
+    ] = None
+    memory: Annotated[str | None, setting(help="With --dry-run: what that GPU, or this machine, holds: 32GiB.")] = None
     dry_run: Annotated[bool, setting("--dry-run", help="Print what --run would run, and run nothing.")] = False
     only: Annotated[Sequence[str], setting(help="Only these problems, by name.", parser=str)] = ()
     skip: Annotated[Sequence[str], setting(help="Not these problems.", parser=str)] = ()
@@ -61,6 +63,9 @@ class WriteUpOptions:
         """
         from cs336sys.report.course.handouts import PROBLEMS
 
+        if self.year not in PROBLEMS:
+            option = f"--year {self.year}" if self.year else "no --year"
+            raise UsageError(f"{option}: choose from {', '.join(map(str, PROBLEMS))}")
         names = [problem.name for problem in PROBLEMS[self.year]]
         chosen = split_list(self.only, "--only", one_of(names)) if self.only else names
         left_out = split_list(self.skip, "--skip", one_of(names)) if self.skip else []
@@ -71,11 +76,18 @@ class WriteUpOptions:
             raise UsageError("--only and --skip leave no problem")
         return problems
 
-    def refuse_page_of_plan(self, **page: object) -> None:
-        """Raise a UsageError for options of the page with ``--dry-run``, which prints a plan."""
-        for option, value in page.items():
-            if value is not None:
-                raise UsageError(f"--{option} {value}: --dry-run prints its plan; leave one of them out")
+    def other_machine(self) -> tuple[str | None, float | None]:
+        """The GPU and the bytes of memory that are planned for in place of this machine's.
+
+        Raises:
+            UsageError: they are given without a plan, or contradict ``--device``, or are no such values.
+        """
+        for option, value in (("--gpu", self.gpu), ("--memory", self.memory)):
+            if value is not None and not self.dry_run:
+                raise UsageError(f"{option} {value}: plans for another machine than this one; add --dry-run")
+        if self.gpu is not None and self.device == "cpu":
+            raise UsageError(f"--gpu {self.gpu}: --device cpu has none; leave one of them out")
+        return self.gpu, None if self.memory is None else read_memory_limit(self.memory, "--memory")
 
 
 def report(
@@ -87,7 +99,7 @@ def report(
         str | None,
         setting(
             "--format",
-            help="html, markdown, latex, typst. Default: the file name's.",
+            help="html, pdf, markdown, latex, typst. Default: the file name's.",
             rich_help_panel=OUTPUT,
             autocompletion=among(tuple(dict.fromkeys(_FORMATS.values()))),
         ),
@@ -98,7 +110,7 @@ def report(
 ) -> None:
     """Write up a year of the course: each problem with its command, machine, table, picture and answer in words.
 
-    cs336sys report --year 2026 --from results/ --output report.html
+    cs336sys report --year 2026 --from results/ --output writeup.pdf
 
     cs336sys report --year 2025 --run --output report.html
 
@@ -110,19 +122,19 @@ def report(
     from cs336sys.report.render import STDOUT, emit
 
     year, size, run, folder = write_up.year, write_up.size, write_up.run, write_up.folder
-    if year not in HANDOUTS:
-        raise UsageError(f"{f'--year {year}' if year else 'no --year'}: choose from {', '.join(map(str, HANDOUTS))}")
     problems = write_up.problems()
     written = _format_of(format, output)
     if output is not None and output != STDOUT:
         check_writable(output, "--output")
 
-    target = target_of(HANDOUTS[year], size, write_up.device)
+    target = target_of(HANDOUTS[year], size, write_up.device, *write_up.other_machine())
     plan = planned(problems, target)
     if folder is not None and not run and not write_up.dry_run:
         raise UsageError(f"--folder {folder}: is where --run saves; give --run, or results with --from")
     if write_up.dry_run:
-        write_up.refuse_page_of_plan(output=output, format=format)
+        for option, value in (("--output", output), ("--format", format)):
+            if value is not None:
+                raise UsageError(f"{option} {value}: --dry-run prints its plan; leave one of them out")
         emit([plan_table(plan, target)])
         return
     source_names, failed = [*write_up.source, *(files or [])], []
@@ -130,7 +142,10 @@ def report(
         raise UsageError("give results with --from, or measure them with --run")
     if run:
         into = folder or Path(f"report-{year}")
-        failed = _measure_first([command for command, _ in plan], target, into, source_names, plan_table(plan, target))
+        # Files that cannot be read are found out before an hour of measuring.
+        for reason in read_sources(source_files(source_names))[2].values():
+            raise UsageError(reason)
+        failed = run_commands(plan, target, into)
         source_names = [str(into), *source_names] if any(into.glob("*.jsonl.gz")) else source_names
     is_whole = _write_up(source_files(source_names), problems, target, written, output)
     if failed or not is_whole:
@@ -154,29 +169,13 @@ def _write_up(
         say(f"warning: {fault}")
     for note in write_document(document, written, output):
         say(f"warning: {note}")
-    of = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    say(f"report: {of}, {document.count_words}")
+    say(f"report: {len(problems)} problem{'s' * (len(problems) > 1)}, {document.count_words}")
     return not any(sources[path] for path in unread)
-
-
-def _measure_first(
-    plan: Sequence[Command], target: Target, folder: Path, source_names: Sequence[str], table: "Table"
-) -> list[str]:
-    """Run the plan's commands into the folder, and return the lines of those that failed."""
-    from cs336sys.report.outputs import check_writable
-    from cs336sys.report.render import render
-
-    # Files that cannot be read are found out before an hour of measuring.
-    _, _, unread = read_sources(source_files(source_names))
-    if unread:
-        raise UsageError(next(iter(unread.values())))
-    check_writable(folder / "results", "--folder")
-    say(render([table], "table").rstrip())
-    return run_commands(plan, target, folder)
 
 
 def _format_of(format: str | None, output: Path | None) -> str:
     """Choose the page's format: the one asked for, or what the file's name says."""
+    from cs336sys.report.page import find_browser
     from cs336sys.report.render import STDOUT
 
     if format is None and output not in (None, STDOUT) and output.suffix.lower() not in _FORMATS:
@@ -184,6 +183,10 @@ def _format_of(format: str | None, output: Path | None) -> str:
     named = _FORMATS.get(output.suffix.lower(), "markdown") if output is not None else "markdown"
     written = format or named
     require_known("format", written, list(dict.fromkeys(_FORMATS.values())))
+    if written == "pdf":
+        if output in (None, STDOUT):
+            raise UsageError("--format pdf: a PDF is written to a file, not to stdout; give --output writeup.pdf")
+        find_browser(f"--output {output}")
     return written
 
 
@@ -193,14 +196,20 @@ _NOT_RESUMABLE = ("precision",)
 _POLL_S = 1.0
 
 
-def run_commands(plan: Sequence[Command], target: Target, folder: Path) -> list[str]:
+def run_commands(plan: Sequence[tuple[Command, Sequence[str]]], target: Target, folder: Path) -> list[str]:
     """Run them with ``--save`` into the folder; what files there hold already is not measured again.
 
     Returns:
         The command lines that failed. What lacks a capability is said and is no failure.
     """
+    from cs336sys.report.course.handouts import plan_table
+    from cs336sys.report.outputs import check_writable
+    from cs336sys.report.render import render
+
+    check_writable(folder / "results", "--folder")
+    say(render([plan_table(plan, target)], "table").rstrip())
     failed = []
-    for number, command in enumerate(plan, 1):
+    for number, (command, _) in enumerate(plan, 1):
         reason = why_not(command, target)
         if reason is not None:
             say(f"report: {number} of {len(plan)} is left out, it {reason}: {command.line}")
@@ -250,9 +259,6 @@ def _run_and_save(command: Command, folder: Path) -> int:
 # What is looked for in folders, and taken of a pattern's matches.
 _RESULTS = ("*.jsonl", "*.jsonl.gz", "*.xml")
 
-# The course's tests, of which there are dozens, take 20 KB.
-_TESTS_BYTES = 16 * MIB
-
 # Files that an error names one by one.
 _NAMED = 5
 
@@ -287,6 +293,8 @@ def read_sources(files: Iterable[Path]) -> tuple[list[Results], dict[str, str], 
     Raises:
         UsageError: none of the files can be read, or none holds either.
     """
+    from cs336sys.report.course.evidence import read_test_outcomes
+
     results: list[Results] = []
     tests: dict[str, str] = {}
     unread: dict[Path, str] = {}
@@ -297,7 +305,7 @@ def read_sources(files: Iterable[Path]) -> tuple[list[Results], dict[str, str], 
                 for sentence in passed_over_words(results[-1]):
                     say(f"warning: {path}: {sentence}")
                 continue
-            outcomes = _outcomes(path)
+            outcomes = read_test_outcomes(path)
         except UsageError as error:
             unread[path] = str(error)
             continue
@@ -312,23 +320,3 @@ def read_sources(files: Iterable[Path]) -> tuple[list[Results], dict[str, str], 
             + (f"; and {more} more" if (more := len(unread) - _NAMED) > 0 else "")
         )
     return results, tests, unread
-
-
-def _outcomes(path: Path) -> dict[str, str]:
-    """``passed``, ``failed`` or ``skipped`` by test, of a file that ``pytest --junitxml`` has written."""
-    try:
-        cases = list(ElementTree.fromstring(b"".join(read_chunks(path, _TESTS_BYTES))).iter("testcase"))
-    except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"cannot read the tests' outcomes from {path}: {error}") from error
-    if not cases:
-        raise UsageError(f"{path} holds no test's outcome: it should be a file written by pytest --junitxml")
-    outcomes = {}
-    for case in cases:
-        kinds = {child.tag for child in case}
-        failed = bool(kinds & {"failure", "error"})
-        outcomes[printable(case.get("name", ""))] = (
-            "failed" if failed else "skipped" if "skipped" in kinds else "passed"
-        )
-    return outcomes

@@ -145,7 +145,8 @@ class SearchOptions:
 
     def gpu_rates(self, device: str, plain: Workload, *, on_cpu: bool) -> "Rates":
         """Return the rates of ``--gpu``, of this machine's GPU, or of its CPU, which are measured first."""
-        from cs336sys.accounting.step_time.rates import is_scalable, rates_of, read_rates
+        from cs336sys.accounting.hardware import datasheet
+        from cs336sys.accounting.step_time.rates import rates_of, read_rates
         from cs336sys.measure.system import gpu_capacity
 
         measured = None if self.rates is None else read_rates(self.rates)
@@ -156,7 +157,7 @@ class SearchOptions:
         local_gpu = gpu_capacity(device)
         if local_gpu is None:
             return measured or rates_of("h200")
-        if measured is None and not is_scalable(local_gpu.device):
+        if measured is None and datasheet(local_gpu.device) is None:
             remedy = "run doctor --ceilings mine.json, and give --rates mine.json"
             raise CapabilityError(f"{local_gpu.device}: its rates are not known; {remedy}")
         return rates_of(local_gpu.device, measured)

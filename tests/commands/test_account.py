@@ -253,6 +253,17 @@ def test_pictures_name_what_differs(tmp_path):
         assert f"<!-- {word}" in text
 
 
+def test_swept_sizes_and_precisions_of_a_predicted_step_are_columns():
+    """Rows of all sizes were equal, under the title of the first."""
+    result = CliRunner().invoke(app, ["account", "step", "--size", "small,xl", "--precision", "fp32,bf16"])
+    assert result.exit_code == 0
+    assert "### Predicted steps: context 512, H200\n" in result.stdout
+    names = re.findall(r"^\| (\w+) +\| (fp32|bf16) +\| batch 4", result.stdout, re.MULTILINE)
+    assert names == [("small", "fp32"), ("small", "bf16"), ("xl", "fp32"), ("xl", "bf16")]
+    titles = re.findall("### Terms of a step: (.*), batch 4", result.stdout)
+    assert titles == [", ".join(pair) for pair in names]
+
+
 def test_options_can_be_set_by_variables():
     result = CliRunner().invoke(
         app,

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
@@ -89,12 +90,12 @@ def test_files_that_cannot_be_read_are_named_and_the_rest_is_written_up(tmp_path
     assert result.exit_code == 0
     for name in (*foreign, "folder.jsonl"):
         assert re.search(f"(?m)^warning: .*{re.escape(name)}.*; the report is written without it$", result.stderr), name
-    assert "with 0 warm-up steps: the mean of 10 steps grows" in result.stdout
+    assert "Without warm-up the first measured step takes" in result.stdout
     named = tmp_path / "notes.jsonl"
     result = report("--year", "2025", "--from", tmp_path, "--from", named, "--only", "benchmarking_script")
     assert result.exit_code == 1
     assert re.findall(r"(?m)^error: .*(notes|newer)\.jsonl", result.stderr) == ["notes"]
-    assert "with 0 warm-up steps: the mean of 10 steps grows" in result.stdout
+    assert "Without warm-up the first measured step takes" in result.stdout
     good.unlink()
     result = report("--year", "2025", "--from", tmp_path, "--only", "benchmarking_script")
     assert (result.exit_code, result.stdout) == (2, "")
@@ -112,16 +113,52 @@ def test_files_of_a_newer_version_are_refused_and_cut_ones_are_read(tmp_path):
     result = report("--year", "2025", "--from", cut, "--only", "benchmarking_script")
     assert result.exit_code == 0
     assert result.stderr.count("is cut, or no record") == 1
-    assert "with 0 warm-up steps: the mean of 10 steps grows" in result.stdout
+    assert "Without warm-up the first measured step takes" in result.stdout
 
 
 def test_the_plan_says_time_and_memory_and_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = report("--year", "2026", "--run", "--dry-run", "--size", "tiny", "--device", "cpu")
     assert result.exit_code == 0
-    assert "cs336sys memprof --size tiny --context 16,256 --mode forward,forward-backward,train" in result.stdout
+    assert "cs336sys memprof --size tiny --context 16,256 --mode forward,train" in result.stdout
     assert "MiB" in result.stdout or "GiB" in result.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_plan_of_another_gpu_leaves_out_nothing_that_ranks_of_the_cpu_can_do(monkeypatch):
+    """With one GPU what needs ranks was left out: "needs 2 GPUs, here is 1"."""
+    monkeypatch.setattr("cs336sys.report.course.handouts.memory_gib", lambda: (64.0, 32.0))
+    result = report("--year", "2026", "--run", "--dry-run", "--gpu", "rtx5090", "--memory", "32GiB")
+    assert result.exit_code == 0
+    rows = [line.split("|")[1:-1] for line in result.stdout.splitlines() if line.startswith("| cs336sys")]
+    assert [row[0].split("--board")[0].strip() for row in rows if row[4].strip() == "needs 2 GPUs, here is 1"] == [
+        "cs336sys shard --size 8b"
+    ]
+    on_cpu = [row[0] for row in rows if "on Gloo ranks of the CPU: what the handout asks needs 2 GPUs" in row[4]]
+    assert [line.split()[1] for line in on_cpu] == ["allreduce", "ddp", "shard", "shard"]
+    assert all("--device cpu" in line and ("--size small" in line or "allreduce" in line) for line in on_cpu)
+    large = next(row for row in rows if "--precision fp32,bf16" in row[0] and " bench " in row[0])
+    assert large[4].strip() == "what does not fit becomes a result"
+    roomy = report(
+        "--year", "2026", "--dry-run", "--gpu", "b200", "--memory", "500GiB", "--only", "benchmarking_script"
+    )
+    assert "what does not fit" not in roomy.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gpu", "h100", "--from", "results"), "--gpu h100: plans for another machine than this one; add --dry-run"),
+        (("--memory", "32GiB", "--run"), "--memory 32GiB: plans for another machine than this one; add --dry-run"),
+        (("--dry-run", "--gpu", "a100-39gb"), "--gpu a100-39gb: no datasheet is known; choose from a100, a100-40gb"),
+        (("--dry-run", "--memory", "32"), "--memory '32': give a size such as 130GiB or 140GB"),
+        (("--dry-run", "--gpu", "h100", "--device", "cpu"), "--gpu h100: --device cpu has none"),
+    ],
+)
+def test_other_machines_are_planned_for_and_named_with_their_choices(options, message):
+    result = report("--year", "2026", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 def test_run_measures_what_its_lines_say_and_a_second_run_goes_on(tmp_path, monkeypatch):

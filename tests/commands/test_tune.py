@@ -138,7 +138,7 @@ def test_each_combination_is_evaluated_or_left_out_for_a_reason():
         ("--size small,medium", "tune chooses for one model"),
         ("--size small --memory 1GiB --gpu h200", "the smallest needs"),
         ("--size small --memory lots", "--memory 'lots': give a size"),
-        ("--size small --gpu h2000", "choose from a100, h100, h200"),
+        ("--size small --gpu h2000", "choose from a100, a100-40gb"),
         ("--size small --checkpoint sometimes", "choose from none, block"),
         ("--size small --gpu h200 --device cpu", "--device cpu has none"),
         ("--size small --strategy fsdp", "one rank shares nothing"),

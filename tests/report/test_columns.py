@@ -95,6 +95,7 @@ def test_every_column_is_explained_in_its_section():
 def test_every_explained_column_is_in_the_code():
     keys = [key for _, key, _ in columns() if key is not None]
     # Parts of keys that a table puts together, and names of sub-commands and saved columns.
-    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in (ROOT / "cs336sys").rglob("*.py"))))
+    paths = (path for kind in ("*.py", "*.jinja") for path in (ROOT / "cs336sys").rglob(kind))
+    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in paths)))
     names = set().union(*explained().values())
     assert sorted(name for name in names - words if not any(re.fullmatch(key, name) for key in keys)) == []

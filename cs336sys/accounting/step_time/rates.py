@@ -30,7 +30,11 @@ UNMEASURED = ("any",)
 # Names for --gpu, and what torch calls these GPUs.
 GPUS = {
     "a100": "NVIDIA A100-SXM4-80GB",
+    "a100-40gb": "NVIDIA A100-SXM4-40GB",
+    "a100-pcie": "NVIDIA A100 80GB PCIe",
     "h100": "NVIDIA H100 80GB HBM3",
+    "h100-pcie": "NVIDIA H100 PCIe",
+    "h100-nvl": "NVIDIA H100 NVL",
     "h200": "NVIDIA H200",
     "b200": "NVIDIA B200",
     "rtx4090": "NVIDIA GeForce RTX 4090",
@@ -231,11 +235,6 @@ def _scaled(measured: Rates, gpu: str, ours: _Peaks, theirs: _Peaks, by: str) ->
         for name, exposure in measured.exposures.items():
             exposures[name] = replace(exposure, bytes_per_s=exposure.bytes_per_s * theirs.link / ours.link)
     return replace(measured, gpu=gpu, seconds=seconds, exposures=exposures, scaled_from=measured.gpu, scaled_by=by)
-
-
-def is_scalable(gpu: str) -> bool:
-    """Return whether datasheets of a GPU are known."""
-    return datasheet(gpu) is not None
 
 
 def short_gpu_name(gpu: str) -> str:

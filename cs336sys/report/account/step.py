@@ -1,6 +1,7 @@
 """The tables of ``account step``: a step's time by term, and how far predictions are off."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.hardware import peak_tflops
@@ -54,6 +55,10 @@ _STEP_COLUMNS = (
     Column("exposed_ms", "exposed communication", "ms"),
     *PREDICTED_COLUMNS,
 )
+
+
+# What a sweep may vary: a column then, or else named in the title.
+_SWEPT_COLUMNS = (Column("size", "size"), Column("context", "context"), Column("precision", "precision"))
 
 
 def configuration_words(configuration: StepConfiguration) -> str:
@@ -111,9 +116,20 @@ def step_row(
 def step_tables(configurations: Sequence[StepConfiguration], rates: Rates, launch_s: float | None) -> list[Table]:
     """Return a table of all configurations, and one with the terms of each that has a time."""
     times = [predict_step(configuration, rates, launch_s=launch_s) for configuration in configurations]
-    rows = [step_row(*pair, rates) for pair in zip(configurations, times, strict=True)]
-    size, training = configurations[0].training.size, configurations[0].training
-    title = f"{size.name}, context {size.context}, {training.precision}, {short_gpu_name(rates.gpu)}"
+    trainings = [configuration.training for configuration in configurations]
+    settings = [{"size": t.size.name, "context": t.size.context, "precision": t.precision} for t in trainings]
+    swept = [column for column in _SWEPT_COLUMNS if len({setting[column.key] for setting in settings}) > 1]
+    rows: list[dict[str, Any]] = [
+        setting | step_row(configuration, time, rates)
+        for setting, configuration, time in zip(settings, configurations, times, strict=True)
+    ]
+
+    def named(columns: Iterable[Column], setting: Mapping[str, Any]) -> list[str]:
+        return [
+            f"{column.key} {setting[column.key]}".removeprefix("size ").removeprefix("precision ") for column in columns
+        ]
+
+    title = ", ".join([*named([c for c in _SWEPT_COLUMNS if c not in swept], settings[0]), short_gpu_name(rates.gpu)])
     cost_us = 1e6 * (rates.usual_launch_s if launch_s is None else launch_s)
     notes = (
         rates.error_note,
@@ -121,14 +137,15 @@ def step_tables(configurations: Sequence[StepConfiguration], rates: Rates, launc
         f"{1e6 * rates.launch_s:.1f} us on; --launch-us sets it), so the time of a step that waits for them is the "
         "host's.",
     )
-    tables = [Table("steps", f"Predicted steps: {title}", _STEP_COLUMNS, rows, notes)]
-    for configuration, time in zip(configurations, times, strict=True):
+    tables = [Table("steps", f"Predicted steps: {title}", (*swept, *_STEP_COLUMNS), rows, notes)]
+    for setting, configuration, time in zip(settings, configurations, times, strict=True):
         if not time.unknown:
-            tables.append(_terms_table(configuration, time, rates))
+            name = ", ".join([*named(swept, setting), configuration_words(configuration)])
+            tables.append(_terms_table(name, configuration, time, rates))
     return tables
 
 
-def _terms_table(configuration: StepConfiguration, time: StepTime, rates: Rates) -> Table:
+def _terms_table(name: str, configuration: StepConfiguration, time: StepTime, rates: Rates) -> Table:
     rows: list[dict[str, Value]] = []
 
     def add(term: str, seconds: float, amount: float, unit: str, formula: str, rate: float | None = None) -> None:
@@ -155,4 +172,4 @@ def _terms_table(configuration: StepConfiguration, time: StepTime, rates: Rates)
         "T tokens of a rank, L blocks, d d_model, f d_ff, V vocabulary, B batch, H heads, S context, D head dimension.",
         rates.error_note,
     )
-    return Table("terms", f"Terms of a step: {configuration_words(configuration)}", _TERM_COLUMNS, rows, notes)
+    return Table("terms", f"Terms of a step: {name}", _TERM_COLUMNS, rows, notes)

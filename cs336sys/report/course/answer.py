@@ -1,43 +1,38 @@
-"""The answer to a part of a problem, put together from saved cells and the sentences next to the problem's module."""
+"""The answer to a part of a problem: the commands' tables, and a template's sentences about their rows."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from importlib.resources import files
 from itertools import pairwise, product
-from operator import itemgetter
 from pathlib import Path
-from string import Formatter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.derivation import Derived
 from cs336sys.report.account.answers import answers_table
-from cs336sys.report.course.evidence import Evidence, Selection
+from cs336sys.report.course.evidence import PLAIN, Evidence, Selection, cells_of, joined_selection
 from cs336sys.report.course.problem import Handout
 from cs336sys.report.numbers import format_number, format_operand, format_quantity, in_shown_unit
 from cs336sys.report.table import Column, Table
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval, ratio, same_within
+from cs336sys.sizes import choose_size
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+Settings = Mapping[str, Collection[Any]]
+OfHandout = Callable[[Handout], Settings]
 
 # Times that differ by less are called the same.
 ALIKE = 0.05
 
 
-def joined(parts: Iterable[str], conjunction: str = "and") -> str:
+def join_text(parts: Iterable[Any], conjunction: str = "and") -> str:
     """``a``, ``a and b``, ``a, b and c``."""
-    listed = list(parts)
-    if len(listed) < 2:
-        return "".join(listed)
-    return f"{', '.join(listed[:-1])} {conjunction} {listed[-1]}"
-
-
-def _ms(value: float) -> str:
-    return format_quantity(value, "ms")
-
-
-def gib(value: float) -> str:
-    return format_quantity(value, "gib") if abs(value) >= 0.1 or value == 0 else format_quantity(value, "gib as mib")
+    *others, last = [str(part) for part in parts] or [""]
+    return f"{', '.join(others)} {conjunction} {last}" if others else last
 
 
 def times(value: float) -> str:
@@ -47,36 +42,22 @@ def times(value: float) -> str:
     return f"{value:#.3g}x".replace(".x", "x")
 
 
-def percent(value: float) -> str:
+def _gib(value: float) -> str:
+    return format_quantity(value, "gib" if abs(value) >= 0.1 or value == 0 else "gib as mib")
+
+
+def _percent(value: float) -> str:
     return f"{value:.2g} %" if abs(value) < 1 else f"{format_number(value, 'percent')} %"
 
 
-def spread(values: Sequence[float], word: Callable[[float], str] = times) -> str:
-    """``between 1.2x and 1.9x``, or the one value if all are shown alike."""
-    low, high = word(min(values)), word(max(values))
-    return low if low == high else f"between {low} and {high}"
-
-
-def change(ratio: float) -> str:
-    """``grows 2.1x``, ``falls to 0.4x``, ``stays within 5 %``, :data:`ALIKE`."""
-    if abs(ratio - 1) <= ALIKE:
-        return f"stays within {ALIKE:.0%}".replace("%", " %")
-    return f"grows {times(ratio)}" if ratio > 1 else f"falls to {times(ratio)}"
-
-
-def as_long(ratio: float) -> str:
-    """``as long as``, where both are shown alike, or ``2.1x as long as``."""
-    return "as long as" if times(ratio) in ("1x", "1.00x") else f"{times(ratio)} as long as"
-
-
-def speed(ratio: float, alike: float = ALIKE) -> str:
+def speed(faster: float, alike: float = ALIKE) -> str:
     """A ratio of times, theirs over ours: ``2.1x as fast``, ``as fast within 5 %``, ``1.3x slower``."""
-    if abs(ratio - 1) <= alike:
+    if abs(faster - 1) <= alike:
         return f"as fast within {100 * alike:g} %"
-    return f"{times(ratio)} as fast" if ratio > 1 else f"{times(1 / ratio)} slower"
+    return f"{times(faster)} as fast" if faster > 1 else f"{times(1 / faster)} slower"
 
 
-def faster(before: Samples, after: Samples) -> str:
+def compare_speed(before: Samples, after: Samples) -> str:
     """Return how much faster ``after`` is, as far as the samples can tell: ``1.28x as fast``."""
     speedup = ratio(before, after)
     if speedup.is_undecided:
@@ -89,29 +70,35 @@ def faster(before: Samples, after: Samples) -> str:
     return speed(speedup.estimate, alike=0.005)
 
 
-def trend(values: Sequence[float]) -> str:
-    """``grows``, ``falls``, or neither, over a series."""
-    steps = {(after > before) - (after < before) for before, after in pairwise(values)}
+def trend(values: Sequence[float | Samples]) -> str:
+    """``grows``, ``falls``, or neither; samples grow where the noise does not explain it."""
+
+    def step(before: Any, after: Any) -> int:
+        if isinstance(before, Samples) and ratio(after, before).is_noise:
+            return 0
+        first, second = (value.median if isinstance(value, Samples) else value for value in (before, after))
+        return (second > first) - (second < first)
+
+    steps = {step(*pair) for pair in pairwise(values)}
     return "grows" if steps == {1} else "falls" if steps == {-1} else "neither grows nor falls steadily"
 
 
-def cost(exposed: Interval) -> str:
+def _spread(values: Sequence[float], unit: str = "times") -> str:
+    """``between 1.2x and 1.9x``, or the one value if all are shown alike."""
+    low, high = _WORDS[unit](min(values)), _WORDS[unit](max(values))
+    return low if low == high else f"between {low} and {high}"
+
+
+def _cost(exposed: Interval) -> str:
     """Phrase what communication adds to a step, as far as the noise allows."""
     if exposed.is_undecided:
-        return f"{_ms(exposed.estimate)} (too few steps to tell from nothing at 5 %)"
+        return f"{_WORDS['ms'](exposed.estimate)} (too few steps to tell from nothing at 5 %)"
     if exposed.is_noise:
-        return f"less than {_ms(max(exposed.high, 0))}, below the noise"
-    return f"{_ms(exposed.estimate)} ({_ms(exposed.low)} to {_ms(exposed.high)})"
+        return f"less than {_WORDS['ms'](max(exposed.high, 0))}, below the noise"
+    return "{} ({} to {})".format(*map(_WORDS["ms"], (exposed.estimate, exposed.low, exposed.high)))
 
 
-def derived_sentence(answer: Derived) -> str:
-    """A derived value with its formula and its reason."""
-    reason = f" {answer.reason}" if answer.reason else ""
-    quantity = f"{answer.quantity[:1].upper()}{answer.quantity[1:]}"
-    return f"{quantity}: {answer.derivation(format_operand)}, {derived_value(answer)}.{reason}"
-
-
-def derived_value(answer: Derived) -> str:
+def _derived_value(answer: Derived) -> str:
     """``20 MiB``, ``at most 60.61 devices``."""
     value, unit = in_shown_unit(answer.value, answer.unit)
     if value == float("inf"):
@@ -121,73 +108,50 @@ def derived_value(answer: Derived) -> str:
     return f"{relation}{number.strip()} {unit}".strip()
 
 
-# Formats of one fact; of a list each is written so, joined with "and".
-FORMATS: dict[str, Callable[[Any], str]] = {
-    **{unit: partial(format_quantity, unit=unit) for unit in ("bytes", "decimal_bytes", "gbps")},
-    **{"ms": _ms, "gib": gib, "times": times, "percent": percent, "change": change, "as_long": as_long, "speed": speed},
-    **{"cost": cost, "derived": derived_value, "s": lambda count: "" if count == 1 else "s"},
-    "us": lambda us: format_quantity(us, "us") if us < 1e3 else _ms(us / 1e3),
-    "signed ms": lambda value: f"{'+' if value > 0 else ''}{_ms(value)}",
-}
-# Formats of a list.
-LIST_FORMATS: dict[str, Callable[[Any], str]] = {
-    "trend": trend,
-    "spread": spread,
-    "spread ms": lambda values: spread(values, _ms),
-    "spread percent": lambda values: spread(values, percent),
-    "or": lambda values: joined(map(str, values), "or"),
+# Filters of templates: of one value, joined for a list; then those of a list.
+_WORDS: dict[str, Callable[[Any], str]] = {
+    **{unit: partial(format_quantity, unit=unit) for unit in ("ms", "bytes", "decimal_bytes", "gbps")},
+    **{"gib": _gib, "times": times, "percent": _percent, "speed": speed, "cost": _cost, "derived": _derived_value},
+    "us": lambda us: format_quantity(us, "us") if us < 1e3 else format_quantity(us / 1e3, "ms"),
+    "signed_ms": lambda value: f"{'+' if value > 0 else ''}{format_quantity(value, 'ms')}",
+    "signed_gib": lambda value: f"{'+' if value > 0 else ''}{_gib(value)}",
+    "plural": lambda count: "" if count == 1 else "s",
 }
 
 
-class Prose:
-    """The sentences of a template by their names, and those that all problems share.
-
-    A sentence names facts and how each is written: ``{mean:ms}``, ``{ratios:trend}``; ``{is_less:less|more}`` chooses
-    by a fact. With the name of another sentence as its format, a fact fills that one: for each dictionary of a list
-    (joined with "and"), once for a dictionary or True, and not at all for None, False or an empty list.
-    """
-
-    def __init__(self, *texts: str) -> None:
-        matches = re.findall(r"^\[(.+?)\] (.*?)(?=^\[|^#|\Z)", "\n".join(texts), re.M | re.S)
-        # The line after the first begins where a word ended; only before a clause is the space at its start its own.
-        self.sentences = {name: re.sub(r"\s*\n\s*", " ", body.rstrip()) for name, body in matches}
-        self.formats = dict(FORMATS)
-
-    def fill(self, name: str, facts: Mapping[str, Any]) -> str:
-        return _Filled(self, facts).vformat(self.sentences[name], (), facts)
+def _of_each(word: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda value: join_text(map(word, value)) if isinstance(value, list | tuple) else word(value)
 
 
-class _Filled(Formatter):
-    def __init__(self, prose: Prose, facts: Mapping[str, Any]) -> None:
-        self.prose, self.facts = prose, facts
+def where(rows: Iterable[Mapping[str, Any]], **settings: Any) -> list[Mapping[str, Any]]:
+    """The rows with these values."""
+    return [row for row in rows if settings.items() <= {name: row.get(name) for name in settings}.items()]
 
-    def format_field(self, value: Any, spec: str) -> str:
-        if spec in LIST_FORMATS:
-            return LIST_FORMATS[spec](value)
-        if isinstance(value, (list, tuple)):
-            return joined(self.format_field(item, spec) for item in value)
-        if spec in self.prose.sentences:
-            item_facts = value if isinstance(value, Mapping) else {}
-            return self.prose.fill(spec, {**self.facts, **item_facts}) if value or item_facts else ""
-        if "|" in spec:
-            return spec.split("|")[0 if value else 1]
-        return self.prose.formats[spec](value) if spec in self.prose.formats else super().format_field(value, spec)
+
+def longest(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """For each size the row of its longest context."""
+    by_size: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        by_size[row["size"]] = max(by_size.get(row["size"], row), row, key=lambda row: row["context"])
+    return list(by_size.values())
 
 
 @cache
-def _text(name: str) -> str:
-    return (files("cs336sys.report.course.problems") / f"{name}.md").read_text()
+def templates() -> "Environment":
+    """The templates of all problems, with the filters and functions that their sentences use."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
 
-
-def prose_of(function: Callable[..., Any]) -> Prose:
-    """The sentences next to the function's module."""
-    return Prose(_text("common"), _text(function.__module__.rpartition(".")[2]))
-
-
-_NO_FACTS: Mapping[str, Any] = {}
-
-# Units of a column by how its key ends.
-_UNITS = {"_ms": "ms", "_gib": "gib", "_speedup": "ratio"}
+    loader = PackageLoader("cs336sys.report.course", "problems")
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {name: _of_each(word) for name, word in _WORDS.items()}
+    environment.filters |= {"spread": _spread, "trend": trend, "listed": join_text, "where": where, "longest": longest}
+    environment.filters["called"] = pass_context(lambda context, size: context["handout"].called(size))
+    environment.globals |= {"compare_speed": compare_speed, "ratio": ratio}
+    # ``{% call(row) each(rows) %}`` joins what the block makes of each.
+    environment.globals["each"] = lambda items, caller, conjunction="and": join_text(
+        (caller(item).strip() for item in items), conjunction
+    )
+    return environment
 
 
 @dataclass
@@ -202,7 +166,6 @@ class Answer:
 
     evidence: Evidence
     handout: Handout
-    prose: Prose
     sentences: list[str] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     pictures: dict[str, Callable[[Path], None]] = field(default_factory=dict)
@@ -210,65 +173,81 @@ class Answer:
     missing: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.prose.formats["called"] = self.handout.called
         self.find, self.find_each = self.evidence.find, self.evidence.find_each
 
-    def fill(self, name: str, facts: Mapping[str, Any] = _NO_FACTS, /, **more: Any) -> str:
-        """A named sentence of the template with these facts."""
-        return self.prose.fill(name, {**facts, **more})
+    def write(self, name: str, /, **facts: Any) -> None:
+        """Add the sentences of the template block ``problem.part``, those that begin with ``Missing:`` to what lacks.
 
-    def say(self, name: str, facts: Mapping[str, Any] = _NO_FACTS, /, **more: Any) -> None:
-        self.sentences.append(self.fill(name, facts, **more))
+        Raises:
+            LookupError: the template names a fact that is not there.
+        """
+        from jinja2 import UndefinedError
 
-    def say_any(self, name: str, /, **lists: Sequence[Any]) -> None:
-        """A sentence about lists, unless they are empty; ``is_one`` in it chooses by the length."""
-        if all(lists.values()):
-            self.say(name, lists, is_one=len(next(iter(lists.values()))) == 1)
+        file, _, block = name.partition(".")
+        template = templates().get_template(f"{file}.jinja")
+        try:
+            text = "".join(template.blocks[block](template.new_context({"handout": self.handout, **facts})))
+        except UndefinedError as error:
+            raise LookupError(str(error)) from error
+        for sentence in (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text) if paragraph.strip()):
+            written = self.missing if sentence.startswith("Missing: ") else self.sentences
+            if (wording := sentence.removeprefix("Missing: ")) not in written:
+                written.append(wording)
 
-    def lack(self, name: str, facts: Mapping[str, Any] = _NO_FACTS, /, **more: Any) -> None:
-        """Say what is missing."""
-        self.missing.append(self.fill(name, facts, **more))
+    def _label(self, label: str, settings: Mapping[str, Any]) -> str:
+        """Fill a label with settings; ``{called}`` is the handout's name of a size, ``{need}`` a predicted peak."""
+        filled = {**settings, "called": self.handout.called(settings.get("size", ""))}
+        if "{need}" in label:
+            size = choose_size(settings["size"], context=settings.get("context", 512))
+            filled["need"] = _gib(predicted_peak(size, "fp32", "train", "reference").total_gib)
+        return label.format_map(filled)
 
-    def lack_unmeasured(self, name: str, rows: Iterable[Mapping[str, Any]], **grid: Iterable[Any]) -> None:
+    def lack_unmeasured(self, label: str, rows: Iterable[Mapping[str, Any]], grid: Settings) -> None:
         """Say which points of a grid of settings no row has."""
-        measured = {tuple(row[key] for key in grid) for row in rows}
-        for values in product(*grid.values()):
-            if values not in measured:
-                self.lack(name, dict(zip(grid, values, strict=True)))
+        measured = {tuple(row[key] for key in grid) for row in rows} if grid else {()}
+        points = [point for point in product(*grid.values()) if point not in measured]
+        self.missing += [self._label(label, dict(zip(grid, point, strict=True))) for point in points]
 
-    def say_failures(self, cells: Sequence[Cell], name: str | Callable[[Cell], str]) -> None:
-        """One sentence for each status that is none of success: which cells, by the named sentence, and why."""
-        name_of = name if callable(name) else lambda cell: name
-        for status in ("oom", "unsupported", "timeout", "wrong", "error"):
-            if failed := [cell for cell in cells if cell.status == status]:
-                names = joined(dict.fromkeys(self.fill(name_of(cell), cell.configuration) for cell in failed))
-                # "a training step" begins the sentence, the name of a size stays as it is.
-                names = f"A{names[1:]}" if names.startswith("a ") else names
-                reasons = dict.fromkeys(_short_reason(cell.reason) for cell in failed if cell.reason)
-                self.say(status, names=names, reasons=f" ({'; '.join(reasons)})" if reasons else "")
+    def write_failures(self, cells: Iterable[Cell], label: str) -> None:
+        """Write a sentence for each status that is none of success: which cells, by their filled label, and why."""
+        failed = [cell for cell in cells if cell.status != "ok"]
+        for status in dict.fromkeys(cell.status for cell in failed):
+            alike = [cell for cell in failed if cell.status == status]
+            names = dict.fromkeys(self._label(label, cell.configuration) for cell in alike)
+            reasons = dict.fromkeys(_short_reason(cell.reason) for cell in alike if cell.reason)
+            self.write("common.failures", status=status, names=names, reasons=list(reasons))
 
     def derive(self, answers: Sequence[Derived], table: str, title: str, say: Iterable[Derived] = ()) -> None:
-        """Derived values as sentences, some of those of a table."""
-        self.sentences += map(derived_sentence, say)
+        """Add derived values as a table, and some of them as sentences with formula and reason."""
         self.tables.append(answers_table(table, title, answers))
+        self.write("common.derived", formulas=[(value, value.derivation(format_operand)) for value in say])
 
     def measured_by(self, groups: Iterable[Selection]) -> None:
         """Name the invocations that measured the cells, each once."""
         self.runs |= {run.run_id: run for group in groups for run in group.invocation.runs[-1:]}
 
-    def show(self, groups: Sequence[Selection], table: str, *columns: str, medians: bool = False) -> None:
-        """The command's own table, with these columns alone if any is given, and of samples with their medians."""
-        shown = [
-            _with_its_notes(selected, whole) for group in groups for selected, whole in group.tables(table, *columns)
-        ]
-        self.tables += map(of_medians, shown) if medians else shown
-        self.measured_by(groups)
+    def show(
+        self,
+        groups: Sequence[Selection],
+        table: str,
+        *columns: str,
+        medians: bool = False,
+        join: bool = False,
+        keep: Callable[[Mapping[str, Any]], bool] = lambda row: True,
+    ) -> None:
+        """Add the command's own table: its settings and these columns, or all columns.
 
-    def add_table(self, name: str, title: str, headers: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
-        """A table of the write-up's own, if it has a row; units follow from the ends of keys."""
-        units = {key: next((unit for end, unit in _UNITS.items() if key.endswith(end)), None) for key in headers}
-        if rows:
-            self.tables.append(Table(name, title, [Column(key, headers[key], units[key]) for key in headers], rows))
+        Args:
+            medians: of samples, as the sentences have them, in place of means with standard deviations.
+            join: the groups' cells into one table, whose settings that differ become columns; not for commands that
+                compare the cells of an invocation.
+            keep: whether a row is shown.
+        """
+        for group in [joined_selection(groups)] if join and groups else groups:
+            for selected, whole in group.tables(table, *columns):
+                shown = replace(_with_its_notes(selected, whole), rows=list(filter(keep, selected.rows)))
+                self.tables += [of_medians(shown) if medians else shown] if shown.rows else []
+        self.measured_by(groups)
 
     def draw(self, groups: Iterable[Selection], *names: str) -> None:
         """The pictures of all groups (of these names, if any is given), numbered where several have one of a name."""
@@ -290,11 +269,10 @@ def _with_its_notes(table: Table, whole: Table) -> Table:
 
 def of_medians(table: Table) -> Table:
     """A table with medians in place of means and standard deviations, as the sentences next to it have them."""
-
-    def shown(value: Any) -> Any:
-        return value.median if isinstance(value, Samples) and value.measured else value
-
-    rows = [{name: shown(value) for name, value in row.items()} for row in table.rows]
+    rows = [
+        {key: value.median if isinstance(value, Samples) and value.measured else value for key, value in row.items()}
+        for row in table.rows
+    ]
     notes = [note.replace("mean ± standard deviation", "medians") for note in table.notes]
     return replace(table, rows=rows, notes=notes)
 
@@ -304,23 +282,110 @@ def _short_reason(reason: str) -> str:
     return reason.removeprefix("out of memory ").replace("CUDA out of memory. Tried", "tried").rstrip(".")
 
 
-def extremes(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, Mapping[str, Any]]:
-    """The rows with the least and with the most."""
-    return {"least": min(rows, key=itemgetter(key)), "most": max(rows, key=itemgetter(key))}
+def facts_of(cell: Cell) -> dict[str, Any]:
+    """A cell's settings, columns and samples under one name each."""
+    return {"status": cell.status, **cell.configuration, **cell.derived, **cell.samples}
 
 
-def compared(before: Cell, after: Cell, phases: Iterable[str]) -> dict[str, Any]:
-    """Medians of two cells and how many times as fast the second is, by phase: facts, and a row's values."""
-    row: dict[str, Any] = {}
+def measured(
+    command: str,
+    block: str,
+    tables: Mapping[str, Sequence[str]],
+    *,
+    wanted: OfHandout = lambda handout: {},
+    required: Settings = PLAIN,
+    grid: OfHandout = lambda handout: {},
+    label: str = "{called}",
+    medians: bool = False,
+    draws: bool = False,
+) -> Callable[[Answer], None]:
+    """Answer with a command's cells: its tables with some columns, and a block that gets cells, and rows by table.
+
+    Args:
+        wanted, required: settings of the cells, as :meth:`Evidence.find` takes them.
+        grid: settings of which every combination is asked for; ``label`` names a combination.
+    """
+
+    def answered(answer: Answer) -> None:
+        selections = answer.find(command, wanted(answer.handout), **required)
+        cells = cells_of(selections)
+        if not cells:
+            return
+        for table, columns in tables.items():
+            answer.show(selections, table, *columns, medians=medians, join=True)
+        answer.measured_by(selections)
+        answer.draw(selections if draws else ())
+        order = ("parameters", "context", "head_dim")
+        facts = [facts_of(cell) for cell in cells if cell.status == "ok"]
+        facts.sort(key=lambda cell: [cell.get(name) or 0 for name in order])
+        answer.write(block, cells=facts, every=cells, rows=joined_selection(selections).rows)
+        answer.write_failures(cells, label)
+        answer.lack_unmeasured(label, [cell.configuration for cell in cells], grid(answer.handout))
+
+    return answered
+
+
+# Settings that a cell shares with the one that it is compared with.
+_SHARED = ("size", "mode", "context", "head_dim", "dtype", "precision", "compile", "implementation")
+
+
+def compared(
+    groups: Iterable[Selection], setting: str, base: Any, phases: Sequence[str]
+) -> list[tuple[dict[str, Any], Selection]]:
+    """Compare cells with those of their own invocation that have the base value of a setting.
+
+    Returns:
+        rows with, by phase, ``before``, ``after``, their standard deviations, ``speedup`` and its interval, and the
+        table's columns ``PHASE_before_ms``, ``PHASE_ms`` and ``PHASE_speedup``. Of what several invocations compared
+        the first stands that has samples enough to tell, or else the first.
+    """
+    rows: dict[tuple, tuple[dict[str, Any], Selection]] = {}
+    for group in groups:
+        for cell in group.measured:
+            names = {name: cell.configuration[name] for name in _SHARED if name in cell.configuration}
+            before = group.first(**names | {setting: base})
+            if before is None or before is cell:
+                continue
+            row: dict[str, Any] = {**facts_of(cell), "undecided": 0}
+            for phase in [phase for phase in phases if phase in cell.samples]:
+                first, second = before.samples[phase], cell.samples[phase]
+                speedup = ratio(first, second)
+                row[phase] = {"before": first.median, "after": second.median, "speedup": speedup.estimate}
+                row[phase] |= {"low": speedup.low, "high": speedup.high}
+                row |= {f"{phase}_{name}": value for name, value in row[phase].items() if name == "speedup"}
+                row |= {f"{phase}_before_ms": first.median, f"{phase}_ms": second.median}
+                row |= {f"{phase}_before_std_ms": first.std, f"{phase}_std_ms": second.std}
+                row["samples"] = min(row.get("samples") or 10**9, len(first.measured), len(second.measured))
+                row["undecided"] += speedup.is_undecided
+            row["peak_before_gib"] = before.derived.get("peak_gib")
+            key = tuple(names.values())
+            if key not in rows or row["undecided"] < rows[key][0]["undecided"]:
+                rows[key] = row, group
+    return list(rows.values())
+
+
+# Units of a column by how its key ends.
+_UNITS = {"_ms": "ms", "_gib": "gib", "_speedup": "ratio"}
+
+
+def plain_table(name: str, title: str, headers: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A table of the write-up's own; units follow from the ends of keys."""
+    units = {key: next((unit for end, unit in _UNITS.items() if key.endswith(end)), None) for key in headers}
+    return Table(name, title, [Column(key, header, units[key]) for key, header in headers.items()], rows)
+
+
+def comparison_table(
+    name: str,
+    title: str,
+    settings: Sequence[str],
+    phases: Sequence[str],
+    rows: Sequence[dict],
+    more: Sequence[str] = (),
+) -> Table:
+    """A table of :func:`compared` rows; ``more``: keys of further columns."""
+    headers = {key: key.replace("_", " ") for key in settings}
     for phase in phases:
-        first, second = before.samples[phase], after.samples[phase]
-        speedup = ratio(first, second)
-        row |= {f"{phase}_before_ms": first.median, f"{phase}_ms": second.median, f"{phase}_speedup": speedup.estimate}
-        row[phase] = {"before": first.median, "after": second.median, "speedup": speedup.estimate}
-        row[phase] |= {"low": speedup.low, "high": speedup.high}
-    return row
-
-
-def compared_headers(phases: Iterable[str], before: str, after: str) -> dict[str, str]:
-    parts = {"_before_ms": before, "_ms": after, "_speedup": None}
-    return {phase + key: "faster" if end is None else phase + end for phase in phases for key, end in parts.items()}
+        label = phase.replace("_", "-")
+        headers |= {f"{phase}_before_ms": f"{label}, before", f"{phase}_ms": label, f"{phase}_speedup": "faster"}
+    headers |= {key: re.sub("_(ms|gib)$", "", key).replace("_", " ") for key in more}
+    return plain_table(name, title, headers, rows)

@@ -1,11 +1,12 @@
 """The write-up as data: sections in the handout's order, with what each part of a problem shows."""
 
+import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cs336sys.report.course.answer import Answer, prose_of
+from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import Evidence
 from cs336sys.report.course.problem import Part, Problem, Target
 from cs336sys.report.registry import FAULTS, fault_words
@@ -41,7 +42,7 @@ class AnswerBlock:
     """One machine's answer to one part.
 
     Attributes:
-        machine: where its cells were measured; empty for arithmetic.
+        machine: where its cells were measured, with the environment that changes results; empty for arithmetic.
         commands: that measured them, or that print the arithmetic.
     """
 
@@ -110,13 +111,13 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
     handouts_own = [command.line for command in part.commands(replace(target, size=None, gpus=max(target.gpus, 8)))]
     blocks: list[AnswerBlock] = []
     for evidence in evidences:
-        answer = Answer(evidence, target.handout, prose_of(part.answer))
+        answer = Answer(evidence, target.handout)
         try:
             part.answer(answer)
         except FAULTS as error:
             name = f"{problem.name} ({part.letter})" if part.letter else problem.name
             fault = f"the cells of {evidence.machine} {fault_words(error)}"
-            faults.append(f"{name}: {fault}; measure again: {lines[0]}")
+            faults.append("; ".join([f"{name}: {fault}", *(f"measure again: {line}" for line in lines[:1])]))
             continue
         if answer.sentences or answer.tables:
             blocks.append(_block(answer, lines, handouts_own))
@@ -143,10 +144,26 @@ def _block(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> Answ
     if plain:
         source = f" Measure it with {', '.join(f'`{line}`' for line in sources)}." if sources else ""
         missing.append(f"Not measured: {'; '.join(plain)}.{source}")
-    machine = answer.evidence.machine if answer.runs else ""
+    machine = "; ".join([answer.evidence.machine, *environment_words(answer.runs.values())]) if answer.runs else ""
     commands = list(dict.fromkeys(map(typed_command, answer.runs.values()))) or list(lines)
     pictures = [Picture(_caption(name), draw) for name, draw in answer.pictures.items()]
     return AnswerBlock(machine, commands, answer.sentences, _saying_once(answer.tables), pictures, missing)
+
+
+# Commands whose ranks communicate, and the variables that change how.
+_WITH_RANKS = ("allreduce", "ddp", "shard", "verify")
+_VARIABLES = re.compile(r"(?!.*_VERSION$)(NCCL_|TORCH_NCCL_|TORCH_SYMM_|GLOO_)")
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1"}
+
+
+def environment_words(runs: Iterable[Run]) -> list[str]:
+    """Name the variables under which ranks communicated, one sentence, or none."""
+    of_ranks = [run for run in runs if run.arguments and run.arguments[0] in _WITH_RANKS]
+    names = sorted(
+        {f"{name}={value}" for run in of_ranks for name, value in run.environment.items() if _VARIABLES.match(name)}
+    )
+    multicast = ", which turns NVLink multicast off" if _NO_MULTICAST & {*names} else ""
+    return [f"with {', '.join(names)}{multicast}"] if names else []
 
 
 def _saying_once(tables: Sequence[Table]) -> list[Table]:

@@ -1,8 +1,10 @@
 """Find in saved results the cells that a problem of the write-up asks for, machine by machine."""
 
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from cs336sys.errors import UsageError
@@ -18,6 +20,7 @@ from cs336sys.report.registry import (
 )
 from cs336sys.report.table import Table, select_columns
 from cs336sys.report.titles import setting_of
+from cs336sys.results.foreign import MIB, printable, read_chunks
 from cs336sys.results.model import Cell, Results, Run, configuration_key
 
 # How often something was measured, where its files went: no part of what was measured.
@@ -56,11 +59,16 @@ class Selection:
         return saved_tables(self.invocation, self.cells, Presentation())
 
     def tables(self, name: str, *columns: str) -> list[tuple[Table, Table]]:
-        """The command's tables of this name with these columns alone (all, without any), each next to the whole one."""
+        """The command's tables of this name, each next to the whole one.
+
+        Args:
+            columns: that the first of each pair has, after the settings that its cells differ in; all, without any.
+        """
         chosen = [table for table in self._tables if table.name == name and table.rows]
-        keys = {column.key for table in chosen for column in table.columns}
-        selected = select_columns(chosen, [key for key in columns if key in keys]) if chosen and columns else chosen
-        return list(zip(selected, chosen, strict=True))
+        keys = [column.key for table in chosen for column in table.columns]
+        settings = [key for key in keys if key in self.cells[0].configuration and key != "kernels"]
+        wanted = [key for key in dict.fromkeys([*settings, *columns]) if key in keys]
+        return list(zip(select_columns(chosen, wanted) if chosen and columns else chosen, chosen, strict=True))
 
     def rows(self, table: str) -> list[dict[str, Any]]:
         return [dict(row) for _, whole in self.tables(table) for row in whole.rows]
@@ -87,6 +95,13 @@ class Selection:
     def setting(self, name: str) -> Any:
         """A setting that all cells have alike."""
         return self.cells[0].configuration[name]
+
+
+def joined_selection(groups: Sequence[Selection]) -> Selection:
+    """The cells of several invocations as if one had measured them, for tables that compare none with another."""
+    runs = [run for group in groups for run in group.invocation.runs[-1:]]
+    invocation = replace(groups[0].invocation, runs=runs)
+    return Selection(invocation, cells_of(groups))
 
 
 def cells_of(groups: Sequence[Selection]) -> list[Cell]:
@@ -179,3 +194,27 @@ def evidence_of(files: Sequence[Results], tests: Mapping[str, str]) -> tuple[lis
         machines.setdefault(name, Evidence(name, tests=tests)).shown.append((invocation, cells))
     most_first = sorted(machines.values(), key=lambda evidence: -sum(len(cells) for _, cells in evidence.shown))
     return most_first or [Evidence(tests=tests)], faults
+
+
+# The course's tests, of which there are dozens, take 20 KB.
+_TESTS_BYTES = 16 * MIB
+
+
+def read_test_outcomes(path: Path) -> dict[str, str]:
+    """``passed``, ``failed`` or ``skipped`` by test, of a file that ``pytest --junitxml`` has written."""
+    try:
+        cases = list(ElementTree.fromstring(b"".join(read_chunks(path, _TESTS_BYTES))).iter("testcase"))
+    except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"cannot read the tests' outcomes from {path}: {error}") from error
+    if not cases:
+        raise UsageError(f"{path} holds no test's outcome: it should be a file written by pytest --junitxml")
+    outcomes = {}
+    for case in cases:
+        kinds = {child.tag for child in case}
+        failed = bool(kinds & {"failure", "error"})
+        outcomes[printable(case.get("name", ""))] = (
+            "failed" if failed else "skipped" if "skipped" in kinds else "passed"
+        )
+    return outcomes

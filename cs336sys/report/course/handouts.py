@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from cs336sys.accounting.hardware import peak_tflops
+from cs336sys.accounting.hardware import datasheet, peak_tflops
+from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.step_time.rates import rates_of
 from cs336sys.measure.system import cpu_cores, memory_gib, read_gpus
 from cs336sys.report.course.problem import Command, Handout, Part, Problem, Target, arithmetic
 from cs336sys.report.course.problems import benchmarking_script as script
@@ -123,8 +126,27 @@ _GPU_TFLOPS = 20.0
 _CORE_TFLOPS = 0.03
 
 
-def target_of(handout: Handout, size: str | None, device: str) -> Target:
-    """This machine, as far as it can be known without torch."""
+# Sizes whose ranks share a CPU, the largest first.
+_CPU_SIZES = ("small", "tiny")
+
+
+def target_of(
+    handout: Handout, size: str | None, device: str, gpu: str | None = None, memory_bytes: float | None = None
+) -> Target:
+    """This machine, as far as it can be known without torch, or one with one GPU of that name, and so much memory.
+
+    Raises:
+        UsageError: the GPU has no datasheet.
+    """
+    if gpu is not None:
+        sheet = datasheet(rates_of(gpu).gpu)
+        assert sheet is not None
+        return Target(handout, size, device, 1, sheet.tflops[0], (memory_bytes or sheet.memory_bytes) / GIB)
+    local = _local_target(handout, size, device)
+    return local if memory_bytes is None else replace(local, memory_gib=memory_bytes / GIB)
+
+
+def _local_target(handout: Handout, size: str | None, device: str) -> Target:
     gpus = [] if device == "cpu" else read_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = len(gpus) if visible is None else min(len(gpus), len([index for index in visible.split(",") if index]))
@@ -139,11 +161,30 @@ def planned(problems: Sequence[Problem], target: Target) -> list[tuple[Command, 
     needed: dict[tuple[str, ...], tuple[Command, list[str]]] = {}
     for problem in problems:
         for part in problem.parts:
-            for command in part.commands(target):
+            for command in _possible(part, target):
                 if command.is_saved:
                     names = needed.setdefault(command.arguments, (command, []))[1]
                     names += [problem.name] * (problem.name not in names)
     return list(needed.values())
+
+
+def _possible(part: Part, target: Target) -> list[Command]:
+    """A part's commands, those whose ranks have no room here on ranks of the CPU, of a size that fits."""
+    commands: list[Command] = []
+    for command in part.commands(target):
+        reason = why_not(command, target) if command.gpus > 1 else None
+        commands += [command] if reason is None else _on_cpu_ranks(part, target, reason) or [command]
+    return commands
+
+
+def _on_cpu_ranks(part: Part, target: Target, reason: str) -> list[Command]:
+    for size in _CPU_SIZES:
+        local = _local_target(target.handout, size, "cpu")
+        commands = [command for command in part.commands(local) if command.is_saved]
+        if all((command.memory_gib or 0) * command.gpus <= (local.memory_gib or 0) for command in commands):
+            note = f"on Gloo ranks of the CPU: what the handout asks {reason}"
+            return [replace(command, gpus=1, note=note) for command in commands]
+    return []
 
 
 def why_not(command: Command, target: Target) -> str | None:
@@ -168,7 +209,7 @@ def plan_table(plan: Sequence[tuple[Command, Sequence[str]]], target: Target) ->
     rows: list[dict[str, Any]] = []
     for command, names in plan:
         large = target.gpus and target.memory_gib and (command.memory_gib or 0) > target.memory_gib
-        note = why_not(command, target) or ("what does not fit becomes a result" if large else None)
+        note = command.note or why_not(command, target) or ("what does not fit becomes a result" if large else None)
         row: dict[str, Any] = {"command": command.line, "note": note, "problems": ", ".join(names)}
         row |= {"seconds": format_duration(command.seconds), "memory_gib": command.memory_gib}
         rows.append(row | {"gpus": command.gpus if target.gpus else None})

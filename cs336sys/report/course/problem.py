@@ -96,6 +96,7 @@ class Command:
         seconds: about how long it takes on the machine it was planned for.
         memory_gib: about the most that a GPU (or the CPU) must hold; None where that is little.
         is_saved: it has ``--save`` and measures; the others are arithmetic.
+        note: why it stands for another command.
     """
 
     arguments: tuple[str, ...]
@@ -103,6 +104,7 @@ class Command:
     memory_gib: float | None = None
     gpus: int = 1
     is_saved: bool = True
+    note: str | None = None
 
     @property
     def line(self) -> str:

@@ -5,20 +5,18 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 
 from cs336sys.errors import CapabilityError
 from cs336sys.report.course.document import Document, Picture
 from cs336sys.report.course.problem import Problem
 from cs336sys.report.outputs import write_file, writing_stdout
-from cs336sys.report.page import html_page, html_picture, html_table
+from cs336sys.report.page import find_browser, html_page, html_picture, html_table, print_page
 from cs336sys.report.registry import FAULTS
 from cs336sys.report.render import STDOUT, escape_markdown, render, typst_string
 from cs336sys.report.table import Table, one_line
 from cs336sys.results.foreign import printable
-
-# So many sentences are the answer that a handout asks for; the others stand below a fold where there is one.
-_ANSWER_SENTENCES = 3
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,6 @@ class Markup:
     Attributes:
         plain, code: running text, and its code between backticks.
         table: a table, in pieces that fit a page.
-        listed, item: sentences one by one; ``details``: those beyond the answer.
         absent, fault: what is missing, and what could not be shown.
     """
 
@@ -44,18 +41,18 @@ class Markup:
     end: str = ""
     between: str = ""
     paragraph: str = "%s"
-    listed: str = "%s"
-    item: str = "- %s"
-    details: str = "%s"
     absent: str = "%s"
     fault: str = "%s"
-    end_of_problem: tuple[str, ...] = ()
 
     def inline(self, text: str) -> str:
         """Running text with its code between backticks."""
         pieces = enumerate(one_line(text).split("`"))
         marked = (self.code(piece) if number % 2 else self.plain(piece) for number, piece in pieces if piece)
         return self.between.join(marked)
+
+
+def _document_head(ending: str) -> str:
+    return (files("cs336sys.report.course") / "heads" / f"document.{ending}").read_text().rstrip()
 
 
 def _fenced(lines: Sequence[str]) -> list[str]:
@@ -86,19 +83,6 @@ _LATEX_SPECIAL = {
     **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
     **{"_": r"\_\allowbreak{}", "<": r"\textless{}", ">": r"\textgreater{}", "±": r"$\pm$"},
 }
-
-_LATEX_HEAD = r"""\documentclass[10pt]{article}
-\usepackage[T1]{fontenc}
-\usepackage[utf8]{inputenc}
-\usepackage[margin=2cm]{geometry}
-\usepackage{booktabs}
-\usepackage{float}
-\usepackage{graphicx}
-\setlength{\parindent}{0pt}
-\setlength{\parskip}{5pt}
-\sloppy
-\begin{document}
-\title{%s}\date{}\maketitle"""
 
 
 def _latex_markup(text: str) -> str:
@@ -131,68 +115,44 @@ _LATEX = Markup(
     commands=lambda lines: list(map(_latex_code, lines)),
     table=_latex_pages,
     picture=lambda path, name: rf"\includegraphics[width=\linewidth,height=0.85\textheight,keepaspectratio]{{{path}}}",
-    head=_LATEX_HEAD,
+    head=_document_head("tex"),
     end=r"\end{document}",
-    listed="\\begin{itemize}\n%s\n\\end{itemize}",
-    item=r"\item %s",
 )
-
-_TYPST_HEAD = """#set page(margin: 2cm, numbering: "1")
-#set text(size: 10pt)
-#set par(justify: false)
-#show figure: set block(breakable: true)
-#show table: set text(size: 6.5pt)
-= %s"""
 
 
 def _typst_markup(text: str) -> str:
     return f"#text({typst_string(text)})"
 
 
-def _typst_code(text: str) -> str:
-    return f"#raw({typst_string(text)})"
-
-
 _TYPST = Markup(
     plain=_typst_markup,
-    code=_typst_code,
+    code=lambda text: f"#raw({typst_string(text)})",
     problem=lambda problem: f"== {_typst_markup(f'{problem.name}: {problem.title}')}",
     part=lambda problem, letter: f"=== {_typst_markup(f'{problem.name} ({letter})')}",
     machine="*%s*",
-    commands=lambda lines: list(map(_typst_code, lines)),
+    commands=lambda lines: [f"#raw({typst_string(line)})" for line in lines],
     table=lambda table: [render([table], "typst").strip()],
     picture=lambda path, name: f"#image({typst_string(path)}, width: 100%)",
-    head=_TYPST_HEAD,
+    head=_document_head("typ"),
     between=" ",
 )
-
-_STYLE = """
-nav ol { columns: 26em; } h2 small { display: block; font-weight: normal; }
-h4 { margin: 1.2em 0 0.3em; font-weight: 600; }
-pre { white-space: pre-wrap; margin: 0.4em 0; } .machine { font-weight: 600; margin: 1em 0 0; break-after: avoid; }
-code { overflow-wrap: anywhere; } .absent { border-left: 3px solid #c60; padding-left: 0.6em; }
-@media print { nav { display: none; } }
-"""
 
 _HTML = Markup(
     plain=html.escape,
     code=lambda text: f"<code>{html.escape(text)}</code>",
-    problem=lambda problem: (
-        f'<section id="{problem.name}"><h2>{html.escape(problem.name)} <small>{html.escape(problem.title)}</small></h2>'
-    ),
+    problem=lambda problem: f'<h2 id="{problem.name}">{problem.name} <small>{html.escape(problem.title)}</small></h2>',
     part=lambda problem, letter: f"<h3>({letter})</h3>",
     machine='<p class="machine">%s</p>',
     commands=lambda lines: [f"<pre>{html.escape(line)}</pre>" for line in lines],
     table=lambda table: [html_table(table, "h4")],
     picture=lambda drawn, name: drawn,
     paragraph="<p>%s</p>",
-    listed="<ul>%s</ul>",
-    item="<li>%s</li>",
-    details="<details><summary>Details</summary>%s</details>",
     absent='<p class="absent">%s</p>',
     fault='<p class="absent">%s</p>',
-    end_of_problem=("</section>",),
 )
+
+# Formats that are one page with its pictures.
+_PAGES = ("html", "pdf")
 
 _MARKUPS = {"markdown": _MARKDOWN, "latex": _LATEX, "typst": _TYPST, "html": _HTML}
 
@@ -200,11 +160,11 @@ _MARKUPS = {"markdown": _MARKDOWN, "latex": _LATEX, "typst": _TYPST, "html": _HT
 def introduction(document: Document) -> list[str]:
     """Introduce the document: what it holds and where it was measured."""
     count = len(document.problems)
-    problems = "1 problem" if count == 1 else f"{count} problems"
+    problems = f"{count} problem{'s' * (count != 1)}"
     machines = f"{len(document.machines)} machines, kept apart: " * (len(document.machines) > 1)
     measured = [f"Measured on {machines}{'; '.join(document.machines)}."] if document.machines else []
-    last = "Every sentence is computed from the saved numbers by `cs336sys report`."
-    return [f"{problems} in the handout's order, {document.count_words}.", *measured, last]
+    first = f"{problems} in the handout's order, {document.count_words}."
+    return [first, *measured, "Every sentence is computed from the saved numbers by `cs336sys report`."]
 
 
 def document_text(document: Document, format: str, draw: Callable[[Picture], str | None]) -> str:
@@ -215,7 +175,7 @@ def document_text(document: Document, format: str, draw: Callable[[Picture], str
     if format == "html":
         links = "".join(f'<li><a href="#{problem.name}">{problem.name}</a></li>' for problem, _ in document.problems)
         parts.append(f"<nav><details open><summary>Problems</summary><ol>{links}</ol></details></nav>")
-        return html_page(document.title, [*parts, *body], _STYLE)
+        return html_page(document.title, [*parts, *body], _document_head("css"))
     head, end = markup.head % markup.inline(document.title), [markup.end] * bool(markup.end)
     return "\n\n".join([head, *parts, *body, *end]) + "\n"
 
@@ -230,25 +190,21 @@ def _body(document: Document, markup: Markup, draw: Callable[[Picture], str | No
                 if block.machine:
                     yield markup.machine % markup.inline(block.machine)
                 yield from markup.commands(block.commands)
-                yield markup.paragraph % markup.inline(" ".join(block.sentences[:_ANSWER_SENTENCES]))
-                if details := block.sentences[_ANSWER_SENTENCES:]:
-                    items = [markup.item % markup.inline(sentence) for sentence in details]
-                    yield markup.details % (markup.listed % "\n".join(items))
-                yield from (markup.absent % markup.inline(lacking) for lacking in block.missing)
                 for table in block.tables:
                     yield from markup.table(table)
+                yield from (markup.paragraph % markup.inline(sentence) for sentence in block.sentences)
+                yield from (markup.absent % markup.inline(lacking) for lacking in block.missing)
                 drawn = ((draw(picture), picture.name) for picture in block.pictures)
                 yield from (markup.picture(path, name) for path, name in drawn if path)
             if not section.blocks:
                 source = ". Measure it with " + ", ".join(f"`{line}`" for line in section.absent)
                 why = source if section.absent else ", and no command for this machine gives it"
                 yield markup.absent % markup.inline(f"No data{why}.")
-        yield from markup.end_of_problem
     yield from (markup.fault % markup.inline(fault) for fault in document.faults)
 
 
 def write_document(document: Document, format: str, output: Path | None) -> list[str]:
-    """Write the document to the file, or to stdout; pictures of other formats than html stand in files next to it.
+    """Write the document to the file, or to stdout; pictures stand in files next to it, or inside of a page and a PDF.
 
     Returns:
         What was left out, in sentences.
@@ -262,7 +218,7 @@ def write_document(document: Document, format: str, output: Path | None) -> list
 
     def drawn(picture: Picture) -> str | None:
         try:
-            if format == "html":
+            if format in _PAGES:
                 return html_picture(picture.draw, picture.name)
             if file is not None:
                 path = file.with_name(f"{file.stem}-{len(names) + 1:02}.png")
@@ -275,10 +231,11 @@ def write_document(document: Document, format: str, output: Path | None) -> list
             notes.append(f"left out a picture, because its saved data cannot be drawn: {error}")
         return None
 
-    text = document_text(document, format, drawn)
+    text = document_text(document, "html" if format in _PAGES else format, drawn)
     if file is None:
         with writing_stdout():
             sys.stdout.write(text)
     else:
-        write_file(file, text.encode(), "--output")
+        content = print_page(text, find_browser("--output")) if format == "pdf" else text.encode()
+        write_file(file, content, "--output")
     return list(dict.fromkeys(notes))

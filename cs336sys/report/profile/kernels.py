@@ -68,12 +68,13 @@ _OPTIMIZER_PHASE = "optimizer"
 
 
 def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
-    """The kernel that takes most time in the first phase, and in forward and backward pass together."""
+    """The kernel that takes most time in the first phase, in forward and backward pass together, and in the latter."""
     rows = []
     for m in measured:
         by_phase = m.kernels_by_phase()
         passes = [phase for phase in by_phase if phase in _BOTH_PASSES]
         groups = {"first": list(by_phase)[:1], "both": passes if "backward" in passes else []}
+        groups["backward"] = ["backward"] if "backward" in passes else []
         row = dict(m.labels)
         for group, phases in groups.items():
             totals: Counter[str] = Counter()
@@ -95,6 +96,9 @@ def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Colum
         Column("both_kernel", "most time in forward and backward together"),
         Column("both_percent", "share of both", "percent"),
         Column("both_instances", "times in both"),
+        Column("backward_kernel", "most time in backward"),
+        Column("backward_percent", "share of backward", "percent"),
+        Column("backward_instances", "times in backward"),
     )
     return Table("top kernel", "nsys: the kernel that takes most time", columns, rows)
 

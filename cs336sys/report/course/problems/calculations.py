@@ -8,7 +8,7 @@ from cs336sys.accounting.derivation import Derived
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import TP_BACKWARD, Layer, Mesh, parallelism_answers
 from cs336sys.accounting.xxl import XXL, TpuMesh, batch_answers, memory_answers
-from cs336sys.report.course.answer import Answer
+from cs336sys.report.course.answer import Answer, plain_table
 from cs336sys.sizes import SIZES
 
 # As `account xxl` and `account parallel` have them, where the handout gives no number.
@@ -24,16 +24,16 @@ _MESHES = {
 }
 
 
-def _answer_of(question: str, derive: Callable[[], Sequence[Derived]], before: str = "") -> Callable[[Answer], None]:
-    """The derived values that are marked as a part's answers, as sentences and as a table."""
+def _answer_of(
+    question: str, derive: Callable[[], Sequence[Derived]], *before: str, **numbers: object
+) -> Callable[[Answer], None]:
+    """The derived values that are marked as a part's answers, as sentences and as a table, after a block of numbers."""
 
     def answered(answer: Answer) -> None:
         derived = derive()
         steps = _with_definitions([value for value in derived if value.question == question], derived)
-        layer = _layer()
-        if before:
-            facts = {"layer": layer, "tflops": layer.flops_per_s / 1e12, "rate": layer.bytes_per_s / 1e9}
-            answer.say(before, facts, tokens=_TOKENS)
+        for name in before:
+            answer.write(f"calculations.{name}", **{"tokens": None, "layer": None, **numbers})
         problem = question.partition(" ")[0]
         answer.derive(steps, problem, f"{problem}: all steps", say=steps)
 
@@ -52,37 +52,35 @@ def _with_definitions(answers: Sequence[Derived], derived: Sequence[Derived]) ->
 
 
 def xxl(letter: str) -> Callable[[Answer], None]:
-    before = {"a": "assumed batch", "b": "assumed batch", "d": "what lowers the batch"}.get(letter, "")
+    before = {"a": ["numbers"], "b": ["numbers"], "d": ["what_lowers_the_batch"]}.get(letter, [])
 
     def derived() -> list[Derived]:
         if letter in "ab":
             return memory_answers(XXL, _TOKENS, 80e9, 95e9)
         return batch_answers(XXL, TpuMesh(16, 4, 2, 1, 4.6e14, 2 * 9e10))
 
-    return _answer_of(f"communication_accounting ({letter})", derived, before)
+    return _answer_of(f"communication_accounting ({letter})", derived, *before, tokens=_TOKENS)
 
 
 ring = _answer_of("alternate_ring_all_reduce", lambda: ring_answers(1_000_000_000, _DEVICES, _LINK_BYTES_PER_S))
 
 
-def _layer() -> Layer:
-    peak, size = peak_tflops("NVIDIA H200", "bf16"), SIZES["2.7b"]
-    assert peak is not None
-    return Layer(_LAYER_TOKENS, size.d_model, size.d_ff, peak * 1e12, _LINK_BYTES_PER_S, 2)
-
-
 def parallel(problem: str, strategy: str, letters: str) -> list[Callable[[Answer], None]]:
     """The answers of these parts, the first with the numbers put in."""
+    peak, size = peak_tflops("NVIDIA H200", "bf16"), SIZES["2.7b"]
+    assert peak is not None
+    layer = Layer(_LAYER_TOKENS, size.d_model, size.d_ff, peak * 1e12, _LINK_BYTES_PER_S, 2)
 
     def derived() -> list[Derived]:
-        return parallelism_answers(strategy, _layer(), _MESHES[strategy])
+        return parallelism_answers(strategy, layer, _MESHES[strategy])
 
-    return [_answer_of(f"{problem} ({letter})", derived, "numbers" * (letter == letters[0])) for letter in letters]
+    before = {letters[0]: ["numbers"]}
+    return [_answer_of(f"{problem} ({each})", derived, *before.get(each, ()), layer=layer) for each in letters]
 
 
 def tp_backward(answer: Answer) -> None:
     headers = {"equation": "equation", "shape": "shape", "reason": "because"}
     rows = [dict(zip(headers, row, strict=True)) for row in TP_BACKWARD]
-    collective = [row["equation"] for row in rows if "all-reduce" in row["equation"]]
-    answer.say("backward", steps=len(rows), count=len(collective), equation=collective[0])
-    answer.add_table("tp_backward", "the backward pass of tensor parallelism", headers, rows)
+    answer.tables.append(plain_table("tp_backward", "the backward pass of tensor parallelism", headers, rows))
+    collectives = [row["equation"] for row in rows if "all-reduce" in row["equation"]]
+    answer.write("calculations.tp_backward", steps=len(rows), collectives=collectives)

@@ -1,5 +1,6 @@
 """``distributed_communication_single_node``: all-reduces by size, ranks and backend."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -7,93 +8,57 @@ from cs336sys.report.allreduce import fit_of, groups_of, rates_of_median
 from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import cells_of
 from cs336sys.report.course.problem import Command, Target, measurement, sized
-from cs336sys.report.table import Table
 from cs336sys.results.model import Cell
 
 _MESSAGES = (1_000_000, 10_000_000, 100_000_000, 1_000_000_000)
-
-
-def _us(cell: Cell) -> float:
-    return cell.samples["back_to_back"].median
-
-
-def _size(cell: Cell) -> int:
-    return cell.configuration["message_bytes"]
+_LABEL = "{backend} with {world_size} ranks"
 
 
 def all_reduce(answer: Answer) -> None:
     selections = answer.find("allreduce", {"message_bytes": _MESSAGES}, collective=("all_reduce",), dtype=("fp32",))
-    groups = {key: cells for group in selections for key, cells in groups_of(group.cells).items()}
-    _say_messages(answer, groups)
-    _say_ranks(answer, groups)
-    _say_backends(answer, groups)
-    for key, cells in groups.items():
-        line = fit_of(cells, "back_to_back")
-        if line is not None and line.latency_s > 0 and len(cells) > 2:
-            facts = {"latency": 1e6 * line.latency_s, "rate": line.bytes_per_s / 1e9, "half": line.half_bandwidth_bytes}
-            answer.say("line", key._asdict(), **facts)
-    answer.say_failures(cells_of(selections), "backend and ranks")
+    if not selections:
+        return
     columns = ("backend", "world_size", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps", "wrong_elements", "status")
-    answer.show(selections, "allreduce", *columns, medians=True)
-    answer.tables = [_with_rates_of_medians(table) for table in answer.tables]
+    answer.show(selections, "allreduce", *columns, medians=True, join=True)
+    groups = {key: cells for group in selections for key, cells in groups_of(group.cells).items()}
+    (table,) = answer.tables
+    rows = list(map(_with_rates_of_median, table.rows))
+    notes = [note for note in table.notes if not note.startswith("average bus")]
+    answer.tables = [replace(table, rows=rows, notes=notes)]
     answer.draw(selections[:1])
-    runs = [group.invocation.run for group in selections]
-    has_gpu = any(run is not None and run.machine.get("gpu") for run in runs)
+    sweeps = [
+        {**key._asdict(), "cells": cells, "line": fit_of(cells, "back_to_back"), "rates": _rates(cells[-1])}
+        for key, cells in sorted(groups.items(), key=lambda pair: (pair[0].backend != "nccl", pair[0].world_size))
+    ]
+    for sweep in sweeps:
+        sweep["samples"] = [cell.samples["back_to_back"] for cell in sweep["cells"]]
+        sweep["largest"] = sweep["samples"][-1]
+    links = sorted({cell.derived.get("link") or "" for cell in cells_of(selections)})
+    answer.write(
+        "distributed_communication.all_reduce",
+        sweeps=sweeps,
+        nvlinks=[link for link in links if "NVLinks" in link],
+    )
+    answer.write_failures(cells_of(selections), _LABEL)
+    has_gpu = any(run.machine.get("gpu") for group in selections for run in group.invocation.runs)
     backends = ["gloo"] * (answer.handout.year == 2025) + ["nccl"] * has_gpu
-    measured = [key._asdict() for key in groups]
-    answer.lack_unmeasured("backend and ranks", measured, backend=backends, world_size=(2, 4, 6))
+    answer.lack_unmeasured(_LABEL, sweeps, {"backend": backends, "world_size": (2, 4, 6)})
 
 
-def _say_messages(answer: Answer, groups: dict) -> None:
-    """Times of the smallest and the largest message, and the bandwidth between them."""
-    for key, cells in groups.items():
-        first, last = cells[0], cells[-1]
-        bandwidth = None
-        if last.derived["back_to_back_busbw_gbps"] is not None and len(cells) > 1:
-            algbw, busbw = rates_of_median(last)
-            grown = algbw / rates_of_median(first)[0]
-            bandwidth = {"algbw": algbw, "busbw": busbw, "bus": busbw / algbw, "grown": grown}
-        ends = [{"us": _us(cell), "bytes": _size(cell)} for cell in (first, last)[: len(cells)]]
-        answer.say("messages", key._asdict(), ends=ends, bandwidth=bandwidth)
+def _rates(cell: Cell) -> tuple[float, float] | None:
+    return None if cell.derived["back_to_back_busbw_gbps"] is None else rates_of_median(cell)
 
 
-def _with_rates_of_medians(table: Table) -> Table:
-    rows: list[dict[str, Any]] = [dict(row) for row in table.rows]
-    for row in rows:
-        algbw = row["size_bytes"] / row["time_us"] / 1e3 if row.get("time_us") else None
-        busbw = row["busbw_gbps"] / row["algbw_gbps"] * algbw if algbw and row.get("busbw_gbps") else None
-        row |= {"algbw_gbps": algbw, "busbw_gbps": busbw}
-    return replace(table, rows=rows, notes=[note for note in table.notes if not note.startswith("average bus")])
-
-
-def _say_ranks(answer: Answer, groups: dict) -> None:
-    """Say how time depends on the number of ranks, at the largest message of each backend."""
-    for backend in dict.fromkeys(key.backend for key in groups):
-        series = {key.world_size: cells[-1] for key, cells in sorted(groups.items()) if key.backend == backend}
-        sizes = set(map(_size, series.values()))
-        if len(series) > 1 and len(sizes) == 1:
-            times = list(map(_us, series.values()))
-            answer.say("ranks", backend=backend, ranks=list(series), size=sizes.pop(), times=times)
-
-
-def _say_backends(answer: Answer, groups: dict) -> None:
-    pairs = []
-    for key, cells in groups.items():
-        if key.backend == "nccl":
-            others = {_size(cell): _us(cell) for cell in groups.get(key._replace(backend="gloo"), ())}
-            sizes = [(_size(cell), _us(cell)) for cell in cells]
-            pairs += [(key.world_size, size, us, others[size]) for size, us in sizes if size in others]
-    if pairs:
-        answer.say("backends", ratios=[gloo / nccl for *_, nccl, gloo in pairs])
-        # Of as many ranks of each: a call over more of them takes longer.
-        ranks, size, nccl, gloo = min(pairs)
-        if nccl < gloo:
-            answer.say("small messages", ranks=ranks, size=size, nccl=nccl, gloo=gloo)
+def _with_rates_of_median(row: Mapping[str, Any]) -> dict[str, Any]:
+    algbw = row["size_bytes"] / row["time_us"] / 1e3 if row.get("time_us") else None
+    busbw = row["busbw_gbps"] / row["algbw_gbps"] * algbw if algbw and row.get("busbw_gbps") else None
+    return {**row, "algbw_gbps": algbw, "busbw_gbps": busbw}
 
 
 def _grid(target: Target) -> list[Command]:
     planned: list[Command] = []
-    for backend in ("gloo", "nccl") if target.handout.year == 2025 else ("nccl",):
+    both = ("gloo", "nccl") if target.handout.year == 2025 else ("nccl",)
+    for backend in both if target.gpus else ("gloo",):
         # Ranks of Gloo share what there is, NCCL wants a GPU for each.
         ranks = [count for count in (2, 4, 6) if backend == "gloo" or count <= max(2, target.gpus)]
         gpus = 1 if backend == "gloo" else max(ranks)
