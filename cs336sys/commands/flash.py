@@ -137,7 +137,7 @@ def flash(
         return
     tables = partial(flash_tables, baseline=over)
     output.check_selection("flash", tables)
-    measure = "own_kernel:measure_own_attention" if attention.kernel else "measurement:measure_flash"
-    run_sweep("flash", f"cs336sys.experiments.attention.{measure}", configurations, sweeping).report(
+    measure = "measure_own_attention" if attention.kernel else "measure_flash"
+    run_sweep("flash", f"cs336sys.experiments.attention.measurement:{measure}", configurations, sweeping).report(
         tables, output, (plot, plot_flash), pooled=pool_flash_rounds
     )

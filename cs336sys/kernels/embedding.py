@@ -42,16 +42,9 @@ def _embedding_order_kernel(ids_ptr, order_ptr, num_tokens, num_rows, TILE: tl.c
 
 @triton.jit
 def _embedding_sum_kernel(
-    ids_ptr,
-    order_ptr,
-    grad_ptr,
-    grad_weight_ptr,
-    num_tokens,
-    num_rows,
-    width,
-    TILE: tl.constexpr,
-    COLUMN_TILE: tl.constexpr,
-):
+    ids_ptr, order_ptr, grad_ptr, grad_weight_ptr, num_tokens, num_rows, width,
+    TILE: tl.constexpr, COLUMN_TILE: tl.constexpr,
+):  # fmt: skip
     """The program at the first place of a row adds up the gradients of all its tokens, TILE at a time."""
     place = tl.program_id(0)
     row = _row_of(ids_ptr, tl.load(order_ptr + place), True, num_rows)
@@ -96,17 +89,11 @@ def embedding_gradient(ids: Tensor, grad: Tensor, num_rows: int, dtype: torch.dt
     grad_weight = torch.zeros((num_rows, width), dtype=dtype, device=grad.device)
     if grad.numel():
         column_tile = min(COLUMN_TILE, triton.next_power_of_2(width))
+        numbers = len(ids), num_rows, width
         with torch.cuda.device_of(grad):
+            tensors = ids, _order(ids, num_rows), grad, grad_weight
             _embedding_sum_kernel[(len(ids), triton.cdiv(width, column_tile))](
-                ids,
-                _order(ids, num_rows),
-                grad,
-                grad_weight,
-                len(ids),
-                num_rows,
-                width,
-                TILE=SUMMED_TOKENS,
-                COLUMN_TILE=column_tile,
+                *tensors, *numbers, TILE=SUMMED_TOKENS, COLUMN_TILE=column_tile
             )
     return grad_weight
 

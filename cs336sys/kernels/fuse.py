@@ -11,25 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from cs336sys.errors import CapabilityError, UsageError, choose_from
+from cs336sys.kernels import recognition
 from cs336sys.kernels.embedding import embedding_rows
-from cs336sys.kernels.linear import linear_of_copy
+from cs336sys.kernels.linear import WeightCopies, linear_of_copy
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
-from cs336sys.kernels.recognition import (
-    CAPPED_LOSS_SCALE,
-    Gate,
-    Head,
-    find_head,
-    gate_layers,
-    is_embedding,
-    is_linear,
-    is_prenorm_block,
-    is_rotation,
-    norm_epsilon,
-)
+from cs336sys.kernels.recognition import CAPPED_LOSS_SCALE, Gate, Head
 from cs336sys.kernels.rms_norm import rms_norm
 from cs336sys.kernels.rope import rope, rope_qkv
 from cs336sys.kernels.swiglu import swiglu, swiglu_linear_of_copy
-from cs336sys.kernels.weight_copies import WeightCopies
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -142,20 +131,20 @@ _COURSE_GATE = Gate("w1", "w3", "w2")
 
 
 def _is_rms_norm(norm: Any) -> bool:
-    return type(norm).__name__ == "RMSNorm" and norm_epsilon(norm) == norm.eps
+    return type(norm).__name__ == "RMSNorm" and recognition.norm_epsilon(norm) == norm.eps
 
 
 def _is_block(block: Any) -> bool:
     # Its fused forward pass calls the norms with the residual.
-    return is_prenorm_block(block) and _is_rms_norm(block.ln1) and _is_rms_norm(block.ln2)
+    return recognition.is_prenorm_block(block) and _is_rms_norm(block.ln1) and _is_rms_norm(block.ln2)
 
 
 # By the name of a module's class in ``cs336_basics``: its fused forward pass, and whether a module computes the same.
 FORWARDS: dict[str, tuple[Callable, Callable[[Any], bool]]] = {
     "RMSNorm": (_norm_forward, _is_rms_norm),
-    "SwiGLU": (gate_forward(_COURSE_GATE), lambda ffn: gate_layers(ffn) == _COURSE_GATE),
+    "SwiGLU": (gate_forward(_COURSE_GATE), lambda ffn: recognition.gate_layers(ffn) == _COURSE_GATE),
     "TransformerBlock": (_block_forward, _is_block),
-    "Embedding": (_embedding_forward, is_embedding),
+    "Embedding": (_embedding_forward, recognition.is_embedding),
 }
 
 
@@ -500,7 +489,7 @@ def _fuse_named(model: nn.Module, attention: Attention | None, kernels: Collecti
                 for copy, layers in STACKED.get(name, {}).items()
             }
             replacements[module] = Replacement(forward, stacks)
-    head = find_head(model) if "linear-cross-entropy" in kernels else None
+    head = recognition.find_head(model) if "linear-cross-entropy" in kernels else None
     if head is not None and head.layer is not getattr(model, HEAD, None):
         head = None
     if head is not None:
@@ -520,7 +509,7 @@ def _named_forward(model: nn.Module, path: str, module: Any, attention: Attentio
         base = rotation_base(model, path, module)
         heads: Any = next(part for part in model.modules() if type(part).__name__ == "CausalMultiHeadSelfAttention")
         head_dim = len(heads.q_proj.weight) // heads.num_heads
-        return rotation_forward(base) if is_rotation(module, base, head_dim) else None
+        return rotation_forward(base) if recognition.is_rotation(module, base, head_dim) else None
     if name == "CausalMultiHeadSelfAttention":
         rotation: Any = module.positional_encoder
         if len(list(module.parameters())) != 4:
@@ -536,7 +525,7 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
     """Fuse a model whose modules are recognized by their outputs, see :func:`fuse`."""
     if fused_kernels(model) is not None:
         raise UsageError(f"{type(model).__name__} is fused already: undo that first")
-    head = find_head(model) if "linear-cross-entropy" in kernels else None
+    head = recognition.find_head(model) if "linear-cross-entropy" in kernels else None
     replacements: dict[nn.Module, Replacement] = {}
     inside_gates: set[nn.Module] = set()
     counts = Counter({} if head is None else {"linear-cross-entropy": 1})
@@ -549,12 +538,12 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
     for path, module in model.named_modules():
         if module in inside_gates:
             continue
-        if "rms-norm" in kernels and (eps := norm_epsilon(module)) is not None:
+        if "rms-norm" in kernels and (eps := recognition.norm_epsilon(module)) is not None:
             counts["rms-norm"] += 1
             replacement = Replacement(norm_forward(eps))
         elif (
             "swiglu" in kernels
-            and (gate := gate_layers(module)) is not None
+            and (gate := recognition.gate_layers(module)) is not None
             and owns(*(layers := [module.get_submodule(name) for name in gate]))
         ):
             counts["swiglu"] += 1
@@ -564,7 +553,7 @@ def _fuse_recognized(model: nn.Module, kernels: Collection[str]) -> Fused:
             )
         elif head is not None and module is head.layer:
             replacement = Replacement(head_forward)
-        elif kernels is KERNELS and is_linear(module) and owns(module):
+        elif kernels is KERNELS and recognition.is_linear(module) and owns(module):
             replacement = Replacement(_linear_forward, {"weight_copy": (module,)})
         else:
             continue

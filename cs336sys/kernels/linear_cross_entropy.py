@@ -514,10 +514,8 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = LossOptions(*arguments)
     check_arguments(hidden, weight, targets, options)
-    kept, (makes_hidden, makes_weight) = (
-        kept_dtype(weight.dtype, options.dtype, options.gradient_dtype),
-        options.makes_gradients,
-    )
+    kept = kept_dtype(weight.dtype, options.dtype, options.gradient_dtype)
+    makes_hidden, makes_weight = options.makes_gradients
     has_factor = options.dtype == torch.float16 and (options.is_averaged or options.grad_loss is not None)
     return (
         hidden.new_empty(hidden.shape[:-1] if options.reduction == "none" else (), dtype=torch.float32),

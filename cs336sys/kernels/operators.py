@@ -94,9 +94,6 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-# Adds up what each program of a kernel has summed: without atomics, so that the order is always the same.
-
-
 # A program adds up 8 columns, the 32 bytes of a sector, of so many rows at once: there are few, and what takes time is
 # to wait for one load after another. 528 x 768 took 2.3 us on an H200, and 3.8 with 32 columns of 128 rows at a time.
 ROW_TILES = 256, 1024
@@ -118,18 +115,14 @@ def _partial_sums_kernel(partials_ptr, sum_ptr, num_partials, width, ROW_TILE: t
 def sum_of_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums over the first dimension: (P, D) in float32, contiguous -> (D,), added in float32 and rounded to ``dtype``.
 
+    Adds up what each program of a kernel has summed: without atomics, so that the order is always the same.
     ``torch.sum`` takes 10 microseconds on an H200 for 132 x 4096 and 27 for 660 x 768: with few rows, most of the time.
     """
     num_partials, width = partials.shape
+    row_tile = ROW_TILES[num_partials > ROW_TILES[0]]
     total = torch.empty(width, dtype=dtype, device=partials.device)
     with torch.cuda.device_of(partials):
         _partial_sums_kernel[(triton.cdiv(width, COLUMN_TILE),)](
-            partials,
-            total,
-            num_partials,
-            width,
-            ROW_TILE=ROW_TILES[num_partials > ROW_TILES[0]],
-            COLUMN_TILE=COLUMN_TILE,
-            num_warps=NUM_WARPS,
+            partials, total, num_partials, width, ROW_TILE=row_tile, COLUMN_TILE=COLUMN_TILE, num_warps=NUM_WARPS
         )
     return total

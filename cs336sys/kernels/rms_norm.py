@@ -212,6 +212,11 @@ class RMSNormSettings(NamedTuple):
     programs: int = 1
     stages: int = 1
 
+    def constants(self, width: int) -> dict[str, Any]:
+        """The constants of a launch over rows of ``width`` elements, and its warps."""
+        tiles = {"ROW_TILE": self.row_tile, "COLUMN_TILE": self.column_tile, "ONE_TILE": width <= self.column_tile}
+        return {**tiles, "num_warps": self.num_warps}
+
 
 def forward_settings(width: int) -> RMSNormSettings:
     column_tile = triton.next_power_of_2(width)
@@ -266,25 +271,12 @@ def launch_forward(
     residual_rows = rows if residual is None else as_rows(residual)
     width = x.shape[-1]
     settings = forward_settings(width)
+    operands = rows, residual_rows, weight, y, total, inverse_rms
+    strides = rows.stride(), residual_rows.stride(), weight.stride(0)
+    has_residual, constants = residual is not None, settings.constants(width)
     with torch.cuda.device_of(x):
         rms_norm_forward_kernel[(triton.cdiv(len(rows), settings.row_tile),)](
-            rows,
-            residual_rows,
-            weight,
-            y,
-            total,
-            inverse_rms,
-            rows.stride(),
-            residual_rows.stride(),
-            weight.stride(0),
-            len(rows),
-            width,
-            eps,
-            HAS_RESIDUAL=residual is not None,
-            ROW_TILE=settings.row_tile,
-            COLUMN_TILE=settings.column_tile,
-            ONE_TILE=width <= settings.column_tile,
-            num_warps=settings.num_warps,
+            *operands, *strides, len(rows), width, eps, HAS_RESIDUAL=has_residual, **constants
         )
     return y, total, inverse_rms
 
@@ -318,34 +310,18 @@ def launch_backward(
     width = total.shape[-1]
     read = [total, grad_y] if grad_total is None else [total, grad_y, grad_total]
     settings = backward_settings(width, sum(tensor.element_size() for tensor in read))
-    is_one_tile = width <= settings.column_tile
+    constants = settings.constants(width)
     num_tiles = triton.cdiv(len(rows), settings.row_tile)
     num_programs = min(num_tiles, settings.programs * num_multiprocessors(rows.device))
-    allocate = torch.empty if is_one_tile else torch.zeros
+    allocate = torch.empty if constants["ONE_TILE"] else torch.zeros
     partial_grad_weight = allocate((num_programs, width), dtype=torch.float32, device=total.device)
+    inputs = grad_y_rows, grad_total_rows, rows, weight, inverse_rms.contiguous()
+    results = grad_x, grad_residual, partial_grad_weight
+    strides = *(tensor.stride() for tensor in inputs[:3]), weight.stride(0)
+    constants |= {"HAS_GRAD_TOTAL": grad_total is not None, "WRITES_RESIDUAL": grad_residual.numel() > 0}
     with torch.cuda.device_of(total):
         rms_norm_backward_kernel[(num_programs,)](
-            grad_y_rows,
-            grad_total_rows,
-            rows,
-            weight,
-            inverse_rms.contiguous(),
-            grad_x,
-            grad_residual,
-            partial_grad_weight,
-            grad_y_rows.stride(),
-            grad_total_rows.stride(),
-            rows.stride(),
-            weight.stride(0),
-            len(rows),
-            width,
-            HAS_GRAD_TOTAL=grad_total is not None,
-            WRITES_RESIDUAL=grad_residual.numel() > 0,
-            ROW_TILE=settings.row_tile,
-            COLUMN_TILE=settings.column_tile,
-            ONE_TILE=is_one_tile,
-            STAGES=settings.stages,
-            num_warps=settings.num_warps,
+            *inputs, *results, *strides, *rows.shape, STAGES=settings.stages, **constants
         )
     return grad_x, grad_residual, sum_of_partials(partial_grad_weight, weight.dtype)
 

@@ -111,18 +111,9 @@ def _rotate_heads(
 
 @triton.jit
 def rope_kernel(
-    x_ptr,
-    y_ptr,
-    positions_ptr,
-    frequencies_ptr,
-    x_strides,
-    y_strides,
-    positions_strides,
-    num_heads,
-    num_rows,
-    half_dim,
-    CONFIG: tl.constexpr,
-):
+    x_ptr, y_ptr, positions_ptr, frequencies_ptr, x_strides, y_strides, positions_strides, num_heads, num_rows,
+    half_dim, CONFIG: tl.constexpr,
+):  # fmt: skip
     _rotate_heads(
         View(x_ptr, x_strides), View(y_ptr, y_strides), View(positions_ptr, positions_strides), frequencies_ptr,
         num_heads, tl.cdiv(num_heads, CONFIG.heads), num_rows, half_dim, True, CONFIG,
@@ -143,25 +134,10 @@ def _part_of_qkv(
 
 @triton.jit
 def rope_qkv_kernel(
-    qkv_ptr,
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    positions_ptr,
-    frequencies_ptr,
-    qkv_strides,
-    query_strides,
-    key_strides,
-    value_strides,
-    positions_strides,
-    num_heads,
-    num_key_value_heads,
-    num_groups,
-    num_rows,
-    half_dim,
-    BACKWARD: tl.constexpr,
-    CONFIG: tl.constexpr,
-):
+    qkv_ptr, query_ptr, key_ptr, value_ptr, positions_ptr, frequencies_ptr, qkv_strides, query_strides, key_strides,
+    value_strides, positions_strides, num_heads, num_key_value_heads, num_groups, num_rows, half_dim,
+    BACKWARD: tl.constexpr, CONFIG: tl.constexpr,
+):  # fmt: skip
     """Query and key are rotated out of the projection and value is copied, or back; the grid's second axis has each."""
     part = tl.program_id(1)
     positions = View(positions_ptr, (positions_strides[0], 0, positions_strides[1]))
@@ -236,20 +212,10 @@ def _rotate(x: Tensor, y: Tensor, positions: Tensor | None, theta: float, invers
         positions_strides = positions.stride()
     shared = positions_strides[1] == 0 or shape[1] == 1
     num_programs, _, config = _tiling(shape[0], shape[1:2], num_rows, dim, x.device, implied=implied, shared=shared)
+    frequencies, strides = _frequencies(dim, theta, inverse, x.device), (x.stride(), y.stride(), positions_strides)
     with torch.cuda.device_of(x):
         rope_kernel[(num_programs,)](
-            x,
-            y,
-            positions,
-            _frequencies(dim, theta, inverse, x.device),
-            x.stride(),
-            y.stride(),
-            positions_strides,
-            shape[1],
-            num_rows,
-            dim // 2,
-            CONFIG=config,
-            num_warps=NUM_WARPS,
+            x, y, positions, frequencies, *strides, shape[1], num_rows, dim // 2, CONFIG=config, num_warps=NUM_WARPS
         )
 
 
@@ -272,22 +238,13 @@ def _rotate_qkv(qkv: Tensor, parts: Sequence[Tensor], positions: Tensor | None, 
         positions = positions.expand(*leading, num_rows).reshape(batches, num_rows)
     num_programs, num_groups, config = _tiling(batches, heads, num_rows, dim, qkv.device, implied=implied, shared=True)
     batch_stride, row_stride, head_stride, column_stride = qkv.stride()
+    tensors = qkv, *flat, positions, _frequencies(dim, theta, backward, qkv.device)
+    part_strides = [part.stride() for part in flat]
+    strides = (batch_stride, head_stride, row_stride, column_stride), *part_strides, positions.stride()
+    numbers = *heads[:2], num_groups, num_rows, dim // 2
     with torch.cuda.device_of(qkv):
         rope_qkv_kernel[(num_programs, len(parts))](
-            qkv,
-            *flat,
-            positions,
-            _frequencies(dim, theta, backward, qkv.device),
-            (batch_stride, head_stride, row_stride, column_stride),
-            *(part.stride() for part in flat),
-            positions.stride(),
-            *heads[:2],
-            num_groups,
-            num_rows,
-            dim // 2,
-            BACKWARD=backward,
-            CONFIG=config,
-            num_warps=NUM_WARPS,
+            *tensors, *strides, *numbers, BACKWARD=backward, CONFIG=config, num_warps=NUM_WARPS
         )
 
 

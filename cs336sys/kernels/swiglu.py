@@ -1,5 +1,6 @@
 """SwiGLU's product silu(gate) * up, which keeps its two inputs alone, and its down projection, which recomputes it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,16 +36,9 @@ def _tile_of_program(num_rows, num_columns, ROW_TILE: tl.constexpr, COLUMN_TILE:
 
 @triton.jit
 def _swiglu_forward_kernel(
-    gate_ptr,
-    up_ptr,
-    product_ptr,
-    gate_strides,
-    up_strides,
-    num_rows,
-    num_columns,
-    ROW_TILE: tl.constexpr,
-    COLUMN_TILE: tl.constexpr,
-):
+    gate_ptr, up_ptr, product_ptr, gate_strides, up_strides, num_rows, num_columns,
+    ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr,
+):  # fmt: skip
     row, column, mask = _tile_of_program(num_rows, num_columns, ROW_TILE, COLUMN_TILE)
     gate = tl.load(gate_ptr + row * gate_strides[0] + column * gate_strides[1], mask=mask).to(tl.float32)
     up = tl.load(up_ptr + row * up_strides[0] + column * up_strides[1], mask=mask).to(tl.float32)
@@ -53,22 +47,10 @@ def _swiglu_forward_kernel(
 
 @triton.jit
 def _swiglu_backward_kernel(
-    gate_ptr,
-    up_ptr,
-    grad_ptr,
-    grad_gate_ptr,
-    grad_up_ptr,
-    product_ptr,
-    gate_strides,
-    up_strides,
-    grad_strides,
-    grad_inputs_row_stride,
-    num_rows,
-    num_columns,
-    RECOMPUTES: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    COLUMN_TILE: tl.constexpr,
-):
+    gate_ptr, up_ptr, grad_ptr, grad_gate_ptr, grad_up_ptr, product_ptr, gate_strides, up_strides, grad_strides,
+    grad_inputs_row_stride, num_rows, num_columns,
+    RECOMPUTES: tl.constexpr, ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr,
+):  # fmt: skip
     """Both gradients in one pass and, if RECOMPUTES, the product once more."""
     row, column, mask = _tile_of_program(num_rows, num_columns, ROW_TILE, COLUMN_TILE)
     gate = tl.load(gate_ptr + row * gate_strides[0] + column * gate_strides[1], mask=mask).to(tl.float32)
@@ -128,39 +110,26 @@ def _empty_grads(gate: Tensor, up: Tensor, grad: Tensor, recomputes: bool) -> tu
 def _backward(gate: Tensor, up: Tensor, grad: Tensor, recomputes: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of gate and up, and the product in the dtype of ``grad``, empty unless it was asked for."""
     grad_gate, grad_up, product = _empty_grads(gate, up, grad, recomputes)
-    gate, up, grad = _as_matrices(gate, up, grad)
-    _launch_backward(gate, up, grad, grad_gate, grad_up, product, gate.shape[1])
+    inputs = _as_matrices(gate, up, grad)
+    _launch_backward(inputs, (grad_gate, grad_up, product), inputs[0].shape[1])
     return grad_gate, grad_up, product
 
 
-def _launch_backward(
-    gate: Tensor,
-    up: Tensor,
-    grad: Tensor,
-    grad_gate: Tensor,
-    grad_up: Tensor,
-    product: Tensor,
-    grad_inputs_row_stride: int,
-) -> None:
-    """Launch on matrices; the product is written if it has elements."""
+def _launch_backward(inputs: Sequence[Tensor], results: Sequence[Tensor], grad_row_stride: int) -> None:
+    """Launch on matrices gate, up and grad.
+
+    Args:
+        results: gradients of gate and up, and the product, which is written if it has elements.
+        grad_row_stride: from one row of either gradient to the next.
+    """
+    gate, product = inputs[0], results[2]
     if gate.numel() == 0:
         return
     num_programs, constants = _swiglu_tiling(gate)
+    numbers = *(tensor.stride() for tensor in inputs), grad_row_stride, *gate.shape
     with torch.cuda.device_of(gate):
         _swiglu_backward_kernel[(num_programs,)](
-            gate,
-            up,
-            grad,
-            grad_gate,
-            grad_up,
-            product,
-            gate.stride(),
-            up.stride(),
-            grad.stride(),
-            grad_inputs_row_stride,
-            *gate.shape,
-            RECOMPUTES=product.numel() > 0,
-            **constants,
+            *inputs, *results, *numbers, RECOMPUTES=product.numel() > 0, **constants
         )
 
 
@@ -175,7 +144,7 @@ def _backward_of_pair(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     rows = as_rows(gate_up)
     gate, up = rows.chunk(2, -1)
     grad_gate, grad_up = as_rows(grad_gate_up).chunk(2, -1)
-    _launch_backward(gate, up, as_rows(grad), grad_gate, grad_up, product, rows.shape[1])
+    _launch_backward((gate, up, as_rows(grad)), (grad_gate, grad_up, product), rows.shape[1])
     return grad_gate_up, product
 
 

@@ -24,17 +24,9 @@ BACKWARD_STAGES = 3
 
 @triton.jit
 def _weighted_sum_forward_kernel(
-    x_ptr,
-    weight_ptr,
-    output_ptr,
-    x_row_stride,
-    x_column_stride,
-    weight_stride,
-    num_rows,
-    num_columns,
-    ROW_TILE: tl.constexpr,
-    COLUMN_TILE: tl.constexpr,
-):
+    x_ptr, weight_ptr, output_ptr, x_row_stride, x_column_stride, weight_stride, num_rows, num_columns,
+    ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr,
+):  # fmt: skip
     """Each program sums one tile of rows, walking along the columns."""
     # Offsets are int64, for tensors of more than 2**31 elements.
     row = tl.program_id(0).to(tl.int64) * ROW_TILE + tl.arange(0, ROW_TILE)
@@ -55,24 +47,10 @@ def _weighted_sum_forward_kernel(
 
 @triton.jit
 def _weighted_sum_backward_kernel(
-    x_ptr,
-    weight_ptr,
-    grad_output_ptr,
-    grad_x_ptr,
-    partial_grad_weight_ptr,
-    x_row_stride,
-    x_column_stride,
-    weight_stride,
-    grad_output_stride,
-    grad_x_row_stride,
-    grad_x_column_stride,
-    num_rows,
-    num_columns,
-    ROW_TILE: tl.constexpr,
-    COLUMN_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x_ptr, weight_ptr, grad_output_ptr, grad_x_ptr, partial_grad_weight_ptr, x_row_stride, x_column_stride,
+    weight_stride, grad_output_stride, grad_x_row_stride, grad_x_column_stride, num_rows, num_columns,
+    ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Each program takes one tile of columns and walks along its strip of ROWS rows."""
     num_column_tiles = tl.cdiv(num_columns, COLUMN_TILE)
     strip = tl.program_id(0).to(tl.int64) // num_column_tiles
@@ -102,20 +80,12 @@ def _forward(x: Tensor, weight: Tensor) -> Tensor:
     if x.dtype != weight.dtype:
         raise TypeError(f"x and weight must have the same dtype, got {x.dtype} and {weight.dtype}")
     check_tensors("weighted_sum", _weighted_sum_forward_kernel, x=x, weight=weight)
-    num_columns = x.shape[-1]
     rows = as_rows(x)
     output = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
+    strides = *rows.stride(), *weight.stride()
     with torch.cuda.device_of(x):
         _weighted_sum_forward_kernel[(triton.cdiv(len(rows), ROW_TILE),)](
-            rows,
-            weight,
-            output,
-            *rows.stride(),
-            weight.stride(0),
-            len(rows),
-            num_columns,
-            ROW_TILE=ROW_TILE,
-            COLUMN_TILE=COLUMN_TILE,
+            rows, weight, output, *strides, *rows.shape, ROW_TILE=ROW_TILE, COLUMN_TILE=COLUMN_TILE
         )
     return output
 
@@ -131,24 +101,13 @@ def _backward(x: Tensor, weight: Tensor, grad_output: Tensor) -> tuple[Tensor, T
     num_strips = triton.cdiv(len(rows), strip_rows)
     num_column_tiles = triton.cdiv(num_columns, column_tile)
     partial_grad_weight = torch.empty((num_strips, num_columns), dtype=torch.float32, device=x.device)
+    inputs = rows, weight, grad_output
+    strides = [stride for tensor in (*inputs, grad_rows) for stride in tensor.stride()]
+    constants = {"ROW_TILE": row_tile, "COLUMN_TILE": column_tile, "ROWS": strip_rows, "STAGES": BACKWARD_STAGES}
     with torch.cuda.device_of(x):
         # One dimension, as the second of a CUDA grid ends at 65535.
         _weighted_sum_backward_kernel[(num_strips * num_column_tiles,)](
-            rows,
-            weight,
-            grad_output,
-            grad_rows,
-            partial_grad_weight,
-            *rows.stride(),
-            weight.stride(0),
-            grad_output.stride(0),
-            *grad_rows.stride(),
-            len(rows),
-            num_columns,
-            ROW_TILE=row_tile,
-            COLUMN_TILE=column_tile,
-            ROWS=strip_rows,
-            STAGES=BACKWARD_STAGES,
+            *inputs, grad_rows, partial_grad_weight, *strides, *rows.shape, **constants
         )
     return grad_rows.reshape(x.shape), sum_of_partials(partial_grad_weight, weight.dtype)
 

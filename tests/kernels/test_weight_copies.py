@@ -7,9 +7,8 @@ from torch.nn.functional import linear
 
 from cs336sys.kernels.adamw import AdamW
 from cs336sys.kernels.fuse import fuse
-from cs336sys.kernels.linear import linear_of_copy
+from cs336sys.kernels.linear import WeightCopies, linear_of_copy
 from cs336sys.kernels.swiglu import reference_swiglu, swiglu_linear_of_copy
-from cs336sys.kernels.weight_copies import WeightCopies
 
 TOKENS = torch.arange(6)[None]
 

@@ -234,18 +234,9 @@ def adamw_norm_kernel(
 
 @triton.jit
 def adamw_prepare_kernel(
-    rows_ptr,
-    groups_ptr,
-    factors_ptr,
-    sums_ptr,
-    clip_ptr,
-    num_rows,
-    num_sums,
-    max_norm,
-    CLIPPED: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    SUM_TILE: tl.constexpr,
-):
+    rows_ptr, groups_ptr, factors_ptr, sums_ptr, clip_ptr, num_rows, num_sums, max_norm,
+    CLIPPED: tl.constexpr, ROW_TILE: tl.constexpr, SUM_TILE: tl.constexpr,
+):  # fmt: skip
     """One program counts the step of every parameter, and computes its factors and that of clipping."""
     if CLIPPED:
         sums = tl.zeros((SUM_TILE,), tl.float64)

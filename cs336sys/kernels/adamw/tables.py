@@ -16,19 +16,12 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 
 
 class Variant(NamedTuple):
-    """Properties that the parameters of one launch share, part of ``kernels.UpdateConfig``."""
+    """Properties that the parameters of one launch share, the first of ``kernels.UpdateConfig``."""
 
-    gradient_dtype: torch.dtype
+    gradient_dtype: tl.dtype
     bfloat16_moments: bool
     weights: int
-    copy_dtype: torch.dtype | None
-
-    def config(self, clipped: bool, half_tile: int) -> kernels.UpdateConfig:
-        copy_dtype = None if self.copy_dtype is None else TRITON_DTYPES[self.copy_dtype]
-        gradient_dtype = TRITON_DTYPES[self.gradient_dtype]
-        return kernels.UpdateConfig(
-            gradient_dtype, self.bfloat16_moments, self.weights, copy_dtype, clipped, kernels.CHUNK, half_tile
-        )
+    copy_dtype: tl.dtype | None
 
 
 def tile_settings(variant: Variant) -> tuple[int, int]:
@@ -60,9 +53,8 @@ class Update(NamedTuple):
 
     def row(self) -> list[int]:
         """As ``kernels.COLUMNS``."""
-        other = 0 if self.other is None else self.other.data_ptr()
-        addresses = [tensor.data_ptr() for tensor in (self.weight, self.gradient, self.exp_avg, self.exp_avg_sq)]
-        addresses.append(other)
+        tensors = self.weight, self.gradient, self.exp_avg, self.exp_avg_sq, self.other
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         aligned = int(all(address % 16 == 0 for address in addresses))
         return [*addresses, self.step.data_ptr(), self.weight.numel(), self.number, self.group, aligned]
 
@@ -234,42 +226,20 @@ class ParameterSet:
 
 
 def _launch(chunks: Chunks, rows: Tensor, groups: Tensor, max_norm: float | None) -> None:
-    if max_norm is not None:
-        for variant, first, count in chunks.launches:
-            if count:
-                kernels.adamw_norm_kernel[(count,)](
-                    rows,
-                    chunks.table,
-                    chunks.sums_of_squares,
-                    first,
-                    GRADIENT_DTYPE=TRITON_DTYPES[variant.gradient_dtype],
-                    CHUNK=kernels.CHUNK,
-                    TILE=kernels.CHUNK // 2,
-                )
-    kernels.adamw_prepare_kernel[(1,)](
-        rows,
-        groups,
-        chunks.factors,
-        chunks.sums_of_squares,
-        chunks.clip,
-        len(rows),
-        len(chunks.sums_of_squares),
-        0.0 if max_norm is None else max_norm,
-        CLIPPED=max_norm is not None,
-        ROW_TILE=kernels.ROW_TILE,
-        SUM_TILE=kernels.SUM_TILE,
-        num_warps=16,
-    )
-    for variant, first, count in chunks.launches:
-        if count:
-            half_tile, num_warps = tile_settings(variant)
-            kernels.adamw_update_kernel[(count,)](
-                rows,
-                chunks.table,
-                chunks.factors,
-                chunks.clip,
-                first,
-                CONFIG=variant.config(max_norm is not None, half_tile),
-                num_warps=num_warps,
-                enable_fp_fusion=False,
-            )
+    launches = [launch for launch in chunks.launches if launch.num_chunks]
+    tiles = {"CHUNK": kernels.CHUNK, "TILE": kernels.CHUNK // 2}
+    for variant, first, count in launches if max_norm is not None else ():
+        kernels.adamw_norm_kernel[(count,)](
+            rows, chunks.table, chunks.sums_of_squares, first, GRADIENT_DTYPE=variant.gradient_dtype, **tiles
+        )
+    tables = rows, groups, chunks.factors, chunks.sums_of_squares, chunks.clip
+    numbers = len(rows), len(chunks.sums_of_squares), 0.0 if max_norm is None else max_norm
+    constants = {"CLIPPED": max_norm is not None, "ROW_TILE": kernels.ROW_TILE, "SUM_TILE": kernels.SUM_TILE}
+    kernels.adamw_prepare_kernel[(1,)](*tables, *numbers, **constants, num_warps=16)
+    sources = rows, chunks.table, chunks.factors, chunks.clip
+    for variant, first, count in launches:
+        half_tile, num_warps = tile_settings(variant)
+        config = kernels.UpdateConfig(*variant, max_norm is not None, kernels.CHUNK, half_tile)
+        kernels.adamw_update_kernel[(count,)](
+            *sources, first, CONFIG=config, num_warps=num_warps, enable_fp_fusion=False
+        )

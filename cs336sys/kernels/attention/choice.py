@@ -9,7 +9,6 @@ from torch import Tensor
 
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention.hopper import settings
-from cs336sys.kernels.attention.hopper.settings import hopper_backward_is_faster, hopper_forward_is_faster
 from cs336sys.kernels.attention.plan import Plan
 from cs336sys.kernels.attention.problem import (
     FLOAT32_PRECISIONS,
@@ -90,7 +89,7 @@ def forward_plan(tensors: Sequence[Tensor], options: AttentionOptions) -> Plan:
     query, key = tensors[:2]
     operands = [Operand(tensor) for tensor in tensors]
     problem = make_problem(query, key, operands, options)
-    if _takes_hopper(options.kernels, query, problem, hopper_forward_is_faster):
+    if _takes_hopper(options.kernels, query, problem, settings.hopper_forward_is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperForwardPlan
 
         return HopperForwardPlan(problem, operands, query.device)
@@ -110,7 +109,7 @@ def backward_plan(tensors: Sequence[Tensor], grads: Sequence[Tensor], options: A
     plan_class = BackwardPlan
     # The Hopper kernels write by TMA.
     may_take_hopper = all(operand.fits_tma for operand in (*results, out) if operand is not None)
-    is_faster = functools.partial(hopper_backward_is_faster, deterministic=options.deterministic)
+    is_faster = functools.partial(settings.hopper_backward_is_faster, deterministic=options.deterministic)
     if may_take_hopper and _takes_hopper(options.kernels, query, problem, is_faster):
         from cs336sys.kernels.attention.hopper.plans import HopperBackwardPlan as plan_class
     return plan_class(problem, operands, out, results, query.device, options.deterministic)

@@ -34,12 +34,9 @@ Options = tuple[bool, str, bool, str, int | None, float | None, bool]
 CAUSAL_ALIGNMENTS = ("start", "end")
 
 
-# What is asked of the kernels: shapes, dtype, strides and GPU, on which every choice of settings depends.
-
-
 @dataclass(frozen=True)
 class AttentionProblem:
-    """Properties of a call that choices depend on.
+    """Properties of a call that choices of settings depend on: shapes, dtype, strides and GPU.
 
     ``num_sequences`` are heads of queries, of which ``group_size`` side by side share a head of keys and values.
     ``window``: a query sees the keys up to its own, and of these so many; None for all. ``capability`` is the GPU's
@@ -140,9 +137,6 @@ def has_hopper_shared_memory(capability: tuple[int, int] | None) -> bool:
     99 KiB for 8.6, 8.9 and 12.x, which all other tiles fit. What comes after 12.x is taken to have the least.
     """
     return capability is not None and 9 <= capability[0] <= 11
-
-
-# What an attention implementation accepts, said once for all of them.
 
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

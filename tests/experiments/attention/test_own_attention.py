@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.experiments.attention import own_kernel
+from cs336sys.experiments.attention import measurement
 from cs336sys.measure import relative_error
 from cs336sys.results.model import read_results
 from cs336sys.workload import AttentionWorkload
@@ -29,7 +29,7 @@ def restored(monkeypatch):
 def measure(name, device="cpu", context=64, **more):
     shape = {"batch_size": 2, "heads": 2, "head_dim": 16, "dtype": "fp32", "warmup_ms": 0.5, "repetition_ms": 1.0}
     workload = AttentionWorkload(f"{KERNELS}:{name}", context=context, device=device, **shape | more)
-    return own_kernel.measure_own_attention(workload.configuration(), lambda stage: None)
+    return measurement.measure_own_attention(workload.configuration(), lambda stage: None)
 
 
 @pytest.mark.parametrize("more", [{}, {"causal": False}, {"heads": 4, "kv_heads": 2}, {"dtype": "bf16"}])
@@ -88,17 +88,17 @@ def test_no_shortcut_passes(name, reason):
 
 
 def test_time_below_the_gpu_s_peaks_is_wrong(monkeypatch):
-    monkeypatch.setattr(own_kernel, "_least_attention_ms", lambda workload, device, part: 1e6)
+    monkeypatch.setattr(measurement, "_least_attention_ms", lambda workload, device, part: 1e6)
     assert "its FLOPs and bytes take 1e+06 ms at this GPU's peaks" in measure("honest").reason
 
 
 def test_the_least_time_is_that_of_flops_or_bytes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     long = AttentionWorkload("x", 1, 16, 16384, 128, "bf16", causal=False)
-    least = own_kernel._least_attention_ms(long, torch.device("cuda"), "forward")
+    least = measurement._least_attention_ms(long, torch.device("cuda"), "forward")
     assert least == pytest.approx(4 * 16 * 16384**2 * 128 / 989.4e12 * 1e3)
     workload_ = AttentionWorkload("x", 1, 16, 1, 128, "bf16", causal=False)
-    assert own_kernel._least_attention_ms(workload_, torch.device("cuda"), "forward") == pytest.approx(
+    assert measurement._least_attention_ms(workload_, torch.device("cuda"), "forward") == pytest.approx(
         4 * 16 * 128 * 2 / 4.8e12 * 1e3
     )
 

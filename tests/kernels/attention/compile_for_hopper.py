@@ -27,7 +27,7 @@ from cs336sys.kernels.attention.choice import backward_plan, forward_plan
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
 from cs336sys.kernels.attention.plan import Launch, Plan
 from cs336sys.kernels.attention.problem import AttentionOptions
-from cs336sys.kernels.attention.triton.backward_sums import convert_grad_query_kernel, prepare_kernel
+from cs336sys.kernels.attention.triton.backward import convert_grad_query_kernel, prepare_kernel
 
 CAPABILITY = (9, 0)
 NUM_MULTIPROCESSORS = 132

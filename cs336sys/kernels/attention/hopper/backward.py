@@ -30,27 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336sys.kernels.attention.hopper.backward_tiles import (
-    FIRST,
-    ROWS,
-    SECOND,
-    TURNS,
-    Shape,
-    Shared,
-    Tensors,
-    add_grad_query,
-    first_sequence,
-    grad_query_offset,
-    grad_weights_start,
-    is_piece,
-    item,
-    pieces_of,
-    produce,
-    scores_start,
-    store_piece,
-    tile_of,
-    wait_for_turn,
-)
+from cs336sys.kernels.attention.hopper import backward_tiles as tiles
+from cs336sys.kernels.attention.hopper.backward_tiles import FIRST, ROWS, SECOND, TURNS, Shape, Shared, Tensors
 from cs336sys.kernels.attention.hopper.gluon import new_barriers, thread_barrier
 
 Buffers = namedtuple(
@@ -65,7 +46,7 @@ Barriers = namedtuple(
 
 @gluon.jit
 def _producer(shared, turns, CONFIG: gl.constexpr):
-    produce(shared, turns, shared.buffers.grad_key_tiles, 2, True, CONFIG)
+    tiles.produce(shared, turns, shared.buffers.grad_key_tiles, 2, True, CONFIG)
 
 
 @gluon.jit
@@ -84,22 +65,22 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, half_layout)
 
-    first_key, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, CONFIG)
+    first_key, key_sequence, first_tile, first, end = tiles.item(schedule, shape, 2 * ROWS, CONFIG)
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     # For each tile of queries a half tile of the first warpgroup and one of the second.
-    sequence = first_sequence(key_sequence, shape, CONFIG)
+    sequence = tiles.first_sequence(key_sequence, shape, CONFIG)
     sums = tensors.grad_query_sum + sequence.to(gl.int64) * shape.padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
     mbarrier.wait(key_ready.index(0), 0)
     mbarrier.wait(value_ready.index(0), 0)
     mbarrier.wait(query_ready.index(0), 0, pred=first < end)
-    next_query = tile_of(first, first_tile, shape, CONFIG) * ROWS
+    next_query = tiles.tile_of(first, first_tile, shape, CONFIG) * ROWS
     logsumexps = logsumexp_ring.index(0).reshape([ROWS]).load(query_layout)
     scores = warpgroup_mma(
         key_tiles.index(CONSUMER),
         query_ring.index(0).permute([1, 0]),
-        scores_start(logsumexps, scale_log2, next_query, first_key, shape, CONFIG),
+        tiles.scores_start(logsumexps, scale_log2, next_query, first_key, shape, CONFIG),
         is_async=True,
     )
     scores = warpgroup_mma_wait(0, [scores])
@@ -109,7 +90,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         # Always 0, but the compiler does not know: it would compute descriptors of all keys and values before the loop
         # and keep them in registers, of which there are none to spare.
         zero = use >> 30
-        grad_weights = grad_weights_start(delta_ring.index(slot).reshape([ROWS]).load(query_layout))
+        grad_weights = tiles.grad_weights_start(delta_ring.index(slot).reshape([ROWS]).load(query_layout))
         mbarrier.wait(grad_out_ready.index(slot), (use // STAGES) & 1)
         grad_weights = warpgroup_mma(
             value_tiles.index(zero + CONSUMER), grad_out_ring.index(slot).permute([1, 0]), grad_weights, is_async=True
@@ -148,23 +129,23 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         # Products finish in the order of their issue: one outstanding means that dQ is there.
         grad_value_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_query])
         if CONFIG.ordered:
-            wait_for_turn(turn, use)
-        add_grad_query(sums + grad_query_offset(visit, first_tile, shape, CONFIG), grad_query)
+            tiles.wait_for_turn(turn, use)
+        tiles.add_grad_query(sums + tiles.grad_query_offset(visit, first_tile, shape, CONFIG), grad_query)
         # Not before dQ has left: S^T takes its registers.
-        next_query = tile_of(visit + 1, first_tile, shape, CONFIG) * ROWS
+        next_query = tiles.tile_of(visit + 1, first_tile, shape, CONFIG) * ROWS
         scores = warpgroup_mma(
             key_tiles.index(zero + CONSUMER),
             query_ring.index(next_slot).permute([1, 0]),
-            scores_start(logsumexps, scale_log2, next_query, first_key, shape, CONFIG),
+            tiles.scores_start(logsumexps, scale_log2, next_query, first_key, shape, CONFIG),
             is_async=True,
         )
         grad_key_sum, scores = warpgroup_mma_wait(0, [grad_key_sum, scores])
         mbarrier.arrive(tile_free.index(slot), count=1)
 
-    if is_piece(schedule, CONFIG):
-        share = pieces_of(pieces, schedule, 2, CONFIG) + CONSUMER * ROWS * HEAD_DIM
-        store_piece(share, grad_key_sum * scale)
-        store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)
+    if tiles.is_piece(schedule, CONFIG):
+        share = tiles.pieces_of(pieces, schedule, 2, CONFIG) + CONSUMER * ROWS * HEAD_DIM
+        tiles.store_piece(share, grad_key_sum * scale)
+        tiles.store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)
     else:
         # Only this warpgroup reads its values, so they make room for dV. The producer stores the results, because it
         # has registers to spare for the coordinates.

@@ -27,26 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336sys.kernels.attention.hopper.backward_tiles import (
-    FIRST,
-    ROWS,
-    SECOND,
-    TURNS,
-    Shape,
-    Shared,
-    Tensors,
-    end_turn,
-    first_sequence,
-    is_piece,
-    issue_scores,
-    item,
-    pieces_of,
-    produce,
-    store_piece,
-    tile_of,
-    tile_of_group,
-    wait_for_turn,
-)
+from cs336sys.kernels.attention.hopper import backward_tiles as tiles
+from cs336sys.kernels.attention.hopper.backward_tiles import FIRST, ROWS, SECOND, TURNS, Shape, Shared, Tensors
 from cs336sys.kernels.attention.hopper.gluon import (
     new_barriers,
     reduce_wait,
@@ -68,7 +50,7 @@ Barriers = namedtuple(
 
 @gluon.jit
 def _producer(shared, turns, CONFIG: gl.constexpr):
-    produce(shared, turns, shared.buffers.key_tiles, 2, False, CONFIG)
+    tiles.produce(shared, turns, shared.buffers.key_tiles, 2, False, CONFIG)
 
 
 @gluon.jit
@@ -87,7 +69,7 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     key_tile = key_tiles.index(CONSUMER)
     value_tile = value_tiles.index(CONSUMER)
 
-    first_key, _, first_tile, first, end = item(schedule, shape, 2 * ROWS, CONFIG)
+    first_key, _, first_tile, first, end = tiles.item(schedule, shape, 2 * ROWS, CONFIG)
     first_key += CONSUMER * ROWS
     grad_key_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HEAD_DIM], gl.float32, grad_layout)
@@ -96,8 +78,8 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     key_operand = key_tile.load(gl.DotOperandLayout(0, scores_layout, 2))
     value_operand = value_tile.load(gl.DotOperandLayout(0, scores_layout, 2))
     any_tile = first < end
-    query = tile_of(first, first_tile, shape, CONFIG) * ROWS
-    scores = issue_scores(query, 0, any_tile, key_operand, query_ring, query_ready, first_key, shape, CONFIG)
+    query = tiles.tile_of(first, first_tile, shape, CONFIG) * ROWS
+    scores = tiles.issue_scores(query, 0, any_tile, key_operand, query_ring, query_ready, first_key, shape, CONFIG)
     scores = warpgroup_mma_wait(0, [scores])
     for visit in range(first, end):
         use = visit - first
@@ -125,16 +107,18 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         left = gl.convert_layout(grad_scores, left_layout)
         grad_key_sum = warpgroup_mma(left, query_ring.index(slot), grad_key_sum, is_async=True)
         # After the last tile this multiplies what happens to lie in the ring, and nobody reads the result.
-        query = tile_of(visit + 1, first_tile, shape, CONFIG) * ROWS
+        query = tiles.tile_of(visit + 1, first_tile, shape, CONFIG) * ROWS
         another = visit + 1 < end
-        scores = issue_scores(query, use + 1, another, key_operand, query_ring, query_ready, first_key, shape, CONFIG)
+        scores = tiles.issue_scores(
+            query, use + 1, another, key_operand, query_ring, query_ready, first_key, shape, CONFIG
+        )
         grad_value_sum, grad_key_sum, scores = warpgroup_mma_wait(0, [grad_value_sum, grad_key_sum, scores])
         mbarrier.arrive(tile_free.index(slot), count=1)
 
-    if is_piece(schedule, CONFIG):
-        share = pieces_of(pieces, schedule, 2, CONFIG) + CONSUMER * ROWS * HEAD_DIM
-        store_piece(share, grad_key_sum * scale)
-        store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)
+    if tiles.is_piece(schedule, CONFIG):
+        share = tiles.pieces_of(pieces, schedule, 2, CONFIG) + CONSUMER * ROWS * HEAD_DIM
+        tiles.store_piece(share, grad_key_sum * scale)
+        tiles.store_piece(share + 2 * ROWS * HEAD_DIM, grad_value_sum)
     else:
         # Only this warpgroup reads its values, and its keys are read no more when dQ is done, so they make room for the
         # results. The producer stores them, because it has registers to spare for the coordinates.
@@ -165,15 +149,15 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     zeros = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout)
-    _, key_sequence, first_tile, first, end = item(schedule, shape, 2 * ROWS, CONFIG)
-    sequence = first_sequence(key_sequence, shape, CONFIG)
+    _, key_sequence, first_tile, first, end = tiles.item(schedule, shape, 2 * ROWS, CONFIG)
+    sequence = tiles.first_sequence(key_sequence, shape, CONFIG)
     turns += sequence * shape.padded_queries
     mbarrier.wait(barriers.key_ready.index(0), 0)
     for visit in range(first, end):
         use = visit - first
         buffer = use % 2
         mbarrier.wait(barriers.grad_scores_ready.index(buffer), (use // 2) & 1)
-        tile = tile_of_group(visit, first_tile, shape, CONFIG)
+        tile = tiles.tile_of_group(visit, first_tile, shape, CONFIG)
         row = (sequence * shape.padded_queries // ROWS + tile) * (HEAD_DIM // 2)
         grad_query = warpgroup_mma(
             grad_scores_tiles.index(2 * buffer).permute([1, 0]), key_tiles.index(0), zeros, use_acc=False, is_async=True
@@ -186,7 +170,7 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
         if CONFIG.ordered:
             reduce_wait(1)
             thread_barrier()
-            end_turn(turns, visit - 2, use >= 2, first_tile, shape, CONFIG)
+            tiles.end_turn(turns, visit - 2, use >= 2, first_tile, shape, CONFIG)
         else:
             # The reduction before must have read what this one overwrites.
             store_wait(0)
@@ -194,7 +178,7 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
         grad_query_tile = buffers.grad_query_tiles.index(use % 2 if CONFIG.ordered else 0)
         grad_query_tile.store(_in_register_order(grad_query))
         if CONFIG.ordered:
-            wait_for_turn(barriers.turn, use)
+            tiles.wait_for_turn(barriers.turn, use)
         fence_async_shared()
         thread_barrier()
         tma_reduce_add(tensors.grad_query_sum, [row, 0], grad_query_tile)
@@ -202,8 +186,8 @@ def _reducer(shared, turns, CONFIG: gl.constexpr):
     if CONFIG.ordered:
         reduce_wait(0)
         thread_barrier()
-        end_turn(turns, end - 2, first < end - 1, first_tile, shape, CONFIG)
-        end_turn(turns, end - 1, first < end, first_tile, shape, CONFIG)
+        tiles.end_turn(turns, end - 2, first < end - 1, first_tile, shape, CONFIG)
+        tiles.end_turn(turns, end - 1, first < end, first_tile, shape, CONFIG)
     else:
         store_wait(0)
 

@@ -234,6 +234,9 @@ def pass_turns(
         replaced = visit - CONFIG.stages
         end_turn(turns, replaced, replaced >= first, first_tile, shape, CONFIG)
     if visit > first and visit <= end:
+        counter = turns + tile_of_group(visit - 1, first_tile, shape, CONFIG) * ROWS
+        tile = tile_of(visit - 1, first_tile, shape, CONFIG)
+        before = _turns_before(tile, ROWS, first_key, shape.num_keys, KEY_ROWS, CONFIG.mask)
         gl.inline_asm_elementwise(
             """{
             .reg .pred early;
@@ -244,17 +247,7 @@ def pass_turns(
             fence.proxy.async.global;
             }""",
             "=&r,l,r",
-            [
-                (turns + tile_of_group(visit - 1, first_tile, shape, CONFIG) * ROWS).to(gl.int64, bitcast=True),
-                _turns_before(
-                    tile_of(visit - 1, first_tile, shape, CONFIG),
-                    ROWS,
-                    first_key,
-                    shape.num_keys,
-                    KEY_ROWS,
-                    CONFIG.mask,
-                ),
-            ],
+            [counter.to(gl.int64, bitcast=True), before],
             dtype=gl.int32,
             is_pure=False,
             pack=1,

@@ -30,27 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336sys.kernels.attention.hopper.backward_tiles import (
-    FIRST,
-    ROWS,
-    SECOND,
-    TURNS,
-    Shape,
-    Shared,
-    Tensors,
-    add_grad_query,
-    first_sequence,
-    grad_query_offset,
-    grad_weights_start,
-    is_piece,
-    item,
-    pieces_of,
-    produce,
-    scores_start,
-    store_piece,
-    tile_of,
-    wait_for_turn,
-)
+from cs336sys.kernels.attention.hopper import backward_tiles as tiles
+from cs336sys.kernels.attention.hopper.backward_tiles import FIRST, ROWS, SECOND, TURNS, Shape, Shared, Tensors
 from cs336sys.kernels.attention.hopper.gluon import new_barriers, thread_barrier
 
 # The queries of a tile for which one warpgroup computes scores.
@@ -70,7 +51,7 @@ Barriers = namedtuple(
 @gluon.jit
 def _producer(shared, turns, CONFIG: gl.constexpr):
     # Who releases the queries of a tile has added to its dQ.
-    produce(shared, turns, shared.buffers.key_tiles, 1, True, CONFIG)
+    tiles.produce(shared, turns, shared.buffers.key_tiles, 1, True, CONFIG)
 
 
 @gluon.jit
@@ -89,11 +70,11 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
     query_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     half_zeros = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
 
-    first_key, key_sequence, first_tile, first, end = item(schedule, shape, ROWS, CONFIG)
+    first_key, key_sequence, first_tile, first, end = tiles.item(schedule, shape, ROWS, CONFIG)
     grad_key_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     grad_value_sum = gl.zeros([ROWS, HALF], gl.float32, grad_layout)
     # For each tile of queries a half tile of the first warpgroup and one of the second.
-    sequence = first_sequence(key_sequence, shape, CONFIG)
+    sequence = tiles.first_sequence(key_sequence, shape, CONFIG)
     sums = tensors.grad_query_sum + sequence.to(gl.int64) * shape.padded_queries * HEAD_DIM + CONSUMER * ROWS * HALF
     mbarrier.wait(key_ready.index(0), 0)
     mbarrier.wait(value_ready.index(0), 0)
@@ -107,10 +88,10 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         # Both before a product of this warpgroup is on its way.
         mbarrier.wait(query_ready.index(slot), (use // STAGES) & 1)
         logsumexps = logsumexp_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
-        first_query = tile_of(visit, first_tile, shape, CONFIG) * ROWS + FIRST_ROW
-        scores = scores_start(logsumexps, scale_log2, first_query, first_key, shape, CONFIG)
+        first_query = tiles.tile_of(visit, first_tile, shape, CONFIG) * ROWS + FIRST_ROW
+        scores = tiles.scores_start(logsumexps, scale_log2, first_query, first_key, shape, CONFIG)
         deltas = delta_ring.index(slot).reshape([ROWS]).slice(FIRST_ROW, HALF_ROWS, 0).load(query_layout)
-        grad_weights = grad_weights_start(deltas)
+        grad_weights = tiles.grad_weights_start(deltas)
         query_rows = query_ring.index(slot).slice(FIRST_ROW, HALF_ROWS, 0)
         scores = warpgroup_mma(key_tile, query_rows.permute([1, 0]), scores, is_async=True)
         mbarrier.wait(grad_out_ready.index(slot), (use // STAGES) & 1)
@@ -150,15 +131,15 @@ def _consumer(shared, pieces, scale, scale_log2, CONSUMER: gl.constexpr, CONFIG:
         grad_value_sum, grad_query = warpgroup_mma_wait(1, [grad_value_sum, grad_query])
         mbarrier.arrive(grad_out_free.index(slot), count=1)
         if CONFIG.ordered:
-            wait_for_turn(turn, use)
-        add_grad_query(sums + grad_query_offset(visit, first_tile, shape, CONFIG), grad_query)
+            tiles.wait_for_turn(turn, use)
+        tiles.add_grad_query(sums + tiles.grad_query_offset(visit, first_tile, shape, CONFIG), grad_query)
         grad_key_sum = warpgroup_mma_wait(0, [grad_key_sum])
         mbarrier.arrive(query_free.index(slot), count=1)
 
-    if is_piece(schedule, CONFIG):
-        share = pieces_of(pieces, schedule, 1, CONFIG) + CONSUMER * ROWS * HALF
-        store_piece(share, grad_key_sum * scale)
-        store_piece(share + ROWS * HEAD_DIM, grad_value_sum)
+    if tiles.is_piece(schedule, CONFIG):
+        share = tiles.pieces_of(pieces, schedule, 1, CONFIG) + CONSUMER * ROWS * HALF
+        tiles.store_piece(share, grad_key_sum * scale)
+        tiles.store_piece(share + ROWS * HEAD_DIM, grad_value_sum)
     else:
         # Nobody reads values any more, nor these columns of the keys: both have announced dS^T of the last tile, and dQ
         # is complete. The producer stores the results.

@@ -17,16 +17,9 @@ ROWS = tl.constexpr(64)
 
 @triton.jit(do_not_specialize=["num_tiles", "num_heads", "num_queries"])
 def convert_register_order_kernel(
-    grad_query_sum,
-    grad_query,
-    grad_query_strides,
-    num_tiles,
-    num_heads,
-    num_queries,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    grad_query_sum, grad_query, grad_query_strides, num_tiles, num_heads, num_queries, scale,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """dQ = scale * its sum, for 64 queries of one sequence; a warpgroup's tile has COLUMNS of the head dimension."""
     sequence = tl.program_id(0) // num_tiles
     tile = tl.program_id(0) % num_tiles
@@ -45,21 +38,9 @@ def convert_register_order_kernel(
 
 @triton.jit(do_not_specialize=["first_item", "num_pieces", "num_key_heads", "num_keys"])
 def sum_pieces_kernel(
-    pieces,
-    grad_key,
-    grad_value,
-    schedule,
-    grad_key_strides,
-    grad_value_strides,
-    first_item,
-    num_pieces,
-    num_key_heads,
-    num_keys,
-    HEAD_DIM: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    AT_A_TIME: tl.constexpr,
-):
+    pieces, grad_key, grad_value, schedule, grad_key_strides, grad_value_strides, first_item, num_pieces, num_key_heads,
+    num_keys, HEAD_DIM: tl.constexpr, NUM_TILES: tl.constexpr, COLUMNS: tl.constexpr, AT_A_TIME: tl.constexpr,
+):  # fmt: skip
     """dK and dV of 64 keys of an item in pieces, and COLUMNS of them: the sum over the pieces, AT_A_TIME after another.
 
     An item has NUM_TILES times 64 keys, whose shares lie as the backward kernels wrote them; ``first_item``: where in

@@ -5,22 +5,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-__all__ = [
-    "CAUSAL",
-    "WINDOW",
-    "TensorDescriptor",
-    "named_barrier_arrive",
-    "named_barrier_wait",
-    "new_barriers",
-    "reduce_wait",
-    "store_wait",
-    "thread_barrier",
-    "tma_load",
-    "tma_reduce_add",
-    "tma_store",
-]
 
 # What hides keys from a query, a kernel's MASK: 0 for nothing, the causal mask, or that and a window.
 CAUSAL, WINDOW = gl.constexpr(1), gl.constexpr(2)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 import triton
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from cs336sys.kernels.attention.hopper.backward import backward_kernel
 from cs336sys.kernels.attention.hopper.backward_reducer import reducer_backward_kernel
@@ -13,7 +14,7 @@ from cs336sys.kernels.attention.hopper.backward_tiles import HopperBackwardConfi
 from cs336sys.kernels.attention.hopper.backward_wide import wide_backward_kernel
 from cs336sys.kernels.attention.hopper.convert import convert_register_order_kernel, sum_pieces_kernel
 from cs336sys.kernels.attention.hopper.forward import HopperForwardConfig, forward_kernel
-from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW, TensorDescriptor
+from cs336sys.kernels.attention.hopper.gluon import CAUSAL, WINDOW
 from cs336sys.kernels.attention.hopper.schedule import (
     as_table,
     as_table_of_pieces,

@@ -190,9 +190,6 @@ def _items_per_multiprocessor(problem: AttentionProblem, num_rows: int, item_row
     return problem.num_sequences * -(-num_rows // item_rows) / problem.num_multiprocessors
 
 
-# Where the Hopper kernels can be used; they run behind :mod:`cs336sys.kernels.attention.operators`.
-
-
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 OLDEST_TRITON = (3, 6)

@@ -19,13 +19,7 @@ from cs336sys.kernels.attention.plan import (
     sequences_per_group,
 )
 from cs336sys.kernels.attention.problem import AttentionProblem, Operand
-from cs336sys.kernels.attention.triton.backward import BackwardConfig, BackwardStrides, Numbers, backward_kernel
-from cs336sys.kernels.attention.triton.backward_sums import (
-    ConvertConfig,
-    PrepareConfig,
-    convert_grad_query_kernel,
-    prepare_kernel,
-)
+from cs336sys.kernels.attention.triton import backward
 from cs336sys.kernels.attention.triton.forward import (
     CombineConfig,
     ForwardConfig,
@@ -189,7 +183,7 @@ class BackwardPlan(Plan):
         summed_keys = self._padded_keys if key_sums else 0
         num_tiles = triton.cdiv(max(self._padded_queries, summed_keys), rows)
         prepare = Launch(
-            prepare_kernel,
+            backward.prepare_kernel,
             problem.num_sequences * num_tiles,
             (
                 self._out_strides,
@@ -202,7 +196,7 @@ class BackwardPlan(Plan):
                 self._padded_keys,
             ),
             (
-                PrepareConfig(
+                backward.PrepareConfig(
                     problem.head_dim, self._block_dim, rows, self.fused, key_sums, self._delta_given, self._takes_turns
                 ),
             ),
@@ -231,7 +225,7 @@ class BackwardPlan(Plan):
         problem = self._problem
         num_tiles = triton.cdiv(max(self._padded_queries, self._padded_keys if key_sums else 0), rows)
         convert = Launch(
-            convert_grad_query_kernel,
+            backward.convert_grad_query_kernel,
             problem.num_sequences * num_tiles,
             (
                 *self._grad_strides,
@@ -244,7 +238,7 @@ class BackwardPlan(Plan):
                 self._padded_keys,
                 problem.scale,
             ),
-            (ConvertConfig(problem.head_dim, self._block_dim, rows, key_sums),),
+            (backward.ConvertConfig(problem.head_dim, self._block_dim, rows, key_sums),),
         )
         self._then(convert, *sums, *self.tensor_names[6:])
 
@@ -264,13 +258,13 @@ class BackwardPlan(Plan):
             problem.num_sequences * triton.cdiv(problem.num_queries, tile.query_rows) if backward_pass.queries else 0
         )
         return Launch(
-            backward_kernel,
+            backward.backward_kernel,
             key_programs + query_programs,
             (
-                BackwardStrides._make(
+                backward.BackwardStrides._make(
                     [*(operand.row_strides for operand in self._operands), *self._grad_strides, self._out_strides]
                 ),
-                *Numbers(
+                *backward.Numbers(
                     num_heads=self._operands[0].shape[1],
                     group_size=problem.group_size,
                     num_sequences=problem.num_sequences,
@@ -287,7 +281,7 @@ class BackwardPlan(Plan):
                 ),
             ),
             (
-                BackwardConfig(
+                backward.BackwardConfig(
                     **_tile_constants(problem, tile),
                     grouped=problem.group_size > 1,
                     key_pass=backward_pass.keys,
