@@ -53,7 +53,6 @@ SHARED_AMONG_SIBLINGS = {
             "faults",
             "invocation",
             "options",
-            "options.board",
             "options.effects",
             "options.output",
             "options.reading",

@@ -1,5 +1,6 @@
 """``cs336sys attn``: time and memory of plain PyTorch attention."""
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -42,14 +43,8 @@ def attn(
         for tokens, dimension, chosen_dtype, name in product(context, head_dim, dtype, implementation)
     ]
     if dry_run:
-        show_plan(
-            "attn",
-            lambda capacity: attention_plan("attn", configurations, capacity),
-            sweeping,
-            output,
-            device,
-            plot=plot,
-        )
+        plan = partial(attention_plan, "attn", configurations)
+        show_plan("attn", plan, sweeping, output, device, plot=plot)
         return
     measure = "cs336sys.experiments.attention.measurement:measure_attn"
     output.check_selection("attn", attn_tables)

@@ -6,38 +6,22 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
+import cs336sys.commands.sweep.ranks as across_ranks
 from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import MEASURING, between, choice
-from cs336sys.commands.sweep.ranks import (
-    BackendOption,
-    CheckLayersOption,
-    HighPriorityOption,
-    PlotScalingOption,
-    TimeoutOption,
-    TraceOption,
-    WorldSizeOption,
-    check_rank_outputs,
-    choose_world_sizes,
-    is_first_rank,
-)
 from cs336sys.commands.sweep.run import in_rounds, run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import BUCKETED, DATA_PARALLEL_STRATEGIES, TRANSPORTS, ParallelWorkload, Workload
 
-
-def _bucket_size(text: str) -> float | str:
-    return text if text == WHOLE_BLOCKS else between(1e-6, 1e6)(text)
-
-
 _ONLY_BUCKETED = f"only mode {BUCKETED} has buckets of a size; add it to --mode"
 
 
 @dataclass(frozen=True)
-class DataParallelOptions:
+class DataParallelOptions(across_ranks.ParallelTraining):
     """Strategies, what they send gradients by, and what is kept and drawn of them."""
 
     mode: Annotated[
@@ -47,25 +31,25 @@ class DataParallelOptions:
     bucket_mb: Annotated[
         Sequence[str],
         setting(
-            parser=_bucket_size,
+            parser=lambda text: text if text == WHOLE_BLOCKS else between(1e-6, 1e6)(text),
             help=f"For {BUCKETED}: the most gradients in one all-reduce, in 1e6 bytes; {WHOLE_BLOCKS}: whole blocks.",
         ),
     ] = (WHOLE_BLOCKS,)
-    world_size: WorldSizeOption = field(default_factory=list)
-    backend: BackendOption = "auto"
+    world_size: across_ranks.WorldSizeOption = field(default_factory=list)
+    backend: across_ranks.BackendOption = "auto"
     gradient_dtype: Annotated[Sequence[str], choice(PRECISIONS, f"Gradients are sent in {', '.join(PRECISIONS)}.")] = (
         "fp32",
     )
-    high_priority: HighPriorityOption = False
+    high_priority: across_ranks.HighPriorityOption = False
     transport: Annotated[
         Sequence[str], choice(TRANSPORTS, "What sends buckets: collectives, or the copy-engines of two GPUs.")
     ] = ("collectives",)
-    timeout: TimeoutOption = 120.0
-    check_layers: CheckLayersOption = None
+    timeout: across_ranks.TimeoutOption = 120.0
+    check_layers: across_ranks.CheckLayersOption = None
     plot: Annotated[Path | None, writes_file(help="Draw timelines of computing and communication.")] = None
     plot_buckets: Annotated[Path | None, writes_file(help="Draw bucket sizes and their model.")] = None
-    plot_scaling: PlotScalingOption = None
-    trace: TraceOption = None
+    plot_scaling: across_ranks.PlotScalingOption = None
+    trace: across_ranks.TraceOption = None
 
     def cells(self, trainings: Sequence[Workload]) -> list[ParallelWorkload]:
         """A cell for each number of ranks, workload, dtype of gradients and strategy.
@@ -73,23 +57,19 @@ class DataParallelOptions:
         Raises:
             UsageError: settings do not go together.
         """
+        world_sizes = across_ranks.choose_world_sizes(self.world_size)
         return [
             ParallelWorkload(
-                training,
-                strategy,
-                ranks,
-                self.backend,
-                bucket,
-                sent_in,
-                self.high_priority,
-                str(self.trace) if self.trace else None,
-                self.timeout,
-                check_layers=self.check_layers,
-                transport=sent_by,
+                training, strategy, ranks, bucket_mb=bucket, gradient_dtype=sent_in, transport=sent_by, **self.settings
             )
-            for ranks, training, sent_in in product(choose_world_sizes(self.world_size), trainings, self.gradient_dtype)
+            for ranks, training, sent_in in product(world_sizes, trainings, self.gradient_dtype)
             for strategy, bucket, sent_by in self._strategies()
         ]
+
+    @property
+    def pictures(self) -> dict[str, Path | None]:
+        """Return the picture files by the names of their options."""
+        return {"plot": self.plot, "plot_buckets": self.plot_buckets, "plot_scaling": self.plot_scaling}
 
     def check(self, output: OutputOptions, cells: Sequence[ParallelWorkload]) -> None:
         """Find out before anything is measured whether tables and pictures of the cells can be written.
@@ -97,10 +77,10 @@ class DataParallelOptions:
         Raises:
             UsageError: one of them cannot.
         """
-        output.check(plot=self.plot, plot_buckets=self.plot_buckets, plot_scaling=self.plot_scaling)
+        output.check(**self.pictures)
         if self.plot_buckets is not None and all(workload.bucket_mb is None for workload in cells):
             raise UsageError(f"--plot-buckets {self.plot_buckets}: {_ONLY_BUCKETED}")
-        check_rank_outputs(self.plot_scaling, self.trace, cells)
+        self.check_rank_outputs(cells)
 
     def _strategies(self) -> list[tuple[str, float | str | None, str]]:
         """Modes with their bucket sizes and what sends them, where they have any."""
@@ -144,24 +124,11 @@ def ddp(
     from cs336sys.report.scaling import plot_scaling, with_scaling
 
     chosen = data_parallel.cells(options.expand_workloads(model, ["train"], precision, implementation, steps, run))
-    if is_first_rank():
+    if across_ranks.is_first_rank():
         data_parallel.check(output, chosen)
-    pictures = {
-        "plot": data_parallel.plot,
-        "plot_buckets": data_parallel.plot_buckets,
-        "plot_scaling": data_parallel.plot_scaling,
-    }
     if dry_run:
-        show_plan(
-            "ddp",
-            lambda _: ddp_plan(chosen),
-            sweeping,
-            output,
-            run.device,
-            across_ranks=True,
-            **pictures,
-            trace=data_parallel.trace,
-        )
+        written = data_parallel.pictures | {"trace": data_parallel.trace}
+        show_plan("ddp", lambda _: ddp_plan(chosen), sweeping, output, run.device, across_ranks=True, **written)
         return
     tell_what_does_not_fit(chosen, run.device)
     measure = "cs336sys.experiments.parallel.measurement:measure_parallel_training"
@@ -170,9 +137,6 @@ def ddp(
         configurations = in_rounds(configurations, rounds)
     tables = with_scaling(ddp_tables)
     output.check_selection("ddp", tables)
-    run_sweep("ddp", measure, configurations, sweeping, across_ranks=True).report(
-        tables,
-        output,
-        *zip(pictures.values(), (plot_timelines, plot_buckets, plot_scaling), strict=True),
-        pooled=pool_ddp_rounds,
-    )
+    sweep = run_sweep("ddp", measure, configurations, sweeping, across_ranks=True)
+    drawn = zip(data_parallel.pictures.values(), (plot_timelines, plot_buckets, plot_scaling), strict=True)
+    sweep.report(tables, output, *drawn, pooled=pool_ddp_rounds)

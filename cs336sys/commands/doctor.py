@@ -7,22 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cs336sys.commands.faults import say
+from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import writes_file
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import name_or_code
-from cs336sys.commands.options.training import (
-    BatchOption,
-    BlocksOption,
-    DebugOption,
-    ImplementationOptions,
-    LossOption,
-    ModelOption,
-    ModelOptions,
-    PrecisionOptions,
-    RunOptions,
-    StepsOptions,
-    expand_workloads,
-)
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import OPTIMIZERS
 
@@ -32,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    model: ModelOption = None,
-    loss: LossOption = None,
-    batch: BatchOption = None,
+    model: options.ModelOption = None,
+    loss: options.LossOption = None,
+    batch: options.BatchOption = None,
     optimizer: Annotated[str, name_or_code(OPTIMIZERS, "As of bench.")] = "course",
-    blocks: BlocksOption = None,
-    debug: DebugOption = False,
+    blocks: options.BlocksOption = None,
+    debug: options.DebugOption = False,
     ceilings: Annotated[
         Path | None,
         writes_file(help="Measure products, copies, launches and links of this GPU, and write them to this file."),
@@ -74,7 +62,9 @@ def doctor(
 
         checks, subject = diagnose(), "here"
     else:
-        settings = ModelOptions(["tiny"], [32], [2], model=model, loss=loss, batch=batch, blocks=blocks, debug=debug)
+        settings = options.ModelOptions(
+            ["tiny"], [32], [2], model=model, loss=loss, batch=batch, blocks=blocks, debug=debug
+        )
         checks, subject = _check_user_model(settings, optimizer), f"in {model}"
     verdicts = [check.verdict for check in checks]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("ok", "warn", "missing"))
@@ -85,17 +75,16 @@ def doctor(
         raise typer.Exit(CapabilityError.exit_code)
 
 
-def _check_user_model(model: ModelOptions, optimizer: str) -> list["Check"]:
+def _check_user_model(model: options.ModelOptions, optimizer: str) -> list["Check"]:
     from cs336sys.experiments.checks.user_model import check_model
 
-    precision, implementation = PrecisionOptions(["fp32"]), ImplementationOptions(optimizer=[optimizer])
-    steps, run = StepsOptions([0], 1), RunOptions(device="cpu")
-    (workload,) = expand_workloads(model, ["train"], precision, implementation, steps, run)
+    precision, implementation = options.PrecisionOptions(["fp32"]), options.ImplementationOptions(optimizer=[optimizer])
+    steps, run = options.StepsOptions([0], 1), options.RunOptions(device="cpu")
+    (workload,) = options.expand_workloads(model, ["train"], precision, implementation, steps, run)
     return check_model(workload)
 
 
 def _measured_ceilings(path: Path) -> "Table":
-    """Measure the ceilings of the current GPU, write them, and return their table."""
     import torch
 
     from cs336sys.measure.ceilings import measure_ceilings

@@ -11,17 +11,7 @@ from typing import Any
 
 import typer
 
-from cs336sys.errors import (
-    INTERRUPTED,
-    READER_LEFT,
-    TERMINATED,
-    CapabilityError,
-    OutputError,
-    ReaderLeft,
-    Terminated,
-    UsageError,
-    did_you_mean,
-)
+from cs336sys import errors
 from cs336sys.processes import started_outside
 from cs336sys.report.outputs import writing_stdout
 from cs336sys.results.foreign import printable
@@ -39,9 +29,9 @@ def exit_code_of(run: Callable[[], Any]) -> int:
     try:
         with writing_stdout():
             code = run()
-    except ReaderLeft as left:
+    except errors.ReaderLeft as left:
         return left.exit_code
-    except (UsageError, CapabilityError, OutputError) as error:
+    except (errors.UsageError, errors.CapabilityError, errors.OutputError) as error:
         say(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt as interrupt:
@@ -49,7 +39,7 @@ def exit_code_of(run: Callable[[], Any]) -> int:
     except SystemExit as ended:
         # So rich ends where nobody reads the help that it prints.
         if isinstance(ended.__context__, BrokenPipeError):
-            return READER_LEFT
+            return errors.READER_LEFT
         raise
     except Exception as error:
         sentence = sentence_of(error)
@@ -73,26 +63,27 @@ def sentence_of(error: Exception) -> str | None:
         return None
     if type(error).__name__ == "NoSuchOption":
         name, context = error.option_name, error.ctx  # type: ignore[attr-defined]
-        options = [option for parameter in context.command.params for option in parameter.opts] if context else ()
-        return f"no such option: {name}{did_you_mean(name, [option for option in options if option.startswith('--')])}"
+        parameters = context.command.params if context else ()
+        options = [option for parameter in parameters for option in parameter.opts if option.startswith("--")]
+        return f"no such option: {name}{errors.did_you_mean(name, options)}"
     message = error.format_message().strip()
     return f"{message[:1].lower()}{message[1:].rstrip('.')}"
 
 
 def interruption_code(interrupt: KeyboardInterrupt) -> int:
     """Return the exit code after Ctrl-C or SIGTERM."""
-    return TERMINATED if isinstance(interrupt, Terminated) else INTERRUPTED
+    return errors.TERMINATED if isinstance(interrupt, errors.Terminated) else errors.INTERRUPTED
 
 
 def end_like_ctrl_c_on_sigterm() -> None:
-    """From now on SIGTERM raises :class:`Terminated` in this process, once: batch systems send several.
+    """From now on SIGTERM raises :class:`errors.Terminated` in this process, once: batch systems send several.
 
     Ranks that torchrun started are ended by it at once, as before: it sends SIGTERM where another rank has failed, and
     a rank that waits for that one in a collective would not come to raise anything.
     """
     outside = None
     # A command that starts ranks says what is wrong with their variables.
-    with contextlib.suppress(UsageError):
+    with contextlib.suppress(errors.UsageError):
         outside = started_outside()
     if outside is None:
         signal.signal(signal.SIGTERM, _terminate)
@@ -122,7 +113,7 @@ def interruptions_deferred() -> Iterator[None]:
 
 def _terminate(*_: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated
+    raise errors.Terminated
 
 
 def open_closed_streams() -> None:

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cs336sys.commands.options.board import goes_before
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import BaselineOption, KernelOption, check_baseline, choice
+from cs336sys.commands.options.reading import BaselineOption, KernelOption, check_baseline, choice, goes_before
 from cs336sys.commands.options.training import DeviceOption, DryRunOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.errors import UsageError
@@ -126,14 +125,8 @@ def flash(
     output.check(plot=plot)
     configurations = attention.configurations(ctx, device, seed)
     if dry_run:
-        show_plan(
-            "flash",
-            lambda capacity: attention_plan("flash", configurations, capacity),
-            sweeping,
-            output,
-            device,
-            plot=plot,
-        )
+        plan = partial(attention_plan, "flash", configurations)
+        show_plan("flash", plan, sweeping, output, device, plot=plot)
         return
     tables = partial(flash_tables, baseline=over)
     output.check_selection("flash", tables)

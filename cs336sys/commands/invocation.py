@@ -10,15 +10,8 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from cs336sys.commands.options import settings_file
 from cs336sys.commands.options.reading import with_read_options
-from cs336sys.commands.options.settings_file import (
-    check_tables,
-    check_variables,
-    defaults_of,
-    overruled_settings,
-    tell_settings,
-    with_own_variables,
-)
 from cs336sys.commands.request import Request, RequestParser
 from cs336sys.errors import UsageError, choose_from
 
@@ -34,10 +27,6 @@ _TOGETHER = {
 }
 
 
-def _shows_default(option: Any) -> bool:
-    return bool(option.show_default and option.default)
-
-
 def in_fewer_rows(options: Sequence[Any]) -> list[Any]:
     """The options as help shows them: companions in one row, no ``--no-`` next to a flag that is off, no ``--help``."""
     by_name = {option.opts[0]: option for option in options if option.param_type_name == "option"}
@@ -47,7 +36,7 @@ def in_fewer_rows(options: Sequence[Any]) -> list[Any]:
         for companion in companions
         if name in by_name
         and companion in by_name
-        and not any(map(_shows_default, (by_name[name], by_name[companion])))
+        and not any(option.show_default and option.default for option in (by_name[name], by_name[companion]))
     }
     rows = []
     for option in options:
@@ -76,7 +65,7 @@ class _OwnOptions:
     """Parts that commands and groups share: variables named after options, and help in few rows."""
 
     def get_params(self: Any, ctx: Any) -> list[Any]:
-        return with_own_variables(super().get_params(ctx), ctx)  # type: ignore[misc]  # typer's class is the next
+        return settings_file.with_own_variables(super().get_params(ctx), ctx)  # type: ignore[misc]  # typer's class is the next
 
     def format_help(self: Any, ctx: Any, formatter: Any) -> None:
         from typer import rich_utils
@@ -101,20 +90,20 @@ class _Command(_OwnOptions, TyperCommand):
 
     def parse_args(self, ctx, args):
         if ctx.default_map:
-            ctx.default_map = defaults_of(ctx, self.get_params(ctx))
+            ctx.default_map = settings_file.defaults_of(ctx, self.get_params(ctx))
         try:
             rest = super().parse_args(ctx, list(args))
-            if overruled := overruled_settings(ctx):
+            if overruled := settings_file.overruled_settings(ctx):
                 ctx.default_map = {name: value for name, value in ctx.default_map.items() if name not in overruled}
                 ctx.params.clear()
                 rest = super().parse_args(ctx, list(args))
         except UsageError:
             # A value that cannot be may be one of the file's.
-            tell_settings(ctx)
+            settings_file.tell_settings(ctx)
             raise
         if not ctx.resilient_parsing:
-            check_variables(ctx, self.get_params(ctx))
-            tell_settings(ctx)
+            settings_file.check_variables(ctx, self.get_params(ctx))
+            settings_file.tell_settings(ctx)
         return rest
 
 
@@ -132,10 +121,10 @@ class LazyGroup(_OwnOptions, TyperGroup):
 
     def parse_args(self, ctx, args):
         if ctx.default_map:
-            check_tables(ctx, self.modules)
+            settings_file.check_tables(ctx, self.modules)
         rest = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:
-            check_variables(ctx, self.get_params(ctx), self.modules)
+            settings_file.check_variables(ctx, self.get_params(ctx), self.modules)
         return rest
 
     def list_commands(self, ctx):

@@ -63,20 +63,11 @@ class KernelOptions:
             if is_chosen and name not in self.op:
                 raise UsageError(f"{option} only affects {name}: add {name} to --op, or leave it out")
         codes = {reference: {"code": digest([reference])} for reference in self.kernel or ()}
-        times = self.warmup_ms, self.repetition_ms
+        times, head_dims = (self.warmup_ms, self.repetition_ms), {"rope": self.head_dim}
         shapes = self.tokens or [default_tokens], self.width or [default_width]
         configurations = [
             KernelWorkload(
-                name,
-                competitor,
-                count,
-                length,
-                precision,
-                self.head_dim if name == "rope" else None,
-                vocabulary,
-                device,
-                seed,
-                *times,
+                name, competitor, count, length, precision, head_dims.get(name), vocabulary, device, seed, *times
             ).configuration()
             | codes.get(competitor, {})
             for name, count, length, precision in product(self.op, *shapes, self.dtype)

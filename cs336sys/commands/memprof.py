@@ -11,10 +11,9 @@ import typer
 
 from cs336sys.accounting.checkpointing import parse_checkpointing
 from cs336sys.commands.options import training as options
-from cs336sys.commands.options.board import read_memory_limit
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, refuse_given
+from cs336sys.commands.options.reading import choice, read_memory_limit, refuse_given
 from cs336sys.commands.sweep.run import check_planned, run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell
@@ -197,7 +196,6 @@ def _measure_plan(
 
 
 def _diagnoses(paths: Sequence[Path]) -> list["MemoryDiagnosis"]:
-    """Diagnose each device of each snapshot; of a folder, of all snapshots in it."""
     from cs336sys.measure.allocations.diagnosis import diagnose_memory
     from cs336sys.measure.allocations.dump import read_dump
 

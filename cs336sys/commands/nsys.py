@@ -84,15 +84,8 @@ def nsys(
         precision = options.PrecisionOptions(["fp32", "bf16"])
     workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
     if dry_run:
-        show_plan(
-            "nsys",
-            lambda capacity: bench_plan(workloads, "nsys", capacity=capacity),
-            sweeping,
-            output,
-            run.device,
-            plot=profiling.plot,
-            keep=profiling.keep,
-        )
+        plan = partial(bench_plan, workloads, "nsys", ())
+        show_plan("nsys", plan, sweeping, output, run.device, plot=profiling.plot, keep=profiling.keep)
     elif is_profiled():
         refuse_given(ctx, _NOT_UNDER_NSYS, "this process runs under nsys, which writes a report for --from to read")
         _run_under_nsys(workloads, profiling.profiler)

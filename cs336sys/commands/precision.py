@@ -1,6 +1,7 @@
 """``cs336sys precision``: what low precision does to sums, and which dtypes autocast chooses."""
 
 from dataclasses import asdict
+from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
 from cs336sys.commands.options.output import OutputOptions, SaveOption
@@ -40,7 +41,7 @@ def precision(
     torch_device = choose_device(device)
     file = ResultsFile(save) if save is not None else None
     run = new_run(command_line())
-    cells = [*_accumulations(torch_device, run.run_id), *_autocast_steps(precision, torch_device, run.run_id)]
+    cells = _precision_cells(precision, torch_device, run.run_id)
     record(run, *cells)
     if file is not None:
         file.append(run)
@@ -50,42 +51,18 @@ def precision(
     Sweep(tuple(cells), run, runs={run.run_id: run}, faults=tuple(unsaved(file))).report(precision_tables, output)
 
 
-def _accumulations(device: "torch.device", run_id: str) -> list[Cell]:
-    from cs336sys.measure.mixed_precision import accumulate
+def _precision_cells(precisions: list[str], device: "torch.device", run_id: str) -> list[Cell]:
+    from cs336sys.measure.mixed_precision import LOSSES, accumulate, autocast_dtypes
 
-    return [
-        Cell(
-            "precision",
-            {"accumulation": sum.name, "device": device.type},
-            "ok",
-            derived={
-                "sum": sum.total,
-                "absolute_error": sum.absolute_error,
-                "relative_error_percent": 100 * sum.relative_error,
-            },
-            run_id=run_id,
-        )
-        for sum in accumulate(device)
-    ]
-
-
-def _autocast_steps(precisions: list[str], device: "torch.device", run_id: str) -> list[Cell]:
-    from cs336sys.measure.mixed_precision import LOSSES, autocast_dtypes
-
+    where = {"device": device.type}
     cells = []
-    for precision in precisions:
-        for loss in LOSSES:
-            columns = asdict(autocast_dtypes(precision, loss, device))
-            configuration = {name: columns.pop(name) for name in ("precision", "loss_function")}
-            status, reason = columns.pop("status"), columns.pop("reason")
-            cells.append(
-                Cell(
-                    "precision",
-                    configuration | {"device": device.type},
-                    status,
-                    derived=columns,
-                    reason=reason,
-                    run_id=run_id,
-                )
-            )
+    for sum in accumulate(device):
+        errors = {"absolute_error": sum.absolute_error, "relative_error_percent": 100 * sum.relative_error}
+        configuration = {"accumulation": sum.name} | where
+        cells.append(Cell("precision", configuration, "ok", derived={"sum": sum.total} | errors, run_id=run_id))
+    for precision, loss in product(precisions, LOSSES):
+        columns = asdict(autocast_dtypes(precision, loss, device))
+        configuration = {name: columns.pop(name) for name in ("precision", "loss_function")} | where
+        status, reason = columns.pop("status"), columns.pop("reason")
+        cells.append(Cell("precision", configuration, status, derived=columns, reason=reason, run_id=run_id))
     return cells

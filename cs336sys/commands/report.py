@@ -132,9 +132,9 @@ def report(
     if folder is not None and not run and not write_up.dry_run:
         raise UsageError(f"--folder {folder}: is where --run saves; give --run, or results with --from")
     if write_up.dry_run:
-        for option, value in (("--output", output), ("--format", format)):
+        for option, value in {"output": output, "format": format}.items():
             if value is not None:
-                raise UsageError(f"{option} {value}: --dry-run prints its plan; leave one of them out")
+                raise UsageError(f"--{option} {value}: --dry-run prints its plan; leave one of them out")
         emit([plan_table(plan, target)])
         return
     source_names, failed = [*write_up.source, *(files or [])], []

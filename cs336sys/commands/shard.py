@@ -8,36 +8,20 @@ from typing import Annotated, Any
 
 import typer
 
+import cs336sys.commands.sweep.ranks as across_ranks
 from cs336sys.accounting.checkpointing import kept_blocks
+from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.partition import mesh_ranks, outer_dimension, read_mesh, strategy_of_mesh
+from cs336sys.accounting.sharding.selective_checkpointing import choose_kept_blocks, kept_peak
+from cs336sys.commands.faults import say
 from cs336sys.commands.options import training as options
-from cs336sys.commands.options.board import (
-    chosen_by_memory,
-    chosen_for_board,
-    is_given,
-    read_memory_limit,
-    refuse_beside_board,
-    require_for_board,
-    room_for_tensors,
-)
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice
+from cs336sys.commands.options.reading import choice, is_given, read_memory_limit
 from cs336sys.commands.options.training import ImplementationOptions, StepsOptions
-from cs336sys.commands.sweep.ranks import (
-    BackendOption,
-    CheckLayersOption,
-    HighPriorityOption,
-    PlotScalingOption,
-    TimeoutOption,
-    TraceOption,
-    WorldSizeOption,
-    check_rank_outputs,
-    choose_world_sizes,
-    is_first_rank,
-)
 from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import UsageError, choose_from
+from cs336sys.measure.system import gpu_capacity
 from cs336sys.workload import (
     BLOCK_CHECKPOINTING,
     CONTEXT_STRATEGIES,
@@ -47,6 +31,21 @@ from cs336sys.workload import (
     ParallelWorkload,
     Workload,
 )
+
+# What is fastest for a step that fills its GPUs, by strategy and option: of this project's parts, and of torch's alone.
+_IMPLEMENTATION = {
+    "fsdp": {"attention": ["flash"], "kernels": ["fused"], "optimizer": ["adamw"], "state_dtype": ["bf16"]},
+    "torch-fsdp": {"attention": ["sdpa"], "compile": ["block"], "optimizer": ["fused"]},
+}
+_CHECKPOINTING = {"fsdp": "auto", "torch-fsdp": "keep=0"}
+
+# The handout's benchmark repeats steps for 10 s of warm-up and then for 30 s: at 4.2 s a step 2 and 7.
+_WARMUP, _STEPS = [2], 7
+
+# How much of a GPU's memory tensors may be predicted to fill: an H200 of 140.4 GiB had 5.5 left when they took 129.9.
+_FILLED = 0.925
+# Where there is no GPU: of an H200.
+_LIMIT_BYTES = 130 * GIB
 
 
 def _read_checkpointing(text: str) -> str:
@@ -84,11 +83,6 @@ class ShardingOptions:
     board: Annotated[bool, setting("--board", help="The leaderboard's step, by the fastest parts.")] = False
     mesh: Annotated[str | None, setting(help="Ranks in two dimensions: fsdp=2,tp=2; cp: sequences.")] = None
 
-    @property
-    def ranks_of_mesh(self) -> list[int]:
-        """Return ``--world-size`` where it is not given: empty without a mesh."""
-        return [] if self.mesh is None else [mesh_ranks(read_mesh(self.mesh))]
-
     def cells(
         self,
         trainings: Sequence[Workload],
@@ -103,7 +97,7 @@ class ShardingOptions:
 
         Args:
             device: whose memory ``--checkpoint auto`` fills without ``--memory-limit``.
-            keeps_gathered, tells: as of :func:`~cs336sys.commands.options.board.chosen_by_memory`.
+            keeps_gathered, tells: as of :func:`chosen_by_memory`.
             settings: of every cell.
 
         Raises:
@@ -112,7 +106,7 @@ class ShardingOptions:
         limit_bytes = None if self.memory_limit is None else read_memory_limit(self.memory_limit)
         if self.board:
             for training in trainings:
-                require_for_board(training)
+                _require_for_board(training)
         self._refuse_what_nothing_uses()
         # Beside strategies that have a mesh, others may be measured on as many ranks.
         grouped = {*self.strategy} & {*TENSOR_STRATEGIES, *CONTEXT_STRATEGIES}
@@ -131,12 +125,8 @@ class ShardingOptions:
                 **settings,
             )
             if checkpointing == "auto":
-                workload = chosen_by_memory(
-                    workload,
-                    room_for_tensors(device) if limit_bytes is None else limit_bytes,
-                    keeps_gathered=keeps_gathered,
-                    tells=tells,
-                )
+                room_bytes = room_for_tensors(device) if limit_bytes is None else limit_bytes
+                workload = chosen_by_memory(workload, room_bytes, keeps_gathered=keeps_gathered, tells=tells)
             chosen.append(workload)
         return chosen
 
@@ -162,6 +152,86 @@ class ShardingOptions:
         ]
 
 
+def _chosen_for_board(
+    context: typer.Context, sharding: ShardingOptions, implementation: ImplementationOptions, steps: StepsOptions
+) -> tuple[ShardingOptions, ImplementationOptions, StepsOptions]:
+    """The options of a board's cell: what was not asked for is what is fastest."""
+    strategy = sharding.strategy if is_given(context, "strategy") else ["fsdp"]
+    if len(strategy) != 1 or strategy[0] not in _IMPLEMENTATION:
+        raise UsageError(
+            f"--board --strategy {','.join(strategy)}: a board has one strategy, {' or '.join(_IMPLEMENTATION)}"
+        )
+    fastest = _IMPLEMENTATION[strategy[0]]
+    checkpoint = sharding.checkpoint if is_given(context, "checkpoint") else [_CHECKPOINTING[strategy[0]]]
+    return (
+        replace(sharding, strategy=strategy, checkpoint=checkpoint),
+        replace(implementation, **{name: value for name, value in fastest.items() if not is_given(context, name)}),
+        StepsOptions(
+            steps.warmup if is_given(context, "warmup") else _WARMUP,
+            steps.steps if is_given(context, "steps") else _STEPS,
+        ),
+    )
+
+
+def _refuse_beside_board(model: str | None, mesh: str | None, plot: Path | None) -> None:
+    """Refuse options of ``shard`` that mean nothing with ``--board``."""
+    reasons = {
+        f"--model {model}": model is not None and "--board measures the leaderboard's model",
+        f"--mesh {mesh}": mesh is not None and "--board's ranks have one dimension",
+        f"--plot {plot}": plot is not None and "--board does not record a rank's memory at six moments",
+    }
+    for option, reason in reasons.items():
+        if reason:
+            raise UsageError(f"{option}: {reason}; leave one of them out")
+
+
+def _require_for_board(workload: Workload) -> None:
+    """Refuse a step that ``--board`` cannot measure or check."""
+    if workload.cuda_graph == "on":
+        raise UsageError(
+            "--cuda-graph on: --board launches its step, whose kernels take longer than launches; choose off"
+        )
+    if workload.precision == "fp16":
+        raise UsageError(
+            "--precision fp16: --board checks gradients of fp32 and bf16, which are not scaled; choose one"
+        )
+
+
+def room_for_tensors(device: str) -> float:
+    """Bytes of the GPU of ``--device`` that tensors may be predicted to fill."""
+    gpu = gpu_capacity(device)
+    return _LIMIT_BYTES if gpu is None else _FILLED * gpu.memory_gib * GIB
+
+
+def chosen_by_memory(
+    workload: ParallelWorkload, limit_bytes: float, *, keeps_gathered: bool, tells: bool
+) -> ParallelWorkload:
+    """The workload with gate and up kept in as many blocks as the predicted peak of a rank allows, and then weights.
+
+    Args:
+        workload: with ``keep=0``.
+        keeps_gathered: choose how many blocks stay gathered, too.
+        tells: say on standard error what was chosen.
+
+    Raises:
+        UsageError: it does not fit even so, or what it needs is not known.
+    """
+    if not workload.writes_out_blocks:
+        raise UsageError(
+            "--checkpoint auto only supports --strategy fsdp with --kernels fused and --compile off: choose these, "
+            "or keep=N"
+        )
+    step = choose_kept_blocks(workload.kept_step, limit_bytes, keeps_gathered=keeps_gathered)
+    if tells:
+        peak = kept_peak(step)
+        say(
+            f"--checkpoint auto, {workload.world_size} ranks: gate and up are kept in {step.blocks} of "
+            f"{step.size.num_layers} blocks, and weights of {step.keep_gathered} stay gathered; "
+            f"predicted peak {peak.total_gib:.1f} GiB ({peak.moment}) of {limit_bytes / GIB:.4g} GiB"
+        )
+    return replace(workload, checkpointing=f"keep={step.blocks}", keep_gathered=step.keep_gathered)
+
+
 def completed(
     context: typer.Context, sharding: ShardingOptions, implementation: ImplementationOptions, steps: StepsOptions
 ) -> tuple[ShardingOptions, ImplementationOptions, StepsOptions]:
@@ -171,10 +241,7 @@ def completed(
         UsageError: the mesh, the memory limit or the strategy of a board is none.
     """
     if sharding.board:
-        strategy, checkpoint, implementation, steps = chosen_for_board(
-            context, sharding.strategy, sharding.checkpoint, implementation, steps
-        )
-        sharding = replace(sharding, strategy=strategy, checkpoint=checkpoint)
+        sharding, implementation, steps = _chosen_for_board(context, sharding, implementation, steps)
     if sharding.memory_limit is not None:
         read_memory_limit(sharding.memory_limit)
     if sharding.mesh is not None and not is_given(context, "strategy"):
@@ -183,36 +250,25 @@ def completed(
 
 
 @dataclass(frozen=True)
-class ShardedRanksOptions:
+class ShardedRanksOptions(across_ranks.ParallelTraining):
     """The ranks, and what is checked, kept and drawn of them."""
 
-    world_size: WorldSizeOption = field(default_factory=list)
-    backend: BackendOption = "auto"
-    high_priority: HighPriorityOption = False
-    timeout: TimeoutOption = 120.0
-    check_layers: CheckLayersOption = None
+    world_size: across_ranks.WorldSizeOption = field(default_factory=list)
+    backend: across_ranks.BackendOption = "auto"
+    high_priority: across_ranks.HighPriorityOption = False
+    timeout: across_ranks.TimeoutOption = 120.0
+    check_layers: across_ranks.CheckLayersOption = None
     plot: Annotated[Path | None, writes_file(help="Draw a rank's memory at six moments.")] = None
-    plot_scaling: PlotScalingOption = None
-    trace: TraceOption = None
+    plot_scaling: across_ranks.PlotScalingOption = None
+    trace: across_ranks.TraceOption = None
 
     def check(self, output: OutputOptions, cells: Sequence[ParallelWorkload]) -> dict[str, Path | None]:
         """Return the pictures by their options; errors of the first rank if anything cannot be written."""
         pictures = {"plot": self.plot, "plot_scaling": self.plot_scaling}
-        if is_first_rank():
+        if across_ranks.is_first_rank():
             output.check(**pictures)
-            check_rank_outputs(self.plot_scaling, self.trace, cells)
+            self.check_rank_outputs(cells)
         return pictures
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Return those that every cell has."""
-        return {
-            "backend": self.backend,
-            "high_priority": self.high_priority,
-            "trace": str(self.trace) if self.trace else None,
-            "timeout_s": self.timeout,
-            "check_layers": self.check_layers,
-        }
 
 
 def shard(
@@ -247,14 +303,15 @@ def shard(
     from cs336sys.report.shard import plot_memory, shard_plan
 
     if sharding.board:
-        refuse_beside_board(model.model, sharding.mesh, ranks.plot)
+        _refuse_beside_board(model.model, sharding.mesh, ranks.plot)
     sharding, implementation, steps = completed(ctx, sharding, implementation, steps)
+    ranks_of_mesh = [] if sharding.mesh is None else [mesh_ranks(read_mesh(sharding.mesh))]
     chosen = sharding.cells(
         options.expand_workloads(model, ["train"], precision, implementation, steps, run),
-        choose_world_sizes(ranks.world_size or sharding.ranks_of_mesh),
+        across_ranks.choose_world_sizes(ranks.world_size or ranks_of_mesh),
         run.device,
         keeps_gathered=not is_given(ctx, "keep_gathered"),
-        tells=is_first_rank(),
+        tells=across_ranks.is_first_rank(),
         **ranks.settings,
     )
     pictures = ranks.check(output, chosen)

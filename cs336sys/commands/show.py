@@ -106,11 +106,7 @@ def _chosen_invocations(files: Sequence[Path], commands: Sequence[str]) -> list[
 def _sound_cells(
     ctx: typer.Context, saved: Sequence["Invocation"], status: Sequence[str]
 ) -> tuple[list[tuple["Invocation", list[Cell], list["Table"]]], list[UsageError]]:
-    """Return each invocation that has cells of this status, with these and their tables, and why others have none.
-
-    Raises:
-        UsageError: no cell is left.
-    """
+    """Return each invocation that has cells of this status, with these and their tables, and why others have none."""
     from cs336sys.report.registry import sound_cells_and_tables
 
     presentation = _saved_presentations(ctx)

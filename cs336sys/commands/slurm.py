@@ -19,6 +19,7 @@ from cs336sys.commands.options.effects import Effect, effect_of, runs_code, sett
 from cs336sys.commands.options.reading import OUTPUT
 from cs336sys.errors import UsageError, choose_from
 
+_SAVING = ("bench", "nsys", "memprof", "attn", "flash", "kernels", "allreduce", "ddp", "shard", "losses", "precision")
 # Commands whose --dry-run starts no process.
 _PLANNED = ("bench", "nsys", "allreduce", "ddp", "shard")
 # Options about trackers and saved cells of the machine that the job runs on, and options that choose among the results'
@@ -60,7 +61,8 @@ def slurm(
     command_options = dict(context.params)
     on_ranks, needed, started = False, 1, None
     if "world_size" in command_options:
-        sizes = _world_sizes(command_options)
+        mesh = command_options.get("mesh")
+        sizes = command_options["world_size"] or [mesh_ranks(read_mesh(mesh)) if mesh else 2]
         needed = -(-max(sizes) // nodes)
         chosen = gpus_per_node or needed
         if command_options["world_size"]:
@@ -93,33 +95,13 @@ def _refuse_world_size(command_options: dict[str, Any], nodes: int, gpus_per_nod
         raise UsageError(f"--gpus-per-node {gpus_per_node}: {option} needs {needed}, one for each rank")
 
 
-def _world_sizes(command_options: dict[str, Any]) -> list[int]:
-    """Numbers of ranks that a command will have where nothing else starts them."""
-    if command_options["world_size"]:
-        return command_options["world_size"]
-    return [mesh_ranks(read_mesh(command_options["mesh"])) if command_options.get("mesh") else 2]
-
-
 def _read_command(ctx: typer.Context, arguments: list[str]) -> tuple[Any, Any]:
     """The command that a job will run, and a context with its options as it will read them."""
     assert ctx.parent is not None
     assert isinstance(ctx.parent.command, LazyGroup)
-    saving = (
-        "bench",
-        "nsys",
-        "memprof",
-        "attn",
-        "flash",
-        "kernels",
-        "allreduce",
-        "ddp",
-        "shard",
-        "losses",
-        "precision",
-    )
     name, *options = arguments
-    if name not in saving:
-        raise UsageError(f"'{name}' is not a command that measures and saves: {choose_from(name, saving)}")
+    if name not in _SAVING:
+        raise UsageError(f"'{name}' is not a command that measures and saves: {choose_from(name, _SAVING)}")
     command = ctx.parent.command.get_command(ctx.parent, name)
     return command, command.make_context(name, options, parent=ctx.parent)
 

@@ -16,10 +16,9 @@ from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.accounting.step_time.space import STRATEGIES, Space, refusal, training_with_batch
 from cs336sys.commands.faults import say
 from cs336sys.commands.options import training as options
-from cs336sys.commands.options.board import is_given, read_memory_limit
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, OUTPUT, WHAT_RUNS, among, choice
+from cs336sys.commands.options.reading import MEASURING, OUTPUT, WHAT_RUNS, among, choice, is_given, read_memory_limit
 from cs336sys.commands.sweep.run import in_rounds, run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.results.model import Cell, configuration_key
@@ -229,7 +228,6 @@ def _plain_workload(
     steps: options.StepsOptions,
     run: options.RunOptions,
 ) -> Workload:
-    """Return what all configurations share."""
     workloads = options.expand_workloads(model, ["train"], precision, options.ImplementationOptions(), steps, run)
     if len(workloads) > 1:
         raise UsageError("tune chooses for one model: give one --size, --context, --batch-size and --precision")
@@ -237,13 +235,11 @@ def _plain_workload(
 
 
 def _counted_model(plain: Workload) -> "CountedModel":
-    """Count a user's model, in a process of its own."""
     from cs336sys.accounting.step_time.work import CountedModel
     from cs336sys.measure.cells import Worker
 
     with contextlib.closing(Worker("cs336sys.experiments.operation_counting:count_model", ())) as worker:
-        failure = worker.start(timeout_s=None)
-        outcome = failure or worker.measure(plain.configuration(), timeout_s=None, progress=lambda stage: None)
+        outcome = worker.measure(plain.configuration(), timeout_s=None, progress=lambda stage: None)
     if outcome.status != "ok":
         raise CapabilityError(str(outcome.reason))
     return CountedModel.from_columns(outcome.derived)

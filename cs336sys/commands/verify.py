@@ -53,19 +53,10 @@ class VerificationOptions:
         """
         if not self.wrap:
             raise UsageError(f"--wrap: name what makes a model parallel: FILE.py:NAME, or {', '.join(WRAPS)}")
+        settings = self.backend, self.finish, self.gradients, self.timeout
+        codes = {name: digest([name]) if is_user_code(name) else None for name in self.wrap}
         return [
-            VerifiedWorkload(
-                training,
-                name,
-                ranks,
-                case,
-                self.mesh or WRAPS.get(name, "data"),
-                self.backend,
-                self.finish,
-                self.gradients,
-                self.timeout,
-                digest([name]) if is_user_code(name) else None,
-            )
+            VerifiedWorkload(training, name, ranks, case, self.mesh or WRAPS.get(name, "data"), *settings, codes[name])
             for name, ranks in product(self.wrap, choose_world_sizes(self.world_size))
             for training in [_training(model, run, ranks)]
             for case in self.case

@@ -164,8 +164,6 @@ def measure_interleaved(configuration: dict[str, Any], progress: Progress) -> Ou
 
 @dataclass(frozen=True)
 class _Warm:
-    """A workload that has done its warm-up steps."""
-
     built: BuiltStep
     timer: StepTimer
     checked: Checked | None

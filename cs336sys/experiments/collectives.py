@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cs336sys.accounting.communication import buffer_bytes, bus_factor
 from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import DTYPES
+from cs336sys.measure.device import DTYPES, synchronize
 from cs336sys.measure.diagnosis.gpu import describe_links
 from cs336sys.measure.system import container_memory_limit_bytes
 from cs336sys.parallel.collectives import all_gather_single, gather_objects, group_device, reduce_scatter_single
@@ -117,7 +117,6 @@ def own_hardware() -> RankHardware:
 
 
 def _link_name(hardware: Sequence[RankHardware]) -> str:
-    """Name the link between the ranks."""
     machines = len({rank.machine for rank in hardware})
     between = f"network between {machines} machines"
     if hardware[0].gpu_uuid is None:
@@ -244,13 +243,12 @@ def _back_to_back_us(call: Callable[[], Any], calls: int, device: torch.device) 
 
 
 def _synchronized_us(call: Callable[[], Any], calls: int, device: torch.device) -> list[float]:
-    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     times = []
     for _ in range(calls):
         dist.barrier()
-        synchronize()
+        synchronize(device)
         start = time.perf_counter()
         call()
-        synchronize()
+        synchronize(device)
         times.append(1e6 * (time.perf_counter() - start))
     return times

@@ -16,17 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from cs336sys.experiments import user_models
 from cs336sys.experiments.models import ATTENTION_FUNCTIONS, attention_kept, attention_replaced
 from cs336sys.experiments.training import TrainStep
-from cs336sys.experiments.user_models import (
-    AttentionCall,
-    copied_code,
-    hidden_parameters,
-    hidden_warnings,
-    shape_of_attention,
-    watched_attention,
-    why_not_ours,
-)
 from cs336sys.measure.cells import Progress
 from cs336sys.measure.without_values import WithoutValues
 from cs336sys.workload import Workload
@@ -67,19 +59,19 @@ def count_step(workload: Workload) -> StepCount:
 
 @functools.lru_cache(maxsize=4)
 def _counted(workload: Workload) -> StepCount:
-    """Build a step on the meta device and run it."""
     count = StepCount()
     numbers = WithoutValues()
     try:
-        with attention_kept(), copied_code(), numbers:
+        with attention_kept(), user_models.copied_code(), numbers:
             scaler = torch.amp.GradScaler("cpu", enabled=False)
             step = TrainStep(workload, torch.device("meta"), scaler=scaler)
             numbers.guessed.clear()
             numbers.launches.clear()
             count.parameters = sum(parameter.numel() for parameter in step.model.parameters())
-            count.hidden = hidden_parameters(step.model)
+            count.hidden = user_models.hidden_parameters(step.model)
             count.drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in step.model.modules())
-            with watched_attention(shape_of_attention), FlopCounterMode(display=False) as counter:
+            uncounted = user_models.watched_attention(user_models.shape_of_attention)
+            with uncounted, FlopCounterMode(display=False) as counter:
                 step.forward()
                 if workload.mode != "forward":
                     step.backward()
@@ -153,12 +145,13 @@ class AttentionCalls(TorchDispatchMode):
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Within this, attention is counted."""
-        with watched_attention(self._attend), self:
+        with user_models.watched_attention(self._attend), self:
             yield
 
-    def _attend(self, call: AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
+    def _attend(self, call: user_models.AttentionCall, attention: Callable[..., Tensor]) -> Tensor:
         query, key, value, mask = call.query, call.key, call.value, call.mask
-        self.calls[why_not_ours(query, key, value, call.attn_mask, call.dropout_p, call.enable_gqa) or ""] += 1
+        reason = user_models.why_not_ours(query, key, value, call.attn_mask, call.dropout_p, call.enable_gqa)
+        self.calls[reason or ""] += 1
         matrices, scores = query.shape[:-2].numel(), (query.shape[-2], key.shape[-2])
         if mask is not None and mask in self._from_batch:
             self.is_upper_bound, mask = True, None
@@ -279,7 +272,7 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
         "flops_are_upper_bound": attention.is_upper_bound,
         "same_attention": [name for name, calls in replaced.items() if not calls],
         "notes": [
-            *hidden_warnings(str(workload.user.model), hidden_parameters(step.model)),
+            *user_models.hidden_warnings(str(workload.user.model), user_models.hidden_parameters(step.model)),
             *_flop_notes(workload, count, attention),
             *fused_notes(step),
         ],
@@ -296,7 +289,7 @@ def fused_notes(step: "TrainStep") -> list[str]:
     if handle is None or not handle.recognized:
         return []
     recognized = dict(handle.recognized)
-    if not step.computes_loss_without_logits:
+    if step.loss_without_logits is None:
         recognized.pop("linear-cross-entropy", None)
     replaced = ", ".join(f"{times} x {name}" for name, times in recognized.items())
     copies = f"; {len(list(handle.copies))} weights have copies" if handle.copies is not None else ""

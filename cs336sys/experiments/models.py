@@ -37,7 +37,6 @@ def _sdpa(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor
 
 
 def _flash(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
-    """This project's attention in the signature of the model's."""
     return flash_attention(Q, K, V, is_causal=mask is not None)
 
 
@@ -73,11 +72,7 @@ def use_attention(workload: Workload) -> None:
 
 @functools.cache
 def _require_replaceable_attention() -> None:
-    """Refuse another attention where the model of somebody's ``cs336_basics`` would not call it.
-
-    Raises:
-        CapabilityError: its attention calls something else; tried on four tokens, on the CPU.
-    """
+    """Refuse another attention where the model of somebody's ``cs336_basics`` calls its own: tried on four tokens."""
     package = course_package()
     if package.is_ours:
         return

@@ -144,9 +144,7 @@ def count_model(configuration: dict[str, Any], progress: Progress) -> Outcome:
     return Outcome("ok", derived=columns)
 
 
-def _count_step(
-    workload: Workload,
-) -> tuple[list[nn.Parameter], list[tuple[int, int, int]], dict[str, OperationCount]]:
+def _count_step(workload: Workload) -> tuple[list[nn.Parameter], list[tuple[int, int, int]], dict[str, OperationCount]]:
     """The parameters, the calls of attention and the operations of each pass, on tensors without values."""
     launched = replace(workload, precision="fp32", attention="sdpa", mode="forward-backward")
     calls: list[tuple[int, int, int]] = []

@@ -49,6 +49,7 @@ class TrainStep:
         takes_half_gradients: whether float32 parameters may have gradients in bf16.
         chains_blocks: whether fused blocks are called one after another, each whole and once, and nothing between them.
         warmup_of_capture: steps that :meth:`capture` runs before it captures.
+        loss_without_logits: a fused kernel's function that computes logits and loss together; None without one.
         graphs: the step in CUDA graphs, once :meth:`capture` has been called.
     """
 
@@ -77,7 +78,7 @@ class TrainStep:
         if optimizer is None and workload.mode == "train":
             self.optimizer = build_optimizer(workload, self.model)
         self._fused: Fused | None = None
-        self._loss_without_logits: Callable[..., Tensor] | None = None
+        self.loss_without_logits: Callable[..., Tensor] | None = None
         if workload.fused_kernels:
             self._use_fused_kernels()
         if workload.update == "backward":
@@ -96,15 +97,10 @@ class TrainStep:
         runs = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
         self.phases: dict[str, Callable[[], None]] = {name: runs[name] for name in PHASES_OF_MODE[workload.mode]}
         self.phases_with_loss = self.phases
-        if self._loss_without_logits is None:
+        if self.loss_without_logits is None:
             others = {name: run for name, run in self.phases.items() if name != "forward"}
             self.phases_with_loss = {"forward": self.compute_logits, "loss": self.compute_loss} | others
         self._launched, self._launched_with_loss = self.phases, self.phases_with_loss
-
-    @property
-    def computes_loss_without_logits(self) -> bool:
-        """Return whether a fused kernel computes logits and loss together."""
-        return self._loss_without_logits is not None
 
     def _use_fused_kernels(self) -> None:
         """Let the loss, the weights' copies and the additions between blocks be those of the model's fused kernels."""
@@ -115,7 +111,7 @@ class TrainStep:
         if self._fused is None:
             return
         if self._fused.computes_loss and workload.user.loss is None:
-            self._loss_without_logits = self._fused.loss
+            self.loss_without_logits = self._fused.loss
         half = AUTOCAST_DTYPES.get(workload.precision)
         has_copies = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
         has_copies = has_copies and workload.kernels == "fused"
@@ -237,13 +233,13 @@ class TrainStep:
 
     def forward(self) -> None:
         """Logits and loss; without gradients in mode ``forward``."""
-        if self._loss_without_logits is None:
+        if self.loss_without_logits is None:
             self.compute_logits()
             self.compute_loss()
             return
         with self._precision():
             call = functools.partial(user_models.call_model, self.model)
-            self.loss = self._loss_without_logits(call, self.inputs, self.targets)
+            self.loss = self.loss_without_logits(call, self.inputs, self.targets)
 
     def compute_logits(self, watching: AbstractContextManager[None] = contextlib.nullcontext()) -> None:
         with self._precision(), watching:

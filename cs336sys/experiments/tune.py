@@ -106,7 +106,6 @@ def measure_rates(configuration: dict[str, Any], progress: Progress) -> Outcome:
 
 
 def _attention_seconds(attention: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> tuple[float, float]:
-    """Return the time of a forward and of a backward pass of causal attention."""
     inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
     run = functools.partial(attention, *inputs, is_causal=True)
     output = run()
@@ -115,7 +114,6 @@ def _attention_seconds(attention: Callable[..., torch.Tensor], shape: tuple[int,
 
 
 def _update_seconds(workload: Workload, parameters: int) -> float:
-    """Return the time in which the workload's optimizer updates so many parameters."""
     parameter = torch.nn.Parameter(torch.randn(parameters))
     parameter.grad = torch.ones_like(parameter)
     return _seconds(build_optimizer_of(workload, [parameter]).step)

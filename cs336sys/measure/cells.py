@@ -63,8 +63,6 @@ Measure = Callable[[dict[str, Any], Progress], Outcome]
 
 @dataclass(frozen=True)
 class _Child:
-    """A started process and the pipe to it."""
-
     guarded: Guarded
     connection: multiprocessing.connection.Connection
     out_of_memory_kills: int | None = field(default_factory=out_of_memory_kills)
@@ -78,7 +76,9 @@ class _Child:
         except (EOFError, OSError):
             # In the middle of a message, too.
             kills = self.out_of_memory_kills
-            cause = self._cause_of_death()
+            cause = "closed its connection"
+            if self.guarded.has_ended(_EXIT_S):
+                cause = cause_of_death(self.guarded.process.returncode, kills)
             is_killed = self.guarded.process.returncode == -signal.SIGKILL
             ran_out = is_killed and kills is not None and (out_of_memory_kills() or 0) > kills
             status: Status = "oom" if ran_out else "error"
@@ -93,11 +93,6 @@ class _Child:
         with contextlib.suppress(OSError):
             self.connection.send(configuration)
 
-    def _cause_of_death(self) -> str:
-        if not self.guarded.has_ended(_EXIT_S):
-            return "closed its connection"
-        return cause_of_death(self.guarded.process.returncode, self.out_of_memory_kills)
-
 
 class Worker:
     """A process that measures one cell after another.
@@ -108,6 +103,9 @@ class Worker:
         arguments: the command line, for the run's record.
         silence_s: how long the process may take to start, and then until the first message of a cell: one that starts
             ranks has those end when they hang, and before that it can hang itself. None is as long as it takes.
+
+    Attributes:
+        run: the machine that the worker found itself on; None before it has started.
     """
 
     def __init__(self, measure: str, arguments: tuple[str, ...] = (), *, silence_s: float | None = None):
@@ -115,13 +113,8 @@ class Worker:
         self._arguments = arguments
         self._silence_s = silence_s
         self._child: _Child | None = None
-        self._run: Run | None = None
+        self.run: Run | None = None
         self._is_busy = False
-
-    @property
-    def run(self) -> Run | None:
-        """The machine that the worker found itself on; None before it has started."""
-        return self._run
 
     def start(self, *, timeout_s: float | None = None) -> Outcome | None:
         """Start the process unless there is one, which :meth:`measure` does, too.
@@ -143,7 +136,7 @@ class Worker:
         message = child.receive(timeout_s)
         if isinstance(message, Run):
             # A replaced worker goes on with its predecessor's run.
-            self._run = self._run or message
+            self.run = self.run or message
             self._is_busy = False
             return None
         self.close()
@@ -153,7 +146,7 @@ class Worker:
         if message.status == "unsupported":
             raise UsageError(message.reason)
         reason = f"the measuring process did not start: {message.reason}"
-        if self._run is None:
+        if self.run is None:
             raise CapabilityError(reason)
         return Outcome("error", reason=reason)
 

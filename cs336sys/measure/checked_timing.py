@@ -18,7 +18,6 @@ from torch import Tensor
 
 from cs336sys.errors import UserCodeError
 from cs336sys.measure import relative_error
-from cs336sys.measure.cells import Progress
 from cs336sys.results.model import Samples
 
 # What is written to empty an L2 cache, and how long a GPU waits so that what is launched too early finds old inputs.
@@ -104,7 +103,6 @@ class KernelTimer:
         warmup_ms: float,
         repetition_ms: float,
         least_ms: float = 0.0,
-        progress: Progress = lambda stage: None,
     ) -> Samples:
         """Time calls for as long as asked for, five at least.
 
@@ -121,7 +119,6 @@ class KernelTimer:
         times_ms: list[float] = []
         while len(times_ms) < _FEWEST_CALLS or (sum(times_ms) < repetition_ms and len(times_ms) < _MOST_CALLS):
             times_ms.append(self._call(prepare))
-            progress(f"call {len(times_ms)}")
         median_ms = sorted(times_ms)[len(times_ms) // 2]
         if median_ms < least_ms:
             raise WrongKernelError(

@@ -21,6 +21,12 @@ def choose_device(name: str) -> torch.device:
     return torch.device(automatic if name == "auto" else name)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was launched; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 # In the order of workload.COLLECTIVE_DTYPES: first those of sizes.PRECISIONS.
 DTYPES = {
     "fp32": torch.float32,

@@ -117,11 +117,7 @@ def autocast_dtypes(precision: str, loss_function: str, device: torch.device) ->
 def _train_step(
     norm: type[nn.Module], autocast_dtype: torch.dtype, loss_function: str, device: torch.device
 ) -> dict[str, str]:
-    """Dtype by part: parameters, fc1, ln, logits, loss, loss_outside, gradients.
-
-    Raises:
-        RuntimeError: the device cannot autocast to ``autocast_dtype``.
-    """
+    """Dtype by part: parameters, fc1, ln, logits, loss, loss_outside, gradients."""
     model = ToyModel(_IN_FEATURES, _OUT_FEATURES, norm).to(device)
     x = torch.randn(_BATCH, _IN_FEATURES, device=device)
     if loss_function == "cross-entropy":

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
+from cs336sys.measure.device import synchronize
 from cs336sys.measure.range_names import ATTENTION_RANGE, FINAL_MATMUL, SCORES, SOFTMAX
 
 
@@ -73,8 +74,8 @@ def phase(name: str, marks: Marks, wait_for: torch.device | None = None) -> Iter
     end = marks.start(name)
     try:
         yield
-        if wait_for is not None and wait_for.type == "cuda":
-            torch.cuda.synchronize(wait_for)
+        if wait_for is not None:
+            synchronize(wait_for)
     finally:
         end()
 

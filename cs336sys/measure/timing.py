@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
+from cs336sys.measure.device import synchronize
 from cs336sys.results.model import Samples
 
 
@@ -85,8 +86,8 @@ class StepTimer:
         for phase in self._phases.values():
             phase()
             step_marks.append(mark(on_gpu))
-        if on_gpu and self._synchronize_steps:
-            torch.cuda.synchronize(self._device)
+        if self._synchronize_steps:
+            synchronize(self._device)
         self._marks.append(step_marks)
         self._clocks.append((started, time.perf_counter()))
 
@@ -97,8 +98,7 @@ class StepTimer:
             warmup: how many of the steps, the first ones, are kept apart.
         """
         on_gpu = self._device.type == "cuda"
-        if on_gpu:
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         clocks = self._clocks
         if not self._synchronize_steps:
             starts = [started for started, _ in clocks] + [time.perf_counter()]
@@ -132,9 +132,8 @@ def time_phases(
     Returns:
         Samples in milliseconds by phase name, and for ``step`` and ``wall``.
     """
-    if device.type == "cuda":
-        # What was launched before is no part of the first step's wall, where there is no warm-up.
-        torch.cuda.synchronize(device)
+    # What was launched before is no part of the first step's wall, where there is no warm-up.
+    synchronize(device)
     timer = StepTimer(phases, device, synchronize_steps=synchronize_steps)
     for index in range(warmup + steps):
         kind, number, count = ("warm-up", index, warmup) if index < warmup else ("step", index - warmup, steps)

@@ -47,10 +47,10 @@ class KeptWorkers:
                 if predecessor is not None and (not kept.are_kept or found != surroundings()):
                     Worker.close(predecessor)
                     predecessor = None
-                if predecessor is None or self._run is not None:
+                if predecessor is None or self.run is not None:
                     return super().start(timeout_s=timeout_s)
                 self._child = predecessor._child
-                self._run = dataclasses.replace(predecessor._run, run_id=str(uuid.uuid4()))
+                self.run = dataclasses.replace(predecessor.run, run_id=str(uuid.uuid4()))
                 return None
 
             def measure(self, *arguments, **options):
@@ -65,7 +65,7 @@ class KeptWorkers:
                     super().close()
                     return
                 successor = Worker(self._measure, self._arguments)
-                successor._child, successor._run, self._child = self._child, self._run, None
+                successor._child, successor.run, self._child = self._child, self.run, None
                 former, _ = kept.idle.pop(self._measure, (None, None))
                 if former is not None:
                     Worker.close(former)

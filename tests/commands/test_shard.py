@@ -132,7 +132,7 @@ def test_the_board_says_what_it_has_chosen():
     ],
 )
 def test_the_board_fills_the_gpu_that_there_is(gpu_gib, words, monkeypatch):
-    monkeypatch.setattr("cs336sys.commands.options.board.gpu_capacity", lambda device: Capacity("a GPU", gpu_gib))
+    monkeypatch.setattr("cs336sys.commands.shard.gpu_capacity", lambda device: Capacity("a GPU", gpu_gib))
     assert words in invoke("--size", "8b", "--board", "--dry-run").stderr
 
 

@@ -21,7 +21,6 @@ from cs336sys.measure.allocations.timeline import (
     RECOMPUTATION,
     Event,
     Gradient,
-    Held,
     Origin,
     Region,
     Span,
@@ -49,7 +48,7 @@ STEP = [
     Event(4, -100),
 ]
 REGIONS = [Region("forward", 0, 3), Region("backward", 3, 7), Region("optimizer", 7, 10)]
-HELD = [Held(100, 100, "parameters"), Held(101, 200, "optimizer state")]
+HELD = {100: (100, "parameters"), 101: (200, "optimizer state")}
 GRADIENT = Gradient(5, 4, "layers.3.ffn.w1.weight")
 
 
@@ -92,7 +91,7 @@ def test_an_address_used_again_is_another_allocation():
 
 def test_optimizer_state_made_in_the_step_is_no_temporary():
     """The first step makes it."""
-    timeline = step_timeline([*STEP[:8], Event(5, 200), *STEP[8:]], live_blocks=HELD[:1], optimizer_state=[5])
+    timeline = step_timeline([*STEP[:8], Event(5, 200), *STEP[8:]], live_blocks={100: HELD[100]}, optimizer_state=[5])
     assert timeline.bytes_by_category()["optimizer state"] == [0] * 9 + [200] * 3
 
 

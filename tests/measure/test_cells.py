@@ -169,7 +169,7 @@ def test_worker_that_does_not_start_in_time_times_out_and_one_that_dies_is_an_er
         outcome = worker.measure({}, timeout_s=0.7, progress=str)
         assert outcome == Outcome("timeout", reason="the measuring process did not start within 0.7 s")
     assert worker.run is None
-    worker._measure, worker._run = "no_such_module:measure", object()
+    worker._measure, worker.run = "no_such_module:measure", object()
     outcome = worker.measure({}, timeout_s=60, progress=str)
     assert outcome.status == "error"
     assert outcome.reason == "the measuring process did not start: the measuring process ended with exit code 1"

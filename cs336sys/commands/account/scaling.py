@@ -6,10 +6,9 @@ from typing import Annotated
 import typer
 
 from cs336sys.commands.account import require_positive, require_triable
-from cs336sys.commands.options.board import is_given, read_memory_limit
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import choice
+from cs336sys.commands.options.reading import choice, is_given, read_memory_limit
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, choose_size
 from cs336sys.workload import STATE_DTYPES

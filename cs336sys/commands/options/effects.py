@@ -19,11 +19,7 @@ class Effect(enum.StrEnum):
 
 
 def _declared(effect: Effect, *names: str, **settings: Any) -> Any:
-    """Declare an option of a command and its effect.
-
-    Args:
-        settings: of ``typer.Option``.
-    """
+    """Declare an option as ``typer.Option`` does, and its effect."""
     option = typer.Option(*names, **settings)
     option.effect = effect
     return option

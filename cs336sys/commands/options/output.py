@@ -144,11 +144,7 @@ class SweepOptions:
     ] = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing, whether or not anything is measured.
-
-        Raises:
-            UsageError: the timeout is not positive, or the file is missing or misnamed.
-        """
+        """Refuse what means nothing, whether or not anything is measured."""
         if self.cell_timeout is not None and self.cell_timeout <= 0:
             raise UsageError(f"--cell-timeout {self.cell_timeout:g}: must be more than 0 seconds")
         if self.resumes and self.save is None:

@@ -90,6 +90,22 @@ def refuse_given(ctx: typer.Context, names: Collection[str], why: str) -> None:
             raise UsageError(f"{parameter.opts[0]}: {why}; leave it out")
 
 
+def is_given(context: typer.Context, option: str) -> bool:
+    """Return whether the user has given this option, by its parameter's name, on the command line or by a variable."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
+
+
+_SOURCES = ("DEFAULT", "DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")
+
+
+def goes_before(context: typer.Context, option: str, other: str) -> bool:
+    """Return whether an option is given where it precedes another, or next to it: the line, variables, the file."""
+    option_source, other_source = (context.get_parameter_source(name) for name in (option, other))
+    ranks = [0 if source is None else _SOURCES.index(source.name) for source in (option_source, other_source)]
+    return ranks[0] > 0 and ranks[0] >= ranks[1]
+
+
 def _refuse_one_file_for_two(values: Mapping[str, Any], declared: Mapping[str, Any]) -> None:
     """Raise a UsageError where an option would write the file of another: the table over the results, or the text."""
     written: dict[str, str] = {}
@@ -300,6 +316,24 @@ def byte_count(text: str) -> int:
     if not 1 <= count <= LARGEST_NUMBER or count != int(count):
         raise UsageError("must be a whole number of bytes, between 1 and 1e18")
     return int(count)
+
+
+def read_memory_limit(text: str, option: str = "--memory-limit") -> float:
+    """Bytes of ``130GiB`` or ``140GB``, a value of that option.
+
+    Raises:
+        UsageError: it is none.
+    """
+    for ending in ("GIB", "GB"):
+        number = text.upper().removesuffix(ending)
+        if number != text.upper():
+            try:
+                value = float(number)
+            except ValueError:
+                break
+            if 0 < value < math.inf:
+                return value * _BYTE_UNITS[ending]
+    raise UsageError(f"{option} '{text}': give a size such as 130GiB or 140GB")
 
 
 # What a shell offers where a value is to be typed, called with what stands there so far; it offers files itself.

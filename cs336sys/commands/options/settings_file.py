@@ -42,15 +42,12 @@ def use_settings(ctx: Any, config: Path | None, commands: Collection[str]) -> No
     Raises:
         UsageError: the file cannot be read, is no TOML, or has tables of no command.
     """
-    file: Path | None
-    if config is not None:
-        file, tables = config, _read_settings(config)
-        is_tool = config.name == "pyproject.toml"
-    else:
+    file, is_tool = config, config is None or config.name == "pyproject.toml"
+    if file is None:
         start = Path.cwd()
         candidates = (path for folder in (start, *start.parents) if (path := folder / "pyproject.toml").is_file())
-        nearest = next(candidates, None)
-        file, tables, is_tool = nearest, {} if nearest is None else _read_settings(nearest), True
+        file = next(candidates, None)
+    tables = {} if file is None else _read_settings(file)
     if is_tool:
         tables = tables.get("tool", {})
         tables = tables.get("cs336sys", {}) if isinstance(tables, Mapping) else {}

@@ -11,27 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Annotated, Any, ClassVar
 
+from cs336sys import workload
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.commands.options.effects import runs_code, setting
 from cs336sys.commands.options.reading import MEASURING, MODEL, WHAT_RUNS, choice, name_or_code
 from cs336sys.errors import DEBUG_VARIABLE, UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize, choose_size
 from cs336sys.user_code import digest, is_user_code, source_file
-from cs336sys.workload import (
-    ATTENTION,
-    COMPILE_MODES,
-    CUDA_GRAPH,
-    DEVICES,
-    MODEL_KERNELS,
-    MODES,
-    OPTIMIZERS,
-    STATE_DTYPES,
-    SYNCHRONIZE,
-    UPDATES,
-    UserCode,
-    Workload,
-    parse_kernels,
-)
 from cs336sys.workload.course_package import course_package, set_aside_others
 
 _OWN = "Default: by size."
@@ -43,8 +29,8 @@ def _rounded_size(parameters: int) -> str:
 
 _SIZES = ", ".join(f"{name} {_rounded_size(count_parameters(size))}" for name, size in SIZES.items())
 
-ModesOption = Annotated[list[str], choice(MODES, rich_help_panel=WHAT_RUNS)]
-DeviceOption = Annotated[str, choice(DEVICES)]
+ModesOption = Annotated[list[str], choice(workload.MODES, rich_help_panel=WHAT_RUNS)]
+DeviceOption = Annotated[str, choice(workload.DEVICES)]
 SeedOption = Annotated[int, setting(help="Seed of weights and batch.", min=0, max=2**63 - 1)]
 ModelOption = Annotated[str | None, runs_code(help="Yours: FILE.py:NAME (docs/your_model.md).")]
 LossOption = Annotated[str | None, runs_code(help="Yours: (output, targets) -> scalar.")]
@@ -142,15 +128,19 @@ class ImplementationOptions:
     """Options for implementations of the same computation."""
 
     panel: ClassVar = WHAT_RUNS
-    compile: Annotated[Sequence[str], choice(COMPILE_MODES, "off, block (and the loss), model.")] = ("off",)
-    attention: Annotated[Sequence[str], choice(ATTENTION)] = ("reference",)
-    kernels: Annotated[Sequence[str], choice(MODEL_KERNELS, "reference, fused, rope+swiglu.", parser=parse_kernels)] = (
-        "reference",
+    compile: Annotated[Sequence[str], choice(workload.COMPILE_MODES, "off, block (and the loss), model.")] = ("off",)
+    attention: Annotated[Sequence[str], choice(workload.ATTENTION)] = ("reference",)
+    kernels: Annotated[
+        Sequence[str], choice(workload.MODEL_KERNELS, "reference, fused, rope+swiglu.", parser=workload.parse_kernels)
+    ] = ("reference",)
+    optimizer: Annotated[Sequence[str], name_or_code(workload.OPTIMIZERS, "course, fused, adamw, FILE.py:NAME")] = (
+        "course",
     )
-    optimizer: Annotated[Sequence[str], name_or_code(OPTIMIZERS, "course, fused, adamw, FILE.py:NAME")] = ("course",)
-    state_dtype: Annotated[Sequence[str], choice(STATE_DTYPES, "Of adamw: fp32, bf16, split.")] = ("fp32",)
-    update: Annotated[Sequence[str], choice(UPDATES, "Of adamw: step, or within backward.")] = ("step",)
-    cuda_graph: Annotated[Sequence[str], choice(CUDA_GRAPH, "off, on: phases replayed from graphs.")] = ("off",)
+    state_dtype: Annotated[Sequence[str], choice(workload.STATE_DTYPES, "Of adamw: fp32, bf16, split.")] = ("fp32",)
+    update: Annotated[Sequence[str], choice(workload.UPDATES, "Of adamw: step, or within backward.")] = ("step",)
+    cuda_graph: Annotated[Sequence[str], choice(workload.CUDA_GRAPH, "off, on: phases replayed from graphs.")] = (
+        "off",
+    )
 
     def optimizers(self) -> list[tuple[str, str, str]]:
         """Optimizers with the dtypes of their states and when they update; only ``adamw`` has several."""
@@ -188,10 +178,10 @@ class RunOptions:
     device: DeviceOption = "auto"
     seed: SeedOption = 0
     tf32: Annotated[bool, setting("--tf32/--no-tf32", help="Let fp32 matrix products use TF32.")] = False
-    synchronize: Annotated[str, choice(SYNCHRONIZE, "step (waits), none.")] = "step"
+    synchronize: Annotated[str, choice(workload.SYNCHRONIZE, "step (waits), none.")] = "step"
 
 
-def _user_code(model: ModelOptions, optimizers: list[tuple[str, str, str]]) -> UserCode:
+def _user_code(model: ModelOptions, optimizers: list[tuple[str, str, str]]) -> workload.UserCode:
     """Collect the user's code, with the digest of its files: one for all cells, which differ in what they name."""
     references = {"model": model.model, "loss": model.loss, "batch": model.batch}
     for option, reference in references.items():
@@ -201,7 +191,7 @@ def _user_code(model: ModelOptions, optimizers: list[tuple[str, str, str]]) -> U
             except UsageError as error:
                 raise UsageError(f"--{option} {error}") from error
     named = [name for name in (*references.values(), *(name for name, *_ in optimizers)) if name and is_user_code(name)]
-    return UserCode(**references, blocks=model.blocks, code_digest=digest(named) if named else None)
+    return workload.UserCode(**references, blocks=model.blocks, code_digest=digest(named) if named else None)
 
 
 def _default_size(device: str) -> str:
@@ -216,7 +206,7 @@ def expand_workloads(
     implementation: ImplementationOptions,
     steps: StepsOptions,
     run: RunOptions,
-) -> list[Workload]:
+) -> list[workload.Workload]:
     """Every combination of the list options, in their order.
 
     Raises:
@@ -232,7 +222,7 @@ def expand_workloads(
     sizes = (model if model.size else replace(model, size=[_default_size(run.device)])).sizes()
     user = _user_code(model, implementation.optimizers())
     return [
-        Workload(
+        workload.Workload(
             size, mode, chosen or size.precision, **settings, warmup=warmup, steps=steps.steps, user=user, **asdict(run)
         )
         for size, mode, chosen, settings, warmup in product(

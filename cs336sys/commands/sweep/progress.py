@@ -5,7 +5,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from cs336sys.commands.faults import say
 from cs336sys.results.model import Cell, distinguishing_settings
@@ -26,8 +26,8 @@ _PASSED_ON_S = 30.0
 _MARK = b"\0\0 all of it\n"
 
 
-class SweepProgress(Protocol):
-    """Reports of a sweep while it goes on."""
+class SweepProgress:
+    """Reports of a sweep while it goes on; this class shows nothing."""
 
     def at_stage(self, stage: str) -> None:
         """Report the stage of the cell that is measured now."""
@@ -49,7 +49,7 @@ def showing_progress(
     from rich.console import Console
 
     if not is_shown:
-        yield _Unseen()
+        yield SweepProgress()
     elif Console(stderr=True).is_terminal and os.environ.get("TERM") != "dumb":
         # Not closed here: processes that outlive the sweep may still have something to say.
         console = Console(file=open(os.dup(2), "w"))  # noqa: SIM115
@@ -67,15 +67,7 @@ def showing_progress(
             yield lines
 
 
-class _Unseen:
-    def at_stage(self, stage: str) -> None:
-        pass
-
-    def cell_done(self, cell: Cell, took_s: float | None) -> None:
-        pass
-
-
-class _Lines:
+class _Lines(SweepProgress):
     """``bench: 2 of 8: ok: size small, precision bf16: 12.3 s, about 1 min 14 s left``
 
     And of a cell that takes long, at 30 s, 1 min, 2 min, ...: ``bench: 3 of 8: timing steps, after 30 s``
@@ -198,7 +190,7 @@ def _drawn_bar(console: "Console") -> "Progress":
     return progress.Progress(*columns, console=console, transient=True)
 
 
-class _Bar:
+class _Bar(SweepProgress):
     def __init__(self, drawn: "Progress", command: str, count: int):
         self._drawn = drawn
         self._task = drawn.add_task(command, total=count, stage="")

@@ -13,6 +13,7 @@ is the last: the sweep ends with exit code 1, at which torchrun ends the other r
 
 import contextlib
 import datetime
+import functools
 import importlib
 import itertools
 import os
@@ -68,14 +69,36 @@ def join_timeout_s(configurations: Collection[dict[str, Any]]) -> float:
     return max((configuration.get("timeout_s", _JOIN_S) for configuration in configurations), default=_JOIN_S)
 
 
-def check_rank_outputs(plot_scaling: Path | None, trace: Path | None, workloads: Iterable[ParallelWorkload]) -> None:
-    """Raise a UsageError where ``--plot-scaling`` has one number of ranks to draw, or ``--trace`` cannot be written."""
-    from cs336sys.report.outputs import check_writable
+class ParallelTraining:
+    """What ``ddp`` and ``shard`` do alike with their options of these names."""
 
-    if plot_scaling is not None and len({workload.world_size for workload in workloads}) == 1:
-        raise UsageError(f"--plot-scaling {plot_scaling}: needs several numbers of ranks: give --world-size 1,2")
-    if trace is not None:
-        check_writable(trace / "trace.json.gz", "--trace")
+    backend: str
+    high_priority: bool
+    timeout: float
+    check_layers: int | None
+    plot_scaling: Path | None
+    trace: Path | None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return those that every cell has."""
+        return {
+            "backend": self.backend,
+            "high_priority": self.high_priority,
+            "trace": str(self.trace) if self.trace else None,
+            "timeout_s": self.timeout,
+            "check_layers": self.check_layers,
+        }
+
+    def check_rank_outputs(self, workloads: Iterable[ParallelWorkload]) -> None:
+        """Raise a UsageError for ``--plot-scaling`` of one number of ranks, or a ``--trace`` that cannot be written."""
+        from cs336sys.report.outputs import check_writable
+
+        if self.plot_scaling is not None and len({workload.world_size for workload in workloads}) == 1:
+            option = f"--plot-scaling {self.plot_scaling}"
+            raise UsageError(f"{option}: needs several numbers of ranks: give --world-size 1,2")
+        if self.trace is not None:
+            check_writable(self.trace / "trace.json.gz", "--trace")
 
 
 def is_first_rank() -> bool:
@@ -97,20 +120,14 @@ class JoinedWorker:
             self._measure_cell = getattr(importlib.import_module(module), function)
         self._arguments = arguments
         self.identity = identity
+        self.is_first = identity.rank == 0
         self._join_timeout_s = join_timeout_s
-        self._run: Run | None = None
 
-    @property
-    def is_first(self) -> bool:
-        return self.identity.rank == 0
-
-    @property
+    @functools.cached_property
     def run(self) -> Run:
-        if self._run is None:
-            from cs336sys.measure.environment import new_run
+        from cs336sys.measure.environment import new_run
 
-            self._run = new_run(self._arguments)
-        return self._run
+        return new_run(self._arguments)
 
     def start(self, *, timeout_s: float | None) -> None:
         """This process runs already; the others are waited for.

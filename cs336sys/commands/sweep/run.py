@@ -274,7 +274,6 @@ class _RunningSweep:
     predictions: Mapping[str, Mapping[str, Any]]
 
     def __post_init__(self) -> None:
-
         configurations, options = self.configurations, self.options
         self.cells: list[Cell] = []
         self.interruption: int | None = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from cs336sys.commands.faults import say
 from cs336sys.errors import CapabilityError, OutputError
@@ -218,16 +218,15 @@ def _as_tracked(
         yield TrackedCell(
             " ".join([command, *told_apart]),
             cell.run_id or "a run not recorded",
-            {name: _tracked_text(value) for name, value in (configuration | machine).items()},
+            {
+                name: value if isinstance(value, str) else json_text(value)
+                for name, value in (configuration | machine).items()
+            },
             {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)},
             texts,
             [whole, *(path for path in left if path.stat().st_mtime >= started_s)],
             cell.status in ("error", "wrong"),
         )
-
-
-def _tracked_text(value: Any) -> str:
-    return value if isinstance(value, str) else json_text(value)
 
 
 def _one_line(error: Exception) -> str:

@@ -13,13 +13,7 @@ from cs336sys.accounting.sharding.step import sharded_optimizer_state
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.checks.few_blocks import check_few_blocks
 from cs336sys.experiments.flop_counting import counted_columns
-from cs336sys.experiments.memory.prediction import (
-    PhasePeak,
-    block_changes,
-    predicted_timeline,
-    summary,
-    timeline_peaks,
-)
+from cs336sys.experiments.memory import prediction
 from cs336sys.experiments.memory.step import MemoryStep
 from cs336sys.experiments.training import set_matmul_precision, time_steps, training_warnings, with_notes
 from cs336sys.experiments.user_models import telling_user_errors
@@ -30,16 +24,8 @@ from cs336sys.measure.allocations.timeline import AllocationTimeline
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device, free_gpu_memory
 from cs336sys.results.model import hide_home
-from cs336sys.workload import MemoryWorkload
-from cs336sys.workload.memory_changes import (
-    SettingChange,
-    changed,
-    command_line,
-    number_of_ranks,
-    plans,
-    possible_changes,
-    sharded_bytes,
-)
+from cs336sys.workload import MemoryWorkload, memory_changes
+from cs336sys.workload.memory_changes import SettingChange
 
 _WITHOUT_ONEDNN = (
     "recorded without oneDNN, which reorders copies of operands as no GPU does: a real step on this "
@@ -83,8 +69,8 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
             counted = counted_peaks(step)
         progress("recording a step")
         timeline, history = record(step, follow_operations=training.compile == "off")
-        peaks = counted or timeline_peaks(timeline)
-        derived |= summary(workload, timeline, peaks, block_changes(timeline, step.block_names))
+        peaks = counted or prediction.timeline_peaks(timeline)
+        derived |= prediction.summary(workload, timeline, peaks, prediction.block_changes(timeline, step.block_names))
         if workload.snapshot is not None:
             progress("writing the snapshot")
             snapshot = history.snapshot if isinstance(history, CudaHistory) else as_snapshot(timeline)
@@ -105,15 +91,16 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
 def _traced(workload: MemoryWorkload) -> tuple[dict[str, Any], list[str]]:
     """The peaks of the step on fake tensors, or a note where the user's model does not run on them."""
     try:
-        traced = predicted_timeline(workload)
+        traced = prediction.predicted_timeline(workload)
     except CapabilityError as error:
         if workload.training.is_ours:
             raise
         return {}, [str(error)]
-    return {"traced": [asdict(peak) for peak in timeline_peaks(traced.timeline)]}, traced.notes(workload.training)
+    peaks = prediction.timeline_peaks(traced.timeline)
+    return {"traced": [asdict(peak) for peak in peaks]}, traced.notes(workload.training)
 
 
-def counted_peaks(step: MemoryStep) -> list[PhasePeak]:
+def counted_peaks(step: MemoryStep) -> list[prediction.PhasePeak]:
     """The CUDA allocator's own counters in each phase of one step, which nothing else observes."""
     peaks = []
 
@@ -122,7 +109,7 @@ def counted_peaks(step: MemoryStep) -> list[PhasePeak]:
         torch.cuda.reset_peak_memory_stats(step.device)
         yield
         allocated = torch.cuda.max_memory_allocated(step.device)
-        peaks.append(PhasePeak(name, allocated, torch.cuda.max_memory_reserved(step.device)))
+        peaks.append(prediction.PhasePeak(name, allocated, torch.cuda.max_memory_reserved(step.device)))
 
     step.release_graphs()
     step.run_phases(counted)
@@ -172,7 +159,7 @@ class _Planner:
         base = self._bytes(())
         if base is None:
             raise CapabilityError(self._failed)
-        changes = possible_changes(self._workload)
+        changes = memory_changes.possible_changes(self._workload)
         rows = []
         usable = []
         for change in changes:
@@ -192,16 +179,17 @@ class _Planner:
             "tried": len(self._known),
         }
         if plan is not None and not any(change.setting == "ranks" for change in plan):
-            derived["command"] = hide_home(command_line(changed(self._workload, plan) or self._workload))
+            planned = memory_changes.changed(self._workload, plan) or self._workload
+            derived["command"] = hide_home(memory_changes.command_line(planned))
         elif plan:
             *other_changes, ranks = plan
-            single = changed(self._workload, other_changes) or self._workload
-            command = hide_home(command_line(single)).split(" ")
+            single = memory_changes.changed(self._workload, other_changes) or self._workload
+            command = hide_home(memory_changes.command_line(single)).split(" ")
             derived["command"] = " ".join([*command[:1], ranks.option, *command[2:]])
         return derived
 
     def _cheapest(self, changes: Sequence[SettingChange]) -> tuple[SettingChange, ...] | None:
-        for plan in plans(changes):
+        for plan in memory_changes.plans(changes):
             self._progress(f"trying {' '.join(change.option for change in plan)}")
             size = self._bytes(plan)
             if size is not None and size <= self._limit:
@@ -215,11 +203,11 @@ class _Planner:
 
     def _bytes(self, plan: Sequence[SettingChange]) -> int | None:
         ranks = next((change for change in plan if change.setting == "ranks"), None)
-        workload = changed(self._workload, [change for change in plan if change is not ranks])
+        workload = memory_changes.changed(self._workload, [change for change in plan if change is not ranks])
         if workload is None:
             return None
         if ranks is not None and workload.training.is_ours:
-            return sharded_bytes(workload, ranks)
+            return memory_changes.sharded_bytes(workload, ranks)
         if ranks is not None and workload.micro_batches > 1:
             # A shared step takes one micro-batch.
             return None
@@ -236,12 +224,12 @@ class _Planner:
         self._traces += 1
         try:
             if ranks is not None:
-                return bytes_with_shared_state(workload, number_of_ranks(ranks))
-            traced = predicted_timeline(workload)
+                return bytes_with_shared_state(workload, memory_changes.number_of_ranks(ranks))
+            traced = prediction.predicted_timeline(workload)
         except (CapabilityError, UsageError) as error:
             self._failed = str(error)
             return None
-        return max(peak.allocated for peak in timeline_peaks(traced.timeline))
+        return max(peak.allocated for peak in prediction.timeline_peaks(traced.timeline))
 
 
 def bytes_with_shared_state(workload: MemoryWorkload, ranks: int) -> int:
@@ -252,7 +240,7 @@ def bytes_with_shared_state(workload: MemoryWorkload, ranks: int) -> int:
     """
     training = workload.training
     share = replace(training.size, batch_size=training.size.batch_size // ranks)
-    timeline = predicted_timeline(replace(workload, training=replace(training, size=share))).timeline
+    timeline = prediction.predicted_timeline(replace(workload, training=replace(training, size=share))).timeline
     whole = timeline.bytes_by_category()["optimizer state"]
     sizes = [allocation.size // 4 for allocation in timeline.allocations if allocation.category == "parameters"]
     kept = max(state.optimizer_state for state in sharded_optimizer_state(sizes, ranks)) / (8 * sum(sizes))

@@ -55,10 +55,7 @@ def timeline_peaks(timeline: AllocationTimeline) -> list[PhasePeak]:
 
 
 def summary(
-    workload: MemoryWorkload,
-    timeline: AllocationTimeline,
-    peaks: list[PhasePeak],
-    block: dict[str, int | None] | None,
+    workload: MemoryWorkload, timeline: AllocationTimeline, peaks: list[PhasePeak], block: dict[str, int | None] | None
 ) -> dict[str, Any]:
     """Reduce a timeline, and its :func:`block_changes`, to what its cell keeps."""
     totals, categories = timeline.totals(), timeline.bytes_by_category()

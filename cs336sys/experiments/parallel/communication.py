@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from cs336sys.capture import taxonomy
 from cs336sys.measure.allocations.recorder import DispatchMode
+from cs336sys.measure.device import synchronize
 from cs336sys.measure.timing import TorchProfiler, activities_on, covered, elapsed_ms, mark
 from cs336sys.processes.atomic_write import written_whole
 
@@ -171,8 +172,6 @@ def _call_parameters(operator: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class _Arriving:
-    """The result of a functional collective."""
-
     tensors: Any
 
     def wait(self) -> None:
@@ -188,7 +187,6 @@ def _work(result: Any) -> Any:
 
 
 def _process_group(arguments: dict[str, Any]) -> dist.ProcessGroup:
-    """The ranks that a call is among."""
     if "group_name" in arguments:
         return _resolve_process_group(arguments["group_name"])
     return dist.ProcessGroup.unbox(arguments["process_group"])
@@ -196,9 +194,7 @@ def _process_group(arguments: dict[str, Any]) -> dist.ProcessGroup:
 
 def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
     arguments = tree_map_only(
-        Tensor,
-        lambda tensor: _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device),
-        arguments,
+        Tensor, lambda tensor: _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device), arguments
     )
     layouts = [[leaf for leaf in tree_leaves(argument) if isinstance(leaf, _Layout)] for argument in arguments.values()]
     name = operator.name().partition("::")[2].partition(".")[0]
@@ -321,13 +317,13 @@ def _profile_events(
     """Kernels of one step (on a CPU: operators) with start and end in nanoseconds; when each phase ended, in ms."""
     on_gpu = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
-    _synchronize(device)
+    synchronize(device)
     with TorchProfiler([activity]) as profiler:
         marks = [mark(on_gpu)]
         for run in phases.values():
             run()
             marks.append(mark(on_gpu))
-        _synchronize(device)
+        synchronize(device)
         finish_communication()
     wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
     # How the names of CPU events begin that only hand work to another thread, or wait in :func:`finish_communication`.
@@ -348,7 +344,7 @@ def write_trace(phases: Mapping[str, Callable[[], None]], device: torch.device, 
     with TorchProfiler(activities_on(device)) as profiler:
         for run in phases.values():
             run()
-        _synchronize(device)
+        synchronize(device)
         finish_communication()
     with written_whole(path) as whole:
         profiler.export_chrome_trace(str(whole))
@@ -393,8 +389,3 @@ def _merged(intervals: list[tuple[int, int]], origin: int, gap: int) -> list[Tim
         else:
             merged.append([start, end])
     return [(round((start - origin) / 1e6, 4), round((end - origin) / 1e6, 4)) for start, end in merged]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -35,7 +35,7 @@ from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.training import time_steps, with_notes
 from cs336sys.experiments.user_models import hidden_warnings, why_built_whole
 from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import choose_device, peak_memory_gib, reset_peak_memory
+from cs336sys.measure.device import choose_device, peak_memory_gib, reset_peak_memory, synchronize
 from cs336sys.parallel.ranks import launch
 from cs336sys.parity.weights import STEPS
 from cs336sys.results.model import Samples, configuration_key
@@ -334,8 +334,7 @@ def measure_board_on_rank(workload: ParallelWorkload, trace: Path | None = None)
 
     step.phases["optimizer"] = update_and_keep
     step()
-    if on_gpu:
-        torch.cuda.synchronize(device)
+    synchronize(device)
     ready_s = time.perf_counter() - started
     reset_peak_memory(device)
     dist.barrier()

@@ -22,16 +22,7 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
 from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, UserCodeError
 from cs336sys.experiments.flop_counting import count_step
-from cs336sys.experiments.parallel.communication import (
-    Communication,
-    StepTimeline,
-    communication_at_once,
-    finish_communication,
-    profile_step,
-    recorded_communication,
-    run_alone,
-    write_trace,
-)
+from cs336sys.experiments.parallel import communication
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.parallel.verification import verify_training
 from cs336sys.experiments.training import time_steps, training_warnings
@@ -50,7 +41,7 @@ T = TypeVar("T")
 
 def build_recorded(
     build: Callable[[], ParallelStep], device: torch.device
-) -> tuple[ParallelStep, list[RankMemory], list[Communication]]:
+) -> tuple[ParallelStep, list[RankMemory], list[communication.Communication]]:
     """Build a step and run it twice; all ranks call it together.
 
     Returns:
@@ -62,15 +53,15 @@ def build_recorded(
     held_before = torch.cuda.memory_allocated(device) if on_gpu else None
     history: AllocationHistory = CudaHistory(device) if on_gpu else CpuHistory()
     # The history of the CPU misses what Gloo's threads free; that of a GPU misses nothing.
-    communication = nullcontext() if on_gpu else communication_at_once()
-    with history, communication, _OptimizerMemory(history) as optimizer_memory:
+    finishing_each = nullcontext() if on_gpu else communication.communication_at_once()
+    with history, finishing_each, _OptimizerMemory(history) as optimizer_memory:
         step = build()
         built = history.mark()
         with step.aside():
             first = _run_marked(step, history)
             first_gradients, stepped = optimizer_memory.gradients, optimizer_memory.stepped
             start = history.mark()
-            with recorded_communication() as communications:
+            with communication.recorded_communication() as communications:
                 before = _run_marked(step, history)
         end = history.mark()
         parameters = _addresses(history, step.model.parameters())
@@ -99,7 +90,6 @@ def build_recorded(
 
 
 def _run_marked(step: ParallelStep, history: AllocationHistory) -> int:
-    """Run the step, and return the mark of the moment before the optimizer."""
     for name, run in step.phases.items():
         if name == "optimizer":
             before = history.mark()
@@ -153,7 +143,6 @@ def _addresses(history: AllocationHistory, tensors: Iterable[Tensor | None]) -> 
 
 
 def _blocks_at(timeline: AllocationTimeline, addresses: set[int], position: int) -> list[Allocation]:
-    """The allocations at these addresses at a moment."""
     return [
         allocation
         for allocation in timeline.allocations
@@ -192,7 +181,7 @@ class RankMeasurement:
     calls: int
     gradient_calls: int
     communicated_bytes: int
-    timeline: StepTimeline | None
+    timeline: communication.StepTimeline | None
     sent_bytes: float = 0.0
     memory: Sequence[RankMemory] = ()
     gathers: Mapping[tuple[str, bool], Sequence[float]] = field(default_factory=dict)
@@ -219,12 +208,13 @@ def has_room_alone(workload: ParallelWorkload) -> bool:
 
 
 def frees_memory(run: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a function of a workload, and perhaps more, that ranks run: memory is free before and after it."""
+    """Decorate what ranks run on a workload: memory is free before and after, and errors of the user's code are told."""
 
     @functools.wraps(run)
     def on_rank(workload: ParallelWorkload, *arguments: Any) -> T:
         release_last_job(workload)
-        result = run(workload, *arguments)
+        with telling_errors_of_rank(workload):
+            result = run(workload, *arguments)
         release_last_job(workload)
         return result
 
@@ -234,21 +224,15 @@ def frees_memory(run: Callable[..., T]) -> Callable[..., T]:
 @frees_memory
 def verify_on_rank(workload: ParallelWorkload) -> WeightDifference:
     """:func:`~cs336sys.experiments.parallel.verification.verify_training`, with memory free before and after."""
-    with telling_errors_of_rank(workload):
-        return verify_training(workload)
+    return verify_training(workload)
 
 
 @frees_memory
 def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> RankMeasurement:
     """Time the steps of one strategy, of which rank 0 writes a Chrome ``trace``. All ranks call it together."""
-    with telling_errors_of_rank(workload):
-        return _measure_rank(workload, trace)
-
-
-def _measure_rank(workload: ParallelWorkload, trace: Path | None) -> RankMeasurement:
     device = rank_device(workload)
     memory: Sequence[RankMemory] = ()
-    communications: list[Communication] | None = None
+    communications: list[communication.Communication] | None = None
     if workload.strategy in SHARD_STRATEGIES:
         step, memory, communications = build_recorded(functools.partial(ParallelStep, workload, device), device)
     else:
@@ -275,17 +259,16 @@ def _measure_rank(workload: ParallelWorkload, trace: Path | None) -> RankMeasure
     timeline = None
     # One rank sends nothing that lanes could show, and its step may take a quarter of a minute.
     if dist.get_world_size() > 1:
-        copies_communicate = step.replica.copy_engines is not None
-        profile = functools.partial(profile_step, step.phases, device, copies_communicate=copies_communicate)
+        copies = step.replica.copy_engines is not None
+        profile = functools.partial(communication.profile_step, step.phases, device, copies_communicate=copies)
         timeline = run_profiled(step, profile)
     gathers = _watched_gathers(step)
     # By themselves copies and means are launched more slowly than they run: 25 ms for large's, which take 9 in a graph.
     if communications and step.replica.copy_engines is None:
-        # Without sharing them, collectives of a fully sharded model, or of long sequences, may need more memory than a
-        # GPU has.
+        # Without sharing, collectives of a fully sharded model, or of long sequences, may need more than a GPU has.
         shares = workload.strategy in FULLY_SHARDED or workload.splits_sequences
         tensors: dict[Any, Tensor] | None = {} if shares else None
-        launchers = [communication.launcher(tensors) for communication in communications]
+        launchers = [collective.launcher(tensors) for collective in communications]
         samples["communication"] = _time_alone(launchers, training.steps, device)
     # Last, so that nothing is measured with its ranges.
     if trace is not None:
@@ -294,10 +277,10 @@ def _measure_rank(workload: ParallelWorkload, trace: Path | None) -> RankMeasure
         samples,
         peak_gib,
         calls=len(communications),
-        gradient_calls=sum(not communication.is_flags for communication in communications),
-        communicated_bytes=sum(communication.bytes for communication in communications),
+        gradient_calls=sum(not collective.is_flags for collective in communications),
+        communicated_bytes=sum(collective.bytes for collective in communications),
         timeline=timeline,
-        sent_bytes=sum(communication.sent_bytes for communication in communications if not communication.is_flags),
+        sent_bytes=sum(collective.sent_bytes for collective in communications if not collective.is_flags),
         memory=memory,
         gathers=gathers,
         capture_s=step.graphs.capture_s if step.graphs is not None else None,
@@ -311,7 +294,7 @@ def run_profiled(step: ParallelStep, profile: Callable[[], T]) -> T | None:
     if dist.get_rank() == 0:
         return profile()
     step()
-    finish_communication()
+    communication.finish_communication()
     return None
 
 
@@ -319,14 +302,14 @@ def write_step_trace(step: ParallelStep, device: torch.device, path: Path) -> No
     """One more step, which rank 0 writes to a Chrome trace."""
     if dist.get_rank() == 0:
         step.mark(RecordFunctionMarks())
-    run_profiled(step, lambda: write_trace(step.phases, device, path))
+    run_profiled(step, lambda: communication.write_trace(step.phases, device, path))
 
 
-def _recorded(step: ParallelStep) -> list[Communication]:
+def _recorded(step: ParallelStep) -> list[communication.Communication]:
     """Its collectives; where copy engines send gradients, those that would."""
     engines = step.replica.copy_engines
     collectives = contextlib.nullcontext() if engines is None else engines.switched_off()
-    with collectives, recorded_communication() as communications:
+    with collectives, communication.recorded_communication() as communications:
         step()
     return communications
 
@@ -357,7 +340,7 @@ def time_all_reduces(workload: ParallelWorkload) -> dict[int, float]:
 
 
 def _time_alone(launchers: Sequence[Callable[[], Any]], repetitions: int, device: torch.device) -> Samples:
-    alone = {"communication": functools.partial(run_alone, launchers)}
+    alone = {"communication": functools.partial(communication.run_alone, launchers)}
     # Repetitions of the communication alone before it is timed.
     return time_phases(alone, warmup=2, steps=repetitions, device=device)["communication"]
 

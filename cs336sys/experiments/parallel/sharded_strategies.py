@@ -6,7 +6,7 @@ the ranks of all others are spared.
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +15,7 @@ from torch import Tensor, nn
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.models import (
-    CausalAttention,
-    blocks_of,
-    build_by_layers,
-    build_model,
-    initialize_layer,
-    initializer_of,
-    keeping_input,
-)
+from cs336sys.experiments import models
 from cs336sys.experiments.parallel.strategies import (
     OptimizerChoice,
     Prepare,
@@ -83,7 +75,7 @@ def fully_sharded(
     workload: ParallelWorkload,
     device: torch.device,
     optimizer: OptimizerChoice,
-    attention: CausalAttention | None = None,
+    attention: models.CausalAttention | None = None,
 ) -> Replica:
     """Weights, gradients and optimizer state in slices; no rank ever holds the whole model.
 
@@ -97,7 +89,7 @@ def fully_sharded(
     from cs336sys.parallel.fsdp import FSDP
 
     training = workload.training
-    initialize = initializer_of(training)
+    initialize = models.initializer_of(training)
     # All weights alike, not those of the blocks alone.
     in_fp32 = replace(training, state_dtype="fp32")
     where = _CPU if initialize is None else _META
@@ -105,7 +97,7 @@ def fully_sharded(
     if workload.has_half_weights:
         plain.to(torch.bfloat16)
     torch.manual_seed(training.seed)
-    blocks = None if training.is_ours else list(blocks_of(training, plain).values()) or None
+    blocks = None if training.is_ours else list(models.blocks_of(training, plain).values()) or None
     if blocks is not None and (half := AUTOCAST_DTYPES.get(training.precision)) is not None:
         return_dtype_of_sharded(plain, blocks, half)
     model = FSDP(
@@ -154,60 +146,47 @@ def _torch_zero(workload: ParallelWorkload, device: torch.device, choice: Optimi
 
 
 def _torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """torch's ``fully_shard`` of each block and of the rest; built one layer at a time, as ours is."""
+    """torch's ``fully_shard`` of each block and of the rest; our model is built one layer at a time, a user's whole."""
     _require_blocks(workload)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     training = workload.training
-    mesh = init_device_mesh(device.type, (workload.world_size,))
     half = AUTOCAST_DTYPES.get(training.precision)
+    if training.is_ours:
+        model = models.build_model(replace(training, compile="off"), _META)
+        kept = kept_blocks(workload.checkpointing)
+        if kept is not None:
+            keep_by_parts(model, training.size, kept)
+        torch.manual_seed(training.seed)
+    else:
+        model = models.build_by_layers(training, device)
+        normalizes = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
+        if normalizes and device.type == "cpu" and half is not None:
+            raise CapabilityError(
+                f"strategy 'torch-fsdp' with {training.precision}: torch's fully_shard combines batch norm weights in "
+                f"half precision with statistics in fp32, which no CPU kernel supports; choose fp32, or fsdp"
+            )
+    blocks = parts = list(models.blocks_of(training, model).values())
+    if training.is_ours:
+        parts = [
+            part for child in model.children() for part in (child if isinstance(child, nn.ModuleList) else [child])
+        ]
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=None if half is None else torch.float32)
-    if not training.is_ours:
-        return _torch_fsdp_of_users(
-            workload, device, optimizer, functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
-        )
-    model = build_model(replace(training, compile="off"), _META)
-    kept = kept_blocks(workload.checkpointing)
-    if kept is not None:
-        keep_by_parts(model, training.size, kept)
-    torch.manual_seed(training.seed)
-    blocks = set(blocks_of(training, model).values())
-    for child in model.children():
-        for part in child if isinstance(child, nn.ModuleList) else [child]:
+    mesh = init_device_mesh(device.type, (workload.world_size,))
+    for part in parts:
+        if training.is_ours:
             for layer in part.modules():
                 layer.to_empty(device=device, recurse=False)
-                initialize_layer(layer)
-            if part in blocks:
-                # Inside the hooks that gather: they would break the compiled graph, and run again with the block.
-                if training.compile == "block":
-                    part.forward = torch.compile(part.forward, dynamic=False)
-                if workload.checkpointing == "block":
-                    part.forward = functools.partial(keeping_input, part.forward)
-                fully_shard(part, mesh=mesh, mp_policy=policy)
+                models.initialize_layer(layer)
+        if part in blocks:
+            # Inside the hooks that gather: they would break the compiled graph, and run again with the block.
+            if training.compile == "block":
+                part.forward = torch.compile(part.forward, dynamic=False)
+            if workload.checkpointing == "block":
+                part.forward = functools.partial(models.keeping_input, part.forward, keeps_random=not training.is_ours)
+            fully_shard(part, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return Replica(model, optimizer(model.parameters()), None, lambda: full_tensors(model))
-
-
-def _torch_fsdp_of_users(
-    workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice, shard: Callable[[nn.Module], Any]
-) -> Replica:
-    """As :func:`_torch_fsdp`, of a user's model, which is whole at first."""
-    training = workload.training
-    model = build_by_layers(training, device)
-    normalizes = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in model.modules())
-    if normalizes and device.type == "cpu" and training.precision in AUTOCAST_DTYPES:
-        raise CapabilityError(
-            f"strategy 'torch-fsdp' with {training.precision}: torch's fully_shard combines batch norm weights in "
-            f"half precision with statistics in fp32, which no CPU kernel supports; choose fp32, or fsdp"
-        )
-    for block in blocks_of(training, model).values():
-        if training.compile == "block":
-            block.forward = torch.compile(block.forward, dynamic=False)
-        if workload.checkpointing == "block":
-            block.forward = functools.partial(keeping_input, block.forward, keeps_random=True)
-        shard(block)
-    shard(model)
     return Replica(model, optimizer(model.parameters()), None, lambda: full_tensors(model))
 
 

@@ -15,11 +15,11 @@ from cs336sys.cuda_graphs import WARM_UP_STEPS, WARM_UP_STEPS_OF_TORCH_DDP, Cuda
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.parallel.sharded_strategies import PREPARE_SHARDED
-from cs336sys.experiments.parallel.strategies import PREPARE, OptimizerChoice
+from cs336sys.experiments.parallel.strategies import PREPARE, OptimizerChoice, sequences_of_rank
 from cs336sys.experiments.parallel.tensor_strategies import PREPARE_CONTEXT, PREPARE_TENSOR
 from cs336sys.experiments.training import TrainStep, set_matmul_precision
-from cs336sys.measure.device import choose_device
-from cs336sys.measure.phases import Marks, NvtxMarks
+from cs336sys.measure.device import choose_device, synchronize
+from cs336sys.measure.phases import Marks, NvtxMarks, phase
 from cs336sys.workload import ParallelWorkload
 
 
@@ -58,8 +58,6 @@ class ParallelStep(TrainStep):
         # torch's DDP holds on to the stream that it is built on.
         with self.aside():
             replica = prepare(workload, device, choice)
-        first = dist.get_rank() * workload.share
-        own_sequences = slice(first, first + workload.share)
         super().__init__(
             workload.training
             if workload.uses_autocast
@@ -67,7 +65,7 @@ class ParallelStep(TrainStep):
             device,
             model=replica.model,
             optimizer=replica.optimizer,
-            share=own_sequences if replica.share is None else replica.share,
+            share=sequences_of_rank(workload) if replica.share is None else replica.share,
             scaler=replica.scaler_class(device.type, enabled=workload.training.precision == "fp16"),
         )
         self.replica = replica
@@ -121,8 +119,8 @@ class ParallelStep(TrainStep):
         Beside a graph that has some, NCCL allows none after ``NCCL_GRAPH_MIXING_SUPPORT=0``.
         """
         super().__call__()
-        if self.graphs is not None and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.graphs is not None:
+            synchronize(self.device)
 
     def aside(self) -> AbstractContextManager[None]:
         """Choose the stream on which the step is launched until it is captured: the one it was built on."""
@@ -140,10 +138,10 @@ class ParallelStep(TrainStep):
 
     def mark(self, marks: Marks) -> None:
         """Show phases and launches as ranges of a profiler from now on."""
-        self.phases = {name: _marked_for_all_threads(name, run, marks) for name, run in self.phases.items()}
+        self.phases = {name: _within(phase, name, marks, run=run) for name, run in self.phases.items()}
         for number, bucket in enumerate(self.replica.launched):
-            launch = _marked(f"launch bucket {number}", bucket.launch, marks)
-            bucket.launch = launch  # of this bucket alone
+            # Of this bucket alone.
+            bucket.launch = _within(marks.range, f"launch bucket {number}", run=bucket.launch)
 
 
 def _refuse_unsupported(workload: ParallelWorkload) -> None:
@@ -189,21 +187,10 @@ def rank_device(workload: ParallelWorkload) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _marked(name: str, run: Callable[[], None], marks: Marks) -> Callable[[], None]:
+def _within(around: Callable[..., AbstractContextManager[None]], *arguments: Any, run: Callable[[], None]) -> Any:
     @functools.wraps(run)
     def marked() -> None:
-        with marks.range(name):
+        with around(*arguments):
             run()
-
-    return marked
-
-
-def _marked_for_all_threads(name: str, run: Callable[[], None], marks: Marks) -> Callable[[], None]:
-    def marked() -> None:
-        end = marks.start(name)
-        try:
-            run()
-        finally:
-            end()
 
     return marked

@@ -172,6 +172,12 @@ class OptimizerChoice:
         return defaults | user_models.changeable(defaults, self.changed)
 
 
+def sequences_of_rank(workload: ParallelWorkload) -> slice:
+    """Return this rank's part of the batch, or that of the ranks with which it shares layers or sequences."""
+    first = dist.get_rank() // workload.group_ranks * workload.share
+    return slice(first, first + workload.share)
+
+
 # Called on every rank, in a process group, with the device of the rank.
 Prepare = Callable[[ParallelWorkload, torch.device, OptimizerChoice], Replica]
 
@@ -240,11 +246,7 @@ def _replicated(wrap: Callable[..., NaiveDDP | FlatDDP | OverlappedDDP | Buckete
 
 
 def _torch_ddp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-    """torch's own DDP, with gradients that are views of its buckets; it waits at the end of the backward pass.
-
-    Raises:
-        CapabilityError: gradients are to be sent in bf16, and not by NCCL.
-    """
+    """torch's own DDP, with gradients that are views of its buckets; it waits at the end of the backward pass."""
     if workload.gradient_dtype == "bf16" and dist.get_backend() != "nccl":
         raise CapabilityError("strategy 'torch': torch's DDP sends gradients in bf16 only through NCCL; choose fp32")
     plain = build_plain_model(workload, device)

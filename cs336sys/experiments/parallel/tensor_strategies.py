@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +18,7 @@ from cs336sys.accounting.sharding.context import ALL_TO_ALL, RING, SHARDED_CONTE
 from cs336sys.accounting.sharding.partition import outer_dimension
 from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, is_sequence_parallel
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.models import (
-    CausalAttention,
-    causal_attention,
-    give_positions,
-    initialize_layer,
-    model_attention,
-    torch_linear,
-)
+from cs336sys.experiments import models
 from cs336sys.experiments.parallel.sharded_strategies import BUCKETS, averaging_replica, full_tensors, fully_sharded
 from cs336sys.experiments.parallel.strategies import (
     OptimizerChoice,
@@ -34,6 +26,7 @@ from cs336sys.experiments.parallel.strategies import (
     Replica,
     build_plain_model,
     replica_of_torch,
+    sequences_of_rank,
 )
 from cs336sys.experiments.training import AUTOCAST_DTYPES
 from cs336sys.kernels.attention import flash_attention, flash_attention_backward
@@ -56,12 +49,6 @@ def _kept_mesh(default: dist.ProcessGroup, device_type: str, data_ranks: int, te
     return init_device_mesh(device_type, (data_ranks, tensor_ranks), mesh_dim_names=("data", "tp"))
 
 
-def _share(workload: ParallelWorkload) -> slice:
-    """The sequences of this rank's group."""
-    first = dist.get_rank() // workload.group_ranks * workload.share
-    return slice(first, first + workload.share)
-
-
 def _tensor_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
     """Layers shared by the neighbours of a mesh; what is outside of them shares the batch."""
     outer = outer_dimension(strategy)
@@ -76,7 +63,7 @@ def _tensor_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
             plain,
             mesh["tp"],
             sequence_parallel=is_sequence_parallel(strategy),
-            initialize=initialize_layer,
+            initialize=models.initialize_layer,
             device=device,
             communicates=communicates,
         )
@@ -102,7 +89,6 @@ def _tensor_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
             getattr(model, "buckets", ()),
             scaler_class=ShardedGradScaler,
             wait_for_gathers=getattr(model, "wait_for_gathers", None),
-            share=_share(workload),
             loss=functools.partial(shared.loss, compiles=training.compile != "off"),
         )
 
@@ -127,6 +113,7 @@ def _torch_tensor(strategy: str) -> Prepare:
 
     def prepare(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
         from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor.parallel import loss_parallel
 
         training, ranks = workload.training, workload.group_ranks
         size = training.size
@@ -158,8 +145,7 @@ def _torch_tensor(strategy: str) -> Prepare:
             optimizer([{"params": group} for group in groups if group]),
             None,
             lambda: full_tensors(model),
-            share=_share(workload),
-            around=_loss_parallel,
+            around=loss_parallel,
             loss=_distributed_cross_entropy,
         )
 
@@ -173,7 +159,7 @@ def _as_torch_layers(model: nn.Module) -> None:
             weight = getattr(child, "weight", None)
             if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
                 continue
-            layer: nn.Module = torch_linear(weight)
+            layer: nn.Module = models.torch_linear(weight)
             if name == "token_embeddings":
                 layer = nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight)
                 layer.weight = weight
@@ -226,12 +212,6 @@ def _parallelize(model: Any, mesh: DeviceMesh, sequence_parallel: bool) -> None:
         )
 
 
-def _loss_parallel() -> AbstractContextManager[Any]:
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    return loss_parallel()
-
-
 def _distributed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
@@ -276,11 +256,11 @@ def _ring(context: ContextGroup, workload: ParallelWorkload) -> RingAttention:
 
 
 def _all_to_all(context: ContextGroup, workload: ParallelWorkload) -> AllToAllAttention:
-    attention = causal_attention(workload.training.attention) or functools.partial(model_attention, is_causal=True)
-    return AllToAllAttention(context, attention)
+    of_model = functools.partial(models.model_attention, is_causal=True)
+    return AllToAllAttention(context, models.causal_attention(workload.training.attention) or of_model)
 
 
-_ATTENTION: dict[str, Callable[[ContextGroup, ParallelWorkload], CausalAttention]] = {
+_ATTENTION: dict[str, Callable[[ContextGroup, ParallelWorkload], models.CausalAttention]] = {
     RING: _ring,
     ALL_TO_ALL: _all_to_all,
 }
@@ -302,16 +282,16 @@ def _context_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
             attention = torch.compiler.disable(attention)
         positions = context.positions(device)
         of_this_rank: dict[str, Any] = {
-            "share": (_share(workload), positions),
+            "share": (sequences_of_rank(workload), positions),
             "loss_weight": context.loss_weight,
         }
         if outer_dimension(strategy) == "fsdp":
             # Over all ranks: each has gradients of tokens of its own.
             replica = fully_sharded(workload, device, optimizer, attention)
-            give_positions(replica.model, positions)
+            models.give_positions(replica.model, positions)
             return replace(replica, **of_this_rank)
         plain = build_plain_model(workload, device, attention)
-        give_positions(plain, positions)
+        models.give_positions(plain, positions)
         if not communicates:
             return replica_of_torch(plain, optimizer(plain.parameters()), **of_this_rank)
         return averaging_replica(plain, optimizer, **of_this_rank)
@@ -361,7 +341,7 @@ def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: 
     mesh = init_device_mesh("cuda", (world_size,))
     plain = build_plain_model(workload, device)
     positions = context.positions(device)
-    give_positions(plain, positions)
+    models.give_positions(plain, positions)
 
     @contextlib.contextmanager
     def around() -> Iterator[None]:

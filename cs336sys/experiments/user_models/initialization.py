@@ -109,13 +109,6 @@ def _initializer(model: nn.Module) -> Initialize:
     return initialize
 
 
-def layers_without_memory(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules with a parameter or buffer of their own on the meta device, in the order of ``model.modules()``."""
-    for module in model.modules():
-        if any(tensor.is_meta for tensor in _own_tensors(module)):
-            yield module
-
-
 def fill(
     model: nn.Module,
     initialize: Initialize,
@@ -126,7 +119,7 @@ def fill(
     that are tied stay so.
     """
     filled: dict[nn.Parameter, nn.Parameter] = {}
-    for layer in list(layers_without_memory(model)):
+    for layer in [layer for layer in model.modules() if any(tensor.is_meta for tensor in _own_tensors(layer))]:
         before = dict(layer._parameters)
         layer.to_empty(device=device, recurse=False)
         if poison is not None:

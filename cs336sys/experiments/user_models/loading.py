@@ -63,19 +63,6 @@ def their_course_package() -> Iterator[None]:
         sys.modules.update(ours)
 
 
-@contextlib.contextmanager
-def their_course_package_apart() -> Iterator[None]:
-    """Within this, a package of the user's is imported anew, and forgotten afterwards."""
-    kept = dict(_theirs)
-    _theirs.clear()
-    try:
-        yield
-    finally:
-        _theirs.clear()
-        _theirs.update(kept)
-        sys.modules.update({module.__name__: module for module in kept.values()})
-
-
 def _taken_out() -> dict[str, ModuleType]:
     names = [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]
     return {name: sys.modules.pop(name) for name in names}
@@ -167,25 +154,28 @@ def _is_users(name: str) -> bool:
 
 @contextlib.contextmanager
 def copied_code() -> Iterator[None]:
-    """Within this, the user's code is loaded anew, and forgotten afterwards.
+    """Within this, the user's code, a course package of theirs too, is loaded anew, and forgotten afterwards.
 
     For models on the meta device, or of fake tensors: a module that keeps a table of rotations for all models, for one,
     would go on with a table that holds nothing.
     """
     names = [name for name in sys.modules if name.partition(".")[0] in _packages and _is_users(name)]
     modules = {name: sys.modules.pop(name) for name in names}
-    loaded, others = dict(_loaded), set(sys.modules)
+    loaded, theirs, others = dict(_loaded), dict(_theirs), set(sys.modules)
     _loaded.clear()
-    with their_course_package_apart():
-        try:
-            yield
-        finally:
-            for name in set(sys.modules) - others:
-                if _is_users(name):
-                    del sys.modules[name]
-            sys.modules.update(modules)
-            _loaded.clear()
-            _loaded.update(loaded)
+    _theirs.clear()
+    try:
+        yield
+    finally:
+        for name in set(sys.modules) - others:
+            if _is_users(name):
+                del sys.modules[name]
+        sys.modules.update(modules)
+        _loaded.clear()
+        _loaded.update(loaded)
+        _theirs.clear()
+        _theirs.update(theirs)
+        sys.modules.update({module.__name__: module for module in theirs.values()})
 
 
 def _import_file(file: Path) -> ModuleType:

@@ -274,7 +274,6 @@ def _repetitions(record: DeviceRecord) -> list[int]:
 
 
 def _common_code(stacks: Sequence[Sequence[Frame]]) -> str:
-    """The innermost line of the user's that all stacks were called from."""
     outward = zip(*(reversed(stack) for stack in stacks), strict=False)
     common = [frames[0] for frames in takewhile(lambda frames: len(set(frames)) == 1, outward)]
     return code_of([frame for frame in reversed(common) if is_own(frame)])

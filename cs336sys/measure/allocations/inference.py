@@ -194,17 +194,13 @@ class Inference:
                 return "activations" if block.end > (length if failed is None else failed) else "temporary"
             return "activations" if block.end > goes_on else "temporary"
         if part == BACKWARD:
-            return "gradients" if block.end > self._end_of_backward(block.start) + 1 else "temporary"
+            last = self._backward[bisect_left(self._backward, self._run_end(block.start)) - 1]
+            return "gradients" if block.end > last + 1 else "temporary"
         # The user's own code: what it computes the loss with, or keeps from step to step.
         following = bisect_right(self.steps, block.start)
         if following < len(self.steps) and block.end > self.steps[following]:
             return "unknown"
         return "activations" if goes_on < block.end else "temporary" if block.end <= length else "unknown"
-
-    def _end_of_backward(self, start: int) -> int:
-        """Return the index of the last allocation of the backward pass around it."""
-        following = self._run_end(start)
-        return self._backward[bisect_left(self._backward, following) - 1]
 
     def _name_what_was_there(self) -> None:
         """Find parameters and optimizer state in memory older than the record, by the sizes of gradients."""

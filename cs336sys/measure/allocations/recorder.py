@@ -16,7 +16,6 @@ from cs336sys.measure.allocations.timeline import (
     RECOMPUTATION,
     AllocationTimeline,
     Gradient,
-    Held,
     Origin,
     Region,
     Span,
@@ -136,7 +135,7 @@ class StepRecorder:
         """
         history = self._history
         blocks = {
-            history.address(tensor): Held(history.address(tensor), tensor.untyped_storage().nbytes(), category)
+            history.address(tensor): (tensor.untyped_storage().nbytes(), category)
             for category, tensors in live_tensors.items()
             for tensor in tensors
         }
@@ -144,7 +143,7 @@ class StepRecorder:
             history.events,
             regions=[Region(n, history.position(start), history.position(end)) for n, start, end in self._regions],
             spans=[] if self._operations is None else self._operations.spans(),
-            live_blocks=blocks.values(),
+            live_blocks=blocks,
             held_size=held_size,
             gradients=[Gradient(history.position(mark), address, name) for mark, address, name in self._gradients],
             optimizer_state=[history.address(tensor) for tensor in optimizer_state],

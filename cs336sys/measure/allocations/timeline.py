@@ -64,15 +64,6 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Memory that is there before the first event."""
-
-    address: int
-    size: int
-    category: str
-
-
-@dataclass(frozen=True)
 class Gradient:
     """At ``position`` the memory at ``address`` became the gradient of a parameter."""
 
@@ -143,7 +134,7 @@ def build_timeline(
     *,
     regions: Sequence[Region],
     spans: Iterable[Span] = (),
-    live_blocks: Iterable[Held] = (),
+    live_blocks: Mapping[int, tuple[int, str]] | None = None,
     held_size: int | None = None,
     gradients: Iterable[Gradient] = (),
     optimizer_state: Iterable[int] = (),
@@ -154,7 +145,7 @@ def build_timeline(
     Args:
         regions: phases and recomputations.
         spans: origins of the events, which must not overlap.
-        live_blocks: what is known to be there before the first event.
+        live_blocks: size in bytes and category of what is known to be there before the first event, by address.
         held_size: bytes of all that is there before the first event; those beyond ``live_blocks`` are ``other``.
         optimizer_state: addresses that belong to the optimizer after the last event.
     """
@@ -168,7 +159,8 @@ def build_timeline(
             phases[region.start : region.end] = [region.name] * (region.end - region.start)
 
     live = {
-        block.address: Allocation(block.address, block.size, 0, length + 1, "", block.category) for block in live_blocks
+        address: Allocation(address, size, 0, length + 1, "", category)
+        for address, (size, category) in (live_blocks or {}).items()
     }
     explained = sum(allocation.size for allocation in live.values())
     done = []
