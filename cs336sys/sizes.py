@@ -30,6 +30,31 @@ class ModelSize:
     def head_dim(self) -> int:
         return self.d_model // self.num_heads
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the batch."""
+        return self.batch_size * self.context
+
+    @property
+    def stream(self) -> int:
+        """Elements of the residual stream: ``T d``."""
+        return self.tokens * self.d_model
+
+    @property
+    def inner(self) -> int:
+        """Elements of a feed-forward layer's inner tensors: ``T f``."""
+        return self.tokens * self.d_ff
+
+    @property
+    def queries(self) -> int:
+        """Queries of a layer, of all heads."""
+        return self.batch_size * self.num_heads * self.context
+
+    @property
+    def scores(self) -> int:
+        """Attention scores of a layer: ``BHSS``."""
+        return self.queries * self.context
+
 
 SIZES = {
     size.name: size

@@ -9,9 +9,10 @@ vocabulary, ``L`` layers, ``BHSS`` attention scores of a layer (batch * heads * 
 product's result: 4 in fp32, 2 in half precision.
 """
 
+import operator
 from dataclasses import astuple, dataclass
 
-from cs336sys.accounting.flops import parameters_by_component
+from cs336sys.accounting.flops import Components
 from cs336sys.errors import require_known
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
@@ -24,7 +25,7 @@ LOGITS_CHUNK_BYTES = 1_250_000_000
 
 
 @dataclass(frozen=True)
-class SavedActivations:
+class SavedActivations(Components):
     """Bytes that autograd holds when the backward pass starts, all layers together; parameters are not among them.
 
     Attributes:
@@ -63,10 +64,6 @@ class SavedActivations:
     logits: int = 0
     weight_copies: int = 0
 
-    @property
-    def total(self) -> int:
-        return sum(astuple(self))
-
 
 def saved_activations(size: ModelSize, precision: str, attention: str, *, autocast: bool = True) -> SavedActivations:
     """Bytes that autograd saves in the forward pass of one training step, logits and loss included.
@@ -79,15 +76,13 @@ def saved_activations(size: ModelSize, precision: str, attention: str, *, autoca
     """
     block = block_activations(size, precision, attention, autocast=autocast)
     e, casts = ELEMENT_BYTES[precision], autocast and precision != "fp32"
-    tokens = size.batch_size * size.context
-    stream = tokens * size.d_model
     outside = SavedActivations(
-        tokens=16 * tokens,
-        residual_stream=4 * stream,
-        norms=4 * (stream + tokens),
-        linear_inputs=e * stream,
-        logits=tokens * (e * size.vocab_size + 8),
-        weight_copies=2 * parameters_by_component(size).lm_head if casts else 0,
+        tokens=16 * size.tokens,
+        residual_stream=4 * size.stream,
+        norms=4 * (size.stream + size.tokens),
+        linear_inputs=e * size.stream,
+        logits=size.tokens * (e * size.vocab_size + 8),
+        weight_copies=2 * size.vocab_size * size.d_model if casts else 0,
     )
     totals = (size.num_layers * each + once for each, once in zip(astuple(block), astuple(outside), strict=True))
     return SavedActivations(*totals)
@@ -100,13 +95,9 @@ def block_activations(size: ModelSize, precision: str, attention: str, *, autoca
         UsageError: ``attention`` is not in :data:`ATTENTION`.
     """
     require_known("attention", attention, ATTENTION)
-    parts = (
-        attention_activations(size, precision, attention, autocast=autocast),
-        feed_forward_activations(size, precision, autocast=autocast),
-    )
-    return SavedActivations(
-        *(of_attention + of_feed_forward for of_attention, of_feed_forward in zip(*map(astuple, parts), strict=True))
-    )
+    of_attention = attention_activations(size, precision, attention, autocast=autocast)
+    of_feed_forward = feed_forward_activations(size, precision, autocast=autocast)
+    return SavedActivations(*map(operator.add, astuple(of_attention), astuple(of_feed_forward)))
 
 
 def attention_activations(
@@ -114,20 +105,17 @@ def attention_activations(
 ) -> SavedActivations:
     """Return what a block's attention and its norm add; the residual stream is the block's input."""
     reference, casts = attention == "reference", autocast and precision != "fp32"
-    e = ELEMENT_BYTES[precision]
-    tokens = size.batch_size * size.context
-    stream = tokens * size.d_model
-    statistics = size.batch_size * size.num_heads * size.context
-    scores = statistics * size.context if reference else 0
+    e, stream = ELEMENT_BYTES[precision], size.stream
+    scores = size.scores if reference else 0
     return SavedActivations(
         residual_stream=4 * stream,
-        norms=4 * (stream + tokens),
+        norms=4 * (stream + size.tokens),
         linear_inputs=(2 * 3 if casts else e) * stream + e * stream,
         queries_keys_values=3 * e * stream,
         mask=size.context**2 if reference else 0,
         exponentials=4 * scores,
         probabilities=e * scores,
-        attention_statistics=4 * statistics,
+        attention_statistics=4 * size.queries,
         attention_output=0 if reference else e * stream,
         weight_copies=2 * 4 * size.d_model**2 if casts else 0,
     )
@@ -135,15 +123,12 @@ def attention_activations(
 
 def feed_forward_activations(size: ModelSize, precision: str, *, autocast: bool = True) -> SavedActivations:
     """Return what a block's feed-forward layer and its norm add; the residual stream follows attention."""
-    casts = autocast and precision != "fp32"
-    e = ELEMENT_BYTES[precision]
-    tokens = size.batch_size * size.context
-    stream = tokens * size.d_model
+    e, casts = ELEMENT_BYTES[precision], autocast and precision != "fp32"
     return SavedActivations(
-        residual_stream=4 * stream,
-        norms=4 * (stream + tokens),
-        linear_inputs=(2 * 2 if casts else e) * stream,
-        swiglu=5 * e * tokens * size.d_ff,
+        residual_stream=4 * size.stream,
+        norms=4 * (size.stream + size.tokens),
+        linear_inputs=(2 * 2 if casts else e) * size.stream,
+        swiglu=5 * e * size.inner,
         weight_copies=2 * 3 * size.d_model * size.d_ff if casts else 0,
     )
 

@@ -144,13 +144,13 @@ def recomputed_flops(size: ModelSize, checkpointing: str, *, causal: bool = True
         return 0
     counts = flops_by_component(size, backward=False, causal=causal)
     if checkpointing in SUBLAYERS:
-        last = linear_flops(size.batch_size * size.context, size.d_model, size.d_model, backward=False)
+        last = linear_flops(size.tokens, size.d_model, size.d_model, backward=False)
         attention = counts.projections + counts.attention - size.num_layers * last
         feed_forward = counts.feed_forward * 2 // 3
         layers = SUBLAYERS[checkpointing]
         return attention * ("attn" in layers) + feed_forward * ("ffn" in layers)
     block = (counts.total - counts.lm_head) // size.num_layers
-    w2 = linear_flops(size.batch_size * size.context, size.d_ff, size.d_model, backward=False)
+    w2 = linear_flops(size.tokens, size.d_ff, size.d_model, backward=False)
     blocks, ends = recomputed_blocks(size.num_layers, checkpointing)
     return blocks * block - ends * w2
 
@@ -200,7 +200,7 @@ def best_group_size(size: ModelSize, precision: str, mode: str, attention: str) 
     """Try every ``K``, and the formula (the 2026 handout, problem gradient_checkpointing (b))."""
     layers = range(1, size.num_layers + 1)
     peaks = {k: predicted_peak(size, precision, mode, attention, f"every={k}").total for k in layers}
-    block_input = 4 * size.batch_size * size.context * size.d_model
+    block_input = 4 * size.stream
     block = block_activations(size, precision, attention).total
     rule = (size.num_layers * block_input / block) ** 0.5
     return GroupSize(min(peaks, key=peaks.__getitem__), rule, block_input, block)
@@ -229,33 +229,23 @@ def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> li
     reason = "The derivative of N s / K + K b by K is zero there. Under 1 it means groups of one block."
     best = row(label, (n * s / b) ** 0.5, "blocks", "K", reason=reason, question=part_b)
     group = symbol("K", min(max(1, round(best.value)), size.num_layers))
-    nested, _ = recomputed_blocks(size.num_layers, "nested")
+    every = f"held with a checkpoint for every {group.value} block{'s' * (group.value != 1)}"
+    every_reason = (
+        "All N / K inputs, and the activations of the group that is computed again: O(sqrt(N)) at best, for one more "
+        "forward pass."
+    )
+    levels, again = math.ceil(log2(n)), n * (log2(n) + 1) / 2
+    halves_reason = "One block's activations and one input for each level: O(log N), and O(1) where s is negligible."
+    again_reason = (
+        "Every block once to save its activations, and on each level but the first the left halves to get at the right "
+        f"ones: O(N log N). Exact for powers of two; here it is {recomputed_blocks(size.num_layers, 'nested')[0]}."
+    )
     return [
         block_input,
         saved,
         row("held without checkpoints", n * b, "bytes", source=_HANDOUT, reason="All blocks at once: O(N)."),
         best,
-        row(
-            f"held with a checkpoint for every {group.value} block{'s' * (group.value != 1)}",
-            n * s / group + group * b,
-            "bytes",
-            reason="All N / K inputs, and the activations of the group that is computed again: O(sqrt(N)) at best, for "
-            "one more forward pass.",
-            question=part_b,
-        ),
-        row(
-            "held with halves inside halves",
-            b + math.ceil(log2(n)) * s,
-            "bytes",
-            reason="One block's activations and one input for each level: O(log N), and O(1) where s is negligible.",
-            question=part_a,
-        ),
-        row(
-            "blocks computed again with halves inside halves",
-            n * (log2(n) + 1) / 2,
-            "blocks",
-            reason="Every block once to save its activations, and on each level but the first the left halves to get "
-            f"at the right ones: O(N log N). Exact for powers of two; here it is {nested}.",
-            question=part_a,
-        ),
+        row(every, n * s / group + group * b, "bytes", reason=every_reason, question=part_b),
+        row("held with halves inside halves", b + levels * s, "bytes", reason=halves_reason, question=part_a),
+        row("blocks computed again with halves inside halves", again, "blocks", reason=again_reason, question=part_a),
     ]

@@ -255,9 +255,8 @@ def ring_answers(size_bytes: int, devices: int, bytes_per_s: float) -> list[Deri
     setting = symbol("S", size_bytes), symbol("N", devices), symbol("W", bytes_per_s)
     row = partial(Derived, source="2026 handout, 8.1")
     gather_s = ring_all_gather_s(*setting)
-    usual = row(
-        "ring all-reduce", ring_all_reduce_s(*setting), "s", "T", reason="A reduce-scatter, then an all-gather."
-    )
+    reason = "A reduce-scatter, then an all-gather."
+    usual = row("ring all-reduce", ring_all_reduce_s(*setting), "s", "T", reason=reason)
     name, problem = "alternate ring all-reduce", "alternate_ring_all_reduce"
     reason = "In each of N - 1 steps every device sends a whole tensor of S bytes."
     alternate_s = alternate_ring_all_reduce_s(*setting)

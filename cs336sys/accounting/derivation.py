@@ -10,6 +10,7 @@ and can be written with names and with numbers. Text and value cannot disagree, 
 """
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Union
@@ -20,6 +21,39 @@ Number = Union[int, float, "Expression"]
 _SUM, _PRODUCT, _ATOM = range(3)
 
 _TIMES = " x "
+
+
+def _divide(a: float, b: float) -> float:
+    """``a / b``, an integer where it is one: bytes stay whole."""
+    if isinstance(a, int) and isinstance(b, int) and a % b == 0:
+        return a // b
+    return a / b
+
+
+def _operator(
+    text: str,
+    compute: Callable[[float, float], float],
+    binding: int,
+    *,
+    right: int | None = None,
+    neutral: int | None = None,
+    is_reflected: bool = False,
+) -> Callable[["Expression", Number], "Expression"]:
+    """Return a method of :class:`Expression`; the neutral operand leaves no trace."""
+
+    def join(expression: "Expression", operand: Number) -> "Expression":
+        if not isinstance(operand, Expression) and operand == neutral:
+            return expression
+        a, b = (operand, expression) if is_reflected else (expression, operand)
+        first, second = expression_of(a), expression_of(b)
+        parts = (*first._within(binding), text, *second._within(binding if right is None else right))
+        return Expression(compute(first.value, second.value), parts, binding)
+
+    return join
+
+
+def _comparison(compare: Callable[[float, float], bool]) -> Callable[["Expression", Number], bool]:
+    return lambda expression, operand: compare(expression.value, number_of(operand))
 
 
 class Expression:
@@ -69,29 +103,14 @@ class Expression:
         """Return whether it is one symbol, of which nothing is left to compute."""
         return len(self._parts) == 1
 
-    def __add__(self, other: Number) -> "Expression":
-        return self if _is(other, 0) else _join_terms(self, " + ", other, lambda a, b: a + b, _SUM)
-
-    def __radd__(self, other: float) -> "Expression":
-        return self if _is(other, 0) else _join_terms(other, " + ", self, lambda a, b: a + b, _SUM)
-
-    def __sub__(self, other: Number) -> "Expression":
-        return self if _is(other, 0) else _join_terms(self, " - ", other, lambda a, b: a - b, _SUM, right=_PRODUCT)
-
-    def __rsub__(self, other: float) -> "Expression":
-        return _join_terms(other, " - ", self, lambda a, b: a - b, _SUM, right=_PRODUCT)
-
-    def __mul__(self, other: Number) -> "Expression":
-        return self if _is(other, 1) else _join_terms(self, _TIMES, other, lambda a, b: a * b, _PRODUCT)
-
-    def __rmul__(self, other: float) -> "Expression":
-        return self if _is(other, 1) else _join_terms(other, _TIMES, self, lambda a, b: a * b, _PRODUCT)
-
-    def __truediv__(self, other: Number) -> "Expression":
-        return self if _is(other, 1) else _join_terms(self, " / ", other, _divide, _PRODUCT, right=_ATOM)
-
-    def __rtruediv__(self, other: float) -> "Expression":
-        return _join_terms(other, " / ", self, _divide, _PRODUCT, right=_ATOM)
+    __add__ = _operator(" + ", operator.add, _SUM, neutral=0)
+    __radd__ = _operator(" + ", operator.add, _SUM, neutral=0, is_reflected=True)
+    __sub__ = _operator(" - ", operator.sub, _SUM, right=_PRODUCT, neutral=0)
+    __rsub__ = _operator(" - ", operator.sub, _SUM, right=_PRODUCT, is_reflected=True)
+    __mul__ = _operator(_TIMES, operator.mul, _PRODUCT, neutral=1)
+    __rmul__ = _operator(_TIMES, operator.mul, _PRODUCT, neutral=1, is_reflected=True)
+    __truediv__ = _operator(" / ", _divide, _PRODUCT, right=_ATOM, neutral=1)
+    __rtruediv__ = _operator(" / ", _divide, _PRODUCT, right=_ATOM, is_reflected=True)
 
     def __pow__(self, exponent: float) -> "Expression":
         if exponent == 0.5:
@@ -108,17 +127,10 @@ class Expression:
     def __float__(self) -> float:
         return float(self.value)
 
-    def __lt__(self, other: Number) -> bool:
-        return self.value < number_of(other)
-
-    def __le__(self, other: Number) -> bool:
-        return self.value <= number_of(other)
-
-    def __gt__(self, other: Number) -> bool:
-        return self.value > number_of(other)
-
-    def __ge__(self, other: Number) -> bool:
-        return self.value >= number_of(other)
+    __lt__ = _comparison(operator.lt)
+    __le__ = _comparison(operator.le)
+    __gt__ = _comparison(operator.gt)
+    __ge__ = _comparison(operator.ge)
 
     def __repr__(self) -> str:
         return f"<{self.formula} = {self.value}>"
@@ -226,27 +238,3 @@ def _function_call(name: str, function: Callable[..., float], *terms: Number) ->
         parts += [", "] * bool(position)
         parts += term._parts
     return Expression(function(*map(number_of, terms)), (*parts, ")"), _ATOM)
-
-
-def _join_terms(
-    left: Number,
-    operator: str,
-    right_operand: Number,
-    compute: Callable[[float, float], float],
-    binding: int,
-    right: int | None = None,
-) -> Expression:
-    a, b = expression_of(left), expression_of(right_operand)
-    parts = (*a._within(binding), operator, *b._within(binding if right is None else right))
-    return Expression(compute(a.value, b.value), parts, binding)
-
-
-def _divide(a: float, b: float) -> float:
-    """``a / b``, an integer where it is one: bytes stay whole."""
-    if isinstance(a, int) and isinstance(b, int) and a % b == 0:
-        return a // b
-    return a / b
-
-
-def _is(value: Number, constant: int) -> bool:
-    return not isinstance(value, Expression) and value == constant

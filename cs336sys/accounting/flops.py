@@ -20,41 +20,23 @@ from dataclasses import dataclass
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Parameters by component, the whole model's (all layers together)."""
-
-    embedding: int
-    attention: int
-    feed_forward: int
-    norms: int
-    lm_head: int
+class Components:
+    """A dataclass whose numbers add up to a total."""
 
     @property
     def total(self) -> int:
-        return self.embedding + self.attention + self.feed_forward + self.norms + self.lm_head
+        return sum(number for number in vars(self).values() if not isinstance(number, str))
 
 
-def parameters_by_component(size: ModelSize) -> ParameterCounts:
-    """Parameters of a pre-norm Transformer with SwiGLU, rotary embeddings and no biases.
+def count_parameters(size: ModelSize) -> int:
+    """Parameters of a pre-norm Transformer with SwiGLU, rotary embeddings and no biases, all layers together.
 
     A layer has four square attention projections (q, k, v, output: ``4 d^2``), the three SwiGLU matrices
     (``3 d d_ff``) and two RMSNorm gains (``2 d``); a last RMSNorm follows the layers. The token embedding and the LM
     head are separate ``vocab x d`` matrices; rotary embeddings have no parameters.
     """
-    d_model, layers = size.d_model, size.num_layers
-    return ParameterCounts(
-        embedding=size.vocab_size * d_model,
-        attention=layers * 4 * d_model * d_model,
-        feed_forward=layers * 3 * d_model * size.d_ff,
-        norms=(2 * layers + 1) * d_model,
-        lm_head=size.vocab_size * d_model,
-    )
-
-
-def count_parameters(size: ModelSize) -> int:
-    """Parameters of the whole model, embedding and LM head included."""
-    return parameters_by_component(size).total
+    layer = 4 * size.d_model + 3 * size.d_ff + 2
+    return size.d_model * (size.num_layers * layer + 2 * size.vocab_size + 1)
 
 
 def parameter_shapes(size: ModelSize) -> dict[str, tuple[int, ...]]:
@@ -90,7 +72,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class FlopCounts:
+class FlopCounts(Components):
     """FLOPs by component, the whole model's (all layers together).
 
     Attributes:
@@ -103,10 +85,6 @@ class FlopCounts:
     attention: int
     feed_forward: int
     lm_head: int
-
-    @property
-    def total(self) -> int:
-        return self.projections + self.attention + self.feed_forward + self.lm_head
 
 
 def linear_flops(tokens: int, d_in: int, d_out: int, *, backward: bool) -> int:
@@ -156,15 +134,13 @@ def flops_by_component(size: ModelSize, *, backward: bool = True, causal: bool =
         backward: count forward and backward passes; False counts the forward alone.
         causal: count the half of the attention square that the mathematics needs; False counts all of it.
     """
-    tokens = size.batch_size * size.context
-    d_model, d_ff, layers = size.d_model, size.d_ff, size.num_layers
-    attention = _attention_forward_flops(
-        size.batch_size, size.num_heads, size.context, size.context, size.head_dim, causal=causal
-    )
+    tokens, d_model, layers = size.tokens, size.d_model, size.num_layers
+    square = 4 * size.scores * size.head_dim
+    attention = square // 2 if causal else square
     return FlopCounts(
         projections=layers * 4 * linear_flops(tokens, d_model, d_model, backward=backward),
         attention=layers * attention * (3 if backward else 1),
-        feed_forward=layers * 3 * linear_flops(tokens, d_model, d_ff, backward=backward),
+        feed_forward=layers * 3 * linear_flops(tokens, d_model, size.d_ff, backward=backward),
         lm_head=linear_flops(tokens, d_model, size.vocab_size, backward=backward),
     )
 
@@ -181,7 +157,7 @@ def attention_matmuls(size: ModelSize, precision: str) -> Work:
     product writes and the probabilities that the second reads, ``2 B H S^2`` elements.
     """
     vectors = 4 * size.batch_size * size.num_heads * size.context * size.head_dim
-    elements = vectors + 2 * _score_flops(size)
+    elements = vectors + 2 * size.scores
     flops = flops_by_component(size, backward=False, causal=False).attention
     return Work(flops, size.num_layers * elements * ELEMENT_BYTES[precision])
 
@@ -191,15 +167,10 @@ def attention_softmax(size: ModelSize, precision: str) -> Work:
 
     An eager softmax moves several times as much, because each of its operations reads and writes the whole matrix.
     """
-    scores = size.num_layers * _score_flops(size)
+    scores = size.num_layers * size.scores
     return Work(SOFTMAX_FLOPS_PER_SCORE * scores, 2 * scores * ELEMENT_BYTES[precision])
 
 
 def _attention_forward_flops(batch: int, heads: int, queries: int, keys: int, head_dim: int, *, causal: bool) -> int:
     square = 4 * batch * heads * queries * keys * head_dim
     return square // 2 if causal else square
-
-
-def _score_flops(size: ModelSize) -> int:
-    """Elements of the score matrices of one layer."""
-    return size.batch_size * size.num_heads * size.context**2

@@ -46,36 +46,13 @@ class FusedStep:
         return self.precision != "fp32" and (self.optimizer == "adamw" or self.mode != "train")
 
     @property
-    def tokens(self) -> int:
-        return self.size.batch_size * self.size.context
-
-    @property
-    def stream(self) -> int:
-        """``T d``."""
-        return self.tokens * self.size.d_model
-
-    @property
-    def inner(self) -> int:
-        """``T f``."""
-        return self.tokens * self.size.d_ff
-
-    @property
-    def statistics(self) -> int:
-        return self.size.batch_size * self.size.num_heads * self.size.context
-
-    @property
     def scores(self) -> int:
-        return self.statistics * self.size.context if self.attention == "reference" else 0
+        return self.size.scores if self.attention == "reference" else 0
 
     @property
     def block_matrices(self) -> int:
         """Parameters of a block's matrices."""
         return 4 * self.size.d_model**2 + 3 * self.size.d_model * self.size.d_ff
-
-    @property
-    def matrix_bytes(self) -> int:
-        """Bytes of a number in a block's matrices."""
-        return 2 if self.state_dtype == "split" else 4
 
     @property
     def gradient_bytes(self) -> int:
@@ -100,7 +77,8 @@ class FusedStep:
         """All of them, and the copies."""
         matrices = self.size.num_layers * self.block_matrices
         copies = 2 * (matrices + self.head) if self.copies_head else 0
-        return self.matrix_bytes * matrices + 4 * (count_parameters(self.size) - matrices) + copies
+        matrix_bytes = 2 if self.state_dtype == "split" else 4
+        return matrix_bytes * matrices + 4 * (count_parameters(self.size) - matrices) + copies
 
     @property
     def optimizer_state(self) -> int:
@@ -132,22 +110,16 @@ class FusedStep:
         e = self.e
         attention = self.size.context**2 + (4 + e) * self.scores if self.scores else 0
         casts = 2 * self.block_matrices if e == 2 and not self.reads_copies else 0
-        return (
-            (8 + 6 * e) * self.stream
-            + 8 * self.tokens
-            + 4 * self.statistics
-            + attention
-            + self.kept_inner * e * self.inner
-            + casts
-        )
+        rows = 8 * self.size.tokens + 4 * self.size.queries
+        return (8 + 6 * e) * self.size.stream + rows + attention + self.kept_inner * e * self.size.inner + casts
 
     @property
     def around_loss(self) -> int:
         """Return what the last norm and the loss hold: its input, both gradients, a chunk of logits, a cast."""
         e = self.e
-        chunk = min(e * self.tokens * self.size.vocab_size, LOGITS_CHUNK_BYTES)
+        chunk = min(e * self.size.tokens * self.size.vocab_size, LOGITS_CHUNK_BYTES)
         cast = 2 * self.head if e == 2 and not self.copies_head else 0
-        return (4 + 2 * e) * self.stream + 8 * self.tokens + self.head_gradient + chunk + cast
+        return (4 + 2 * e) * self.size.stream + 8 * self.size.tokens + self.head_gradient + chunk + cast
 
 
 def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemory]:
@@ -158,7 +130,7 @@ def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemo
         at_loss, at_blocks = saved_schedule(checkpointing, step.size.num_layers)
         moments = _fused_backward_moments(step, at_loss, at_blocks)
         whole = step.gradients(step.size.num_layers) + 4 * step.head
-        moments.append(("end of backward", whole, 4 * step.stream))
+        moments.append(("end of backward", whole, 4 * step.size.stream))
         if step.mode == "train":
             if step.update == "backward":
                 whole -= step.gradients(step.size.num_layers) - step.gradients(0)
@@ -183,13 +155,13 @@ def _fused_forward_moments(step: FusedStep) -> list[tuple[str, int, int]]:
     - Loss: its input, a chunk of logits, and the cast of the weight.
     """
     e, half = step.e, step.reads_copies
-    feed_forward = (8 + 2 * e + (e if half else 0)) * step.stream + 3 * e * step.inner
-    loss = step.around_loss - e * step.stream - step.head_gradient
+    feed_forward = (8 + 2 * e + (e if half else 0)) * step.size.stream + 3 * e * step.size.inner
+    loss = step.around_loss - e * step.size.stream - step.head_gradient
     moments = [("feed-forward", 0, feed_forward), ("loss", 0, loss)]
     if step.scores:
         mask = step.size.context**2 + 8 * step.size.context
-        softmax = (4 + (7 if half else 4) * e) * step.stream + mask + 12 * step.scores
-        moments.append(("softmax", 0, softmax + (0 if half else 4 * step.statistics)))
+        softmax = (4 + (7 if half else 4) * e) * step.size.stream + mask + 12 * step.scores
+        moments.append(("softmax", 0, softmax + (0 if half else 4 * step.size.queries)))
     return moments
 
 
@@ -211,29 +183,29 @@ def _fused_backward_moments(
     casts = 2 if e == 2 and not step.reads_copies else 0
 
     def saved_bytes(blocks: SavedBlocks) -> int:
-        return blocks.saved * step.block + blocks.inputs * 4 * step.stream
+        return blocks.saved * step.block + blocks.inputs * 4 * step.size.stream
 
     moments = [("loss", 0, saved_bytes(at_loss) + step.around_loss)]
     for blocks in at_blocks:
-        saved = saved_bytes(blocks) + 4 * step.stream
+        saved = saved_bytes(blocks) + 4 * step.size.stream
         done = step.gradients(step.size.num_layers - blocks.block)
         feed_forward = done + 3 * step.gradient_bytes * w2
         if step.reads_copies:
-            gates = saved + e * step.stream + 4 * e * step.inner
+            gates = saved + e * step.size.stream + 4 * e * step.size.inner
             moments.append((f"gates backward, {blocks.name}", done, gates))
-            gates_and_w2 = gates - e * step.inner
+            gates_and_w2 = gates - e * step.size.inner
             moments.append((f"w2 backward, {blocks.name}", done + step.gradient_bytes * w2, gates_and_w2))
-            moments.append((f"projections backward, {blocks.name}", feed_forward, saved + e * step.stream))
+            moments.append((f"projections backward, {blocks.name}", feed_forward, saved + e * step.size.stream))
             if step.update == "backward":
                 block_gradients = step.gradient_bytes * step.block_matrices + 4 * 2 * d_model
                 moments.append((f"update, {blocks.name}", done + block_gradients, saved - step.block))
         else:
-            gates = saved + 2 * e * step.inner - casts * w2
+            gates = saved + 2 * e * step.size.inner - casts * w2
             moments.append((f"gates backward, {blocks.name}", done + 4 * w2, gates))
         if step.scores:
-            freed = (4 + 2 * e) * step.stream + 4 * step.tokens + step.kept_inner * e * step.inner
+            freed = (4 + 2 * e) * step.size.stream + 4 * step.size.tokens + step.kept_inner * e * step.size.inner
             freed += casts * (3 * w2 + projection)
-            softmax = saved - freed + (12 - e) * step.scores + 4 * step.statistics
+            softmax = saved - freed + (12 - e) * step.scores + 4 * step.size.queries
             gradients = feed_forward + step.gradient_bytes * projection + 4 * d_model
             moments.append((f"softmax backward, {blocks.name}", gradients, softmax))
     return moments

@@ -16,7 +16,7 @@ from cs336sys.accounting.activations import (
     feed_forward_activations,
     saved_activations,
 )
-from cs336sys.accounting.flops import count_parameters
+from cs336sys.accounting.flops import Components, count_parameters
 from cs336sys.errors import require_known
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
@@ -26,17 +26,13 @@ _MODES = ("forward", "forward-backward", "train")
 
 
 @dataclass(frozen=True)
-class TrainingState:
+class TrainingState(Components):
     """Bytes that live from step to step."""
 
     parameters: int
     gradients: int
     optimizer_state: int
     master_parameters: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer_state + self.master_parameters
 
 
 def training_state(size: ModelSize, precision: str, *, autocast: bool = True) -> TrainingState:
@@ -52,7 +48,7 @@ def training_state(size: ModelSize, precision: str, *, autocast: bool = True) ->
 
 
 @dataclass(frozen=True)
-class PeakMemory:
+class PeakMemory(Components):
     """Bytes alive at a moment of a step when much is; the parts add up to the total.
 
     Attributes:
@@ -69,33 +65,13 @@ class PeakMemory:
     activations: int
 
     @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer_state + self.activations
-
-    @property
-    def parameters_gib(self) -> float:
-        return self.parameters / GIB
-
-    @property
-    def gradients_gib(self) -> float:
-        return self.gradients / GIB
-
-    @property
-    def optimizer_state_gib(self) -> float:
-        return self.optimizer_state / GIB
-
-    @property
-    def activations_gib(self) -> float:
-        return self.activations / GIB
-
-    @property
     def total_gib(self) -> float:
         return self.total / GIB
 
 
 def always_held_bytes(size: ModelSize) -> int:
     """Bytes of the batch and of the rotary table, which are there all the time: ``16 T + 4 S d_head``."""
-    return 16 * size.batch_size * size.context + 4 * size.context * size.head_dim
+    return 16 * size.tokens + 4 * size.context * size.head_dim
 
 
 def largest_parameter(size: ModelSize) -> int:
@@ -170,21 +146,15 @@ def widest_moments(
         moments = _backward_moments(size, precision, attention, autocast, at_loss, at_blocks)
     if mode == "train":
         # torch's fused AdamW makes no temporary, its foreach variant one of all parameters.
-        temporary_bytes = 16 * size.batch_size * size.context + 4 * largest_parameter(size)
+        temporary_bytes = 16 * size.tokens + 4 * largest_parameter(size)
         moments.append(("optimizer", count_parameters(size), temporary_bytes))
     state = training_state(size, precision, autocast=autocast)
     gradient_bytes = state.gradients // count_parameters(size)
     optimizer_state = state.optimizer_state if mode == "train" else 0
-    rotary_table = 4 * size.context * size.head_dim
+    parameters, rotary_table = state.parameters + state.master_parameters, 4 * size.context * size.head_dim
     return [
-        PeakMemory(
-            moment,
-            state.parameters + state.master_parameters,
-            gradient_bytes * gradients,
-            optimizer_state,
-            activations + rotary_table,
-        )
-        for moment, gradients, activations in moments
+        PeakMemory(name, parameters, gradient_bytes * gradients, optimizer_state, activations + rotary_table)
+        for name, gradients, activations in moments
     ]
 
 
@@ -202,7 +172,7 @@ def accumulating(moments: Sequence[PeakMemory], size: ModelSize, passes: int) ->
         "feed-forward backward": size.d_ff * size.d_model,
         "softmax backward": size.d_model**2,
     }
-    batch = 16 * size.batch_size * size.context * (passes - 1) // passes
+    batch = 16 * size.tokens * (passes - 1) // passes
     later_moments = []
     for moment in moments:
         added = width * newest.get(moment.moment.partition(",")[0], 0)
@@ -226,10 +196,9 @@ def _forward_moments(size: ModelSize, precision: str, attention: str, autocast: 
     - LM head: its input and the residual stream, the logits, and under autocast the casts of input and weight.
     - Loss: the logits, one fp32 temporary of their shape, and two numbers a token.
     """
-    e, r = ELEMENT_BYTES[precision], _stream_bytes(precision, autocast)
-    tokens = size.batch_size * size.context
-    stream, inner, logits = tokens * size.d_model, tokens * size.d_ff, tokens * size.vocab_size
-    statistics = size.batch_size * size.num_heads * size.context
+    e = ELEMENT_BYTES[precision]
+    r = 4 if autocast else e
+    stream, inner, logits = size.stream, size.inner, size.tokens * size.vocab_size
 
     def casts(d_out: int) -> int:
         return 2 * (stream + size.d_model * d_out) if e < r else 0
@@ -237,12 +206,11 @@ def _forward_moments(size: ModelSize, precision: str, attention: str, autocast: 
     moments = {
         "feed-forward": 3 * r * stream + max(3 * e * inner, 2 * e * inner + casts(size.d_ff)),
         "LM head": 2 * r * stream + e * logits + casts(size.vocab_size),
-        "loss": (e + 4) * logits + 8 * tokens,
+        "loss": (e + 4) * logits + 8 * size.tokens,
     }
     if attention == "reference":
-        scores = statistics * size.context
-        moments["softmax"] = (2 * r + 3 * e) * stream + size.context**2 + 12 * scores + 4 * statistics
-    return [(name, 0, 16 * tokens + activation_bytes) for name, activation_bytes in moments.items()]
+        moments["softmax"] = (2 * r + 3 * e) * stream + size.context**2 + 12 * size.scores + 4 * size.queries
+    return [(name, 0, 16 * size.tokens + activation_bytes) for name, activation_bytes in moments.items()]
 
 
 def _backward_moments(
@@ -265,13 +233,11 @@ def _backward_moments(
       the softmax's last product. The heads side by side and v are gone; v's gradient exists.
     - End: all gradients, and that of the embedded tokens.
     """
-    e, r = ELEMENT_BYTES[precision], _stream_bytes(precision, autocast)
+    e = ELEMENT_BYTES[precision]
+    r = 4 if autocast else e
     copy = 2 if e < r else 0
     cast = 2 if e < 4 else 0
-    tokens = size.batch_size * size.context
-    stream, inner = tokens * size.d_model, tokens * size.d_ff
-    statistics = size.batch_size * size.num_heads * size.context
-    scores = statistics * size.context
+    tokens, stream, inner = size.tokens, size.stream, size.inner
     w2, projection = size.d_ff * size.d_model, size.d_model**2
 
     without_blocks = saved_activations(replace(size, num_layers=0), precision, attention, autocast=autocast).total
@@ -299,12 +265,7 @@ def _backward_moments(
         if attention == "reference":
             # Stream and normalized in fp32, and the norm's output: as much in both casts as in fp32.
             freed = (8 + r) * stream + 4 * tokens + 5 * e * inner + copy * (3 * w2 + projection)
-            softmax = saved - freed + (r - e) * stream + (12 - e) * scores + 4 * statistics
+            softmax = saved - freed + (r - e) * stream + (12 - e) * size.scores + 4 * size.queries
             done = gradients + (3 * w2 + projection + size.d_model)
             moments.append((f"softmax backward, {blocks.name}", done, softmax))
     return moments
-
-
-def _stream_bytes(precision: str, autocast: bool) -> int:
-    """``r``, of a number of the residual stream."""
-    return 4 if autocast else ELEMENT_BYTES[precision]

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from cs336sys.accounting.activations import attention_memory, block_activations
-from cs336sys.accounting.derivation import Derived, Expression, Number, number_of, symbol
+from cs336sys.accounting.derivation import Derived, Expression, number_of, symbol
 from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, attention_flops, count_parameters, linear_flops
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
@@ -67,22 +67,18 @@ def _whole_number(name: str, value: int) -> Any:
 def tensor_answers(size: ModelSize, precision: str) -> list[Derived]:
     """The size of the residual stream, and the largest tensors that a forward pass makes, by size."""
     named, e = _named_size(size), ELEMENT_BYTES[precision]
-    tokens = named.batch_size * named.context
     row = partial(Derived, unit="bytes", source=_SHAPES, question="memory_profiling (e)")
     scores = e * named.batch_size * named.num_heads * named.context * named.context
     label = "batch, heads, queries, keys; softmax makes more tensors of this shape."
+    inner_label = "w1(x), w3(x) and everything between them and w2."
     largest = [
         row("attention scores", scores, reason=label),
-        row(
-            "feed-forward activations",
-            e * tokens * named.d_ff,
-            reason="w1(x), w3(x) and everything between them and w2.",
-        ),
-        row("logits", e * tokens * named.vocab_size, reason="The LM head's output."),
+        row("feed-forward activations", e * named.inner, reason=inner_label),
+        row("logits", e * named.tokens * named.vocab_size, reason="The LM head's output."),
     ]
     label, part_d = "tensor of the residual stream", "memory_profiling (d)"
     reason = "fp32 whatever the precision: autocast's matrix products are added to it."
-    stream = row(label, 4 * tokens * named.d_model, reason=reason, question=part_d)
+    stream = row(label, 4 * named.stream, reason=reason, question=part_d)
     return [stream, *sorted(largest, key=lambda tensor: -tensor.value)]
 
 
@@ -113,12 +109,11 @@ def block_answers(size: ModelSize, precision: str, attention: str) -> list[Deriv
     d, f = named.d_model, named.d_ff
     block_gradients = 4 * (4 * d**2 + 3 * d * f + 2 * d)
     gradients = row("gradients of one block's parameters", block_gradients, symbol="g", reason=reason, source=_SHAPES)
-    change = row(
+    label, reason = (
         "change of memory over the block's backward pass",
-        gradients.as_symbol() - saved.as_symbol(),
-        reason="What was saved is freed, and the gradients stay.",
+        "What was saved is freed, and the gradients stay.",
     )
-    return [*rows, saved, gradients, change]
+    return [*rows, saved, gradients, row(label, gradients.as_symbol() - saved.as_symbol(), reason=reason)]
 
 
 def flops_answers(size: ModelSize) -> list[Derived]:
@@ -127,51 +122,43 @@ def flops_answers(size: ModelSize) -> list[Derived]:
     Counted as in ``accounting.flops``, but with the whole square of attention, which the model computes and masks.
     """
     named = _named_size(size)
-    tokens, d = named.batch_size * named.context, named.d_model
+    tokens, d = named.tokens, named.d_model
     batch, heads, context = named.batch_size, named.num_heads, named.context
     layers, head_dim = symbol("L", size.num_layers), _whole_number("d_head", size.head_dim)
-
-    def row(
-        quantity: str, value: Number, unit: str = "flops", name: str = "", reason: str = "", part: str = ""
-    ) -> Derived:
-        question = f"nsys_profile {part}" if part else ""
-        return Derived(quantity, value, unit, name, reason=reason, source=_FLOPS, question=question)
-
+    row = partial(Derived, source=_FLOPS)
     square = attention_flops(batch, heads, context, context, head_dim, causal=False, backward=False)
     projections = 4 * linear_flops(tokens, d, d, backward=False)
     feed_forward = 3 * linear_flops(tokens, d, named.d_ff, backward=False)
     reason = "The whole square, of which the mask leaves half."
-    attention = row("Q K^T and P V", layers * square, name="F_attn", reason=reason)
+    attention = row("Q K^T and P V", layers * square, "flops", "F_attn", reason=reason)
     products = (
-        row("projections q, k, v, output", layers * projections, name="F_proj"),
+        row("projections q, k, v, output", layers * projections, "flops", "F_proj"),
         attention,
-        row("SwiGLU's three products", layers * feed_forward, name="F_ffn"),
-        row("LM head", linear_flops(tokens, d, named.vocab_size, backward=False), name="F_head"),
+        row("SwiGLU's three products", layers * feed_forward, "flops", "F_ffn"),
+        row("LM head", linear_flops(tokens, d, named.vocab_size, backward=False), "flops", "F_head"),
     )
-    forward = row("forward pass", sum(product.as_symbol() for product in products), name="F")
+    forward = row("forward pass", sum(product.as_symbol() for product in products), "flops", "F")
     of_scores = SOFTMAX_FLOPS_PER_SCORE * layers * batch * heads * context**2
     reason = "A score is compared, shifted, exponentiated, summed and divided: 5 operations."
-    softmax = row("softmax of attention", of_scores, name="F_softmax", reason=reason, part="(e)")
+    softmax = row("softmax of attention", of_scores, "flops", "F_softmax", reason=reason, question="nsys_profile (e)")
     reason = "The backward pass multiplies twice for each product of the forward pass."
-    training = row("training step", 3 * forward.as_symbol(), reason=reason)
+    training = row("training step", 3 * forward.as_symbol(), "flops", reason=reason)
     reason = "4 projections, 2 of attention and 3 of SwiGLU in each layer, and the LM head."
-    count = row("matrix products in the forward pass", 9 * layers + 1, "products", reason=reason, part="(b)")
-    ratio = row(
-        "attention's products over softmax, FLOPs",
-        attention.as_symbol() / softmax.as_symbol(),
-        "times",
-        reason="4 d_head / 5. In time they are far closer: softmax computes little with each score it reads and "
-        "writes, so memory sets its pace, and it cannot use tensor cores.",
-        part="(e)",
+    count = row(
+        "matrix products in the forward pass", 9 * layers + 1, "products", reason=reason, question="nsys_profile (b)"
     )
-    moved = row(
-        "bytes that AdamW reads and writes in a step",
-        28 * symbol("P", count_parameters(size)),
-        "bytes",
-        reason="fp32: reads parameter, gradient and two moments, writes all but the gradient. It multiplies no "
-        "matrices, so their share of a training step is smaller than that of a forward pass.",
-        part="(d)",
+    label, over = "attention's products over softmax, FLOPs", attention.as_symbol() / softmax.as_symbol()
+    reason = (
+        "4 d_head / 5. In time they are far closer: softmax computes little with each score it reads and writes, so "
+        "memory sets its pace, and it cannot use tensor cores."
     )
+    ratio = row(label, over, "times", reason=reason, question="nsys_profile (e)")
+    label, adamw_bytes = "bytes that AdamW reads and writes in a step", 28 * symbol("P", count_parameters(size))
+    reason = (
+        "fp32: reads parameter, gradient and two moments, writes all but the gradient. It multiplies no matrices, so "
+        "their share of a training step is smaller than that of a forward pass."
+    )
+    moved = row(label, adamw_bytes, "bytes", reason=reason, question="nsys_profile (d)")
     return [*products, forward, training, count, softmax, ratio, moved]
 
 

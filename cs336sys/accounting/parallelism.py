@@ -21,6 +21,7 @@ from typing import Any
 
 from cs336sys.accounting.communication import ring_all_gather_s, ring_all_reduce_s
 from cs336sys.accounting.derivation import Derived, Number, maximum, number_of, symbol
+from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.errors import UsageError
 
 PARALLELISMS = ("dp", "fsdp", "tp", "fsdp-tp")
@@ -57,11 +58,6 @@ class Layer:
         """Bytes of the three matrices."""
         return 3 * self.element_bytes * self.d_model * self.d_ff
 
-    @property
-    def activation_bytes(self) -> Number:
-        """Bytes of the layer's input, and as many of its output: (B, D)."""
-        return self.element_bytes * self.batch * self.d_model
-
 
 def layer_flops(layer: Layer, which: str, *, fsdp: Number = 1, tp: Number = 1) -> Number:
     """FLOPs of one device: it has ``B / fsdp`` rows and ``D_FF / tp`` columns, whatever is gathered for them.
@@ -86,7 +82,8 @@ def _along_fsdp_s(layer: Layer, which: str, fsdp: Number, tp: Number = 1) -> Num
 
 def _along_tp_s(layer: Layer, tp: Number, fsdp: Number = 1) -> Number:
     """Forward: an all-reduce of a device's rows of the output. Backward: one of the input's gradient, as long."""
-    return ring_all_reduce_s(layer.activation_bytes / fsdp, tp, layer.bytes_per_s)
+    activation_bytes = layer.element_bytes * layer.batch * layer.d_model
+    return ring_all_reduce_s(activation_bytes / fsdp, tp, layer.bytes_per_s)
 
 
 def communication_s(
@@ -182,13 +179,12 @@ def best_split(layer: Layer, devices: float, which: str, *, overlapped: bool) ->
     return fsdp, devices / fsdp
 
 
-def best_whole_mesh(layer: Layer, devices: int, which: str, *, overlapped: bool) -> tuple[int, int]:
-    """The mesh ``(N_FSDP, N_TP)`` of so many devices, in whole numbers, that communicates for the shortest time."""
-    meshes = [(fsdp, devices // fsdp) for fsdp in range(1, devices + 1) if devices % fsdp == 0]
+def best_whole_mesh(layer: Layer, devices: int, which: str, *, overlapped: bool) -> Mesh:
+    """The fsdp-tp mesh of so many devices, in whole numbers, that communicates for the shortest time."""
+    meshes = [Mesh(fsdp=fsdp, tp=devices // fsdp) for fsdp in range(1, devices + 1) if devices % fsdp == 0]
 
-    def seconds(mesh: tuple[int, int]) -> float:
-        fsdp, tp = mesh
-        return number_of(communication_s("fsdp-tp", layer, which, fsdp=fsdp, tp=tp, overlapped=overlapped))
+    def seconds(mesh: Mesh) -> float:
+        return number_of(communication_s("fsdp-tp", layer, which, fsdp=mesh.fsdp, tp=mesh.tp, overlapped=overlapped))
 
     return min(meshes, key=seconds)
 
@@ -211,7 +207,7 @@ _PROBLEMS = {
     "fsdp-tp": ("fsdp_tp_calcs", "(a)", "(b)", "(c)", "(d)"),
 }
 _SHORT = {"forward": "fwd", "backward": "bwd"}
-_SECTIONS = {"dp": "8.2", "fsdp": "8.3", "tp": "8.4", "fsdp-tp": "8.5"}
+_SOURCES = {name: f"2026 handout, 8.{section}" for section, name in enumerate(PARALLELISMS, start=2)}
 
 # Problem tp_calcs (a). Every device i holds W1_i, W2_i (D, D_FF / N_TP) and W3_i (D_FF / N_TP, D).
 TP_BACKWARD = (
@@ -224,26 +220,6 @@ TP_BACKWARD = (
     ("dW2_i = x^T dx2_i", "(D, D_FF / N_TP)", "Likewise; x was saved whole."),
     ("dW1_i = x^T dx1_i", "(D, D_FF / N_TP)", "Likewise."),
 )
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """Devices by axis.
-
-    Raises:
-        UsageError: an axis has no device.
-    """
-
-    fsdp: int = 1
-    tp: int = 1
-
-    def __post_init__(self) -> None:
-        if self.fsdp < 1 or self.tp < 1:
-            raise UsageError(f"mesh {self.fsdp}x{self.tp}: every axis needs at least 1 device")
-
-    @property
-    def devices(self) -> int:
-        return self.fsdp * self.tp
 
 
 def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived]:
@@ -273,7 +249,7 @@ def parallelism_answers(strategy: str, layer: Layer, mesh: Mesh) -> list[Derived
 
 
 def _pass_row(
-    strategy: str, which: str, part: int, quantity: str, result: Number, unit: str, name: str = "", **details: str
+    strategy: str, which: str, unit: str, part: int, quantity: str, result: Number, name: str = "", **details: str
 ) -> Derived:
     """A row about one pass.
 
@@ -284,26 +260,23 @@ def _pass_row(
     answers_problem = part and which != {"dp": "forward", "fsdp-tp": "backward"}.get(strategy)
     problem = _PROBLEMS[strategy]
     question = f"{problem[0]} {problem[part]}" if answers_problem else ""
-    return Derived(f"{quantity}, {which}", result, unit, name, source=_source(strategy), question=question, **details)
-
-
-def _source(strategy: str) -> str:
-    return f"2026 handout, {_SECTIONS[strategy]}"
+    return Derived(f"{quantity}, {which}", result, unit, name, source=_SOURCES[strategy], question=question, **details)
 
 
 def _computing(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
-    row = partial(_pass_row, strategy, which)
     products = "one product each" if which == "forward" else "two products each, for input and weight gradients"
     reason = f"Three matrices, {products}, of 2 B D D_FF FLOPs, spread evenly."
-    count = row(1, "FLOPs of a device", layer_flops(layer, which, **axes), "flops", f"F_{_SHORT[which]}", reason=reason)
-    return [count, row(0, "computing time", count.as_symbol() / layer.flops_per_s, "s", f"T_{_SHORT[which]}")]
+    flops, short = layer_flops(layer, which, **axes), _SHORT[which]
+    count = _pass_row(strategy, which, "flops", 1, "FLOPs of a device", flops, f"F_{short}", reason=reason)
+    seconds = count.as_symbol() / layer.flops_per_s
+    return [count, _pass_row(strategy, which, "s", 0, "computing time", seconds, f"T_{short}")]
 
 
 def _communication_row(strategy: str, layer: Layer, axes: Mapping[str, Any], which: str) -> list[Derived]:
     """The communication times of a pass; the one named K_fwd or K_bwd is the pass's, with axes overlapped."""
     if (strategy, which) == ("dp", "forward"):
         return []
-    row = partial(_pass_row, strategy, which)
+    row = partial(_pass_row, strategy, which, "s")
     name = f"K_{_SHORT[which]}"
     weights = {
         "dp": "The gradients of all three matrices are all-reduced.",
@@ -314,24 +287,20 @@ def _communication_row(strategy: str, layer: Layer, axes: Mapping[str, Any], whi
     activations = f"Each device has a partial sum of {reduced}: an all-reduce."
     if strategy != "fsdp-tp":
         seconds = communication_s(strategy, layer, which, **axes)
-        return [row(2, "communication time", seconds, "s", name, reason=activations if strategy == "tp" else weights)]
+        return [row(2, "communication time", seconds, name, reason=activations if strategy == "tp" else weights)]
     reason = f"{weights} TP has split each matrix N_TP ways."
     seconds = _along_fsdp_s(layer, which, **axes)
-    along_fsdp = row(2, "communication time along FSDP", seconds, "s", f"{name}_FSDP", reason=reason)
+    along_fsdp = row(2, "communication time along FSDP", seconds, f"{name}_FSDP", reason=reason)
     reason = f"{activations} FSDP has split its rows N_FSDP ways."
-    along_tp = row(2, "communication time along TP", _along_tp_s(layer, **axes), "s", f"{name}_TP", reason=reason)
+    along_tp = row(2, "communication time along TP", _along_tp_s(layer, **axes), f"{name}_TP", reason=reason)
     both = along_fsdp.as_symbol(), along_tp.as_symbol()
     longer = "The axes have links of their own: the longer one counts."
     return [
         along_fsdp,
         along_tp,
-        row(2, "communication time, axes overlapped", maximum(*both), "s", name, reason=longer),
+        row(2, "communication time, axes overlapped", maximum(*both), name, reason=longer),
         row(
-            0,
-            "communication time, axes sharing the network",
-            sum(both),
-            "s",
-            reason="As in (d): both, one after the other.",
+            0, "communication time, axes sharing the network", sum(both), reason="As in (d): both, one after the other."
         ),
     ]
 
@@ -346,10 +315,8 @@ def _step_row(strategy: str, forward: list[Derived], backward: list[Derived]) ->
         ("communication overlapped with computing", sum(maximum(*terms) for terms in times), "The longer one counts."),
         ("nothing overlapped", sum(term for terms in times for term in terms), "Each waits for the other."),
     )
-    return [
-        Derived(f"both passes, {how}", total, "s", reason=reason, source=_source(strategy))
-        for how, total, reason in sums
-    ]
+    row = partial(Derived, unit="s", source=_SOURCES[strategy])
+    return [row(f"both passes, {how}", total, reason=reason) for how, total, reason in sums]
 
 
 def _limits(strategy: str, layer: Layer) -> list[Derived]:
@@ -367,7 +334,7 @@ def _limits(strategy: str, layer: Layer) -> list[Derived]:
     name = {"dp": "N_DP", "fsdp": "N_FSDP", "tp": "N_TP"}[strategy]
     limits = {which: most_devices(strategy, layer, which) for which in PASSES if (strategy, which) in reasons}
     return [
-        _pass_row(strategy, which, 3, quantity, most, "devices", name, relation="<=", reason=reasons[strategy, which])
+        _pass_row(strategy, which, "devices", 3, quantity, most, name, relation="<=", reason=reasons[strategy, which])
         for which, most in limits.items()
     ]
 
@@ -376,10 +343,7 @@ def _mesh_limits(layer: Layer) -> list[Derived]:
     """The largest meshes of fsdp-tp, with both axes overlapped and sharing the network."""
     rows = []
     for which in PASSES:
-
-        def row(part: int, quantity: str, result: Number, name: str, which: str = which, **details: str) -> Derived:
-            return _pass_row("fsdp-tp", which, part, quantity, result, "devices", name, **details)
-
+        row = partial(_pass_row, "fsdp-tp", which, "devices")
         reason = "K along FSDP <= T: N_TP divides both and cancels, as in fsdp_calcs (c)."
         b = row(0, "devices beyond the first that FSDP alone could use", fsdp_reach(layer), "b", reason=reason)
         reason = "K along TP <= T: N_FSDP divides both and cancels, as in tp_calcs (d)."

@@ -30,7 +30,7 @@ from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.hardware import Cluster
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.fsdp import sharded_units, step_communication
-from cs336sys.accounting.sharding.partition import heads_refusal, mesh_text
+from cs336sys.accounting.sharding.partition import Mesh, heads_refusal
 from cs336sys.accounting.sharding.step import ShardedStep, rank_moments, rank_peak
 from cs336sys.accounting.sharding.tensor import TensorStep
 from cs336sys.errors import UsageError
@@ -72,29 +72,10 @@ class DeviceTime:
 
 
 @dataclass(frozen=True)
-class MeshShape:
-    """The number of ranks of each dimension."""
-
-    ddp: int
-    fsdp: int
-    tp: int
-
-    @property
-    def devices(self) -> int:
-        return self.ddp * self.fsdp * self.tp
-
-    @property
-    def text(self) -> str:
-        """As ``--mesh`` takes it, without dimensions of one rank."""
-        sizes = {name: ranks for name, ranks in vars(self).items() if ranks > 1}
-        return mesh_text(sizes) if sizes else "one device"
-
-
-@dataclass(frozen=True)
 class SimulatedStep:
     """The parts of a step in seconds, which follow each other, and the memory of the fullest rank in bytes."""
 
-    mesh: MeshShape
+    mesh: Mesh
     batch_size: int
     accumulation: int
     computing_s: float
@@ -147,7 +128,7 @@ class Simulation:
     def with_batch(self, batch_size: int) -> "Simulation":
         return replace(self, size=replace(self.size, batch_size=batch_size))
 
-    def step(self, mesh: MeshShape, accumulation: int = 1) -> SimulatedStep:
+    def step(self, mesh: Mesh, accumulation: int = 1) -> SimulatedStep:
         """A step on this mesh.
 
         Args:
@@ -190,7 +171,7 @@ class Simulation:
             _mesh_peak_bytes(part, dtypes, mesh, self.checkpointing),
         )
 
-    def in_fewest_parts(self, mesh: MeshShape) -> SimulatedStep:
+    def in_fewest_parts(self, mesh: Mesh) -> SimulatedStep:
         """The step with the least gradient accumulation that fits; that of single sequences if none does.
 
         Raises:
@@ -202,13 +183,13 @@ class Simulation:
                 break
         return step
 
-    def meshes(self, devices: int, dimension: str | None = None) -> Iterator[MeshShape]:
+    def meshes(self, devices: int, dimension: str | None = None) -> Iterator[Mesh]:
         """All meshes of so many devices that :meth:`step` takes, or the one that has them all in one dimension."""
         for tp in _divisors(devices):
             if tp > self.cluster.node_devices or self.size.num_heads % tp:
                 continue
             for fsdp in _divisors(devices // tp):
-                mesh = MeshShape(devices // tp // fsdp, fsdp, tp)
+                mesh = Mesh(devices // tp // fsdp, fsdp, tp)
                 is_asked = dimension is None or getattr(mesh, dimension) == devices
                 if is_asked and self.size.batch_size % (mesh.ddp * mesh.fsdp) == 0:
                     yield mesh
@@ -236,7 +217,7 @@ class Simulation:
 
 
 @cache
-def _fsdp_times(size: ModelSize, precision: str, mesh: MeshShape, cluster: Cluster) -> tuple[float, float, float]:
+def _fsdp_times(size: ModelSize, precision: str, mesh: Mesh, cluster: Cluster) -> tuple[float, float, float]:
     """Seconds of one pass's all-gathers, of the reduce-scatters, and of what has no computing alongside it."""
     if mesh.fsdp == 1:
         return 0.0, 0.0, 0.0
@@ -251,7 +232,7 @@ def _fsdp_times(size: ModelSize, precision: str, mesh: MeshShape, cluster: Clust
     return gather_s, scatter_s, (gather_s + scatter_s) / units
 
 
-def _ddp_s(size: ModelSize, gradients: str, mesh: MeshShape, cluster: Cluster) -> float:
+def _ddp_s(size: ModelSize, gradients: str, mesh: Mesh, cluster: Cluster) -> float:
     """Seconds of the all-reduce of gradients in this dtype, in buckets of blocks."""
     if mesh.ddp == 1:
         return 0.0
@@ -261,7 +242,7 @@ def _ddp_s(size: ModelSize, gradients: str, mesh: MeshShape, cluster: Cluster) -
     return gradient_bytes * ring + size.num_layers * cluster.call_s
 
 
-def _tensor_s(size: ModelSize, precision: str, mesh: MeshShape, cluster: Cluster, checkpointing: str) -> float:
+def _tensor_s(size: ModelSize, precision: str, mesh: Mesh, cluster: Cluster, checkpointing: str) -> float:
     """Seconds of the sums over ranks that share layers: four a block, and the loss."""
     if mesh.tp == 1:
         return 0.0
@@ -272,7 +253,7 @@ def _tensor_s(size: ModelSize, precision: str, mesh: MeshShape, cluster: Cluster
 
 
 @cache
-def _mesh_peak_bytes(size: ModelSize, dtypes: Dtypes, mesh: MeshShape, checkpointing: str) -> float:
+def _mesh_peak_bytes(size: ModelSize, dtypes: Dtypes, mesh: Mesh, checkpointing: str) -> float:
     """Bytes at the peak: the state, and activations and buffers of the batch of a group, which tp ranks share."""
     of_group = replace(size, batch_size=size.batch_size // mesh.ddp)
     strategy = "fsdp" if mesh.fsdp > 1 else "none"

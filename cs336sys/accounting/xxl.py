@@ -29,8 +29,7 @@ class FeedForwardStack:
     num_blocks: int
 
 
-XXL_SHAPE = {"d_model": 16384, "d_ff": 53248, "num_blocks": 126}
-XXL = FeedForwardStack(**XXL_SHAPE)
+XXL = FeedForwardStack(d_model=16384, d_ff=53248, num_blocks=126)
 
 
 @dataclass(frozen=True)
@@ -72,28 +71,24 @@ def memory_answers(
     _require_positive(tokens=tokens, gpu_bytes=gpu_bytes, device_bytes=device_bytes, **vars(stack))
     d, f, blocks = symbol("D", stack.d_model), symbol("F", stack.d_ff), symbol("L", stack.num_blocks)
     t, gpu = symbol("T", tokens), symbol("M_GPU", gpu_bytes)
-    parameters = _derived_answer(
-        "", "parameters", 2 * d * f * blocks, "parameters", "P", "A block is (D, F) and (F, D)."
-    )
+    parameters = _answer("", "parameters", 2 * d * f * blocks, "parameters", "P", "A block is (D, F) and (F, D).")
     p = parameters.as_symbol()
     reason = "fp32: 4 bytes each of weights and gradients, 8 of AdamW's two moments."
     label = "master weights, accumulated gradients, optimizer state"
-    states = _derived_answer("(a)", label, 16 * p, "decimal_bytes", "S", reason)
+    states = _answer("(a)", label, 16 * p, "decimal_bytes", "S", reason)
     copies = 2 * p if weight_copies else 0
     reason = ", and a copy of all weights." if weight_copies else ", which their weight gradients need."
     reason = "bf16: the inputs of both linear layers of each block" + reason
-    saved = _derived_answer(
-        "(a)", "saved for backward", 2 * t * blocks * (d + f) + copies, "decimal_bytes", "A", reason
-    )
+    saved = _answer("(a)", "saved for backward", 2 * t * blocks * (d + f) + copies, "decimal_bytes", "A", reason)
     s, a = states.as_symbol(), saved.as_symbol()
-    total = _derived_answer("(a)", "all of it", s + a, "decimal_bytes", "M")
+    total = _answer("(a)", "all of it", s + a, "decimal_bytes", "M")
     return [
         parameters,
         states,
         saved,
         total,
-        _derived_answer("(a)", "GPUs that hold all of it", math.ceil(total.as_symbol() / gpu), "GPUs"),
-        _derived_answer("", "GPUs that hold the states alone", math.ceil(s / gpu), "GPUs"),
+        _answer("(a)", "GPUs that hold all of it", math.ceil(total.as_symbol() / gpu), "GPUs"),
+        _answer("", "GPUs that hold the states alone", math.ceil(s / gpu), "GPUs"),
         *_sharding_answers(s, a, device_bytes, number_of(copies)),
     ]
 
@@ -103,7 +98,7 @@ def _sharding_answers(s: Expression, a: Expression, device_bytes: float, copies_
     left = symbol("M_max", device_bytes) - a / 2
     needed = (s + a / 2) / left if left > 0 else math.inf
     reason = "The memory per device, solved for N_FSDP."
-    exact = _derived_answer("", "sharding at which a device is exactly full", needed, "devices", "N_exact", reason)
+    exact = _answer("", "sharding at which a device is exactly full", needed, "devices", "N_exact", reason)
     label = "smallest N_FSDP with less than that"
     if exact.value == math.inf:
         never = (
@@ -116,12 +111,12 @@ def _sharding_answers(s: Expression, a: Expression, device_bytes: float, copies_
                 f" Assumed: bf16 copies of all weights, {copies_bytes / 1e9:.1f} GB, are saved whole for backward and "
                 "shared out like activations, every second layer's; copies that are sharded as their weights would fit."
             )
-        return [_derived_answer("(b)", label, math.inf, "devices", "N_FSDP", never)]
+        return [_answer("(b)", label, math.inf, "devices", "N_FSDP", never)]
     whole = math.floor(exact.as_symbol()) + 1
-    smallest = _derived_answer("(b)", label, whole, "devices", "N_FSDP", "The next whole number.")
+    smallest = _answer("(b)", label, whole, "devices", "N_FSDP", "The next whole number.")
     then = (s + a / 2) / smallest.as_symbol() + a / 2
     reason = "States and half of the activations are sharded, the other half, of every second layer, is not."
-    return [exact, smallest, _derived_answer("(b)", "memory of a device then", then, "decimal_bytes", reason=reason)]
+    return [exact, smallest, _answer("(b)", "memory of a device then", then, "decimal_bytes", reason=reason)]
 
 
 def batch_answers(stack: FeedForwardStack, mesh: TpuMesh) -> list[Derived]:
@@ -139,12 +134,12 @@ def batch_answers(stack: FeedForwardStack, mesh: TpuMesh) -> list[Derived]:
     names = ("X", "Y", "M_X", "M_Y", "C", "W_ici")
     named = TpuMesh(*(symbol(name, value) for name, value in zip(names, vars(mesh).values(), strict=True)))
     f = symbol("F", stack.d_ff)
-    intensity = _derived_answer(
+    intensity = _answer(
         "", "FLOPs a byte of communication", named.flops_per_s / named.bytes_per_s, "FLOPs/byte", "alpha", source=_BOOK
     )
     alpha = intensity.as_symbol()
     reason = "TP's communication grows with the batch as computing does, so it limits Y alone."
-    limit = _derived_answer("", "most TP", f * named.m_y / alpha, "devices", "Y_max", reason, source=_BOOK)
+    limit = _answer("", "most TP", f * named.m_y / alpha, "devices", "Y_max", reason, source=_BOOK)
     y_max = limit.as_symbol()
 
     reason = "4 B D F / (X Y C) >= 4 D F / (Y W_ici M_X), with b = B / (X Y): FSDP's all-gathers must be hidden."
@@ -223,16 +218,15 @@ def _tricks(mesh: TpuMesh, f: Expression, alpha: Expression, b: Expression, y_ma
         ),
     ]
     return [
-        _derived_answer("(d)", name, value, "tokens", reason=reason, source=source)
-        for name, value, reason, source in tricks
+        _answer("(d)", name, value, "tokens", reason=reason, source=source) for name, value, reason, source in tricks
     ]
 
 
 def _batch(quantity: str, value: Number, name: str, reason: str = "") -> Derived:
-    return _derived_answer("(c)", quantity, value, "tokens", name, reason, source=_BOOK, relation=">=")
+    return _answer("(c)", quantity, value, "tokens", name, reason, source=_BOOK, relation=">=")
 
 
-def _derived_answer(
+def _answer(
     part: str, quantity: str, value: Number, unit: str, name: str = "", reason: str = "", **details: str
 ) -> Derived:
     """A row that answers this part of the problem, or none; (a) and (b) need no more than the handout."""

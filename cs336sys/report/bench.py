@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.accounting.flops import count_parameters
+from cs336sys.accounting.memory import GIB
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.measure.system import SLOWDOWNS, Capacity
 from cs336sys.report.numbers import format_number
@@ -187,10 +188,10 @@ def bench_tables(
 
 # Where memory goes at the moment when most is held, on paper, of a PeakMemory.
 PEAK_COLUMNS = (
-    Column("parameters_gib", "parameters", "gib", lambda peak: peak.parameters_gib),
-    Column("gradients_gib", "gradients", "gib", lambda peak: peak.gradients_gib),
-    Column("optimizer_state_gib", "optimizer state", "gib", lambda peak: peak.optimizer_state_gib),
-    Column("activations_gib", "activations", "gib", lambda peak: peak.activations_gib),
+    Column("parameters_gib", "parameters", "gib", lambda peak: peak.parameters / GIB),
+    Column("gradients_gib", "gradients", "gib", lambda peak: peak.gradients / GIB),
+    Column("optimizer_state_gib", "optimizer state", "gib", lambda peak: peak.optimizer_state / GIB),
+    Column("activations_gib", "activations", "gib", lambda peak: peak.activations / GIB),
     Column("predicted_peak_gib", "predicted peak", "gib", lambda peak: peak.total_gib),
     Column("moment", "moment of the peak", value=lambda peak: peak.moment),
 )

@@ -170,13 +170,13 @@ def test_best_split_communicates_for_the_shortest_time(devices, overlapped):
 
 def test_best_whole_mesh_is_the_best_of_all_divisors():
     layer = Layer(131072, 2560, 10240, 989.4e12, 450e9)
-    assert best_whole_mesh(layer, 64, "forward", overlapped=False) == (32, 2)
+    assert best_whole_mesh(layer, 64, "forward", overlapped=False) == Mesh(fsdp=32, tp=2)
     times = {
         fsdp: mesh_communication_s(layer, fsdp, 64 // fsdp, "forward", overlapped=False)
         for fsdp in (1, 2, 4, 8, 16, 32, 64)
     }
     assert min(times, key=times.get) == 32
-    assert best_whole_mesh(layer, 7, "forward", overlapped=True) in ((7, 1), (1, 7))
+    assert best_whole_mesh(layer, 7, "forward", overlapped=True) in (Mesh(fsdp=7), Mesh(tp=7))
 
 
 def test_mesh_sides_of_the_largest_shared_mesh():
@@ -203,7 +203,7 @@ FORMULAS = {
 
 @pytest.mark.parametrize(("strategy", "quantity"), FORMULAS)
 def test_answers_print_the_handouts_formulas(strategy, quantity):
-    answers = parallelism_answers(strategy, LAYER, Mesh(2, 4))
+    answers = parallelism_answers(strategy, LAYER, Mesh(fsdp=2, tp=4))
     (answer,) = [answer for answer in answers if answer.quantity == quantity]
     assert answer.derivation(str).startswith(FORMULAS[strategy, quantity] + " = ")
 
@@ -218,7 +218,7 @@ def test_answers_print_the_handouts_formulas(strategy, quantity):
     ],
 )
 def test_every_part_of_the_problem_is_answered(strategy, problem, parts):
-    answers = parallelism_answers(strategy, LAYER, Mesh(2, 4))
+    answers = parallelism_answers(strategy, LAYER, Mesh(fsdp=2, tp=4))
     asked = {answer.question for answer in answers if answer.question}
     assert asked == {f"{problem} ({part})" for part in parts}
     assert all(answer.source for answer in answers)
@@ -238,4 +238,4 @@ def test_impossible_layers_are_refused(field):
         with pytest.raises(UsageError, match="must be positive"):
             Layer(**values | {field: wrong})
     with pytest.raises(UsageError, match="mesh 0x2: every axis needs at least 1 device"):
-        Mesh(0, 2)
+        Mesh(fsdp=0, tp=2)

@@ -6,7 +6,8 @@ import pytest
 
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.hardware import Cluster, OverlapSlowdown
-from cs336sys.accounting.scaling import DeviceTime, Dtypes, MeshShape, Simulation
+from cs336sys.accounting.scaling import DeviceTime, Dtypes, Simulation
+from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes, rank_peak
 from cs336sys.accounting.sharding.tensor import TensorStep
 from cs336sys.errors import UsageError
@@ -23,10 +24,10 @@ def simulate(size, dtypes, mesh, cluster, device, checkpointing="none"):
 
 
 def test_one_device_takes_its_own_time():
-    step = simulate(replace(SIZE, batch_size=4), BF16, MeshShape(1, 1, 1), CLUSTER, DEVICE)
+    step = simulate(replace(SIZE, batch_size=4), BF16, Mesh(1, 1, 1), CLUSTER, DEVICE)
     assert step.step_s == pytest.approx(4 * 10e-3 + 8e-3)
     assert step.memory == rank_peak(ShardedStep("none", replace(SIZE, batch_size=4), 1, "bf16", "flash")).total
-    again = simulate(replace(SIZE, batch_size=4), BF16, MeshShape(1, 1, 1), CLUSTER, DEVICE, "block")
+    again = simulate(replace(SIZE, batch_size=4), BF16, Mesh(1, 1, 1), CLUSTER, DEVICE, "block")
     assert again.computing_s == pytest.approx(4 / 3 * step.computing_s)
     assert again.memory < step.memory
 
@@ -35,15 +36,15 @@ def test_slow_links_expose_all_that_is_sent():
     """With links so slow that nothing computes beside them, each part takes its bytes over the bandwidth."""
     slow = replace(CLUSTER, bytes_per_s=1e6, node_bytes_per_s=1e6)
     sequences = SIZE.batch_size * 10e-3
-    fsdp = simulate(SIZE, BF16, MeshShape(1, 4, 1), slow, DEVICE)
+    fsdp = simulate(SIZE, BF16, Mesh(1, 4, 1), slow, DEVICE)
     norms = ShardedStep("fsdp", SIZE, 4, "bf16", "flash")
     sent = predicted_sent_bytes(norms)
     # Of the passes, computing is exposed in neither; norms are small.
     assert fsdp.exposed_fsdp_s + fsdp.computing_s == pytest.approx(sent / 1e6, rel=0.08)
-    ddp = simulate(SIZE, BF16, MeshShape(4, 1, 1), slow, DEVICE)
+    ddp = simulate(SIZE, BF16, Mesh(4, 1, 1), slow, DEVICE)
     gradients_s = 4 * count_parameters(SIZE) * 2 * 3 / 4 / 1e6
     assert ddp.exposed_ddp_s == pytest.approx(gradients_s - sequences / 4 * 2 / 3)
-    tensor = simulate(SIZE, BF16, MeshShape(1, 1, 4), slow, DEVICE)
+    tensor = simulate(SIZE, BF16, Mesh(1, 1, 4), slow, DEVICE)
     step = TensorStep("fsdp+tensor-sequence", SIZE, 4, 1, "bf16")
     assert tensor.tensor_s == pytest.approx(step.sent_for_layers / 1e6)
     assert tensor.computing_s == pytest.approx(sequences / 4)
@@ -62,14 +63,14 @@ def test_a_ring_is_as_fast_as_its_slowest_link():
 
 def test_fast_links_leave_computing_and_the_optimizer():
     fast = replace(CLUSTER, bytes_per_s=1e18, node_bytes_per_s=1e18)
-    for mesh in (MeshShape(16, 1, 1), MeshShape(1, 16, 1), MeshShape(2, 4, 2)):
+    for mesh in (Mesh(16, 1, 1), Mesh(1, 16, 1), Mesh(2, 4, 2)):
         step = simulate(SIZE, BF16, mesh, fast, DEVICE)
         assert step.step_s == pytest.approx(64 * 10e-3 / 16 + 8e-3 / (mesh.fsdp * mesh.tp), rel=1e-6)
 
 
 def test_batch_that_does_not_fit_is_passed_in_parts():
     size = replace(SIZE, batch_size=512)
-    mesh = MeshShape(1, 8, 1)
+    mesh = Mesh(1, 8, 1)
     whole = simulate(size, BF16, mesh, CLUSTER, DEVICE)
     tight = replace(CLUSTER, memory_bytes=whole.memory * 0.6)
     parts = Simulation(size, BF16, tight, DEVICE).in_fewest_parts(mesh)
@@ -92,18 +93,18 @@ def test_meshes_divide_batch_and_heads_inside_nodes():
     meshes = list(simulation.meshes(32))
     assert all(mesh.devices == 32 and mesh.tp <= 8 and SIZE.num_heads % mesh.tp == 0 for mesh in meshes)
     assert {mesh.tp for mesh in meshes} == {1, 2, 4}
-    for dimension, mesh in (("ddp", MeshShape(4, 1, 1)), ("fsdp", MeshShape(1, 4, 1)), ("tp", MeshShape(1, 1, 4))):
+    for dimension, mesh in (("ddp", Mesh(4, 1, 1)), ("fsdp", Mesh(1, 4, 1)), ("tp", Mesh(1, 1, 4))):
         assert list(simulation.meshes(4, dimension)) == [mesh]
         found = simulation.fastest(4, dimension)
         assert found is not None
         assert found[0].mesh == mesh
     assert not list(simulation.meshes(7))
     assert simulation.fastest(7) is None
-    for mesh, words in ((MeshShape(3, 1, 1), "divide the batch"), (MeshShape(1, 1, 5), "heads")):
+    for mesh, words in ((Mesh(3, 1, 1), "divide the batch"), (Mesh(1, 1, 5), "heads")):
         with pytest.raises(UsageError, match=words):
             simulate(SIZE, BF16, mesh, CLUSTER, DEVICE)
     with pytest.raises(UsageError, match="inside a node"):
-        simulate(replace(SIZE, num_heads=16), BF16, MeshShape(1, 1, 16), CLUSTER, DEVICE)
+        simulate(replace(SIZE, num_heads=16), BF16, Mesh(1, 1, 16), CLUSTER, DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_concurrent_work_is_slower(beside, computing_s, communication_s, seconds
 
 
 def test_communication_slows_computing_even_where_it_is_hidden():
-    mesh, size = MeshShape(2, 2, 1), replace(SIZE, batch_size=256)
+    mesh, size = Mesh(2, 2, 1), replace(SIZE, batch_size=256)
     alone = simulate(size, BF16, mesh, CLUSTER, DEVICE)
     beside = simulate(size, BF16, mesh, replace(CLUSTER, slowdown=OverlapSlowdown(0.6, 0.9)), DEVICE)
     assert alone.exposed_ddp_s == 0
@@ -136,7 +137,7 @@ def test_communication_slows_computing_even_where_it_is_hidden():
 
 
 def test_gradients_and_state_have_dtypes():
-    slow, mesh = replace(CLUSTER, bytes_per_s=1e6, node_bytes_per_s=1e6), MeshShape(4, 1, 1)
+    slow, mesh = replace(CLUSTER, bytes_per_s=1e6, node_bytes_per_s=1e6), Mesh(4, 1, 1)
     in_fp32, in_bf16 = (simulate(SIZE, Dtypes("bf16", dtype), mesh, slow, DEVICE) for dtype in ("fp32", "bf16"))
     count = count_parameters(SIZE)
     assert in_fp32.exposed_ddp_s - in_bf16.exposed_ddp_s == pytest.approx(2 * count * 2 * 3 / 4 / 1e6)
@@ -150,8 +151,7 @@ def test_gradients_and_state_have_dtypes():
     assert held["fp32", "fp32"] - held["fp32", "bf16"] == pytest.approx(4 * count, rel=1e-3)
     assert held["fp32", "split"] == held["fp32", "fp32"]
     sharded = [
-        simulate(short, Dtypes("bf16", "fp32", state), MeshShape(1, 4, 1), CLUSTER, DEVICE)
-        for state in ("fp32", "bf16")
+        simulate(short, Dtypes("bf16", "fp32", state), Mesh(1, 4, 1), CLUSTER, DEVICE) for state in ("fp32", "bf16")
     ]
     assert sharded[1].memory < 0.7 * sharded[0].memory
 

@@ -13,11 +13,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cs336sys.accounting.flops import parameter_shapes
+from cs336sys.accounting.flops import Components, parameter_shapes
 from cs336sys.accounting.memory import TrainingState
 from cs336sys.accounting.sharding.partition import gathered_layout, own_rows, padded_bytes
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ModelSize
+
+# Of parameters, by name.
+Shapes = Mapping[str, tuple[int, ...]]
 
 # A search for what fits asks for the same few models again and again, at each moment of each step.
 _remembering = functools.lru_cache(maxsize=1024)
@@ -32,7 +35,7 @@ def sharded_units(size: ModelSize) -> dict[str, list[tuple[int, ...]]]:
     return units_of(parameter_shapes(size))
 
 
-def units_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[tuple[int, ...]]]:
+def units_of(shapes: Shapes) -> dict[str, list[tuple[int, ...]]]:
     """Those of the shapes that have several dimensions, by unit in the order of use."""
     units: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
@@ -121,21 +124,15 @@ def fully_sharded_peak(
     """
     units = sharded_units(size).values()
     gradients = [element_bytes * sum(map(math.prod, shapes)) for shapes in units]
-    received = [
-        sum(
-            padded_bytes(shape, element_bytes, world_size)
-            for shape in shapes
-            if element_bytes < 4 or shape[0] % world_size
-        )
-        for shapes in units
-    ]
+    arriving = [[shape for shape in shapes if element_bytes < 4 or shape[0] % world_size] for shapes in units]
+    received = [sum(padded_bytes(shape, element_bytes, world_size) for shape in shapes) for shapes in arriving]
     unit_bytes = list(gathered_bytes(size, element_bytes, world_size).values())
     gathered = most_gathered(unit_bytes, prefetch, keep_gathered)
     return FullShardingPeak(fully_sharded_state(size, 0, world_size), gathered, _widest(gradients, 2), max(received))
 
 
 @dataclass(frozen=True)
-class StepCommunication:
+class StepCommunication(Components):
     """Communication of a step in bytes of whole arrays: results of all-gathers, inputs of the others.
 
     Attributes:
@@ -147,10 +144,6 @@ class StepCommunication:
     all_gather: int
     reduce_scatter: int
     all_reduce: int
-
-    @property
-    def total(self) -> int:
-        return self.all_gather + self.reduce_scatter + self.all_reduce
 
     def sent_bytes(self, world_size: int) -> float:
         """Return what each rank sends: ``(W - 1) / W`` of what is gathered or scattered, of all-reduces twice that."""
@@ -172,9 +165,7 @@ def step_communication(
     return _communication_of(parameter_shapes(size), element_bytes, world_size, keep_gathered)
 
 
-def _communication_of(
-    shapes: Mapping[str, tuple[int, ...]], element_bytes: int, world_size: int, keep_gathered: int
-) -> StepCommunication:
+def _communication_of(shapes: Shapes, element_bytes: int, world_size: int, keep_gathered: int) -> StepCommunication:
     units = units_of(shapes).values()
     gathers = [sum(padded_bytes(shape, element_bytes, world_size) for shape in unit) for unit in units]
     elements = sum(math.prod(shape) for unit in units for shape in unit)
@@ -183,9 +174,7 @@ def _communication_of(
     return StepCommunication(all_gather, element_bytes * elements, 4 * norms)
 
 
-def most_sent_bytes(
-    shapes: Mapping[str, tuple[int, ...]], element_bytes: int, world_size: int, keep_gathered: int = 0
-) -> float:
+def most_sent_bytes(shapes: Shapes, element_bytes: int, world_size: int, keep_gathered: int = 0) -> float:
     """Return what the last rank sends in a step, which keeps the fewest rows of gradients and sends the most.
 
     Where ranks hold equally many rows it is :meth:`StepCommunication.sent_bytes` of every rank.
@@ -194,11 +183,8 @@ def most_sent_bytes(
         shapes: of whole parameters by name.
     """
     communication = _communication_of(shapes, element_bytes, world_size, keep_gathered)
-    others = sum(
-        (shape[0] - len(own_rows(shape[0], world_size - 1, world_size))) * math.prod(shape[1:])
-        for shape in shapes.values()
-        if len(shape) > 1
-    )
+    matrices, last = [shape for shape in shapes.values() if len(shape) > 1], world_size - 1
+    others = sum((shape[0] - len(own_rows(shape[0], last, world_size))) * math.prod(shape[1:]) for shape in matrices)
     return replace(communication, reduce_scatter=0).sent_bytes(world_size) + element_bytes * others
 
 

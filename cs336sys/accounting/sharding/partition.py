@@ -297,6 +297,32 @@ def mesh_text(sizes: dict[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
+@dataclass(frozen=True)
+class Mesh:
+    """Devices by dimension.
+
+    Raises:
+        UsageError: a dimension has no device.
+    """
+
+    ddp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.ddp, self.fsdp, self.tp) < 1:
+            raise UsageError(f"mesh {self.fsdp}x{self.tp}: every axis needs at least 1 device")
+
+    @property
+    def devices(self) -> int:
+        return self.ddp * self.fsdp * self.tp
+
+    @property
+    def text(self) -> str:
+        """As ``--mesh`` takes it, without dimensions of one rank."""
+        return mesh_text({name: ranks for name, ranks in vars(self).items() if ranks > 1}) or "one device"
+
+
 def mesh_ranks(sizes: dict[str, int]) -> int:
     return math.prod(sizes.values())
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
-from cs336sys.accounting.flops import count_parameters, linear_flops
+from cs336sys.accounting.flops import linear_flops
 from cs336sys.accounting.memory import GIB, PeakMemory, TrainingState, always_held_bytes
 from cs336sys.accounting.sharding.fsdp import STATE_BYTES, fully_sharded_state, gathered_bytes
 from cs336sys.accounting.sharding.partition import check_batch
@@ -63,10 +63,6 @@ class KeptStep:
     def share(self) -> ModelSize:
         """The size with this rank's part of the batch."""
         return replace(self.size, batch_size=self.size.batch_size // self.world_size)
-
-    @property
-    def parameters(self) -> int:
-        return count_parameters(self.size)
 
     @property
     def state(self) -> TrainingState:
@@ -153,13 +149,8 @@ def _most_within(peak: Callable[[int], int], highest: int, limit_bytes: float) -
 def flops_again(step: KeptStep) -> int:
     """FLOPs of all ranks together that a step spends on gate and up a second time."""
     size = step.size
-    product = linear_flops(size.batch_size * size.context, size.d_model, size.d_ff, backward=False)
+    product = linear_flops(size.tokens, size.d_model, size.d_ff, backward=False)
     return 2 * (size.num_layers - step.blocks) * product
-
-
-def fitting_blocks(step: KeptStep, limit_bytes: float) -> int | None:
-    """The most blocks that can keep gate and up while the predicted peak is within the limit; None if none can."""
-    return _most_within(lambda blocks: kept_peak(replace(step, blocks=blocks)).total, step.size.num_layers, limit_bytes)
 
 
 def choose_kept_blocks(step: KeptStep, limit_bytes: float, *, keeps_gathered: bool) -> KeptStep:
@@ -172,12 +163,11 @@ def choose_kept_blocks(step: KeptStep, limit_bytes: float, *, keeps_gathered: bo
     Raises:
         UsageError: there is none; the message says what is needed.
     """
-    blocks = fitting_blocks(step, limit_bytes)
-    if keeps_gathered and blocks == step.size.num_layers:
+    layers = step.size.num_layers
+    blocks = _most_within(lambda count: kept_peak(replace(step, blocks=count)).total, layers, limit_bytes)
+    if keeps_gathered and blocks == layers:
         every = replace(step, blocks=blocks)
-        staying = _most_within(
-            lambda count: kept_peak(replace(every, keep_gathered=count)).total, step.size.num_layers, limit_bytes
-        )
+        staying = _most_within(lambda count: kept_peak(replace(every, keep_gathered=count)).total, layers, limit_bytes)
         assert staying is not None, "none need stay"
         return replace(every, keep_gathered=staying)
     if blocks is None:

@@ -7,35 +7,16 @@ Puts together what :mod:`~cs336sys.accounting.memory` (a step's activations) and
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from cs336sys.accounting import memory
 from cs336sys.accounting.checkpointing import saved_schedule
 from cs336sys.accounting.derivation import number_of
-from cs336sys.accounting.flops import count_parameters, parameter_shapes
-from cs336sys.accounting.memory import (
-    GIB,
-    PeakMemory,
-    SavedBlocks,
-    TrainingState,
-    always_held_bytes,
-    training_state,
-    widest_moments,
-)
-from cs336sys.accounting.sharding.context import (
-    ALL_TO_ALL,
-    CONTEXT_STRATEGIES,
-    SHARDED_CONTEXT_STRATEGIES,
-    context_sent_bytes,
-    share_of_context,
-)
+from cs336sys.accounting.flops import Components, count_parameters, parameter_shapes
+from cs336sys.accounting.memory import GIB, PeakMemory, SavedBlocks, TrainingState
+from cs336sys.accounting.sharding import context, partition
 from cs336sys.accounting.sharding.fsdp import check_rank, fully_sharded_peak, fully_sharded_state, most_sent_bytes
 from cs336sys.accounting.sharding.ideal import sent_bytes
-from cs336sys.accounting.sharding.partition import (
-    OPTIMIZER_BUCKET_MB,
-    check_batch,
-    flat_pieces,
-    greedy_partition,
-    rows_per_rank,
-)
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 # Bytes of training state that each rank holds when the optimizer's state is sharded: arithmetic, no torch.
@@ -45,7 +26,7 @@ from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 
 def sharded_optimizer_state(
-    sizes: Sequence[int], world_size: int, *, element_bytes: int = 4, master_bytes: int = 0, moments: int = 2
+    sizes: Sequence[int], world_size: int, *, element_bytes: int = 4, master_bytes: int = 0
 ) -> list[TrainingState]:
     """Bytes that each rank holds between backward pass and step if every parameter's state lies on one rank.
 
@@ -56,30 +37,24 @@ def sharded_optimizer_state(
         sizes: elements of each parameter.
         element_bytes: of parameters and gradients.
         master_bytes: of a master parameter's element, 0 without master parameters.
-        moments: state tensors of a parameter's size: AdamW's are two.
 
     Raises:
         UsageError: the world size is not positive.
     """
     check_rank(0, world_size)
     elements_of_ranks = [0] * world_size
-    for size, owner in zip(sizes, greedy_partition(sizes, elements_of_ranks), strict=True):
+    for size, owner in zip(sizes, partition.greedy_partition(sizes, elements_of_ranks), strict=True):
         elements_of_ranks[owner] += size
     whole = element_bytes * sum(sizes)
     stepped_bytes = master_bytes or element_bytes
     return [
-        TrainingState(whole, whole, moments * stepped_bytes * elements, master_bytes * elements)
+        TrainingState(whole, whole, 2 * stepped_bytes * elements, master_bytes * elements)
         for elements in elements_of_ranks
     ]
 
 
 def flat_optimizer_state(
-    buckets: Sequence[Sequence[int]],
-    world_size: int,
-    *,
-    element_bytes: int = 4,
-    master_bytes: int = 0,
-    moments: int = 2,
+    buckets: Sequence[Sequence[int]], world_size: int, *, element_bytes: int = 4, master_bytes: int = 0
 ) -> list[TrainingState]:
     """Bytes that each rank holds between backward pass and step if every parameter is cut into slices.
 
@@ -88,7 +63,7 @@ def flat_optimizer_state(
 
     Args:
         buckets: elements of each parameter, bucket by bucket.
-        element_bytes, master_bytes, moments: as in :func:`sharded_optimizer_state`.
+        element_bytes, master_bytes: as in :func:`sharded_optimizer_state`.
 
     Raises:
         UsageError: the world size is not positive.
@@ -98,7 +73,7 @@ def flat_optimizer_state(
     parameters = 0
     gradients, elements_of_ranks = [0] * world_size, [0] * world_size
     for sizes in buckets:
-        pieces = flat_pieces(sizes, world_size)
+        pieces = partition.flat_pieces(sizes, world_size)
         slices = sum(piece.slice_size for piece in pieces)
         parameters += element_bytes * world_size * slices
         # Whole slices of what is not packed: rank by rank, thousands of ranks would take seconds.
@@ -111,13 +86,8 @@ def flat_optimizer_state(
             elements_of_ranks[rank] += elements
             gradients[rank] += stepped_bytes * slices if elements else 0
     return [
-        TrainingState(
-            parameters,
-            gradients[rank],
-            moments * stepped_bytes * elements_of_ranks[rank],
-            master_bytes * elements_of_ranks[rank],
-        )
-        for rank in range(world_size)
+        TrainingState(parameters, sliced, 2 * stepped_bytes * elements, master_bytes * elements)
+        for sliced, elements in zip(gradients, elements_of_ranks, strict=True)
     ]
 
 
@@ -130,7 +100,7 @@ MOMENTS = (
 _COUNTERPARTS = {"torch-zero": "optimizer"}
 
 # They gather weights in half precision, in which their models compute; all others compute under autocast.
-FULLY_SHARDED = ("fsdp", "torch-fsdp", "fsdp+tensor", "fsdp+tensor-sequence", *SHARDED_CONTEXT_STRATEGIES)
+FULLY_SHARDED = ("fsdp", "torch-fsdp", "fsdp+tensor", "fsdp+tensor-sequence", *context.SHARDED_CONTEXT_STRATEGIES)
 
 
 @dataclass(frozen=True)
@@ -160,7 +130,7 @@ class ShardedStep:
     attention: str
     checkpointing: str = "none"
     prefetch: int = 1
-    bucket_mb: float = OPTIMIZER_BUCKET_MB
+    bucket_mb: float = partition.OPTIMIZER_BUCKET_MB
     mode: str = "train"
     parameter_bytes: int = 4
     state_dtype: str = "fp32"
@@ -168,18 +138,18 @@ class ShardedStep:
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not self.splits_sequences:
-            check_batch(self.size.batch_size, self.world_size)
+            partition.check_batch(self.size.batch_size, self.world_size)
 
     @property
     def splits_sequences(self) -> bool:
         """Return whether a rank has a slice of every sequence."""
-        return self.strategy in CONTEXT_STRATEGIES
+        return self.strategy in context.CONTEXT_STRATEGIES
 
     @property
     def share(self) -> ModelSize:
         """The size with this rank's part of the batch."""
         if self.splits_sequences:
-            return share_of_context(self.strategy, self.size, self.world_size)
+            return context.share_of_context(self.strategy, self.size, self.world_size)
         return replace(self.size, batch_size=self.size.batch_size // self.world_size)
 
     @property
@@ -194,7 +164,7 @@ class ShardedStep:
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class RankMemory(Components):
     """Bytes that one rank holds at a moment; the parts add up to the total.
 
     Attributes:
@@ -212,10 +182,6 @@ class RankMemory:
     rest: int
 
     @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer_state + self.rest
-
-    @property
     def total_gib(self) -> float:
         return self.total / GIB
 
@@ -228,23 +194,23 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     is its own affair; nor has all-to-all attention that keeps the scores of its heads.
     """
     state = fullest_state(step)
-    always = always_held_bytes(step.size)
+    always = memory.always_held_bytes(step.size)
     if step.splits_sequences:
         tokens = step.share.context
         always = 16 * step.size.batch_size * tokens + 8 * tokens + 4 * step.size.context * step.size.head_dim
     # torch's DDP keeps its buckets from the start, and gradients are views of them.
     moments = memory_of_state(state, always, kept=state.gradients if step.strategy == "torch-zero" else 0)
-    keeps_scores = step.strategy == ALL_TO_ALL and step.attention == "reference"
+    keeps_scores = step.strategy == context.ALL_TO_ALL and step.attention == "reference"
     if not step.strategy.startswith(("torch-fsdp", "torch-context")) and not keeps_scores:
         peak = rank_peak(step)
-        rest = peak.activations + always - always_held_bytes(step.share)
+        rest = peak.activations + always - memory.always_held_bytes(step.share)
         moments.append(RankMemory(MOMENTS[-1], peak.parameters, peak.gradients, peak.optimizer_state, rest))
     return moments
 
 
 def predicted_memory_of_state(state: TrainingState, size: ModelSize) -> list[RankMemory]:
     """As :func:`predicted_memory` without a peak, where ranks have this state and a batch of this size."""
-    return memory_of_state(state, always_held_bytes(size))
+    return memory_of_state(state, memory.always_held_bytes(size))
 
 
 def memory_of_state(state: TrainingState, always: int, *, kept: int = 0) -> list[RankMemory]:
@@ -272,12 +238,12 @@ def fullest_state(step: ShardedStep) -> TrainingState:
     shapes, world_size = parameter_shapes(step.size).values(), step.world_size
     sizes = [math.prod(shape) for shape in shapes]
     if step.strategy == "none" or step.splits_sequences:
-        return training_state(step.size, step.precision, autocast=step.parameter_bytes == 4)
+        return memory.training_state(step.size, step.precision, autocast=step.parameter_bytes == 4)
     if step.strategy == "fsdp":
         return fully_sharded_state(step.size, 0, world_size, step.state_dtype)
     if step.strategy == "torch-fsdp":
         # Norms are cut, too.
-        elements = sum(rows_per_rank(shape[0], world_size) * math.prod(shape[1:]) for shape in shapes)
+        elements = sum(partition.rows_per_rank(shape[0], world_size) * math.prod(shape[1:]) for shape in shapes)
         return TrainingState(4 * elements, 4 * elements, 8 * elements)
     bytes_ = {"element_bytes": step.parameter_bytes, "master_bytes": 0 if step.parameter_bytes == 4 else 4}
     if step.strategy == "optimizer-flat":
@@ -306,23 +272,17 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
     if step.strategy == "optimizer-flat" and step.checkpointing == "none":
         # Until buckets are full, a block may leave more gradients than it frees: the widest may be any.
         at_blocks = [SavedBlocks(block, block, name=f"block {block} of {layers}") for block in range(layers, 0, -1)]
+    # Blocks of ring attention keep no scores, whatever computes them.
+    settings = step.share, step.precision, step.mode, "flash" if step.splits_sequences else step.attention
+    saved: dict[str, Any] = {"autocast": step.uses_autocast, "at_loss": at_loss, "at_blocks": at_blocks}
     moments = []
-    for moment in widest_moments(
-        step.share,
-        step.precision,
-        step.mode,
-        # Blocks of ring attention keep no scores, whatever computes them.
-        "flash" if step.splits_sequences else step.attention,
-        autocast=step.uses_autocast,
-        at_loss=at_loss,
-        at_blocks=at_blocks,
-    ):
+    for moment in memory.widest_moments(*settings, **saved):
         gradients, buffers = _gradients_and_buffers(step, state, moment)
         activation_bytes = moment.activations + buffers
         moments.append(PeakMemory(moment.moment, parameters, gradients, optimizer_state, activation_bytes))
     if step.strategy == "torch-zero":
         # DDP orders its buckets by the first backward pass: the second step begins with the old ones next to the new.
-        activation_bytes = always_held_bytes(step.share) + state.gradients
+        activation_bytes = memory.always_held_bytes(step.share) + state.gradients
         moments.append(PeakMemory("new buckets", parameters, state.gradients, optimizer_state, activation_bytes))
     return moments
 
@@ -358,7 +318,7 @@ def predicted_sent_bytes(step: ShardedStep) -> float:
         shapes = parameter_shapes(step.size)
         return most_sent_bytes(shapes, step.computed_bytes, step.world_size, step.keep_gathered)
     if step.splits_sequences:
-        return context_sent_bytes(step.strategy, step.size, step.world_size, step.precision, step.checkpointing)
+        return context.context_sent_bytes(step.strategy, step.size, step.world_size, step.precision, step.checkpointing)
     count = count_parameters(step.size)
     if step.strategy == "torch-fsdp":
         outside = count_parameters(replace(step.size, num_layers=0))

@@ -57,10 +57,12 @@ class TensorStep:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the first rank's parts of parameters, which are the largest."""
-        return {
-            name: _part_shape(shape, cut_dimension(name), self.tensor_ranks)
-            for name, shape in parameter_shapes(self.size).items()
-        }
+        shapes = parameter_shapes(self.size)
+        for name, shape in shapes.items():
+            cut = cut_dimension(name)
+            if cut is not None:
+                shapes[name] = (*shape[:cut], len(own_part(shape[cut], 0, self.tensor_ranks)), *shape[cut + 1 :])
+        return shapes
 
     @property
     def state(self) -> TrainingState:
@@ -76,7 +78,11 @@ class TensorStep:
     @property
     def sent_bytes(self) -> float:
         """Return what the busiest rank sends in a step: for layers, and for the batch that groups share."""
-        return self.sent_for_layers + self._sent_for_batch
+        outer = outer_dimension(self.strategy)
+        if outer == "fsdp":
+            return self.sent_for_layers + most_sent_bytes(self.shapes, ELEMENT_BYTES[self.precision], self.data_ranks)
+        elements = sum(map(math.prod, self.shapes.values())) if outer == "ddp" else 0
+        return self.sent_for_layers + StepCommunication(0, 0, 4 * elements).sent_bytes(self.data_ranks)
 
     @property
     def sent_for_layers(self) -> float:
@@ -105,23 +111,6 @@ class TensorStep:
                 again = size.num_layers * e * (3 + last) / 2
         ring = (self.tensor_ranks - 1) / self.tensor_ranks
         return 2 * ring * (tokens * size.d_model * (sums + again) + other)
-
-    @property
-    def _sent_for_batch(self) -> float:
-        outer = outer_dimension(self.strategy)
-        if outer is None:
-            return 0.0
-        if outer == "ddp":
-            elements = sum(map(math.prod, self.shapes.values()))
-            return StepCommunication(0, 0, 4 * elements).sent_bytes(self.data_ranks)
-        return most_sent_bytes(self.shapes, ELEMENT_BYTES[self.precision], self.data_ranks)
-
-
-def _part_shape(shape: tuple[int, ...], dimension: int | None, tensor_ranks: int) -> tuple[int, ...]:
-    if dimension is None:
-        return shape
-    part_length = len(own_part(shape[dimension], 0, tensor_ranks))
-    return tuple(part_length if number == dimension else length for number, length in enumerate(shape))
 
 
 # The peak of a rank's memory where ranks share layers, on paper: eager execution, in fp32 or under autocast.

@@ -30,43 +30,45 @@ class Change:
     cost: str = ""
 
 
-AUTOCAST = Change(
-    "bf16 autocast",
-    ('with torch.autocast("cuda", dtype=torch.bfloat16):', "    loss = loss_function(model(inputs), targets)"),
-)
-COMPILE_BLOCKS = Change(
-    "compile each block", ("for block in model.layers:", "    block.compile()"), "minutes of start-up"
-)
-COMPILE_MODEL = Change("compile the model", ("model = torch.compile(model)",), "minutes of start-up")
-SDPA = Change("torch's attention", ("output = F.scaled_dot_product_attention(q, k, v, is_causal=True)",))
-FLASH = Change(
-    "FlashAttention kernels",
-    ("from cs336sys.kernels.attention import flash_attention", "output = flash_attention(q, k, v, is_causal=True)"),
-)
-FUSED_KERNELS = Change("fused kernels", ("from cs336sys.kernels.fuse import fuse", "fuse(model)"))
-FUSED_ADAMW = Change("torch's fused AdamW", ("optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",))
-CUDA_GRAPH = Change(
-    "CUDA graph",
-    (
-        "graph = torch.cuda.CUDAGraph()  # after a few steps of warm-up on a side stream",
-        "with torch.cuda.graph(graph):",
-        "    static_loss = loss_function(model(static_inputs), static_targets); static_loss.backward()",
-        "static_inputs.copy_(inputs); static_targets.copy_(targets); graph.replay(); optimizer.step()",
+# By the setting of a workload and its value.
+_CHANGES = {
+    ("precision", "bf16"): Change(
+        "bf16 autocast",
+        ('with torch.autocast("cuda", dtype=torch.bfloat16):', "    loss = loss_function(model(inputs), targets)"),
     ),
-    "fixed shapes; a pool of memory of its own",
-)
+    ("attention", "sdpa"): Change(
+        "torch's attention", ("output = F.scaled_dot_product_attention(q, k, v, is_causal=True)",)
+    ),
+    ("attention", "flash"): Change(
+        "FlashAttention kernels",
+        ("from cs336sys.kernels.attention import flash_attention", "output = flash_attention(q, k, v, is_causal=True)"),
+    ),
+    ("kernels", "fused"): Change("fused kernels", ("from cs336sys.kernels.fuse import fuse", "fuse(model)")),
+    ("optimizer", "fused"): Change(
+        "torch's fused AdamW", ("optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",)
+    ),
+    ("compile", "block"): Change(
+        "compile each block", ("for block in model.layers:", "    block.compile()"), "minutes of start-up"
+    ),
+    ("compile", "model"): Change("compile the model", ("model = torch.compile(model)",), "minutes of start-up"),
+    ("cuda_graph", "on"): Change(
+        "CUDA graph",
+        (
+            "graph = torch.cuda.CUDAGraph()  # after a few steps of warm-up on a side stream",
+            "with torch.cuda.graph(graph):",
+            "    static_loss = loss_function(model(static_inputs), static_targets); static_loss.backward()",
+            "static_inputs.copy_(inputs); static_targets.copy_(targets); graph.replay(); optimizer.step()",
+        ),
+        "fixed shapes; a pool of memory of its own",
+    ),
+}
 
 
 def own_adamw(state_dtype: str) -> Change:
     """Return this project's AdamW, its moments in ``state_dtype``."""
-    return Change(
-        f"AdamW, {state_dtype} state",
-        (
-            "from cs336sys.kernels.adamw import AdamW",
-            f'optimizer = AdamW(model.parameters(), lr=lr, state_dtype="{state_dtype}")',
-        ),
-        "moments are rounded to bf16" if state_dtype == "bf16" else "",
-    )
+    step = f'optimizer = AdamW(model.parameters(), lr=lr, state_dtype="{state_dtype}")'
+    cost = "moments are rounded to bf16" if state_dtype == "bf16" else ""
+    return Change(f"AdamW, {state_dtype} state", ("from cs336sys.kernels.adamw import AdamW", step), cost)
 
 
 def checkpoint_blocks(every: int = 1) -> Change:
@@ -95,10 +97,7 @@ def micro_batches(sequences: int, count: int) -> Change:
 def share_state(strategy: str, gradient_dtype: str = "fp32") -> Change:
     """Return a strategy of data parallel training, by its name in ``ddp`` or ``shard``."""
     if strategy == "fsdp":
-        lines: tuple[str, ...] = (
-            "from cs336sys.parallel.fsdp import FSDP",
-            "model = FSDP(model, compute_dtype=torch.bfloat16)",
-        )
+        lines = ("from cs336sys.parallel.fsdp import FSDP", "model = FSDP(model, compute_dtype=torch.bfloat16)")
         return Change("fully sharded", lines, "weights are gathered twice a step")
     if strategy in ("optimizer", "optimizer-flat"):
         flat = ", flat=True" if strategy == "optimizer-flat" else ""
@@ -108,12 +107,12 @@ def share_state(strategy: str, gradient_dtype: str = "fp32") -> Change:
         )
         return Change("sharded optimizer", lines, "updated parameters are sent to all ranks")
     half = ", gradient_dtype=torch.bfloat16" if gradient_dtype == "bf16" else ""
-    lines = (
+    bucketed = (
         "from cs336sys.parallel.ddp import BucketedDDP",
         f'model = BucketedDDP(model, "block"{half})',
         "loss.backward(); model.finish_gradient_synchronization(); optimizer.step()",
     )
-    return Change("data parallel in buckets", lines, "every rank holds all state")
+    return Change("data parallel in buckets", bucketed, "every rank holds all state")
 
 
 # What more memory is asked about.
@@ -146,20 +145,15 @@ def evaluate(
     counted: CountedModel | None = None,
 ) -> list[Candidate]:
     """Predict the time and memory of each configuration."""
-    return [
-        Candidate(
-            configuration,
-            predict_step(configuration, rates, launch_s=launch_s, counted=counted),
-            step_memory(configuration).total if counted is None else _counted_memory(configuration, counted),
-        )
-        for configuration in configurations
-    ]
-
-
-def _counted_memory(configuration: StepConfiguration, counted: CountedModel) -> float:
-    """Return the peak of a user's model: with several micro-batches all gradients are there from the start."""
-    gradients = 4 * counted.parameters if configuration.accumulation > 1 else 0
-    return counted.memory(configuration.training, configuration.checkpointing) + gradients
+    candidates = []
+    for configuration in configurations:
+        if counted is None:
+            memory = step_memory(configuration).total
+        else:
+            memory = counted.memory(configuration.training, configuration.checkpointing, configuration.accumulation)
+        time = predict_step(configuration, rates, launch_s=launch_s, counted=counted)
+        candidates.append(Candidate(configuration, time, memory))
+    return candidates
 
 
 @dataclass(frozen=True)
@@ -187,9 +181,8 @@ class Choice:
     def too_large(self) -> list[Candidate]:
         """Return candidates that would be faster than all that fit."""
         best = self.fitting[0].tokens_per_s if self.fitting else 0.0
-        return [
-            candidate for candidate in self.predicted if candidate.memory > self.limit and candidate.tokens_per_s > best
-        ]
+        faster = [candidate for candidate in self.predicted if candidate.tokens_per_s > best]
+        return [candidate for candidate in faster if candidate.memory > self.limit]
 
     @cached_property
     def front(self) -> list[Candidate]:
@@ -212,10 +205,8 @@ def choose(
     configurations, refused = space.configurations()
     candidates = evaluate(configurations, rates, launch_s, counted)
     unknown = Counter(candidate.time.unknown[0] for candidate in candidates if candidate.time.unknown)
-    predicted = sorted(
-        (candidate for candidate in candidates if not candidate.time.unknown), key=lambda candidate: candidate.order
-    )
-    return Choice(predicted, limit, refused, unknown)
+    predicted = [candidate for candidate in candidates if not candidate.time.unknown]
+    return Choice(sorted(predicted, key=lambda candidate: candidate.order), limit, refused, unknown)
 
 
 def measuring_command(configuration: StepConfiguration) -> str:
@@ -231,10 +222,13 @@ def measuring_command(configuration: StepConfiguration) -> str:
     user = training.user
     user_options = {"--model": user.model, "--loss": user.loss, "--batch": user.batch, "--blocks": user.blocks}
     arguments += [word for option, value in user_options.items() if value is not None for word in (option, value)]
-    arguments += ["--size", size.name] if "/" not in size.name else _shape_words(configuration)
+    arguments += ["--size", size.name] if "/" not in size.name else ["--size", "small"]
+    if "/" in size.name:
+        for field in ("d_model", "d_ff", "num_layers", "num_heads"):
+            arguments += [f"--{field.replace('_', '-')}", str(getattr(size, field))]
     is_tuned = arguments[1] == "tune"
-    batch = size.batch_size * (1 if is_tuned else ranks)
-    arguments += ["--context", str(size.context), "--micro-batch" if is_tuned else "--batch-size", str(batch)]
+    batch = ("--micro-batch", size.batch_size) if is_tuned else ("--batch-size", size.batch_size * ranks)
+    arguments += ["--context", str(size.context), *map(str, batch)]
     if is_tuned and ranks > 1:
         arguments += ["--world-size", str(ranks), "--strategy", str(configuration.strategy)]
     if configuration.accumulation > 1:
@@ -249,19 +243,16 @@ def measuring_command(configuration: StepConfiguration) -> str:
     return shlex.join(arguments)
 
 
-def _shape_words(configuration: StepConfiguration) -> list[str]:
-    size = configuration.training.size
-    shape = {"d-model": size.d_model, "d-ff": size.d_ff, "num-layers": size.num_layers, "num-heads": size.num_heads}
-    return ["--size", "small", *(word for name, value in shape.items() for word in (f"--{name}", str(value)))]
-
-
 def changes_of(configuration: StepConfiguration) -> list[Change]:
     """Return the changes that make a plain training script run this configuration."""
     training = configuration.training
-    changes = [AUTOCAST] if training.precision == "bf16" else []
-    changes += {"sdpa": [SDPA], "flash": [FLASH]}.get(training.attention, [])
-    changes += [FUSED_KERNELS] if training.kernels == "fused" else []
-    changes += {"fused": [FUSED_ADAMW], "adamw": [own_adamw(training.state_dtype)]}.get(training.optimizer, [])
+
+    def chosen(*settings: str) -> list[Change]:
+        values = ((setting, getattr(training, setting)) for setting in settings)
+        return [_CHANGES[value] for value in values if value in _CHANGES]
+
+    changes = chosen("precision", "attention", "kernels", "optimizer")
+    changes += [own_adamw(training.state_dtype)] if training.optimizer == "adamw" else []
     name, _, count = configuration.checkpointing.partition("=")
     if name in ("block", "every"):
         changes.append(checkpoint_blocks(int(count or 1)))
@@ -271,11 +262,10 @@ def changes_of(configuration: StepConfiguration) -> list[Change]:
         changes.append(Change(f"checkpoints, {extent}", ()))
     if configuration.strategy is not None:
         changes.append(share_state(configuration.strategy, configuration.gradient_dtype))
-    changes += {"block": [COMPILE_BLOCKS], "model": [COMPILE_MODEL]}.get(training.compile, [])
+    changes += chosen("compile")
     if configuration.accumulation > 1:
         changes.append(micro_batches(training.size.batch_size, configuration.accumulation))
-    changes += [CUDA_GRAPH] if training.cuda_graph == "on" else []
-    return changes
+    return changes + chosen("cuda_graph")
 
 
 def pytorch_lines(configuration: StepConfiguration) -> list[str]:

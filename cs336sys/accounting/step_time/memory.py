@@ -151,7 +151,7 @@ def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> li
 
 def _with_batch(moments: list[PeakMemory], size: ModelSize, ranks: int) -> list[PeakMemory]:
     """Add the other ranks' parts of the batch, which every rank holds."""
-    others = 16 * size.batch_size * size.context * (ranks - 1)
+    others = 16 * size.tokens * (ranks - 1)
     return [replace(moment, activations=moment.activations + others) for moment in moments]
 
 
@@ -176,42 +176,27 @@ def _shared(moments: list[PeakMemory], configuration: StepConfiguration, whole: 
     return shared
 
 
-def _uncopied(training: Workload) -> FusedStep:
-    """The step with fused kernels that has no copies of weights, of whose tensors a compiled one consists."""
-    return FusedStep(training.size, "train", training.precision, "flash", "fused", "fp32")
-
-
-def compiled_block_bytes(training: Workload, *, gathers_weights: bool = False) -> int:
-    """Return what a compiled block saves for its backward pass.
-
-    As a fused block without copies of weights: inputs of both norms in fp32 and their outputs, q, k, v, attention's
-    output, gate, up and their product, casts of the weights (:attr:`.FusedStep.block`). Reference attention saves two
-    tensors of scores instead of its output.
-
-    Args:
-        gathers_weights: weights are gathered in half precision by fsdp, so that there are no casts to save, and the
-            residual stream is in half precision, too.
-    """
-    step = _uncopied(training)
-    e, saved = step.e, step.block
-    if training.attention == "reference":
-        saved += 2 * e * step.statistics * training.size.context - e * step.stream
-    if gathers_weights and e == 2:
-        saved -= 2 * step.block_matrices + 4 * step.stream
-    return saved
-
-
 def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights: bool) -> list[PeakMemory]:
     """Return the moments of a compiled step that can be its peak.
+
+    A block saves what a fused one without copies of weights does: inputs of both norms in fp32 and their outputs, q, k,
+    v, attention's output, gate, up and their product, casts of the weights (:attr:`.FusedStep.block`). Reference
+    attention saves two tensors of scores instead of its output. Weights that fsdp gathers in half precision have no
+    casts to save, and the residual stream is in half precision, too.
 
     - Loss: everything saved; the last norm's input and output; logits, their gradient in fp32 and its cast.
     - First and last block of the backward pass: gradients of those after it, and twice its gate's.
     - Optimizer: all gradients; the course's AdamW makes a temporary of one parameter.
     """
-    size, count, step = training.size, count_parameters(training.size), _uncopied(training)
-    e, stream, inner, head = step.e, step.stream, step.inner, step.head
-    logits = step.tokens * size.vocab_size
-    block = compiled_block_bytes(training, gathers_weights=gathers_weights)
+    size, count = training.size, count_parameters(training.size)
+    step = FusedStep(size, "train", training.precision, "flash", "fused", "fp32")
+    e, stream, head = step.e, size.stream, step.head
+    logits = size.tokens * size.vocab_size
+    block = step.block
+    if training.attention == "reference":
+        block += 2 * e * size.scores - e * stream
+    if gathers_weights and e == 2:
+        block -= 2 * step.block_matrices + 4 * stream
 
     def saved_bytes(blocks: SavedBlocks) -> int:
         return blocks.saved * block + blocks.inputs * 4 * stream
@@ -225,7 +210,7 @@ def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights
     moments = [("loss", 0, saved_bytes(at_loss) + around_loss)]
     for blocks in at_blocks:
         gradients = 4 * (head + (size.num_layers - blocks.block) * step.block_matrices)
-        moments.append((f"backward, {blocks.name}", gradients, saved_bytes(blocks) + 4 * stream + 2 * e * inner))
+        moments.append((f"backward, {blocks.name}", gradients, saved_bytes(blocks) + 4 * stream + 2 * e * size.inner))
     temporary = largest_parameter(size) if training.optimizer == "course" else stream
     moments.append(("optimizer", 4 * count, 4 * temporary))
     always, moments_bytes = always_held_bytes(size), (4 if training.state_dtype == "bf16" else 8) * count

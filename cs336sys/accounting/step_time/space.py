@@ -39,39 +39,26 @@ def refusal(configuration: StepConfiguration) -> str | None:
         parse_checkpointing(checkpointing)
     in_graph, is_fused = training.cuda_graph == "on", training.kernels == "fused"
     is_whole, accumulates = training.compile == "model", configuration.accumulation > 1
-    hides_layers = training.is_compiled or training.kernels != "reference"
+    hides_layers = checkpointing in SUBLAYERS and (training.is_compiled or training.kernels != "reference")
+    checkpoints, keeps = checkpointing != "none", kept is not None
     keeps_products = strategy == "fsdp" and is_fused and training.attention != "reference"
+    shares_state = shared and strategy != "bucketed"
     # The first that is true says why.
     rules = (
         (in_graph and training.optimizer == "course", "a CUDA graph: the course's AdamW counts steps on the CPU"),
         (in_graph and is_whole, "a CUDA graph of a model compiled as a whole: never measured here"),
         (is_fused and is_whole, "fused kernels in a model compiled as a whole: never measured here"),
-        (
-            checkpointing != "none" and is_whole,
-            "checkpoints in a model compiled as a whole: there are no blocks to see",
-        ),
-        (
-            checkpointing in SUBLAYERS and hides_layers,
-            f"checkpoint {checkpointing}: compiled or fused blocks show no layers",
-        ),
+        (checkpoints and is_whole, "checkpoints in a model compiled as a whole: there are no blocks to see"),
+        (hides_layers, f"checkpoint {checkpointing}: compiled or fused blocks show no layers"),
         (kept is not None and kept > layers, f"checkpoint {checkpointing}: the model has {layers} blocks"),
-        (
-            kept is not None and not keeps_products,
-            "checkpoint keep=N: it needs fsdp, fused kernels, and attention without scores",
-        ),
-        (
-            kept is not None and training.is_compiled,
-            "checkpoint keep=N: compiled blocks show no products",
-        ),
+        (keeps and not keeps_products, "checkpoint keep=N: it needs fsdp, fused kernels, and attention without scores"),
+        (keeps and training.is_compiled, "checkpoint keep=N: compiled blocks show no products"),
         (
             kept is None and shared and checkpointing not in ("none", "block"),
             "checkpoints of several blocks with several ranks: shard has none and block",
         ),
         (accumulates and in_graph, "micro-batches in a CUDA graph: a replayed backward pass overwrites gradients"),
-        (
-            accumulates and shared and strategy != "bucketed",
-            "micro-batches with a sharded state: gradients are reduced in each",
-        ),
+        (accumulates and shares_state, "micro-batches with a sharded state: gradients are reduced in each"),
         (
             is_fused and training.state_dtype == "split" and strategy not in (None, "fsdp"),
             "weights split in bf16 and low bits, with several ranks: measured with fsdp alone",
@@ -82,11 +69,6 @@ def refusal(configuration: StepConfiguration) -> str | None:
         ),
     )
     return next((reason for is_refused, reason in rules if is_refused), None)
-
-
-def workload_refusal(error: UsageError) -> str:
-    """Return the reason of a workload that cannot be, without its values."""
-    return str(error).split(": choose")[0].split("; choose")[0]
 
 
 @dataclass(frozen=True)
@@ -154,31 +136,23 @@ class Space:
         for training, (batch, times) in product(trainings, self.micro_batches):
             sized = training_with_batch(training, batch)
             for checkpointing, (strategy, gradient_dtype) in product(self.checkpointings, strategies):
-                configuration = StepConfiguration(
-                    sized, checkpointing, times, strategy, self.world_size, gradient_dtype
-                )
-                why = refusal(configuration)
+                step = StepConfiguration(sized, checkpointing, times, strategy, self.world_size, gradient_dtype)
+                why = refusal(step)
                 if why is None:
-                    runnable.append(configuration)
+                    runnable.append(step)
                 else:
                     refused[why] += 1
         return runnable, refused
 
     def _trainings(self, refused: Counter[str]) -> Iterator[Workload]:
-        names = ("compile", "attention", "kernels", "optimizer", "cuda_graph")
-        for compile, attention, kernels, (optimizer, state_dtype), graph in product(*map(self.values, names)):
+        for combination in product(*map(self.values, SETTINGS)):
+            settings = dict(zip(SETTINGS, combination, strict=True))
+            settings["optimizer"], settings["state_dtype"] = settings["optimizer"]
             try:
-                yield replace(
-                    self.training,
-                    compile=compile,
-                    attention=attention,
-                    kernels=kernels,
-                    optimizer=optimizer,
-                    state_dtype=state_dtype,
-                    cuda_graph=graph,
-                )
+                yield replace(self.training, **settings)
             except UsageError as error:
-                refused[workload_refusal(error)] += 1
+                # The reason, without what could be chosen instead.
+                refused[str(error).split(": choose")[0].split("; choose")[0]] += 1
 
 
 def training_with_batch(training: Workload, batch: int) -> Workload:

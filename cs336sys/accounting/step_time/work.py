@@ -134,7 +134,7 @@ def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_shar
         optimizer_share: the part of the parameters that this rank updates.
     """
     size, half = workload.size, workload.precision != "fp32"
-    layers, tokens = size.num_layers, size.batch_size * size.context
+    layers, tokens = size.num_layers, size.tokens
     work = StepWork()
     block_forward, block_backward, block_launches = _block_work(workload)
     work.forward.add(block_forward, layers)
@@ -171,8 +171,8 @@ def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_shar
 def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, float]]:
     """Return the work of one block, forward and backward, and what the CPU launches for it besides kernels."""
     size, half, reference = workload.size, workload.precision != "fp32", workload.attention == "reference"
-    tokens, d, f = size.batch_size * size.context, size.d_model, size.d_ff
-    stream, inner, scores = tokens * d, tokens * f, size.batch_size * size.num_heads * size.context**2
+    tokens, d, f = size.tokens, size.d_model, size.d_ff
+    stream, inner, scores = size.stream, size.inner, size.scores
     weights = 4 * d * d + 3 * d * f
     forward = Amounts()
     backward = Amounts()
@@ -229,15 +229,13 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
 
 def _recomputed(workload: Workload, checkpointing: str, block: Amounts) -> Amounts:
     """Return what checkpoints compute again in the backward pass."""
-    size, half = workload.size, workload.precision != "fp32"
-    tokens = size.batch_size * size.context
+    size, tokens, half = workload.size, workload.tokens, workload.precision != "fp32"
     product = "half_products" if half else "full_products"
     kept = kept_blocks(checkpointing)
     if kept is not None:
         gate_and_up, _ = _products([(tokens, size.d_ff, size.d_model, 2)], workload.device)
         blocks = size.num_layers - kept
-        inner = tokens * size.d_ff
-        return Amounts({product: blocks * gate_and_up, "fused_bytes": blocks * 6 * inner, "kernels": blocks * 5})
+        return Amounts({product: blocks * gate_and_up, "fused_bytes": blocks * 6 * size.inner, "kernels": blocks * 5})
     if checkpointing in SUBLAYERS:
         # A block's products are 4 d d of attention and 3 d f; the last of each layer is not computed again.
         parts = SUBLAYERS[checkpointing]
@@ -336,18 +334,8 @@ class CountedModel:
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any]) -> "CountedModel":
         """Read what the counting process returned."""
-
-        def counted(name: str) -> CountedPass:
-            one_sequence, two_sequences = ([tuple(shape) for shape in shapes] for shapes in columns[name]["products"])
-            first, second = columns[name]["bytes"]
-            return CountedPass((one_sequence, two_sequences), (first, second), columns[name]["kernels"])
-
-        peaks = {
-            name: (one_sequence, two_sequences) for name, (one_sequence, two_sequences) in columns["peaks"].items()
-        }
-        calls = [(heads, queries, dimension) for heads, queries, dimension in columns["attention"]]
-        passes = counted("forward"), counted("backward")
-        return cls(columns["parameters"], columns["tensors"], *passes, calls, peaks)
+        passes = {name: CountedPass(**columns[name]) for name in ("forward", "backward")}
+        return cls(**{**columns, **passes})
 
     def work(self, workload: Workload, checkpointing: str) -> StepWork:
         """Count a step as :func:`~cs336sys.accounting.step_time.work.step_work` does for our model."""
@@ -376,15 +364,17 @@ class CountedModel:
         else:
             moments = 4 if workload.state_dtype == "bf16" else 8
             work.optimizer.add({"state_bytes": (12 + 2 * moments) * self.parameters, "kernels": 4})
-        for phase, amounts in work.phases.items():
-            amounts["gaps"] = amounts["kernels"]
-            work.launches[phase] = amounts["kernels"] * (OPTIMIZER_LAUNCH if phase == "optimizer" else 1.0)
-            if phase != "optimizer" and workload.compile == "block":
-                work.launches[phase] += COMPILED_ENTRIES * workload.size.num_layers
+        entry = COMPILED_ENTRIES if workload.compile == "block" else 0.0
+        _add_launches(work, workload, (entry, entry))
         return work
 
-    def memory(self, workload: Workload, checkpointing: str) -> float:
-        """Return bytes at the peak, by the dry run's batches; compiled steps hold less than this."""
+    def memory(self, workload: Workload, checkpointing: str, passes: int = 1) -> float:
+        """Return bytes at the peak, by the dry run's batches; compiled steps hold less than this.
+
+        Args:
+            passes: micro-batches; with several, all gradients are there from the start.
+        """
         one_sequence, two_sequences = self.peaks[checkpointing]
         peak = one_sequence + (two_sequences - one_sequence) * (workload.size.batch_size - 1)
-        return peak - (4 * self.parameters if workload.state_dtype == "bf16" else 0)
+        gradients = 4 * self.parameters if passes > 1 else 0
+        return peak + gradients - (4 * self.parameters if workload.state_dtype == "bf16" else 0)

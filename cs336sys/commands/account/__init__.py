@@ -9,8 +9,7 @@ from cs336sys.errors import UsageError
 
 # Subjects, and the commands that each module has.
 _MODULES = {
-    "memory": ("memory",),
-    "model": ("activations", "attention", "flops"),
+    "model": ("memory", "activations", "attention", "flops"),
     "communication": ("buckets", "parallel", "xxl"),
     "scaling": ("scaling",),
     "step": ("step",),

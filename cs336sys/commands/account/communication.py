@@ -6,7 +6,7 @@ from typing import Annotated
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer, Mesh
-from cs336sys.accounting.xxl import XXL_SHAPE, FeedForwardStack, TpuMesh
+from cs336sys.accounting.xxl import XXL, FeedForwardStack, TpuMesh
 from cs336sys.commands.account import require_positive, require_triable
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
@@ -81,15 +81,10 @@ def parallel(
     from cs336sys.report.account.rates import compare_with_measured, read_measured
 
     cells = read_measured(measured)
-    rates, compared = compare_with_measured(cells, flops, bandwidth) if cells else (None, [])
-    layer = Layer(
-        tokens,
-        d_model,
-        d_ff,
-        rates[0] if rates else _FLOPS if flops is None else flops,
-        rates[1] if rates else _BANDWIDTH if bandwidth is None else bandwidth,
-        ELEMENT_BYTES[dtype],
-    )
+    rates, compared = (_FLOPS if flops is None else flops, _BANDWIDTH if bandwidth is None else bandwidth), []
+    if cells:
+        rates, compared = compare_with_measured(cells, flops, bandwidth)
+    layer = Layer(tokens, d_model, d_ff, *rates, ELEMENT_BYTES[dtype])
     asked_mesh = None if mesh is None else _read_mesh(mesh, devices)
     count = devices if devices is not None else asked_mesh.devices if asked_mesh else 8
     require_triable(count)
@@ -103,16 +98,16 @@ def _read_mesh(text: str, devices: int | None) -> Mesh:
     fsdp, _, tp = text.partition("x")
     if not (fsdp.isdecimal() and tp.isdecimal()):
         raise UsageError(f"--mesh '{text}': must be N_FSDPxN_TP, such as 4x2")
-    mesh = Mesh(int(fsdp), int(tp))
+    mesh = Mesh(fsdp=int(fsdp), tp=int(tp))
     if devices not in (None, mesh.devices):
         raise UsageError(f"--mesh {text} is {mesh.devices} devices: its axes must multiply to --devices {devices}")
     return mesh
 
 
 def xxl(
-    d_model: Annotated[int, setting(help="Width, D.", min=1)] = XXL_SHAPE["d_model"],
-    d_ff: Annotated[int, setting(help="Feed-forward width, F.", min=1)] = XXL_SHAPE["d_ff"],
-    num_blocks: Annotated[int, setting(help="Blocks of two linear layers, L.", min=1)] = XXL_SHAPE["num_blocks"],
+    d_model: Annotated[int, setting(help="Width, D.", min=1)] = XXL.d_model,
+    d_ff: Annotated[int, setting(help="Feed-forward width, F.", min=1)] = XXL.d_ff,
+    num_blocks: Annotated[int, setting(help="Blocks of two linear layers, L.", min=1)] = XXL.num_blocks,
     tokens: Annotated[int, setting(help="Tokens whose activations are saved, T.", min=1)] = 4 * 512,
     weight_copies: Annotated[
         bool, setting("--weight-copies", help="Also count bf16 copies of the weights, saved for backward.")

@@ -13,6 +13,7 @@ from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, choose_size
 from cs336sys.workload import STATE_DTYPES
 
+_DEVICES = [2**power for power in range(3, 13)]
 _SCALINGS = ("strong", "weak")
 _MESHES = ("any", "ddp", "fsdp", "tp")
 _CHECKPOINTING = ("none", "block")
@@ -25,18 +26,7 @@ def scaling(
     precision: Annotated[str, choice(PRECISIONS, "What is computed in.")] = "bf16",
     gradient_dtype: Annotated[str, choice(PRECISIONS, "What ddp sends gradients in.")] = "fp32",
     state_dtype: Annotated[str, choice(STATE_DTYPES, f"AdamW's state: {', '.join(STATE_DTYPES)}.")] = "fp32",
-    devices: Annotated[list[int], setting(help="Numbers of devices.", min=1)] = [
-        8,
-        16,
-        32,
-        64,
-        128,
-        256,
-        512,
-        1024,
-        2048,
-        4096,
-    ],
+    devices: Annotated[list[int], setting(help="Numbers of devices.", min=1)] = _DEVICES,
     scaling: Annotated[list[str], choice(_SCALINGS, "strong: one batch; weak: one a device.")] = list(_SCALINGS),
     mesh: Annotated[list[str], choice(_MESHES, "any: the fastest; ddp, fsdp, tp: all devices in one.")] = ["any"],
     batch_size: Annotated[int, setting(help="Sequences of all devices, for strong scaling.", min=1)] = 4096,

@@ -74,9 +74,8 @@ def step(
     configurations = []
     for size, dtype, settings in product(model.sizes(), precision.precisions(), implementation.combinations()):
         training = Workload(size, "train", dtype or size.precision, **settings)
-        configuration = StepConfiguration(
-            training, placement.checkpoint, placement.accumulation, shared, world_size, placement.gradient_dtype
-        )
+        passes = placement.checkpoint, placement.accumulation
+        configuration = StepConfiguration(training, *passes, shared, world_size, placement.gradient_dtype)
         reason = refusal(configuration)
         if reason is not None:
             raise UsageError(reason)

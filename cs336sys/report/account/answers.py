@@ -5,20 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cs336sys.accounting import parallelism
 from cs336sys.accounting.communication import bucket_answers, bucketing_overhead_s
 from cs336sys.accounting.derivation import Derived, number_of
-from cs336sys.accounting.parallelism import (
-    PASSES,
-    TP_BACKWARD,
-    Layer,
-    Mesh,
-    best_split,
-    best_whole_mesh,
-    communication_s,
-    layer_flops,
-    most_devices,
-    parallelism_answers,
-)
+from cs336sys.accounting.parallelism import PASSES, TP_BACKWARD, Layer, parallelism_answers
+from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.accounting.xxl import FeedForwardStack, TpuMesh, batch_answers, memory_answers
 from cs336sys.report.numbers import Value, format_operand, in_shown_unit
 from cs336sys.report.outputs import new_axes, write_figure
@@ -138,7 +129,7 @@ for _which in PASSES:
 def _choose_mesh(strategy: str, layer: Layer, devices: int, mesh: Mesh | None) -> Mesh:
     if strategy == "fsdp-tp":
         # The fastest forward pass, axes sharing the network as they do on one kind of links.
-        return mesh or Mesh(*best_whole_mesh(layer, devices, "forward", overlapped=False))
+        return mesh or parallelism.best_whole_mesh(layer, devices, "forward", overlapped=False)
     return Mesh(tp=devices) if strategy == "tp" else Mesh(fsdp=devices)
 
 
@@ -146,13 +137,15 @@ def _summary_row(strategy: str, layer: Layer, mesh: Mesh) -> dict[str, Value]:
     devices = f"{mesh.fsdp} x {mesh.tp}" if strategy == "fsdp-tp" else str(mesh.devices)
     row: dict[str, Value] = {"strategy": strategy, "devices": devices}
     for which in PASSES:
-        computing_s = number_of(layer_flops(layer, which, fsdp=mesh.fsdp, tp=mesh.tp) / layer.flops_per_s)
-        seconds = number_of(communication_s(strategy, layer, which, fsdp=mesh.fsdp, tp=mesh.tp, overlapped=False))
+        computing_s = number_of(parallelism.layer_flops(layer, which, fsdp=mesh.fsdp, tp=mesh.tp) / layer.flops_per_s)
+        seconds = number_of(
+            parallelism.communication_s(strategy, layer, which, fsdp=mesh.fsdp, tp=mesh.tp, overlapped=False)
+        )
         row |= {
             f"{which}_computing_ms": computing_s * 1e3,
             f"{which}_communication_ms": seconds * 1e3,
             f"{which}_bound": "communication" if seconds > computing_s else "computing",
-            f"{which}_most_devices": number_of(most_devices(strategy, layer, which, overlapped=False)),
+            f"{which}_most_devices": number_of(parallelism.most_devices(strategy, layer, which, overlapped=False)),
         }
     return row
 
@@ -183,7 +176,7 @@ def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: 
     """One strategy's pass: computing, each communication time, and the number of devices where they cross."""
 
     def computing_ms(devices: float) -> float:
-        return 1e3 * number_of(layer_flops(layer, which, fsdp=devices) / layer.flops_per_s)
+        return 1e3 * number_of(parallelism.layer_flops(layer, which, fsdp=devices) / layer.flops_per_s)
 
     drawing.plot(counts, [computing_ms(n) for n in counts], color="C0", label="computing")
     for number, (name, (seconds, crossing)) in enumerate(curves.items(), start=1):
@@ -192,11 +185,9 @@ def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: 
         drawing.axvline(crossing, color=f"C{number}", linestyle=":", linewidth=1)
         point, color = (crossing, computing_ms(crossing)), f"C{number}"
         # Other curves may cross the number.
-        style: dict[str, Any] = {
-            "fontsize": 9,
-            "bbox": {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5},
-        }
-        drawing.annotate(f"{crossing:.4g}", point, (4, 6), textcoords="offset points", color=color, **style)
+        box: dict[str, Any] = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5}
+        style: dict[str, Any] = {"fontsize": 9, "textcoords": "offset points", "color": color, "bbox": box}
+        drawing.annotate(f"{crossing:.4g}", point, (4, 6), **style)
     drawing.set_xscale("log", base=2)
     drawing.set_yscale("log")
     drawing.grid(alpha=0.3)
@@ -207,17 +198,16 @@ def _curves(strategy: str, layer: Layer, which: str) -> dict[str, tuple[Callable
     """Name of each communication time: seconds as a function of the devices, and where it crosses computing."""
 
     def seconds(devices: float, overlapped: bool) -> float:
-        fsdp, tp = {"dp": (devices, 1), "fsdp": (devices, 1), "tp": (1, devices)}.get(strategy) or best_split(
-            layer, devices, which, overlapped=overlapped
-        )
-        return number_of(communication_s(strategy, layer, which, fsdp=fsdp, tp=tp, overlapped=overlapped))
+        axes = {"dp": (devices, 1), "fsdp": (devices, 1), "tp": (1, devices)}
+        fsdp, tp = axes.get(strategy) or parallelism.best_split(layer, devices, which, overlapped=overlapped)
+        return number_of(parallelism.communication_s(strategy, layer, which, fsdp=fsdp, tp=tp, overlapped=overlapped))
 
     if (strategy, which) == ("dp", "forward"):
         return {}
     of_mesh = {"axes overlapped": True, "axes sharing the network": False}
     curves: dict[str, tuple[Callable[[float], float], float]] = {}
     for name, overlapped in of_mesh.items() if strategy == "fsdp-tp" else [("communication", True)]:
-        crossing = number_of(most_devices(strategy, layer, which, overlapped=overlapped))
+        crossing = number_of(parallelism.most_devices(strategy, layer, which, overlapped=overlapped))
         curves[name] = (partial(seconds, overlapped=overlapped), crossing)
     return curves
 

@@ -35,7 +35,7 @@ _COLUMNS = (
     Column("first_peak_gib", "most until then", "gib"),
     Column("after_first_step_gib", "after first step", "gib"),
     Column(
-        "activations_gib", "activations and buffers at the peak", "gib", lambda step: rank_peak(step).activations_gib
+        "activations_gib", "activations and buffers at the peak", "gib", lambda step: rank_peak(step).activations / GIB
     ),
     Column("peak_gib", "peak of later steps", "gib", lambda step: rank_peak(step).total_gib),
     Column("moment", "moment of the peak", value=lambda step: rank_peak(step).moment),
@@ -134,17 +134,12 @@ def _describe_size(size: ModelSize) -> str:
 def activations_tables(sizes: Sequence[ModelSize], precision: str, attention: str) -> list[Table]:
     """Single tensors, and what one block saves for backward, for each size."""
     tables = []
+    notes = ("Assumed: eager execution; compilation saves less. Parameters are not counted.",)
     for size in sizes:
         title = f"{_describe_size(size)}, {precision}"
-        tables += [
-            answers_table("tensors", f"Activation tensors: {title}", tensor_answers(size, precision)),
-            answers_table(
-                "block",
-                f"Saved for backward by one block: {title}, {attention} attention",
-                block_answers(size, precision, attention),
-                ("Assumed: eager execution; compilation saves less. Parameters are not counted.",),
-            ),
-        ]
+        tables.append(answers_table("tensors", f"Activation tensors: {title}", tensor_answers(size, precision)))
+        title = f"Saved for backward by one block: {title}, {attention} attention"
+        tables.append(answers_table("block", title, block_answers(size, precision, attention), notes))
     return tables
 
 
@@ -200,10 +195,13 @@ def attention_tables(
         "context itself for FlashAttention, which computes them again.",
     )
     tables = [Table("attention", title, columns, rows, notes)]
+    tried = sorted(contexts)
+    while tried[-1] < _LONGEST_CONTEXT:
+        tried.append(2 * tried[-1])
     for implementation in implementations:
         peaks = {
             (context, head_dim): memory(implementation, context, head_dim).peak
-            for context, head_dim in product(_doubled(contexts), head_dims)
+            for context, head_dim in product(tried, head_dims)
         }
         # The shape with the least memory over the capacity.
         _, context, head_dim = min((peak, *shape) for shape, peak in peaks.items() if peak > capacity_bytes)
@@ -213,11 +211,3 @@ def attention_tables(
         title = f"Smallest shape that does not fit with {implementation} attention: {shape}"
         tables.append(answers_table(f"{implementation}_out_of_memory", title, answers))
     return tables
-
-
-def _doubled(contexts: Sequence[int]) -> list[int]:
-    """The contexts, and beyond them ones twice as long as those before, until no memory holds what they need."""
-    tried = sorted(contexts)
-    while tried[-1] < _LONGEST_CONTEXT:
-        tried.append(2 * tried[-1])
-    return tried

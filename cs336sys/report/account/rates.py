@@ -46,9 +46,8 @@ def measured_flops(cells: Sequence[Cell], precision: str) -> MeasuredRate:
             f"measure one with cs336sys bench --precision {precision} --save bench.jsonl"
         )
     cell = max(steps, key=lambda step: step.derived["tflops"])
-    return MeasuredRate(
-        cell.derived["tflops"] * 1e12, f"bench, {_bench_step_label(cell)}: model FLOPs of the whole step"
-    )
+    source = f"bench, {_bench_step_label(cell)}: model FLOPs of the whole step"
+    return MeasuredRate(cell.derived["tflops"] * 1e12, source)
 
 
 def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
@@ -63,10 +62,7 @@ def measured_bandwidth(cells: Sequence[Cell]) -> MeasuredRate:
             "--measured: no all-reduce to take a bandwidth from; measure some with "
             "cs336sys allreduce --world-size 2 --save allreduce.jsonl"
         )
-    cell = max(
-        all_reduces,
-        key=lambda candidate: (candidate.configuration["message_bytes"], candidate.configuration["world_size"]),
-    )
+    cell = max(all_reduces, key=lambda cell: [cell.configuration[name] for name in ("message_bytes", "world_size")])
     settings = cell.configuration
     source = f"{settings['backend']}, {settings['world_size']} ranks, {settings['message_bytes'] / 1e6:g} MB: busbw"
     return MeasuredRate(cell.derived["back_to_back_busbw_gbps"] * 1e9, f"allreduce, {source}")
@@ -146,13 +142,12 @@ def measured_device_time(
     workload = Workload.from_configuration(cell.configuration)
     passes_s = (cell.samples["forward"].median + cell.samples["backward"].median) / 1e3
     optimizer_s = cell.samples["optimizer"].median / 1e3
+    source = f"bench, {_bench_step_label(cell)}"
     if alike:
-        time = DeviceTime(passes_s / workload.size.batch_size, optimizer_s)
-        return time, f"bench, {_bench_step_label(cell)}"
-    of_sequence = replace(size, batch_size=1)
-    passes_s *= model_flops(of_sequence) / model_flops(workload.size)
+        return DeviceTime(passes_s / workload.size.batch_size, optimizer_s), source
+    passes_s *= model_flops(replace(size, batch_size=1)) / model_flops(workload.size)
     optimizer_s *= count_parameters(size) / count_parameters(workload.size)
-    return DeviceTime(passes_s, optimizer_s), f"bench, {_bench_step_label(cell)}, by FLOPs and parameters"
+    return DeviceTime(passes_s, optimizer_s), f"{source}, by FLOPs and parameters"
 
 
 def device_time(cells: Sequence[Cell], size: ModelSize, dtypes: Dtypes, flops: float | None) -> tuple[DeviceTime, str]:
@@ -203,11 +198,7 @@ def simulated_cluster(
 
 def _bench(cells: Sequence[Cell], settings: Mapping[str, str]) -> list[Cell]:
     """The cells of ``bench`` with these settings."""
-    return [
-        cell
-        for cell in cells
-        if cell.command == "bench" and all(cell.configuration.get(name) == value for name, value in settings.items())
-    ]
+    return [cell for cell in cells if cell.command == "bench" and settings.items() <= cell.configuration.items()]
 
 
 def _all_reduces(cells: Sequence[Cell]) -> list[Cell]:
@@ -291,9 +282,8 @@ _STEP_COLUMNS = (
 
 def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: MeasuredRate) -> Table:
     """Compare each step of ``ddp`` and ``shard`` with two predictions: full overlap, and none."""
-    rows = [
-        row for cell in cells if cell.command in ("ddp", "shard") if (row := _measured_step_row(cell, flops, bandwidth))
-    ]
+    steps = [cell for cell in cells if cell.command in ("ddp", "shard")]
+    rows = [row for cell in steps if (row := _measured_step_row(cell, flops, bandwidth))]
     columns = (
         *_STEP_COLUMNS,
         Column("predicted_computing_ms", "computing at C", "ms"),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.scaling import MeshShape, SimulatedStep, Simulation
+from cs336sys.accounting.scaling import SimulatedStep, Simulation
+from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import new_axes, write_figure
@@ -53,11 +54,8 @@ def simulate_scaling(
 
 def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes: Sequence[str]) -> Table:
     """A row for each kind of mesh, kind of scaling and number of devices; ``notes`` say where its rates come from."""
-    rows = [
-        _scaling_row(scaling, count, fastest_steps, simulation)
-        for simulated_meshes in simulated
-        for (scaling, count), fastest_steps in simulated_meshes.items()
-    ]
+    simulated_steps = [item for meshes in simulated for item in meshes.items()]
+    rows = [_scaling_row(*setting, fastest_steps, simulation) for setting, fastest_steps in simulated_steps]
     size = simulation.size
     billions = count_parameters(size) / 1e9
     title = f"Simulated training of {size.name} ({billions:.2f} B parameters), context {size.context}"
@@ -84,9 +82,8 @@ def _scaling_row(
     if step.memory > capacity:
         limit = f"memory: no mesh fits into {capacity / GIB:.4g} GiB"
     elif unlimited.step_s < step.step_s:
-        limit = (
-            f"memory: {unlimited.mesh.text} at once: {1e3 * unlimited.step_s:.4g} ms, {unlimited.memory_gib:.4g} GiB"
-        )
+        at_once = f"{1e3 * unlimited.step_s:.4g} ms, {unlimited.memory_gib:.4g} GiB"
+        limit = f"memory: {unlimited.mesh.text} at once: {at_once}"
     row |= {"tokens_per_s": tokens_per_s, "efficiency_percent": 100 * tokens_per_s / ideal, "limit": limit}
     return row | fill_row(_COLUMNS, step) | {"tflops": simulation.flops_per_s(step) / 1e12}
 
@@ -132,8 +129,8 @@ def _scaling_curves(steps: Mapping[int, SimulatedStep], simulation: Simulation) 
     curves: dict[str, dict[int, SimulatedStep]] = {"fastest that fits": dict(steps), "ddp": {}, "fsdp": {}}
     curves |= {f"fsdp, tp={tp}": {} for tp in widths}
     for count, step in steps.items():
-        shapes = {"ddp": MeshShape(count, 1, 1), "fsdp": MeshShape(1, count, 1)}
-        shapes |= {f"fsdp, tp={tp}": MeshShape(1, count // tp, tp) for tp in widths if count % tp == 0}
+        shapes = {"ddp": Mesh(count, 1, 1), "fsdp": Mesh(1, count, 1)}
+        shapes |= {f"fsdp, tp={tp}": Mesh(1, count // tp, tp) for tp in widths if count % tp == 0}
         for name, shape in shapes.items():
             # A mesh may not divide the batch or the heads.
             with contextlib.suppress(UsageError):

@@ -96,15 +96,13 @@ def step_row(
     size = configuration.training.size
     row: dict[str, Value] = {"configuration": configuration_words(configuration)}
     row["peak_gib"] = (step_memory(configuration).total if memory is None else memory) / GIB
+    if time.only_ranks_unknown:
+        row |= {"gpu_ms": 1e3 * time.gpu_s, "launches_ms": 1e3 * sum(time.launches_s.values()) or None}
     if time.unknown:
-        if time.only_ranks_unknown:
-            row |= {"gpu_ms": 1e3 * time.gpu_s, "launches_ms": 1e3 * sum(time.launches_s.values()) or None}
         return row | {"limit": f"not measured: {'; '.join(time.unknown)}"}
     peak = peak_tflops(rates.gpu, configuration.training.precision)
     flops = model_flops(size) * configuration.accumulation / time.step_s / 1e12
     return row | {
-        "gpu_ms": 1e3 * time.gpu_s,
-        "launches_ms": 1e3 * sum(time.launches_s.values()) or None,
         "exposed_ms": 1e3 * time.exposed_s or None,
         "step_ms": 1e3 * time.step_s,
         "tokens_per_s": configuration.tokens / time.step_s,

@@ -129,9 +129,9 @@ def test_bytes_worked_by_hand():
         TrainingState(4 * 512, 4 * 256, 8 * 193, 0),
         TrainingState(4 * 512, 4 * 256, 8 * 256, 0),
     ]
-    assert flat_optimizer_state([[256], [1, 192]], 2, element_bytes=2, master_bytes=4, moments=1) == [
-        TrainingState(2 * 512, 4 * 256, 4 * 193, 4 * 193),
-        TrainingState(2 * 512, 4 * 256, 4 * 256, 4 * 256),
+    assert flat_optimizer_state([[256], [1, 192]], 2, element_bytes=2, master_bytes=4) == [
+        TrainingState(2 * 512, 4 * 256, 8 * 193, 4 * 193),
+        TrainingState(2 * 512, 4 * 256, 8 * 256, 4 * 256),
     ]
     # A tensor that lies in the first slice alone: the other rank keeps nothing of its bucket.
     assert flat_optimizer_state([[3]], 2) == [TrainingState(4 * 128, 4 * 64, 8 * 3, 0), TrainingState(4 * 128, 0, 0, 0)]
