@@ -3,19 +3,16 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from cs336sys.accounting.communication import AlphaBeta, buffer_bytes, bus_factor, fit_alpha_beta
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import format_number, format_quantity
-from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, fill_row
+from cs336sys.report.outputs import Axes, new_axes, write_figure
+from cs336sys.report.table import Column, Table, by_key, fill_row, named_columns
 from cs336sys.report.titles import reasons, shown_settings, title
 from cs336sys.results.model import Cell, Run
 from cs336sys.workload import CollectiveWorkload
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # How calls were timed: the name in samples and derived columns, and in words.
 TIMINGS = {"back_to_back": "back to back", "synchronized": "synchronized"}
@@ -34,12 +31,12 @@ class MessageSweep(NamedTuple):
         return f"{self.backend} {self.collective} of {self.dtype}, {self.world_size} ranks"
 
 
-_GROUP_COLUMNS = {
-    "backend": Column("backend", "backend"),
-    "world_size": Column("world_size", "ranks"),
-    "dtype": Column("dtype", "type"),
-    "collective": Column("collective", "collective"),
-}
+_GROUP_COLUMNS = by_key(
+    Column("backend", "backend"),
+    Column("world_size", "ranks"),
+    Column("dtype", "type"),
+    Column("collective", "collective"),
+)
 _SIZE_COLUMNS = (Column("size_bytes", "size", "decimal_bytes"), Column("elements", "count", "count"))
 
 
@@ -78,7 +75,8 @@ def groups_of(cells: Sequence[Cell]) -> dict[MessageSweep, list[Cell]]:
     groups: dict[MessageSweep, list[Cell]] = {}
     for cell in cells:
         if cell.status == "ok":
-            groups.setdefault(MessageSweep(*(_of(cell, name) for name in MessageSweep._fields)), []).append(cell)
+            group = MessageSweep(*(cell.configuration[name] for name in MessageSweep._fields))
+            groups.setdefault(group, []).append(cell)
     return {group: sorted(of_group, key=lambda cell: cell.derived["size_bytes"]) for group, of_group in groups.items()}
 
 
@@ -142,10 +140,6 @@ def _less_than_asked(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"less than asked for, to have whole elements that all ranks share equally: {', '.join(less)}"]
 
 
-def _of(cell: Cell, name: str) -> Any:
-    return cell.configuration[name]
-
-
 def _time_columns(timing: str) -> tuple[Column, ...]:
     return (
         Column("time_us", "time", "us", lambda cell: cell.samples[timing], spread="samples"),
@@ -162,7 +156,7 @@ def _collective_rows(cells: Sequence[Cell], timing: str) -> list[dict[str, Any]]
     misfits = _misfits(cells, timing)
     return [
         cell.configuration
-        | {"size_bytes": _of(cell, "message_bytes"), **cell.derived, "status": cell.status}
+        | {"size_bytes": cell.configuration["message_bytes"], **cell.derived, "status": cell.status}
         | (fill_row(_time_columns(timing), cell) if cell.status == "ok" else {})
         | misfits.get(id(cell), {})
         for cell in cells
@@ -174,10 +168,10 @@ def _collective_notes(cells: Sequence[Cell]) -> list[str]:
     for cell in cells:
         if "link" in cell.derived:
             links.setdefault(cell.derived["link"], []).append(
-                f"{_of(cell, 'world_size')} ranks of {_of(cell, 'backend')}"
+                f"{cell.configuration['world_size']} ranks of {cell.configuration['backend']}"
             )
     notes = [f"link of {' and '.join(dict.fromkeys(of_ranks))}: {link}" for link, of_ranks in links.items()]
-    counts = {(_of(cell, "iterations"), _of(cell, "warmup")) for cell in cells if cell.status == "ok"}
+    counts = {(cell.configuration["iterations"], cell.configuration["warmup"]) for cell in cells if cell.status == "ok"}
     notes += [
         f"mean ± standard deviation of {iterations} calls after {warmup} warm-up, each the slowest rank's"
         for iterations, warmup in sorted(counts)
@@ -217,9 +211,7 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
     columns = (
         *varying.values(),
         Column("timing", "calls"),
-        Column("latency_us", "latency", "us"),
-        Column("bandwidth_gbps", "bandwidth", "gbps"),
-        Column("bus_bandwidth_gbps", "bus bandwidth", "gbps"),
+        *named_columns("latency_us", "bandwidth_gbps", "bus_bandwidth_gbps"),
         Column("half_bandwidth_bytes", "half bandwidth at", "decimal_bytes"),
         Column("average_busbw_gbps", "average busbw", "gbps"),
         Column("deviation_percent", "largest deviation", "percent"),
@@ -276,7 +268,7 @@ def rates_of_median(cell: Cell) -> tuple[float, float]:
     return algbw * of_median, busbw * of_median
 
 
-def _draw_time_over_size(drawing: "Axes", groups: dict[MessageSweep, list[Cell]]) -> None:
+def _draw_time_over_size(drawing: Axes, groups: dict[MessageSweep, list[Cell]]) -> None:
     for number, (group, cells) in enumerate(groups.items()):
         sizes = [cell.derived["size_bytes"] for cell in cells]
         medians = [cell.samples["back_to_back"].median for cell in cells]
@@ -288,7 +280,7 @@ def _draw_time_over_size(drawing: "Axes", groups: dict[MessageSweep, list[Cell]]
     drawing.set(xscale="log", xlabel="size, bytes", ylabel="time, us (dashed: fit)")
 
 
-def _draw_bus_bandwidth(drawing: "Axes", groups: dict[MessageSweep, list[Cell]]) -> None:
+def _draw_bus_bandwidth(drawing: Axes, groups: dict[MessageSweep, list[Cell]]) -> None:
     for number, (group, cells) in enumerate(groups.items()):
         # One rank alone has none.
         if group.world_size > 1:
@@ -297,7 +289,7 @@ def _draw_bus_bandwidth(drawing: "Axes", groups: dict[MessageSweep, list[Cell]])
     drawing.set(xscale="log", xlabel="size, bytes", ylabel="bus bandwidth, GB/s")
 
 
-def _draw_time_over_ranks(drawing: "Axes", groups: dict[MessageSweep, list[Cell]]) -> None:
+def _draw_time_over_ranks(drawing: Axes, groups: dict[MessageSweep, list[Cell]]) -> None:
     by_message: dict[int, list[tuple[int, float]]] = {}
     for group, cells in groups.items():
         for cell in cells:

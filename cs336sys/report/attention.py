@@ -2,74 +2,50 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from cs336sys.accounting.activations import AttentionMemory, attention_memory
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers
 from cs336sys.measure.system import Capacity
+from cs336sys.report import titles
 from cs336sys.report.account.answers import answers_table
-from cs336sys.report.outputs import legend_columns, new_axes, write_figure
-from cs336sys.report.table import Column, Table
-from cs336sys.report.titles import (
-    ERROR_NOTE,
-    OF_IMPLEMENTATION,
-    ROUNDS_COLUMN,
-    SETTING_COLUMNS,
-    by_configuration,
-    find_baselines,
-    found_in_user_code,
-    interpreted_notes,
-    largest_known,
-    pool_cells,
-    reasons,
-    shown_settings,
-    steps_words,
-    title,
-)
+from cs336sys.report.outputs import Axes, legend_columns, new_axes, write_figure
+from cs336sys.report.table import Column, Table, by_key, named_columns
 from cs336sys.results.model import Cell, Run, Samples, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.workload import PLAIN_ATTENTION, AttentionWorkload
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_SHAPE_COLUMNS = {
-    "batch_size": Column("batch_size", "batch"),
-    "heads": Column("heads", "heads"),
-    "kv_heads": Column("kv_heads", "KV heads"),
-    "context": Column("context", "context"),
-    "head_dim": Column("head_dim", "head dim"),
-    "dtype": Column("dtype", "dtype"),
-    "causal": Column("causal", "causal"),
-    "window": Column("window", "window"),
-    "seed": SETTING_COLUMNS["seed"],
-    "rounds": ROUNDS_COLUMN,
-}
+_SHAPE_COLUMNS = by_key(
+    Column("batch_size", "batch"),
+    Column("heads", "heads"),
+    Column("kv_heads", "KV heads"),
+    *named_columns("context", "head_dim", "dtype", "causal", "window", "seed", "rounds"),
+)
 _PARTS = ("forward", "backward", "end_to_end")
 
 
 def pool_flash_rounds(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of ``flash`` with their rounds pooled (:func:`pool_cells`).
+    """The cells of ``flash`` with their rounds pooled (:func:`~cs336sys.report.titles.pool_cells`).
 
     TFLOP/s are of the medians of all samples, errors and peak the largest.
     """
-    return pool_cells(cells, _attention_of_rounds)
+    return titles.pool_cells(cells, _attention_of_rounds)
 
 
 def _attention_of_rounds(
     rounds: Sequence[Cell], configuration: Mapping[str, Any], samples: Mapping[str, Samples]
 ) -> dict[str, Any]:
     names = dict.fromkeys(name for cell in rounds for name in cell.derived if not name.endswith("_tflops"))
-    derived: dict[str, Any] = {name: largest_known(rounds, name) for name in names if name != "notes"}
-    derived["notes"] = list(found_in_user_code(rounds))
+    derived: dict[str, Any] = {name: titles.largest_known(rounds, name) for name in names if name != "notes"}
+    derived["notes"] = list(titles.found_in_user_code(rounds))
     return derived | AttentionWorkload.from_configuration(configuration).tflops(samples) if samples else derived
 
 
 def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[Table]:
     """Times of every implementation on every shape, with its errors, and its speed-up over ``baseline``."""
-    varying = shown_settings(cells, _SHAPE_COLUMNS)
-    baselines, without_baseline = find_baselines(cells, "implementation", baseline, OF_IMPLEMENTATION)
+    varying = titles.shown_settings(cells, _SHAPE_COLUMNS)
+    baselines, without_baseline = titles.find_baselines(cells, "implementation", baseline, titles.OF_IMPLEMENTATION)
     rows = list(map(_flash_row, cells, baselines))
     columns = [
         *varying.values(),
@@ -83,12 +59,16 @@ def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[
             for part in _PARTS
         ),
         *(Column(f"{name}_error", f"{name} error") for name in ("out", "dq", "dk", "dv")),
-        Column("peak_gib", "peak", "gib"),
-        Column("status", "status"),
+        *named_columns("peak_gib", "status"),
     ]
-    notes = [ERROR_NOTE, *interpreted_notes(cells, run), *found_in_user_code(cells), *reasons(cells, "implementation")]
+    notes = [
+        titles.ERROR_NOTE,
+        *titles.interpreted_notes(cells, run),
+        *titles.found_in_user_code(cells),
+        *titles.reasons(cells, "implementation"),
+    ]
     notes += without_baseline
-    heading = title("flash", cells, run, _SHAPE_COLUMNS, varying)
+    heading = titles.title("flash", cells, run, _SHAPE_COLUMNS, varying)
     return [Table("flash", heading, columns, rows, tuple(notes), "--rounds 5 or more --repetition-ms")]
 
 
@@ -122,33 +102,27 @@ def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], ca
             f"{too_large} of {len(rows)} need more than the {capacity.memory_gib:.1f} GiB of {capacity.device}"
         )
     columns = (
-        *shown_settings(cells, _SHAPE_COLUMNS).values(),
-        Column("implementation", "implementation"),
-        Column("predicted_held_gib", "predicted held", "gib"),
-        Column("predicted_peak_gib", "predicted peak", "gib"),
+        *titles.shown_settings(cells, _SHAPE_COLUMNS).values(),
+        *named_columns("implementation", "predicted_held_gib", "predicted_peak_gib"),
     )
-    heading = title(f"{command}: cells and predicted memory (nothing was run)", cells, None, _SHAPE_COLUMNS, {})
+    heading = titles.title(f"{command}: cells and predicted memory (nothing was run)", cells, None, _SHAPE_COLUMNS, {})
     return Table("plan", heading, columns, rows, notes)
 
 
 def attn_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Times and memory of plain attention, and the memory of the smallest shape that does not fit, worked through."""
-    varying = shown_settings(cells, _SHAPE_COLUMNS)
+    varying = titles.shown_settings(cells, _SHAPE_COLUMNS)
     columns = (
         *varying.values(),
         Column("implementation", "implementation"),
-        Column("forward_ms", "forward", "ms", spread="samples"),
-        Column("backward_ms", "backward", "ms", spread="samples"),
+        *named_columns("forward_ms", "backward_ms", spread="samples"),
         Column("held_gib", "held before backward", "gib"),
-        Column("predicted_held_gib", "predicted held", "gib"),
-        Column("peak_gib", "peak", "gib"),
-        Column("predicted_peak_gib", "predicted peak", "gib"),
-        Column("status", "status"),
+        *named_columns("predicted_held_gib", "peak_gib", "predicted_peak_gib", "status"),
     )
     rows = [_attn_row(cell) for cell in cells]
-    notes = [f"{steps_words(cells)}; predictions are for eager execution with torch.softmax"] if cells else []
-    heading = title("attn", cells, run, _SHAPE_COLUMNS, varying)
-    times = Table("attn", heading, columns, rows, (*notes, *reasons(cells, "implementation")), "more --steps")
+    notes = [f"{titles.steps_words(cells)}; predictions are for eager execution with torch.softmax"] if cells else []
+    heading = titles.title("attn", cells, run, _SHAPE_COLUMNS, varying)
+    times = Table("attn", heading, columns, rows, (*notes, *titles.reasons(cells, "implementation")), "more --steps")
     return [times, _worked_through([cell for cell in cells if cell.status == "oom"]), _growth(cells)]
 
 
@@ -189,7 +163,7 @@ def _worked_through(out_of_memory: Sequence[Cell]) -> Table:
 def _growth(cells: Sequence[Cell]) -> Table:
     """Return the growth of memory held for the backward pass from each context to the next."""
     measured = [cell for cell in cells if cell.status == "ok" and cell.derived.get("held_gib") is not None]
-    alike = by_configuration(measured, ignore=("context",))
+    alike = titles.by_configuration(measured, ignore=("context",))
     rows = []
     for cell in measured:
         context = cell.configuration["context"]
@@ -201,8 +175,7 @@ def _growth(cells: Sequence[Cell]) -> Table:
             growth["held_ratio"] = cell.derived["held_gib"] / shorter[previous].derived["held_gib"]
             rows.append(cell.configuration | growth)
     columns = (
-        Column("implementation", "implementation"),
-        Column("head_dim", "head dim"),
+        *named_columns("implementation", "head_dim"),
         Column("contexts", "context"),
         Column("context_ratio", "context grows", "ratio"),
         Column("held_ratio", "held memory grows", "ratio"),
@@ -253,12 +226,9 @@ def plot_flash(cells: Sequence[Cell], path: Path) -> None:
             drawing.set_xscale("log", base=2)
             drawing.set_ylim(bottom=0)
             drawing.grid(alpha=0.3)
-            if row == 0:
-                drawing.set_title(group, fontsize=10)
-            if column == 0:
-                drawing.set_ylabel(f"{part}, TFLOP/s")
-            if row == len(parts) - 1:
-                drawing.set_xlabel("context")
+            axes[row][0].set_ylabel(f"{part}, TFLOP/s")
+        axes[0][column].set_title(group, fontsize=10)
+        axes[-1][column].set_xlabel("context")
     handles = {
         label: handle
         for drawing in axes.flat
@@ -336,7 +306,7 @@ def _points_by_line(
     return {key: sorted(points) for key, points in series.items()}
 
 
-def _draw_square_law(drawing: "Axes", points: Sequence[tuple[int, float]]) -> None:
+def _draw_square_law(drawing: Axes, points: Sequence[tuple[int, float]]) -> None:
     """A broad line through the least value at the longest context, as far down as the values go."""
     if not points:
         return

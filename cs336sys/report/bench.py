@@ -5,42 +5,20 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import GIB
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.measure.system import SLOWDOWNS, Capacity
+from cs336sys.report import titles
 from cs336sys.report.numbers import format_number
-from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, fill_row
-from cs336sys.report.titles import (
-    GRAPH_COLUMNS,
-    RATE_COLUMNS,
-    ROUNDS_COLUMN,
-    SETTING_COLUMNS,
-    SIZE_COLUMNS,
-    WALL_COLUMN,
-    by_configuration,
-    hidden_wall,
-    known_values,
-    largest_known,
-    method_notes,
-    notes_of_run,
-    plan_settings,
-    pool_cells,
-    setting_of,
-    shown_settings,
-    title,
-    unknown_memory,
-)
+from cs336sys.report.outputs import Axes, new_axes, write_figure
+from cs336sys.report.table import Column, Table, fill_row, named_columns
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import SAME_PERCENT, Interval, compare_sides, ratio_of_pairs
 from cs336sys.results.statistics import ratio as ratio_of_medians
 from cs336sys.workload import COMPARED_SETTINGS, PHASES_OF_MODE, Workload
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # A clock that is lower by more than this makes what computing limits slower by as much, more than the spread of steps.
 _FALLEN_PART = 0.03
@@ -125,11 +103,6 @@ _REPLAYED = (
     "replays off: replayed steps compared with launched steps of the same kernels. launched again off: launched steps "
     "repeated, where replays are not bitwise identical"
 )
-_CHECK_COLUMNS = (
-    Column("relative_difference_percent", "off eager", "percent"),
-    Column("replayed_difference_percent", "replays off", "percent"),
-    Column("repeated_difference_percent", "launched again off", "percent"),
-)
 
 _ALWAYS_SHOWN = ("context", "precision", "compile")
 _PHASES = PHASES_OF_MODE["train"]
@@ -141,11 +114,11 @@ _STEADIER = "--interleave SETTING, --rounds 5 or more --steps"
 
 
 def pool_bench_rounds(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of ``bench`` with their rounds pooled (:func:`pool_cells`).
+    """The cells of ``bench`` with their rounds pooled (:func:`~cs336sys.report.titles.pool_cells`).
 
     Rates are of the mean of all steps, the peak is the largest, the GPU's busy time the median, the rest the first's.
     """
-    return pool_cells(cells, _bench_of_rounds)
+    return titles.pool_cells(cells, _bench_of_rounds)
 
 
 def _bench_of_rounds(
@@ -157,12 +130,12 @@ def _bench_of_rounds(
     # The GPU's peak is not saved, but what was made of it is.
     mfu_percent = first["mfu_percent"]
     peak_tflops = None if mfu_percent is None else 100 * first["tflops"] / mfu_percent
-    busy_ms = known_values(rounds, "gpu_busy_ms")
-    energies_j = known_values(rounds, "step_energy_j")
+    busy_ms = titles.known_values(rounds, "gpu_busy_ms")
+    energies_j = titles.known_values(rounds, "step_energy_j")
     joined = {
-        "peak_gib": largest_known(rounds, "peak_gib"),
+        "peak_gib": titles.largest_known(rounds, "peak_gib"),
         "gpu_busy_ms": statistics.median(busy_ms) if busy_ms else None,
-        "peak_resident_gib": largest_known(rounds, "peak_resident_gib"),
+        "peak_resident_gib": titles.largest_known(rounds, "peak_resident_gib"),
         "gpu_readings": joined_readings(rounds),
         "step_energy_j": statistics.mean(energies_j) if energies_j else None,
     }
@@ -179,10 +152,10 @@ def bench_tables(
     Args:
         baseline: settings of the cells that speed-ups are over, as of :func:`baseline_values`.
     """
-    settings = SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN}
+    settings = titles.SETTING_COLUMNS | {"rounds": titles.ROUNDS_COLUMN}
     always = (*_ALWAYS_SHOWN, "attention") if any(map(_keeps_attention, cells)) else _ALWAYS_SHOWN
-    shown = shown_settings(cells, settings, always)
-    heading = title("bench", cells, run, settings, shown)
+    shown = titles.shown_settings(cells, settings, always)
+    heading = titles.title("bench", cells, run, settings, shown)
     return [_time_table(cells, run, heading, shown, percentiles), _speedups(cells, shown, baseline)]
 
 
@@ -212,14 +185,19 @@ def bench_plan(
             peak = workload.predicted_peak()
             row |= fill_row(PEAK_COLUMNS, peak) | _memory_fit(peak.total_gib, capacity)
         rows.append(row)
-    columns = (*SIZE_COLUMNS, *plan_settings(workloads, SETTING_COLUMNS), *PEAK_COLUMNS, *_FITTING_COLUMNS)
+    columns = (
+        *titles.SIZE_COLUMNS,
+        *titles.plan_settings(workloads, titles.SETTING_COLUMNS),
+        *PEAK_COLUMNS,
+        *_FITTING_COLUMNS,
+    )
     assumption = "Predicted for eager mode: the most memory in use at one moment."
     fit = "Whether it fits is not known: no memory of such a device was found."
     if capacity is not None:
         memory = f"{capacity.device} with {capacity.memory_gib:.1f} GiB"
         fit = f"fits: on {memory}; tight: over {100 * _TIGHT_PART:g} % of it."
     heading = f"{command}: cells and predicted memory (nothing was run)"
-    return Table("plan", heading, columns, rows, (assumption, fit, *unknown_memory(workloads), *notes))
+    return Table("plan", heading, columns, rows, (assumption, fit, *titles.unknown_memory(workloads), *notes))
 
 
 def _memory_fit(needed_gib: float, capacity: Capacity | None) -> dict[str, Any]:
@@ -234,38 +212,45 @@ def _time_table(
     cells: Sequence[Cell], run: Run | None, heading: str, settings: dict[str, Column], percentiles: Sequence[float]
 ) -> Table:
     columns = [
-        *SIZE_COLUMNS,
+        *titles.SIZE_COLUMNS,
         *settings.values(),
         *(Column(f"{phase}_ms", phase, "ms", spread="samples") for phase in _PHASES),
         Column("step_ms", "step", "ms", spread="samples"),
         *(Column(f"step_ms_p{percent:g}", f"step p{percent:g}", "ms") for percent in percentiles),
         Column("first_measured_ms", "first measured step", "ms"),
-        WALL_COLUMN,
+        titles.WALL_COLUMN,
         Column("gpu_busy_ms", "GPU busy", "ms"),
         Column("launch_bound", "launch-bound"),
         Column("first_step_s", "first step ready", "s"),
-        *RATE_COLUMNS,
+        *titles.RATE_COLUMNS,
         Column("tflops", "TFLOP/s", "tflops"),
         Column("mfu_percent", "MFU", "percent"),
         Column("step_energy_j", "energy", "joules"),
         Column("tokens_per_j", "tokens/J", "tokens_per_j"),
-        Column("peak_gib", "peak", "gib"),
-        Column("peak_resident_gib", "peak resident", "gib"),
+        *named_columns("peak_gib", "peak_resident_gib"),
         Column("sm_clock_mhz", "SM clock", "mhz"),
-        *GRAPH_COLUMNS,
-        *_CHECK_COLUMNS,
+        *titles.GRAPH_COLUMNS,
+        Column("relative_difference_percent", "off eager", "percent"),
+        Column("replayed_difference_percent", "replays off", "percent"),
+        Column("repeated_difference_percent", "launched again off", "percent"),
         Column("status", "status"),
     ]
     hidden = [] if "warmup" in settings else ["first_measured_ms"]
-    hidden += hidden_wall(cell.samples["step"] for cell in cells if cell.status == "ok")
+    hidden += titles.hidden_wall(cell.samples["step"] for cell in cells if cell.status == "ok")
     rows = [_bench_row(cell, percentiles) for cell in cells]
-    notes = [*method_notes(cells), *notes_of_run(cells, run), *_resident_notes(cells), *clock_notes(cells, run)]
+    notes = [
+        *titles.method_notes(cells),
+        *titles.notes_of_run(cells, run),
+        *_resident_notes(cells),
+        *clock_notes(cells, run),
+    ]
     for key, note in (("relative_difference_percent", _CHECKED), ("replayed_difference_percent", _REPLAYED)):
         notes += [note] if any(key in cell.derived for cell in cells) else []
     if any("rounds" in cell.configuration for cell in cells):
         notes.append("rounds: the whole sweep so many times over, the steps of all rounds together")
     notes += [
-        f"interleaved: a step of each {SETTING_COLUMNS[setting].header} of {values} alternately, all held in memory"
+        f"interleaved: a step of each {titles.SETTING_COLUMNS[setting].header} of {values} alternately, all held in "
+        "memory"
         for setting, values in sorted(_interleaved(cells))
     ]
     return Table("bench", heading, tuple(columns), rows, tuple(notes), _STEADIER, hidden)
@@ -292,7 +277,7 @@ def _bench_row(cell: Cell, percentiles: Sequence[float]) -> dict[str, Any]:
 
 def _keeps_attention(cell: Cell) -> bool:
     """Return whether ``--attention`` left a user's model as it is."""
-    return setting_of(cell, "attention") in cell.derived.get("same_attention", ())
+    return cell.configuration.get("attention") in cell.derived.get("same_attention", ())
 
 
 def _settings_row(cell: Cell) -> dict[str, Any]:
@@ -300,7 +285,7 @@ def _settings_row(cell: Cell) -> dict[str, Any]:
 
 
 def _resident_notes(cells: Sequence[Cell]) -> tuple[str, ...]:
-    before_gib = known_values(cells, "resident_before_gib")
+    before_gib = titles.known_values(cells, "resident_before_gib")
     if not before_gib:
         return ()
     before_range = " to ".join(dict.fromkeys(f"{gib:.2f}" for gib in (min(before_gib), max(before_gib))))
@@ -314,7 +299,7 @@ def gate_warnings(cells: Sequence[Cell]) -> list[str]:
     """Warn where ``compare`` could not call steps the same as others just like them: too few, or too noisy."""
     sides = [
         [[cell.samples["step"].measured for cell in rounds]]
-        for rounds in by_configuration(cells).values()
+        for rounds in titles.by_configuration(cells).values()
         if all(cell.status == "ok" for cell in rounds)
     ]
     undecided = [result for side in sides if (result := compare_sides(side, side)).to_decide is not None]
@@ -351,16 +336,18 @@ def speedup_pairs(
     or else the setting's default, or the first value in the order of the cells where the default was not measured.
     """
     compared = {setting for setting, _ in _interleaved(cells)} or COMPARED_SETTINGS
-    axes = [name for name in compared if name in settings and len({setting_of(cell, name) for cell in cells}) > 1]
+    axes = [name for name in compared if name in settings and len({cell.configuration.get(name) for cell in cells}) > 1]
     if not axes:
         return [], []
     preferred = _DEFAULTS | baseline_values(baseline)
-    values = {name: [setting_of(cell, name) for cell in cells] for name in axes}
+    values = {name: [cell.configuration.get(name) for cell in cells] for name in axes}
     expected = {name: preferred[name] if preferred[name] in values[name] else values[name][0] for name in axes}
     baselines: dict[int, Cell] = {}
     # An interrupted sweep went through some configurations once more than through others.
-    for group in by_configuration(cells, ignore=(*axes, "rounds")).values():
-        first = min(group, key=lambda cell: sum(setting_of(cell, name) != value for name, value in expected.items()))
+    for group in titles.by_configuration(cells, ignore=(*axes, "rounds")).values():
+        first = min(
+            group, key=lambda cell: sum(cell.configuration.get(name) != value for name, value in expected.items())
+        )
         baselines |= {id(cell): first for cell in group}
     pairs = [(cell, baselines[id(cell)]) for cell in cells]
     return axes, [(cell, first) for cell, first in pairs if cell is not first and cell.status == first.status == "ok"]
@@ -413,7 +400,7 @@ def plot_bench(cells: Sequence[Cell], path: Path, baseline: str = "") -> None:
     """Axes for each model: a bar of phases for each way of training it, and next to it the step's speed-up."""
     from matplotlib.patches import Patch
 
-    settings = shown_settings(cells, SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN})
+    settings = titles.shown_settings(cells, titles.SETTING_COLUMNS | {"rounds": titles.ROUNDS_COLUMN})
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
         groups.setdefault(_model_text(cell), []).append(cell)
@@ -423,7 +410,7 @@ def plot_bench(cells: Sequence[Cell], path: Path, baseline: str = "") -> None:
     bars = [len(group) for group in groups.values()] or [1]
     inches = 0.5 + sum(bars) * _INCHES_PER_BAR + len(bars) * _INCHES_BETWEEN
     figure, axes = new_axes(10, inches, len(bars), 2 if pairs else 1, gridspec_kw={"height_ratios": bars})
-    most = max((_speedup(*pair) for pair in pairs), default=1.0)
+    most = max((speedup(*pair, "step").estimate for pair in pairs), default=1.0)
     for drawings, (model, group) in zip(axes, groups.items(), strict=False):
         drawings[0].set_title(model, fontsize=10, loc="left")
         _draw_times(drawings[0], group)
@@ -458,15 +445,15 @@ def _way(cell: Cell, ways: Sequence[str]) -> str:
     compile_names = {"off": "eager", "block": "compiled by block", "model": "compiled whole"}
 
     def value_text(name: str) -> str:
-        value = setting_of(cell, name)
+        value = cell.configuration.get(name)
         if name == "compile":
-            return compile_names[value]
-        return f"{SETTING_COLUMNS[name].header} {value}" if name in ("cuda_graph", "warmup") else str(value)
+            return compile_names[cell.configuration[name]]
+        return f"{titles.SETTING_COLUMNS[name].header} {value}" if name in ("cuda_graph", "warmup") else str(value)
 
     return ", ".join(map(value_text, ways))
 
 
-def _draw_times(drawing: "Axes", group: Sequence[Cell]) -> None:
+def _draw_times(drawing: Axes, group: Sequence[Cell]) -> None:
     longest = 0.0
     for row, cell in enumerate(group):
         if cell.status != "ok":
@@ -482,18 +469,14 @@ def _draw_times(drawing: "Axes", group: Sequence[Cell]) -> None:
     drawing.set_xlim(0, longest * (1 + _LABEL_ROOM) or 1)
 
 
-def _draw_speedups(drawing: "Axes", group: Sequence[Cell], baselines: dict[int, Cell], most: float) -> None:
+def _draw_speedups(drawing: Axes, group: Sequence[Cell], baselines: dict[int, Cell], most: float) -> None:
     first = {id(baseline) for baseline in baselines.values()}
     for row, cell in enumerate(group):
         if id(cell) in baselines:
-            ratio = _speedup(cell, baselines[id(cell)])
+            ratio = speedup(cell, baselines[id(cell)], "step").estimate
             drawing.barh(row, ratio, 0.75, color="#8c8c8c")
             drawing.text(ratio, row, f" {ratio:.2f} x", fontsize=8, va="center")
         elif id(cell) in first:
             drawing.barh(row, 1.0, 0.75, facecolor="none", edgecolor="#8c8c8c", linewidth=0.8)
     drawing.axvline(1, color="black", linewidth=0.6)
     drawing.set_xlim(0, most * (1 + _LABEL_ROOM))
-
-
-def _speedup(cell: Cell, baseline: Cell) -> float:
-    return speedup(cell, baseline, "step").estimate

@@ -8,29 +8,15 @@ from typing import Any
 
 from cs336sys.accounting.sharding.selective_checkpointing import kept_peak
 from cs336sys.report.ddp import parallel_phase_table
-from cs336sys.report.shard import SHARDING_SETTING_COLUMNS, shard_tables
-from cs336sys.report.table import Column, Table
+from cs336sys.report.shard import SHARDING_SETTING_COLUMNS, STRATEGY_COLUMNS, shard_tables
+from cs336sys.report.table import Column, Table, by_key, named_columns
 from cs336sys.report.titles import SIZE_COLUMNS, method_notes, shown_settings, title
 from cs336sys.results.model import Cell, Run
 from cs336sys.workload import ParallelWorkload
 
-_SETTING_COLUMNS = SHARDING_SETTING_COLUMNS | {
-    "strategy": Column("strategy", "strategy"),
-    "prefetch": Column("prefetch", "prefetch"),
-}
+_SETTING_COLUMNS = SHARDING_SETTING_COLUMNS | by_key(*STRATEGY_COLUMNS)
 _ALWAYS_SHOWN = ("world_size", "checkpointing", "state_dtype")
 
-_BOARD_COLUMNS = (
-    Column("wall_ms", "step", "ms", spread="samples"),
-    Column("median_ms", "median", "ms"),
-    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
-    Column("mfu_percent", "MFU", "percent"),
-    Column("hfu_percent", "with recomputation", "percent"),
-    Column("peaks", "peak of each GPU, GiB"),
-    Column("predicted_gib", "predicted peak", "gib"),
-    Column("ready_s", "ready", "s"),
-    Column("relative_difference_percent", "gradients off", "percent"),
-)
 
 _SHARES = {
     "products": "products",
@@ -72,7 +58,20 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         for cell in measured
     ]
     heading = title("shard --board", cells, run, _SETTING_COLUMNS, shown)
-    columns = (*SIZE_COLUMNS, *setting_columns, *_BOARD_COLUMNS, Column("status", "status"))
+    columns = (
+        *SIZE_COLUMNS,
+        *setting_columns,
+        Column("wall_ms", "step", "ms", spread="samples"),
+        Column("median_ms", "median", "ms"),
+        Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+        Column("mfu_percent", "MFU", "percent"),
+        Column("hfu_percent", "with recomputation", "percent"),
+        Column("peaks", "peak of each GPU, GiB"),
+        Column("predicted_gib", "predicted peak", "gib"),
+        Column("ready_s", "ready", "s"),
+        Column("relative_difference_percent", "gradients off", "percent"),
+        Column("status", "status"),
+    )
     return [
         Table("board", heading, columns, rows, (*notes, *method_notes(cells))),
         parallel_phase_table(rows, (Column("size", "size"), *setting_columns), "torch's strategies do"),
@@ -105,12 +104,7 @@ def _shares_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) ->
             for label, ms in part_ms.items()
             if total_ms
         ]
-    columns = (
-        *setting_columns,
-        Column("part", "part"),
-        Column("time_ms", "time", "ms"),
-        Column("share_percent", "share", "percent"),
-    )
+    columns = (*setting_columns, *named_columns("part", "time_ms", "share_percent"))
     notes = ("one profiled step of rank 0; where several ran at once, the moment counts for the first of them",)
     return Table("shares", "where the time of a step went", columns, rows, notes)
 

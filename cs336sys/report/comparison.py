@@ -40,7 +40,8 @@ def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_perc
 
     Settings that tell the pairs apart are columns, those that all pairs share stand in a note of the first table.
     """
-    identity = [Column(name, name.replace("_", " ")) for name in _identifying_settings([pair.a for pair in pairs])]
+    identifying = distinguishing_settings([cell_settings(pair.a.shown) for pair in pairs])
+    identity = [Column(name, name.replace("_", " ")) for name in identifying]
     first, *others = [
         *(_metric_table(metric, rows, identity, confidence_percent) for metric, rows in compared.items()),
         *_not_compared(pairs, identity),
@@ -51,19 +52,14 @@ def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_perc
 
 def _names(pairs: Sequence[Pair], alone: Sequence[Side] = ()) -> Callable[[Side], str]:
     """Name a side's configuration by the settings that tell it from the others."""
-    sides = [*(pair.a for pair in pairs), *alone]
-    identifying = _identifying_settings(sides)
+    sides = (*(pair.a for pair in pairs), *alone)
+    identifying = distinguishing_settings([cell_settings(side.shown) for side in sides])
 
     def name(side: Side) -> str:
         values = cell_settings(side.shown)
         return ", ".join(f"{setting} {values.get(setting)}" for setting in identifying) or "the cell"
 
     return name
-
-
-def _identifying_settings(sides: Sequence[Side]) -> list[str]:
-    """The fewest leading settings that tell sides apart: ``size``, without the ``d_model`` that follows from it."""
-    return distinguishing_settings([cell_settings(side.shown) for side in sides])
 
 
 def _shared_settings(pairs: Sequence[Pair]) -> str:
@@ -130,7 +126,7 @@ def _drift(comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Say how few independent samples the fewest are worth, and where stalls hide from medians."""
     differences = [(compared.difference, compared) for compared in comparisons if compared.difference is not None]
     counts = [
-        (difference.independent[0], compared.a.count)
+        (difference.independent[0], len(compared.a.all_values))
         for difference, compared in differences
         if difference.level == "samples"
     ]

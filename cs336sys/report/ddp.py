@@ -4,53 +4,25 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cs336sys.accounting.communication import (
-    AlphaBeta,
-    bucketing_overhead_s,
-    exposed_communication,
-    optimal_bucket_on_link_bytes,
-    overhead_on_link_s,
-)
+from cs336sys.accounting import communication
 from cs336sys.accounting.memory import GIB, training_state
+from cs336sys.report import titles
 from cs336sys.report.numbers import format_number, format_quantity, format_value
-from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table
-from cs336sys.report.titles import (
-    GRAPH_COLUMNS,
-    RATE_COLUMNS,
-    ROUNDS_COLUMN,
-    SETTING_COLUMNS,
-    SIZE_COLUMNS,
-    WALL_COLUMN,
-    by_configuration,
-    find_baselines,
-    hidden_wall,
-    largest_known,
-    method_notes,
-    notes_of_run,
-    plan_settings,
-    pool_cells,
-    setting_of,
-    shown_settings,
-    title,
-    unknown_memory,
-)
+from cs336sys.report.outputs import Axes, new_axes, write_figure
+from cs336sys.report.table import Column, Table, by_key
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval, difference, ratio
 from cs336sys.workload import CONTEXT_STRATEGIES, DATA_PARALLEL_STRATEGIES, ParallelWorkload, bucket_name
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-PARALLEL_SETTING_COLUMNS = {
-    "world_size": Column("world_size", "ranks"),
-    **{name: column for name, column in SETTING_COLUMNS.items() if name != "mode"},
-    "gradient_dtype": Column("gradient_dtype", "gradients sent in"),
-    "high_priority": Column("high_priority", "high priority"),
-    "transport": Column("transport", "sent by"),
-}
+PARALLEL_SETTING_COLUMNS = by_key(
+    Column("world_size", "ranks"),
+    *(column for name, column in titles.SETTING_COLUMNS.items() if name != "mode"),
+    Column("gradient_dtype", "gradients sent in"),
+    Column("high_priority", "high priority"),
+    Column("transport", "sent by"),
+)
 _ALWAYS_SHOWN = ("precision", "compile")
 
 # Settings by which the cells of one comparison differ.
@@ -67,7 +39,7 @@ def pool_ddp_rounds(cells: Sequence[Cell]) -> list[Cell]:
 
     Rates and what is exposed are of all steps together, the peak is the largest, the rest is the first round's.
     """
-    return pool_cells(cells, _ddp_of_rounds)
+    return titles.pool_cells(cells, _ddp_of_rounds)
 
 
 def _ddp_of_rounds(
@@ -80,12 +52,14 @@ def _ddp_of_rounds(
         rounds[0].derived
         | _exposed(samples, rounds[0].derived)
         | training.throughput(samples["step"])
-        | {"peak_gib": largest_known(rounds, "peak_gib")}
+        | {"peak_gib": titles.largest_known(rounds, "peak_gib")}
     )
 
 
 def _exposed(samples: Mapping[str, Samples], derived: Mapping[str, Any]) -> dict[str, float | None]:
-    return exposed_communication({name: series.median for name, series in samples.items()}, _running_ms(derived))
+    return communication.exposed_communication(
+        {name: series.median for name, series in samples.items()}, _running_ms(derived)
+    )
 
 
 def _running_ms(derived: Mapping[str, Any]) -> float | None:
@@ -95,34 +69,28 @@ def _running_ms(derived: Mapping[str, Any]) -> float | None:
 
 def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Steps and what they communicate, their phases, and a sweep of bucket sizes next to the model of its overhead."""
-    settings = PARALLEL_SETTING_COLUMNS | {"rounds": ROUNDS_COLUMN}
-    shown = shown_settings(cells, settings, _ALWAYS_SHOWN)
+    settings = PARALLEL_SETTING_COLUMNS | {"rounds": titles.ROUNDS_COLUMN}
+    shown = titles.shown_settings(cells, settings, _ALWAYS_SHOWN)
     identity = (*shown.values(), Column("strategy", "mode"), Column("bucket_mb", "bucket, MB"))
     rows = step_rows(cells, "naive", _COMPARED)
-    heading, columns = title("ddp", cells, run, settings, shown), (*identity, *_STEP_COLUMNS)
+    heading = titles.title("ddp", cells, run, settings, shown)
+    columns = (
+        *identity,
+        Column("step_ms", "step", "ms", spread="samples"),
+        Column("unsynchronized_ms", "without communication", "ms", spread="samples"),
+        Column("exposed_ms", "exposed", "ms", spread="interval"),
+        Column("exposed_percent", "of the step", "percent", spread="interval"),
+        Column("communication_ms", "communication alone", "ms", spread="samples"),
+        Column("running_ms", "as it ran", "ms"),
+        Column("hidden_percent", "hidden", "percent", spread="interval"),
+        Column("speedup", "over naive", "ratio", spread="interval"),
+        Column("calls", "calls", "count"),
+        Column("communicated_bytes", "communicated", "decimal_bytes"),
+        Column("peak_gib", "peak", "gib"),
+    )
     tables = [parallel_step_table("ddp", heading, cells, run, columns, rows, _step_notes(cells), _STEADIER)]
     tables.append(parallel_phase_table(rows, (Column("size", "size"), *identity), "torch's DDP does"))
     return [*tables, _bucket_table(cells, (Column("size", "size"), *shown.values()))]
-
-
-_STEP_COLUMNS = (
-    Column("step_ms", "step", "ms", spread="samples"),
-    Column("unsynchronized_ms", "without communication", "ms", spread="samples"),
-    Column("exposed_ms", "exposed", "ms", spread="interval"),
-    Column("exposed_percent", "of the step", "percent", spread="interval"),
-    Column("communication_ms", "communication alone", "ms", spread="samples"),
-    Column("running_ms", "as it ran", "ms"),
-    Column("hidden_percent", "hidden", "percent", spread="interval"),
-    Column("speedup", "over naive", "ratio", spread="interval"),
-    Column("calls", "calls", "count"),
-    Column("communicated_bytes", "communicated", "decimal_bytes"),
-    Column("peak_gib", "peak", "gib"),
-)
-
-_OFF_COLUMNS = (
-    Column("largest_difference", "largest difference"),
-    Column("relative_difference_percent", "relative", "percent"),
-)
 
 
 def parallel_step_table(
@@ -136,14 +104,22 @@ def parallel_step_table(
     steadier: str,
 ) -> Table:
     """The first table of ``ddp`` and of ``shard``: ``columns`` of its own, and those that both have."""
-    last_columns = (*RATE_COLUMNS, *_OFF_COLUMNS, *GRAPH_COLUMNS, Column("status", "status"))
-    all_notes = (*notes, *_check_notes(cells), *method_notes(cells), *notes_of_run(cells, run))
-    return Table(command, heading, (*SIZE_COLUMNS, *columns, *last_columns), rows, all_notes, steadier)
+    all_columns = (
+        *titles.SIZE_COLUMNS,
+        *columns,
+        *titles.RATE_COLUMNS,
+        Column("largest_difference", "largest difference"),
+        Column("relative_difference_percent", "relative", "percent"),
+        *titles.GRAPH_COLUMNS,
+        Column("status", "status"),
+    )
+    all_notes = (*notes, *_check_notes(cells), *titles.method_notes(cells), *titles.notes_of_run(cells, run))
+    return Table(command, heading, all_columns, rows, all_notes, steadier)
 
 
 def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -> list[dict[str, Any]]:
     """A row for each cell; its speed-up is over the strategy ``baseline`` with the same settings but ``compared``."""
-    baselines, _ = find_baselines(cells, "strategy", baseline, ignore=compared)
+    baselines, _ = titles.find_baselines(cells, "strategy", baseline, ignore=compared)
     rows = []
     for cell, compared_with in zip(cells, baselines, strict=True):
         workload = ParallelWorkload.from_configuration(cell.configuration)
@@ -221,7 +197,7 @@ def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column,
     columns = (
         *identity,
         *(Column(f"{phase}_ms", phase, "ms", spread="samples") for phase in _PHASES),
-        WALL_COLUMN,
+        titles.WALL_COLUMN,
         Column("overlap_percent", "communication overlapped", "percent"),
     )
     notes = (
@@ -230,35 +206,35 @@ def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column,
         "communication overlapped: share of the communication's time during which kernels computed, in one profiled "
         "step of rank 0",
     )
-    hidden = hidden_wall(row["step_ms"] for row in measured)
+    hidden = titles.hidden_wall(row["step_ms"] for row in measured)
     return Table("phases", "phases of the step", columns, measured, notes, STEADIER, hidden)
 
 
-def link_of(cell: Cell) -> AlphaBeta:
+def link_of(cell: Cell) -> communication.AlphaBeta:
     """Latency and bandwidth of all-reduces, measured with a cell of strategy ``bucketed``."""
-    return AlphaBeta(cell.derived["link_latency_s"], cell.derived["link_bytes_per_s"])
+    return communication.AlphaBeta(cell.derived["link_latency_s"], cell.derived["link_bytes_per_s"])
 
 
 def bucket_sweeps(cells: Sequence[Cell]) -> list[list[Cell]]:
     """The measured bucketed cells that differ in nothing but the bucket size, those with the smallest buckets first."""
     bucketed = [cell for cell in cells if cell.status == "ok" and cell.configuration["strategy"] == "bucketed"]
-    sweeps = by_configuration(bucketed, ignore=_COMPARED).values()
+    sweeps = titles.by_configuration(bucketed, ignore=_COMPARED).values()
     return [sorted(sweep, key=lambda cell: -cell.derived["gradient_calls"]) for sweep in sweeps]
 
 
 def _bucket_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     rows, notes = [], ["predicted: s / (n w) + n o for n buckets of s bytes in all, bandwidth w and latency o"]
     sweeps = bucket_sweeps(cells)
-    differing = [column for column in identity if len({setting_of(sweep[0], column.key) for sweep in sweeps}) > 1]
+    differing = [column for column in identity if len({sweep[0].configuration.get(column.key) for sweep in sweeps}) > 1]
     for sweep in sweeps:
         for cell in sweep:
             link, total, count = link_of(cell), cell.derived["communicated_bytes"], cell.derived["gradient_calls"]
             row = cell.configuration | {"buckets": count, "mean_bucket_bytes": total / count, "predicted_ms": None}
             if link.has_bandwidth:
-                overhead_s = bucketing_overhead_s(total, count, link.bytes_per_s, link.latency_s)
+                overhead_s = communication.bucketing_overhead_s(total, count, link.bytes_per_s, link.latency_s)
                 row["predicted_ms"] = 1e3 * overhead_s
             rows.append(row | {"exposed_ms": exposure(cell)["exposed_ms"], "step_ms": cell.samples["step"]})
-        which = ", ".join(f"{column.header} {setting_of(sweep[0], column.key)}" for column in differing)
+        which = ", ".join(f"{column.header} {sweep[0].configuration.get(column.key)}" for column in differing)
         notes.append(": ".join([*([which] if which else []), _optimum(sweep)]))
     columns = (
         *identity,
@@ -277,12 +253,12 @@ def _optimum(sweep: Sequence[Cell]) -> str:
     link, total = link_of(sweep[0]), sweep[0].derived["communicated_bytes"]
     if not link.has_bandwidth:
         return "w not found: of the all-reduces just measured larger ones took no longer, so nothing is predicted"
-    best_bytes = optimal_bucket_on_link_bytes(total, link)
+    best_bytes = communication.optimal_bucket_on_link_bytes(total, link)
     w, o = format_quantity(link.bytes_per_s / 1e9, "gbps"), format_quantity(1e6 * link.latency_s, "us")
     rates = f"w {w} and o {o}, fitted to all-reduces just measured"
     if best_bytes == 0:
         return f"{rates}: calls look free, so the model prefers the smallest buckets"
-    overhead = format_quantity(1e3 * overhead_on_link_s(total, best_bytes, link), "ms")
+    overhead = format_quantity(1e3 * communication.overhead_on_link_s(total, best_bytes, link), "ms")
     bucket = format_number(float(best_bytes), "decimal_bytes")
     return f"{rates}: least overhead, {overhead}, predicted for buckets of {bucket}"
 
@@ -321,8 +297,8 @@ def parallel_plan(
         | (predict(workload) if workload.training.is_ours else {})
         for workload in workloads
     ]
-    columns = (*SIZE_COLUMNS, *plan_settings(trainings, settings), *columns)
-    return Table("plan", f"{heading} (nothing was run)", columns, rows, unknown_memory(trainings))
+    columns = (*titles.SIZE_COLUMNS, *titles.plan_settings(trainings, settings), *columns)
+    return Table("plan", f"{heading} (nothing was run)", columns, rows, titles.unknown_memory(trainings))
 
 
 _LANES = {"compute": (1, "C0"), "communicate": (0, "C1")}
@@ -343,7 +319,7 @@ def plot_timelines(cells: Sequence[Cell], path: Path) -> None:
     drawn = [cell for cell in cells if cell.status == "ok" and cell.derived["timeline"] is not None]
     count = max(1, len(drawn))
     figure, axes = new_axes(11, 0.9 + 1.15 * count, count, sharex=True)
-    settings = shown_settings(cells, PARALLEL_SETTING_COLUMNS)
+    settings = titles.shown_settings(cells, PARALLEL_SETTING_COLUMNS)
     for drawing, cell in zip(axes.flat, drawn, strict=False):
         _draw_timeline(drawing, cell.derived["timeline"])
         drawing.set_title(_heading(cell, settings), fontsize=8, loc="left", pad=2)
@@ -351,7 +327,7 @@ def plot_timelines(cells: Sequence[Cell], path: Path) -> None:
     write_figure(figure, path)
 
 
-def _draw_timeline(drawing: "Axes", timeline: dict[str, Any]) -> None:
+def _draw_timeline(drawing: Axes, timeline: dict[str, Any]) -> None:
     start, total = 0.0, max(timeline["phases"].values())
     for phase, end in timeline["phases"].items():
         drawing.axvspan(start, end, color=_PHASE_SHADES[phase], zorder=0)
@@ -387,14 +363,14 @@ def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-bucket
     sweeps = bucket_sweeps(cells)
     count = max(1, len(sweeps))
     figure, axes = new_axes(0.5 + 4.2 * count, 4, 1, count)
-    settings = shown_settings(cells, PARALLEL_SETTING_COLUMNS)
+    settings = titles.shown_settings(cells, PARALLEL_SETTING_COLUMNS)
     for drawing, sweep in zip(axes.flat, sweeps, strict=False):
         total, link = sweep[0].derived["communicated_bytes"], link_of(sweep[0])
         sizes = [total / cell.derived["gradient_calls"] for cell in sweep]
         smallest = min(sizes) / 4
         curve = [smallest * (total / smallest) ** (point / _CURVE_POINTS) for point in range(_CURVE_POINTS + 1)]
         if link.has_bandwidth:
-            predicted = [1e3 * overhead_on_link_s(total, size, link) for size in curve]
+            predicted = [1e3 * communication.overhead_on_link_s(total, size, link) for size in curve]
             drawing.plot([size / 1e6 for size in curve], predicted, color="C7", label="model: s / (n w) + n o")
         exposed = [cell.derived["exposed_ms"] for cell in sweep]
         drawing.plot([size / 1e6 for size in sizes], exposed, "o", color="C1", label="measured: exposed")

@@ -4,32 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cs336sys.report import titles
 from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table
-from cs336sys.report.titles import (
-    ERROR_NOTE,
-    OF_IMPLEMENTATION,
-    SETTING_COLUMNS,
-    find_baselines,
-    found_in_user_code,
-    interpreted_notes,
-    known_values,
-    reasons,
-    shown_settings,
-    title,
-)
+from cs336sys.report.table import Column, Table, by_key, named_columns
 from cs336sys.results.model import Cell, Run
 from cs336sys.results.statistics import ratio
 
-_SHAPE_COLUMNS = {
-    "op": Column("op", "op"),
-    "tokens": Column("tokens", "tokens"),
-    "width": Column("width", "width"),
-    "head_dim": Column("head_dim", "head dim"),
-    "vocab_size": Column("vocab_size", "vocabulary"),
-    "dtype": Column("dtype", "dtype"),
-    "seed": SETTING_COLUMNS["seed"],
-}
+_SHAPE_COLUMNS = by_key(
+    *named_columns("op", "tokens", "width", "head_dim"),
+    Column("vocab_size", "vocabulary"),
+    *named_columns("dtype", "seed"),
+)
 PARTS = ("forward", "backward", "end_to_end")
 
 
@@ -40,8 +25,8 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
         for name, column in _SHAPE_COLUMNS.items()
         if any(cell.configuration.get(name) is not None for cell in cells)
     }
-    varying = shown_settings(cells, settings)
-    baselines, without_baseline = find_baselines(cells, "implementation", baseline, OF_IMPLEMENTATION)
+    varying = titles.shown_settings(cells, settings)
+    baselines, without_baseline = titles.find_baselines(cells, "implementation", baseline, titles.OF_IMPLEMENTATION)
     columns = [
         *varying.values(),
         Column("implementation", "implementation"),
@@ -55,14 +40,14 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
         Column("status", "status"),
     ]
     rows = list(map(_kernel_row, cells, baselines))
-    rates = known_values(cells, "copy_gbps")
-    notes = [ERROR_NOTE]
+    rates = titles.known_values(cells, "copy_gbps")
+    notes = [titles.ERROR_NOTE]
     if rates:
         slowest, fastest = f"{min(rates):,.0f}", f"{max(rates):,.0f}"
         notes.append(f"a copy: {slowest if slowest == fastest else f'{slowest} to {fastest}'} GB/s read and written")
-    notes += interpreted_notes(cells, run)
-    heading = title("kernels", cells, run, settings, varying)
-    notes += [*without_baseline, *found_in_user_code(cells), *reasons(cells, "implementation")]
+    notes += titles.interpreted_notes(cells, run)
+    heading = titles.title("kernels", cells, run, settings, varying)
+    notes += [*without_baseline, *titles.found_in_user_code(cells), *titles.reasons(cells, "implementation")]
     return [Table("kernels", heading, columns, rows, notes, "more --repetition-ms")]
 
 

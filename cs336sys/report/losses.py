@@ -4,39 +4,28 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cs336sys.report import titles
 from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table
-from cs336sys.report.titles import (
-    SETTING_COLUMNS,
-    SIZE_COLUMNS,
-    found_in_user_code,
-    reasons,
-    setting_of,
-    shown_settings,
-    title,
-)
+from cs336sys.report.table import Column, Table, by_key, named_columns
 from cs336sys.results.model import Cell, Run
 
 # The loss of one step depends on its batch: means are of so many steps, where there are as many.
 _AVERAGED = 20
 
-_SETTINGS = SETTING_COLUMNS | {
-    "learning_rate": Column("learning_rate", "learning rate"),
-    "weight_decay": Column("weight_decay", "weight decay"),
-    "text": Column("text", "text"),
-    "text_digest": Column("text_digest", "its digest"),
-}
+_SETTINGS = titles.SETTING_COLUMNS | by_key(
+    *named_columns("learning_rate", "weight_decay", "text"), Column("text_digest", "its digest")
+)
 _ALWAYS_SHOWN = ("precision", "compile", "kernels", "optimizer")
 
 
 def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Build the tables of losses, and of their distance from the first way of training on the same batches."""
-    shown = shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
+    shown = titles.shown_settings(cells, _SETTINGS, _ALWAYS_SHOWN)
     counts = [len(cell.samples["loss"].measured) for cell in cells if cell.status == "ok"]
     averaged = min([_AVERAGED, *counts])
     differs_in_steps = len(set(counts)) > 1
     columns = (
-        *SIZE_COLUMNS,
+        *titles.SIZE_COLUMNS,
         *shown.values(),
         *([Column("steps", "steps")] if differs_in_steps else []),
         Column("first_loss", "first loss", "nats"),
@@ -56,8 +45,8 @@ def loss_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         notes.append(
             f"the mean of {averaged} comes later in rows of more steps; off compares the steps that both rows have"
         )
-    notes += [*found_in_user_code(cells), *reasons(cells)]
-    return [Table("losses", title("losses", cells, run, _SETTINGS, shown), columns, rows, notes=notes)]
+    notes += [*titles.found_in_user_code(cells), *titles.reasons(cells)]
+    return [Table("losses", titles.title("losses", cells, run, _SETTINGS, shown), columns, rows, notes=notes)]
 
 
 # What the batches of a cell are drawn by.
@@ -94,13 +83,13 @@ def _losses(cell: Cell, firsts: Mapping[_Batches, Cell], averaged: int) -> dict[
 def plot_losses(cells: Sequence[Cell], path: Path) -> None:
     """The loss over the steps, a line for each way of training; below, how far each is from the first."""
     measured = [cell for cell in cells if cell.status == "ok"]
-    settings = shown_settings(measured, _SETTINGS)
+    settings = titles.shown_settings(measured, _SETTINGS)
     firsts = _first_on_batches(measured)
     figure, axes = new_axes(8, 6, 2, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
     curves, differences = axes.flat
     for number, cell in enumerate(measured):
         losses = cell.samples["loss"].measured
-        name = ", ".join(f"{column.header} {setting_of(cell, key)}" for key, column in settings.items()) or "loss"
+        name = ", ".join(f"{column.header} {cell.configuration.get(key)}" for key, column in settings.items()) or "loss"
         # Drawn one over the other where they are equal: later ones thinner, so that all are seen.
         width = max(1.0, 3.0 - number)
         curves.plot(range(1, len(losses) + 1), losses, label=name, color=f"C{number}", linewidth=width)

@@ -89,12 +89,16 @@ def shown_units(columns: Sequence[tuple[str | None, Sequence[Value]]]) -> list[s
     ]
 
 
+def central_value(value: Value) -> str | bool | float | None:
+    """Return the mean of samples, the estimate of an interval, and any other value as it is."""
+    if isinstance(value, Samples):
+        return value.mean if value.measured else None
+    return value.estimate if isinstance(value, Interval) else value
+
+
 def _number(value: Value) -> float:
     """The number of a table's cell; 0 of what is none, of infinity and of NaN."""
-    if isinstance(value, Samples):
-        value = value.mean if value.measured else 0.0
-    elif isinstance(value, Interval):
-        value = value.estimate
+    value = central_value(value)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 

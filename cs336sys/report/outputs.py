@@ -7,14 +7,18 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cs336sys.errors import CapabilityError, OutputError, ReaderLeft, UsageError
 from cs336sys.processes.atomic_write import written_whole
 
 if TYPE_CHECKING:
+    import matplotlib.axes
     import numpy as np
     from matplotlib.figure import Figure
+
+# For modules that import matplotlib when they draw.
+Axes: TypeAlias = "matplotlib.axes.Axes"
 
 FORMATS = ("table", "markdown", "csv", "json", "latex", "typst")
 # The format of a file whose name says it.

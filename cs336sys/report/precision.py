@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, named_columns
 from cs336sys.results.model import Cell, Run
 
 _ACCUMULATION_NOTES = (
@@ -23,26 +23,15 @@ _AUTOCAST_NOTES = (
     "logits, and MSE that of its fp32 targets: answers that disagree have computed it in different places.",
 )
 
-_ACCUMULATION_COLUMNS = (
-    Column("accumulation", "accumulation"),
-    Column("sum", "sum"),
-    Column("absolute_error", "absolute error"),
-    Column("relative_error_percent", "relative error", "percent"),
-)
-
 _AUTOCAST_COLUMNS = (
     Column("precision", "autocast"),
-    Column("loss_function", "loss function"),
-    Column("parameters", "parameters"),
+    *named_columns("loss_function", "parameters"),
     Column("fc1", "fc1 output"),
     Column("layer_norm", "layer norm output"),
     Column("rms_norm", "RMSNorm in its place"),
-    Column("logits", "logits"),
-    Column("loss", "loss"),
+    *named_columns("logits", "loss"),
     Column("loss_outside", "loss outside autocast"),
-    Column("gradients", "gradients"),
-    Column("status", "status"),
-    Column("reason", "reason"),
+    *named_columns("gradients", "status", "reason"),
 )
 
 
@@ -51,8 +40,9 @@ def precision_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     sums = [cell.configuration | cell.derived for cell in cells if "accumulation" in cell.configuration]
     steps = [cell for cell in cells if "loss_function" in cell.configuration]
     dtypes = [cell.configuration | cell.derived | {"status": cell.status, "reason": cell.reason} for cell in steps]
+    columns = named_columns("accumulation", "sum", "absolute_error", "relative_error_percent")
     return [
-        Table("accumulation", "1000 times 0.01, which is 10", _ACCUMULATION_COLUMNS, sums, _ACCUMULATION_NOTES),
+        Table("accumulation", "1000 times 0.01, which is 10", columns, sums, _ACCUMULATION_NOTES),
         Table("autocast", _autocast_title(steps, run), _AUTOCAST_COLUMNS, dtypes, _AUTOCAST_NOTES),
     ]
 

@@ -10,24 +10,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.report.allreduce import allreduce_tables, plot_collectives
-from cs336sys.report.attention import attn_tables, flash_tables, plot_attn, plot_flash, pool_flash_rounds
-from cs336sys.report.bench import bench_tables, plot_bench, pool_bench_rounds
-from cs336sys.report.board import is_of_board, sharding_tables
-from cs336sys.report.ddp import bucket_sweeps, ddp_tables, plot_buckets, plot_timelines, pool_ddp_rounds
-from cs336sys.report.kernels import kernel_tables, plot_kernels
-from cs336sys.report.losses import loss_tables, plot_losses
+from cs336sys.report import allreduce, attention, bench, board, ddp, kernels, losses, precision, scaling, shard, tune
 from cs336sys.report.memory.page import plot_timeline, timeline_title
 from cs336sys.report.memory.tables import memory_tables
 from cs336sys.report.page import html_page, html_picture, html_table
-from cs336sys.report.precision import precision_tables
 from cs336sys.report.profile import plot_profiles, profile_tables
 from cs336sys.report.profile.trace_difference import saved_trace_tables
-from cs336sys.report.scaling import plot_scaling, scaling_curves, with_scaling
-from cs336sys.report.shard import plot_memory
 from cs336sys.report.table import Table, grid_of, with_rows
 from cs336sys.report.tidy import tidy, with_origin
-from cs336sys.report.tune import tune_tables
 from cs336sys.report.verify import verify_tables
 from cs336sys.results.model import Cell, Results, Run, Samples, configuration_key, distinguishing_settings, json_text
 from cs336sys.results.statistics import Interval
@@ -84,21 +74,21 @@ def _measured_cells(cells: Sequence[Cell]) -> list[Cell]:
 
 def _ddp_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
     timelines = any(cell.derived["timeline"] is not None for cell in _measured_cells(cells))
-    pictures: dict[str, Callable[[Path], None]] = {"timelines": partial(plot_timelines, cells)} if timelines else {}
-    if bucket_sweeps(cells):
-        pictures["buckets"] = partial(plot_buckets, cells, option="--plot")
+    pictures: dict[str, Callable[[Path], None]] = {"timelines": partial(ddp.plot_timelines, cells)} if timelines else {}
+    if ddp.bucket_sweeps(cells):
+        pictures["buckets"] = partial(ddp.plot_buckets, cells, option="--plot")
     return {**pictures, **_scaling_picture(cells)}
 
 
 def _shard_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
-    memory = _picture("memory", plot_memory)([cell for cell in cells if not is_of_board(cell)], run)
-    gathering = [cell for cell in _measured_cells(cells) if cell.derived.get("gathers") and not is_of_board(cell)]
-    timelines = {"timelines": partial(plot_timelines, gathering)} if gathering else {}
+    memory = _picture("memory", shard.plot_memory)([cell for cell in cells if not board.is_of_board(cell)], run)
+    gathering = [cell for cell in _measured_cells(cells) if cell.derived.get("gathers") and not board.is_of_board(cell)]
+    timelines = {"timelines": partial(ddp.plot_timelines, gathering)} if gathering else {}
     return {**memory, **timelines, **_scaling_picture(cells)}
 
 
 def _scaling_picture(cells: Sequence[Cell]) -> Pictures:
-    return {"scaling": partial(plot_scaling, cells, option="--plot")} if scaling_curves(cells) else {}
+    return {"scaling": partial(scaling.plot_scaling, cells, option="--plot")} if scaling.scaling_curves(cells) else {}
 
 
 def _memory_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
@@ -112,12 +102,12 @@ def _memory_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
 
 SAVED_COMMANDS: dict[str, SavedCommand] = {
     "bench": SavedCommand(
-        lambda cells, run, options: bench_tables(cells, run, options.percentiles, options.baseline),
-        _picture("bench", plot_bench),
-        pool_bench_rounds,
+        lambda cells, run, options: bench.bench_tables(cells, run, options.percentiles, options.baseline),
+        _picture("bench", bench.plot_bench),
+        bench.pool_bench_rounds,
     ),
-    "tune": SavedCommand(_of_run(tune_tables)),
-    "losses": SavedCommand(_of_run(loss_tables), _picture("losses", plot_losses)),
+    "tune": SavedCommand(_of_run(tune.tune_tables)),
+    "losses": SavedCommand(_of_run(losses.loss_tables), _picture("losses", losses.plot_losses)),
     "nsys": SavedCommand(
         lambda cells, run, options: profile_tables(
             cells, run, top=options.top, full_names=options.full_names, compare_precision=options.compare_precision
@@ -125,20 +115,21 @@ SAVED_COMMANDS: dict[str, SavedCommand] = {
         _picture("shares", plot_profiles),
     ),
     "memprof": SavedCommand(lambda cells, run, options: memory_tables(cells, run, options.top), _memory_pictures),
-    "attn": SavedCommand(_of_run(attn_tables), _picture("attn", plot_attn)),
+    "attn": SavedCommand(_of_run(attention.attn_tables), _picture("attn", attention.plot_attn)),
     "flash": SavedCommand(
-        lambda cells, run, options: flash_tables(cells, run, options.baseline),
-        _picture("flash", plot_flash),
-        pool_flash_rounds,
+        lambda cells, run, options: attention.flash_tables(cells, run, options.baseline),
+        _picture("flash", attention.plot_flash),
+        attention.pool_flash_rounds,
     ),
     "kernels": SavedCommand(
-        lambda cells, run, options: kernel_tables(cells, run, options.baseline), _picture("kernels", plot_kernels)
+        lambda cells, run, options: kernels.kernel_tables(cells, run, options.baseline),
+        _picture("kernels", kernels.plot_kernels),
     ),
-    "allreduce": SavedCommand(_of_run(allreduce_tables), _picture("allreduce", plot_collectives)),
-    "ddp": SavedCommand(_of_run(with_scaling(ddp_tables)), _ddp_pictures, pool_ddp_rounds),
+    "allreduce": SavedCommand(_of_run(allreduce.allreduce_tables), _picture("allreduce", allreduce.plot_collectives)),
+    "ddp": SavedCommand(_of_run(scaling.with_scaling(ddp.ddp_tables)), _ddp_pictures, ddp.pool_ddp_rounds),
     "trace": SavedCommand(lambda cells, run, options: saved_trace_tables(cells, options.top, options.full_names)),
-    "precision": SavedCommand(_of_run(precision_tables)),
-    "shard": SavedCommand(_of_run(with_scaling(sharding_tables)), _shard_pictures),
+    "precision": SavedCommand(_of_run(precision.precision_tables)),
+    "shard": SavedCommand(_of_run(scaling.with_scaling(board.sharding_tables)), _shard_pictures),
     "verify": SavedCommand(_of_run(verify_tables)),
 }
 

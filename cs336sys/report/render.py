@@ -6,20 +6,13 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cs336sys.errors import OutputError, UsageError, require_known
+from cs336sys.report import outputs
 from cs336sys.report.numbers import Value
-from cs336sys.report.outputs import (
-    FORMAT_OF_ENDING,
-    FORMATS,
-    check_writable,
-    require_folder,
-    write_file,
-    writing_stdout,
-)
 from cs336sys.report.table import Grid, Table, grid_of, one_line
 from cs336sys.results.foreign import printable
 from cs336sys.results.model import Samples
@@ -48,8 +41,10 @@ def render(tables: Sequence[Table], format: str) -> str:
     Raises:
         UsageError: the format is unknown.
     """
-    require_known("format", format, FORMATS)
-    return _RENDERERS[format](tables)
+    require_known("format", format, outputs.FORMATS)
+    if format in _FOR_PROGRAMS:
+        return _FOR_PROGRAMS[format](tables)
+    return _paragraphs(map(_FOR_PEOPLE[format], tables)) + "\n"
 
 
 def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | None = None, wide: bool = False) -> None:
@@ -71,15 +66,15 @@ def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | N
         if recording is None:
             _print(tables, format, wide)
         return
-    format = format or FORMAT_OF_ENDING.get(output.suffix.lower(), "csv" if output.is_dir() else "markdown")
+    format = format or outputs.FORMAT_OF_ENDING.get(output.suffix.lower(), "csv" if output.is_dir() else "markdown")
     try:
         if output.is_dir():
-            ending = next(ending for ending, name in FORMAT_OF_ENDING.items() if name == format)
+            ending = next(ending for ending, name in outputs.FORMAT_OF_ENDING.items() if name == format)
             for name in dict.fromkeys(table.name for table in tables):
                 text = render([table for table in tables if table.name == name], format)
-                write_file(output / f"{name.replace(' ', '_')}{ending}", text.encode(), "--output")
+                outputs.write_file(output / f"{name.replace(' ', '_')}{ending}", text.encode(), "--output")
         else:
-            write_file(output, render(tables, format).encode(), "--output")
+            outputs.write_file(output, render(tables, format).encode(), "--output")
     except OutputError:
         if recording is None:
             _print(tables, format, wide)
@@ -89,7 +84,7 @@ def emit(tables: Sequence[Table], *, format: str | None = None, output: Path | N
 def _print(tables: Sequence[Table], format: str | None, wide: bool) -> None:
     if sys.stdout is None:
         raise OutputError("cannot write the result: standard output is closed; give a file with --output")
-    with writing_stdout():
+    with outputs.writing_stdout():
         if format in (None, "table") and sys.stdout.isatty() and not wide:
             from rich.console import Console
 
@@ -111,15 +106,15 @@ def check_output(output: Path | None, format: str | None = None) -> None:
         UsageError: the format is unknown, ``output`` cannot be written, or its name ends as a picture's or a page's.
     """
     if format is not None:
-        require_known("format", format, FORMATS)
+        require_known("format", format, outputs.FORMATS)
     elif output is not None and not output.is_dir() and output.suffix.lower() in _NO_TABLES:
         raise UsageError(
-            f"--output {output}: holds tables, whose names end in {', '.join(FORMAT_OF_ENDING)}; give one of these, or "
-            "--format (pictures are asked for by --plot)"
+            f"--output {output}: holds tables, whose names end in {', '.join(outputs.FORMAT_OF_ENDING)}; give one of "
+            "these, or --format (pictures are asked for by --plot)"
         )
     if output is not None and output != STDOUT:
-        require_folder(output, "--output")
-        check_writable(output / "tables.csv" if output.is_dir() else output, "--output")
+        outputs.require_folder(output, "--output")
+        outputs.check_writable(output / "tables.csv" if output.is_dir() else output, "--output")
 
 
 def _tabulate(grid: Grid, style: str) -> str:
@@ -130,27 +125,19 @@ def _tabulate(grid: Grid, style: str) -> str:
     return tabulate(grid.rows, grid.headers, tablefmt=style, disable_numparse=True, colalign=alignment)
 
 
-def _join(parts: Sequence[str]) -> str:
-    return "\n\n".join(part for part in parts if part) + "\n"
+def _paragraphs(parts: Iterable[str]) -> str:
+    return "\n\n".join(part for part in parts if part)
 
 
-def _plain_text(tables: Sequence[Table]) -> str:
-    grids = [_tabulate(grid_of(table), "rounded_outline") for table in tables]
-    return _join(
-        [
-            "\n".join([one_line(t.title), grid, *map(one_line, t.all_notes)])
-            for t, grid in zip(tables, grids, strict=True)
-        ]
-    )
+def _plain_text(table: Table) -> str:
+    grid = _tabulate(grid_of(table), "rounded_outline")
+    return "\n".join([one_line(table.title), grid, *map(one_line, table.all_notes)])
 
 
-def _markdown(tables: Sequence[Table]) -> str:
-    parts = []
-    for table in tables:
-        grid = _tabulate(grid_of(table).map(escape_markdown), "pipe")
-        notes = "\n".join(f"- {escape_markdown(one_line(note))}" for note in table.all_notes)
-        parts += [f"### {escape_markdown(one_line(table.title))}", grid, notes]
-    return _join(parts)
+def _markdown(table: Table) -> str:
+    grid = _tabulate(grid_of(table).map(escape_markdown), "pipe")
+    notes = "\n".join(f"- {escape_markdown(one_line(note))}" for note in table.all_notes)
+    return _paragraphs([f"### {escape_markdown(one_line(table.title))}", grid, notes])
 
 
 def escape_markdown(text: str) -> str:
@@ -159,19 +146,16 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"[\\|<*`\[\]]|&(?=#?\w+;)|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", text)
 
 
-def _latex(tables: Sequence[Table]) -> str:
-    parts = []
-    for table in tables:
-        grid = grid_of(table)
-        # tabulate escapes the cells itself, and forgets the columns of a table without rows.
-        body = _tabulate(grid, "latex_booktabs").replace("{tabular}{}", f"{{tabular}}{{{'l' * len(grid.headers)}}}")
-        # LaTeX would take a [ or * at a row's start for the option of the \\ before it.
-        body = re.sub(r"(?m)^ *([\[*])", r" {\1}", body)
-        notes = [rf"\par\footnotesize {_escape_latex(one_line(note))}" for note in table.all_notes]
-        caption = rf"\caption{{{_escape_latex(one_line(table.title))}}}"
-        lines = [r"\begin{table}", r"\centering", caption, body, *notes, r"\end{table}"]
-        parts.append("\n".join(lines).replace("±", r"$\pm$"))
-    return _join(parts)
+def _latex(table: Table) -> str:
+    grid = grid_of(table)
+    # tabulate escapes the cells itself, and forgets the columns of a table without rows.
+    body = _tabulate(grid, "latex_booktabs").replace("{tabular}{}", f"{{tabular}}{{{'l' * len(grid.headers)}}}")
+    # LaTeX would take a [ or * at a row's start for the option of the \\ before it.
+    body = re.sub(r"(?m)^ *([\[*])", r" {\1}", body)
+    notes = [rf"\par\footnotesize {_escape_latex(one_line(note))}" for note in table.all_notes]
+    caption = rf"\caption{{{_escape_latex(one_line(table.title))}}}"
+    lines = [r"\begin{table}", r"\centering", caption, body, *notes, r"\end{table}"]
+    return "\n".join(lines).replace("±", r"$\pm$")
 
 
 def _escape_latex(text: str) -> str:
@@ -180,23 +164,20 @@ def _escape_latex(text: str) -> str:
     return "".join(LATEX_ESCAPE_RULES.get(character, character) for character in text)
 
 
-def _typst(tables: Sequence[Table]) -> str:
-    parts = []
-    for table in tables:
-        grid = grid_of(table).map(typst_string)
-        lines = [
-            "#figure(",
-            f"  caption: {typst_string(one_line(table.title))},",
-            "  table(",
-            f"    columns: {len(grid.headers)},",
-            f"    align: ({', '.join(grid.alignment)},),",
-            f"    table.header({', '.join(grid.headers)}),",
-            *(f"    {', '.join(row)}," for row in grid.rows),
-            "  ),",
-            ")",
-        ]
-        parts += ["\n".join(lines), *(f"#{typst_string(one_line(note))}" for note in table.all_notes)]
-    return _join(parts)
+def _typst(table: Table) -> str:
+    grid = grid_of(table).map(typst_string)
+    lines = [
+        "#figure(",
+        f"  caption: {typst_string(one_line(table.title))},",
+        "  table(",
+        f"    columns: {len(grid.headers)},",
+        f"    align: ({', '.join(grid.alignment)},),",
+        f"    table.header({', '.join(grid.headers)}),",
+        *(f"    {', '.join(row)}," for row in grid.rows),
+        "  ),",
+        ")",
+    ]
+    return _paragraphs(["\n".join(lines), *(f"#{typst_string(one_line(note))}" for note in table.all_notes)])
 
 
 def typst_string(text: str) -> str:
@@ -268,11 +249,8 @@ def _finite_or_none(value: Value) -> Value:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-_RENDERERS: dict[str, Callable[[Sequence[Table]], str]] = {
-    "table": _plain_text,
-    "markdown": _markdown,
-    "csv": _csv,
-    "json": _json,
-    "latex": _latex,
-    "typst": _typst,
-}
+# For people each table by itself, for programs all together.
+_FOR_PEOPLE: dict[str, Callable[[Table], str]] = {
+    "table": _plain_text, "markdown": _markdown, "latex": _latex, "typst": _typst,
+}  # fmt: skip
+_FOR_PROGRAMS: dict[str, Callable[[Sequence[Table]], str]] = {"csv": _csv, "json": _json}

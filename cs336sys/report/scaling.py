@@ -5,25 +5,20 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cs336sys.report.ddp import PARALLEL_SETTING_COLUMNS, STEADIER, exposure
-from cs336sys.report.outputs import new_axes, write_figure
+from cs336sys.report.outputs import Axes, new_axes, write_figure
 from cs336sys.report.shard import SHARDING_SETTING_COLUMNS, memory_of
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, by_key, named_columns
 from cs336sys.report.titles import RATE_COLUMNS, shown_settings
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import Interval, ratio
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 TableBuilder = Callable[[Sequence[Cell], Run | None], list[Table]]
 
 # What differs along a curve, and what no step depends on.
 _ALONG = ("world_size", "mesh", "trace")
-
-_PREDICTED = Column("predicted_peak_gib", "predicted peak", "gib")
 
 # Settings of a strategy: on one rank there is nothing that they could change.
 _OF_STRATEGIES = ("strategy", "prefetch", "keep_gathered", "bucket_mb")
@@ -32,7 +27,7 @@ _SETTING_COLUMNS = {
     name: column
     for name, column in (PARALLEL_SETTING_COLUMNS | SHARDING_SETTING_COLUMNS).items()
     if name not in (*_ALONG, "batch_size")
-} | {"prefetch": Column("prefetch", "prefetch"), "bucket_mb": Column("bucket_mb", "bucket, MB")}
+} | by_key(Column("prefetch", "prefetch"), Column("bucket_mb", "bucket, MB"))
 
 
 @dataclass(frozen=True)
@@ -98,8 +93,7 @@ def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
     rows = [_curve_row(curve, cell) for curve in curves for cell in curve.cells]
     settings = shown_settings([cell for curve in curves for cell in curve.cells], _SETTING_COLUMNS)
     columns = (
-        Column("scaling", "scaling"),
-        Column("size", "size"),
+        *named_columns("scaling", "size"),
         *settings.values(),
         Column("strategy", "strategy"),
         Column("world_size", "ranks"),
@@ -108,8 +102,7 @@ def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
         *RATE_COLUMNS,
         Column("linear_percent", "of linear", "percent", spread="interval"),
         Column("exposed_percent", "exposed", "percent", spread="interval"),
-        Column("peak_gib", "peak", "gib"),
-        _PREDICTED,
+        *named_columns("peak_gib", "predicted_peak_gib"),
     )
     notes = (
         "strong: the same batch on more ranks; weak: as many sequences a rank; of linear: the rate of a rank, of that "
@@ -186,7 +179,7 @@ def _curve_name(curve: Curve, settings: Sequence[str]) -> str:
     return ", ".join([configuration["strategy"], *varied, share])
 
 
-def _draw_curve(row: Sequence["Axes"], curve: Curve, name: str) -> None:
+def _draw_curve(row: Sequence[Axes], curve: Curve, name: str) -> None:
     rates, exposed, peaks = row
     ranks = [cell.configuration["world_size"] for cell in curve.cells]
     per_s = [_or_nan(cell.derived[_rate_column(curve.cells).key]) for cell in curve.cells]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.flops import parameter_shapes
@@ -23,26 +23,23 @@ from cs336sys.accounting.sharding.step import (
 from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, TensorStep, tensor_moments
 from cs336sys.report.ddp import STEADIER, parallel_phase_table, parallel_plan, parallel_step_table, step_rows
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.outputs import legend_columns, new_axes, write_figure
-from cs336sys.report.table import Column, Table
+from cs336sys.report.outputs import Axes, legend_columns, new_axes, write_figure
+from cs336sys.report.table import Column, Table, by_key, named_columns
 from cs336sys.report.titles import SETTING_COLUMNS, shown_settings, title
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.sizes import ELEMENT_BYTES
 from cs336sys.workload import ParallelWorkload
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-SHARDING_SETTING_COLUMNS = {
-    "world_size": Column("world_size", "ranks"),
-    "mesh": Column("mesh", "mesh"),
-    **{name: column for name, column in SETTING_COLUMNS.items() if name != "mode"},
-    "checkpointing": Column("checkpointing", "checkpointing"),
-    "keep_gathered": Column("keep_gathered", "blocks that stay gathered"),
-}
+SHARDING_SETTING_COLUMNS = by_key(
+    Column("world_size", "ranks"),
+    Column("mesh", "mesh"),
+    *(column for name, column in SETTING_COLUMNS.items() if name != "mode"),
+    Column("checkpointing", "checkpointing"),
+    Column("keep_gathered", "blocks that stay gathered"),
+)
 _ALWAYS_SHOWN = ("precision", "compile")
-_STRATEGY_COLUMNS = (Column("strategy", "strategy"), Column("prefetch", "prefetch"))
+STRATEGY_COLUMNS = (Column("strategy", "strategy"), Column("prefetch", "prefetch"))
 
 # Settings by which the cells of one comparison differ.
 _COMPARED = ("strategy", "prefetch", "keep_gathered", "trace")
@@ -132,44 +129,38 @@ def _predicted_where_layers_are_shared(workload: ParallelWorkload) -> list[RankM
 def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Steps and what they send, their phases, memory at six moments, and how late gathers were."""
     shown = shown_settings(cells, SHARDING_SETTING_COLUMNS, _ALWAYS_SHOWN)
-    setting_columns = (*shown.values(), *_STRATEGY_COLUMNS)
+    setting_columns = (*shown.values(), *STRATEGY_COLUMNS)
     rows = _step_rows(cells)
     measured = [cell for cell in cells if cell.status == "ok"]
     heading = title("shard", cells, run, SHARDING_SETTING_COLUMNS, shown)
-    columns = (*setting_columns, *_STEP_COLUMNS)
-    tables = [parallel_step_table("shard", heading, cells, run, columns, rows, _shard_step_notes(cells), STEADIER)]
+    columns = (
+        *setting_columns,
+        Column("step_ms", "step", "ms", spread="samples"),
+        Column("speedup", "over none", "ratio", spread="interval"),
+        Column("scaling", "over one rank", "ratio", spread="interval"),
+        Column("unsynchronized_ms", "without communication", "ms", spread="samples"),
+        Column("exposed_ms", "exposed", "ms", spread="interval"),
+        Column("bare_ms", "communication not overlapped", "ms"),
+        Column("communication_ms", "communication alone", "ms", spread="samples"),
+        Column("calls", "calls", "count"),
+        Column("sent_bytes", "sent", "decimal_bytes"),
+        Column("predicted_sent_bytes", "predicted", "decimal_bytes"),
+        Column("peak_gib", "peak", "gib"),
+    )
+    notes = (
+        "exposed: median step less the median of the same step without communication, which updates all parameters on "
+        "every rank: where ranks share the optimizer's work it can be negative",
+        "communication not overlapped: time of one profiled step of rank 0 in which only communication ran",
+    )
+    step_notes = notes if measured else ()
+    tables = [parallel_step_table("shard", heading, cells, run, columns, rows, step_notes, STEADIER)]
     identity = (Column("size", "size"), *setting_columns)
     tables.append(parallel_phase_table(rows, identity, "torch's strategies do"))
     return [*tables, _memory_table(measured, identity), _gather_table(measured, identity)]
 
 
-_STEP_COLUMNS = (
-    Column("step_ms", "step", "ms", spread="samples"),
-    Column("speedup", "over none", "ratio", spread="interval"),
-    Column("scaling", "over one rank", "ratio", spread="interval"),
-    Column("unsynchronized_ms", "without communication", "ms", spread="samples"),
-    Column("exposed_ms", "exposed", "ms", spread="interval"),
-    Column("bare_ms", "communication not overlapped", "ms"),
-    Column("communication_ms", "communication alone", "ms", spread="samples"),
-    Column("calls", "calls", "count"),
-    Column("sent_bytes", "sent", "decimal_bytes"),
-    Column("predicted_sent_bytes", "predicted", "decimal_bytes"),
-    Column("peak_gib", "peak", "gib"),
-)
-
-
 def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    rows = step_rows(cells, "none", _COMPARED)
-    for row, cell in zip(rows, cells, strict=True):
-        if cell.status == "ok" and "model" not in cell.configuration:
-            workload = ParallelWorkload.from_configuration(cell.configuration)
-            row["predicted_sent_bytes"] = sharding_sent_bytes(workload)
-    _add_scaling(cells, rows)
-    return rows
-
-
-def _add_scaling(cells: Sequence[Cell], rows: Sequence[dict[str, Any]]) -> None:
-    """Speed over one rank that computes the same batch, by the same strategy or else by ``none``."""
+    """Scaling is over one rank that computes the same batch, by the same strategy or else by ``none``."""
 
     def batch(cell: Cell) -> str:
         return configuration_key(cell.configuration, ignore=(*_COMPARED, "world_size"))
@@ -179,20 +170,16 @@ def _add_scaling(cells: Sequence[Cell], rows: Sequence[dict[str, Any]]) -> None:
         for cell in cells
         if cell.configuration["world_size"] == 1 and cell.status == "ok"
     }
+    rows = step_rows(cells, "none", _COMPARED)
     for row, cell in zip(rows, cells, strict=True):
+        if cell.status != "ok":
+            continue
+        if "model" not in cell.configuration:
+            row["predicted_sent_bytes"] = sharding_sent_bytes(ParallelWorkload.from_configuration(cell.configuration))
         one_rank_samples = alone.get((batch(cell), cell.configuration["strategy"]), alone.get((batch(cell), "none")))
-        if one_rank_samples is not None and cell.configuration["world_size"] > 1 and cell.status == "ok":
+        if one_rank_samples is not None and cell.configuration["world_size"] > 1:
             row["scaling"] = ratio(one_rank_samples, cell.samples["step"])
-
-
-def _shard_step_notes(cells: Sequence[Cell]) -> list[str]:
-    if not any(cell.status == "ok" for cell in cells):
-        return []
-    return [
-        "exposed: median step less the median of the same step without communication, which updates all parameters on "
-        "every rank: where ranks share the optimizer's work it can be negative",
-        "communication not overlapped: time of one profiled step of rank 0 in which only communication ran",
-    ]
+    return rows
 
 
 def memory_of(cell: Cell) -> dict[str, list[RankMemory]]:
@@ -207,8 +194,7 @@ def memory_of(cell: Cell) -> dict[str, list[RankMemory]]:
 def _memory_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
     columns = (
         *identity,
-        Column("moment", "moment"),
-        Column("source", "source"),
+        *named_columns("moment", "source"),
         *(Column(f"{name}_gib", header, "gib") for name, header in COMPONENTS.items()),
         Column("total_gib", "total", "gib"),
     )
@@ -256,7 +242,7 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     """Build the table of ``--dry-run``: each cell with what a rank is predicted to hold and to send."""
     moments = {moment: Column(f"{moment.replace(' ', '_')}_gib", moment, "gib") for moment in MOMENTS}
     columns = (
-        *_STRATEGY_COLUMNS,
+        *STRATEGY_COLUMNS,
         Column("share", "sequences a rank"),
         Column("tokens", "tokens of each", "count"),
         *moments.values(),
@@ -308,7 +294,7 @@ def plot_memory(cells: Sequence[Cell], path: Path) -> None:
     write_figure(figure, path)
 
 
-def _draw_bars(drawing: "Axes", moments: Sequence[RankMemory], source: str) -> None:
+def _draw_bars(drawing: Axes, moments: Sequence[RankMemory], source: str) -> None:
     for moment in moments:
         bottom = 0.0
         for name, color in _COLORS.items():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.report.numbers import Value, format_value, shown_units, unit_label
+from cs336sys.report.numbers import Value, central_value, format_value, shown_units, unit_label
 from cs336sys.results.foreign import printable
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import NOISY_PART, SAME_PERCENT, Interval, is_noisy
@@ -41,6 +41,25 @@ class Column:
         """Header and unit, ``forward, ms``; a header that is or ends with its unit (``tokens/s``) stands alone."""
         label = unit_label(self.unit)
         return self.header if self.header.endswith(label) else f"{self.header}, {label}"
+
+
+# Units that a column's key may end with, as ``step_ms`` does; ``tokens_per_s`` is a unit of its own.
+_KEY_UNITS = frozenset({"us", "ms", "s", "bytes", "gib", "percent", "gbps", "tflops"})
+
+
+def named_columns(*keys: str, spread: str = "") -> tuple[Column, ...]:
+    """Return columns headed by their keys: ``head dim`` for ``head_dim``, ``held`` in GiB for ``held_gib``."""
+    columns = []
+    for key in keys:
+        name, _, unit = key.rpartition("_")
+        header, shown_unit = (name, unit) if name and unit in _KEY_UNITS else (key, None)
+        columns.append(Column(key, header.replace("_", " "), shown_unit, spread=spread))
+    return tuple(columns)
+
+
+def by_key(*columns: Column) -> dict[str, Column]:
+    """Return the columns by their keys."""
+    return {column.key: column for column in columns}
 
 
 def fill_row(columns: Sequence[Column], item: Any) -> dict[str, Any]:
@@ -111,10 +130,6 @@ def with_rows(*tables: Table | None) -> list[Table]:
     return [table for table in tables if table is not None and table.rows]
 
 
-def _is_empty(value: Value) -> bool:
-    return value is None or (isinstance(value, Samples) and not value.measured)
-
-
 @dataclass(frozen=True)
 class Grid:
     """A table as text for people: only the columns that have a value somewhere.
@@ -133,17 +148,13 @@ class Grid:
         return ["right" if is_number else "left" for is_number in self.is_number]
 
     def map(self, escape: Callable[[str], str]) -> "Grid":
-        return Grid(
-            [escape(text) for text in self.headers],
-            [[escape(text) for text in row] for row in self.rows],
-            self.is_number,
-            self.keys,
-        )
+        rows = [list(map(escape, row)) for row in self.rows]
+        return replace(self, headers=list(map(escape, self.headers)), rows=rows)
 
 
 def grid_of(table: Table) -> Grid:
     values = {
-        column: [value for row in table.rows if not _is_empty(value := row.get(column.key))]
+        column: [value for row in table.rows if central_value(value := row.get(column.key)) is not None]
         for column in table.shown_columns
     }
     shown = [column for column in values if values[column] or not table.rows]
@@ -165,48 +176,39 @@ def one_line(text: str) -> str:
 def select_in_groups(
     groups: Sequence[Sequence[Table]], names: Sequence[str] = (), keys: Sequence[str] = (), order: str | None = None
 ) -> list[list[Table]]:
-    """Apply :func:`select_tables`, :func:`sort_rows` and :func:`select_columns` to tables in groups.
+    """Return the tables of these names, sorted by a column, with these columns alone, in their groups.
 
     Rows are sorted before columns are left out, so that they may be sorted by one of these.
+
+    Args:
+        names: of any name, without one.
+        keys: columns as :func:`select_columns` takes them.
+        order: ``step_ms``, or ``-step_ms``: the largest first; tables without this column stay as they are. Samples are
+            sorted by their mean. Rows without a value come last in either order. Where rows have their own units, bytes
+            and seconds, those of one kind are sorted among themselves, and kinds keep their order.
 
     Raises:
         UsageError: no table of any group has what was asked for.
     """
-    chosen = [list(group) for group in groups]
-    selections: tuple[tuple[Callable[..., list[Table]], Any], ...] = (
-        (select_tables, names or None), (sort_rows, order), (select_columns, keys or None),
-    )  # fmt: skip
-    for select, selection in selections:
-        if selection is not None:
-            # One table of each name and columns: files of thousands of runs have as many tables of each.
-            tables = (table for group in chosen for table in group)
-            kinds = {(table.name, *(column.title for column in table.columns)): table for table in tables}
-            chosen = [select(group, selection, list(kinds.values())) for group in chosen]
+    # One table of each name and columns: files of thousands of runs have as many tables of each.
+    kinds = {(table.name, *(column.title for column in table.columns)): table for group in groups for table in group}
+    _check_names(names, "--table", [table.name for table in kinds.values()])
+    chosen = [[table for table in group if not names or table.name in names] for group in groups]
+    named = [table for table in kinds.values() if not names or table.name in names]
+    if order is not None:
+        _check_columns([order.removeprefix("-")], "--sort", named)
+        chosen = [[_sorted(table, order) for table in group] for group in chosen]
+    if keys:
+        _check_columns(keys, "--columns", named)
+        chosen = [select_columns(group, keys) for group in chosen]
     return chosen
 
 
-def select_tables(tables: Sequence[Table], names: Sequence[str], among: Sequence[Table] = ()) -> list[Table]:
-    """Return the tables of these names.
-
-    Args:
-        among: the tables that the names must be of, where ``tables`` are some of them; so in the next functions.
-
-    Raises:
-        UsageError: no table has one of the names.
-    """
-    _check_names(names, "--table", [table.name for table in among or tables])
-    return [table for table in tables if table.name in names]
-
-
-def select_columns(tables: Sequence[Table], names: Sequence[str], among: Sequence[Table] = ()) -> list[Table]:
+def select_columns(tables: Sequence[Table], names: Sequence[str]) -> list[Table]:
     """Return the tables with these columns alone, in this order; those that have none of them are left out.
 
     A column is named by its key (``step_ms``), or by its header (``step``) in any case.
-
-    Raises:
-        UsageError: no table has one of the columns.
     """
-    _check_columns(names, "--columns", among or tables)
     chosen = [list(dict.fromkeys(column for name in names for column in _named(table, name))) for table in tables]
     return [
         replace(table, columns=columns, hidden=(), settings=(), origin=())
@@ -215,27 +217,14 @@ def select_columns(tables: Sequence[Table], names: Sequence[str], among: Sequenc
     ]
 
 
-def sort_rows(tables: Sequence[Table], order: str, among: Sequence[Table] = ()) -> list[Table]:
-    """Return the tables sorted by a column (``step_ms``; ``-step_ms``: the largest first), where they have it.
-
-    Samples are sorted by their mean. Rows without a value come last in either order. Where rows have their own
-    units, bytes and seconds, those of one kind are sorted among themselves, and kinds keep their order.
-
-    Raises:
-        UsageError: no table has the column.
-    """
-    name, is_descending = order.removeprefix("-"), order.startswith("-")
-    _check_columns([name], "--sort", among or tables)
-    return [
-        _sorted(table, columns[0], is_descending) if (columns := _named(table, name)) else table for table in tables
-    ]
-
-
-def _sorted(table: Table, column: Column, is_descending: bool) -> Table:
+def _sorted(table: Table, order: str) -> Table:
+    columns = _named(table, order.removeprefix("-"))
+    if not columns:
+        return table
+    column = columns[0]
     ranked = [(_rank(row.get(column.exact or column.key)), row) for row in table.rows]
-    with_value = sorted(
-        ((rank, row) for rank, row in ranked if rank is not None), key=lambda pair: pair[0], reverse=is_descending
-    )
+    with_value = [(rank, row) for rank, row in ranked if rank is not None]
+    with_value.sort(key=lambda pair: pair[0], reverse=order.startswith("-"))
     if (kind := column.kind) is not None:
         kinds = list(dict.fromkeys(row.get(kind) for row in table.rows))
         with_value.sort(key=lambda pair: kinds.index(pair[1].get(kind)))
@@ -244,10 +233,7 @@ def _sorted(table: Table, column: Column, is_descending: bool) -> Table:
 
 def _rank(value: Value) -> tuple[bool, float, str] | None:
     """Numbers, also those written as text (``1.2e-05``), before text; None for what has no place in an order."""
-    if isinstance(value, Samples):
-        value = value.mean if value.measured else None
-    elif isinstance(value, Interval):
-        value = value.estimate
+    value = central_value(value)
     if value is None:
         return None
     try:

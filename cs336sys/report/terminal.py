@@ -3,27 +3,26 @@
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table as RichTable
+from rich.text import Text
 
 from cs336sys.report.table import Grid, Table, grid_of, one_line
-
-if TYPE_CHECKING:
-    import rich.console
-    import rich.table
 
 # Down to this width a text column is wrapped before anything else is done about a table too wide.
 _NARROWEST_TEXT = 20
 
 
-def print_tables(tables: Sequence[Table], console: "rich.console.Console") -> None:
+def print_tables(tables: Sequence[Table], console: Console) -> None:
     """Draw each table as wide as the terminal, with its title and notes.
 
     One too wide gets its headers stacked and its text columns wrapped; then what all rows have in common goes into the
     title; then it is turned, so that rows become columns; then it is split into tables of some of the columns each,
     with those that tell rows apart in all of them. Where not even one column fits next to these, each row is a record.
     """
-    from rich.text import Text
-
     for number, table in enumerate(tables):
         if number:
             console.print()
@@ -37,7 +36,7 @@ def print_tables(tables: Sequence[Table], console: "rich.console.Console") -> No
             console.print(Text(one_line(note)))
 
 
-def _drawn(table: Table, console: "rich.console.Console") -> "tuple[str, list[rich.table.Table]]":
+def _drawn(table: Table, console: Console) -> tuple[str, list[RichTable]]:
     """The title, and the table in as many drawings as it takes."""
     grid = grid_of(table)
     whole = _fitting_table(grid, console)
@@ -49,10 +48,8 @@ def _drawn(table: Table, console: "rich.console.Console") -> "tuple[str, list[ri
     return title, [fitting] if fitting else list(_split(grid, console)) or [_records(grid)]
 
 
-def _fitting_table(grid: Grid, console: "rich.console.Console") -> "rich.table.Table | None":
+def _fitting_table(grid: Grid, console: Console) -> RichTable | None:
     """The table in one piece, with stacked headers where it must be; None if it is too wide even then."""
-    from rich.measure import Measurement
-
     unlimited = console.options.update(width=sys.maxsize)
     for headers in (grid.headers, _stacked_headers(grid)):
         drawing = _drawing(headers, grid)
@@ -101,7 +98,7 @@ def _turned(grid: Grid) -> Grid:
     return Grid(list(first), [list(row) for row in others], [False] + [True] * len(grid.rows))
 
 
-def _split(grid: Grid, console: "rich.console.Console") -> "Iterator[rich.table.Table]":
+def _split(grid: Grid, console: Console) -> Iterator[RichTable]:
     """Tables of the keys and as many other columns as fit; none if not even one fits.
 
     After the first of them come those keys alone that it takes to tell the rows apart.
@@ -135,11 +132,7 @@ def _telling_apart(grid: Grid) -> list[int]:
     return keys
 
 
-def _drawing(headers: Sequence[str], grid: Grid) -> "rich.table.Table":
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
+def _drawing(headers: Sequence[str], grid: Grid) -> RichTable:
     drawing = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for index, (header, is_number) in enumerate(zip(headers, grid.is_number, strict=True)):
         lines = [*header.split("\n"), *(row[index] for row in grid.rows)]
@@ -156,11 +149,7 @@ def _drawing(headers: Sequence[str], grid: Grid) -> "rich.table.Table":
     return drawing
 
 
-def _records(grid: Grid) -> "rich.table.Table":
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
+def _records(grid: Grid) -> RichTable:
     drawing = RichTable(box=box.ROUNDED, show_header=False)
     drawing.add_column(overflow="fold")
     drawing.add_column(overflow="fold")

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
-from cs336sys.report.table import Column
+from cs336sys.report.table import Column, by_key, named_columns
 from cs336sys.results.model import Cell, Run, Samples, configuration_key
 from cs336sys.workload import UserCode, Workload
 from cs336sys.workload.course_package import course_package
@@ -14,29 +14,22 @@ from cs336sys.workload.course_package import course_package
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
 
 # Settings that get a column only where the sweep varies them; the others stand in the title.
-SETTING_COLUMNS = {
-    "model": Column("model", "model"),
-    "loss": Column("loss", "loss"),
-    "batch": Column("batch", "batch by"),
-    "blocks": Column("blocks", "blocks"),
-    "code_digest": Column("code_digest", "code"),
-    "mode": Column("mode", "mode"),
-    "batch_size": Column("batch_size", "batch"),
-    "vocab_size": Column("vocab_size", "vocabulary"),
-    "context": Column("context", "context"),
-    "precision": Column("precision", "precision"),
-    "compile": Column("compile", "compile"),
-    "attention": Column("attention", "attention"),
-    "kernels": Column("kernels", "kernels"),
-    "optimizer": Column("optimizer", "optimizer"),
-    "state_dtype": Column("state_dtype", "state"),
-    "update": Column("update", "update"),
-    "cuda_graph": Column("cuda_graph", "CUDA graph"),
-    "warmup": Column("warmup", "warm-up"),
-    "tf32": Column("tf32", "TF32"),
-    "synchronize": Column("synchronize", "synchronize"),
-    "seed": Column("seed", "seed"),
-}
+SETTING_COLUMNS = by_key(
+    *named_columns("model", "loss"),
+    Column("batch", "batch by"),
+    Column("blocks", "blocks"),
+    Column("code_digest", "code"),
+    Column("mode", "mode"),
+    Column("batch_size", "batch"),
+    Column("vocab_size", "vocabulary"),
+    *named_columns("context", "precision", "compile", "attention", "kernels", "optimizer"),
+    Column("state_dtype", "state"),
+    Column("update", "update"),
+    Column("cuda_graph", "CUDA graph"),
+    Column("warmup", "warm-up"),
+    Column("tf32", "TF32"),
+    *named_columns("synchronize", "seed"),
+)
 
 
 def setting_columns(names: Iterable[str]) -> list[Column]:
@@ -127,11 +120,6 @@ def machine_words(run: Run | None) -> list[str]:
     return parts if theirs is None else [*parts, f"cs336_basics of {theirs}"]
 
 
-def setting_of(cell: Cell, name: str) -> Any:
-    """A setting's value, None if the cell has no such setting."""
-    return cell.configuration.get(name)
-
-
 def shown_settings(
     cells: Sequence[Cell], settings: Mapping[str, Column], always: Sequence[str] = ()
 ) -> dict[str, Column]:
@@ -139,7 +127,7 @@ def shown_settings(
     return {
         name: column
         for name, column in settings.items()
-        if name in always or len({setting_of(cell, name) for cell in cells}) > 1
+        if name in always or len({cell.configuration.get(name) for cell in cells}) > 1
     }
 
 
@@ -159,7 +147,7 @@ def title(
         for name, column in settings.items()
         if name not in shown
         and name in cells[0].configuration
-        and setting_of(cells[0], name) not in _UNNAMED.get(name, ())
+        and cells[0].configuration.get(name) not in _UNNAMED.get(name, ())
     ]
     return f"{command}: {', '.join([*extra, *constant, *machine_words(run)])}"
 

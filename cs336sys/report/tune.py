@@ -12,7 +12,7 @@ from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
 from cs336sys.report.account.step import PREDICTED_COLUMNS, configuration_words, step_row
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, fill_row, with_rows
+from cs336sys.report.table import Column, Table, fill_row, named_columns, with_rows
 from cs336sys.report.titles import by_configuration, known_values
 from cs336sys.results.comparison import Comparison, Measured, compare_samples
 from cs336sys.results.model import Cell, Run
@@ -148,13 +148,7 @@ def running(groups: dict[str, list[Cell]]) -> dict[str, list[Cell]]:
 def fastest(groups: dict[str, list[Cell]]) -> str | None:
     """Return the key of the configuration with the least median time of a token; None if none was measured."""
     measured = running(groups)
-    return min(
-        measured,
-        key=lambda key: statistics.median(
-            value for round in token_ms(measured[key]).rounds for value in round.measured
-        ),
-        default=None,
-    )
+    return min(measured, key=lambda key: statistics.median(token_ms(measured[key]).all_values), default=None)
 
 
 def compared_to_best(groups: dict[str, list[Cell]], best: str) -> dict[str, Comparison]:
@@ -182,21 +176,6 @@ def is_decided(comparison: Comparison, device: str) -> bool:
     return difference.level == "rounds" or difference.ratio_low > beyond_rounds
 
 
-_MEASURED = (
-    Column("configuration", "configuration"),
-    Column("status", "status"),
-    Column("rounds", "rounds", "count"),
-    Column("predicted_ms", "predicted", "ms"),
-    Column("step_ms", "step", "ms"),
-    Column("off_percent", "off", "percent"),
-    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
-    Column("slower_percent", "slower than the best", "percent"),
-    Column("verdict", "verdict"),
-    Column("predicted_gib", "predicted memory", "gib"),
-    Column("peak_gib", "memory of a rank", "gib"),
-)
-
-
 def tune_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """Return what was measured, the fastest first, with what was predicted alongside it."""
     groups = by_configuration(cells)
@@ -208,7 +187,17 @@ def tune_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     reasons = dict.fromkeys(str(cell.reason) for cell in cells if cell.reason)
     machine = run.machine.get("gpu") or run.machine.get("cpu") if run is not None else None
     title = "Measured" + (f" on {machine}" if machine else "")
-    return [Table("measured", title, _MEASURED, rows, [*notes, *reasons], steadier="more --budget")]
+    columns = (
+        *named_columns("configuration", "status"),
+        Column("rounds", "rounds", "count"),
+        *named_columns("predicted_ms", "step_ms", "off_percent"),
+        Column("tokens_per_s", "tokens/s", "tokens_per_s"),
+        Column("slower_percent", "slower than the best", "percent"),
+        Column("verdict", "verdict"),
+        Column("predicted_gib", "predicted memory", "gib"),
+        Column("peak_gib", "memory of a rank", "gib"),
+    )
+    return [Table("measured", title, columns, rows, [*notes, *reasons], steadier="more --budget")]
 
 
 def _measured_row(key: str, cells: list[Cell], best: str | None, compared: dict[str, Comparison]) -> dict[str, Value]:

@@ -4,27 +4,25 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, by_key, named_columns
 from cs336sys.report.titles import SETTING_COLUMNS, found_in_user_code, setting_columns, shown_settings, title
 from cs336sys.results.model import Cell, Run
 from cs336sys.workload.verification import CASES, VerifiedWorkload
 
-_SETTINGS = {
-    "wrap": Column("wrap", "wrap"),
-    "world_size": Column("world_size", "ranks"),
-    "mesh": Column("mesh", "mesh"),
-    "gradients": Column("gradients", "gradients"),
-    "finish": Column("finish", "finished by"),
-    **{name: SETTING_COLUMNS[name] for name in ("model", "loss", "batch", "context", "batch_size", "seed")},
-    "size": Column("size", "size"),
-}
+_SETTINGS = by_key(
+    Column("wrap", "wrap"),
+    Column("world_size", "ranks"),
+    *named_columns("mesh", "gradients"),
+    Column("finish", "finished by"),
+    *(SETTING_COLUMNS[name] for name in ("model", "loss", "batch", "context", "batch_size", "seed")),
+    Column("size", "size"),
+)
 
 # Values that everybody assumes.
 _DEFAULTS = {"mesh": "data", "gradients": "mean", "seed": 0}
 
 _CASE_COLUMNS = (
-    Column("case", "case"),
-    Column("verdict", "verdict"),
+    *named_columns("case", "verdict"),
     Column("relative_difference", "off, relative"),
     Column("farthest", "what is farthest off"),
     Column("not_compared", "not compared"),
@@ -32,15 +30,12 @@ _CASE_COLUMNS = (
 )
 
 _DIAGNOSIS_COLUMNS = (
-    Column("case", "case"),
-    Column("cause", "cause"),
+    *named_columns("case", "cause"),
     Column("at_step", "step"),
     Column("farthest", "first off"),
     Column("relative_difference", "off, relative"),
     Column("allowed_difference", "by rounding"),
-    Column("ratio", "ratio"),
-    Column("collective", "collective"),
-    Column("line", "line"),
+    *named_columns("ratio", "collective", "line"),
     Column("meaning", "what it means"),
 )
 
@@ -57,7 +52,8 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     for cell in cells:
         # The other table says more about a fault.
         reason = None if cell.status == "wrong" and "meaning" in cell.derived else cell.reason
-        rows.append(cell.configuration | cell.derived | {"verdict": _case_verdict(cell), "reason": reason})
+        verdict = cell.status if cell.status in ("ok", "wrong") else str(cell.derived.get("verdict", cell.status))
+        rows.append(cell.configuration | cell.derived | {"verdict": verdict, "reason": reason})
     wrong = [row for row, cell in zip(rows, cells, strict=True) if cell.status == "wrong"]
     counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(row["verdict"] for row in rows).items())
     dtypes = {cell.derived["reference_dtype"] for cell in cells if "reference_dtype" in cell.derived}
@@ -73,7 +69,3 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Table("diagnosis", "What is wrong", (*shown.values(), *_DIAGNOSIS_COLUMNS), wrong, meanings),
     )
     return [replace(table, settings=setting_columns(VerifiedWorkload.setting_names())) for table in tables]
-
-
-def _case_verdict(cell: Cell) -> str:
-    return cell.status if cell.status in ("ok", "wrong") else str(cell.derived.get("verdict", cell.status))

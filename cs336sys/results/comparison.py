@@ -9,26 +9,10 @@ from statistics import fmean
 from typing import Any, Literal
 
 from cs336sys.errors import UsageError
+from cs336sys.results import model, statistics
 from cs336sys.results.foreign import TIME_UNITS
-from cs336sys.results.model import (
-    Cell,
-    Results,
-    Run,
-    Samples,
-    Status,
-    configuration_key,
-    differing_conditions,
-    same_code,
-)
-from cs336sys.results.statistics import (
-    SAME_PERCENT,
-    Difference,
-    autocorrelation,
-    compare_sides,
-    fewest_samples,
-    same_within,
-    same_within_percent,
-)
+from cs336sys.results.model import Cell, Results, Run, Samples, Status, configuration_key
+from cs336sys.results.statistics import Difference
 
 # Settings that decide how a configuration is sampled, and where files of it are kept, not what is measured.
 SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms", "keep", "snapshot", "trace", "timeout_s", "round")
@@ -36,6 +20,34 @@ SAMPLING_SETTINGS = ("steps", "seed", "warmup_ms", "repetition_ms", "keep", "sna
 HIGHER_IS_BETTER = frozenset({"tokens_per_s", "tflops", "gbps"})
 
 Verdict = Literal["faster", "slower", "same", "undecided"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The samples of one quantity on one side: runs, and of each the rounds."""
+
+    runs: tuple[tuple[Samples, ...], ...]
+
+    @property
+    def rounds(self) -> tuple[Samples, ...]:
+        return tuple(samples for run in self.runs for samples in run)
+
+    @property
+    def unit(self) -> str:
+        return self.rounds[0].unit
+
+    @property
+    def method(self) -> str:
+        return " and ".join(dict.fromkeys(samples.method for samples in self.rounds))
+
+    @property
+    def values(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
+        return tuple(tuple(samples.measured for samples in run) for run in self.runs)
+
+    @property
+    def all_values(self) -> tuple[float, ...]:
+        """The samples of all rounds, in the order of measuring."""
+        return tuple(value for samples in self.rounds for value in samples.measured)
 
 
 @dataclass(frozen=True)
@@ -63,11 +75,11 @@ class Side:
     def status(self) -> Status:
         return self.shown.status
 
-    def series(self) -> dict[str, tuple[tuple[Samples, ...], ...]]:
-        """The measured series that all cells have, by name and unit (``step_ms``): runs, and of each the rounds."""
+    def series(self) -> dict[str, Measured]:
+        """The measured series that all cells have, by name and unit (``step_ms``)."""
         by_run = [[_series(cell) for cell in run] for run in self.runs]
         names = [name for name in by_run[-1][-1] if all(name in series for run in by_run for series in run)]
-        return {name: tuple(tuple(series[name] for series in run) for run in by_run) for name in names}
+        return {name: Measured(tuple(tuple(series[name] for series in run) for run in by_run)) for name in names}
 
 
 def _series(cell: Cell) -> dict[str, Samples]:
@@ -157,7 +169,7 @@ def _side(cells: Sequence[Cell], runs: dict[str, Run]) -> Side:
     alike_ids = {last_id}
     for run_id in {cell.run_id for cell in cells}:
         run = runs.get(run_id)
-        if not differing_conditions(run, last) and same_code(run, last) is not False:
+        if not model.differing_conditions(run, last) and model.same_code(run, last) is not False:
             alike_ids.add(run_id)
     alike = [cell for cell in cells if cell.run_id in alike_ids]
     latest = {configuration_key(cell.configuration): number for number, cell in enumerate(alike)}
@@ -190,45 +202,14 @@ def shared_metrics(pair: Pair, requested: Sequence[str] = ()) -> list[str]:
     of_a, of_b = pair.a.series(), pair.b.series()
     shared = [name for name in of_a if name in of_b]
     if requested:
-        return [name for name in shared if _is_requested(name, of_a[name][0][0].unit, requested)]
+        return [name for name in shared if _is_requested(name, of_a[name].unit, requested)]
     if "step_ms" in shared:
         return ["step_ms"]
-    return [name for name in shared if of_a[name][0][0].unit in TIME_UNITS]
+    return [name for name in shared if of_a[name].unit in TIME_UNITS]
 
 
 def _is_requested(metric: str, unit: str, requested: Sequence[str]) -> bool:
     return metric in requested or metric.removesuffix(f"_{unit}") in requested
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The samples of one quantity on one side: runs, and of each the rounds."""
-
-    runs: tuple[tuple[Samples, ...], ...]
-
-    @property
-    def rounds(self) -> tuple[Samples, ...]:
-        return tuple(samples for run in self.runs for samples in run)
-
-    @property
-    def unit(self) -> str:
-        return self.rounds[0].unit
-
-    @property
-    def method(self) -> str:
-        return " and ".join(dict.fromkeys(samples.method for samples in self.rounds))
-
-    @property
-    def count(self) -> int:
-        return sum(len(samples.measured) for samples in self.rounds)
-
-    @property
-    def values(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
-        return tuple(tuple(samples.measured for samples in run) for run in self.runs)
-
-    @property
-    def not_finite(self) -> int:
-        return sum(not math.isfinite(value) for samples in self.rounds for value in samples.measured)
 
 
 @dataclass(frozen=True)
@@ -256,9 +237,7 @@ class Comparison:
         """The ratio of the means over that of the medians: not 1 where one side's slow samples are slower or more."""
         if self.difference is None or self.difference.ratio is None:
             return None
-        mean_a, mean_b = (
-            fmean(value for samples in side.rounds for value in samples.measured) for side in (self.a, self.b)
-        )
+        mean_a, mean_b = fmean(self.a.all_values), fmean(self.b.all_values)
         return mean_b / mean_a / self.difference.ratio if mean_a > 0 and mean_b > 0 else None
 
     @property
@@ -267,7 +246,7 @@ class Comparison:
         difference = self.difference
         if difference is None or self.verdict != "same":
             return f"differs: {self.verdict}" if self.verdict in ("faster", "slower") else self.verdict
-        return same_within(difference.ratio_low or 1.0, difference.ratio_high or 1.0)
+        return statistics.same_within(difference.ratio_low or 1.0, difference.ratio_high or 1.0)
 
     @property
     def slower_percent(self) -> float:
@@ -299,7 +278,7 @@ def _too_few(difference: Difference, counts: tuple[int, int], confidence_percent
     """Explain why no difference could be significant."""
     a, b = counts if difference.level == "samples" else difference.independent
     level = 100 - confidence_percent
-    fewest = fewest_samples(level / 100)
+    fewest = statistics.fewest_samples(level / 100)
     return f"{a} against {b} {difference.level} decide nothing at {level:g} %: {fewest} against {fewest} are the fewest"
 
 
@@ -309,10 +288,11 @@ Compared = dict[str, list[tuple[Pair, Comparison]]]
 
 def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.0) -> Comparison:
     """Compare two series of the same unit, by :func:`~cs336sys.results.statistics.compare_sides`."""
-    not_finite = [f"{count} of {name}" for name, count in (("A", a.not_finite), ("B", b.not_finite)) if count]
+    counts = {name: sum(not math.isfinite(value) for value in side.all_values) for name, side in (("A", a), ("B", b))}
+    not_finite = [f"{count} of {name}" for name, count in counts.items() if count]
     if not_finite:
         return Comparison(a, b, None, None, None, "undecided", f"samples are not finite: {' and '.join(not_finite)}")
-    difference = compare_sides(a.values, b.values, confidence_percent=confidence_percent)
+    difference = statistics.compare_sides(a.values, b.values, confidence_percent=confidence_percent)
     if a.values == b.values:
         # The same file twice, however few or noisy its samples.
         end = None if difference.ratio is None else 1.0
@@ -325,10 +305,11 @@ def compare_samples(a: Measured, b: Measured, *, confidence_percent: float = 95.
     elif difference.is_significant:
         verdict = "slower" if _is_worse(difference, a.unit) else "faster"
     elif low is None and difference.to_decide is not None:
-        reason = _too_few(difference, (a.count, b.count), confidence_percent)
-    elif low is None or high is None or same_within_percent(low, high) <= SAME_PERCENT:
+        reason = _too_few(difference, (len(a.all_values), len(b.all_values)), confidence_percent)
+    elif low is None or high is None or statistics.same_within_percent(low, high) <= statistics.SAME_PERCENT:
         verdict = "same"
-    return Comparison(a, b, difference, autocorrelation(a.values), autocorrelation(b.values), verdict, reason)
+    autocorrelations = statistics.autocorrelation(a.values), statistics.autocorrelation(b.values)
+    return Comparison(a, b, difference, *autocorrelations, verdict, reason)
 
 
 def compare_pairs(
@@ -344,9 +325,7 @@ def compare_pairs(
     for pair in measured:
         of_a, of_b = pair.a.series(), pair.b.series()
         for metric in shared_metrics(pair, requested):
-            comparison = compare_samples(
-                Measured(of_a[metric]), Measured(of_b[metric]), confidence_percent=confidence_percent
-            )
+            comparison = compare_samples(of_a[metric], of_b[metric], confidence_percent=confidence_percent)
             compared.setdefault(metric, []).append((pair, comparison))
     units = {metric: rows[0][1].a.unit for metric, rows in compared.items()}
     missing = [
@@ -368,6 +347,6 @@ def machine_differences(pairs: Iterable[Pair], a: Results, b: Results) -> dict[s
     """List differences between the two sides' machines, versions and settings, by field: the first pair's values."""
     differences: dict[str, tuple[Any, Any]] = {}
     for pair in pairs:
-        of_pair = differing_conditions(a.runs.get(pair.a.shown.run_id), b.runs.get(pair.b.shown.run_id))
+        of_pair = model.differing_conditions(a.runs.get(pair.a.shown.run_id), b.runs.get(pair.b.shown.run_id))
         differences = of_pair | differences
     return differences

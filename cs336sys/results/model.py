@@ -22,18 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cs336sys.errors import UsageError
-from cs336sys.results.foreign import (
-    FILE_BYTES,
-    FILE_MEMORY_BYTES,
-    LINE_BYTES,
-    LINE_CONTAINERS,
-    MIB,
-    FileUsage,
-    check_samples,
-    checked_value,
-    printable,
-    read_chunks,
-)
+from cs336sys.results import foreign
 from cs336sys.results.gzip_members import GZIP_MAGIC, TooLargeError, is_compressed, members_of
 from cs336sys.results.recording import current_recording
 
@@ -326,15 +315,15 @@ def read_results(path: Path) -> Results:
     runs: dict[str, Run] = {}
     cells: list[Cell] = []
     passed_over: list[str] = []
-    usage = FileUsage()
+    usage = foreign.FileUsage()
     for number, line in enumerate(_json_lines(_contents(path, passed_over)), 1):
         usage.add(line + b"\n")
         if usage.percent > 100:
             raise UsageError(
-                f"{path} holds records of more than {FILE_MEMORY_BYTES // MIB} MiB of memory, which is the most that "
-                "is read: split it"
+                f"{path} holds records of more than {foreign.FILE_MEMORY_BYTES // foreign.MIB} MiB of memory, which is "
+                "the most that is read: split it"
             )
-        if len(line) > LINE_BYTES or line.count(b"{") + line.count(b"[") > LINE_CONTAINERS:
+        if len(line) > foreign.LINE_BYTES or line.count(b"{") + line.count(b"[") > foreign.LINE_CONTAINERS:
             passed_over.append(f"line {number} is larger than any record of results")
             continue
         record = read_record(line)
@@ -344,7 +333,7 @@ def read_results(path: Path) -> Results:
         kind = record.pop("kind")
         check_version(path, record.pop("schema_version"))
         try:
-            record = checked_value(record)
+            record = foreign.checked_value(record)
             if kind == "run":
                 runs[record["run_id"]] = _read_run(record)
             elif kind == "cell":
@@ -365,7 +354,7 @@ def read_results(path: Path) -> Results:
 def _contents(path: Path, passed_over: list[str]) -> Iterator[bytes]:
     """The text of a file part by part, decompressed; adds to ``passed_over`` what of it is damaged."""
     try:
-        chunks = read_chunks(path, FILE_BYTES)
+        chunks = foreign.read_chunks(path, foreign.FILE_BYTES)
         first = next(chunks, b"")
         # A pipe's name does not say that what comes is compressed.
         if not first.startswith(GZIP_MAGIC):
@@ -378,7 +367,7 @@ def _contents(path: Path, passed_over: list[str]) -> Iterator[bytes]:
     except OSError as error:
         raise UsageError(f"cannot read results from {path}: {error.strerror or error}") from error
     try:
-        for member in members_of(compressed, FILE_BYTES):
+        for member in members_of(compressed, foreign.FILE_BYTES):
             if member.fault and not member.is_cut:
                 # A byte has changed, and what it changed may look like a number.
                 passed_over.append(f"the compressed data from byte {member.start} on is damaged ({member.fault})")
@@ -388,14 +377,15 @@ def _contents(path: Path, passed_over: list[str]) -> Iterator[bytes]:
                 passed_over.append(f"the compressed data from byte {member.start} on is truncated")
     except TooLargeError as error:
         raise UsageError(
-            f"{path} holds more than {FILE_BYTES // MIB} MiB when decompressed, which is the most that is read"
+            f"{path} holds more than {foreign.FILE_BYTES // foreign.MIB} MiB when decompressed, which is the most that "
+            "is read"
         ) from error
 
 
 def _json_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
     """The lines of a text, those longer than :data:`LINE_BYTES` without their end."""
     pending: list[bytes] = []
-    room = LINE_BYTES + 1
+    room = foreign.LINE_BYTES + 1
     for part in parts:
         stream = io.BytesIO(part)
         while line := stream.readline():
@@ -404,7 +394,7 @@ def _json_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
             room -= len(pending[-1])
             if line.endswith(b"\n"):
                 yield b"".join(pending).rstrip(b"\r\n")
-                pending, room = [], LINE_BYTES + 1
+                pending, room = [], foreign.LINE_BYTES + 1
     if pending:
         yield b"".join(pending)
 
@@ -434,9 +424,8 @@ def read_record(line: bytes) -> dict[str, Any] | None:
 def check_version(path: Path, version: Any) -> None:
     """Raise a UsageError if a record is of another version than this program's."""
     if version != SCHEMA_VERSION:
-        raise UsageError(
-            f"{path} has schema version {printable(str(version))[:40]}, this cs336sys reads version {SCHEMA_VERSION}"
-        )
+        theirs = foreign.printable(str(version))[:40]
+        raise UsageError(f"{path} has schema version {theirs}, this cs336sys reads version {SCHEMA_VERSION}")
 
 
 _RUN_TYPES = {"run_id": str, "time": str, "arguments": list, "machine": dict, "environment": dict}
@@ -478,5 +467,5 @@ def _cell(record: dict[str, Any]) -> Cell:
 
 def _samples(name: str, record: dict[str, Any]) -> Samples:
     _check_types(record, _SAMPLES_TYPES)
-    check_samples(name, record["unit"], record["measured"], record["warmup"])
+    foreign.check_samples(name, record["unit"], record["measured"], record["warmup"])
     return Samples(**record | {"measured": tuple(record["measured"]), "warmup": tuple(record["warmup"])})

@@ -168,7 +168,11 @@ def ratio_of_pairs(a: Samples, b: Samples) -> Interval:
     out.
     """
     pairs = [first - second for first, second in zip(_logarithms(a), _logarithms(b), strict=False)]
-    limits = _signed_rank(pairs, _worth([[pairs]]))
+    nulls = [_signed_rank_null(_independent(len(pairs), part)) for part in (_worth([[pairs]]), 1.0)]
+    values = _thinned(pairs)
+    # Of all pairs of values, each with itself, too.
+    means = sorted((first + second) / 2 for place, first in enumerate(values) for second in values[place:])
+    limits = _interval_limits(means, nulls, SIGNIFICANCE)
     return _ratio_interval(math.exp(statistics.median(pairs)), limits, len(pairs), _FEWEST_PAIRS)
 
 
@@ -292,14 +296,6 @@ def _rank_sum(a: Sequence[float], b: Sequence[float], worth: float, significance
     distances[abs(distances) <= ROUNDING * np.maximum(abs(before), abs(after))] = 0.0
     nulls = [_rank_sum_null(*sorted(_independent(len(side), part) for side in (a, b))) for part in (worth, 1.0)]
     return _interval_limits(np.sort(distances, axis=None).tolist(), nulls, significance)
-
-
-def _signed_rank(values: Sequence[float], worth: float) -> _Limits:
-    """Return the limits of the centre of ``values``: of the means of all pairs, each with itself, too."""
-    nulls = [_signed_rank_null(_independent(len(values), part)) for part in (worth, 1.0)]
-    values = _thinned(values)
-    means = sorted((first + second) / 2 for place, first in enumerate(values) for second in values[place:])
-    return _interval_limits(means, nulls, SIGNIFICANCE)
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ COMPUTED = {
     "report/comparison.py": 1,
     "report/course/answer.py": 1,
     "report/profile/kernels.py": 1,
+    "report/table.py": 1,
     "report/tidy.py": 1,
     "report/titles.py": 1,
 }
@@ -62,16 +63,21 @@ def columns() -> list[tuple[str, str | None, int]]:
     found: list[tuple[str, str | None, int]] = []
     for path in sorted((ROOT / "cs336sys").rglob("*.py")):
         text, file = path.read_text(), path.relative_to(ROOT / "cs336sys").as_posix()
-        for node in ast.walk(ast.parse(text)) if "Column(" in text else ():
-            if not isinstance(node, ast.Call) or getattr(node.func, "id", None) != "Column":
-                continue
-            key = None
-            if isinstance(node.args[0], ast.Constant):
-                key = str(node.args[0].value)
-            elif isinstance(node.args[0], ast.JoinedStr):
-                key = "".join(part.value if isinstance(part, ast.Constant) else r"\w+" for part in node.args[0].values)
-            found.append((file, key, node.lineno))
+        for node in ast.walk(ast.parse(text)) if "Column(" in text or "named_columns(" in text else ():
+            function = getattr(node.func, "id", None) if isinstance(node, ast.Call) else None
+            if function == "named_columns":
+                found += [(file, ast.literal_eval(key), node.lineno) for key in node.args]
+            elif function == "Column":
+                found.append((file, pattern_of(node.args[0]), node.lineno))
     return found
+
+
+def pattern_of(key: ast.expr) -> str | None:
+    if isinstance(key, ast.Constant):
+        return str(key.value)
+    if isinstance(key, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else r"\w+" for part in key.values)
+    return None
 
 
 def sections_of(file: str) -> tuple[str, ...]:

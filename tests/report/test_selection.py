@@ -8,7 +8,7 @@ import pytest
 from cs336sys.accounting.derivation import Derived
 from cs336sys.errors import UsageError
 from cs336sys.report.account.answers import answers_table
-from cs336sys.report.table import Column, Table, select_columns, select_in_groups, select_tables, sort_rows
+from cs336sys.report.table import Column, Table, select_columns, select_in_groups
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import Interval
 
@@ -34,6 +34,10 @@ RATIOS = Table(
     [Column("size", "size"), Column("ratio", "ratio", "ratio")],
     [{"size": name, "ratio": value} for name, value in (("a", Interval(2.0, 1.0, 3.0)), ("b", math.nan), ("c", 1.5))],
 )
+
+
+def sort_rows(tables, order):
+    return select_in_groups([tables], order=order)[0]
 
 
 def order(tables):
@@ -84,14 +88,17 @@ def test_columns_are_named_by_key_or_by_what_people_see():
 
 
 def test_tables_are_chosen_by_name():
-    assert select_tables([TIMES, RATIOS], ["ratios"]) == [RATIOS]
+    assert select_in_groups([[TIMES, RATIOS]], ["ratios"])[0] == [RATIOS]
 
 
 @pytest.mark.parametrize(
     ("select", "sentence"),
     [
-        (lambda: select_tables([TIMES], ["time"]), "--table 'time': choose from times; did you mean times?"),
-        (lambda: select_columns([TIMES, RATIOS], ["x"]), "--columns 'x': choose from size, step_ms, error, ratio"),
+        (lambda: select_in_groups([[TIMES]], ["time"]), "--table 'time': choose from times; did you mean times?"),
+        (
+            lambda: select_in_groups([[TIMES, RATIOS]], keys=["x"]),
+            "--columns 'x': choose from size, step_ms, error, ratio",
+        ),
         (lambda: sort_rows([RATIOS], "-x"), "--sort 'x': choose from size, ratio"),
     ],
 )

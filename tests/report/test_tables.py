@@ -12,7 +12,7 @@ from rich.console import Console
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMATS, read_output
 from cs336sys.report.render import check_output, emit, render
-from cs336sys.report.table import Column, Table, grid_of, select_columns, sort_rows
+from cs336sys.report.table import Column, Table, grid_of, select_columns, select_in_groups
 from cs336sys.report.terminal import print_tables
 from cs336sys.results.model import Samples
 
@@ -211,7 +211,7 @@ def test_programs_get_settings_origin_and_columns_that_people_do_not():
     assert grid_of(replace(table, rows=[{**rows[0], "step_ms": ms(1.0)}])).headers == ["step, ms"]
     (chosen,) = select_columns([table], ["seed", "wall"])
     assert render([chosen], "csv") == "table,seed,wall_ms\nt,0,2.0\n"
-    assert sort_rows([table], "-seed")[0].rows == rows
+    assert select_in_groups([[table]], order="-seed")[0][0].rows == rows
 
 
 def test_a_folder_gets_a_file_for_each_name_of_tables(tmp_path):

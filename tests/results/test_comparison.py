@@ -209,7 +209,7 @@ def test_series_are_called_by_name_and_unit():
     measured = {"step": samples(1), "forward_ms": samples(2), "bus": samples(3, unit="gbps"), "empty": samples()}
     assert list(side(cell(measured=measured)).series()) == ["step_ms", "forward_ms", "bus_gbps"]
     both = side(cell(measured=measured), cell(measured={"step": samples(4)})).series()
-    assert both == {"step_ms": ((samples(1),), (samples(4),))}
+    assert both == {"step_ms": Measured(((samples(1),), (samples(4),)))}
 
 
 def test_default_metric_is_the_step_or_else_every_time():

@@ -208,7 +208,7 @@ def has_room_alone(workload: ParallelWorkload) -> bool:
 
 
 def frees_memory(run: Callable[..., T]) -> Callable[..., T]:
-    """Decorate what ranks run on a workload: memory is free before and after, and errors of the user's code are told."""
+    """Decorate what ranks run on a workload: memory is free before and after, user errors are told."""
 
     @functools.wraps(run)
     def on_rank(workload: ParallelWorkload, *arguments: Any) -> T:

@@ -19,7 +19,6 @@ from cs336sys.report.registry import (
     shown_cells,
 )
 from cs336sys.report.table import Table, select_columns
-from cs336sys.report.titles import setting_of
 from cs336sys.results.foreign import MIB, printable, read_chunks
 from cs336sys.results.model import Cell, Results, Run, configuration_key
 
@@ -159,7 +158,9 @@ class Evidence:
 
 def _narrowed(groups: Sequence[Selection], settings: Mapping[str, Collection[Any]]) -> list[Selection]:
     """The groups with those cells that have one of the values of each setting, without groups that have none."""
-    chosen = [group.only(lambda c: all(setting_of(c, key) in settings[key] for key in settings)) for group in groups]
+    chosen = [
+        group.only(lambda c: all(c.configuration.get(key) in settings[key] for key in settings)) for group in groups
+    ]
     return [group for group in chosen if group.cells]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cs336sys.report.memory.tables import memory_tables
 from cs336sys.report.numbers import format_number, in_shown_unit
-from cs336sys.report.outputs import check_writable, new_axes, write_figure, write_file
+from cs336sys.report.outputs import Axes, check_writable, new_axes, write_figure, write_file
 from cs336sys.report.page import escaped, html_page, html_table
 from cs336sys.report.table import Table, with_rows
 from cs336sys.report.titles import machine_words
@@ -17,7 +17,6 @@ from cs336sys.results.model import Cell, Run
 from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # What stays lies at the bottom.
@@ -95,7 +94,7 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     return figure
 
 
-def _name_phases(axes: "Axes", regions: Sequence[Mapping[str, Any]], inches: float) -> int:
+def _name_phases(axes: Axes, regions: Sequence[Mapping[str, Any]], inches: float) -> int:
     """Lines where phases begin and names above the plot, each in the lowest row with room for it; how many rows."""
     first, last = axes.get_xlim()
     ends: list[float] = []
@@ -259,12 +258,16 @@ def write_files(cells: Sequence[Cell], run: Run | None, directory: Path) -> None
     for cell in cells:
         if cell.status != "ok":
             continue
-        workload = MemoryWorkload.from_configuration(cell.configuration)
-        path = directory / workload.name
+        path = directory / MemoryWorkload.from_configuration(cell.configuration).name
         title = timeline_title(cell, run)
-        plot_timeline(cell.derived, title, path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.svg"))
-        page = timeline_page([("", cell.derived)], title, with_rows(*memory_tables([cell], run, LARGEST_ALLOCATIONS)))
-        write_file(path.with_name(f"{path.name}.html"), page.encode(), "--snapshot")
+        tables = with_rows(*memory_tables([cell], run, LARGEST_ALLOCATIONS))
+        write_timeline(path, cell.derived, title, timeline_page([("", cell.derived)], title, tables))
+
+
+def write_timeline(stem: Path, derived: Mapping[str, Any], title: str, page: str) -> None:
+    """Write a timeline as ``.png`` and ``.svg`` and its page as ``.html``, or raise an OutputError."""
+    plot_timeline(derived, title, *(stem.with_name(f"{stem.name}.{ending}") for ending in ("png", "svg")))
+    write_file(stem.with_name(f"{stem.name}.html"), page.encode(), "--snapshot")
 
 
 def timeline_title(cell: Cell, run: Run | None) -> str:

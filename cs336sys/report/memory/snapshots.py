@@ -10,10 +10,10 @@ from typing import Any
 from cs336sys.measure.allocations.diagnosis import MemoryDiagnosis, changes
 from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES
 from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline, Region, thinned
-from cs336sys.report.memory.page import plot_timeline, timeline_page
+from cs336sys.report.memory.page import timeline_page, write_timeline
 from cs336sys.report.memory.verdict import size_words, verdicts
 from cs336sys.report.outputs import write_file
-from cs336sys.report.table import Column, Table, fill_row, with_rows
+from cs336sys.report.table import Column, Table, fill_row, named_columns, with_rows
 
 _TIMELINE_POINTS = 400
 _MOST_REGIONS = 30
@@ -212,15 +212,7 @@ def snapshot_difference_tables(
             )
         sentences.append({"snapshot": name, "verdict": f"{sentence}."})
     verdict = Table("verdict", "what has changed", (_SNAPSHOT, Column("verdict", "verdict")), sentences)
-    columns = (
-        _SNAPSHOT,
-        Column("what", "what"),
-        Column("category", "category"),
-        Column("code", "code"),
-        Column("before_bytes", "before", "bytes"),
-        Column("after_bytes", "after", "bytes"),
-        Column("difference_bytes", "difference", "bytes"),
-    )
+    columns = (_SNAPSHOT, *named_columns("what", "category", "code", "before_bytes", "after_bytes", "difference_bytes"))
     note = "Each at the failure, or else at the peak; rows add up to the last one."
     return [verdict, Table("against", "memory by category and line, before and after", columns, rows, notes=(note,))]
 
@@ -263,6 +255,5 @@ def write_snapshot_files(diagnoses: Sequence[MemoryDiagnosis], top: int, directo
     for diagnosis in diagnoses:
         stem = Path(diagnosis.source).stem + (f"-device{diagnosis.device}" if diagnosis.device else "")
         data = timeline_data(diagnosis)
-        plot_timeline(data, diagnosis.name, directory / f"{stem}.png", directory / f"{stem}.svg")
         page = timeline_page([(diagnosis.name, data)], f"memory: {diagnosis.name}", snapshot_tables([diagnosis], top))
-        write_file(directory / f"{stem}.html", page.encode(), "--snapshot")
+        write_timeline(directory / stem, data, diagnosis.name, page)

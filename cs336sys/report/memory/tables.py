@@ -2,38 +2,37 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, best_group_size, predicted_peak, recomputed_flops
 from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.memory import GIB
 from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.measure.range_names import STEP_PHASES
+from cs336sys.report import titles
 from cs336sys.report.bench import PEAK_COLUMNS
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.table import Column, Table, fill_row, with_rows
-from cs336sys.report.titles import (
-    GRAPH_COLUMNS,
-    SETTING_COLUMNS,
-    SIZE_COLUMNS,
-    by_configuration,
-    found_in_user_code,
-    method_notes,
-    package_notes,
-    plan_settings,
-    planned_package_notes,
-    reasons,
-    shown_settings,
-    title,
-)
+from cs336sys.report.table import Column, Table, by_key, fill_row, named_columns, with_rows
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.workload import MemoryWorkload, Workload
 
+
+def _recomputed_percent(workload: MemoryWorkload) -> float:
+    size, is_causal = workload.training.size, workload.training.attention != "reference"
+    recomputed = recomputed_flops(size, workload.checkpointing, causal=is_causal)
+    return 100 * recomputed / model_flops(size, causal=is_causal)
+
+
+# Of models whose memory has formulas.
 _PREDICTED = (
-    Column("predicted_gib", "predicted peak", "gib"),
-    Column("predicted_moment", "moment of the peak"),
-    Column("predicted_activations_gib", "most activations", "gib"),
-    Column("recomputed_percent", "recomputed", "percent"),
+    Column("predicted_gib", "predicted peak", "gib", lambda workload: workload.peak.total_gib),
+    Column("predicted_moment", "moment of the peak", value=lambda workload: workload.peak.moment),
+    Column(
+        "predicted_activations_gib",
+        "most activations",
+        "gib",
+        lambda workload: max(moment.activations for moment in workload.moments()) / GIB,
+    ),
+    Column("recomputed_percent", "recomputed", "percent", _recomputed_percent),
 )
 
 
@@ -47,14 +46,15 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
     notes: dict[str, None] = {}
     for cell in cells:
         workload = _workload(cell)
-        row = cell.configuration | _predicted_columns(workload) | {"status": cell.status}
+        row = cell.configuration | {"status": cell.status}
         if cell.status == "ok":
             first = firsts.setdefault(configuration_key(cell.configuration, ignore=("checkpointing",)), cell)
             row |= {"peak_gib": cell.derived["peak_gib"], "step_ms": cell.samples["step"]}
             row["step_ratio"] = cell.samples["step"].median / first.samples["step"].median
-        rows.append(row)
         if workload.training.is_ours:
+            row |= fill_row(_PREDICTED, workload)
             notes[best_strategy(workload.training)] = None
+        rows.append(row)
     columns = (
         *identity,
         Column("peak_gib", "peak", "gib"),
@@ -83,26 +83,11 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table:
         inside = [] if training.kernels == "fused" or training.compile != "off" else SUBLAYERS
         for strategy in ["none", *(f"every={k}" for k in sorted(sizes)), *inside, "nested"]:
             workload = MemoryWorkload(training, strategy)
-            rows.append(workload.configuration() | _predicted_columns(workload))
+            rows.append(workload.configuration() | fill_row(_PREDICTED, workload))
         notes[best_strategy(training)] = None
     settings = ("context", "batch_size", "mode", "precision", "attention", "checkpointing")
     columns = (Column("size", "size"), *(MEMORY_SETTINGS[name] for name in settings), *_PREDICTED)
     return Table("strategies", "checkpointing strategies on paper", columns, rows, notes=tuple(notes))
-
-
-def _predicted_columns(workload: MemoryWorkload) -> dict[str, Any]:
-    training = workload.training
-    if not training.is_ours:
-        return {}
-    moments, peak = workload.moments(), workload.peak
-    flops = model_flops(training.size, causal=training.attention != "reference")
-    recomputed = recomputed_flops(training.size, workload.checkpointing, causal=training.attention != "reference")
-    return {
-        "predicted_gib": peak.total_gib,
-        "predicted_moment": peak.moment,
-        "predicted_activations_gib": max(moment.activations for moment in moments) / GIB,
-        "recomputed_percent": 100 * recomputed / flops,
-    }
 
 
 def best_strategy(training: Workload) -> str:
@@ -125,10 +110,9 @@ def best_strategy(training: Workload) -> str:
     )
 
 
-MEMORY_SETTINGS = SETTING_COLUMNS | {
-    "checkpointing": Column("checkpointing", "checkpointing"),
-    "micro_batches": Column("micro_batches", "micro-batches"),
-}
+MEMORY_SETTINGS = titles.SETTING_COLUMNS | by_key(
+    Column("checkpointing", "checkpointing"), Column("micro_batches", "micro-batches")
+)
 _ALWAYS_SHOWN = ("context", "mode", "precision", "compile", "checkpointing")
 
 # A block's largest saved tensors are listed one by one, the others together.
@@ -154,13 +138,13 @@ def memory_tables(cells: Sequence[Cell], run: Run | None, top: int) -> list[Tabl
 
 def identity_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
     """Return the columns that tell the sweep's cells apart."""
-    return Column("size", "size"), *shown_settings(cells, MEMORY_SETTINGS, _ALWAYS_SHOWN).values()
+    return Column("size", "size"), *titles.shown_settings(cells, MEMORY_SETTINGS, _ALWAYS_SHOWN).values()
 
 
 def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
-    settings = shown_settings(cells, MEMORY_SETTINGS, _ALWAYS_SHOWN)
+    settings = titles.shown_settings(cells, MEMORY_SETTINGS, _ALWAYS_SHOWN)
     columns = (
-        *SIZE_COLUMNS,
+        *titles.SIZE_COLUMNS,
         *settings.values(),
         *(Column(f"{phase}_gib", phase, "gib") for phase in STEP_PHASES),
         Column("peak_gib", "peak", "gib"),
@@ -170,7 +154,7 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
         Column("predicted_over_measured", "predicted / measured", "ratio"),
         Column("traced_gib", "traced peak", "gib"),
         Column("step_ms", "step", "ms", spread="samples"),
-        *GRAPH_COLUMNS,
+        *titles.GRAPH_COLUMNS,
         Column("status", "status"),
     )
     rows = []
@@ -189,7 +173,7 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
             traced = [phase["allocated"] for phase in cell.derived.get("traced", ())]
             row["traced_gib"] = max(traced) / GIB if traced else None
         rows.append(row)
-    notes = [*method_notes(cells), *package_notes(cells, run), *_warnings(cells)]
+    notes = [*titles.method_notes(cells), *titles.package_notes(cells, run), *_warnings(cells)]
     if any(row["status"] == "ok" and row["warmup"] == 0 and row["mode"] == "train" for row in rows):
         notes.append(
             "warm-up 0 measures the first step, in which the optimizer creates its state; the prediction and the "
@@ -199,7 +183,7 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
         notes.append(
             "On a CPU the loss in half precision holds an fp32 copy of the logits; the predictions are a GPU's."
         )
-    return Table("memprof", title("memprof", cells, run, MEMORY_SETTINGS, settings), columns, rows, notes)
+    return Table("memprof", titles.title("memprof", cells, run, MEMORY_SETTINGS, settings), columns, rows, notes)
 
 
 def _warnings(cells: Sequence[Cell]) -> list[str]:
@@ -227,9 +211,7 @@ def phases_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     """The widest moment of every phase, by category."""
     columns = (
         *identity,
-        Column("phase", "phase"),
-        Column("allocated_gib", "allocated", "gib"),
-        Column("reserved_gib", "reserved", "gib"),
+        *named_columns("phase", "allocated_gib", "reserved_gib"),
         Column("traced_gib", "traced peak", "gib"),
         *(Column(f"{category.replace(' ', '_')}_gib", category, "gib") for category in MEMORY_CATEGORIES),
     )
@@ -253,11 +235,7 @@ def allocations_table(cells: Sequence[Cell], identity: Sequence[Column], top: in
         Column("size_bytes", "size of one", "bytes"),
         Column("count", "made", "count"),
         Column("peak_count", "alive at the peak", "count"),
-        Column("phase", "phase"),
-        Column("category", "category"),
-        Column("module", "module"),
-        Column("operation", "operation"),
-        Column("code", "code"),
+        *named_columns("phase", "category", "module", "operation", "code"),
     )
     rows = [
         cell.configuration | group | {"size_bytes": group["size"], "size": cell.configuration["size"]}
@@ -309,14 +287,9 @@ def _block_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
 def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     columns = (
         *identity,
-        Column("tensor", "tensor"),
-        Column("shape", "shape"),
-        Column("dtype", "dtype"),
+        *named_columns("tensor", "shape", "dtype"),
         Column("size_bytes", "saved", "bytes"),
-        Column("share_percent", "share", "percent"),
-        Column("operation", "operation"),
-        Column("module", "module"),
-        Column("code", "code"),
+        *named_columns("share_percent", "operation", "module", "code"),
     )
     rows = []
     for cell in cells:
@@ -343,7 +316,7 @@ def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
 
 def _first_strategy(cells: Sequence[Cell]) -> list[Cell]:
     """Checkpoints change nothing inside a block, so one cell speaks for all strategies."""
-    return [alike[0] for alike in by_configuration(cells, ignore=("checkpointing",)).values()]
+    return [alike[0] for alike in titles.by_configuration(cells, ignore=("checkpointing",)).values()]
 
 
 def _workload(cell: Cell) -> MemoryWorkload:
@@ -366,8 +339,8 @@ def _plan_table(cells: Sequence[Cell]) -> Table:
     workloads = [_workload(cell) for cell in cells]
     trainings = [workload.training for workload in workloads]
     columns = (
-        *SIZE_COLUMNS,
-        *plan_settings(trainings, MEMORY_SETTINGS),
+        *titles.SIZE_COLUMNS,
+        *titles.plan_settings(trainings, MEMORY_SETTINGS),
         *PEAK_COLUMNS,
         Column("traced_peak_gib", "traced peak", "gib"),
         Column("traced_phase", "phase of the traced peak"),
@@ -385,8 +358,8 @@ def _plan_table(cells: Sequence[Cell]) -> Table:
     traced = " and traced on fake tensors, both" if any(cell.derived for cell in cells) else ","
     notes = [
         f"Predicted by formulas{traced} for eager mode: the most memory in use at one moment.",
-        *found_in_user_code(cells),
-        *reasons(cells),
-        *planned_package_notes(trainings),
+        *titles.found_in_user_code(cells),
+        *titles.reasons(cells),
+        *titles.planned_package_notes(trainings),
     ]
     return Table("plan", "memprof: cells and predicted memory (nothing was computed)", columns, rows, notes=notes)
