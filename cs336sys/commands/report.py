@@ -12,9 +12,8 @@ import typer
 
 from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.commands.faults import say
-from cs336sys.commands.options.board import read_memory_limit
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
-from cs336sys.commands.options.reading import OUTPUT, among, choice, one_of, split_list
+from cs336sys.commands.options.reading import OUTPUT, among, choice, one_of, read_memory_limit, split_list
 from cs336sys.commands.options.training import DeviceOption
 from cs336sys.errors import CapabilityError, UsageError, require_known
 from cs336sys.processes.parent import Guarded, python_module
