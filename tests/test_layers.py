@@ -69,7 +69,7 @@ SHARED_AMONG_SIBLINGS = {
         f"experiments.{name}"
         for name in (
             "bench",
-            *("checks", "checks.few_blocks", "checks.step"),
+            *("checks", "checks.step"),
             # Steps with checkpoints, and their memory by a dry run, which tune measures and predicts, too.
             *("memory.prediction", "memory.step"),
             *("flop_counting", "models", "optimizers", "own_kernels", "training", "user_models"),

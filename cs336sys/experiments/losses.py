@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cs336sys.errors import UsageError
-from cs336sys.experiments.checks.few_blocks import check_few_blocks
+from cs336sys.experiments.checks.step import check_few_blocks
 from cs336sys.experiments.models import build_model
 from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.training import TrainStep, set_matmul_precision, training_warnings, with_notes

@@ -20,7 +20,7 @@ from cs336sys.capture.chrome_trace import read_chrome_trace
 from cs336sys.capture.nsys import read_nsys_database
 from cs336sys.capture.summary import Profile, summarize
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.checks.few_blocks import check_few_blocks
+from cs336sys.experiments.checks.step import check_few_blocks
 from cs336sys.experiments.flop_counting import counted_columns
 from cs336sys.experiments.models import blocks_of
 from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps, training_warnings, with_notes

@@ -1,8 +1,12 @@
-"""How much rounding may do to weights and gradients, in each precision."""
+"""How much rounding may do to weights, gradients and losses, in each precision and on ranks."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cs336sys.workload import Workload
+import torch
+
+from cs336sys.workload import ParallelWorkload, Workload
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,41 @@ def tolerance(workload: Workload) -> float:
     return max(TOLERANCES[precision], TOLERANCES["bf16" if workload.state_dtype == "bf16" else "fp32"])
 
 
-def rounding_within(relative: float) -> Rounding:
-    """Return the rule for training in a precision, whose :func:`tolerance` this is."""
-    return Rounding(relative, REPEATED)
+# In equal dtypes ranks may be this many times as far off as one process is from itself: of a few orders of summation
+# the farthest is taken, and others may be some times farther. Below so many units in the last place none is told apart.
+_REPEATED_IN_EQUAL_DTYPES = 16.0
+_UNITS = 32.0
+
+# One step's loss and gradients in a precision compared with fp32 arithmetic. On two H200, two blocks of the 8B model
+# were off by less than 1e-6 and by 0.017; of a tiny model on the CPU by 5e-4 and 0.026.
+LOSS_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-3}
+GRADIENT_TOLERANCES = {"fp32": 1e-3, "bf16": 5e-2}
+
+# Losses of one batch as a whole and as the mean of its shares differ by rounding alone, relatively, by the loss's
+# dtype; what is computed in half precision before it differs by more. Farther apart, they are different sums.
+MEAN_LOSS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+# Learning rates of comparisons: the first with which losses do not run away, which would repeat nothing.
+LEARNING_RATES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4)
+_AWAY = 1.5
+
+
+def stay_near(losses: Sequence[float]) -> bool:
+    """Return whether losses are finite and do not run away from the first."""
+    return all(math.isfinite(loss) and loss <= losses[0] + _AWAY * abs(losses[0]) for loss in losses)
+
+
+def parallel_tolerance(workload: ParallelWorkload) -> float:
+    """As :func:`tolerance`, for the precision in which gradients are sent, too."""
+    return max(tolerance(workload.training), TOLERANCES[workload.gradient_dtype])
+
+
+def rounding_in(dtype: torch.dtype, half: torch.dtype | None) -> Rounding:
+    """Return the rule for ranks and one process that compute in ``dtype``.
+
+    Args:
+        half: in which ranks compute, send or update; one process in it is itself as far off as ranks may be.
+    """
+    if half is not None:
+        return Rounding(torch.finfo(half).eps, REPEATED)
+    return Rounding(_UNITS * torch.finfo(dtype).eps, _REPEATED_IN_EQUAL_DTYPES)

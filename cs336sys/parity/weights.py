@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cs336sys.parity.rounding import rounding_within
+from cs336sys.parity.rounding import REPEATED, Rounding
 from cs336sys.workload import Workload
 
 STEPS = 5
@@ -139,7 +139,7 @@ class Comparison:
             for name, distance in self.distances.items()
             if not distance.relative <= allowed
         }
-        self._allowed = allowed
+        self._rounding = Rounding(allowed, REPEATED)
 
     def explained(self, others_of: Callable[[str], Iterable[Tensor]]) -> list[str]:
         """List the names of those far off that the reference, rounded elsewhere, is as far from itself.
@@ -160,7 +160,7 @@ class Comparison:
         for other in others:
             repeated = max(repeated, norm(other - expected))
             nearest = min(nearest, norm(other - trained))
-        return nearest <= rounding_within(self._allowed).allowed(distance.moved, repeated)
+        return nearest <= self._rounding.allowed(distance.moved, repeated)
 
     def farthest(self, num_layers: int, explained: Collection[str] = ()) -> WeightDifference:
         """The difference of the parameter that is farthest off, those aside whose difference is ``explained``."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.checks import few_blocks, step
+from cs336sys.experiments.checks import step
 from cs336sys.experiments.memory.measurement import measure_memory
 from cs336sys.experiments.memory.prediction import timeline_peaks, traced_timeline
 from cs336sys.experiments.models import build_compared_model
@@ -271,7 +271,7 @@ def test_commands_that_look_into_steps_check_kernels_first(command, monkeypatch)
     right = measure(cell.configuration(), silent)
     assert right.status == "ok"
     assert any(note.startswith("checked first, 1 block against") for note in right.derived["notes"])
-    monkeypatch.setattr(few_blocks, "_of_few_blocks", {})
+    monkeypatch.setattr(step, "_of_few_blocks", {})
     monkeypatch.setattr("cs336sys.experiments.models.flash_attention", _with_wrong_gradient)
     wrong = measure(cell.configuration(), silent)
     assert (wrong.status, wrong.samples) == ("wrong", {})
@@ -280,9 +280,9 @@ def test_commands_that_look_into_steps_check_kernels_first(command, monkeypatch)
 
 def test_fused_kernels_are_checked_with_the_addition_that_ends_a_block(monkeypatch):
     checked = []
-    monkeypatch.setattr(few_blocks, "_of_few_blocks", {})
-    monkeypatch.setattr(few_blocks, "check_training", lambda few, *_: (checked.append(few), (None, None))[1])
+    monkeypatch.setattr(step, "_of_few_blocks", {})
+    monkeypatch.setattr(step, "check_training", lambda few, *_: (checked.append(few), (None, None))[1])
     cell = workload(size=replace(SMALLEST, num_layers=9))
     for steps in (1, 3):
-        assert few_blocks.check_few_blocks(replace(cell, steps=steps), DEVICE, silent) == ([], None)
+        assert step.check_few_blocks(replace(cell, steps=steps), DEVICE, silent) == ([], None)
     assert [few.size for few in checked] == [replace(SMALLEST, num_layers=2)]

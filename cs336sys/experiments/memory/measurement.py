@@ -11,7 +11,7 @@ import torch
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.step import sharded_optimizer_state
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.checks.few_blocks import check_few_blocks
+from cs336sys.experiments.checks.step import check_few_blocks
 from cs336sys.experiments.flop_counting import counted_columns
 from cs336sys.experiments.memory import prediction
 from cs336sys.experiments.memory.step import MemoryStep

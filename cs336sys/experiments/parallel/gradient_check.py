@@ -25,7 +25,7 @@ from cs336sys.experiments.parallel.verification import mean_gradients
 from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.collectives import gather_numbers, sum_over_ranks
 from cs336sys.parallel.ranks.launch import Ranks
-from cs336sys.parity.rank_rounding import GRADIENT_TOLERANCES, LOSS_TOLERANCES
+from cs336sys.parity.rounding import GRADIENT_TOLERANCES, LOSS_TOLERANCES
 from cs336sys.workload import ParallelWorkload
 
 # Blocks of the model that is checked, of at most so many.

@@ -64,10 +64,6 @@ class Trained:
     start: str
 
 
-def whole_batch(parallel: ParallelWorkload) -> Order:
-    return Order((tuple(range(parallel.training.size.batch_size)),))
-
-
 def shares_of_ranks(parallel: ParallelWorkload, scale: float = 1.0) -> Order:
     shares = parallel.training.size.batch_size // parallel.share
     return Order(tuple(tuple(range(n * parallel.share, (n + 1) * parallel.share)) for n in range(shares)), scale, True)
@@ -139,7 +135,10 @@ def train_alone(
     gradients: dict[str, Tensor] = {}
 
     def keep_gradients() -> None:
-        gradients.update(copies_of_gradients(plain))
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None:
+                # In the host's memory: a GPU may hold just what training needs.
+                gradients[name] = parameter.grad.detach().to_dense().to("cpu", copy=True)
 
     losses = train_for_check(step, warmup, begin=step.begin, before_update=keep_gradients)
     return Trained(
@@ -150,17 +149,6 @@ def train_alone(
         step.draws,
         start,
     )
-
-
-def copies_of_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of a model's parameters by name, without those that have none."""
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    # In the host's memory: a GPU may hold just what training needs.
-    return {
-        name: gradient.detach().to_dense().to("cpu", copy=True)
-        for name, gradient in gradients.items()
-        if gradient is not None
-    }
 
 
 class _PartAfterPart(TrainStep):

@@ -4,6 +4,7 @@ import gc
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,12 @@ from cs336sys.experiments.parallel.reference import (
     shares_of_ranks,
     starting_model,
     train_alone,
-    whole_batch,
 )
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device, warmup_of_capture
 from cs336sys.experiments.training import train_for_check
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
-from cs336sys.parity.rank_rounding import LEARNING_RATES, MEAN_LOSS, parallel_tolerance, stay_near
+from cs336sys.parity.rounding import LEARNING_RATES, MEAN_LOSS, parallel_tolerance, stay_near
 from cs336sys.parity.weights import (
     OPTIMIZER_SETTINGS,
     Comparison,
@@ -46,25 +46,21 @@ def mean_gradients(model: nn.Module, *, is_sharded: bool) -> dict[str, tuple[Ten
     Args:
         is_sharded: whether the strategy is ``fsdp`` or ``torch-fsdp``.
     """
-    if not is_sharded:
-        plain = model.module if isinstance(model, _WRAPPERS) else model
-        assert isinstance(plain, nn.Module)
-        return {name: (parameter.grad, None) for name, parameter in plain.named_parameters()}
-    # Both bring torch's compiler, which the ranks of other strategies are spared.
-    from torch.distributed.tensor import DTensor
+    plain: Any = model.module if isinstance(model, _WRAPPERS) else model
+    sharded, named = {}, plain.named_parameters()
+    if is_sharded:
+        # It brings torch's compiler, which the ranks of other strategies are spared.
+        from cs336sys.parallel.fsdp import FSDP
 
-    from cs336sys.parallel.fsdp import FSDP
-
-    if isinstance(model, FSDP):
-        return {
-            **{name: (parameter.shard.grad, parameter.rows) for name, parameter in model.sharded_parameters.items()},
-            **{name: (parameter.grad, None) for name, parameter in model.replicated_parameters.items()},
-        }
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {
-        name: (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient, None)
-        for name, gradient in gradients.items()
+        if isinstance(model, FSDP):
+            sharded, named = model.sharded_parameters, model.replicated_parameters.items()
+    gradients: dict[str, tuple[Tensor | None, range | None]] = {
+        name: (parameter.shard.grad, parameter.rows) for name, parameter in sharded.items()
     }
+    for name, parameter in named:
+        whole = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+        gradients[name] = whole, None
+    return gradients
 
 
 # What rounding can do to all gradients of a model together, relatively: with weights in bf16 1 to 4 % were seen.
@@ -167,7 +163,7 @@ def _reference(parallel: ParallelWorkload, device: torch.device, warmup: int) ->
 
 
 def _trained_reference(parallel: ParallelWorkload, device: torch.device, warmup: int) -> _Reference:
-    order = whole_batch(parallel)
+    order = Order((tuple(range(parallel.training.size.batch_size)),))
     if parallel.training.is_ours:
         rate = LEARNING_RATES[0]
         return _Reference(train_alone(parallel, device, warmup, order, rate), order, rate)

@@ -3,10 +3,8 @@
 - ``cases.py``: what happens in a case, and which model and batch does it train?
 - ``reference.py``: what does one process train, and how far does rounding alone take it?
 - ``wraps.py``: how is a user's wrap called, and what does it give back?
-- ``rank.py``: what does a rank do in a case, and what does it hold at each moment?
-- ``saving.py``: how is it saved, and loaded into new objects?
-- ``collectives.py``: which collectives did a rank launch, from which line, and how is a rank made late?
-- ``assembly.py``: which tensor of the model do the slices of the ranks make?
+- ``program.py``: what are the steps of a case, and ``record.py``: what is kept of them?
+- ``rank.py``: what does a rank do in a case, and how is it saved and loaded into new objects?
 - ``comparison.py``: what is off, first and by how much?
 - ``diagnosis.py``: what does that mean? Of gradients, ``gradient_diagnosis.py``, which knows the causes.
 - ``measurement.py``: one cell of ``verify``, from its settings to its outcome.

@@ -59,6 +59,11 @@ class Program:
     resume: str | None = None
 
     @property
+    def first_step(self) -> int:
+        """Return the first step that ranks trained which loaded what others had saved; of other programs 0."""
+        return SAVED_AFTER if self.resume == "ranks" else 0
+
+    @property
     def trained_alone(self) -> "Program":
         """Return the program of one process: the same training without changes that must not matter."""
         return replace(
@@ -88,6 +93,14 @@ PROGRAMS = {
     "save-dcp": Program(resume="dcp"),
     "save-ranks": Program(resume="ranks"),
     "run": Program(steps=20),
+}
+
+# Programs of which one rank alone meets a condition, and what that is.
+CONDITIONS = {
+    "no condition": Program(steps=2),
+    "a parameter that one rank does not use": Program(steps=2, unused=True),
+    "an overflow on one rank": Program(steps=2, scale=True),
+    "fewer sequences on one rank": Program(steps=2, uneven=True),
 }
 
 # The step in which a program that scales has an infinite loss on one rank, which every rank has to skip; from 1.
@@ -233,12 +246,6 @@ def batch_of(workload: VerifiedWorkload, device: torch.device, dtype: torch.dtyp
     """The batch of all ranks in a step, its floating point tensors in ``dtype``."""
     batch = make_batch(workload.training, device, step)
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
-
-
-def evaluation_batch(workload: VerifiedWorkload, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A batch that no step trains on."""
-    # Batches of evaluations are none that is trained on.
-    return batch_of(workload, device, dtype, 900)
 
 
 @dataclass(frozen=True)

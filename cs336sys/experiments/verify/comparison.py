@@ -12,7 +12,7 @@ from cs336sys.experiments.verify.rank import RankReport
 from cs336sys.experiments.verify.record import Record
 from cs336sys.experiments.verify.reference import Reference
 from cs336sys.parity.assembly import assemble
-from cs336sys.parity.rank_rounding import rounding_in
+from cs336sys.parity.rounding import rounding_in
 from cs336sys.parity.weights import norm, relative_difference
 from cs336sys.workload.verification import VerifiedWorkload
 
@@ -28,7 +28,7 @@ class Finding:
         rank: the first rank on which it is off.
         relative: the norm of the difference over that of what is expected.
         allowed: how large rounding explains.
-        actual, expected: the tensors; None where there is none.
+        is_missing: whether the rank has no such gradient; ``actual`` is zero then.
     """
 
     kind: str
@@ -37,16 +37,14 @@ class Finding:
     rank: int
     relative: float
     allowed: float
-    actual: Tensor | None = None
-    expected: Tensor | None = None
+    actual: Tensor
+    expected: Tensor
+    is_missing: bool = False
 
     @property
     def message(self) -> str:
-        names = {"weight": "weight of", "gradient": "gradient of", "state": "optimizer state of", "buffer": "buffer"}
-        subject = f"{names[self.kind]} {self.name}" if self.kind in names else _SUBJECTS[self.kind].format(self.name)
-        by = (
-            "missing" if self.actual is None and self.kind == "gradient" else f"off by {format_relative(self.relative)}"
-        )
+        subject = _SUBJECTS[self.kind].format(self.name)
+        by = "missing" if self.is_missing else f"off by {format_relative(self.relative)}"
         when = "before the first step" if self.step == 0 else f"step {self.step}"
         return f"{when}, rank {self.rank}: {subject} is {by}"
 
@@ -54,7 +52,11 @@ class Finding:
 _SUBJECTS = {
     "start": "{}, as it is wrapped,",
     "loss": "the loss",
+    "gradient": "gradient of {}",
     "norm": "the norm of all gradients",
+    "weight": "weight of {}",
+    "state": "optimizer state of {}",
+    "buffer": "buffer {}",
     "evaluation": "the loss of the evaluation",
 }
 
@@ -215,19 +217,14 @@ class CaseComparison:
                 if buffer is None or buffer.shape != value.shape:
                     continue
                 others = [other_record.buffers[name] for other_record in self.reference.others]
-                if value.is_floating_point():
-                    if not torch.equal(torch.nan_to_num(value), torch.nan_to_num(others[0])) and self.program.steps:
-                        # What depends on how a batch is cut is each rank's own.
-                        continue
-                    self._compare(
-                        "buffer", self.program.steps, name, rank, buffer, value, self._rounding(value, others)
-                    )
-                    continue
-                self.compared_kinds.add("buffer")
-                if not torch.equal(buffer, value) and torch.equal(value, others[0]):
-                    self.findings.append(
-                        Finding("buffer", self.program.steps, name, rank, math.inf, 0.0, buffer, value)
-                    )
+                steps = self.program.steps
+                if not value.is_floating_point():
+                    self.compared_kinds.add("buffer")
+                    if not torch.equal(buffer, value) and torch.equal(value, others[0]):
+                        self.findings.append(Finding("buffer", steps, name, rank, math.inf, 0.0, buffer, value))
+                elif torch.equal(torch.nan_to_num(value), torch.nan_to_num(others[0])) or not steps:
+                    # What depends on how a batch is cut is each rank's own.
+                    self._compare("buffer", steps, name, rank, buffer, value, self._rounding(value, others))
 
     def _number(self, kind: str, step: int, index: int) -> None:
         """A loss or norm of all ranks: losses are of shares and add up, norms are the same on every rank."""
@@ -277,7 +274,6 @@ class CaseComparison:
         relative = relative_difference(off, size)
         if not off <= rounding:
             allowed = rounding / size if size else 0.0
-            difference = None if is_missing else actual
-            self.findings.append(Finding(kind, step, name, rank, relative, allowed, difference, expected))
+            self.findings.append(Finding(kind, step, name, rank, relative, allowed, actual, expected, is_missing))
         elif relative > self.largest and size:
             self.largest, self.largest_of = relative, f"{kind} {name}".strip()

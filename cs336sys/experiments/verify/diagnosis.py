@@ -1,7 +1,7 @@
 """Diagnose a difference: find the mistake that turns the right numbers into exactly these."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from cs336sys.experiments.verify.comparison import Finding, norm
 from cs336sys.experiments.verify.gradient_diagnosis import (
     EXPLAINED,
     GRADIENT_PHASES,
+    Diagnosis,
     FaultEvidence,
     diagnose_gradient,
     is_near,
@@ -19,8 +20,9 @@ from cs336sys.experiments.verify.gradient_diagnosis import (
     ratio_of,
 )
 from cs336sys.experiments.verify.rank import RankReport
-from cs336sys.parity.causes import Diagnosis
+from cs336sys.experiments.verify.record import OptimizerSpec
 from cs336sys.parity.collectives import first_disagreement
+from cs336sys.workload.verification import VerifiedWorkload
 
 
 def diagnose_case(case: FaultEvidence, plain_diagnosis: Diagnosis | None) -> Diagnosis:
@@ -34,6 +36,8 @@ def diagnose_case(case: FaultEvidence, plain_diagnosis: Diagnosis | None) -> Dia
         return replace(plain_diagnosis, meaning=f"as in the plain step: {plain_diagnosis.meaning}")
     if (race := _race(case)) is not None:
         return race
+    if first.kind == "evaluation":
+        return case.conclude("evaluation", "the model evaluates with other weights, or otherwise, than it trains")
     by_kind = {
         "start": diagnose_start,
         "loss": diagnose_forward_loss,
@@ -43,10 +47,10 @@ def diagnose_case(case: FaultEvidence, plain_diagnosis: Diagnosis | None) -> Dia
         "state": diagnose_state,
         "buffer": diagnose_buffer,
     }
-    if first.kind == "evaluation":
-        return case.conclude("evaluation", "the model evaluates with other weights, or otherwise, than it trains")
-    diagnosis = by_kind[first.kind](case, first)
-    return attribute_to_case(case, diagnosis)
+    is_loaded = case.program.resume is not None and first.step > SAVED_AFTER
+    if is_loaded and first.kind in ("loss", "weight", "state"):
+        return case.conclude("resume", _resumed(case))
+    return attribute_to_case(case, by_kind[first.kind](case, first))
 
 
 # Cases that, where the plain step is right, are themselves what is wrong.
@@ -118,10 +122,7 @@ def diagnose_start(case: FaultEvidence, first: Finding) -> Diagnosis:
             "wrapped, or build all ranks from one seed"
         )
         return case.conclude("not broadcast", meaning)
-    assert first.actual is not None
-    assert first.expected is not None
-    same = sorted(first.actual.flatten().tolist()) == sorted(first.expected.flatten().tolist())
-    if same:
+    if sorted(first.actual.flatten().tolist()) == sorted(first.expected.flatten().tolist()):
         return case.conclude("wrong slices", f"the ranks' slices of {first.name} are in another order than its rows")
     if _holds_twice(first.actual):
         return case.conclude("wrong slices", f"several ranks hold the same slice of {first.name}")
@@ -134,9 +135,6 @@ def _holds_twice(values: Tensor) -> bool:
 
 
 def diagnose_forward_loss(case: FaultEvidence, first: Finding) -> Diagnosis:
-    program = case.program
-    if program.resume is not None and first.step > SAVED_AFTER:
-        return case.conclude("resume", "the weights after loading are not those that were saved")
     if first.step > 1:
         if not all(record.weights.get(first.step - 1) for record in case.compared.records):
             meaning = f"the loss of step {first.step} is the first that is off; the weights before it are not compared"
@@ -147,7 +145,7 @@ def diagnose_forward_loss(case: FaultEvidence, first: Finding) -> Diagnosis:
     outputs = _first_output_off(case)
     sent = case.launches(("forward",), 0)
     if outputs is None:
-        if program.uneven:
+        if case.program.uneven:
             return case.conclude("uneven", "the loss counts ranks alike that have different numbers of sequences")
         return case.conclude("forward", "the loss is not that of one process, with the same weights and sequences")
     name, kind, ratio = outputs
@@ -170,18 +168,15 @@ def _first_output_off(case: FaultEvidence) -> tuple[str, str, float | None] | No
     partial = ""
     for name, value in expected.items():
         outputs = [report.record.outputs.get(name) for report in case.watched]
-        output = outputs[0]
-        if output is None:
+        output, wanted = outputs[0], value
+        if output is None or output.dim() != value.dim():
             continue
         if not is_shared:
-            shape = list(value.shape)
-            if output.dim() != len(shape) or not shape or output.dim() == 0:
+            if not value.dim():
                 continue
             wanted = value[: output.shape[0]]
             if output.dim() > 1 and sizes.get("context", 1) > 1:
                 wanted = wanted[:, : output.shape[1]]
-        else:
-            wanted = value
         if output.shape != wanted.shape:
             continue
         if norm(output - wanted) <= 1e-6 * norm(wanted):
@@ -196,9 +191,7 @@ def _first_output_off(case: FaultEvidence) -> tuple[str, str, float | None] | No
                     continue
                 return name, "partial", None
         return name, "", proportion(output, wanted)
-    if partial:
-        return partial, "partial", None
-    return None
+    return (partial, "partial", None) if partial else None
 
 
 def diagnose_norm(case: FaultEvidence, first: Finding) -> Diagnosis:
@@ -219,10 +212,6 @@ def diagnose_norm(case: FaultEvidence, first: Finding) -> Diagnosis:
 
 def diagnose_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
     program, step = case.program, first.step
-    if program.resume is not None and step > SAVED_AFTER:
-        return case.conclude("resume", _resumed(case))
-    assert first.actual is not None
-    assert first.expected is not None
     findings = [finding for finding in case.compared.findings if finding.kind == "weight" and finding.step == step]
     names = list(dict.fromkeys(finding.name for finding in findings))
     start = case.reference.record.weights[0][first.name]
@@ -296,14 +285,10 @@ def _schedule(case: FaultEvidence, steps: int) -> Diagnosis | None:
 def _update_ratio(case: FaultEvidence, first: Finding) -> float | None:
     weights = case.reference.record.weights
     start = weights.get(first.step - 1, weights[0])[first.name]
-    assert first.actual is not None
-    assert first.expected is not None
     return proportion(first.actual - start, first.expected - start)
 
 
 def diagnose_state(case: FaultEvidence, first: Finding) -> Diagnosis:
-    if case.program.resume is not None and first.step > SAVED_AFTER:
-        return case.conclude("resume", _resumed(case))
     return case.conclude(
         "optimizer", f"the optimizer's {first.name} is off, with the right weights", ratio=ratio_of(case, first)
     )
@@ -341,3 +326,80 @@ def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport
         )
         return Diagnosis(cause, meaning, None, last.description, last.line or wrap_line)
     return Diagnosis(cause, f"{reason}, after {last.description}", None, last.description, last.line or wrap_line)
+
+
+# Cases that compare ranks with each other, or with a rank alone, rather than numbers with those of one process.
+
+
+def diagnose_masks(workload: VerifiedWorkload, reports: Sequence[RankReport]) -> Diagnosis | None:
+    """Say which ranks' dropout masks should be alike, or should not be."""
+    by_data: dict[int, list[torch.Tensor]] = {}
+    for rank, report in enumerate(reports):
+        assert report.masks is not None
+        by_data.setdefault(workload.data_place(rank), []).append(report.masks)
+    pairs = [(mask, masks[0]) for masks in by_data.values() for mask in masks]
+    firsts = [masks[0] for masks in by_data.values()]
+    if any(mask.shape == other.shape and not torch.equal(mask, other) for mask, other in pairs):
+        return Diagnosis("dropout", "ranks that share sequences drop different elements of them: seed them alike")
+    if any(torch.equal(mask, firsts[0]) for mask in firsts[1:]):
+        reason = "every rank drops the same elements of its own sequences: seed each rank by its number"
+        return Diagnosis("dropout", reason)
+    return None
+
+
+def diagnose_order(reports_of: Mapping[str, Sequence[RankReport]]) -> Diagnosis | None:
+    """Say under which of :data:`~cs336sys.experiments.verify.cases.CONDITIONS` ranks launch different collectives."""
+    for condition, reports in reports_of.items():
+        launches = [[launch for launch in report.launches if launch.phase != "wrap"] for report in reports]
+        if (difference := first_disagreement(launches)) is not None:
+            launch = difference.launch
+            meaning = f"with {condition}, {difference.meaning}; all must launch the same, even where nothing hangs"
+            return Diagnosis("order", meaning, None, launch.description, launch.line)
+    return None
+
+
+def merged_spec(reports: Sequence[RankReport]) -> OptimizerSpec | None:
+    """The wrap's optimizer with the settings of every rank's parameters; None where the wrap has none."""
+    specs = [report.optimizer for report in reports if report.optimizer is not None]
+    settings = {name: values for spec in reversed(specs) for name, values in spec.settings.items()}
+    return OptimizerSpec(specs[0].optimizer_class, settings) if specs else None
+
+
+def diagnose_groups(
+    reports: Sequence[RankReport], in_one_process: RankReport, shapes: Mapping[str, torch.Size]
+) -> Diagnosis | None:
+    """Say which parameter has other settings of the optimizer than the same wrap gives it on one rank.
+
+    Args:
+        shapes: of the model's parameters.
+    """
+    spec, expected = merged_spec(reports), in_one_process.optimizer
+    assert spec is not None
+    seen = {name: shape for report in reports for name, shape in report.optimizer_shapes.items()}
+    for name, (_, settings) in spec.settings.items():
+        _, right = (None, {}) if expected is None else expected.settings.get(name, (None, {}))
+        differing = [key for key in settings if key in right and right[key] != settings[key]]
+        if differing:
+            key = differing[0]
+            meaning = (
+                f"{name} has {key} {settings[key]} on ranks and {right[key]} in one process: the optimizer sees "
+                f"{_shape(seen.get(name))} where the model has {_shape(shapes[name])}"
+            )
+            return Diagnosis("groups", meaning)
+    flattened = [name for name, shape in seen.items() if len(shape) < 2 <= len(shapes[name])]
+    used = [settings for _, settings in spec.settings.values()]
+    unused = [settings for settings in reports[0].empty_groups if settings not in used]
+    if flattened and unused and all(report.empty_groups == reports[0].empty_groups for report in reports):
+        keys = [key for key, value in unused[0].items() if spec.settings[flattened[0]][1].get(key) != value]
+        group = ", ".join(f"{key} {unused[0][key]}" for key in keys)
+        meaning = (
+            f"the optimizer's group of {group} is empty, and all {len(flattened)} matrices are in another, as the "
+            f"optimizer sees flattened slices: {flattened[0]} of {_shape(shapes[flattened[0]])} as "
+            f"{_shape(seen[flattened[0]])}; group parameters before they are cut"
+        )
+        return Diagnosis("groups", meaning)
+    return None
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "no such parameter" if shape is None else f"({', '.join(map(str, shape))})"

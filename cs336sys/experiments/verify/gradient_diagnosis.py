@@ -1,7 +1,7 @@
 """Explain a wrong gradient as a combination of those that micro-batches have by themselves."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from cs336sys.experiments.verify.cases import Program, shares_of
 from cs336sys.experiments.verify.comparison import ComparedCase, Finding, norm
 from cs336sys.experiments.verify.rank import RankReport
 from cs336sys.experiments.verify.reference import Reference, parts_of_gradients
-from cs336sys.parity.causes import Diagnosis
 from cs336sys.parity.collectives import CollectiveLaunch
 from cs336sys.workload.verification import VerifiedWorkload
 
@@ -20,6 +19,32 @@ EQUAL = 2e-2
 
 # Phases in which gradients are sent.
 GRADIENT_PHASES = ("backward", "finish", "optimizer")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Diagnosis of a fault.
+
+    Attributes:
+        cause: one word or two for programs, as in ``docs/verify.md``.
+        meaning: a sentence for people.
+        ratio: of what was found to what is right; None where they are not in proportion.
+        collective: the one that is missing, early, or that others do not launch; empty where none is to blame.
+        line: of the user's code: of the collective, else of the wrap.
+    """
+
+    cause: str
+    meaning: str
+    ratio: float | None = None
+    collective: str = ""
+    line: str = ""
+    first: tuple[str, int, str] = ("", 0, "")
+
+    def columns(self) -> dict[str, object]:
+        """The fields as derived columns of a cell."""
+        columns = asdict(self)
+        del columns["first"]
+        return columns
 
 
 @dataclass
@@ -67,8 +92,6 @@ class FaultEvidence:
 
 
 def ratio_of(case: FaultEvidence, finding: Finding) -> float | None:
-    if finding.actual is None or finding.expected is None:
-        return None
     return proportion(finding.actual, finding.expected, case.explained)
 
 
@@ -93,7 +116,7 @@ def diagnose_gradient(case: FaultEvidence, first: Finding) -> Diagnosis:
         meaning = f"the gradient of {early[0].incomplete[0]} was sent before the backward pass had completed it"
         return case.conclude("too early", meaning, early[:1])
     sent = case.launches(GRADIENT_PHASES, step)
-    if first.actual is None:
+    if first.is_missing:
         every = all(first.name not in record.gradients[step] for record in case.compared.records if record.gradients)
         who = "on every rank" if every else f"on rank {first.rank}"
         return case.conclude("left out", f"{first.name} has no gradient {who}: the wrap leaves it out", sent)
@@ -104,7 +127,6 @@ def diagnose_gradient(case: FaultEvidence, first: Finding) -> Diagnosis:
     if diagnosis is not None:
         return diagnosis
     for name, gradient in case.reference.record.gradients[step].items():
-        assert first.expected is not None
         is_alike = name != first.name and gradient.shape == first.expected.shape
         if is_alike and proportion(first.actual, gradient) is not None:
             return case.conclude("mixed up", f"{first.name} has the gradient of {name}", sent)
@@ -124,12 +146,8 @@ def diagnose_gradient(case: FaultEvidence, first: Finding) -> Diagnosis:
 def diagnose_ratio(case: FaultEvidence, ratio: float, sent: Sequence[CollectiveLaunch]) -> Diagnosis:
     ranks, all_ranks = case.ranks, case.workload.world_size
     if is_near(ratio, ranks) and ranks > 1:
-        return case.conclude(
-            "not averaged",
-            f"gradients are {ratio:.3g} times too large, the number of ranks: they are summed",
-            sent,
-            ratio,
-        )
+        meaning = f"gradients are {ratio:.3g} times too large, the number of ranks: they are summed"
+        return case.conclude("not averaged", meaning, sent, ratio)
     if is_near(ratio, 1 / ranks) and ranks > 1:
         meaning = f"gradients are 1/{ranks} of what they should be: they are averaged twice"
         return case.conclude("averaged twice", meaning, sent, ratio)
@@ -143,7 +161,6 @@ def _added_up(case: FaultEvidence, first: Finding, sent: Sequence[CollectiveLaun
     """Ranks that share layers and each have a part of a gradient's sum."""
     step = first.step - 1
     parts = [record.gradients[step].get(first.name) for record in case.compared.records]
-    assert first.expected is not None
     present = [part for part in parts if part is not None and part.shape == first.expected.shape]
     if len(present) < len(parts):
         return None
@@ -182,7 +199,7 @@ def diagnose_combination(
     mixtures: dict[int, _Mixture] = {}
     name = findings[0].name
     for finding in findings:
-        if finding.name == name and finding.actual is not None:
+        if finding.name == name and not finding.is_missing:
             mixture = _mixture(case, parts, finding, step)
             if mixture is None:
                 return None
@@ -193,7 +210,6 @@ def diagnose_combination(
 def _mixture(
     case: FaultEvidence, parts: Mapping[tuple[int, int], Mapping[str, Tensor]], finding: Finding, step: int
 ) -> _Mixture | None:
-    assert finding.actual is not None
     shares = {
         (share.data, share.micro): share.weight for share in shares_of(case.workload, case.program, case.program.micro)
     }

@@ -10,32 +10,25 @@ import torch
 
 from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
 from cs336sys.experiments import user_models
-from cs336sys.experiments.verify.agreement import (
-    CONDITIONS,
+from cs336sys.experiments.verify.cases import CONDITIONS, PROGRAMS, Program, build_subject
+from cs336sys.experiments.verify.comparison import CaseComparison, ComparedCase
+from cs336sys.experiments.verify.diagnosis import (
+    diagnose_case,
     diagnose_groups,
+    diagnose_lost_ranks,
     diagnose_masks,
     diagnose_order,
     merged_spec,
 )
-from cs336sys.experiments.verify.cases import PROGRAMS, SAVED_AFTER, Program, build_subject
-from cs336sys.experiments.verify.comparison import CaseComparison, ComparedCase
-from cs336sys.experiments.verify.diagnosis import diagnose_case, diagnose_lost_ranks
-from cs336sys.experiments.verify.gradient_diagnosis import FaultEvidence
+from cs336sys.experiments.verify.gradient_diagnosis import Diagnosis, FaultEvidence
 from cs336sys.experiments.verify.rank import RankReport, RankSettings, is_sound, train_on_rank
 from cs336sys.experiments.verify.record import default_optimizer, group_of_one
-from cs336sys.experiments.verify.reference import (
-    Reference,
-    clipped_norm,
-    in_half_precision,
-    learning_rate_of,
-    reference_dtype,
-    reference_of,
-)
+from cs336sys.experiments.verify.reference import OneProcess, Reference
+from cs336sys.experiments.verify.wraps import line_of_wrap
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
-from cs336sys.parity.causes import Diagnosis
 from cs336sys.processes import started_outside
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.sizes import ModelSize
@@ -114,11 +107,6 @@ def _refused(reason: str, verdict: str = "refused") -> Outcome:
     return Outcome("unsupported", derived={"verdict": verdict}, reason=reason)
 
 
-def _first_step(program: Program) -> int:
-    """Return the first step that ranks trained which loaded what others had saved; of other programs 0."""
-    return SAVED_AFTER if program.resume == "ranks" else 0
-
-
 def _leaves_unused_gradients(compared: ComparedCase) -> bool:
     """Return whether gradients that a wrap's own steps leave are none that it steps by.
 
@@ -152,10 +140,9 @@ class _Case:
                 user_models.load(workload.wrap)
         # They start while this process trains.
         self.start_ranks(workload.timeout_s)
-        self.dtype = torch.float32 if self.plain in _float32_only else reference_dtype(workload, self.device)
-        self.learning_rate = learning_rate_of(workload, self.device, self.dtype)
-        clips = self.program.clip
-        self.max_norm = clipped_norm(workload, self.program, self.device, self.dtype) if clips else None
+        dtype = torch.float32 if self.plain in _float32_only else None
+        process = OneProcess.choose(workload, self.device, dtype)
+        self.process = process.clipping() if self.program.clip else process
 
     def outcome(self) -> Outcome:
         if self.workload.case == "late":
@@ -167,7 +154,7 @@ class _Case:
         if self.workload.case == "order":
             return self._order()
         outcome = self._outcome_of(self.program)
-        if outcome.derived.get("cause") == "raises" and self.dtype == torch.float64:
+        if outcome.derived.get("cause") == "raises" and self.process.dtype == torch.float64:
             # The wrap may be what computes in no float64.
             _float32_only.add(self.plain)
             single = _Case(self.workload, self.folder, self.progress)
@@ -190,7 +177,7 @@ class _Case:
             return self._groups(reports)
         self.progress(f"{self.workload.case}: one process")
         reference = self.reference(program, reports)
-        first = _first_step(program)
+        first = program.first_step
         compared = self._compare(program, reference, reports)
         others = [finding for finding in compared.findings if finding.kind != "gradient"]
         if reports[0].runs_steps and len(others) < len(compared.findings) and _leaves_unused_gradients(compared):
@@ -226,7 +213,8 @@ class _Case:
 
     def run(self, program: Program, *, watch: bool = False, timeout_s: float | None = None) -> list[RankReport] | Lost:
         """Run the program on ranks, which are started where there are none."""
-        settings = RankSettings(self.dtype, self.learning_rate, self.max_norm, watch, self.folder)
+        process = self.process
+        settings = RankSettings(process.dtype, process.learning_rate, process.max_norm, watch, self.folder)
         timeout_s = timeout_s or self.workload.timeout_s
         try:
             ranks = self.start_ranks(timeout_s)
@@ -237,7 +225,7 @@ class _Case:
                 if any(report.is_timeout for report in reports) and all(report.is_timeout for report in failed):
                     return Lost("the ranks wait for each other", tuple(reports))
             if program.resume == "ranks" and not any(report.failure for report in reports):
-                reports = self._loaded_by_others(program, replace(settings, loads=True))
+                reports = self._loaded_by_others(program, settings)
         except (RankError, LostProcessError) as error:
             launch.end_kept()
             first_line = str(error).splitlines()[0]
@@ -264,21 +252,22 @@ class _Case:
         return loaded
 
     def reference(self, program: Program, reports: Sequence[RankReport]) -> Reference:
-        optimizer, rate = merged_spec(reports), self.learning_rate
+        # Ranks that loaded what others saved may be fewer than at first.
+        self.process = replace(self.process, workload=self.workload, optimizer=merged_spec(reports))
         try:
-            return reference_of(self.workload, program, self.device, self.dtype, rate, optimizer, self.max_norm)
+            return self.process.reference(program)
         except (CapabilityError, UserCodeError):
             raise
         except Exception as error:
-            if optimizer is None:
+            if self.process.optimizer is None:
                 raise
-            name = optimizer.optimizer_class.__name__
+            name = self.process.optimizer.optimizer_class.__name__
             raise CapabilityError(
                 f"{name} fails in one process, so nothing is compared: {type(error).__name__}: {error!s:.160}"
             ) from error
 
     def _compare(self, program: Program, reference: Reference, reports: Sequence[RankReport]) -> ComparedCase:
-        return CaseComparison(self.workload, program, reference, reports).compare(_first_step(program))
+        return CaseComparison(self.workload, program, reference, reports).compare(program.first_step)
 
     def _refusal(self, reports: Sequence[RankReport]) -> Outcome | None:
         failed = [(rank, report) for rank, report in enumerate(reports) if report.failure]
@@ -297,7 +286,7 @@ class _Case:
         """Say what ranks do in ``lower`` precision, and what a wrap's own steps are compared with."""
         notes = []
         if reports[0].hides_optimizer:
-            defaults = default_optimizer([torch.zeros(1, requires_grad=True)], self.learning_rate).defaults
+            defaults = default_optimizer([torch.zeros(1, requires_grad=True)], self.process.learning_rate).defaults
             settings = ", ".join(f"{name} {defaults[name]:g}" for name in ("lr", "eps", "weight_decay"))
             notes.append(
                 f"{self.workload.wrap}: its optimizer cannot be built in one process, so its steps are compared with "
@@ -324,15 +313,14 @@ class _Case:
             "relative_difference": compared.largest,
             "farthest": compared.largest_of,
             "not_compared": ", ".join(compared.not_compared) or None,
-            "reference_dtype": str(reference.dtype).removeprefix("torch."),
-            "learning_rate": reference.learning_rate,
+            **reference.columns(),
             "notes": self._notes(reports, lower),
         }
         return Outcome("ok", derived=derived)
 
     def _agreed(self, diagnosis: Diagnosis | None, not_compared: Sequence[str] = ()) -> Outcome:
         if diagnosis is not None:
-            return self._diagnosed(replace(diagnosis, line=diagnosis.line or self._line()))
+            return self._diagnosed(replace(diagnosis, line=diagnosis.line or line_of_wrap(self.workload)))
         return Outcome("ok", derived={"verdict": "ok", "not_compared": "; ".join(not_compared) or None, "notes": []})
 
     def _order(self) -> Outcome:
@@ -360,11 +348,12 @@ class _Case:
         if started_outside() is not None:
             return _refused("ranks that torchrun started cannot be joined by one alone: run verify by itself")
         alone = replace(self.workload, world_size=1, mesh=next(iter(self.workload.dimensions)))
-        in_one_process = train_on_rank(alone, self.program, RankSettings(self.dtype, self.learning_rate))
+        settings = RankSettings(self.process.dtype, self.process.learning_rate)
+        in_one_process = train_on_rank(alone, self.program, settings)
         not_compared = []
         if in_one_process.failure:
             not_compared.append(f"the groups of one process, in which the wrap fails: {in_one_process.failure}")
-        subject = build_subject(self.workload, self.program, torch.device("cpu"), self.dtype)
+        subject = build_subject(self.workload, self.program, torch.device("cpu"), self.process.dtype)
         shapes = {name: parameter.shape for name, parameter in subject.model.named_parameters()}
         diagnosis = diagnose_groups(reports, in_one_process, shapes)
         seen = {name: shape for report in reports for name, shape in report.optimizer_shapes.items()}
@@ -391,15 +380,14 @@ class _Case:
             step = _Case(self.plain, self.folder, self.progress).run(PROGRAMS["step"], watch=True)
             lower |= set() if isinstance(step, Lost) else {pair for report in step for pair in report.dtypes}
         if lower and reference.half is None:
-            half = _least_precise(lower)
-            reference = in_half_precision(
-                reference, self.workload, program, self.device, merged_spec(reports), self.max_norm, half
-            )
+            reference = self.process.in_half_precision(reference, program, _least_precise(lower))
             compared = self._compare(program, reference, reports)
             if not compared.findings:
                 return self._agreeing(reference, compared, reports, lower)
         is_new = plain_diagnosis is None
-        case = FaultEvidence(self.workload, program, reference, compared, reports, watched, self._line(), is_new)
+        case = FaultEvidence(
+            self.workload, program, reference, compared, reports, watched, line_of_wrap(self.workload), is_new
+        )
         diagnosis = diagnose_case(case, plain_diagnosis)
         notes = self._notes(reports, lower)
         if diagnosis.cause == "optimizer" and reports[0].hides_optimizer:
@@ -415,7 +403,7 @@ class _Case:
             # That they hang is known; what they compile is in its caches by now.
             again = self.run(program, watch=True, timeout_s=self.workload.timeout_s / 4)
             reports = again.reports if isinstance(again, Lost) else tuple(again)
-        return self._diagnosed(diagnose_lost_ranks(lost.reason, lost.is_hang, reports, self._line()))
+        return self._diagnosed(diagnose_lost_ranks(lost.reason, lost.is_hang, reports, line_of_wrap(self.workload)))
 
     def _diagnosed(
         self,
@@ -437,17 +425,5 @@ class _Case:
                 "off": len({(difference.kind, difference.name) for difference in compared.findings}),
             }
         if reference is not None:
-            derived |= {
-                "reference_dtype": str(reference.dtype).removeprefix("torch."),
-                "learning_rate": reference.learning_rate,
-            }
+            derived |= reference.columns()
         return Outcome("wrong", derived=derived, reason=f"{first}{diagnosis.meaning}")
-
-    def _line(self) -> str:
-        if not is_user_code(self.workload.wrap):
-            return ""
-        from cs336sys.experiments.verify.wraps import line_of_wrap
-
-        with contextlib.suppress(UserCodeError):
-            return line_of_wrap(self.workload)
-        return ""

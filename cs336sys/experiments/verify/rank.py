@@ -33,14 +33,6 @@ from cs336sys.experiments.verify.record import (
     clone,
     default_optimizer,
 )
-from cs336sys.experiments.verify.saving import (
-    distributed_checkpoint,
-    folder_of_first,
-    load_from_folder,
-    load_own_state,
-    own_state,
-    save_to_folder,
-)
 from cs336sys.experiments.verify.wraps import innermost, wrap
 from cs336sys.parity.assembly import model_name
 from cs336sys.parity.collectives import CollectiveLaunch, CollectiveWatcher
@@ -102,7 +94,8 @@ class RankSettings:
     Attributes:
         max_norm: of gradients, where the program clips.
         watch: record collectives and the outputs of modules.
-        folder: where to save, or where ``saved_ranks`` others have saved what this ``loads``.
+        folder: where to save.
+        saved_ranks: how many others have saved there what these ranks load; 0 where they train from the start.
     """
 
     dtype: torch.dtype
@@ -110,7 +103,6 @@ class RankSettings:
     max_norm: float | None = None
     watch: bool = False
     folder: str = ""
-    loads: bool = False
     saved_ranks: int = 0
 
 
@@ -222,22 +214,19 @@ class _RankRun(ProgramRun):
             self.optimizer = self.wrapped.optimizer or default_optimizer(
                 list(module.parameters()), settings.learning_rate
             )
-        named: dict[str, nn.Parameter] = {}
-        unmatched = []
-        for name, parameter in module.named_parameters():
-            plain_name = identities.get(id(parameter)) or model_name(name, list(parameters))
-            if plain_name is None:
-                unmatched.append(name)
-            else:
-                named[plain_name] = parameter
-        self.named = named
+        wrapped = dict(module.named_parameters())
+        plain_names = {
+            name: identities.get(id(parameter)) or model_name(name, list(parameters))
+            for name, parameter in wrapped.items()
+        }
+        self.named = {plain: wrapped[name] for name, plain in plain_names.items() if plain is not None}
         self.buffers = {
             plain_name: buffer
             for name, buffer in module.named_buffers()
             if (plain_name := model_name(name, buffers)) is not None
         }
         self.names = {id(parameter): name for name, parameter in self.named.items()}
-        self.report.unmatched = tuple(unmatched)
+        self.report.unmatched = tuple(name for name, plain in plain_names.items() if plain is None)
         self.report.is_sliced = any(
             hasattr(parameter, "to_local") or parameter.shape != self.shapes[name]
             for name, parameter in self.named.items()
@@ -302,10 +291,10 @@ class _RankRun(ProgramRun):
 
     def all_steps(self) -> None:
         program, record = self.program, self.report.record
-        if self.settings.loads:
+        if self.settings.saved_ranks:
             # What was trained before is another program's.
             self.prepare(_OTHER_SEED)
-            load_from_folder(self, self.settings.folder, self.settings.saved_ranks)
+            self._load_from_others(self.settings.folder)
             first = SAVED_AFTER
         else:
             self.prepare(_OTHER_SEED * self.rank if program.start else 0)
@@ -321,13 +310,23 @@ class _RankRun(ProgramRun):
         self.train(first)
 
     def ends_after(self, step: int) -> bool:
-        if self.program.resume is None or self.settings.loads or step + 1 != SAVED_AFTER:
+        if self.program.resume is None or self.settings.saved_ranks or step + 1 != SAVED_AFTER:
             return False
         self.watcher.phase = "save"
         if self.program.resume == "ranks":
-            save_to_folder(self, self.settings.folder)
+            self._save_for_others(self.settings.folder)
             return True
-        self._save_and_load()
+        if self.program.resume == "dcp":
+            # The first rank's, on every rank: those that torchrun started each have made one.
+            folders = [self.settings.folder]
+            dist.broadcast_object_list(folders)
+            self._checkpoint(folders[0])
+            self.prepare(_OTHER_SEED)
+            self._checkpoint(folders[0], loads=True)
+        else:
+            state = self._state_dicts()
+            self.prepare(_OTHER_SEED)
+            self._load_state_dicts(state)
         return False
 
     def part_of(self, share: Share, batch: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -395,37 +394,82 @@ class _RankRun(ProgramRun):
         return {} if type(self.inner).__module__.startswith("cs336sys.parallel") else super().states()
 
     def _look_at_masks(self) -> None:
-        masks: list[Tensor] = []
-
-        def look(module: Any, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and module.p > 0:
-                masks.append(output.detach() == 0)
-
-        layers = [module for module in self.subject.model.modules() if isinstance(module, nn.Dropout)]
-        handles = [layer.register_forward_hook(look) for layer in layers]
-        batch = batch_of(self.workload, self.device, self.settings.dtype, 0)
-        self.loss(*self.part_of(self.shares(1)[0], batch))
-        for handle in handles:
-            handle.remove()
+        model, outputs = self.subject.model, dict[str, Tensor]()
+        batch = batch_of(self.workload, self.device, self.dtype, 0)
+        with captured_outputs(model, outputs):
+            self.loss(*self.part_of(self.shares(1)[0], batch))
+        layers = {name for name, layer in model.named_modules() if isinstance(layer, nn.Dropout) and layer.p > 0}
+        masks = [output == 0 for name, output in outputs.items() if name in layers]
         if not masks:
             raise CapabilityError("the model has no torch.nn.Dropout that drops anything")
-        self.report.masks = clone(masks[0])
+        self.report.masks = masks[0]
+
+    def _state_dicts(self) -> Any:
+        """A copy of the state dicts of module and optimizer, or of the object that has them."""
+        if self._owner_saves_all("state_dict"):
+            state = self.wrapped.owner.state_dict()
+        else:
+            state = {"model": self.wrapped.module.state_dict(), "optimizer": self._optimizer_state()}
+        return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
+
+    def _load_state_dicts(self, state: Any) -> None:
+        if self._owner_saves_all("load_state_dict"):
+            self.wrapped.owner.load_state_dict(state)
+        else:
+            self.wrapped.module.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+
+    def _owner_saves_all(self, name: str) -> bool:
+        """Return whether the owner has state dicts of module and optimizer, not the module's by ``__getattr__``."""
+        owner = self.wrapped.owner
+        method = getattr(owner, name, None)
+        return not isinstance(owner, nn.Module) and method is not None and getattr(method, "__self__", owner) is owner
+
+    def _optimizer_state(self) -> Any:
+        if not hasattr(self.optimizer, "consolidate_state_dict"):
+            return self.optimizer.state_dict()
+        state = None
+        for rank in range(dist.get_world_size()):
+            # Another rank's is forgotten by the next.
+            self.optimizer.consolidate_state_dict(to=rank)
+            if rank == self.rank:
+                state = self.optimizer.state_dict()
+        return state
+
+    def _checkpoint(self, folder: str, *, loads: bool = False) -> None:
+        """Save by torch.distributed.checkpoint, or load what as many ranks or others have saved. All ranks call it.
+
+        Raises:
+            CapabilityError: it holds slices that are no DTensors.
+        """
+        import torch.distributed.checkpoint as checkpoint
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+        if not isinstance(self.inner, torch.optim.Optimizer) or (self.report.is_sliced and not self._has_dtensors):
+            raise CapabilityError("torch.distributed.checkpoint cannot know its slices, which are no DTensors")
+        objects = self.wrapped.module, self.inner
+        model, optimizer = get_state_dict(*objects)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        if loads:
+            checkpoint.load(state, checkpoint_id=folder)
+            set_state_dict(*objects, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        else:
+            checkpoint.save(state, checkpoint_id=folder)
 
     @property
-    def is_sliced(self) -> bool:
-        return self.report.is_sliced
-
-    @property
-    def is_distributed(self) -> bool:
+    def _has_dtensors(self) -> bool:
         return any(hasattr(parameter, "to_local") for parameter in self.named.values())
 
-    def _save_and_load(self) -> None:
-        if self.program.resume == "dcp":
-            folder = folder_of_first(self.settings.folder)
-            distributed_checkpoint(self, folder)
-            self.prepare(_OTHER_SEED)
-            distributed_checkpoint(self, folder, loads=True)
+    def _save_for_others(self, folder: str) -> None:
+        """Save for another number of ranks: DTensors as a checkpoint, all else as each rank's own state."""
+        if self._has_dtensors:
+            self._checkpoint(f"{folder}/dcp")
         else:
-            state = own_state(self)
-            self.prepare(_OTHER_SEED)
-            load_own_state(self, state)
+            torch.save(self._state_dicts(), f"{folder}/rank{self.rank}.pt")
+
+    def _load_from_others(self, folder: str) -> None:
+        if Path(folder, "dcp").exists():
+            self._checkpoint(f"{folder}/dcp", loads=True)
+        else:
+            saved_by = self.rank % self.settings.saved_ranks
+            self._load_state_dicts(torch.load(f"{folder}/rank{saved_by}.pt", weights_only=False))

@@ -14,15 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.verify.cases import Program
 from cs336sys.processes import started_outside
 
 # Names of an optimizer's arguments that are of the ranks, with what they are in one process.
 _OF_RANKS: dict[str, Any] = {"rank": 0, "local_rank": 0, "world_size": 1, "num_ranks": 1}
-_GROUP_NAMES = ("group", "process_group", "pg")
-
-# So many elements, over all steps, are compared after every step; of more, after the first and the last.
-_MOST_ELEMENTS = 2e7
+GROUP_NAMES = ("group", "process_group", "pg")
 
 
 class Together:
@@ -83,7 +79,7 @@ def _build(kind: Any, groups: list[dict[str, Any]]) -> Any:
     taken = inspect.signature(kind).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
     of_ranks = {name: value for name, value in _OF_RANKS.items() if name in taken}
-    of_ranks |= {name: dist.group.WORLD for name in _GROUP_NAMES if name in taken and dist.is_initialized()}
+    of_ranks |= {name: dist.group.WORLD for name in GROUP_NAMES if name in taken and dist.is_initialized()}
     try:
         if len(groups) == 1:
             # Some classes make groups themselves, of a list of parameters, and take only some settings of these.
@@ -158,18 +154,6 @@ class Record:
     rates: list[tuple[float, ...]] = field(default_factory=list)
 
 
-def moments(program: Program, shapes: Iterable[torch.Size]) -> set[int]:
-    """After how many steps weights and state of a model of these parameters are compared."""
-    elements = program.steps * sum(shape.numel() for shape in shapes)
-    return set(range(1, program.steps + 1)) if elements <= _MOST_ELEMENTS else {1, program.steps}
-
-
-def learning_rates(optimizer: Any) -> tuple[float, ...]:
-    """The learning rates of an optimizer's groups that have some."""
-    groups = getattr(optimizer, "param_groups", ())
-    return tuple(float(group["lr"]) for group in groups if group["params"] and "lr" in group)
-
-
 def clone(tensor: Any) -> Tensor:
     """Copy to the CPU: all of a DTensor, and a sparse tensor as a dense one."""
     whole = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
@@ -179,19 +163,6 @@ def clone(tensor: Any) -> Tensor:
 def cloned_gradients(named: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor]:
     """The gradients of the parameters that have one."""
     return {name: clone(parameter.grad) for name, parameter in named.items() if parameter.grad is not None}
-
-
-def states_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's state by the names of parameters, tensors alone."""
-    return {
-        names[id(parameter)]: {
-            key: torch.as_tensor(value)
-            for key, value in state.items()
-            if isinstance(value, Tensor) or (isinstance(value, int | float) and key == "step")
-        }
-        for parameter, state in optimizer.state.items()
-        if id(parameter) in names
-    }
 
 
 @contextlib.contextmanager

@@ -18,15 +18,14 @@ from cs336sys.errors import CapabilityError, UserCodeError, a_value, choose_from
 from cs336sys.experiments import user_models
 from cs336sys.experiments.models import blocks_of, torch_linear
 from cs336sys.experiments.verify.cases import loss_of
-from cs336sys.experiments.verify.record import Together, added_to_environment, default_optimizer
+from cs336sys.experiments.verify.record import GROUP_NAMES, Together, added_to_environment, default_optimizer
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.user_code import is_user_code
 from cs336sys.workload.verification import VerifiedWorkload
 
 FINISH = "finish_gradient_synchronization"
 
-# How parameters of functions are called that take the ranks.
-_GROUP_NAMES = ("group", "process_group", "pg")
+# How parameters of functions are called that take a mesh; those that take a group are GROUP_NAMES.
 _MESH_NAMES = ("mesh", "device_mesh", "mesh_or_group")
 
 
@@ -108,7 +107,7 @@ def _call_wrap(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh)
     except ValueError:
         return function(model)
     group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
-    values: dict[str, Any] = dict.fromkeys(_GROUP_NAMES, group) | dict.fromkeys(_MESH_NAMES, mesh)
+    values: dict[str, Any] = dict.fromkeys(GROUP_NAMES, group) | dict.fromkeys(_MESH_NAMES, mesh)
     for parameter in parameters[1:]:
         if parameter.name in values:
             return function(model, **{parameter.name: values[parameter.name]})
@@ -209,7 +208,11 @@ def _torch_tensor_parallel(
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan = _tensor_plan(workload, model, mesh.size())
-    _use_torch_layers(model, list(plan))
+    for name in plan:
+        module = model.get_submodule(name)
+        # torch's styles know its own linear layers alone.
+        if not isinstance(module, nn.Linear) and isinstance(module.weight, nn.Parameter):
+            model.set_submodule(name, torch_linear(module.weight))
     styles: Any = {name: ColwiseParallel() if kind == "columns" else RowwiseParallel() for name, kind in plan.items()}
     return Wrapped(model, parallelize_module(model, mesh, styles))
 
@@ -241,14 +244,6 @@ def _tensor_plan(workload: VerifiedWorkload, model: nn.Module, ranks: int) -> di
             "divide; give a wrap of yours"
         )
     return plan
-
-
-def _use_torch_layers(model: nn.Module, names: list[str]) -> None:
-    """Put torch's linear layers, which torch's styles know, in the places of others."""
-    for name in names:
-        module = model.get_submodule(name)
-        if not isinstance(module, nn.Linear) and isinstance(module.weight, nn.Parameter):
-            model.set_submodule(name, torch_linear(module.weight))
 
 
 def _ours(class_name: str, *arguments: Any) -> Ready:
@@ -372,11 +367,13 @@ READY: dict[str, Ready] = {
 
 
 def line_of_wrap(workload: VerifiedWorkload) -> str:
-    """``mine.py, line 12``, where a user's wrap begins; empty where Python does not know."""
-    function = inspect.unwrap(user_models.load(workload.wrap))
+    """``mine.py, line 12``, where a user's wrap begins; empty for a ready wrap, or where Python does not know."""
+    if not is_user_code(workload.wrap):
+        return ""
     try:
+        function = inspect.unwrap(user_models.load(workload.wrap))
         _, line = inspect.getsourcelines(function)
         file = inspect.getsourcefile(function) or ""
-    except (OSError, TypeError):
+    except (OSError, TypeError, UserCodeError):
         return ""
     return f"{os.path.basename(file)}, line {line}"

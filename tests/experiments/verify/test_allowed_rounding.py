@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cs336sys.experiments.verify.comparison import CaseComparison
-from cs336sys.parity.rank_rounding import rounding_in
+from cs336sys.parity.rounding import rounding_in
 
 
 @pytest.mark.parametrize(
