@@ -2,15 +2,14 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.capture.breakdown import COMMUNICATION_PART, PARTS, WAITING_PART, Breakdown, break_down
-from cs336sys.capture.capture import Capture
+from cs336sys.capture.breakdown import Breakdown, StepPart, break_down
+from cs336sys.capture.capture import Capture, SavedRecord
 from cs336sys.capture.intervals import Cover, Times
 from cs336sys.capture.taxonomy import category_of
 from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, COPYING, Timeline
@@ -67,7 +66,7 @@ class CollectiveTime:
 
 
 @dataclass(frozen=True)
-class Analysis:
+class Analysis(SavedRecord):
     """Analysis of one GPU of a capture.
 
     Attributes:
@@ -125,30 +124,6 @@ class Analysis:
         parts_ms = sum(self.parts[part][step] for part in parts if part in self.parts for step in middle)
         return parts_ms / step_ms if step_ms else 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON types only, for a results file."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> "Analysis":
-        """The inverse of :meth:`to_json`."""
-        kernels = tuple(
-            KernelGroup(**(row | {name: tuple(row[name]) for name in ("count", "ms", "own_ms")}))
-            for row in record["kernels"]
-        )
-        return cls(
-            **{
-                **record,
-                "kernels": kernels,
-                "copies": tuple(CopyTime(**row) for row in record["copies"]),
-                "collectives": tuple(CollectiveTime(**row) for row in record["collectives"]),
-                "step_ms": tuple(record["step_ms"]),
-                "parts": {name: tuple(values) for name, values in record["parts"].items()},
-                "waits": {name: tuple(value) for name, value in record["waits"].items()},
-                **{name: tuple(record.get(name, ())) for name in ("step_numbers", "damage")},
-            }
-        )
-
 
 def analyze(
     capture: Capture, timeline: Timeline, path: Path, label: str, breakdown: Breakdown | None = None
@@ -167,7 +142,7 @@ def analyze(
         has_steps=timeline.steps.are_found,
         step_ms=_ns_to_ms(bounds[:, 1] - bounds[:, 0]),
         parts={
-            part: _ns_to_ms(breakdown_of_steps.parts[part]) for part in PARTS if breakdown_of_steps.parts[part].any()
+            part: _ns_to_ms(breakdown_of_steps.parts[part]) for part in StepPart if breakdown_of_steps.parts[part].any()
         },
         kernels=_kernel_groups(timeline, breakdown_of_steps),
         copies=_copy_rows(timeline),
@@ -184,10 +159,10 @@ def analyze(
 def with_waiting(analysis: Analysis, waiting_ms: Sequence[float]) -> Analysis:
     """The analysis with what its exposed communication waited for other ranks as a part of its own."""
     parts = dict(analysis.parts)
-    alone = parts.get(COMMUNICATION_PART, (0.0,) * len(waiting_ms))
-    parts[WAITING_PART] = tuple(waiting_ms)
-    parts[COMMUNICATION_PART] = tuple(max(0.0, ms - waited) for ms, waited in zip(alone, waiting_ms, strict=True))
-    return replace(analysis, parts={part: parts[part] for part in PARTS if part in parts})
+    alone = parts.get(StepPart.COMMUNICATION, (0.0,) * len(waiting_ms))
+    parts[StepPart.WAITING] = tuple(waiting_ms)
+    parts[StepPart.COMMUNICATION] = tuple(max(0.0, ms - waited) for ms, waited in zip(alone, waiting_ms, strict=True))
+    return replace(analysis, parts={part: parts[part] for part in StepPart if part in parts})
 
 
 def _ns_to_ms(values: NDArray[np.int64]) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
 """Break down the time of each step: every instant belongs to one kernel, or to one cause of idling."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,22 +9,25 @@ from numpy.typing import NDArray
 from cs336sys.capture.intervals import Cover, Times, own_shares
 from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, COPYING, Timeline
 
-# Parts of a step. Where computing, communication and copies go on together the instant is the first one's.
-COMPUTING_PART = "computing"
-COMMUNICATION_PART = "communication alone"
-WAITING_PART = "waiting for ranks"
-COPIES_PART = "copies alone"
-LAUNCHING = "launching"
-SYNCHRONIZING_CALL = "synchronising call"
-LOADING = "data loader"
-OTHER_STREAM = "another stream"
-BETWEEN_KERNELS = "between kernels"
-UNKNOWN = "unknown"
 
-IDLE_PARTS = (LAUNCHING, SYNCHRONIZING_CALL, LOADING, OTHER_STREAM, BETWEEN_KERNELS, UNKNOWN)
-PARTS = (COMPUTING_PART, COMMUNICATION_PART, WAITING_PART, COPIES_PART, *IDLE_PARTS)
+class StepPart(StrEnum):
+    """Parts of a step. Where computing, communication and copies go on together the instant is the first one's."""
 
-_PART_OF_CLASS = {COMPUTING: COMPUTING_PART, COMMUNICATING: COMMUNICATION_PART, COPYING: COPIES_PART}
+    COMPUTING = "computing"
+    COMMUNICATION = "communication alone"
+    WAITING = "waiting for ranks"
+    COPIES = "copies alone"
+    LAUNCHING = "launching"
+    SYNCHRONIZING_CALL = "synchronising call"
+    LOADING = "data loader"
+    OTHER_STREAM = "another stream"
+    BETWEEN_KERNELS = "between kernels"
+    UNKNOWN = "unknown"
+
+
+IDLE_PARTS = tuple(StepPart)[4:]
+
+_PART_OF_CLASS = {COMPUTING: StepPart.COMPUTING, COMMUNICATING: StepPart.COMMUNICATION, COPYING: StepPart.COPIES}
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def break_down(timeline: Timeline) -> Breakdown:
     it was in a call that waits for the GPU when the GPU became idle; else it was launching.
     """
     bounds = timeline.steps.bounds
-    parts = {part: np.zeros(len(bounds), np.int64) for part in PARTS}
+    parts: dict[str, Times] = {part: np.zeros(len(bounds), np.int64) for part in StepPart}
     pieces: list[tuple[NDArray[np.int64], ...]] = []
     exposed = []
     classes = timeline.work_class
@@ -113,9 +117,9 @@ def _add_gaps(timeline: Timeline, parts: dict[str, Times]) -> None:
         is_queued = (launched >= 0) & (launched <= begin)
         is_known = launched > begin
         is_waiting = is_known & (waits.within(begin, begin + 1) > 0)
-        parts[LOADING][step] = of_loader.sum()
-        parts[UNKNOWN][step] = length[launched < 0].sum()
-        parts[OTHER_STREAM][step] = length[is_queued & other].sum()
-        parts[BETWEEN_KERNELS][step] = length[is_queued & ~other].sum()
-        parts[SYNCHRONIZING_CALL][step] = rest[is_waiting].sum()
-        parts[LAUNCHING][step] = rest[is_known & ~is_waiting].sum()
+        parts[StepPart.LOADING][step] = of_loader.sum()
+        parts[StepPart.UNKNOWN][step] = length[launched < 0].sum()
+        parts[StepPart.OTHER_STREAM][step] = length[is_queued & other].sum()
+        parts[StepPart.BETWEEN_KERNELS][step] = length[is_queued & ~other].sum()
+        parts[StepPart.SYNCHRONIZING_CALL][step] = rest[is_waiting].sum()
+        parts[StepPart.LAUNCHING][step] = rest[is_known & ~is_waiting].sum()

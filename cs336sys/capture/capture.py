@@ -1,12 +1,13 @@
 """A profiler's capture, from whatever file, as arrays."""
 
+import functools
 import json
 import re
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Self
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,6 +127,38 @@ class CollectiveRecord(NamedTuple):
     peers: tuple[int, int] | None = None
 
 
+_type_hints = functools.cache(get_type_hints)
+
+
+def _of_json(value: Any, annotation: Any) -> Any:
+    """Return a value as its annotation has it: records and tuples, where JSON has objects and lists."""
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        hints = _type_hints(annotation)
+        return annotation(**{name: _of_json(item, hints[name]) for name, item in value.items()})
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if value is not None and type(None) in arguments:
+        return _of_json(value, arguments[0])
+    if origin is tuple:
+        is_plain = arguments[0] in (int, float, str)
+        return tuple(value if is_plain else (_of_json(item, arguments[0]) for item in value))
+    if origin is Mapping:
+        return {name: _of_json(item, arguments[1]) for name, item in value.items()}
+    return value
+
+
+class SavedRecord:
+    """A dataclass that a results file holds."""
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types only, for a results file."""
+        return asdict(self)  # type: ignore[call-overload]  # of a dataclass
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Self:
+        """The inverse of :meth:`to_json`."""
+        return _of_json(record, cls)
+
+
 # Times are nanoseconds on one clock. Names, threads and streams are numbers into the texts of a capture; -1 is none.
 @dataclass(frozen=True)
 class Rows:
@@ -136,6 +169,11 @@ class Rows:
         """Return the columns of values that were appended row by row."""
         columns = np.array(values, np.int64).reshape(-1, len(fields(cls))).T
         return cls(*map(np.ascontiguousarray, columns))
+
+    @classmethod
+    def joined(cls, *tables: Self) -> Self:
+        """Return the rows of several tables, one after the other."""
+        return cls(*map(np.concatenate, zip(*(vars(table).values() for table in tables), strict=True)))
 
     def select(self, chosen: NDArray[Any]) -> Self:
         """Return some rows, by a mask or by their numbers."""
@@ -195,16 +233,6 @@ class Operations(Rows):
     name: Times
     shape: Times
     sequence: Times
-
-
-@dataclass(frozen=True)
-class Modules(Rows):
-    """Calls of ``nn.Module``."""
-
-    start: Times
-    stop: Times
-    thread: Times
-    name: Times
 
 
 class Texts:
@@ -273,6 +301,7 @@ class Capture:
     Attributes:
         profiler: what made it: ``Nsight Systems`` or ``torch.profiler``.
         launch: of each work, the number of its call; -1 for none.
+        modules: calls of ``nn.Module``.
         collectives, called_collectives: records by the number of work, and of the operator that launched it.
         is_gpu: False where no GPU took part, and the CPU's operations replace work, each launched by itself and as
             long as it ran without those that it calls.
@@ -289,7 +318,7 @@ class Capture:
     calls: Calls
     ranges: Ranges
     operations: Operations = field(default_factory=lambda: Operations.of(array("q")))
-    modules: Modules = field(default_factory=lambda: Modules.of(array("q")))
+    modules: Ranges = field(default_factory=lambda: Ranges.of(array("q")))
     launch: Times = field(default_factory=lambda: np.zeros(0, np.int64))
     collectives: Mapping[int, CollectiveRecord] = field(default_factory=dict)
     called_collectives: Mapping[int, CollectiveRecord] = field(default_factory=dict)

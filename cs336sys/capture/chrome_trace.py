@@ -31,7 +31,6 @@ from cs336sys.capture.capture import (
     Capture,
     CollectiveRecord,
     DeviceWork,
-    Modules,
     Operations,
     Ranges,
     Texts,
@@ -40,6 +39,7 @@ from cs336sys.capture.capture import (
     why_unreadable,
 )
 from cs336sys.capture.integrity import check_capture
+from cs336sys.capture.intervals import Nested
 from cs336sys.errors import UsageError
 from cs336sys.results.foreign import MIB, printable
 from cs336sys.results.model import json_text
@@ -246,7 +246,7 @@ class _Loader:
         is_gpu = len(work) > 0
         if not is_gpu:
             self._refuse_without_work(calls, unreadable)
-            work, calls = _operations_as_work(operations, DeviceWork.of(self.gloo), calls, self.numbered)
+            work, calls = _operations_as_work(operations, DeviceWork.of(self.gloo), self.numbered)
             ranges.process[:] = _PROCESS
         else:
             # What Gloo's threads do is no work of the GPU.
@@ -258,7 +258,7 @@ class _Loader:
             calls,
             ranges,
             operations,
-            Modules.of(self.modules),
+            Ranges.of(self.modules),
             collectives=self.collectives,
             called_collectives=self.called_collectives,
             is_gpu=is_gpu,
@@ -348,7 +348,7 @@ class _Loader:
 
     def _add_module(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
         if str(event.get("name", "")).startswith("nn.Module: "):
-            self.modules.extend((start, stop, self.texts.number(thread), self._name(event)))
+            self.modules.extend((self._name(event), start, stop, _PROCESS, self.texts.number(thread)))
 
 
 def _collective_record(arguments: Mapping[str, Any]) -> CollectiveRecord:
@@ -400,49 +400,28 @@ def _give_work_its_process(work: DeviceWork, calls: Calls) -> None:
         work.process[has_launch] = pairs[place, 1][has_launch]
 
 
-def _operations_as_work(
-    operations: Operations, gloo: DeviceWork, calls: Calls, numbered: int
-) -> tuple[DeviceWork, Calls]:
+def _operations_as_work(operations: Operations, gloo: DeviceWork, numbered: int) -> tuple[DeviceWork, Calls]:
     """Return the CPU's operations as work, each as long as it ran without those that it calls, and their launches.
 
     What an operation and those within it ran by themselves is laid end to end from the outermost one's start, so that
     all of it together covers just the time of the outermost.
     """
-    order = np.lexsort((-operations.stop, operations.start, operations.thread))
-    starts, stops, threads = (
-        column[order].tolist() for column in (operations.start, operations.stop, operations.thread)
-    )
-    exclusive_ns = [stop - start for start, stop in zip(starts, stops, strict=True)]
-    is_outermost = []
-    callers: list[int] = []
-    for index, start in enumerate(starts):
-        while callers and (threads[callers[-1]] != threads[index] or stops[callers[-1]] <= start):
-            callers.pop()
-        is_outermost.append(not callers)
-        if callers:
-            exclusive_ns[callers[-1]] -= stops[index] - start
-        callers.append(index)
-    begins, ends = [], []
-    reached = 0
-    for index, start in enumerate(starts):
-        begins.append(start if is_outermost[index] else reached)
-        reached = begins[-1] + max(0, exclusive_ns[index])
-        ends.append(reached)
-    count = len(order)
-    none = np.full(count, -1)
+    nested = Nested(operations.start, operations.stop, operations.thread)
+    chosen = operations.select(nested.order)
+    is_outermost = nested.parent < 0
+    exclusive_ns = chosen.stop - chosen.start
+    np.subtract.at(exclusive_ns, nested.parent[~is_outermost], exclusive_ns[~is_outermost].copy())
+    exclusive_ns = np.maximum(exclusive_ns, 0)
+    ends = np.cumsum(exclusive_ns)
+    begins = ends - exclusive_ns
+    shift = (chosen.start - begins)[is_outermost][np.cumsum(is_outermost) - 1]
+    count = len(chosen)
+    none, process, gpu = np.full(count, -1), np.full(count, _PROCESS), np.zeros(count, np.int64)
     numbers = numbered + 1 + np.arange(count)
-    chosen = operations.select(order)
-    process, gpu = np.full(count, _PROCESS), np.zeros(count, np.int64)
-    times = np.array(begins, np.int64), np.array(ends, np.int64)
+    times = begins + shift, ends + shift
     work = DeviceWork(numbers, *times, process, numbers, chosen.name, gpu, chosen.thread, none, chosen.number)
     launches = Calls(process, numbers, chosen.start, chosen.start, chosen.thread, none)
-    return _concatenated(work, gloo), launches
-
-
-def _concatenated(first: DeviceWork, second: DeviceWork) -> DeviceWork:
-    return DeviceWork(
-        *(np.concatenate(columns) for columns in zip(vars(first).values(), vars(second).values(), strict=True))
-    )
+    return DeviceWork.joined(work, gloo), launches
 
 
 class _Events:

@@ -1,11 +1,12 @@
 """Compare two captures: align kernels, and give each change in ms of a step, and whether it is noise."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from cs336sys.capture.analysis import Analysis, KernelGroup
-from cs336sys.capture.breakdown import IDLE_PARTS, WAITING_PART
+from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
 from cs336sys.capture.taxonomy import short_name
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import SAME_PERCENT, compare_sides, difference
@@ -83,12 +84,8 @@ class CaptureDifference:
         return sum(change.delta_ms for change in self.changes if change.is_significant)
 
 
-@dataclass
-class _Pair:
-    """Groups of kernels of both sides that are one thing."""
-
-    before: list[KernelGroup] = field(default_factory=list)
-    after: list[KernelGroup] = field(default_factory=list)
+# Groups of kernels before and after that are one thing.
+_Pair = tuple[list[KernelGroup], list[KernelGroup]]
 
 
 def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
@@ -113,9 +110,9 @@ def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
     changes = [_kernel_change(pair, steps, before.mean_step_ms) for pair in pairs]
     totals = before.mean_step_ms, after.mean_step_ms
     if alike:
-        parts = [part for part in (*IDLE_PARTS, WAITING_PART) if part in before.parts or part in after.parts]
+        parts = [part for part in (*IDLE_PARTS, StepPart.WAITING) if part in before.parts or part in after.parts]
         # Waiting for ranks is part of the collectives' own time.
-        changes += [_part_change(part, before, after) for part in parts if part != WAITING_PART]
+        changes += [_part_change(part, before, after) for part in parts if part != StepPart.WAITING]
     else:
         sums = [
             sum(sum(group.own_ms) for group in analysis.kernels) / len(analysis.step_ms) for analysis in (before, after)
@@ -131,31 +128,22 @@ def _pair_by_keys(
     keys: Sequence[Callable[[KernelGroup], tuple[str, ...] | None]],
 ) -> list[_Pair]:
     """Pair by the first key, what is left by the next, and so on; what no key pairs stands alone."""
-    left_before, left_after = list(before), list(after)
+    unpaired = [list(before), list(after)]
     pairs: list[_Pair] = []
     for key in keys:
-        pair_of_key: dict[tuple[str, ...], _Pair] = {}
-        alone: tuple[list[KernelGroup], list[KernelGroup]] = ([], [])
-        for number, groups in enumerate((left_before, left_after)):
-            for group in groups:
-                of = key(group)
-                if of is None:
-                    alone[number].append(group)
-                    continue
-                pair = pair_of_key.setdefault(of, _Pair())
-                (pair.after if number else pair.before).append(group)
-        for pair in pair_of_key.values():
-            if pair.before and pair.after:
-                pairs.append(pair)
-            else:
-                alone[0].extend(pair.before)
-                alone[1].extend(pair.after)
-        left_before, left_after = alone
-    return [*pairs, *(_Pair([group], []) for group in left_before), *(_Pair([], [group]) for group in left_after)]
+        pair_of_key: dict[Any, _Pair] = defaultdict(lambda: ([], []))
+        for side, groups in enumerate(unpaired):
+            # Groups without a key come first, each alone.
+            for number, group in sorted(enumerate(groups), key=lambda item: key(item[1]) is not None):
+                pair_of_key[key(group) or (side, number)][side].append(group)
+        pairs += [pair for pair in pair_of_key.values() if all(pair)]
+        unpaired = [
+            [group for pair in pair_of_key.values() if not all(pair) for group in pair[side]] for side in (0, 1)
+        ]
+    return [*pairs, *(([group], []) for group in unpaired[0]), *(([], [group]) for group in unpaired[1])]
 
 
-def _kernel_change(pair: _Pair, steps: tuple[int, int], mean_step_ms: float) -> TimeChange:
-    sides = (pair.before, pair.after)
+def _kernel_change(sides: _Pair, steps: tuple[int, int], mean_step_ms: float) -> TimeChange:
     step_ms = [_summed((group.own_ms for group in groups), count) for groups, count in zip(sides, steps, strict=True)]
     counts = [sum(sum(group.count) for group in groups) for groups in sides]
     lengths = [sum(sum(group.ms) for group in groups) for groups in sides]
@@ -172,7 +160,7 @@ def _kernel_change(pair: _Pair, steps: tuple[int, int], mean_step_ms: float) -> 
     label = (
         " -> ".join(" + ".join(map(short_name, some)) for some in names) if is_replaced else (names[0] or names[1])[0]
     )
-    example = (pair.before or pair.after)[0]
+    example = (sides[0] or sides[1])[0]
     return TimeChange(
         label=label,
         is_kernel=True,

@@ -51,7 +51,7 @@ def check_capture(capture: Capture) -> Capture:
     capture = replace(capture, launch=launch)
     empty = np.zeros((0, 2), np.int64)
     if not capture.is_gpu:
-        return replace(capture, damage=Damage(tuple(sentences), empty, empty))
+        return replace(capture, damage=Damage(tuple(sentences)))
     checks: tuple[tuple[Callable[[Capture], Flags], str], ...] = (
         (_begins_early, "begin before their launch"),
         (_ends_late, "end after a call that waited for them"),

@@ -1,8 +1,6 @@
 """Arithmetic of intervals of time: unions, how much of one lies in another, the innermost around an instant."""
 
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,20 +50,15 @@ class Cover:
 class Nested:
     """Intervals of threads that lie in each other or apart, as calls do.
 
-    Args:
-        rows: begin, end and thread of each.
-
     Attributes:
-        order: the number in the rows of each, by thread and begin.
+        order: the number of each in the arguments, by thread and begin.
         parent: of each in the order of thread and begin, the number of the one around it; -1 for none.
     """
 
-    def __init__(self, rows: Sequence[tuple[int, int, int]]):
-        table = np.array(rows, np.int64).reshape(-1, 3)
-        self.order = np.lexsort((-table[:, 1], table[:, 0], table[:, 2]))
-        table = table[self.order]
-        self._start, self._stop, thread = table.T
-        parents = np.full(len(table), -1)
+    def __init__(self, start: Times, stop: Times, thread: Times):
+        self.order = np.lexsort((-stop, start, thread))
+        self._start, self._stop, thread = start[self.order], stop[self.order], thread[self.order]
+        parents = np.full(len(thread), -1)
         around: list[int] = []
         of, begins, ends = thread.tolist(), self._start.tolist(), self._stop.tolist()
         for number in range(len(ends)):
@@ -76,10 +69,6 @@ class Nested:
         self.parent = parents
         numbers, first = (array.tolist() for array in np.unique(thread, return_index=True))
         self._bounds = dict(zip(numbers, pairwise([*first, len(thread)]), strict=True))
-
-    def pick(self, rows: Sequence[Any], number: int) -> Any:
-        """The one of the rows, in their given order, that has this number here."""
-        return rows[self.order[number]]
 
     def innermost(self, time: Times, thread: Times) -> Times:
         """The number of the innermost interval of the thread around each instant; -1 for none."""

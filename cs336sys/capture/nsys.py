@@ -72,7 +72,8 @@ def profile(nsys: Profiler, command: Sequence[str], folder: Path) -> Path:
     Raises:
         CapabilityError: nsys left no report.
     """
-    done = _run_nsys(nsys, ["profile", *PROFILE_OPTIONS, f"--output={folder / 'report'}", *command])
+    # nsys starts the program in a session of its own, and daemons besides.
+    done = run_guarded_program([str(nsys.path), "profile", *PROFILE_OPTIONS, f"--output={folder / 'report'}", *command])
     for suffix in REPORT_SUFFIXES:
         if (report := folder / f"report{suffix}").exists():
             return report
@@ -85,19 +86,13 @@ def export(nsys: Profiler, report: Path, database: Path) -> None:
     Raises:
         UsageError: this nsys cannot read the report: it is none, is damaged, or comes from a newer version.
     """
-    done = _run_nsys(
-        nsys, ["export", "--type=sqlite", "--force-overwrite=true", f"--output={database}", str(report.absolute())]
-    )
+    options = ("--type=sqlite", "--force-overwrite=true", f"--output={database}")
+    done = run_guarded_program([str(nsys.path), "export", *options, str(report.absolute())])
     if done.returncode != 0 or not database.exists():
         raise UsageError(
             f"nsys {nsys.version} cannot export {report}, which must be a report of this version or an older one: "
             f"{_last_line(done)}"
         )
-
-
-def _run_nsys(nsys: Profiler, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    # nsys starts the program in a session of its own, and daemons besides.
-    return run_guarded_program([str(nsys.path), *arguments])
 
 
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -187,9 +182,7 @@ class _Export:
             )
         if _FILLS in self._columns:
             tables.append(self._work(_FILLS, "0", {0: "Memset"}))
-        work = DeviceWork(
-            *(np.concatenate(columns) for columns in zip(*(vars(table).values() for table in tables), strict=True))
-        )
+        work = DeviceWork.joined(*tables)
         work.number[:] = np.arange(1, len(work) + 1)
         calls, ranges = self._calls(), self._ranges()
         gpu_names = {}

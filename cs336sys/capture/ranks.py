@@ -4,15 +4,15 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cs336sys.capture.analysis import Analysis, step_of
-from cs336sys.capture.breakdown import COMPUTING_PART, COPIES_PART, IDLE_PARTS, Breakdown
-from cs336sys.capture.capture import RECEIVE, SEND, SEND_RECEIVE, SYNCHRONIZING, CollectiveRecord
+from cs336sys.capture.breakdown import IDLE_PARTS, Breakdown, StepPart
+from cs336sys.capture.capture import RECEIVE, SEND, SEND_RECEIVE, SYNCHRONIZING, SavedRecord
 from cs336sys.capture.intervals import Cover, Times
 from cs336sys.capture.timeline import Timeline
 
@@ -41,7 +41,7 @@ class Clocks:
 
 
 @dataclass(frozen=True)
-class RanksFound:
+class RanksFound(SavedRecord):
     """Matching of ranks.
 
     Attributes:
@@ -61,16 +61,6 @@ class RanksFound:
     why_no_waits: str = ""
     late_ms: tuple[tuple[float, ...], ...] = ()
     is_pipeline: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON types only, for a results file."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> "RanksFound":
-        """The inverse of :meth:`to_json`."""
-        late_ms = tuple(tuple(row) for row in record.get("late_ms", ()))
-        return cls(**{**record, "notes": tuple(record["notes"]), "late_ms": late_ms})
 
 
 @dataclass(frozen=True)
@@ -98,7 +88,8 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
     """
     numbers, notes = _step_numbers(timelines)
     places, match_notes = _matched(timelines, numbers)
-    joining = [collective for collective in places if _record_at(timelines, collective[0]).kind in SYNCHRONIZING]
+    records = [timeline.collectives.records for timeline in timelines]
+    joining = [collective for collective in places if records[collective[0][0]][collective[0][1]].kind in SYNCHRONIZING]
     if len(joining) < 2:
         return None
     index = [timeline.collectives.index for timeline in timelines]
@@ -135,20 +126,12 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
         missing,
         why_no_waits,
         tuple(tuple(row.tolist()) for row in late_ms),
-        any(record.kind in (SEND, RECEIVE) for timeline in timelines for record in timeline.collectives.records),
+        any(record.kind in (SEND, RECEIVE) for of_rank in records for record in of_rank),
     )
     return RanksAnalysis(clocks, waiting, numbers, matching)
 
 
 Place = tuple[int, int]
-
-
-def _record_at(timelines: Sequence[Timeline], place: Place) -> CollectiveRecord:
-    return timelines[place[0]].collectives.records[place[1]]
-
-
-def _is_point_to_point(kind: str) -> bool:
-    return kind in (SEND, RECEIVE, SEND_RECEIVE)
 
 
 def _step_numbers(timelines: Sequence[Timeline]) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
@@ -170,7 +153,7 @@ def _matched(
         steps = step_of(timeline, timeline.start[timeline.collectives.index])
         counts: Counter[tuple] = Counter()
         for place, record in enumerate(timeline.collectives.records):
-            is_sent = _is_point_to_point(record.kind)
+            is_sent = record.kind in (SEND, RECEIVE, SEND_RECEIVE)
             if is_sent and record.peers is None and not record.communication:
                 is_without_peers = True
                 continue
@@ -275,6 +258,8 @@ _MOST_UNSEEN = 0.05
 _LEAST_STEPS = 3
 # A step of many times the median is a pause.
 _PAUSE_MEDIANS = 3
+# What no other rank makes longer.
+_LOCAL_PARTS = (StepPart.COMPUTING, StepPart.COPIES, *IDLE_PARTS)
 
 
 @dataclass(frozen=True)
@@ -310,7 +295,9 @@ class RankAnswer:
 
 def local_ms(analysis: Analysis) -> list[float]:
     """Return how long a rank computes, copies and idles in each step, which no other rank makes longer."""
-    parts = [analysis.parts[part] for part in (COMPUTING_PART, COPIES_PART, *IDLE_PARTS) if part in analysis.parts]
+    parts = [
+        analysis.parts[part] for part in (StepPart.COMPUTING, StepPart.COPIES, *IDLE_PARTS) if part in analysis.parts
+    ]
     return [sum(values) for values in zip(*parts, strict=True)] if parts else [0.0] * len(analysis.step_ms)
 
 
@@ -416,12 +403,12 @@ def _longer_parts(analyses: Sequence[Analysis], slowest: int, excess: float) -> 
     """The parts, and of computing the kinds of kernel, that are longer on the slowest rank, in words."""
     others = [analysis for number, analysis in enumerate(analyses) if number != slowest]
     longer = []
-    for part in (COMPUTING_PART, COPIES_PART, *IDLE_PARTS):
+    for part in _LOCAL_PARTS:
         more = analyses[slowest].mean(part) - statistics.median(other.mean(part) for other in others)
         if more < 0.2 * excess:
             continue
         description = f"{part} {more:.3g} ms"
-        if part == COMPUTING_PART and (kinds := _longer_kinds(analyses[slowest], others, more)):
+        if part == StepPart.COMPUTING and (kinds := _longer_kinds(analyses[slowest], others, more)):
             description += f" ({kinds})"
         longer.append((more, description))
     return ", ".join(description for _, description in sorted(longer, reverse=True)) + " longer" if longer else ""

@@ -155,9 +155,7 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
 RankCapture = tuple[Path, Capture, Timeline, int]
 
 
-def _labels(
-    rank_captures: Sequence[RankCapture],
-) -> tuple[list[str], tuple[str, ...], list[int], str]:
+def _labels(rank_captures: Sequence[RankCapture]) -> tuple[list[str], tuple[str, ...], list[int], str]:
     """Return labels of GPUs and ranks, notes about them, their order, and which ranks have no file, in words."""
     files = list(dict.fromkeys(path for path, *_ in rank_captures))
     if len(files) == 1:
@@ -202,14 +200,10 @@ def _missing_ranks(rank_captures: Sequence[RankCapture], ranks: Sequence[int], i
             worlds.append(max(group_ranks(group) or (-1,)) + 1)
         worlds += [record.ranks for record in timeline.collectives.records[:1000]]
     world = max(worlds, default=0)
-    if len(ranks) >= world and is_counted:
-        return ""
     missing = [] if is_counted else sorted(set(range(min(world, 100_000))) - set(ranks))
-    if not missing and not is_counted:
+    if not missing and (not is_counted or len(ranks) >= world):
         return ""
     if is_counted or len(missing) > 8:
         return f"{world - len(ranks)} of {world} ranks have no file"
-    listed = ", ".join(map(str, missing))
-    return (
-        f"rank{'' if len(missing) == 1 else 's'} {listed} of {world} {'has' if len(missing) == 1 else 'have'} no file"
-    )
+    noun, verb = ("rank", "has") if len(missing) == 1 else ("ranks", "have")
+    return f"{noun} {', '.join(map(str, missing))} of {world} {verb} no file"

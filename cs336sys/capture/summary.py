@@ -1,13 +1,13 @@
 """Attribute every kernel of a capture to the range in which it was launched, and sum up."""
 
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from cs336sys.capture.capture import Capture, Ranges
+from cs336sys.capture.capture import Capture, Ranges, SavedRecord
 from cs336sys.capture.intervals import Cover, Times
 from cs336sys.capture.timeline import PROFILER_STEP as NUMBERED_STEP
 from cs336sys.errors import UsageError
@@ -62,7 +62,7 @@ class KernelTime:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(SavedRecord):
     """A capture's answer about its phases.
 
     Attributes:
@@ -97,18 +97,6 @@ class Profile:
     of_gpus: tuple[RangeTime, ...] = ()
     damage: tuple[str, ...] = ()
     is_idle_known: bool = True
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON types only, for a results file."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> "Profile":
-        """The inverse of :meth:`to_json`."""
-        ranges = {name: tuple(RangeTime(**row) for row in record[name]) for name in ("phases", "parts", "of_gpus")}
-        kernels = {name: tuple(KernelTime(**row) for row in record[name]) for name in ("kernels", "part_kernels")}
-        step = RangeTime(**record["step"]) if record["step"] else None
-        return cls(**{**record, **ranges, **kernels, "step": step, "damage": tuple(record.get("damage", ()))})
 
 
 class _LaunchedWork:
@@ -283,25 +271,22 @@ def _named_phases(work: _LaunchedWork, phase_names: Sequence[str]) -> Ranges:
     Raises:
         UsageError: there are none of a name, or two overlap.
     """
-    _check_range_names(phase_names, work.capture.range_names())
-    phases = work.named(phase_names)
-    phases = _outermost(phases, phases.process, phases.name)
-    if overlap := _overlap(phases):
-        both = " and ".join(f"'{work.label(name)}'" for name in overlap)
-        raise UsageError(f"ranges {both} overlap, so kernels would count twice: choose ranges that do not")
-    return phases
-
-
-def _check_range_names(phases: Sequence[str], names: Mapping[str, int]) -> None:
+    names = work.capture.range_names()
     if not names:
         raise UsageError("the capture holds no ranges, so kernels have no phase: annotate the program with NVTX ranges")
-    for name in phases:
+    for name in phase_names:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=5, cutoff=0.4)
             shown = list(dict.fromkeys([*near, *names]))[: max(8, len(near))]
             rest = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
             listed = ", ".join(f"'{choice}'" for choice in shown)
             raise UsageError(f"--range '{name}': the capture has no range of this name; it has {listed}{rest}")
+    phases = work.named(phase_names)
+    phases = _outermost(phases, phases.process, phases.name)
+    if overlap := _overlap(phases):
+        both = " and ".join(f"'{work.label(name)}'" for name in overlap)
+        raise UsageError(f"ranges {both} overlap, so kernels would count twice: choose ranges that do not")
+    return phases
 
 
 def _check_attributed(

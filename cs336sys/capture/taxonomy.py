@@ -2,135 +2,128 @@
 
 import functools
 import re
+from enum import StrEnum
 
-MATMUL = "matmul"
-CONVOLUTION = "convolution"
-ATTENTION_SOFTMAX = "attention/softmax"
-ELEMENTWISE = "elementwise"
-REDUCTION = "reduction"
-NORMALIZATION = "normalization"
-OPTIMIZER = "optimizer"
-POOLING = "pooling"
-# Of embedding bags and jagged tensors, as recommendation models have them.
-EMBEDDING_BAG = "embedding bag"
-SORTING = "sorting"
-QUANTIZATION = "quantization"
-# Transpositions, from NCHW to NHWC and the like.
-LAYOUT = "layout"
-COPY = "copy"
-COMMUNICATION = "communication"
-# Views, allocation and autograd's bookkeeping: only where CPU operations stand in for kernels.
-DISPATCH = "dispatch"
-UNCLASSIFIED = "unclassified"
 
-KERNEL_CATEGORIES = (
-    MATMUL,
-    CONVOLUTION,
-    ATTENTION_SOFTMAX,
-    ELEMENTWISE,
-    REDUCTION,
-    NORMALIZATION,
-    POOLING,
-    EMBEDDING_BAG,
-    SORTING,
-    QUANTIZATION,
-    LAYOUT,
-    OPTIMIZER,
-    COPY,
-    COMMUNICATION,
-    DISPATCH,
-    UNCLASSIFIED,
-)
+class Category(StrEnum):
+    """Kinds of kernels, in the order of tables and pictures."""
+
+    MATMUL = "matmul"
+    CONVOLUTION = "convolution"
+    ATTENTION_SOFTMAX = "attention/softmax"
+    ELEMENTWISE = "elementwise"
+    REDUCTION = "reduction"
+    NORMALIZATION = "normalization"
+    POOLING = "pooling"
+    # Of embedding bags and jagged tensors, as recommendation models have them.
+    EMBEDDING_BAG = "embedding bag"
+    SORTING = "sorting"
+    QUANTIZATION = "quantization"
+    # Transpositions, from NCHW to NHWC and the like.
+    LAYOUT = "layout"
+    OPTIMIZER = "optimizer"
+    COPY = "copy"
+    COMMUNICATION = "communication"
+    # Views, allocation and autograd's bookkeeping: only where CPU operations stand in for kernels.
+    DISPATCH = "dispatch"
+    UNCLASSIFIED = "unclassified"
+
 
 # The first pattern found anywhere in the full name decides, whatever its case; so what is more special stands first:
 # flash attention is made of cutlass, and a fused normalization is a reduction too.
-_PATTERNS = (
-    (COMMUNICATION, r"nccl|rccl|mscclKernel|nvshmem|multimem|_shot_all_reduce|c10d::|record_param_comms|^gloo:"),
-    # torch's fused attention: FlashAttention, memory-efficient, cuDNN; FlexAttention of inductor.
+_PATTERNS: tuple[tuple[Category, *tuple[str, ...]], ...] = (
     (
-        ATTENTION_SOFTMAX,
-        r"flash_|fmha|mem_?eff_?attention|sdpa|dot_do_o|flex_attention|aten::_(scaled_dot_product|efficient_att)",
+        Category.COMMUNICATION,
+        r"nccl|rccl|mscclKernel|nvshmem|multimem|_shot_all_reduce|c10d::|record_param_comms|^gloo:",
     ),
-    # AOTriton's on AMD GPUs, SageAttention; those of inference engines over pages of keys and values.
-    (ATTENTION_SOFTMAX, r"^_?(attn|sage)_(fwd|bwd)|^bwd_(kernel|preprocess)|(paged|unified|decode)_attention"),
-    # FlashAttention 3, all of it in the namespace flash; 4, which CuTe DSL calls by module and class run together.
-    (ATTENTION_SOFTMAX, r"\bflash::|flash_?att(n|ention)"),
-    # This project's kernels, by the names of their functions.
     (
-        ATTENTION_SOFTMAX,
+        Category.ATTENTION_SOFTMAX,
+        # torch's fused attention: FlashAttention, memory-efficient, cuDNN; FlexAttention of inductor.
+        r"flash_|fmha|mem_?eff_?attention|sdpa|dot_do_o|flex_attention|aten::_(scaled_dot_product|efficient_att)",
+        # AOTriton's on AMD GPUs, SageAttention; those of inference engines over pages of keys and values.
+        r"^_?(attn|sage)_(fwd|bwd)|^bwd_(kernel|preprocess)|(paged|unified|decode)_attention",
+        # FlashAttention 3, all of it in the namespace flash; 4, which CuTe DSL calls by module and class run together.
+        r"\bflash::|flash_?att(n|ention)",
+        # This project's kernels, by the names of their functions.
         r"^(forward|(reducer_|wide_)?backward|prepare|convert_(grad_query|register_order)|sum_pieces|combine)_kernel$",
     ),
-    (ELEMENTWISE, r"^(_?rope(_qkv)?|_swiglu_(forward|backward)|cross_entropy_scale)_kernel$"),
-    (REDUCTION, r"^(_weighted_sum_(forward|backward)|_partial_sums|_embedding_sum)_kernel$"),
-    (SORTING, r"^_embedding_order_kernel$"),
-    (REDUCTION, r"log_?softmax|nll_loss|cross_entropy"),
-    (ATTENTION_SOFTMAX, r"softmax"),
+    (Category.ELEMENTWISE, r"^(_?rope(_qkv)?|_swiglu_(forward|backward)|cross_entropy_scale)_kernel$"),
+    (Category.REDUCTION, r"^(_weighted_sum_(forward|backward)|_partial_sums|_embedding_sum)_kernel$"),
+    (Category.SORTING, r"^_embedding_order_kernel$"),
+    (Category.REDUCTION, r"log_?softmax|nll_loss|cross_entropy"),
+    (Category.ATTENTION_SOFTMAX, r"softmax"),
     # FBGEMM's are no products, though its name ends like one.
-    (EMBEDDING_BAG, r"embedding_?bag|split_embedding|embedding_codegen|bounds_check_indices|jagged|pooled_emb"),
+    (
+        Category.EMBEDDING_BAG,
+        r"embedding_?bag|split_embedding|embedding_codegen|bounds_check_indices|jagged|pooled_emb",
+    ),
     # cuDNN's and MIOpen's; a product of matrices may be what they compute by.
     (
-        CONVOLUTION,
+        Category.CONVOLUTION,
         r"fprop|wgrad|dgrad|winograd|scudnn|convol|im2col|col2im|im2d2col|fft[12]d|cask_cudnn|gcnAsmConv|naive_conv|implicit_gemm"
         r"|igemm_(fwd|bwd|wrw)|conv_depthwise|\bconv\d?d_|_conv\d?d(?=[_<(]|$)",
     ),
-    (QUANTIZATION, r"quantiz|_quant_|FP8_?quant|to_fp8|FloatToH?FP8|fused_?8bit|int8_quant"),
+    (Category.QUANTIZATION, r"quantiz|_quant_|FP8_?quant|to_fp8|FloatToH?FP8|fused_?8bit|int8_quant"),
     # Products of experts: Triton's and TensorRT's, named after the formats of inputs and output.
-    (MATMUL, r"matmul_ogs|^bmm_\w*(E\dm\d|fp\d|float16)"),
+    (Category.MATMUL, r"matmul_ogs|^bmm_\w*(E\dm\d|fp\d|float16)"),
     # Which expert gets which token.
-    (SORTING, r"::routing|_routing_(compute|memset)|_sum_bitmatrix"),
-    # AMD's are named after Tensile's indices.
-    (MATMUL, r"^Cijk_|rocblas|hipblas"),
-    # cuBLAS on Hopper and later is nvjet; before: gemm, gemv, dot, cutlass, xmma; a split-K product ends in a sum.
-    # CuTe DSL calls all kernels kernel_cutlass_..., normalizations too.
-    (MATMUL, r"nvjet|gemm|gemv|(?<!kernel_)cutlass|xmma|cublas|splitk|magma_|\bdot_kernel|triton_(tem|mm)_"),
-    (MATMUL, r"^aten::(mm|bmm|addmm|baddbmm|linear|matmul|_scaled_mm|_addmm_activation)$|mkl(dnn)?_linear"),
+    (Category.SORTING, r"::routing|_routing_(compute|memset)|_sum_bitmatrix"),
+    (
+        Category.MATMUL,
+        # AMD's are named after Tensile's indices.
+        r"^Cijk_|rocblas|hipblas",
+        # cuBLAS on Hopper and later is nvjet; before: gemm, gemv, dot, cutlass, xmma; a split-K product ends in a sum.
+        # CuTe DSL calls all kernels kernel_cutlass_..., normalizations too.
+        r"nvjet|gemm|gemv|(?<!kernel_)cutlass|xmma|cublas|splitk|magma_|\bdot_kernel|triton_(tem|mm)_",
+        r"^aten::(mm|bmm|addmm|baddbmm|linear|matmul|_scaled_mm|_addmm_activation)$|mkl(dnn)?_linear",
+    ),
     # Optimizers over lists of tensors: torch's foreach and fused ones, inductor's foreach.
-    (OPTIMIZER, r"multi_tensor|foreach|triton_for_|adam|_fused_sgd"),
+    (Category.OPTIMIZER, r"multi_tensor|foreach|triton_for_|adam|_fused_sgd"),
     # A reduction that takes a reciprocal root is RMSNorm or layer norm.
     (
-        NORMALIZATION,
+        Category.NORMALIZATION,
         r"(layer|rms|group|batch|instance)_?norm|\bbn_(fw|bw)|RowwiseMoments|GammaBeta|triton_(red|per)_\w*rsqrt"
         r"|Compute(Internal|Backward)?(Fused|Gradients)",
     ),
-    (POOLING, r"pool"),
-    (SORTING, r"radix|sort|top_?k|bitonic|::unique|UniqueByKey|DeviceCompactInit"),
+    (Category.POOLING, r"pool"),
+    (Category.SORTING, r"radix|sort|top_?k|bitonic|::unique|UniqueByKey|DeviceCompactInit"),
     # The gradient of an embedding.
-    (ELEMENTWISE, r"compute_grad_weight|krn_partial|compute_num_of_partial_segments"),
-    (LAYOUT, r"nchwToNhwc|nhwcToNchw|nchwAddPadding|(?<!aten::)(transpose|permute)|tensorTransformGeneric"),
+    (Category.ELEMENTWISE, r"compute_grad_weight|krn_partial|compute_num_of_partial_segments"),
+    (Category.LAYOUT, r"nchwToNhwc|nhwcToNchw|nchwAddPadding|(?<!aten::)(transpose|permute)|tensorTransformGeneric"),
     (
-        COPY,
+        Category.COPY,
         r"^Mem(cpy|set)|copy_(async_)?kernel|store_kvcache|CatArrayBatchedCopy|FillFunctor|fill_kernel|^aten::(copy_|fill_|zero_|cat|clone)$",
     ),
-    (REDUCTION, r"reduce|triton_(red|per)_|DeviceScan|scan_|cumsum|argmax"),
-    (REDUCTION, r"^aten::(sum|mean|amax|amin|max|min|norm|linalg_vector_norm|_log_softmax\w*|logsumexp|all|any)$"),
     (
-        ELEMENTWISE,
-        r"elementwise|act_and_mul|SubTensorOp|scalePackedTensor|triton_poi_|index|gather|scatter|embedding|arange|tri[lu]_|distribution|dropout",
+        Category.REDUCTION,
+        r"reduce|triton_(red|per)_|DeviceScan|scan_|cumsum|argmax",
+        r"^aten::(sum|mean|amax|amin|max|min|norm|linalg_vector_norm|_log_softmax\w*|logsumexp|all|any)$",
     ),
-    (ELEMENTWISE, r"^aten::(add|sub|rsub|mul|div|neg|exp|log|pow|square|sqrt|rsqrt|reciprocal|sigmoid|silu|tanh)_?$"),
     (
-        ELEMENTWISE,
+        Category.ELEMENTWISE,
+        r"elementwise|act_and_mul|SubTensorOp|scalePackedTensor|triton_poi_|index|gather|scatter|embedding|arange|tri[lu]_|distribution|dropout",
+        r"^aten::(add|sub|rsub|mul|div|neg|exp|log|pow|square|sqrt|rsqrt|reciprocal|sigmoid|silu|tanh)_?$",
         r"^aten::(where|lerp|addcmul|addcdiv|clamp|masked_fill|ge|gt|le|lt|eq|ne|bitwise_\w+|\w+_backward)_?$",
     ),
-    (DISPATCH, r"^autograd::|^torch::autograd|Backward\d*$|^_CrossEntropy|^CompiledFunction|^Torch-Compiled|^detach$"),
-    (DISPATCH, r"^aten::(\w*view\w*|\w*reshape\w*|as_strided\w*|expand\w*|transpose|permute|t|numpy_T|mT|\w*flatten)$"),
-    (DISPATCH, r"^aten::((un)?squeeze|slice|select|narrow|unbind|stack|detach|resize_|resolve_\w+|result_type)$"),
     (
-        DISPATCH,
+        Category.DISPATCH,
+        r"^autograd::|^torch::autograd|Backward\d*$|^_CrossEntropy|^CompiledFunction|^Torch-Compiled|^detach$",
+        r"^aten::(\w*view\w*|\w*reshape\w*|as_strided\w*|expand\w*|transpose|permute|t|numpy_T|mT|\w*flatten)$",
+        r"^aten::((un)?squeeze|slice|select|narrow|unbind|stack|detach|resize_|resolve_\w+|result_type)$",
         r"^aten::(empty\w*|new_\w+|zeros\w*|ones\w*|scalar_tensor|to|_to_copy|promote_types|item|_local_scalar\w*)$",
     ),
 )
-_COMPILED = tuple((category, re.compile(pattern, re.IGNORECASE)) for category, pattern in _PATTERNS)
+_COMPILED = tuple((category, re.compile("|".join(patterns), re.IGNORECASE)) for category, *patterns in _PATTERNS)
 
 
 @functools.cache
-def category_of(kernel: str) -> str:
-    """One of :data:`KERNEL_CATEGORIES`, by a kernel's full name or that of a CPU operation.
+def category_of(kernel: str) -> Category:
+    """Return the kind by a kernel's full name or that of a CPU operation.
 
     A name says nothing about purpose: the kernels of a softmax written as several operations are elementwise and
     reductions, and so are those of an eager RMSNorm.
     """
-    return next((category for category, pattern in _COMPILED if pattern.search(kernel)), UNCLASSIFIED)
+    return next((category for category, pattern in _COMPILED if pattern.search(kernel)), Category.UNCLASSIFIED)
 
 
 _DTYPES = {"float": "fp32", "double": "fp64", "BFloat16": "bf16", "Half": "fp16", "long": "int64", "int": "int32"}

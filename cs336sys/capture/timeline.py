@@ -20,7 +20,7 @@ from cs336sys.capture.capture import (
 )
 from cs336sys.capture.intervals import Nested, Times
 from cs336sys.capture.operators import called_operators
-from cs336sys.capture.taxonomy import COMMUNICATION, category_of
+from cs336sys.capture.taxonomy import Category, category_of
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.measure.range_names import STEP, STEP_PHASES, WARM_UP
 
@@ -34,6 +34,8 @@ PROFILER_STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
 # Ranges in which a program waits for its next batch.
 _LOADER_NAME = re.compile(r"dataloader|data[ _]load|load(ing)? (data|batch)|next[ _]batch|get_batch", re.IGNORECASE)
 _NO_MODULE = re.compile(rf"^(ProfilerStep#|cs336sys |nccl:|gloo:|## Call|Torch-Compiled|{STEP}$|{WARM_UP}$)")
+# torch numbers the instances of a module's class.
+_INSTANCE = re.compile(r"_\d+$")
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ def _timeline(capture: Capture, chosen: Indices, step: str | None) -> Timeline:
 def _class_of(name: str) -> int:
     if name.startswith(("Memcpy", "Memset")):
         return COPYING
-    return COMMUNICATING if category_of(name) == COMMUNICATION else COMPUTING
+    return COMMUNICATING if category_of(name) == Category.COMMUNICATION else COMPUTING
 
 
 def _interval_pairs(rows: Calls | Ranges) -> Times:
@@ -198,43 +200,36 @@ def _modules(capture: Capture, process: int, launched: Times, thread: Indices) -
 
     Where modules were not recorded, the innermost range of the launching thread.
     """
-    texts, modules = capture.texts, capture.modules
-    has_modules = len(modules) > 0
-    if has_modules:
-        rows = [
-            (begin, end, thread_number, re.sub(r"_\d+$", "", texts[name].removeprefix("nn.Module: ")))
-            for begin, end, thread_number, name in np.column_stack(tuple(vars(modules).values())).tolist()
-        ]
-    else:
-        ranges = capture.ranges.select(capture.ranges.process == process)
-        is_module = ~capture.is_named(ranges.name, lambda text: _NO_MODULE.match(text) or _LOADER_NAME.search(text))
-        ranges = ranges.select(is_module)
-        columns = (ranges.start, ranges.stop, ranges.thread, ranges.name)
-        rows = [(*row[:3], texts[row[3]]) for row in np.column_stack(columns).tolist()]
+    has_modules = len(capture.modules) > 0
+    rows = capture.modules
+    if not has_modules:
+        rows = capture.ranges.select(capture.ranges.process == process)
+        rows = rows.select(
+            ~capture.is_named(rows.name, lambda text: _NO_MODULE.match(text) or _LOADER_NAME.search(text))
+        )
         # Phases are open for every thread.
-        rows += [
-            (begin, end, other, text)
-            for begin, end, thread_number, text in rows
-            if text in STEP_PHASES
-            for other in np.unique(thread).tolist()
-            if other not in (thread_number, -1)
-        ]
-    if not rows:
+        phases = rows.select(capture.is_named(rows.name, STEP_PHASES.__contains__))
+        for other in np.unique(thread[thread >= 0]).tolist():
+            elsewhere = phases.select(phases.thread != other)
+            elsewhere.thread[:] = other
+            rows = Ranges.joined(rows, elsewhere)
+    if not len(rows):
         return np.full(len(launched), -1), []
-    nested = Nested([row[:3] for row in rows])
+    nested = Nested(rows.start, rows.stop, rows.thread)
     innermost = nested.innermost(launched, thread)
     if has_modules:
         forward_time, forward_thread = _forward_times(capture, launched, thread)
         is_backward = (innermost < 0) & (forward_time >= 0)
         innermost[is_backward] = nested.innermost(forward_time[is_backward], forward_thread[is_backward])
+    names = [capture.texts[name] for name in rows.name[nested.order].tolist()]
     labels: dict[str, int] = {}
     label_of = np.full(len(rows) + 1, -1)
     for number in np.unique(innermost[innermost >= 0]).tolist():
-        parent = int(nested.parent[number])
-        text = nested.pick(rows, number)[3]
-        if has_modules and parent >= 0:
-            text = f"{nested.pick(rows, parent)[3]}.{text}"
-        label_of[number] = labels.setdefault(text, len(labels))
+        label = names[number]
+        if has_modules:
+            calls = [names[nested.parent[number]]] if nested.parent[number] >= 0 else []
+            label = ".".join(_INSTANCE.sub("", name.removeprefix("nn.Module: ")) for name in (*calls, label))
+        label_of[number] = labels.setdefault(label, len(labels))
     return label_of[innermost], list(labels)
 
 
@@ -246,7 +241,7 @@ def _forward_times(capture: Capture, launched: Times, thread: Indices) -> tuple[
     backward, forward = operations.select(is_backward), operations.select(~is_backward)
     if not len(backward) or not len(forward):
         return time, thread_of_forward
-    nested = Nested(np.column_stack((backward.start, backward.stop, backward.thread)).tolist())
+    nested = Nested(backward.start, backward.stop, backward.thread)
     innermost = nested.innermost(launched, thread)
     is_inside = innermost >= 0
     sequence = backward.sequence[nested.order[innermost[is_inside]]]
@@ -340,15 +335,7 @@ def _by_ranges(capture: Capture, timeline: Timeline, is_step: Callable[[str], An
     low, high = np.searchsorted(sorted_launches, [ranges[0][0], ranges[-1][1]])
     if high <= low:
         return _NO_STEPS
-    return Steps(
-        np.array(bounds, np.int64),
-        definition,
-        True,
-        are_counted,
-        tuple(numbers),
-        np.array(ranges, np.int64),
-        len(ranges),
-    )
+    return Steps(np.array(bounds, np.int64), definition, True, are_counted, tuple(numbers), np.array(ranges, np.int64))
 
 
 # A step that takes so many times the median holds a pause that no step has, or a time that cannot be.

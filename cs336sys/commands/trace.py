@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -103,10 +103,9 @@ def trace(
             reading.check_gpu(measured, read.analyses)
     bandwidths = None if reading.allreduce is None else _bandwidths(reading.allreduce, before)
     run_id = str(uuid.uuid4())
-    details: dict[str, Any] = {"roofline": roofline, "ceilings": measured, "bandwidths": bandwidths, "run_id": run_id}
-    cells = [cell for side, read in reads.items() for cell in difference.capture_cells(side, read, **details)]
-    sides = difference.saved_sides(cells)
     shown = DisplayOptions(reading.top, reading.full_names, roofline, measured, bandwidths)
+    cells = [cell for side, read in reads.items() for cell in difference.capture_cells(side, read, shown, run_id)]
+    sides = difference.saved_sides(cells)
     tables = difference.all_tables(sides, shown)
     _keep(save, run_id, before, cells)
     if html is None or output.output is not None or output.format is not None or output.table:

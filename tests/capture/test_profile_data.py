@@ -9,7 +9,7 @@ import pytest
 
 from cs336sys.capture.reading import open_capture
 from cs336sys.capture.summary import summarize
-from cs336sys.capture.taxonomy import MATMUL, UNCLASSIFIED, category_of
+from cs336sys.capture.taxonomy import Category, category_of
 from cs336sys.errors import UsageError
 
 DATA = Path(__file__).parent / "data"
@@ -24,8 +24,8 @@ def test_a_training_step(name):
     assert profile.attributed_percent > 99
     assert sum(row.kernel_ns for row in profile.phases) == pytest.approx(profile.step.kernel_ns, rel=0.01)
     kinds = {category_of(kernel.kernel) for kernel in profile.kernels}
-    assert MATMUL in kinds
-    assert UNCLASSIFIED not in kinds
+    assert Category.MATMUL in kinds
+    assert Category.UNCLASSIFIED not in kinds
     assert profile.configuration["size"] == "tiny"
 
 

@@ -286,13 +286,13 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
     kernels, _ = _profile_events(phases, device)
     if not kernels:
         return None
-    wanted = (taxonomy.MATMUL, taxonomy.ATTENTION_SOFTMAX)
-    kinds: dict[str, list[tuple[int, int]]] = {name: [] for name in (*wanted, "other", taxonomy.COMMUNICATION)}
+    wanted = (taxonomy.Category.MATMUL, taxonomy.Category.ATTENTION_SOFTMAX)
+    kinds: dict[str, list[tuple[int, int]]] = {name: [] for name in (*wanted, "other", taxonomy.Category.COMMUNICATION)}
     times: dict[str, list[int]] = {}
     for name, start, end in kernels:
         kind = taxonomy.category_of(name)
         if name.startswith(_COMMUNICATION):
-            kind = taxonomy.COMMUNICATION
+            kind = taxonomy.Category.COMMUNICATION
         kinds[kind if kind in kinds else "other"].append((start, end))
         times.setdefault(taxonomy.short_name(name), []).append(end - start)
     covered_ns = [covered(intervals) for intervals in itertools.accumulate(kinds.values())]

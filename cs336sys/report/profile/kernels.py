@@ -1,20 +1,13 @@
 """Kernels by time, and by kind."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.capture.summary import KernelTime, Profile, RangeTime
-from cs336sys.capture.taxonomy import (
-    KERNEL_CATEGORIES,
-    MATMUL,
-    OPTIMIZER,
-    UNCLASSIFIED,
-    category_of,
-    short_name,
-)
+from cs336sys.capture.taxonomy import Category, category_of, short_name
 from cs336sys.measure.range_names import STEP
 from cs336sys.report.numbers import format_number
 from cs336sys.report.outputs import new_axes, write_figure
@@ -118,7 +111,7 @@ def kernel_table(
         for phase in m.profile.phases:
             kernels = by_phase[phase.name]
             total_ns = sum(kernel.total_ns for kernel in kernels)
-            chosen = [k for k in kernels if not without_matmul or category_of(k.kernel) != MATMUL][:top]
+            chosen = [k for k in kernels if not without_matmul or category_of(k.kernel) != Category.MATMUL][:top]
             names = [kernel.kernel if full_names else short_name(kernel.kernel) for kernel in chosen]
             rows += [
                 {**m.labels, **_kernel_time_row(kernel, total_ns, phase.count), "phase": phase.name, "kernel": name}
@@ -170,27 +163,26 @@ def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -
     rows = []
     unclassified: Counter[str] = Counter()
     for m in measured:
-        by_phase = m.kernels_by_phase()
+        of_phases: dict[str, Counter[str]] = defaultdict(Counter)
+        of_step: Counter[str] = Counter()
         for kernel in m.profile.kernels:
-            if category_of(kernel.kernel) == UNCLASSIFIED:
+            category = category_of(kernel.kernel)
+            if category == Category.UNCLASSIFIED:
                 unclassified[short_name(kernel.kernel)] += kernel.total_ns
-        for phase in m.profile.phases:
-            totals: Counter[str] = Counter()
-            for kernel in by_phase[phase.name]:
-                totals[category_of(kernel.kernel)] += kernel.total_ns
-            rows.append({**m.labels, "phase": phase.name, **_share_row(totals, phase.count)})
+            of_phases[kernel.range][category] += kernel.total_ns
+            # The course's AdamW is made of elementwise kernels: what launched them says more than their names.
+            of_step[Category.OPTIMIZER if kernel.range == _OPTIMIZER_PHASE else category] += kernel.total_ns
+        rows += [
+            {**m.labels, "phase": phase.name, **_share_row(of_phases[phase.name], phase.count)}
+            for phase in m.profile.phases
+        ]
         if m.profile.step:
-            totals = Counter()
-            for kernel in m.profile.kernels:
-                # The course's AdamW is made of elementwise kernels: what launched them says more than their names.
-                launched_by_optimizer = kernel.range == _OPTIMIZER_PHASE
-                totals[OPTIMIZER if launched_by_optimizer else category_of(kernel.kernel)] += kernel.total_ns
-            rows.append({**m.labels, "phase": STEP, **_share_row(totals, m.steps)})
+            rows.append({**m.labels, "phase": STEP, **_share_row(of_step, m.steps)})
     columns = (
         *labels,
         Column("phase", "phase"),
         Column("kernel_ms", "kernels", "ms"),
-        *(Column(share_key(category), category, "percent") for category in KERNEL_CATEGORIES),
+        *(Column(share_key(category), category, "percent") for category in Category),
     )
     notes = [
         "share of kernel time, by the kernels' names; in the step, all that the optimizer launches counts as its own"
@@ -211,24 +203,24 @@ def _share_row(totals: Counter[str], count: int) -> dict[str, Any]:
 
 
 # What matrix products take stands out from what moves memory.
-KIND_COLORS = (
-    "#4c72b0",  # matmul
-    "#1f9e89",  # convolution
-    "#c44e52",  # attention/softmax
-    "#dd8452",  # elementwise
-    "#ccb974",  # reduction
-    "#8172b3",  # normalization
-    "#5e8c31",  # pooling
-    "#b5651d",  # embedding bag
-    "#a3467f",  # sorting
-    "#c8a2c8",  # quantization
-    "#b0a990",  # layout
-    "#55a868",  # optimizer
-    "#937860",  # copy
-    "#da8bc3",  # communication
-    "#64b5cd",  # dispatch
-    "#8c8c8c",  # unclassified
-)
+CATEGORY_COLORS: dict[str, str] = {
+    Category.MATMUL: "#4c72b0",
+    Category.CONVOLUTION: "#1f9e89",
+    Category.ATTENTION_SOFTMAX: "#c44e52",
+    Category.ELEMENTWISE: "#dd8452",
+    Category.REDUCTION: "#ccb974",
+    Category.NORMALIZATION: "#8172b3",
+    Category.POOLING: "#5e8c31",
+    Category.EMBEDDING_BAG: "#b5651d",
+    Category.SORTING: "#a3467f",
+    Category.QUANTIZATION: "#c8a2c8",
+    Category.LAYOUT: "#b0a990",
+    Category.OPTIMIZER: "#55a868",
+    Category.COPY: "#937860",
+    Category.COMMUNICATION: "#da8bc3",
+    Category.DISPATCH: "#64b5cd",
+    Category.UNCLASSIFIED: "#8c8c8c",
+}
 
 _INCHES_PER_BAR = 0.23
 # The title, and the distance to the next size.
@@ -276,7 +268,7 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
         drawings[0].set_ylabel(size, fontsize=10, fontweight="bold")
     shown = [
         Patch(color=color, label=category)
-        for category, color in zip(KERNEL_CATEGORIES, KIND_COLORS, strict=True)
+        for category, color in CATEGORY_COLORS.items()
         if any(row.get(share_key(category)) for row in rows)
     ]
     if shown:
@@ -286,7 +278,7 @@ def plot_shares(measured: Sequence[MeasuredProfile], labels: Sequence[Column], p
 
 def _draw_bar(drawing: "Axes", height: int, shares: Mapping[str, Any]) -> None:
     left = 0.0
-    for category, color in zip(KERNEL_CATEGORIES, KIND_COLORS, strict=True):
+    for category, color in CATEGORY_COLORS.items():
         share = shares.get(share_key(category))
         if not share:
             continue

@@ -8,7 +8,7 @@ from typing import Any
 from cs336sys.accounting.flops import attention_matmuls, attention_softmax
 from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.summary import Profile, RangeTime
-from cs336sys.capture.taxonomy import MATMUL, category_of
+from cs336sys.capture.taxonomy import Category, category_of
 from cs336sys.measure.range_names import FINAL_MATMUL, SCORES, SOFTMAX, STEP
 from cs336sys.report.bench import LAUNCH_BOUND_IDLE_PERCENT
 from cs336sys.report.profile.kernels import MeasuredProfile, kernel_table, plot_shares, share_table, top_kernel_table
@@ -55,7 +55,7 @@ def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
 def _attention_row(measured: MeasuredProfile) -> dict[str, Any]:
     totals: Counter[str] = Counter()
     for kernel in measured.profile.part_kernels:
-        is_meant = kernel.range == SOFTMAX or category_of(kernel.kernel) == MATMUL
+        is_meant = kernel.range == SOFTMAX or category_of(kernel.kernel) == Category.MATMUL
         totals[kernel.range if is_meant else _OTHER] += kernel.total_ns
     # A step has one forward pass.
     ms = {part: totals[part] / measured.steps / 1e6 for part in (SCORES, FINAL_MATMUL, SOFTMAX, _OTHER)}

@@ -8,17 +8,10 @@ from typing import Any
 from cs336sys.accounting.communication import WITH_BUS_BANDWIDTH, BusBandwidths, bus_factor
 from cs336sys.accounting.hardware import Ceilings
 from cs336sys.capture.analysis import Analysis, KernelGroup
-from cs336sys.capture.breakdown import (
-    COMMUNICATION_PART,
-    COMPUTING_PART,
-    COPIES_PART,
-    IDLE_PARTS,
-    LAUNCHING,
-    WAITING_PART,
-)
+from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
 from cs336sys.capture.operators import operator_work, roofline
 from cs336sys.capture.ranks import RanksFound, find_stragglers, local_ms
-from cs336sys.capture.taxonomy import UNCLASSIFIED, short_name
+from cs336sys.capture.taxonomy import Category, short_name
 from cs336sys.report.profile.kernels import numbered
 from cs336sys.report.profile.verdict import several, verdict
 from cs336sys.report.table import Column, Table, fill_row, fill_rows, with_rows
@@ -79,7 +72,7 @@ def part_table(analyses: Sequence[Analysis]) -> Table:
             rows.append(gpu | {"part": "step", "ms": step_samples(analysis.step_ms), "share_percent": 100.0})
     columns = (_GPU, Column("part", "part"), Column("ms", "a step", "ms"), Column("share_percent", "share", "percent"))
     notes = [f"steps: {definition}" for definition in dict.fromkeys(analysis.steps_are for analysis in analyses)]
-    if any(analysis.is_gpu and analysis.share(LAUNCHING) >= _MUCH_LAUNCHING for analysis in analyses):
+    if any(analysis.is_gpu and analysis.share(StepPart.LAUNCHING) >= _MUCH_LAUNCHING for analysis in analyses):
         notes.append("a profiler slows the CPU down and not the GPU: without it launching takes less of a step")
     if not all(analysis.is_gpu for analysis in analyses):
         notes.append("no GPU: CPU operators replace kernels; launching is Python's time between them")
@@ -164,7 +157,7 @@ def kind_table(analyses: Sequence[Analysis]) -> Table:
         short_name(kernel.name): sum(kernel.ms)
         for analysis in analyses
         for kernel in analysis.kernels
-        if kernel.kind == UNCLASSIFIED
+        if kernel.kind == Category.UNCLASSIFIED
     }
     names = sorted(unknown, key=lambda name: -unknown[name])[:10]
     notes = ["kernel time counts kernels that run side by side twice; of the step, each instant once"]
@@ -373,10 +366,10 @@ def rank_table(analyses: Sequence[Analysis], ranks: RanksFound | None) -> Table:
         replace(_GPU, header="rank"),
         Column("step_ms", "step", "ms", lambda analysis: step_samples(analysis.step_ms)),
         Column("local_ms", "computing, copies, idle", "ms", lambda analysis: step_samples(local_ms(analysis))),
-        Column("computing_ms", "computing", "ms", lambda analysis: analysis.mean(COMPUTING_PART)),
-        Column("exposed_ms", "communication alone", "ms", lambda analysis: analysis.mean(COMMUNICATION_PART)),
+        Column("computing_ms", "computing", "ms", lambda analysis: analysis.mean(StepPart.COMPUTING)),
+        Column("exposed_ms", "communication alone", "ms", lambda analysis: analysis.mean(StepPart.COMMUNICATION)),
         Column("waiting_ms", "waiting for ranks", "ms", _waiting_ms),
-        Column("copies_ms", "copies alone", "ms", lambda analysis: analysis.mean(COPIES_PART)),
+        Column("copies_ms", "copies alone", "ms", lambda analysis: analysis.mean(StepPart.COPIES)),
         Column("idle_ms", "idle", "ms", lambda analysis: sum(map(analysis.mean, IDLE_PARTS))),
     )
     notes = []
@@ -392,7 +385,7 @@ def rank_table(analyses: Sequence[Analysis], ranks: RanksFound | None) -> Table:
 
 
 def _waiting_ms(analysis: Analysis) -> float | None:
-    return analysis.mean(WAITING_PART) if WAITING_PART in analysis.parts else None
+    return analysis.mean(StepPart.WAITING) if StepPart.WAITING in analysis.parts else None
 
 
 def trace_tables(analyses: Sequence[Analysis], ranks: RanksFound | None, shown: DisplayOptions) -> list[Table]:

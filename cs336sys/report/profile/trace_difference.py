@@ -128,28 +128,20 @@ class CaptureAnalyses:
     ranks: RanksFound | None = None
 
 
-def capture_cells(
-    side: str,
-    read: Read,
-    *,
-    roofline: bool,
-    ceilings: Ceilings | None = None,
-    bandwidths: BusBandwidths | None = None,
-    run_id: str = "",
-) -> list[Cell]:
+def capture_cells(side: str, read: Read, shown: DisplayOptions, run_id: str) -> list[Cell]:
     """One cell for each GPU or rank; its samples are its steps."""
     ranks_json = read.ranks.matching.to_json() if read.ranks else None
     return [
         Cell(
             "trace",
-            {"file": analysis.file, "gpu": analysis.label, "side": side, "roofline": roofline},
+            {"file": analysis.file, "gpu": analysis.label, "side": side, "roofline": shown.roofline},
             "ok",
             samples={"step": Samples("ms", "capture", analysis.step_ms)},
             derived={
                 "trace": analysis.to_json(),
                 "ranks": ranks_json,
-                "ceilings": None if ceilings is None else ceilings.to_json(),
-                "bandwidths": None if bandwidths is None else bandwidths.to_json(),
+                "ceilings": None if shown.ceilings is None else shown.ceilings.to_json(),
+                "bandwidths": None if shown.bandwidths is None else shown.bandwidths.to_json(),
             },
             run_id=run_id,
         )

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from cs336sys.capture.reading import Read
-from cs336sys.capture.taxonomy import KERNEL_CATEGORIES, category_of, short_name
+from cs336sys.capture.taxonomy import Category, category_of, short_name
 from cs336sys.capture.timeline import Timeline
 from cs336sys.report.numbers import format_number
 from cs336sys.report.page import escaped, html_page, html_table
-from cs336sys.report.profile.kernels import KIND_COLORS
+from cs336sys.report.profile.kernels import CATEGORY_COLORS
 from cs336sys.report.table import Table
 
 # Of a timeline as wide as the page: shorter kernels are drawn together with their neighbours of the same kind.
@@ -77,8 +77,6 @@ lanes.forEach(svg => {
 });
 """.replace("WIDTH", str(_WIDTH))
 
-_COLORS = dict(zip(KERNEL_CATEGORIES, KIND_COLORS, strict=True))
-
 
 def trace_page(
     tables: Sequence[Table], reads: Sequence[Read], falls: Sequence[tuple[str, float]], before_ms: float
@@ -123,7 +121,7 @@ def _timelines(read: Read, heading: str) -> str:
     length = max(end + offset for _, end, offset in windows) - first
     for (begin, end, offset), timeline, analysis in zip(windows, read.timelines, read.analyses, strict=False):
         lanes += _lanes(timeline, analysis.label, begin, end, first - offset, length, used)
-    key = "".join(f'<i style="background:{_COLORS[kind]}"></i>{kind}' for kind in KERNEL_CATEGORIES if kind in used)
+    key = "".join(f'<i style="background:{CATEGORY_COLORS[kind]}"></i>{kind}' for kind in Category if kind in used)
     buttons = "".join(
         f'<button data-act="{act}" aria-label="{label}">{sign}</button> '
         for act, sign, label in (
@@ -155,7 +153,7 @@ def _lanes(
         bars = _bars(timeline, inside[timeline.stream[inside] == stream], first, length)
         used.update(kind for *_, kind, _ in bars)
         shapes = "".join(
-            f'<rect x="{left:.1f}" y="1" width="{width:.1f}" height="18" fill="{_COLORS[kind]}"><title>'
+            f'<rect x="{left:.1f}" y="1" width="{width:.1f}" height="18" fill="{CATEGORY_COLORS[kind]}"><title>'
             f"{escaped(title)}</title></rect>"
             for left, width, kind, title in bars
         )

@@ -4,30 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from cs336sys.capture.analysis import Analysis
-from cs336sys.capture.breakdown import (
-    BETWEEN_KERNELS,
-    COMMUNICATION_PART,
-    COMPUTING_PART,
-    COPIES_PART,
-    IDLE_PARTS,
-    LAUNCHING,
-    LOADING,
-    OTHER_STREAM,
-    SYNCHRONIZING_CALL,
-    UNKNOWN,
-    WAITING_PART,
-)
+from cs336sys.capture.breakdown import StepPart
 from cs336sys.capture.capture import RECEIVE, SEND
 from cs336sys.capture.ranks import RankAnswer, RanksFound
-from cs336sys.capture.taxonomy import (
-    ATTENTION_SOFTMAX,
-    COMMUNICATION,
-    ELEMENTWISE,
-    MATMUL,
-    NORMALIZATION,
-    OPTIMIZER,
-    REDUCTION,
-)
+from cs336sys.capture.taxonomy import Category
 from cs336sys.report.numbers import format_number
 
 # A part of a step below this share is not spoken of, and one above it is worth a change.
@@ -72,16 +52,17 @@ def _upper(text: str) -> str:
 def _about_one(analysis: Analysis, most: int, where: str = "") -> list[str]:
     if not analysis.is_idle_known:
         return []
-    parts = sorted(
-        (part for part in (*IDLE_PARTS, COMMUNICATION_PART, WAITING_PART, COPIES_PART) if part != UNKNOWN),
-        key=lambda part: -analysis.share(part),
-    )
-    causes = [_describe(analysis, part) for part in parts if analysis.share(part) >= _LEAST_SHARE and part in _ABOUT]
-    if not causes or analysis.share(COMPUTING_PART) >= _MOSTLY:
+    causes = []
+    for part in sorted(_ABOUT, key=lambda part: -analysis.share(part)):
+        about, share = _ABOUT[part], _percent(analysis, part)
+        if analysis.share(part) >= _LEAST_SHARE:
+            causes.append(f"{share} {about}" if isinstance(about, str) else about(analysis, share))
+    if not causes or analysis.share(StepPart.COMPUTING) >= _MOSTLY:
         causes.insert(0, _computing_sentence(analysis))
     sentences = [_first(analysis, where), *causes[:most]]
-    if analysis.share(UNKNOWN) >= 0.1:
-        sentences.append(f"For {_percent(analysis, UNKNOWN)} the capture does not say what the GPU waited for.")
+    if analysis.share(StepPart.UNKNOWN) >= 0.1:
+        unknown = _percent(analysis, StepPart.UNKNOWN)
+        sentences.append(f"For {unknown} the capture does not say what the GPU waited for.")
     return sentences
 
 
@@ -89,47 +70,44 @@ def _first(analysis: Analysis, where: str) -> str:
     duration_name = "the step" if analysis.has_steps else "the capture"
     who = "the GPU computes" if analysis.is_gpu else "the operators of the CPU compute"
     length = f"{format_number(analysis.median_step_ms, 'ms')} ms"
-    return _upper(f"{where}{who} {_percent(analysis, COMPUTING_PART)} of {duration_name}, which takes {length}.")
+    return _upper(f"{where}{who} {_percent(analysis, StepPart.COMPUTING)} of {duration_name}, which takes {length}.")
 
 
-def _percent(analysis: Analysis, *parts: str) -> str:
-    return f"{format_number(100 * analysis.share(*parts), 'percent')} %"
+def _percent(analysis: Analysis, part: StepPart) -> str:
+    return f"{format_number(100 * analysis.share(part), 'percent')} %"
 
 
 def _count(analysis: Analysis) -> tuple[float, float]:
     """Kernels of a step without collectives, which last as long as they wait, and how long one runs in us."""
-    kernels = [kernel for kernel in analysis.kernels if kernel.kind != COMMUNICATION]
+    kernels = [kernel for kernel in analysis.kernels if kernel.kind != Category.COMMUNICATION]
     count = sum(sum(kernel.count) for kernel in kernels)
     total = sum(sum(kernel.ms) for kernel in kernels)
     return count / len(analysis.step_ms), 1e3 * total / count if count else 0.0
 
 
-def _launching(analysis: Analysis) -> str:
+def _launching(analysis: Analysis, share: str) -> str:
     if not analysis.is_gpu:
-        return f"{_percent(analysis, LAUNCHING)} pass between operators, in Python: torch.compile, or larger batches."
+        return f"{share} pass between operators, in Python: torch.compile, or larger batches."
     count, mean_us = _count(analysis)
     advice = "torch.compile, CUDA graphs, or larger batches" if mean_us < _SHORT_US else "see what Python does there"
-    return (
-        f"It waits {_percent(analysis, LAUNCHING)} for the CPU, which launches {count:,.0f} kernels of "
-        f"{mean_us:.3g} us: {advice}."
-    )
+    return f"It waits {share} for the CPU, which launches {count:,.0f} kernels of {mean_us:.3g} us: {advice}."
 
 
-def _synchronizing(analysis: Analysis) -> str:
+def _synchronizing(analysis: Analysis, share: str) -> str:
     name, (count, _) = max(analysis.waits.items(), key=lambda item: item[1][1], default=("a call", (0, 0.0)))
     calls = f"{name}, {count / len(analysis.step_ms):.3g} a step" if count else name
     return (
-        f"{_percent(analysis, SYNCHRONIZING_CALL)} are lost after calls that wait for the GPU ({calls}): read losses "
-        "and metrics less often, without .item(), .cpu() or print in the step."
+        f"{share} are lost after calls that wait for the GPU ({calls}): read losses and metrics less often, without "
+        ".item(), .cpu() or print in the step."
     )
 
 
-def _copy_sentence(analysis: Analysis) -> str:
+def _copy_sentence(analysis: Analysis, share: str) -> str:
     copy = analysis.copies[0].name if analysis.copies else "copies"
-    return f"{_percent(analysis, COPIES_PART)} are copies alone (most: {copy}): pin memory and copy on another stream."
+    return f"{share} are copies alone (most: {copy}): pin memory and copy on another stream."
 
 
-def _communication_sentence(analysis: Analysis) -> str:
+def _communication_sentence(analysis: Analysis, share: str) -> str:
     kinds: Counter[str] = Counter()
     for row in analysis.collectives:
         kinds[row.kind] += row.ms  # type: ignore[assignment]  # milliseconds
@@ -138,34 +116,29 @@ def _communication_sentence(analysis: Analysis) -> str:
     advice = "overlap it with the backward pass in buckets, or send less"
     if kind in (SEND, RECEIVE):
         advice = "in a pipeline, more micro-batches, or stages of equal length"
-    return f"{_percent(analysis, COMMUNICATION_PART)} are communication that nothing overlaps{most}: {advice}."
+    return f"{share} are communication that nothing overlaps{most}: {advice}."
 
 
-def _between(analysis: Analysis) -> str:
+def _between(analysis: Analysis, share: str) -> str:
     count, mean_us = _count(analysis)
     return (
-        f"{_percent(analysis, BETWEEN_KERNELS)} pass between kernels that had been launched, {count:,.0f} of "
-        f"{mean_us:.3g} us: fewer and larger ones, by torch.compile or fused kernels."
+        f"{share} pass between kernels that had been launched, {count:,.0f} of {mean_us:.3g} us: fewer and larger "
+        "ones, by torch.compile or fused kernels."
     )
 
 
 # The sentence on each part of a step; of text the part's share is the beginning.
-_ABOUT: dict[str, str | Callable[[Analysis], str]] = {
-    LAUNCHING: _launching,
-    SYNCHRONIZING_CALL: _synchronizing,
-    LOADING: "are waited for the next batch: more workers of the data loader, pinned memory, or batches prepared "
-    "beforehand.",
-    COPIES_PART: _copy_sentence,
-    COMMUNICATION_PART: _communication_sentence,
-    WAITING_PART: "are spent in collectives that wait for another rank.",
-    OTHER_STREAM: "pass while kernels that were launched wait for another stream.",
-    BETWEEN_KERNELS: _between,
+_ABOUT: dict[StepPart, str | Callable[[Analysis, str], str]] = {
+    StepPart.LAUNCHING: _launching,
+    StepPart.SYNCHRONIZING_CALL: _synchronizing,
+    StepPart.LOADING: "are waited for the next batch: more workers of the data loader, pinned memory, or batches "
+    "prepared beforehand.",
+    StepPart.OTHER_STREAM: "pass while kernels that were launched wait for another stream.",
+    StepPart.BETWEEN_KERNELS: _between,
+    StepPart.COMMUNICATION: _communication_sentence,
+    StepPart.WAITING: "are spent in collectives that wait for another rank.",
+    StepPart.COPIES: _copy_sentence,
 }
-
-
-def _describe(analysis: Analysis, part: str) -> str:
-    about = _ABOUT[part]
-    return f"{_percent(analysis, part)} {about}" if isinstance(about, str) else about(analysis)
 
 
 def _computing_sentence(analysis: Analysis) -> str:
@@ -174,25 +147,25 @@ def _computing_sentence(analysis: Analysis) -> str:
     for kernel in analysis.kernels:
         totals[kernel.kind] += sum(kernel.ms)  # type: ignore[assignment]  # milliseconds
     total = sum(totals.values()) or 1.0
-    moving = sum(totals[kind] for kind in (ELEMENTWISE, REDUCTION, NORMALIZATION)) / total
-    kind, ms = totals.most_common(1)[0] if totals else (MATMUL, 0.0)
+    moving = sum(map(totals.__getitem__, (Category.ELEMENTWISE, Category.REDUCTION, Category.NORMALIZATION))) / total
+    kind, ms = totals.most_common(1)[0] if totals else (Category.MATMUL, 0.0)
     share = f"{100 * ms / total:.3g} % of the kernels' time"
-    if moving > max(0.35, totals[MATMUL] / total):
+    if moving > max(0.35, totals[Category.MATMUL] / total):
         return f"{100 * moving:.3g} % of the kernels' time moves memory element by element: torch.compile fuses them."
     subject, advice = _KIND_ADVICE.get(kind, (f"{kind.capitalize()} takes", ", more than anything else."))
     return f"{subject} {share}{advice}"
 
 
-_KIND_ADVICE = {
-    MATMUL: (
+_KIND_ADVICE: dict[str, tuple[str, str]] = {
+    Category.MATMUL: (
         "Matrix products take",
         ": a lower precision, unless they are far from the GPU's peak (trace --roofline).",
     ),
-    ATTENTION_SOFTMAX: (
+    Category.ATTENTION_SOFTMAX: (
         "Attention takes",
         ": torch's scaled_dot_product_attention, a fused kernel, or shorter contexts.",
     ),
-    OPTIMIZER: ("The optimizer takes", ": a fused one (fused=True), or larger batches for each step."),
+    Category.OPTIMIZER: ("The optimizer takes", ": a fused one (fused=True), or larger batches for each step."),
 }
 
 
