@@ -191,9 +191,9 @@ class FSDP(StateDictOfWrapped):
 
         Raises:
             UsageError: the module holds other parameters than those that were wrapped, and :meth:`refresh` was not
-                called; a gradient came after its unit was left.
+                called; a slice has a hook; a gradient came after its unit was left.
         """
-        self._held.require_unchanged()
+        self._require_as_wrapped()
         self._runner.finish()
 
     def wait_for_gathers(self) -> None:
@@ -344,10 +344,7 @@ class FSDP(StateDictOfWrapped):
     def _begin_forward(self) -> None:
         if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != self._rank_and_world_size:
             raise UsageError("this FSDP module was built in another process group: its slices are useless in this one")
-        self._held.require_unchanged()
-        for unit in self.units:
-            for parameter in unit.parameters:
-                parameter.require_no_hooks()
+        self._require_as_wrapped()
         if parametrize._cache:
             known_ids = set(map(id, self._known_modules))
             if any(owner in known_ids for owner, _ in parametrize._cache):
@@ -443,6 +440,12 @@ class FSDP(StateDictOfWrapped):
                 if id(entry.held) in replicated:
                     taken_up[entry] = entry.held
         return plan, taken_up
+
+    def _require_as_wrapped(self) -> None:
+        self._held.require_unchanged()
+        for unit in self.units:
+            for parameter in unit.parameters:
+                parameter.require_no_hooks()
 
     def _require_whole(self, entry: PlannedParameter) -> None:
         """Refuse a parameter to cut that may be cut already, or that would lose its hooks."""

@@ -94,6 +94,7 @@ def take_own_states(
     names: Sequence[str],
     parameters: Sequence[nn.Parameter],
     owned: Sequence[range],
+    sliced: Container[nn.Parameter],
     scalars: Container[str],
 ) -> dict[int, State]:
     """Copies of the states in a state dict that belong to this rank, by index of the parameter.
@@ -102,6 +103,7 @@ def take_own_states(
         state_dict: a whole one, or one rank's, which has the key ``share``.
         share: what this rank's own state dict has under ``share``.
         owned: which elements of each parameter this rank owns.
+        sliced: the parameters that are cut into slices.
         scalars: keys with one value for a whole parameter: of one without dimensions, shapes do not tell.
     """
     saved_as = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -118,14 +120,23 @@ def take_own_states(
     for index, state in states.items():
         _check_saved_shapes(state, names[index], parameters[index].shape, sliced=share["flat"])
     return {
-        index: {
-            key: _in_memory_order(value, parameters[index])[owned[index].start : owned[index].stop].clone()
-            if share["flat"] and key not in scalars and _is_elementwise(key, value, parameters[index].shape)
-            else _copy(value)
-            for key, value in _with_strides(state, parameters[index]).items()
-        }
+        index: cut_state(state, parameters[index], owned[index], scalars)
+        if parameters[index] in sliced
+        else {key: _copy(value) for key, value in _with_strides(state, parameters[index]).items()}
         for index, state in states.items()
         if owned[index]
+    }
+
+
+def cut_state(
+    state: State, parameter: nn.Parameter, elements: range, scalars: Container[str], dtype: torch.dtype | None = None
+) -> State:
+    """Copy the state of some elements, (n,) each, in memory order and ``dtype``; values of ``scalars`` as they are."""
+    return {
+        key: _in_memory_order(value, parameter)[elements.start : elements.stop].to(dtype or value.dtype, copy=True)
+        if key not in scalars and _is_elementwise(key, value, parameter.shape)
+        else _copy(value)
+        for key, value in state.items()
     }
 
 

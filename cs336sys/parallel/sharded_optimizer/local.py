@@ -1,7 +1,7 @@
 """The optimizer of this rank's share of the work, kept consistent with the groups of all parameters."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from cs336sys.accounting.sharding.partition import ALIGNMENT, greedy_partition
 from cs336sys.errors import UsageError
 from cs336sys.parallel.buckets import TensorSpec, assign_buckets
 from cs336sys.parallel.collectives import Broadcasts, is_dense
-from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, State
+from cs336sys.parallel.sharded_optimizer.checkpoint import MASTER, State, cut_state
 from cs336sys.parallel.sharded_optimizer.exchange import ExchangeBucket, ParameterExchange, move_into
 from cs336sys.parallel.sharded_optimizer.groups import Group, copy_options, options_of, parameters_of
 from cs336sys.parallel.sharded_optimizer.slices import SlicePartition
@@ -60,8 +60,11 @@ class ParameterPartition:
         self.exchange.extend(exchanged)
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return what this rank's optimizer updates: the parameter itself, a slice of it, (n,), or nothing (None)."""
-        return parameter if self._owners.get(parameter) == self._rank else None
+        """Return what this rank's optimizer updates: the parameter itself, a slice of it, (n,), or nothing (None).
+
+        A frozen parameter, which was not adopted, is whole on every rank, with the state that it may have.
+        """
+        return parameter if self._owners.get(parameter, self._rank) == self._rank else None
 
     def owned(self, parameter: nn.Parameter) -> range:
         """Return the elements of a parameter, in memory order, that this rank updates."""
@@ -154,10 +157,20 @@ class LocalOptimizer:
         """Add the local tensors of a group."""
         self._optimizer.add_param_group(self._local_group(group))
 
-    def take_members(self, groups: Sequence[Group]) -> None:
-        """Let each local group hold the local tensors of its counterpart's parameters."""
+    def take_members(self, groups: Sequence[Group], scalars: Container[str]) -> None:
+        """Let each local group hold the local tensors of its counterpart's parameters; cut the states of unfrozen ones.
+
+        Keys in ``scalars`` have one value for a whole parameter.
+        """
         for group, local_group in zip(groups, self._optimizer.param_groups, strict=True):
             local_group["params"] = self._local_group(group)["params"]
+        for parameter in parameters_of(groups):
+            tensor = self._partition.local(parameter)
+            if tensor is not parameter and parameter in self.state:
+                state = self.state.pop(parameter)
+                if tensor is not None:
+                    elements = self._partition.owned(parameter)
+                    self.state[tensor] = cut_state(state, parameter, elements, scalars, tensor.dtype)
 
     def take_state(self, state: Mapping[Any, State], names: Mapping[nn.Parameter, str]) -> None:
         """Replace the state by that of each parameter in ``state``; who has none there begins anew."""

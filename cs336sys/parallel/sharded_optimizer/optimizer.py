@@ -206,7 +206,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._take_state()
         self._take_module()
         self._shard(self.param_groups)
-        self._local.take_members(self.param_groups)
+        self._local.take_members(self.param_groups, self._scalars(self.param_groups))
+        self._link_state()
         self._link()
 
     def overlap_with(self, module: nn.Module) -> None:
@@ -260,7 +261,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Their ``grad`` holds this rank's averaged gradients once these are complete.
         """
-        return self._local.tensors
+        frozen = set(self._frozen)
+        return [tensor for tensor in self._local.tensors if tensor not in frozen]
 
     @property
     def updates_slices(self) -> bool:
@@ -352,12 +354,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         with same_on_every_rank():
             self._take_state()
-        states = gather_states(
-            self._local.own_states(self._parameters), self._parameters, sliced=self._slices is not None
-        )
+        parameters = self._parameters
+        states_of_rank = {
+            index: (elements, state)
+            for index, (elements, state) in self._local.own_states(parameters).items()
+            if parameters[index] in self._addresses or (state and dist.get_rank() == 0)
+        }
+        states = gather_states(states_of_rank, parameters, sliced=self._slices is not None)
         if states is None:
             return None
-        named = zip(given_names(self.param_groups), self._parameters, strict=True)
+        named = zip(given_names(self.param_groups), parameters, strict=True)
         return {
             "state": states,
             "param_groups": super().state_dict()["param_groups"],
@@ -379,14 +385,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 state_dict = hook(self, state_dict) or state_dict
             check_same_model(state_dict, self.param_groups)
             owned = [self._partition.owned(parameter) for parameter in self._parameters]
-            scalars = [self._require_options(options_of(group)) for group in state_dict["param_groups"]]
             states = take_own_states(
                 state_dict,
                 self._share(),
                 names_of(self.param_groups),
                 self._parameters,
                 owned,
-                frozenset().union(*scalars),
+                () if self._slices is None else self._addresses,
+                self._scalars(state_dict["param_groups"]),
             )
             lines += [describe_options(options_of(group)) for group in state_dict["param_groups"]]
         parameters = self._parameters
@@ -504,6 +510,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 lines.append(f"group {number} with {describe_options(changed)}")
         return lines
 
+    def _scalars(self, groups: list[Group]) -> frozenset[str]:
+        return frozenset().union(*(self._require_options(options_of(group)) for group in groups))
+
     def _name(self, parameter: nn.Parameter) -> str:
         return dict(zip(self._parameters, names_of(self.param_groups), strict=True))[parameter]
 
@@ -538,7 +547,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._linked_state = _identities(self.state)
 
     def _share(self) -> dict[str, Any]:
-        ranges = [self._partition.owned(parameter) for parameter in self._parameters]
+        # Of frozen parameters, every rank has the whole state.
+        ranges = [self._partition.owned(p) if p in self._addresses else range(0) for p in self._parameters]
         return {
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),

@@ -285,10 +285,14 @@ class SlicePartition:
         )
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        if id(parameter) not in self._names:
+            return parameter
         segment = self._segments.get(parameter)
         return None if segment is None else segment.updated
 
     def owned(self, parameter: nn.Parameter) -> range:
+        if id(parameter) not in self._names:
+            return range(parameter.numel())
         segment = self._segments.get(parameter)
         return range(0) if segment is None else segment.elements
 

@@ -96,7 +96,7 @@ class OneProcess:
             # Gradients are averaged before, which needs the parameters and slices that they are of.
             is_late = self.is_unfinished and (self.is_changed or (self._is_flat and self.is_stepped))
             return not (is_replaced or is_late)
-        if name in ("clip", "finish", "step") and self.is_unfinished and self.is_changed:
+        if name in ("clip", "finish", "step") and (self.is_unfinished or name == "finish") and self.is_changed:
             # Wrappers compare what the module holds before they average.
             return False
         if name in ("clip", "finish"):
@@ -180,7 +180,14 @@ class OneProcess:
         return not parts.isdisjoint(MAY_BE_LEFT_OUT)
 
     def _allows_add(self, *_: Any) -> bool:
-        return not self.program.shares_layers
+        return not (self.program.shares_layers or self._moves_used_parameters)
+
+    @property
+    def _moves_used_parameters(self) -> bool:
+        """Whether a sharded optimizer would be given parameters that a pass has used, and moves what it is given."""
+        optimized = {one for optimizer in self.optimizers for one in parameters_of(optimizer)}
+        is_new = any(one not in optimized for model in self.models for one in model.parameters())
+        return bool(self.passes) and is_new and "optimizer" in self.program.wrapper
 
     _allows_replace = _allows_add
 
@@ -192,7 +199,7 @@ class OneProcess:
         return one is other and here != there and not self.program.shares_layers
 
     def _allows_adapt(self, part: int, seed: int) -> bool:
-        return not (isinstance(self._part(part), Adapted) or self.program.shares_layers)
+        return self._allows_add() and not isinstance(self._part(part), Adapted)
 
     def _allows_tie(self, first: int, second: int) -> bool:
         one, other = (matrix_of(self._part(index)) for index in (first, second))
@@ -209,7 +216,7 @@ class OneProcess:
         return next(self._part(part).parameters()).requires_grad and not self.program.shares_layers
 
     def _allows_optimize_new(self) -> bool:
-        return not self.is_changed
+        return not (self.is_changed or self._moves_used_parameters)
 
     def _allows_rebuild_optimizer(self) -> bool:
         # A sharded optimizer moves parameters, after which autograd refuses the backward pass.
@@ -230,9 +237,13 @@ class OneProcess:
         return "optimizer" in self._kept and self._kept["optimizer"][0] == self.changes
 
     def _allows_restart(self, world_size: int) -> bool:
-        owned = {id(parameter) for model in self.models for parameter in model.parameters()}
-        orphans = [one for optimizer in self.optimizers for one in parameters_of(optimizer) if id(one) not in owned]
-        return not (self.new_parameters or self.has_hooks or orphans)
+        return not (self.new_parameters or self.has_hooks or self._orphans)
+
+    @property
+    def _orphans(self) -> list[nn.Parameter]:
+        """Those that have left the models, but not the optimizers."""
+        owned = {parameter for model in self.models for parameter in model.parameters()}
+        return [one for optimizer in self.optimizers for one in parameters_of(optimizer) if one not in owned]
 
     def _allows_keep_gradients(self, part: int) -> bool:
         return not self._is_flat
@@ -307,8 +318,9 @@ class OneProcess:
         for model in self.models:
             loss = loss + 0.1 * model.auxiliary_loss()
         if penalized is not None:
-            # Not a sum over elements: that of a slice would have the right gradients.
-            loss = loss + sum(0.1 * parameter.double().square().sum() ** 2 for parameter in penalized.parameters())
+            # Not a sum over elements: that of a slice would have the right gradients. In any dtype the parameter itself
+            # is saved for the backward pass, which then sees that it was changed.
+            loss = loss + sum(0.1 * parameter.square().double().sum() ** 2 for parameter in penalized.parameters())
         return loss
 
     def _language_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -379,7 +391,11 @@ class OneProcess:
         if self.program.wrapper.split("+")[0] in DDP:
             # They forbid to touch gradients before.
             self._settle()
-        self.is_stepped = self.is_complete = self.is_held_back = False
+        # A module does not drop the gradients of what has left it.
+        is_left = self._is_flat and who != "optimizer" and any(one.grad is not None for one in self._orphans)
+        self.is_stepped &= is_left
+        self.is_complete &= is_left
+        self.is_held_back &= is_left
         self.is_dropped_by_module = who != "optimizer"
         for one in {"optimizer": self.optimizers, "module": self.models, "wrapper": self.called}[who]:
             one.zero_grad(set_to_none)

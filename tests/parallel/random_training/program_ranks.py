@@ -201,8 +201,15 @@ class OnRank(OneProcess):
         raise AssertionError("it belongs to one of the models")
 
     def look(self) -> None:
+        is_cut_twice = self.is_fsdp and self._shared is not None
         for called, model in zip(self.called, self.models, strict=True):
-            saved = called.state_dict()
+            try:
+                saved = called.state_dict()
+            except UsageError as refusal:
+                if is_cut_twice and "is cut as no DTensor can be, by two wrappers" in str(refusal):
+                    continue
+                raise
+            assert not is_cut_twice, "a slice of a part has left as if it were a slice of the whole"
             for name, parameter in model.named_parameters(remove_duplicate=False):
                 shape = getattr(saved[name], "to_local", lambda value=saved[name]: value)().shape
                 assert shape == parameter.shape, f"{name} is {tuple(shape)} in the state dict"
@@ -338,13 +345,13 @@ class OnRank(OneProcess):
         each = -(-len(whole) // self.world_size)
         return whole[self.rank * each : (self.rank + 1) * each]
 
-    def _wrong(self, found: Tensor | None, expected: Tensor | None) -> str | None:
+    def _wrong(self, found: Tensor | None, expected: Tensor | None, tolerance: float = 0.0) -> str | None:
         if found is None or expected is None:
             return None if found is expected else f"is {_short(found)} and not {_short(expected)}"
         if found.shape != expected.shape:
             return f"is {tuple(found.shape)} and not {tuple(expected.shape)}"
         error = (found.double() - expected.double()).abs().max().item() if found.numel() else 0.0
-        return None if error <= self.program.tolerance else f"is {error:.1e} off"
+        return None if error <= max(self.program.tolerance, tolerance) else f"is {error:.1e} off"
 
     def _state_difference(self, process: OneProcess) -> str | None:
         for number, (optimizer, other) in enumerate(zip(self.optimizers, process.optimizers, strict=True)):
@@ -376,7 +383,9 @@ class OnRank(OneProcess):
                         elif value is not None and value.shape != target.shape:
                             return f"{key} of {number}.{name} is {tuple(value.shape)}"
                     value, target = (one if one is None else torch.as_tensor(one) for one in (value, target))
-                    if wrong := self._wrong(value, target):
+                    # Torch makes scalars of the parameter's dtype when it loads a state, and they round in another way.
+                    tolerance = 1e-6 if key in SCALARS else 0.0
+                    if wrong := self._wrong(value, target, tolerance):
                         return f"{key} of {number}.{name} {wrong}"
         return None
 
@@ -543,9 +552,9 @@ class _Run:
             raise _EndError
         if agreed == Outcome.REFUSED:
             self._refused(where, text, is_promised)
-            self._take_buffers()
             if name in _LAST_WHEN_REFUSED:
                 raise _EndError
+            self._take_buffers()
         elif is_last_of_leg:
             if dist.get_rank() == 0:
                 self._process.save(folder / "process")
@@ -583,8 +592,10 @@ class _Run:
         """A pass that was refused in its middle may have changed buffers."""
         assert self._rank is not None, "it was started"
         for model, other in zip(self._rank.models, self._process.models, strict=True):
-            for buffer, own in zip(other.buffers(), model.buffers(), strict=True):
-                buffer.copy_(own)
+            for buffer, of_rank in zip(other.buffers(), model.buffers(), strict=True):
+                if not torch.equal(buffer.double(), of_rank.double()):
+                    # A pass in one process may have saved the others, as it does a rotation's, for its backward pass.
+                    buffer.copy_(of_rank)
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1

@@ -156,6 +156,98 @@ REGRESSIONS: tuple[Program, ...] = (
         ),
         kinds=("Dense", "Dense"),
     ),
+    # Adagrad makes the state of its parameters when it is built, of frozen ones, too.
+    Program(
+        wrapper="optimizer-flat",
+        actions=(("unfreeze", 0), ("refresh",), ("forward", 1), ("backward", "all", True), ("step",)),
+        frozen=0,
+        optimizer="adagrad",
+    ),
+    # The state of a frozen parameter was lost where a checkpoint was loaded.
+    *(
+        Program(
+            wrapper=wrapper,
+            actions=(
+                ("forward", 1),
+                ("backward", "all", True),
+                ("step",),
+                ("zero_grad", "optimizer", True),
+                ("freeze", 1),
+                ("refresh",),
+                ("restart", 3),
+                ("restart", 2),
+                ("keep_optimizer",),
+                ("restore_optimizer",),
+                ("unfreeze", 1),
+                ("refresh",),
+                ("forward", 3),
+                ("backward", "all", True),
+                ("step",),
+            ),
+            kinds=("Dense", "Dense"),
+            optimizer="amsgrad",
+        )
+        for wrapper in ("optimizer-flat", "naive+optimizer")
+    ),
+    # A hook that is registered between the forward and the backward pass was ignored in silence.
+    Program(wrapper="fsdp", actions=(("forward", 28), ("hook", 1), ("backward", "all", True), ("step",))),
+    # Where this test was wrong itself: slices of parts that rightly do not leave.
+    Program(wrapper="fsdp", actions=(("look",),), inner="layers"),
+    # A refused action that changes no buffer leaves the passes of one process alone.
+    Program(
+        wrapper="bucketed",
+        actions=(("forward", 72), ("clip_alone", "total norm"), ("backward", "all", False)),
+        inner="sequence-parallel",
+    ),
+    # Wrappers refuse to complete gradients of a changed module, also where none wait.
+    Program(wrapper="naive", actions=(("add", "SumOfViews", 73), ("finish",))),
+    # A sharded optimizer moves a parameter that is put into a group, which autograd refuses where a pass has used it.
+    Program(
+        wrapper="optimizer-flat",
+        actions=(
+            ("keep_weights",),
+            ("restore_weights", True, "module"),
+            ("forward", 96),
+            ("add", "Vectors", 50),
+            ("backward", "all", True),
+        ),
+    ),
+    # A module does not drop the gradients of parameters that have left it.
+    Program(
+        wrapper="optimizer-flat",
+        actions=(
+            ("forward", 7),
+            ("backward", "all", True),
+            ("step",),
+            ("zero_grad", "module", False),
+            ("replace", 3, "Dense", 21),
+            ("step",),
+            ("zero_grad", "module", True),
+            ("step",),
+        ),
+    ),
+    # A refused action may leave other buffers than one process has.
+    Program(
+        wrapper="optimizer-flat",
+        actions=(("forward", 30), ("backward", "first", True), ("replace", 0, "Counted", 26)),
+    ),
+    # Norms of roots of gradients that are zero but for rounding.
+    Program(
+        wrapper="flat",
+        actions=(("forward", 47), ("backward", "all", True), ("clip", 100.0, 0.5), ("step",)),
+        world_size=3,
+        seed=632073,
+        kinds=("Counted", "Transposed", "Vectors", "Attention", "Unused"),
+        towers=2,
+        optimizer="rmsprop",
+    ),
+    # Autograd sees a change of a weight in float32 where it sees that of one in float64.
+    Program(
+        wrapper="optimizer-flat",
+        actions=(("forward", 51, "penalty", 0), ("scale_weights", "clamp", 1), ("backward", "all", True)),
+        float32=(0,),
+        inputs_need_gradients=False,
+    ),
 )
 
 
