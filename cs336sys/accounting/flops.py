@@ -156,8 +156,7 @@ def attention_matmuls(size: ModelSize, precision: str) -> Work:
     FLOPs: ``4 B H S^2 D`` a layer. Bytes: Q, K, V and the output, ``4 B H S D`` elements; the scores that the first
     product writes and the probabilities that the second reads, ``2 B H S^2`` elements.
     """
-    vectors = 4 * size.batch_size * size.num_heads * size.context * size.head_dim
-    elements = vectors + 2 * size.scores
+    elements = 4 * size.queries * size.head_dim + 2 * size.scores
     flops = flops_by_component(size, backward=False, causal=False).attention
     return Work(flops, size.num_layers * elements * ELEMENT_BYTES[precision])
 

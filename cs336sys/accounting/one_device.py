@@ -47,7 +47,6 @@ _FLOPS = "2 a b c a product, accounting/flops.py"
 
 
 def _named_size(size: ModelSize) -> ModelSize:
-    """The size with symbols for its numbers."""
     names = {
         "d_model": "d_model",
         "d_ff": "d_ff",

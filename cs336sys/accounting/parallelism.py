@@ -320,7 +320,6 @@ def _step_row(strategy: str, forward: list[Derived], backward: list[Derived]) ->
 
 
 def _limits(strategy: str, layer: Layer) -> list[Derived]:
-    """The largest number of devices of one axis."""
     reasons = {
         ("dp", "backward"): "Communication hardly grows with N_DP, but a device computes 1 / N_DP of the batch: "
         "K <= T is (N_DP - 1) / N_DP <= B W / (N_DP C).",

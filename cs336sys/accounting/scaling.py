@@ -87,13 +87,8 @@ class SimulatedStep:
 
     @property
     def parts(self) -> dict[str, float]:
-        return {
-            "computing": self.computing_s,
-            "fsdp": self.exposed_fsdp_s,
-            "ddp": self.exposed_ddp_s,
-            "tp": self.tensor_s,
-            "optimizer": self.optimizer_s,
-        }
+        exposed = {"fsdp": self.exposed_fsdp_s, "ddp": self.exposed_ddp_s, "tp": self.tensor_s}
+        return {"computing": self.computing_s, **exposed, "optimizer": self.optimizer_s}
 
     @property
     def step_s(self) -> float:

@@ -103,8 +103,7 @@ def _sharding_answers(s: Expression, a: Expression, device_bytes: float, copies_
     if exact.value == math.inf:
         never = (
             f"Never: half of the activations saved for backward is not sharded, {number_of(a) / 2e9:.1f} GB, which "
-            f"is more "
-            f"than the {device_bytes / 1e9:g} GB of a device."
+            f"is more than the {device_bytes / 1e9:g} GB of a device."
         )
         if copies_bytes:
             never += (

@@ -8,7 +8,7 @@ from typing import Any
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.flops import parameter_shapes
-from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.memory import GIB, always_held_bytes
 from cs336sys.accounting.sharding.context import SHARDED_CONTEXT_STRATEGIES, attention_sent_bytes
 from cs336sys.accounting.sharding.fsdp import fully_sharded_state, most_sent_bytes
 from cs336sys.accounting.sharding.selective_checkpointing import kept_memory
@@ -16,8 +16,8 @@ from cs336sys.accounting.sharding.step import (
     MOMENTS,
     RankMemory,
     ShardedStep,
+    memory_of_state,
     predicted_memory,
-    predicted_memory_of_state,
     predicted_sent_bytes,
 )
 from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, TensorStep, tensor_moments
@@ -99,8 +99,8 @@ def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
     if workload.shares_layers:
         return _predicted_where_layers_are_shared(workload)
     if workload.strategy in SHARDED_CONTEXT_STRATEGIES:
-        size = workload.training.size
-        return predicted_memory_of_state(fully_sharded_state(size, 0, workload.world_size), workload.share_size)
+        state = fully_sharded_state(workload.training.size, 0, workload.world_size)
+        return memory_of_state(state, always_held_bytes(workload.share_size))
     if workload.writes_out_blocks:
         return kept_memory(workload.kept_step)
     step = sharded_step(workload)
@@ -117,7 +117,7 @@ def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
 def _predicted_where_layers_are_shared(workload: ParallelWorkload) -> list[RankMemory]:
     """Without a peak where it is torch's own affair, or where FSDP gathers parts of weights."""
     step, size = _tensor_step(workload), workload.training.size
-    moments = predicted_memory_of_state(step.state, size)
+    moments = memory_of_state(step.state, always_held_bytes(size))
     if workload.strategy in OWN_TENSOR_STRATEGIES and workload.uses_autocast:
         peak = max(tensor_moments(step, workload.training.attention), key=lambda moment: moment.total)
         # Every rank has the batch of all groups.

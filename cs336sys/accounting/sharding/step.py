@@ -208,11 +208,6 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     return moments
 
 
-def predicted_memory_of_state(state: TrainingState, size: ModelSize) -> list[RankMemory]:
-    """As :func:`predicted_memory` without a peak, where ranks have this state and a batch of this size."""
-    return memory_of_state(state, memory.always_held_bytes(size))
-
-
 def memory_of_state(state: TrainingState, always: int, *, kept: int = 0) -> list[RankMemory]:
     """All of :data:`MOMENTS` but the peak.
 

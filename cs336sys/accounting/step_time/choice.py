@@ -30,6 +30,7 @@ class Change:
     cost: str = ""
 
 
+_START_UP = "minutes of start-up"
 # By the setting of a workload and its value.
 _CHANGES = {
     ("precision", "bf16"): Change(
@@ -48,9 +49,9 @@ _CHANGES = {
         "torch's fused AdamW", ("optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",)
     ),
     ("compile", "block"): Change(
-        "compile each block", ("for block in model.layers:", "    block.compile()"), "minutes of start-up"
+        "compile each block", ("for block in model.layers:", "    block.compile()"), _START_UP
     ),
-    ("compile", "model"): Change("compile the model", ("model = torch.compile(model)",), "minutes of start-up"),
+    ("compile", "model"): Change("compile the model", ("model = torch.compile(model)",), _START_UP),
     ("cuda_graph", "on"): Change(
         "CUDA graph",
         (

@@ -42,6 +42,9 @@ def refusal(configuration: StepConfiguration) -> str | None:
     hides_layers = checkpointing in SUBLAYERS and (training.is_compiled or training.kernels != "reference")
     checkpoints, keeps = checkpointing != "none", kept is not None
     keeps_products = strategy == "fsdp" and is_fused and training.attention != "reference"
+    spans_blocks = kept is None and checkpointing not in ("none", "block")
+    splits_weights = is_fused and training.state_dtype == "split" and strategy not in (None, "fsdp")
+    shards_our_adamw = strategy in ("optimizer", "optimizer-flat") and training.optimizer == "adamw"
     shares_state = shared and strategy != "bucketed"
     # The first that is true says why.
     rules = (
@@ -53,20 +56,11 @@ def refusal(configuration: StepConfiguration) -> str | None:
         (kept is not None and kept > layers, f"checkpoint {checkpointing}: the model has {layers} blocks"),
         (keeps and not keeps_products, "checkpoint keep=N: it needs fsdp, fused kernels, and attention without scores"),
         (keeps and training.is_compiled, "checkpoint keep=N: compiled blocks show no products"),
-        (
-            kept is None and shared and checkpointing not in ("none", "block"),
-            "checkpoints of several blocks with several ranks: shard has none and block",
-        ),
+        (shared and spans_blocks, "checkpoints of several blocks with several ranks: shard has none and block"),
         (accumulates and in_graph, "micro-batches in a CUDA graph: a replayed backward pass overwrites gradients"),
         (accumulates and shares_state, "micro-batches with a sharded state: gradients are reduced in each"),
-        (
-            is_fused and training.state_dtype == "split" and strategy not in (None, "fsdp"),
-            "weights split in bf16 and low bits, with several ranks: measured with fsdp alone",
-        ),
-        (
-            strategy in ("optimizer", "optimizer-flat") and training.optimizer == "adamw",
-            "a sharded optimizer with our AdamW: never measured here",
-        ),
+        (splits_weights, "weights split in bf16 and low bits, with several ranks: measured with fsdp alone"),
+        (shards_our_adamw, "a sharded optimizer with our AdamW: never measured here"),
     )
     return next((reason for is_refused, reason in rules if is_refused), None)
 

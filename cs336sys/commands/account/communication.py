@@ -81,11 +81,8 @@ def parallel(
     from cs336sys.report.account.rates import compare_with_measured, read_measured
 
     cells = read_measured(measured)
-    rates, compared = (
-        compare_with_measured(cells, flops, bandwidth)
-        if cells
-        else ((_FLOPS if flops is None else flops, _BANDWIDTH if bandwidth is None else bandwidth), [])
-    )
+    assumed = _FLOPS if flops is None else flops, _BANDWIDTH if bandwidth is None else bandwidth
+    rates, compared = compare_with_measured(cells, flops, bandwidth) if cells else (assumed, [])
     layer = Layer(tokens, d_model, d_ff, *rates, ELEMENT_BYTES[dtype])
     asked_mesh = None if mesh is None else _read_mesh(mesh, devices)
     count = devices if devices is not None else asked_mesh.devices if asked_mesh else 8

@@ -32,8 +32,7 @@ class PlacementOptions:
     strategy: Annotated[
         str | None,
         choice(
-            PREDICTED_STRATEGIES,
-            "bucketed, optimizer, optimizer-flat, fsdp, ... Default: bucketed with several ranks.",
+            PREDICTED_STRATEGIES, "bucketed, optimizer, optimizer-flat, fsdp, ... Default: bucketed with several ranks."
         ),
     ] = None
     gradient_dtype: Annotated[str, choice(PRECISIONS, "What buckets are sent in.")] = "fp32"

@@ -197,7 +197,6 @@ def simulated_cluster(
 
 
 def _bench(cells: Sequence[Cell], settings: Mapping[str, str]) -> list[Cell]:
-    """The cells of ``bench`` with these settings."""
     return [cell for cell in cells if cell.command == "bench" and settings.items() <= cell.configuration.items()]
 
 

@@ -94,11 +94,8 @@ def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: P
     scalings = list(dict.fromkeys(scaling for scaling, _ in simulated))
     figure, axes = new_axes(1 + 5.5 * len(scalings), 7.5, 2, len(scalings), sharex="col")
     for column, scaling in enumerate(scalings):
-        steps = {
-            count: fastest_steps[0]
-            for (name, count), fastest_steps in simulated.items()
-            if name == scaling and fastest_steps
-        }
+        of_scaling = {count: fastest for (name, count), fastest in simulated.items() if name == scaling}
+        steps = {count: fastest[0] for count, fastest in of_scaling.items() if fastest}
         rates, memories = axes[0, column], axes[1, column]
         for name, curve in _scaling_curves(steps, simulation).items():
             style = {"marker": "o", "color": "black"} if name == "fastest that fits" else {"marker": ".", "alpha": 0.8}
