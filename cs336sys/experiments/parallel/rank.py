@@ -21,7 +21,6 @@ from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
 from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, UserCodeError
-from cs336sys.experiments.checks.weights import WeightDifference
 from cs336sys.experiments.flop_counting import count_step
 from cs336sys.experiments.parallel import communication
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
@@ -33,6 +32,7 @@ from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline
 from cs336sys.measure.device import free_gpu_memory, peak_memory_gib, reset_peak_memory
 from cs336sys.measure.phases import RecordFunctionMarks
 from cs336sys.measure.timing import time_phases
+from cs336sys.parity.weights import WeightDifference
 from cs336sys.results.model import Samples
 from cs336sys.workload import FULLY_SHARDED, SHARD_STRATEGIES, ParallelWorkload
 
