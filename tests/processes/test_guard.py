@@ -22,8 +22,8 @@ ROLES = ("program", "target", "daemon")
 OWNERS = {
     "any": "import sys, time; from cs336sys.processes.parent import Guarded; "
     "program = Guarded(sys.argv[1:]); time.sleep(600)",
-    "nsys": "import sys; from cs336sys.capture import nsys; from cs336sys.measure.diagnosis.profilers import "
-    "Profiler; nsys._run_nsys(Profiler(sys.argv[1], '2025.3'), sys.argv[2:])",
+    # As nsys is run.
+    "nsys": "import sys; from cs336sys.processes.parent import run_guarded_program; run_guarded_program(sys.argv[1:])",
 }
 
 

@@ -87,9 +87,9 @@ def _lose_gradients_on_their_way(patched):
 
 
 def _keep_positions_local(patched):
-    import cs336sys.experiments.parallel.tensor_strategies as strategies
+    from cs336sys.experiments import models
 
-    patched.setattr(strategies, "give_positions", lambda *_: None)
+    patched.setattr(models, "give_positions", lambda *_: None)
 
 
 FAULTS = {
