@@ -92,12 +92,12 @@ class ResultsFile:
             self._stream = self.path.open("a+b", buffering=0)
             try:
                 self._lock()
-                self._close_damaged_end()
+                self._read_existing()
             except BaseException:
                 self._stream.close()
                 raise
 
-    def _close_damaged_end(self) -> None:
+    def _read_existing(self) -> None:
         self._stream.seek(0)
         self._usage = FileUsage()
         if is_compressed(self.path):
@@ -175,7 +175,7 @@ class ResultsFile:
         if is_replaced:
             self._open_again()
         elif named.st_size != self._size:
-            self._close_damaged_end()
+            self._read_existing()
         else:
             return
         present = self._keys()

@@ -134,19 +134,19 @@ def _checked_step(workload: Workload, device: torch.device, progress: Progress) 
 
 
 def _check_kernels(
-    launched: Workload, optimizer_of: Workload, device: torch.device, progress: Progress
+    launched: Workload, optimizer_workload: Workload, device: torch.device, progress: Progress
 ) -> tuple[WeightDifference, dict[str, Tensor]]:
-    """Our kernels compared with PyTorch's operations, and the weights that ours have trained."""
+    """Return how far our kernels are off PyTorch's operations, and the weights that they trained."""
     plain = plainly_trained(launched)
     if replace(plain, attention=launched.attention, compile=launched.compile) == launched:
         launched, plain = _of_one_block(launched), _of_one_block(plain)
     progress("checking: PyTorch's operations")
     build_plain = functools.partial(build_compared_model, launched, device)
     train_plainly = functools.partial(_trained_for_check, plain, device, build_plain)
-    expected = _put_aside(train_plainly(), launched, device)
+    expected = _free_for_training(train_plainly(), launched, device)
     progress("checking: our kernels")
-    trained = _trained_for_check(launched, device, optimizer_of=optimizer_of)
-    return _apart(launched, device, expected, trained, train_plainly), trained
+    trained = _trained_for_check(launched, device, optimizer_workload=optimizer_workload)
+    return _compare_weights(launched, device, expected, trained, train_plainly), trained
 
 
 def _counts_otherwise(workload: Workload, launched: Workload) -> bool:
@@ -165,8 +165,8 @@ def _check_counting(
         launched = _of_one_block(launched)
     progress("checking: the optimizer")
     train_launched = functools.partial(_trained_for_check, launched, device)
-    expected = _put_aside(train_launched(), launched, device)
-    return _apart(launched, device, expected, train_launched(optimizer_of=workload), train_launched)
+    expected = _free_for_training(train_launched(), launched, device)
+    return _compare_weights(launched, device, expected, train_launched(optimizer_workload=workload), train_launched)
 
 
 def _check_replays(
@@ -178,20 +178,20 @@ def _check_replays(
 
     def train(how: Workload) -> dict[str, Tensor]:
         # Even where its steps are launched, the optimizer counts them on the device, as it must in a graph.
-        return _trained_for_check(how, device, optimizer_of=workload)
+        return _trained_for_check(how, device, optimizer_workload=workload)
 
     if expected is None:
         progress("checking: launched steps")
         expected = train(launched)
-    expected = _put_aside(expected, workload, device)
+    expected = _free_for_training(expected, workload, device)
     progress("checking: replayed steps")
-    replayed = _apart(workload, device, expected, train(workload), lambda loss_scale: train(launched))
+    replayed = _compare_weights(workload, device, expected, train(workload), lambda loss_scale: train(launched))
     if replayed.relative == 0 or not replayed.relative <= tolerance(workload):
         return replayed, None
     repeated = None
     for count in range(1, _MOST_REPEATS + 1):
         progress("checking: launched steps again")
-        again = _apart(workload, device, expected, train(launched))
+        again = _compare_weights(workload, device, expected, train(launched))
         if again.relative > (0 if repeated is None else repeated.relative):
             repeated = again
         repeats_exactly = repeated is None and count == _SAME_REPEATS
@@ -207,7 +207,7 @@ def _allowed_of_replays(workload: Workload, repeated: WeightDifference | None) -
     return min(max(_REPEATED * repeated.relative, _ROUNDED * tolerance(workload)), tolerance(workload))
 
 
-def _apart(
+def _compare_weights(
     workload: Workload,
     device: torch.device,
     expected: dict[str, Tensor],
@@ -249,7 +249,7 @@ def _apart(
     return replace(difference, notes=(rounding_note(explained, len(comparison.distances) - len(losses), allowed),))
 
 
-def _put_aside(weights: dict[str, Tensor], workload: Workload, device: torch.device) -> dict[str, Tensor]:
+def _free_for_training(weights: dict[str, Tensor], workload: Workload, device: torch.device) -> dict[str, Tensor]:
     """Choose where they wait while the workload trains: host memory, if a GPU may not have room for both."""
     _free_memory(device)
     if device.type == "cuda" and workload.is_ours:
@@ -287,14 +287,14 @@ def _trained_for_check(
     workload: Workload,
     device: torch.device,
     build: Callable[[], nn.Module] | None = None,
-    optimizer_of: Workload | None = None,
+    optimizer_workload: Workload | None = None,
     loss_scale: float = 1.0,
 ) -> dict[str, Tensor]:
     """The weights after :func:`train_for_check`, and the losses of its steps.
 
     Args:
         build: makes the model; None is the workload's.
-        optimizer_of: whose optimizer takes the place of the workload's.
+        optimizer_workload: whose optimizer takes the place of the workload's.
         loss_scale: multiplies the loss, and divides the gradients, which are rounded elsewhere then.
     """
     model = build_model(workload, device) if build is None else build()
@@ -304,7 +304,7 @@ def _trained_for_check(
             device.type, init_scale=loss_scale * (2**16 if workload.precision == "fp16" else 1)
         )
     if workload.mode == "train":
-        optimizer = build_optimizer(optimizer_of or workload, model, **OPTIMIZER_SETTINGS)
+        optimizer = build_optimizer(optimizer_workload or workload, model, **OPTIMIZER_SETTINGS)
     step = TrainStep(workload, device, model=model, optimizer=optimizer, scaler=scaler)
     losses = train_for_check(step, step.warmup_of_capture)
     weights, stale = step.weights(dict(model.named_parameters()))

@@ -49,7 +49,7 @@ def averaging_replica(plain: nn.Module, optimizer: OptimizerChoice, **settings: 
 
 
 def _sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
-    """As :func:`_replicated`, but a rank has the optimizer state of its share of whole parameters."""
+    """Average as :func:`averaging_replica`; each rank has the optimizer state of its share of whole parameters."""
     plain = build_plain_model(workload, device)
     model = BucketedDDP(plain, BUCKETS)
     optimizer = ShardedOptimizer(plain.parameters(), choice.optimizer_class, module=plain, **choice.settings)
@@ -79,7 +79,7 @@ def fully_sharded(
 ) -> Replica:
     """Weights, gradients and optimizer state in slices; no rank ever holds the whole model.
 
-    Unless it is a user's whose layers nothing initializes alone: each rank builds that on the CPU first.
+    An exception is a user's model with layers that cannot be initialized alone: each rank builds it on the CPU first.
 
     Args:
         attention: in place of the workload's.

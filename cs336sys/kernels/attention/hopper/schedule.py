@@ -27,10 +27,10 @@ def ordered_items(
 
 
 def longest_first_at_the_end(items: Iterable[tuple[int, int]], num_last: int) -> list[tuple[int, int]]:
-    """Items in an order from the last tiles to the first, but that the last ``num_last`` of them are turned round.
+    """Keep the order of (tile, sequence) items, last tiles first, but sort the last ``num_last`` ascending.
 
     If the shortest begin first, as later tiles of keys are under a causal mask, the longest begin last, and the GPU is
-    not full at the end; turned round, those that begin together also end together.
+    not full at the end; sorted so, those that begin together also end together.
     """
     ordered = list(items)
     first_of_end = max(0, len(ordered) - num_last)
