@@ -185,7 +185,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class DeviceWork(Rows):
-    """What ran on a GPU: kernels, copies, fills. ``correlation`` is the number of its launch in its process."""
+    """Work of a GPU: kernels, copies, fills. ``correlation`` is the number of its launch in its process."""
 
     number: Times
     start: Times
@@ -274,7 +274,7 @@ def is_waiting_call(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Damage:
-    """What of a capture cannot be true or is missing.
+    """Parts of a capture that cannot be true or are missing.
 
     Attributes:
         sentences: what failed and how often, a sentence each.

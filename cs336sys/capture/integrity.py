@@ -180,7 +180,7 @@ def _launches(capture: Capture) -> tuple[Times, list[str]]:
 
 
 def _launched(capture: Capture) -> Times:
-    """When each work was launched; a time before all where that is not known."""
+    """Return when each work was launched; a time before all where that is not known."""
     return np.where(capture.launch >= 0, capture.launches()[0], -_NEVER)
 
 
@@ -189,7 +189,7 @@ def _begins_early(capture: Capture) -> Flags:
 
 
 def _ends_late(capture: Capture) -> Flags:
-    """Which work ends after a wait for the whole GPU that began after its launch."""
+    """Find work that ends after a wait for the whole GPU that began after its launch."""
     calls, work = capture.calls, capture.work
     is_wrong = np.zeros(len(work), bool)
     is_wait = capture.is_named(calls.name, _DEVICE_WAIT.search)
@@ -212,7 +212,7 @@ def _ends_late(capture: Capture) -> Flags:
 
 
 def _overlaps(capture: Capture) -> Flags:
-    """Which work runs into the next of its stream: of two, the one whose duration is less usual for its name.
+    """Find work that runs into the next of its stream: of two, the one whose duration is less usual for its name.
 
     Kernels of a graph may run side by side, and so may one that was launched to begin early (programmatic dependent
     launch), which ends after the one before.
@@ -274,7 +274,7 @@ def _lost_launches(capture: Capture, left_out: int) -> tuple[Times, list[str]]:
 
 
 def _within_calls(calls: Calls, is_launch: Flags) -> Flags:
-    """Which launches are calls of another launch: a runtime calls the driver."""
+    """Find launches that are calls of another launch: a runtime calls the driver."""
     chosen = np.flatnonzero(is_launch)
     chosen = chosen[np.lexsort((-calls.stop[chosen], calls.start[chosen], calls.thread[chosen], calls.process[chosen]))]
     before, after = chosen[:-1], chosen[1:]
@@ -290,7 +290,7 @@ def _within_calls(calls: Calls, is_launch: Flags) -> Flags:
 
 
 def _while_capturing(capture: Capture) -> Flags:
-    """Which calls only record a CUDA graph."""
+    """Find calls that only record a CUDA graph."""
     calls = capture.calls
     result = np.zeros(len(calls), bool)
     begins = calls.start[capture.is_named(calls.name, _BEGIN_GRAPH.search)]

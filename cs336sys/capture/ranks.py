@@ -280,7 +280,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """Which ranks hold the others up.
+    """Find the ranks that hold the others up.
 
     Attributes:
         stragglers: the slowest first; empty for none.

@@ -114,7 +114,7 @@ def norm(values: Tensor) -> float:
     return torch.linalg.vector_norm(values, dtype=torch.float64).item()
 
 
-class Comparison:
+class TensorComparison:
     """Tensors compared with those of a reference; the ones too far off wait in host memory for another reference.
 
     Args:
@@ -174,7 +174,7 @@ class Comparison:
 
 
 def rounding_note(names: Sequence[str], count: int, allowed: float) -> str:
-    """Say which of ``count`` parameters are left out as :meth:`Comparison.explained`."""
+    """Say which of ``count`` parameters are left out as :meth:`TensorComparison.explained`."""
     named = ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
     return (
         f"{len(names)} of {count} parameters ({named}) are off by more than {100 * allowed:g} %, as those of one "

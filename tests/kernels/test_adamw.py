@@ -134,8 +134,10 @@ def test_dtypes_of_parameters_and_gradients(dtype, grad_dtype, device):
 def test_one_launch_for_parameters_of_one_dtype_and_tables_made_once(device, monkeypatch):
     parameters = parameters_of(make_tensors([(7,)] * 8, device=device))
     described = []
-    describe = tables.Tables.describe
-    monkeypatch.setattr(tables.Tables, "describe", lambda self, updates: described.append(1) or describe(self, updates))
+    describe = tables.UpdateTables.describe
+    monkeypatch.setattr(
+        tables.UpdateTables, "describe", lambda self, updates: described.append(1) or describe(self, updates)
+    )
     optimizer = AdamW(parameters)
     give_gradients(parameters, 0)
     for _ in range(4):

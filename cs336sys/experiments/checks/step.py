@@ -19,7 +19,7 @@ from cs336sys.parity.rounding import tolerance
 from cs336sys.parity.weights import (
     OPTIMIZER_SETTINGS,
     STEPS,
-    Comparison,
+    TensorComparison,
     WeightDifference,
     plainly_trained,
     rounding_note,
@@ -225,7 +225,7 @@ def _compare_weights(
     # What the other side lacks is the difference of a copy from its weight, which should be zero.
     expected = expected | {name: torch.zeros_like(value) for name, value in compared.items() if name not in expected}
     allowed = tolerance(workload)
-    comparison = Comparison(start, expected, compared, allowed)
+    comparison = TensorComparison(start, expected, compared, allowed)
     far = comparison.far
     del start
     _free_memory(device)

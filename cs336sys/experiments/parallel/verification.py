@@ -27,7 +27,7 @@ from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parity.rounding import LEARNING_RATES, MEAN_LOSS, parallel_tolerance, stay_near
 from cs336sys.parity.weights import (
     OPTIMIZER_SETTINGS,
-    Comparison,
+    TensorComparison,
     WeightDifference,
     norm,
     plainly_trained,
@@ -191,7 +191,7 @@ class _Comparison:
     warmup: int
     reference: _Reference
     # None where no gradients are compared, and which rows of each they are.
-    _gradients: Comparison | None = None
+    _gradients: TensorComparison | None = None
     _rows: dict[str, slice] = field(default_factory=dict)
 
     def train(self) -> None:
@@ -207,7 +207,7 @@ class _Comparison:
         start: dict[str, Tensor | None] = dict(starting_model(workload, self.device).named_parameters())
         expected = trained.weights | {name: torch.zeros_like(value) for name, value in stale.items()}
         start |= dict.fromkeys(stale)
-        self._weights = Comparison(start, expected, trained_weights | stale, parallel_tolerance(workload))
+        self._weights = TensorComparison(start, expected, trained_weights | stale, parallel_tolerance(workload))
         # No rounding explains a copy that differs from its weight.
         for name in stale:
             self._weights.far.pop(name, None)
@@ -243,7 +243,7 @@ class _Comparison:
             # Scaled, they may overflow in the first step, which is skipped then.
             return
         allowed = parallel_tolerance(self.workload)
-        self._gradients = Comparison(dict.fromkeys(expected), expected, trained, allowed)
+        self._gradients = TensorComparison(dict.fromkeys(expected), expected, trained, allowed)
 
     def judge(self) -> WeightDifference:
         """The parameter that is farthest off, those aside that the rounding of one process explains."""

@@ -17,8 +17,8 @@ from cs336sys.kernels.adamw.tables import (
     TRITON_DTYPES,
     GroupedParameter,
     ParameterSet,
-    Tables,
     Update,
+    UpdateTables,
     Variant,
     is_capturing,
     tables_after_capture,
@@ -370,7 +370,7 @@ class AdamW(torch.optim.Optimizer):
             updates = [self._describe(*member) for member in part.members if member.parameter.grad is not None]
             if part.tables is None:
                 check_tensors("AdamW", kernels.adamw_update_kernel, parameters=updates[0].weight)
-                part.tables = Tables(self._device)
+                part.tables = UpdateTables(self._device)
             part.tables.describe(updates)
             # What a graph that is being captured copies to the device is not there before it runs.
             part.described = None if is_capturing(self._device) else signature

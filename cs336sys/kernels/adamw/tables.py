@@ -153,7 +153,7 @@ class Chunks:
         self.clip = torch.empty(2, dtype=torch.float32, device=device)
 
 
-class Tables:
+class UpdateTables:
     """All tables of an optimizer on one device."""
 
     def __init__(self, device: torch.device):
@@ -221,7 +221,7 @@ class ParameterSet:
 
     def __init__(self, members: Sequence[GroupedParameter]):
         self.members = members
-        self.tables: Tables | None = None
+        self.tables: UpdateTables | None = None
         self.described: list | None = None
 
 
