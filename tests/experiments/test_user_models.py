@@ -230,7 +230,7 @@ def test_attention_of_grouped_queries_with_a_scale_is_replaced_and_changes_no_lo
 @pytest.mark.parametrize(
     ("model", "same"),
     [
-        ("llama", ["reference", "sdpa"]),
+        pytest.param("llama", ["reference", "sdpa"], marks=needs_transformers),
         ("causal_by_flag", ["reference", "sdpa"]),
         ("causal_by_mask", ["reference", "sdpa", "flash"]),
         ("causal_by_products", ["reference", "sdpa", "flash"]),

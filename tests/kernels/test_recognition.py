@@ -348,8 +348,7 @@ def test_head_is_left_alone_if_its_cap_depends_on_the_mode():
 
 
 def gemma(name, **config):
-    import transformers
-
+    transformers = pytest.importorskip("transformers")
     config = dict(vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=1, head_dim=8,
                   num_attention_heads=2, num_key_value_heads=1, **config)  # fmt: skip
     return getattr(transformers, f"{name}ForCausalLM")(
