@@ -29,12 +29,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from cs336sys.choices import WARM_UP_STEPS
 from cs336sys.errors import CapabilityError, CaptureError, UsageError
-
-# Steps before the capture: in them kernels are compiled and chosen, libraries take their workspaces, and optimizers and
-# communicators are set up. torch asks for three, and for eleven where its DistributedDataParallel is inside.
-WARM_UP_STEPS = 3
-WARM_UP_STEPS_OF_TORCH_DDP = 11
 
 _SILENT = "it did something that no graph can hold, and did not say so"
 # What torch and CUDA say when something cannot be captured, and what that means.

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "cs336sys"
+COMMAND = (sys.executable, "-m", "cs336sys")
 PLAN = ("bench", "--size", "tiny", "--device", "cpu", "--dry-run", "--format", "csv")
 
 # Texts of files, and what stands before them afterwards.
@@ -29,6 +30,34 @@ COLUMN = {
         '    row |= cell.derived | {"first_measured_ms"': '    row["dummy_ms"] = 2 * step.mean\n',
     },
 }
+STRATEGY = {
+    "strategies.py": {
+        '    "fsdp": Strategy(': '    "dummy": Strategy("cs336sys.experiments.parallel.sharded_strategies.dummy"),\n',
+    },
+    "experiments/parallel/sharded_strategies.py": {
+        "def sharded_optimizer(": """\
+def dummy(*arguments: Any) -> Replica:
+    return averaged_in_buckets(*arguments)
+
+
+""",
+    },
+}
+OPERATION = {
+    "workload/operations.py": {'    "weighted-sum": (': '    "dummy": ("ours", "eager"),\n'},
+    "experiments/kernels/operations.py": {
+        "from cs336sys.kernels.linear_cross_entropy import": "from cs336sys.kernels.dummy import dummy\n",
+        '    "weighted-sum": DifferentiatedFunction(': """\
+    "dummy": DifferentiatedFunction(
+        lambda workload, random, generator: {"x": random((workload.tokens, workload.width))},
+        lambda workload: dummy,
+        _plain_function(dummy, lambda x: x + x),
+        (2, 2),
+    ),
+""",
+    },
+    "kernels/dummy.py": {"": "def dummy(x):\n    return 2 * x\n"},
+}
 
 
 @pytest.fixture
@@ -40,6 +69,8 @@ def changed(tmp_path):
         )
         for file, texts in additions.items():
             path = tmp_path / "cs336sys" / file
+            if not path.exists():
+                path.write_text(texts.pop(""))
             for text, addition in texts.items():
                 assert path.read_text().count(text) == 1
                 path.write_text(path.read_text().replace(text, addition + text))
@@ -48,26 +79,29 @@ def changed(tmp_path):
     return change
 
 
-def run(folder, *arguments, **variables):
+def run(folder, *arguments, exit_code=0, **variables):
     environment = os.environ | {"PYTHONPATH": str(folder)} | variables
     done = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == exit_code, done.stderr
+    return done.stdout if exit_code == 0 else done.stderr
+
+
+def rows_of(text):
+    return list(csv.DictReader(io.StringIO(text)))
 
 
 def test_an_option_of_training_takes_two_files(changed):
     assert len(OPTION) <= 3
     folder = changed(OPTION)
-    command = (sys.executable, "-m", "cs336sys")
-    planned = [run(folder, *command, *PLAN, "--dummy", "3"), run(folder, *command, *PLAN, CS336SYS_BENCH_DUMMY="4")]
+    planned = [run(folder, *COMMAND, *PLAN, "--dummy", "3"), run(folder, *COMMAND, *PLAN, CS336SYS_BENCH_DUMMY="4")]
     (folder / "settings.toml").write_text("bench.dummy = 5\n")
-    planned.append(run(folder, *command, *PLAN, "--config", "settings.toml", "--columns", "size,dummy"))
-    assert [row["dummy"] for text in planned for row in csv.DictReader(io.StringIO(text))] == ["3", "4", "5"]
+    planned.append(run(folder, *COMMAND, *PLAN, "--config", "settings.toml", "--columns", "size,dummy"))
+    assert [row["dummy"] for text in planned for row in rows_of(text)] == ["3", "4", "5"]
     script = "import inspect, cs336sys; print(inspect.signature(cs336sys.ddp).parameters['dummy'])"
     assert run(folder, sys.executable, "-c", script).strip() == str(
         inspect.Parameter("dummy", 3, default=7, annotation=int)
     )
-    assert "--dummy <int>" in run(folder, *command, "shard", "--help", COLUMNS="80")
+    assert "--dummy <int>" in run(folder, *COMMAND, "shard", "--help", COLUMNS="80")
 
 
 def test_a_column_takes_one_file(changed, tmp_path):
@@ -75,7 +109,45 @@ def test_a_column_takes_one_file(changed, tmp_path):
     folder = changed(COLUMN)
     saved = PACKAGE.parent / "docs" / "results" / "bench-turn-h200.jsonl.gz"
     text = run(folder, sys.executable, "-m", "cs336sys", "show", str(saved), "--format", "csv")
-    rows = list(csv.DictReader(io.StringIO(text)))
+    rows = rows_of(text)
     measured = [row for row in rows if row["status"] == "ok"]
     assert [float(row["dummy_ms"]) for row in measured] == [2 * float(row["step_ms_mean"]) for row in measured]
     assert measured
+
+
+def test_a_strategy_takes_two_files(changed):
+    assert len(STRATEGY) <= 4
+    folder = changed(STRATEGY)
+    shard = (*COMMAND, "shard", "--size", "tiny", "--device", "cpu", "--strategy")
+    columns = ("--format", "csv", "--columns", "strategy,peak_gib,predicted_sent_bytes")
+    dummy, none = rows_of(run(folder, *shard, "dummy,none", "--dry-run", *columns))
+    assert dummy == none | {"strategy": "dummy"}
+    assert float(dummy["peak_gib"]) > 0
+    assert "optimizer-flat, dummy, fsdp" in " ".join(run(folder, *COMMAND, "shard", "--help", COLUMNS="200").split())
+    assert "did you mean dummy" in run(folder, *shard, "dumy", exit_code=2)
+
+
+@pytest.mark.nightly
+def test_a_new_strategy_trains_and_is_shown(changed):
+    folder = changed(STRATEGY)
+    settings = ("--size", "tiny", "--device", "cpu", "--steps", "2", "--warmup", "1", "--save", "cells.jsonl")
+    run(folder, *COMMAND, "shard", "--strategy", "dummy", *settings)
+    shown = run(folder, *COMMAND, "show", "cells.jsonl", "--format", "csv", "--table", "shard")
+    (row,) = rows_of(shown)
+    assert (row["strategy"], row["status"]) == ("dummy", "ok")
+    assert float(row["sent_bytes"]) == pytest.approx(float(row["predicted_sent_bytes"]), rel=0.01)
+
+
+def test_a_fused_operation_takes_three_files(changed):
+    assert len(OPERATION) <= 3
+    folder = changed(OPERATION)
+    kernels = (*COMMAND, "kernels", "--device", "cpu", "--op")
+    shape = ("--tokens", "4", "--width", "8", "--warmup-ms", "1", "--repetition-ms", "1")
+    run(folder, *kernels, "dummy", *shape, "--save", "cells.jsonl")
+    rows = rows_of(run(folder, *COMMAND, "show", "cells.jsonl", "--format", "csv"))
+    assert [(row["op"], row["implementation"], row["status"]) for row in rows] == [
+        ("dummy", "ours", "ok"),
+        ("dummy", "eager", "ok"),
+    ]
+    assert "dummy, weighted-sum" in " ".join(run(folder, *COMMAND, "kernels", "--help", COLUMNS="200").split())
+    assert "did you mean dummy" in run(folder, *kernels, "dumy", exit_code=2)

@@ -13,10 +13,9 @@ import operator
 from dataclasses import astuple, dataclass
 
 from cs336sys.accounting.flops import Components
+from cs336sys.choices import ATTENTION
 from cs336sys.errors import require_known
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
-
-ATTENTION = ("reference", "sdpa", "flash")
 
 # Of the logits, where the loss is computed without all of them at once: 4096 tokens of 151,936 bfloat16 logits. On
 # an H200, forward and backward of 32768 tokens of width 4096 took 181.8 ms with it, 183.7 with half and 186.8 with
@@ -75,7 +74,8 @@ def saved_activations(size: ModelSize, precision: str, attention: str, *, autoca
         UsageError: ``attention`` is not in :data:`ATTENTION`.
     """
     block = block_activations(size, precision, attention, autocast=autocast)
-    e, casts = ELEMENT_BYTES[precision], autocast and precision != "fp32"
+    e = ELEMENT_BYTES[precision]
+    casts = autocast and e == 2
     outside = SavedActivations(
         tokens=16 * size.tokens,
         residual_stream=4 * size.stream,
@@ -104,26 +104,27 @@ def attention_activations(
     size: ModelSize, precision: str, attention: str, *, autocast: bool = True
 ) -> SavedActivations:
     """Return what a block's attention and its norm add; the residual stream is the block's input."""
-    reference, casts = attention == "reference", autocast and precision != "fp32"
     e, stream = ELEMENT_BYTES[precision], size.stream
-    scores = size.scores if reference else 0
+    keeps_scores, casts = ATTENTION[attention].keeps_scores, autocast and e == 2
+    scores = size.scores if keeps_scores else 0
     return SavedActivations(
         residual_stream=4 * stream,
         norms=4 * (stream + size.tokens),
         linear_inputs=(2 * 3 if casts else e) * stream + e * stream,
         queries_keys_values=3 * e * stream,
-        mask=size.context**2 if reference else 0,
+        mask=size.context**2 if keeps_scores else 0,
         exponentials=4 * scores,
         probabilities=e * scores,
         attention_statistics=4 * size.queries,
-        attention_output=0 if reference else e * stream,
+        attention_output=0 if keeps_scores else e * stream,
         weight_copies=2 * 4 * size.d_model**2 if casts else 0,
     )
 
 
 def feed_forward_activations(size: ModelSize, precision: str, *, autocast: bool = True) -> SavedActivations:
     """Return what a block's feed-forward layer and its norm add; the residual stream follows attention."""
-    e, casts = ELEMENT_BYTES[precision], autocast and precision != "fp32"
+    e = ELEMENT_BYTES[precision]
+    casts = autocast and e == 2
     return SavedActivations(
         residual_stream=4 * size.stream,
         norms=4 * (size.stream + size.tokens),

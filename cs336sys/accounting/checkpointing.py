@@ -14,12 +14,9 @@ https://arxiv.org/abs/1604.06174, section 3; the 2026 handout, section 3.2). Str
   memory, at most ``b + s log2 N``, for about ``N/2 log2 N + N/2`` further block computations.
 """
 
-import math
 from dataclasses import dataclass
-from functools import partial
 
 from cs336sys.accounting.activations import block_activations
-from cs336sys.accounting.derivation import Derived, log2, symbol
 from cs336sys.accounting.flops import flops_by_component, linear_flops
 from cs336sys.accounting.memory import PeakMemory, SavedBlocks, everything_saved, widest_moments
 from cs336sys.errors import UsageError, choose_from
@@ -204,48 +201,3 @@ def best_group_size(size: ModelSize, precision: str, mode: str, attention: str) 
     block = block_activations(size, precision, attention).total
     rule = (size.num_layers * block_input / block) ** 0.5
     return GroupSize(min(peaks, key=peaks.__getitem__), rule, block_input, block)
-
-
-_HANDOUT = "2026 handout, 3.2"
-_CHEN = "Chen et al., arXiv:1604.06174"
-
-
-def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> list[Derived]:
-    """Memory and recomputation of the strategies, for the blocks of one model.
-
-    Raises:
-        UsageError: ``attention`` is unknown.
-    """
-    n, batch, context = symbol("N", size.num_layers), symbol("B", size.batch_size), symbol("S", size.context)
-    label, kept = "input of a block, which a checkpoint keeps", 4 * batch * context * symbol("d_model", size.d_model)
-    block_input = Derived(label, kept, "bytes", "s", reason="fp32: the residual stream.", source=_HANDOUT)
-    total = symbol("as in account activations", block_activations(size, precision, attention).total)
-    source = "what autograd saves, accounting/activations.py"
-    saved = Derived("what a block saves for backward", total, "bytes", "b", source=source)
-    s, b = block_input.as_symbol(), saved.as_symbol()
-    row = partial(Derived, source=_CHEN)
-    part_a, part_b = "gradient_checkpointing (a)", "gradient_checkpointing (b)"
-    label = "group with the least memory, one recomputation"
-    reason = "The derivative of N s / K + K b by K is zero there. Under 1 it means groups of one block."
-    best = row(label, (n * s / b) ** 0.5, "blocks", "K", reason=reason, question=part_b)
-    group = symbol("K", min(max(1, round(best.value)), size.num_layers))
-    every = f"held with a checkpoint for every {group.value} block{'s' * (group.value != 1)}"
-    every_reason = (
-        "All N / K inputs, and the activations of the group that is computed again: O(sqrt(N)) at best, for one more "
-        "forward pass."
-    )
-    levels, again = math.ceil(log2(n)), n * (log2(n) + 1) / 2
-    halves_reason = "One block's activations and one input for each level: O(log N), and O(1) where s is negligible."
-    again_reason = (
-        "Every block once to save its activations, and on each level but the first the left halves to get at the right "
-        f"ones: O(N log N). Exact for powers of two; here it is {recomputed_blocks(size.num_layers, 'nested')[0]}."
-    )
-    return [
-        block_input,
-        saved,
-        row("held without checkpoints", n * b, "bytes", source=_HANDOUT, reason="All blocks at once: O(N)."),
-        best,
-        row(every, n * s / group + group * b, "bytes", reason=every_reason, question=part_b),
-        row("held with halves inside halves", b + levels * s, "bytes", reason=halves_reason, question=part_a),
-        row("blocks computed again with halves inside halves", again, "blocks", reason=again_reason, question=part_a),
-    ]

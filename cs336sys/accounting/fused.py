@@ -13,6 +13,7 @@ from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
 from cs336sys.accounting.checkpointing import saved_schedule
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import PeakMemory, SavedBlocks, always_held_bytes, largest_parameter
+from cs336sys.choices import PRECISION_RECORDS, StepChoices
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 # Where updates run alongside the backward pass, so many blocks wait for theirs at a time, and hold their gradients.
@@ -20,12 +21,12 @@ BLOCKS_BESIDE = 2
 
 
 @dataclass(frozen=True)
-class FusedStep:
+class FusedStep(StepChoices):
     """Settings that decide the memory of a step with fused kernels.
 
     Attributes:
         mode: ``forward`` (without gradients), ``forward-backward``, or ``train``.
-        attention: one of ``accounting.activations.ATTENTION``.
+        attention: one of ``choices.ATTENTION``.
         optimizer, state_dtype, update: as of a workload; ``adamw`` writes copies of the weights.
     """
 
@@ -43,11 +44,11 @@ class FusedStep:
 
     @property
     def reads_copies(self) -> bool:
-        return self.precision != "fp32" and (self.optimizer == "adamw" or self.mode != "train")
+        return self.is_half and (self.optimizer_record.is_ours or not self.updates_parameters)
 
     @property
     def scores(self) -> int:
-        return self.size.scores if self.attention == "reference" else 0
+        return self.size.scores if self.keeps_scores else 0
 
     @property
     def block_matrices(self) -> int:
@@ -57,7 +58,7 @@ class FusedStep:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of a number in the gradients of a block's matrices."""
-        return 2 if self.precision == "bf16" and self.reads_copies else 4
+        return 2 if PRECISION_RECORDS[self.precision].leaves_half_gradients and self.reads_copies else 4
 
     @property
     def head(self) -> int:
@@ -66,7 +67,7 @@ class FusedStep:
 
     @property
     def copies_head(self) -> bool:
-        return self.reads_copies and self.state_dtype != "split"
+        return self.reads_copies and not self.splits_weights
 
     @property
     def head_gradient(self) -> int:
@@ -77,14 +78,13 @@ class FusedStep:
         """All of them, and the copies."""
         matrices = self.size.num_layers * self.block_matrices
         copies = 2 * (matrices + self.head) if self.copies_head else 0
-        matrix_bytes = 2 if self.state_dtype == "split" else 4
+        matrix_bytes = 2 if self.splits_weights else 4
         return matrix_bytes * matrices + 4 * (count_parameters(self.size) - matrices) + copies
 
     @property
     def optimizer_state(self) -> int:
-        moments = 4 if self.state_dtype == "bf16" else 8
-        low_bits = 2 * self.size.num_layers * self.block_matrices if self.state_dtype == "split" else 0
-        return moments * count_parameters(self.size) + low_bits
+        low_bits = 2 * self.size.num_layers * self.block_matrices if self.splits_weights else 0
+        return self.moment_bytes * count_parameters(self.size) + low_bits
 
     def gradients(self, blocks: int) -> int:
         """Those of the last ``blocks`` blocks, as far as updates leave them, of the last norm, and of the LM head."""
@@ -124,20 +124,20 @@ class FusedStep:
 
 def fused_moments(step: FusedStep, checkpointing: str = "none") -> list[PeakMemory]:
     """As :func:`~cs336sys.accounting.checkpointing.checkpointed_moments`, with fused kernels."""
-    if step.mode == "forward":
+    if not step.has_backward:
         moments = _fused_forward_moments(step)
     else:
         at_loss, at_blocks = saved_schedule(checkpointing, step.size.num_layers)
         moments = _fused_backward_moments(step, at_loss, at_blocks)
         whole = step.gradients(step.size.num_layers) + 4 * step.head
         moments.append(("end of backward", whole, 4 * step.size.stream))
-        if step.mode == "train":
+        if step.updates_parameters:
             if step.update == "backward":
                 whole -= step.gradients(step.size.num_layers) - step.gradients(0)
             # Only the course's AdamW makes a temporary of each parameter.
-            temporary_bytes = 4 * largest_parameter(step.size) if step.optimizer == "course" else 0
+            temporary_bytes = 4 * largest_parameter(step.size) if step.optimizer_record.is_plain else 0
             moments.append(("optimizer", whole, temporary_bytes))
-    state = step.optimizer_state if step.mode == "train" else 0
+    state = step.optimizer_state if step.updates_parameters else 0
     always = always_held_bytes(step.size)
     return [
         PeakMemory(moment, step.parameters, gradients, state, activations + always)

@@ -11,18 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cs336sys.accounting.activations import (
-    ATTENTION,
     attention_activations,
     feed_forward_activations,
     saved_activations,
 )
 from cs336sys.accounting.flops import Components, count_parameters
+from cs336sys.choices import ATTENTION, MODES
 from cs336sys.errors import require_known
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 GIB = 2**30
-
-_MODES = ("forward", "forward-backward", "train")
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def widest_moments(
     Args:
         precision: ``fp32``, ``bf16`` or ``fp16``.
         mode: ``forward`` (without gradients), ``forward-backward``, or ``train``, which adds AdamW.
-        attention: one of :data:`~cs336sys.accounting.activations.ATTENTION`.
+        attention: one of :data:`~cs336sys.choices.ATTENTION`.
         autocast: half precision is autocast's; False: parameters and gradients are in it, with fp32 master parameters
             if AdamW updates them. These count among the parameters.
         at_loss, at_blocks: which activations exist when the backward pass starts, and when it is at each block that can
@@ -137,20 +135,20 @@ def widest_moments(
         UsageError: ``mode`` or ``attention`` is unknown.
     """
     require_known("attention", attention, ATTENTION)
-    require_known("mode", mode, _MODES)
-    if mode == "forward":
+    require_known("mode", mode, MODES)
+    if not MODES[mode].has_backward:
         moments = _forward_moments(size, precision, attention, autocast)
     else:
         at_loss = at_loss or SavedBlocks(size.num_layers, size.num_layers)
         at_blocks = at_blocks or everything_saved(size.num_layers)
         moments = _backward_moments(size, precision, attention, autocast, at_loss, at_blocks)
-    if mode == "train":
+    if MODES[mode].updates_parameters:
         # torch's fused AdamW makes no temporary, its foreach variant one of all parameters.
         temporary_bytes = 16 * size.tokens + 4 * largest_parameter(size)
         moments.append(("optimizer", count_parameters(size), temporary_bytes))
     state = training_state(size, precision, autocast=autocast)
     gradient_bytes = state.gradients // count_parameters(size)
-    optimizer_state = state.optimizer_state if mode == "train" else 0
+    optimizer_state = state.optimizer_state if MODES[mode].updates_parameters else 0
     parameters, rotary_table = state.parameters + state.master_parameters, 4 * size.context * size.head_dim
     return [
         PeakMemory(name, parameters, gradient_bytes * gradients, optimizer_state, activations + rotary_table)
@@ -208,7 +206,7 @@ def _forward_moments(size: ModelSize, precision: str, attention: str, autocast: 
         "LM head": 2 * r * stream + e * logits + casts(size.vocab_size),
         "loss": (e + 4) * logits + 8 * size.tokens,
     }
-    if attention == "reference":
+    if ATTENTION[attention].keeps_scores:
         moments["softmax"] = (2 * r + 3 * e) * stream + size.context**2 + 12 * size.scores + 4 * size.queries
     return [(name, 0, 16 * size.tokens + activation_bytes) for name, activation_bytes in moments.items()]
 
@@ -262,7 +260,7 @@ def _backward_moments(
         if blocks.attention_later:
             feed_forward -= attention_bytes - r * stream
         moments.append((f"feed-forward backward, {blocks.name}", gradients + w2, feed_forward))
-        if attention == "reference":
+        if ATTENTION[attention].keeps_scores:
             # Stream and normalized in fp32, and the norm's output: as much in both casts as in fp32.
             freed = (8 + r) * stream + 4 * tokens + 5 * e * inner + copy * (3 * w2 + projection)
             softmax = saved - freed + (r - e) * stream + (12 - e) * size.scores + 4 * size.queries

@@ -253,7 +253,7 @@ def _mesh_peak_bytes(size: ModelSize, dtypes: Dtypes, mesh: Mesh, checkpointing:
     of_group = replace(size, batch_size=size.batch_size // mesh.ddp)
     strategy = "fsdp" if mesh.fsdp > 1 else "none"
     step = ShardedStep(strategy, of_group, mesh.fsdp, dtypes.computed, "flash", checkpointing, state_dtype=dtypes.state)
-    if strategy == "fsdp":
+    if mesh.fsdp > 1:
         return rank_peak(step).total / mesh.tp
     gradients, moments = ELEMENT_BYTES[dtypes.gradients] / 4, 0.5 if dtypes.state == "bf16" else 1.0
     of_moments = (

@@ -10,9 +10,10 @@ from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import byte_count, choice, split_list
 from cs336sys.commands.options.training import DeviceOption
-from cs336sys.commands.sweep.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes, is_first_rank
+from cs336sys.commands.sweep.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes
 from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.errors import UsageError
+from cs336sys.processes import is_first_rank
 from cs336sys.workload import COLLECTIVE_DTYPES, CollectiveWorkload
 
 # The tensors of each backend are on one kind of device.

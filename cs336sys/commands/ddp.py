@@ -14,6 +14,7 @@ from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import MEASURING, between, choice
 from cs336sys.commands.sweep.run import in_rounds, run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import UsageError
+from cs336sys.processes import is_first_rank
 from cs336sys.sizes import PRECISIONS
 from cs336sys.workload import BUCKETED, DATA_PARALLEL_STRATEGIES, TRANSPORTS, ParallelWorkload, Workload
 
@@ -124,7 +125,7 @@ def ddp(
     from cs336sys.report.scaling import plot_scaling, with_scaling
 
     chosen = data_parallel.cells(options.expand_workloads(model, ["train"], precision, implementation, steps, run))
-    if across_ranks.is_first_rank():
+    if is_first_rank():
         data_parallel.check(output, chosen)
     if dry_run:
         written = data_parallel.pictures | {"trace": data_parallel.trace}

@@ -108,8 +108,8 @@ class RecordingOptions:
             for training in trainings
             for mode in modes
             # A forward pass without gradients saves nothing, so there is nothing to checkpoint.
-            for strategy in (self.checkpoint if mode != "forward" else ["none"])
-            for parts in (self.micro_batches if mode == "train" else [1])
+            for strategy in (self.checkpoint if MODES[mode].has_backward else ["none"])
+            for parts in (self.micro_batches if MODES[mode].updates_parameters else [1])
         ]
         return list(dict.fromkeys(workloads))
 

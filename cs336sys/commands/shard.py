@@ -11,8 +11,8 @@ import typer
 import cs336sys.commands.sweep.ranks as across_ranks
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.memory import GIB
-from cs336sys.accounting.sharding.partition import mesh_ranks, outer_dimension, read_mesh, strategy_of_mesh
-from cs336sys.accounting.sharding.selective_checkpointing import choose_kept_blocks, kept_peak
+from cs336sys.accounting.sharding.partition import mesh_ranks, read_mesh, strategy_of_mesh
+from cs336sys.accounting.sharding.selective_checkpointing import choose_kept_blocks, kept_peak, kept_step
 from cs336sys.commands.faults import say
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import setting, writes_file
@@ -22,6 +22,8 @@ from cs336sys.commands.options.training import ImplementationOptions, StepsOptio
 from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.measure.system import gpu_capacity
+from cs336sys.processes import is_first_rank
+from cs336sys.strategies import STRATEGIES
 from cs336sys.workload import (
     BLOCK_CHECKPOINTING,
     CONTEXT_STRATEGIES,
@@ -136,7 +138,7 @@ class ShardingOptions:
         if [*self.prefetch] != [1] and all(ahead is None for _, ahead, _ in strategies):
             listed = ",".join(map(str, self.prefetch))
             raise UsageError(f"--prefetch {listed}: only strategies with fsdp gather ahead; add one to --strategy")
-        if [*self.keep_gathered] != [0] and all(name != "fsdp" for name, _, _ in strategies):
+        if [*self.keep_gathered] != [0] and not any(STRATEGIES[name].keeps_gathered for name in self.strategy):
             listed = ",".join(map(str, self.keep_gathered))
             raise UsageError(f"--keep-gathered {listed}: only fsdp keeps weights; add it to --strategy")
         if self.memory_limit is not None and "auto" not in self.checkpoint:
@@ -147,8 +149,8 @@ class ShardingOptions:
         return [
             (name, units, blocks)
             for name in self.strategy
-            for units in (self.prefetch if name == "fsdp" or outer_dimension(name) == "fsdp" else [None])
-            for blocks in (self.keep_gathered if name == "fsdp" else [0])
+            for units in (self.prefetch if STRATEGIES[name].gathers_ahead else [None])
+            for blocks in (self.keep_gathered if STRATEGIES[name].keeps_gathered else [0])
         ]
 
 
@@ -191,7 +193,7 @@ def _require_for_board(workload: Workload) -> None:
         raise UsageError(
             "--cuda-graph on: --board launches its step, whose kernels take longer than launches; choose off"
         )
-    if workload.precision == "fp16":
+    if workload.scales_loss:
         raise UsageError(
             "--precision fp16: --board checks gradients of fp32 and bf16, which are not scaled; choose one"
         )
@@ -221,7 +223,7 @@ def chosen_by_memory(
             "--checkpoint auto only supports --strategy fsdp with --kernels fused and --compile off: choose these, "
             "or keep=N"
         )
-    step = choose_kept_blocks(workload.kept_step, limit_bytes, keeps_gathered=keeps_gathered)
+    step = choose_kept_blocks(kept_step(workload), limit_bytes, keeps_gathered=keeps_gathered)
     if tells:
         peak = kept_peak(step)
         say(
@@ -265,7 +267,7 @@ class ShardedRanksOptions(across_ranks.ParallelTraining):
     def check(self, output: OutputOptions, cells: Sequence[ParallelWorkload]) -> dict[str, Path | None]:
         """Return the pictures by their options; errors of the first rank if anything cannot be written."""
         pictures = {"plot": self.plot, "plot_scaling": self.plot_scaling}
-        if across_ranks.is_first_rank():
+        if is_first_rank():
             output.check(**pictures)
             self.check_rank_outputs(cells)
         return pictures
@@ -311,7 +313,7 @@ def shard(
         across_ranks.choose_world_sizes(ranks.world_size or ranks_of_mesh),
         run.device,
         keeps_gathered=not is_given(ctx, "keep_gathered"),
-        tells=across_ranks.is_first_rank(),
+        tells=is_first_rank(),
         **ranks.settings,
     )
     pictures = ranks.check(output, chosen)

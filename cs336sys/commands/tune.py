@@ -352,14 +352,14 @@ def _measured_configuration(configuration: "StepConfiguration") -> dict[str, Any
         return configuration.configuration()
     training = configuration.training
     batch = training.size.batch_size * configuration.world_size
-    bucketed = configuration.strategy == "bucketed"
+    bucketed = configuration.strategy_record.has_buckets
     return ParallelWorkload(
         training_with_batch(training, batch),
         str(configuration.strategy),
         configuration.world_size,
         bucket_mb="block" if bucketed else None,
         gradient_dtype=configuration.gradient_dtype,
-        prefetch=1 if configuration.strategy == "fsdp" else None,
+        prefetch=1 if configuration.strategy_record.gathers_ahead else None,
         checkpointing=configuration.checkpointing,
     ).configuration()
 

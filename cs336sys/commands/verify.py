@@ -10,9 +10,10 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import runs_code, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import choice, name_or_code
-from cs336sys.commands.sweep.ranks import BackendOption, WorldSizeOption, choose_world_sizes, is_first_rank
+from cs336sys.commands.sweep.ranks import BackendOption, WorldSizeOption, choose_world_sizes
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
+from cs336sys.processes import is_first_rank
 from cs336sys.results.model import Cell, Run
 from cs336sys.user_code import digest, is_user_code
 from cs336sys.workload import Workload

@@ -5,15 +5,16 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from cs336sys.accounting.hardware import impossible_utilization, peak_tflops
 from cs336sys.accounting.memory import GIB
+from cs336sys.choices import COUNTING_MODULE
 from cs336sys.experiments import user_models
 from cs336sys.experiments.checks.step import Checked, check_training
-from cs336sys.experiments.flop_counting import counted_columns
 from cs336sys.experiments.models import use_attention
 from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps, training_warnings, with_notes
 from cs336sys.experiments.user_models import telling_user_errors
@@ -82,7 +83,9 @@ def build_step(make: Callable[[], TrainStep], device: torch.device, progress: Pr
     started = time.perf_counter()
     step = make()
     build_s = time.perf_counter() - started
-    counted = counted_columns(step, progress)
+    counted = {"parameters": step.workload.parameters}
+    if not step.workload.is_ours:
+        counted = import_module(COUNTING_MODULE).counted_columns(step, progress)
     reset_peak_memory(device)
     if step.workload.cuda_graph == "on":
         progress("capturing")

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336sys.experiments import user_models
-from cs336sys.experiments.models import ATTENTION_FUNCTIONS, attention_kept, attention_replaced
+from cs336sys.experiments.models import attention_kept, attention_replaced, sdpa
 from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.cells import Progress
 from cs336sys.measure.without_values import WithoutValues
@@ -50,7 +50,7 @@ class StepCount:
 
 def count_step(workload: Workload) -> StepCount:
     """Count a step of a user's model, for which there is no formula."""
-    mode = "forward" if workload.mode == "forward" else "forward-backward"
+    mode = "forward" if not workload.has_backward else "forward-backward"
     launched = replace(workload, mode=mode, precision="fp32", compile="off", cuda_graph="off", device="cpu")
     launched = replace(launched, kernels="reference")
     # Calls of torch's attention are not counted: whoever calls it decides by what a tensor holds, sometimes.
@@ -73,7 +73,7 @@ def _counted(workload: Workload) -> StepCount:
             uncounted = user_models.watched_attention(user_models.shape_of_attention)
             with uncounted, FlopCounterMode(display=False) as counter:
                 step.forward()
-                if workload.mode != "forward":
+                if workload.has_backward:
                     step.backward()
             count.flops = counter.get_total_flops()
     except Exception as error:
@@ -249,14 +249,14 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
     count = count_step(workload)
     attention = AttentionCalls(leaf for leaf in tree_leaves(step.inputs) if isinstance(leaf, Tensor))
     # Compiled code shows no calls. To ask for eager execution imports the compiler.
-    eager = contextlib.nullcontext() if workload.compile == "off" else torch.compiler.set_stance("force_eager")
+    eager = torch.compiler.set_stance("force_eager") if workload.is_compiled else contextlib.nullcontext()
     course_calls = 0
 
     def course_attention(*arguments: Any, **named: Any) -> Tensor:
         # Counted like a call of torch's.
         nonlocal course_calls
         course_calls += 1
-        return ATTENTION_FUNCTIONS["sdpa"](*arguments, **named)
+        return sdpa(*arguments, **named)
 
     course = attention_replaced(course_attention)
     with torch.no_grad(), eager, course:
@@ -264,7 +264,7 @@ def counted_columns(step: "TrainStep", progress: Progress) -> dict[str, Any]:
     replaced = {"reference": 0, "sdpa": course_calls, "flash": attention.calls[""]}
     parameters = count.parameters or sum(parameter.numel() for parameter in step.model.parameters())
     # The backward pass of a product is two of its size; what is computed again does not count.
-    times = 1 if workload.mode == "forward" else 3
+    times = 3 if workload.has_backward else 1
     flops = None if count.flops is None else count.flops + times * attention.flops
     return {
         "parameters": parameters,
@@ -283,9 +283,7 @@ def fused_notes(step: "TrainStep") -> list[str]:
     """Return a note that counts the modules of a user's model that fused kernels replace, or no note."""
     if not step.workload.fused_kernels:
         return []
-    from cs336sys.kernels.fuse import fused_kernels
-
-    handle = fused_kernels(step.model)
+    handle = step.fused
     if handle is None or not handle.recognized:
         return []
     recognized = dict(handle.recognized)
@@ -299,7 +297,7 @@ def fused_notes(step: "TrainStep") -> list[str]:
 def _flop_notes(workload: Workload, count: StepCount, attention: AttentionCalls) -> list[str]:
     name = str(workload.user.model)
     notes = []
-    if workload.attention == "flash":
+    if workload.attention_record.is_ours:
         ours = attention.calls[""]
         if ours:
             notes.append(f"{name}: {ours} calls of torch's scaled_dot_product_attention are computed by flash")

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from cs336sys.choices import ATTENTION, FUSED_KERNELS_MODULE
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.optimizers import require_kernels
-from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.parity.weights import plainly_trained
 from cs336sys.sizes import choose_size
 from cs336sys.workload import Workload
@@ -31,17 +32,22 @@ CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 _model_attention = cs336_basics.model.scaled_dot_product_attention
 
 
-def _sdpa(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
+def sdpa(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
     """torch's own attention in the signature of the model's; the only mask the model passes is the causal one."""
     return F.scaled_dot_product_attention(Q, K, V, is_causal=mask is not None)
 
 
-def _flash(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = None) -> Tensor:
-    return flash_attention(Q, K, V, is_causal=mask is not None)
+# What takes the place of cs336_basics.model.scaled_dot_product_attention; our kernels, once they have been asked for.
+ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {"reference": _model_attention, "sdpa": sdpa}
 
 
-# What takes the place of cs336_basics.model.scaled_dot_product_attention, by the name of workload.ATTENTION.
-ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {"reference": _model_attention, "sdpa": _sdpa, "flash": _flash}
+def attention_function(name: str) -> Callable[..., Tensor]:
+    """Return attention in the signature of the model's, by a name of :data:`~cs336sys.choices.ATTENTION`."""
+    if name not in ATTENTION_FUNCTIONS:
+        attend = ATTENTION[name].load()
+        ATTENTION_FUNCTIONS[name] = lambda Q, K, V, mask=None: attend(Q, K, V, is_causal=mask is not None)
+    return ATTENTION_FUNCTIONS[name]
+
 
 _CAUSAL = torch.ones((), dtype=torch.bool)
 
@@ -59,11 +65,9 @@ def use_attention(workload: Workload) -> None:
 
     A model of the user's may call torch's, or that of ``cs336_basics``.
     """
-    if workload.attention == "flash":
-        wait_until_compiled()
-    if workload.is_ours and workload.attention != "reference":
+    if workload.is_ours and not workload.keeps_scores:
         _require_replaceable_attention()
-    cs336_basics.model.scaled_dot_product_attention = ATTENTION_FUNCTIONS[workload.attention]
+    cs336_basics.model.scaled_dot_product_attention = attention_function(workload.attention)
     if workload.is_ours:
         user_models.as_written()
     else:
@@ -119,7 +123,7 @@ def torch_linear(weight: nn.Parameter) -> nn.Linear:
 
 def causal_attention(name: str) -> CausalAttention | None:
     """Causal attention of query, key and value by its name; None for the model's own, which looks at the mask."""
-    return None if name == "reference" else _with_causal_mask(ATTENTION_FUNCTIONS[name])
+    return None if ATTENTION[name].keeps_scores else _with_causal_mask(attention_function(name))
 
 
 # The same for all models, so that what is compiled for one serves the others.
@@ -183,14 +187,14 @@ def build_model(
         model = model.to(device)
     if workload.fused_kernels:
         require_kernels(f"--kernels {workload.kernels}")
-        from cs336sys.kernels.fuse import fuse
-
-        fused = fuse(model, attention or causal_attention(workload.attention), workload.fused_kernels)
-        if workload.state_dtype == "split":
+        fused = import_module(FUSED_KERNELS_MODULE).fuse(
+            model, attention or causal_attention(workload.attention), workload.fused_kernels
+        )
+        if workload.splits_weights:
             fused.stack_weights(torch.bfloat16)
-    if workload.compile == "model":
+    if workload.is_compiled_whole:
         model.compile(dynamic=False)
-    elif workload.compile == "block":
+    elif workload.compiles_blocks:
         blocks = blocks_of(workload, model)
         if not blocks:
             raise CapabilityError(
@@ -259,7 +263,7 @@ def build_compared_model(workload: Workload, device: torch.device) -> nn.Module:
     Where the workload keeps weights in bf16, this model starts from the same, and keeps them in fp32.
     """
     model = build_model(plainly_trained(workload), device)
-    if workload.state_dtype == "split":
+    if workload.splits_weights:
         for parameter in model.get_submodule("layers").parameters():
             if parameter.dim() > 1:
                 parameter.data = parameter.data.bfloat16().float()

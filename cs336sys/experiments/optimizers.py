@@ -4,7 +4,6 @@ import inspect
 from typing import Any
 
 import torch
-from cs336_basics.optimizer import AdamW
 from torch import nn
 
 from cs336sys.errors import CapabilityError
@@ -12,12 +11,6 @@ from cs336sys.experiments import user_models
 from cs336sys.triton_package import why_no_triton
 from cs336sys.user_code import is_user_code
 from cs336sys.workload import Workload
-
-# Class and settings by the name of workload.OPTIMIZERS, but for our kernels', which need Triton.
-OPTIMIZER_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "course": (AdamW, {}),
-    "fused": (torch.optim.AdamW, {"fused": True}),
-}
 
 # torch's default.
 _LEARNING_RATE = 1e-3
@@ -55,12 +48,11 @@ def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], d
     _spare_the_compiler()
     if is_user_code(workload.optimizer):
         return user_models.optimizer_class(workload.optimizer)
-    if workload.optimizer == "adamw":
-        require_kernels("--optimizer adamw")
-        from cs336sys.kernels import adamw
-
-        return adamw.AdamW, {"state_dtype": workload.state_dtype}
-    optimizer_class, settings = OPTIMIZER_CLASSES[workload.optimizer]
+    optimizer = workload.optimizer_record
+    if optimizer.is_ours:
+        require_kernels(f"--optimizer {workload.optimizer}")
+        return optimizer.load(), {"state_dtype": workload.state_dtype}
+    optimizer_class, settings = optimizer.load(), optimizer.settings
     parameters = inspect.signature(optimizer_class).parameters
     if workload.cuda_graph == "on" and "capturable" in parameters:
         settings = {**settings, "capturable": True}

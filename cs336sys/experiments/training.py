@@ -6,7 +6,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336sys.accounting.fused import BLOCKS_BESIDE
-from cs336sys.cuda_graphs import WARM_UP_STEPS, CudaRecorder, GraphedStep, Recorder
+from cs336sys.choices import CUDA_GRAPHS_MODULE, FUSED_KERNELS_MODULE, WARM_UP_STEPS
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.models import blocks_of, build_model, make_batch
@@ -25,10 +26,7 @@ from cs336sys.measure.device import DTYPES
 from cs336sys.measure.timing import time_phases
 from cs336sys.parity.weights import STEPS
 from cs336sys.results.model import Samples
-from cs336sys.workload import PHASES_OF_MODE, Workload
-
-if TYPE_CHECKING:
-    from cs336sys.kernels.fuse import Fused
+from cs336sys.workload import MODES, Workload
 
 AUTOCAST_DTYPES = {name: DTYPES[name] for name in ("bf16", "fp16")}
 
@@ -50,7 +48,8 @@ class TrainStep:
         chains_blocks: whether fused blocks are called one after another, each whole and once, and nothing between them.
         warmup_of_capture: steps that :meth:`capture` runs before it captures.
         loss_without_logits: a fused kernel's function that computes logits and loss together; None without one.
-        graphs: the step in CUDA graphs, once :meth:`capture` has been called.
+        fused: the model's fused kernels; None without.
+        graphs: the step in CUDA graphs, a ``GraphedStep``, once :meth:`capture` has been called.
     """
 
     takes_half_gradients = True
@@ -67,7 +66,7 @@ class TrainStep:
         share: slice = slice(None),
         scaler: torch.amp.GradScaler | None = None,
     ):
-        if workload.precision == "fp16" and device.type == "cpu":
+        if workload.scales_loss and device.type == "cpu":
             _check_fp16_on_cpu()
         self.workload = workload
         self.device = device
@@ -75,9 +74,9 @@ class TrainStep:
         self._share = share
         self.inputs, self.targets = self._batch = self._share_of_batch(0)
         self.optimizer = optimizer
-        if optimizer is None and workload.mode == "train":
+        if optimizer is None and workload.updates_parameters:
             self.optimizer = build_optimizer(workload, self.model)
-        self._fused: Fused | None = None
+        self.fused: Any = None
         self.loss_without_logits: Callable[..., Tensor] | None = None
         if workload.fused_kernels:
             self._use_fused_kernels()
@@ -85,17 +84,17 @@ class TrainStep:
             self._update_in_backward()
         # fp16 gradients underflow unless the loss is scaled up (Micikevicius et al. 2018, section 3.2).
         if scaler is None:
-            scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
+            scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)
         self.scaler = scaler
         self._loss_function = cross_entropy if workload.user.loss is None else user_models.load(workload.user.loss)
         if workload.is_compiled:
             self._loss_function = torch.compile(self._loss_function, dynamic=False)
         self.loss: Tensor | None = None
-        self.graphs: GraphedStep | None = None
+        self.graphs: Any = None
         # What the model returned: logits, (batch, context, vocabulary), if it is ours.
         self._output: Any = None
         runs = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer_step}
-        self.phases: dict[str, Callable[[], None]] = {name: runs[name] for name in PHASES_OF_MODE[workload.mode]}
+        self.phases: dict[str, Callable[[], None]] = {name: runs[name] for name in MODES[workload.mode].phases}
         self.phases_with_loss = self.phases
         if self.loss_without_logits is None:
             others = {name: run for name, run in self.phases.items() if name != "forward"}
@@ -104,34 +103,30 @@ class TrainStep:
 
     def _use_fused_kernels(self) -> None:
         """Let the loss, the weights' copies and the additions between blocks be those of the model's fused kernels."""
-        from cs336sys.kernels.fuse import fused_kernels
-
         workload = self.workload
-        self._fused = fused_kernels(self.model)
-        if self._fused is None:
+        self.fused = import_module(FUSED_KERNELS_MODULE).fused_kernels(self.model)
+        if self.fused is None:
             return
-        if self._fused.computes_loss and workload.user.loss is None:
-            self.loss_without_logits = self._fused.loss
+        if self.fused.computes_loss and workload.user.loss is None:
+            self.loss_without_logits = self.fused.loss
         half = AUTOCAST_DTYPES.get(workload.precision)
         has_copies = self.optimizer is None or hasattr(self.optimizer, "attach_copy")
-        has_copies = has_copies and workload.kernels == "fused"
-        if self._fused.copies is None and half is not None and has_copies:
+        has_copies = has_copies and workload.is_fused
+        if self.fused.copies is None and half is not None and has_copies:
             # Autocast rounds them, too. Those of fp16 are unscaled, which torch does in fp32 alone.
             in_bf16 = half == torch.bfloat16 and self.takes_half_gradients
-            self._fused.keep_copies(half, self.optimizer, half if in_bf16 else torch.float32)
+            self.fused.keep_copies(half, self.optimizer, half if in_bf16 else torch.float32)
         if self.chains_blocks and "rms-norm" in workload.fused_kernels:
-            self._fused.chain_blocks()
+            self.fused.chain_blocks()
 
     def __call__(self) -> None:
         for phase in self.phases.values():
             phase()
 
     def _update_in_backward(self) -> None:
-        from cs336sys.kernels.adamw import AdamW
-
-        assert isinstance(self.optimizer, AdamW)
+        optimizer: Any = self.optimizer
         blocks = [list(block.parameters()) for block in blocks_of(self.workload, self.model).values()]
-        self.optimizer.update_in_backward(blocks, BLOCKS_BESIDE)
+        optimizer.update_in_backward(blocks, BLOCKS_BESIDE)
 
     def use_batch(self, number: int) -> None:
         """Train on another batch of the workload from now on, see :func:`make_batch`."""
@@ -152,7 +147,7 @@ class TrainStep:
         """
         exact = getattr(self.optimizer, "float32_weight", Tensor.detach)
         names = {parameter: name for name, parameter in parameters.items()}
-        copies = () if self._fused is None or self._fused.copies is None else self._fused.copies.differences()
+        copies = () if self.fused is None or self.fused.copies is None else self.fused.copies.differences()
         return (
             {name: exact(parameter) for name, parameter in parameters.items()},
             {f"the copy of {names[weight]}": off for weight, off in copies if weight in names},
@@ -168,7 +163,7 @@ class TrainStep:
         with_loss: bool = False,
         around: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext,
         around_warmup: Callable[[int], AbstractContextManager[Any]] = contextlib.nullcontext,
-        recorder: Recorder | None = None,
+        recorder: Any = None,
     ) -> None:
         """Replace the phases by CUDA graphs, where the workload says so, after some steps of warm-up that train.
 
@@ -192,9 +187,10 @@ class TrainStep:
                 "whether to skip it, which a CUDA graph cannot; choose fused, whose kernel decides, or bf16"
             )
         self.release_graphs()
+        cuda_graphs = import_module(CUDA_GRAPHS_MODULE)
         if recorder is None and self.device.type == "cuda":
-            recorder = CudaRecorder(self.device, self._capture_stream)
-        self.graphs = GraphedStep(
+            recorder = cuda_graphs.CudaRecorder(self.device, self._capture_stream)
+        self.graphs = cuda_graphs.GraphedStep(
             self._launched_with_loss if with_loss else self._launched,
             _batch_tensors((self.inputs, self.targets)),
             optimizers=[] if self.optimizer is None else [self.optimizer],
@@ -253,7 +249,7 @@ class TrainStep:
                 output = user_models.token_logits(output, self.targets, user.model, self.workload.size.vocab_size)
             loss = self._loss_function(output, self.targets)
         if user.loss or user.model:
-            with_gradients = self.workload.mode != "forward"
+            with_gradients = self.workload.has_backward
             loss = user_models.scalar_loss(loss, str(user.loss or user.model), with_gradients=with_gradients)
         self.loss = loss
 
@@ -261,7 +257,7 @@ class TrainStep:
     def _precision(self) -> Iterator[None]:
         dtype = AUTOCAST_DTYPES.get(self.workload.precision)
         autocast = torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()
-        gradients = torch.no_grad() if self.workload.mode == "forward" else contextlib.nullcontext()
+        gradients = contextlib.nullcontext() if self.workload.has_backward else torch.no_grad()
         with autocast, gradients:
             yield
 
@@ -338,7 +334,7 @@ def training_warnings(loss: Tensor | float | None, workload: Workload) -> list[s
     warnings = []
     if not math.isfinite(number):
         warnings.append(f"warning: {name}: the loss is {number}: the measured steps train nothing")
-    if workload.attention == "flash" and (workload.is_compiled or workload.cuda_graph == "on"):
+    if workload.attention_record.is_ours and (workload.is_compiled or workload.cuda_graph == "on"):
         changed = "compiled" if workload.is_compiled else "captured"
         warnings += [
             f"warning: {name}: {changed}, it calls torch's attention, {reason}: not all of it is flash"

@@ -45,7 +45,7 @@ REPEATED = 4.0
 def tolerance(workload: Workload) -> float:
     """The largest relative difference of weights that rounding explains, for the precision of the workload."""
     precision = "tf32" if workload.tf32 and workload.precision == "fp32" else workload.precision
-    return max(TOLERANCES[precision], TOLERANCES["bf16" if workload.state_dtype == "bf16" else "fp32"])
+    return max(TOLERANCES[precision], TOLERANCES["bf16" if workload.moment_bytes == 4 else "fp32"])
 
 
 # In equal dtypes ranks may be this many times as far off as one process is from itself: of a few orders of summation

@@ -50,10 +50,10 @@ class WeightDifference:
 def plainly_trained(workload: Workload) -> Workload:
     """Return the reference of a workload: launched steps, with PyTorch's operations instead of our kernels."""
     plain = replace(workload, cuda_graph="off")
-    if workload.attention == "flash" and workload.is_ours:
+    if workload.attention_record.is_ours and workload.is_ours:
         # With scores in memory a long context would not fit.
         plain = replace(plain, attention="sdpa", compile="off")
-    if workload.optimizer == "adamw":
+    if workload.optimizer_record.is_ours:
         # torch's: that of another cs336_basics may add eps before it corrects the bias, and eps is large here.
         plain = replace(plain, optimizer="fused", state_dtype="fp32", update="step", compile="off")
     if workload.fused_kernels:

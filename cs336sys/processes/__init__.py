@@ -22,6 +22,14 @@ class RankIdentity:
     local_rank: int
 
 
+def is_first_rank() -> bool:
+    """Return whether this process reports: it was started alone, or is rank 0 of those that torchrun or Slurm
+    started.
+    """
+    identity = started_outside()
+    return identity is None or identity.rank == 0
+
+
 def started_outside() -> RankIdentity | None:
     """Return the identity of a rank that torchrun or Slurm started; None if this process is none.
 

@@ -18,7 +18,7 @@ from cs336sys.report.table import Column, Table, fill_row, named_columns
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import SAME_PERCENT, Interval, compare_sides, ratio_of_pairs
 from cs336sys.results.statistics import ratio as ratio_of_medians
-from cs336sys.workload import COMPARED_SETTINGS, PHASES_OF_MODE, Workload
+from cs336sys.workload import COMPARED_SETTINGS, MODES, Workload
 
 # A clock that is lower by more than this makes what computing limits slower by as much, more than the spread of steps.
 _FALLEN_PART = 0.03
@@ -105,7 +105,7 @@ _REPLAYED = (
 )
 
 _ALWAYS_SHOWN = ("context", "precision", "compile")
-_PHASES = PHASES_OF_MODE["train"]
+_PHASES = MODES["train"].phases
 
 # What a setting is compared with where it was measured and no other baseline was chosen.
 _DEFAULTS = {field.name: field.default for field in fields(Workload)}
@@ -460,7 +460,7 @@ def _draw_times(drawing: Axes, group: Sequence[Cell]) -> None:
             drawing.text(0, row, f" {cell.status}", fontsize=8, va="center", color="#c44e52")
             continue
         left = 0.0
-        for phase in PHASES_OF_MODE[cell.configuration["mode"]]:
+        for phase in MODES[cell.configuration["mode"]].phases:
             mean = cell.samples[phase].mean
             drawing.barh(row, mean, 0.75, left, color=_COLORS[phase])
             left += mean

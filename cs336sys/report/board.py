@@ -6,7 +6,7 @@ See ``docs/board.md``.
 from collections.abc import Sequence
 from typing import Any
 
-from cs336sys.accounting.sharding.selective_checkpointing import kept_peak
+from cs336sys.accounting.sharding.selective_checkpointing import kept_peak, kept_step
 from cs336sys.report.ddp import parallel_phase_table
 from cs336sys.report.shard import SHARDING_SETTING_COLUMNS, STRATEGY_COLUMNS, shard_tables
 from cs336sys.report.table import Column, Table, by_key, named_columns
@@ -87,7 +87,7 @@ def _board_row(cell: Cell) -> dict[str, Any]:
     row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
     if cell.status == "ok":
         # How much torch's selective checkpoints hold at once is torch's own affair.
-        predicted_gib = kept_peak(workload.kept_step).total_gib if workload.writes_out_blocks else None
+        predicted_gib = kept_peak(kept_step(workload)).total_gib if workload.writes_out_blocks else None
         row |= {"median_ms": cell.samples["wall"].median, "predicted_gib": predicted_gib}
         row["peaks"] = ", ".join(f"{peak:.1f}" for peak in cell.derived["peaks_gib"] if peak is not None) or None
     return {name: value for name, value in row.items() if name not in ("shares", "peaks_gib", "reserved_gib", "losses")}

@@ -9,9 +9,9 @@ from typing import Any
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.flops import parameter_shapes
 from cs336sys.accounting.memory import GIB, always_held_bytes
-from cs336sys.accounting.sharding.context import SHARDED_CONTEXT_STRATEGIES, attention_sent_bytes
+from cs336sys.accounting.sharding.context import attention_sent_bytes
 from cs336sys.accounting.sharding.fsdp import fully_sharded_state, most_sent_bytes
-from cs336sys.accounting.sharding.selective_checkpointing import kept_memory
+from cs336sys.accounting.sharding.selective_checkpointing import kept_memory, kept_step
 from cs336sys.accounting.sharding.step import (
     MOMENTS,
     RankMemory,
@@ -20,7 +20,7 @@ from cs336sys.accounting.sharding.step import (
     predicted_memory,
     predicted_sent_bytes,
 )
-from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, TensorStep, tensor_moments
+from cs336sys.accounting.sharding.tensor import TensorStep, tensor_moments
 from cs336sys.report.ddp import STEADIER, parallel_phase_table, parallel_plan, parallel_step_table, step_rows
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.outputs import Axes, legend_columns, new_axes, write_figure
@@ -83,26 +83,27 @@ def _tensor_step(workload: ParallelWorkload) -> TensorStep:
 
 def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
     """Return what a rank sends in a step; None where torch decides it."""
-    if workload.strategy in OWN_TENSOR_STRATEGIES:
+    if not workload.strategy_record.sends:
+        return None
+    if workload.shares_layers:
         return _tensor_step(workload).sent_bytes
-    if workload.strategy in SHARDED_CONTEXT_STRATEGIES:
+    if workload.splits_sequences and workload.strategy_record.outer:
         training, ranks = workload.training, workload.world_size
         group = replace(training.size, batch_size=workload.share)
         settings = training.precision, workload.checkpointing
         weights = most_sent_bytes(parameter_shapes(training.size), ELEMENT_BYTES[training.precision], ranks)
         return weights + attention_sent_bytes(workload.strategy, group, workload.group_ranks, *settings)
-    is_predictable = not workload.shares_layers and workload.strategy != "torch-context"
-    return predicted_sent_bytes(sharded_step(workload)) if is_predictable else None
+    return predicted_sent_bytes(sharded_step(workload))
 
 
 def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
     if workload.shares_layers:
         return _predicted_where_layers_are_shared(workload)
-    if workload.strategy in SHARDED_CONTEXT_STRATEGIES:
+    if workload.splits_sequences and workload.strategy_record.outer:
         state = fully_sharded_state(workload.training.size, 0, workload.world_size)
         return memory_of_state(state, always_held_bytes(workload.share_size))
     if workload.writes_out_blocks:
-        return kept_memory(workload.kept_step)
+        return kept_memory(kept_step(workload))
     step = sharded_step(workload)
     if kept_blocks(workload.checkpointing) is None:
         return predicted_memory(step)
@@ -118,7 +119,7 @@ def _predicted_where_layers_are_shared(workload: ParallelWorkload) -> list[RankM
     """Without a peak where it is torch's own affair, or where FSDP gathers parts of weights."""
     step, size = _tensor_step(workload), workload.training.size
     moments = memory_of_state(step.state, always_held_bytes(size))
-    if workload.strategy in OWN_TENSOR_STRATEGIES and workload.uses_autocast:
+    if not workload.strategy_record.is_torchs and workload.uses_autocast:
         peak = max(tensor_moments(step, workload.training.attention), key=lambda moment: moment.total)
         # Every rank has the batch of all groups.
         rest = peak.activations + 16 * (size.batch_size - workload.share) * size.context

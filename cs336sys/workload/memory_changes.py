@@ -16,7 +16,7 @@ from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes,
 from cs336sys.errors import UsageError
 from cs336sys.sizes import SIZES
 from cs336sys.workload.profiling_options import MemoryWorkload
-from cs336sys.workload.training import UserCode, Workload
+from cs336sys.workload.training import OPTIMIZERS, UserCode, Workload
 
 _MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
 _RANKS = (2, 4, 8)
@@ -51,9 +51,9 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
     """
     training = workload.training
     changes: list[SettingChange] = []
-    if training.mode == "train" and training.update == "step" and training.cuda_graph == "off":
+    if training.updates_parameters and training.update == "step" and training.cuda_graph == "off":
         changes += _micro_batches(workload)
-    if training.is_ours and training.attention == "reference":
+    if training.is_ours and training.keeps_scores:
         changes.append(
             SettingChange(
                 "attention", "sdpa", "--attention sdpa",
@@ -62,7 +62,7 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
             )
         )  # fmt: skip
     on_gpu = training.device != "cpu"
-    if on_gpu and training.is_ours and training.kernels == "reference" and training.mode == "train":
+    if on_gpu and training.is_ours and not training.fused_kernels and training.updates_parameters:
         changes.append(
             SettingChange(
                 "kernels", "fused", "--kernels fused",
@@ -70,9 +70,9 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
                 "none: fused kernels; the loss holds no logits", 0.3,
             )
         )  # fmt: skip
-    if training.mode != "forward" and workload.checkpointing == "none" and training.compile != "model":
+    if training.has_backward and workload.checkpointing == "none" and not training.is_compiled_whole:
         changes += _checkpoints(training)
-    if training.precision == "fp32":
+    if not training.is_half:
         changes.append(
             SettingChange(
                 "precision", "bf16", "--precision bf16",
@@ -80,7 +80,7 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
                 "other rounding", 100,
             )
         )  # fmt: skip
-    has_moments = training.mode == "train" and training.optimizer in ("course", "adamw", "fused")
+    has_moments = training.updates_parameters and training.optimizer in OPTIMIZERS
     if on_gpu and has_moments and training.state_dtype == "fp32":
         changes.append(
             SettingChange(
@@ -90,7 +90,7 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
             )
         )  # fmt: skip
     # Gloo's ranks hold copies of the gradients that they send, which a GPU's do not.
-    if on_gpu and training.mode == "train" and (training.memory_is_known if training.is_ours else has_moments):
+    if on_gpu and training.updates_parameters and (training.memory_is_known if training.is_ours else has_moments):
         changes += _rank_changes(workload)
     return changes
 
@@ -117,9 +117,9 @@ def _checkpoints(training: Workload) -> Iterator[SettingChange]:
         return
     layers = training.size.num_layers
     strategies = ["block", *(f"every={k}" for k in (2, 3, 4, 6, 8) if k < layers and layers % k == 0)]
-    if training.kernels == "reference" and not training.is_compiled:
+    if not training.fused_kernels and not training.is_compiled:
         strategies += ["attention", "ffn", "sublayer"]
-    causal = training.attention != "reference"
+    causal = not training.keeps_scores
     for strategy in strategies:
         again = recomputed_flops(training.size, strategy, causal=causal)
         percent = 100 * again / model_flops(training.size, causal=causal)
@@ -163,7 +163,7 @@ def number_of_ranks(ranks: SettingChange) -> int:
 
 
 def _can_shard(training: Workload) -> bool:
-    return training.kernels == "reference" and training.state_dtype == "fp32"
+    return not training.fused_kernels and training.state_dtype == "fp32"
 
 
 def _sharded(workload: MemoryWorkload, strategy: str, ranks: int) -> ShardedStep:

@@ -2,50 +2,28 @@
 
 from dataclasses import dataclass, replace
 
-from cs336sys.accounting.checkpointing import kept_blocks, recomputed_flops
-from cs336sys.accounting.flops import attention_flops, model_flops
-from cs336sys.accounting.sharding.context import (
-    ALL_TO_ALL,
-    CONTEXT_STRATEGIES,
-    OWN_CONTEXT_STRATEGIES,
-    RING,
-    share_of_context,
-)
-from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
+from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.sharding.partition import (
+    SequenceSplit,
     check_batch,
     check_bucket_size,
     heads_refusal,
     mesh_ranks,
     mesh_text,
-    outer_dimension,
     read_mesh,
     require_heads,
 )
-from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, flops_again
-from cs336sys.accounting.sharding.step import FULLY_SHARDED
-from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, TENSOR, TENSOR_STRATEGIES, is_sequence_parallel
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, ModelSize
+from cs336sys.strategies import STRATEGIES, Strategy, strategies_of
 from cs336sys.workload.training import Configured, Workload, check_choices
 
-# How ranks train one model together, by the names that cs336sys.experiments.parallel knows; the last ones synchronize
-# nothing, and are what the others are compared with.
 BUCKETED = "bucketed"
-DATA_PARALLEL_STRATEGIES = ("naive", "flat", "overlap", BUCKETED, "torch")
-SHARDING_STRATEGIES = (*OWN_SHARDING_STRATEGIES, "torch-zero", "torch-fsdp")
-# What shard measures: those whose ranks have sequences of their own, that split each sequence, and that share layers.
-SHARD_STRATEGIES = (*SHARDING_STRATEGIES, *CONTEXT_STRATEGIES, *TENSOR_STRATEGIES)
-_ALONE = "-unsynchronized"
-STRATEGIES = (
-    *DATA_PARALLEL_STRATEGIES,
-    *SHARD_STRATEGIES,
-    "unsynchronized",
-    *(name + _ALONE for name in OWN_CONTEXT_STRATEGIES),
-    *(name + _ALONE for name in OWN_TENSOR_STRATEGIES if outer_dimension(name) is None),
-)
-# Strategies that leave gradients, averaged or not, in the tensors that the backward pass made.
-_AVERAGED_IN_PLACE = ("naive", "flat", "overlap", "bucketed", "unsynchronized")
+DATA_PARALLEL_STRATEGIES, SHARD_STRATEGIES = strategies_of("ddp"), strategies_of("shard")
+# Of those of shard: whose ranks split each sequence, share layers, or have sequences of their own.
+CONTEXT_STRATEGIES = tuple(name for name in SHARD_STRATEGIES if STRATEGIES[name].splits_sequences)
+TENSOR_STRATEGIES = tuple(name for name in SHARD_STRATEGIES if STRATEGIES[name].shares_layers)
+SHARDING_STRATEGIES = tuple(name for name in SHARD_STRATEGIES if not STRATEGIES[name].shares)
 BACKENDS = ("auto", "gloo", "nccl")
 BLOCK_CHECKPOINTING = ("none", "block")
 
@@ -65,7 +43,7 @@ class ParallelWorkload(Configured):
     Attributes:
         training: its batch is that of all ranks together, each takes an equal part, or a slice of every sequence; its
             mode is ``train``.
-        strategy: one of :data:`STRATEGIES`.
+        strategy: one of :data:`~cs336sys.strategies.STRATEGIES`.
         backend: ``auto`` is NCCL on GPUs, one for each rank, and Gloo on CPUs.
         bucket_mb: the most gradients in one all-reduce, in megabytes (1e6 bytes), or ``block``: those of whole blocks;
             for :data:`BUCKETED`, else None.
@@ -115,17 +93,17 @@ class ParallelWorkload(Configured):
         self.training.require_known_memory()
         if self.training.device != "auto":
             self.backend_on(self.training.device)
-        if self.training.mode != "train":
+        if not self.training.updates_parameters:
             raise UsageError(f"mode '{self.training.mode}': ranks that share a batch can only train")
         if self.world_size < 1:
             raise UsageError(f"--world-size {self.world_size}: must be at least 1")
         self._check_buckets()
-        if self.checkpointing != "none" and self.training.compile == "model":
+        if self.checkpointing != "none" and self.training.is_compiled_whole:
             raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")
         self._check_gathers()
         if self.check_layers is not None and self.check_layers < 1:
             raise UsageError(f"--check-layers {self.check_layers}: must be at least 1")
-        if self.inner_dimension is not None:
+        if self.inner_dimension:
             self._check_mesh(self.inner_dimension)
         elif self.mesh is not None:
             raise UsageError(
@@ -136,22 +114,22 @@ class ParallelWorkload(Configured):
             self._check_context()
         if self.shares_layers:
             self._check_tensor()
-        sharing = "ranks" if self.inner_dimension is None else "groups of ranks"
+        sharing = "groups of ranks" if self.inner_dimension else "ranks"
         check_batch(self.training.size.batch_size, self.data_ranks, sharing)
 
     def _check_buckets(self) -> None:
-        if (self.bucket_mb is not None) != (self.strategy == BUCKETED):
+        if (self.bucket_mb is not None) != self.strategy_record.has_buckets:
             raise UsageError(f"bucket size {self.bucket_mb}: mode {BUCKETED} needs one, and others have none")
-        if self.transport == "copy-engines" and self.strategy != BUCKETED:
+        if self.uses_copy_engines and not self.strategy_record.has_buckets:
             raise UsageError(
                 f"--transport copy-engines sends buckets, and mode '{self.strategy}' has none: choose bucketed"
             )
         check_bucket_size(self.bucket_mb)
 
     def _check_gathers(self) -> None:
-        if (self.prefetch is not None) != self.gathers_ahead:
+        if (self.prefetch is not None) != self.strategy_record.gathers_ahead:
             raise UsageError(f"prefetch {self.prefetch}: strategy 'fsdp' needs one, and others have none")
-        if self.keep_gathered and self.strategy != "fsdp":
+        if self.keep_gathered and not self.strategy_record.keeps_gathered:
             raise UsageError(f"--keep-gathered {self.keep_gathered}: strategy '{self.strategy}' gathers no blocks")
         if self.keep_gathered < 0:
             raise UsageError(f"--keep-gathered {self.keep_gathered}: must be at least 0")
@@ -169,11 +147,10 @@ class ParallelWorkload(Configured):
                 )
             return
         sizes = read_mesh(self.mesh)
-        outer = outer_dimension(self.strategy)
-        wanted = [name for name in (outer, inner) if name is not None]
+        wanted = [name for name in (self.strategy_record.outer, inner) if name is not None]
         if mesh_ranks(sizes) != self.world_size:
             raise UsageError(f"--mesh {self.mesh}: that is {mesh_ranks(sizes)} ranks, and there are {self.world_size}")
-        if sizes.keys() != set(wanted) and not (self.strategy.endswith(_ALONE) and inner in sizes):
+        if sizes.keys() != set(wanted) and (self.strategy_record.communicates or inner not in sizes):
             raise UsageError(
                 f"--mesh {self.mesh}: strategy '{self.strategy}' has the dimensions {' and '.join(wanted)}"
             )
@@ -194,12 +171,12 @@ class ParallelWorkload(Configured):
                 f"--checkpoint {self.checkpointing} tells products apart by the widths of whole layers, and --strategy "
                 f"{self.strategy} shares them: choose none or block"
             )
-        if training.compile == "model":
+        if training.is_compiled_whole:
             raise UsageError(f"--strategy {self.strategy} is compiled by blocks: choose --compile block or off")
         refusal = heads_refusal(training.size.num_heads, tensor_ranks)
         if refusal is not None:
             raise UsageError(f"--strategy {self.strategy}: {refusal}")
-        if is_sequence_parallel(self.strategy.removesuffix(_ALONE)) and training.size.context % tensor_ranks:
+        if self.strategy_record.is_sequence_parallel and training.size.context % tensor_ranks:
             raise UsageError(
                 f"--context {training.size.context}: {tensor_ranks} ranks cannot share it equally; choose a multiple "
                 f"of {tensor_ranks}, or a strategy without sequence"
@@ -216,15 +193,16 @@ class ParallelWorkload(Configured):
                 f"--checkpoint {self.checkpointing} does not support the attention of --strategy {self.strategy}: "
                 f"choose none or block"
             )
-        if ALL_TO_ALL in self.strategy:
+        if self.strategy_record.trades_heads:
             require_heads(training.size.num_heads, self.group_ranks)
-        share_of_context(self.strategy, training.size, self.group_ranks)
+        # Refuses sequences of fewer tokens than chunks.
+        SequenceSplit(training.size.context, self.group_ranks, is_zigzag=not self.strategy_record.trades_heads)
 
     def _check_kept(self) -> None:
         training, blocks = self.training, kept_blocks(self.checkpointing)
         if not training.is_ours:
             raise UsageError(f"--checkpoint {self.checkpointing} supports only this project's model: choose block")
-        if training.attention == "reference":
+        if training.keeps_scores:
             raise UsageError(
                 f"--checkpoint {self.checkpointing} keeps attention's output and logsumexp: --attention reference has "
                 "no logsumexp; choose flash or sdpa"
@@ -241,31 +219,41 @@ class ParallelWorkload(Configured):
     def writes_out_blocks(self) -> bool:
         """Return whether kept blocks have a backward pass of their own: fused kernels without autocast."""
         training, is_kept = self.training, kept_blocks(self.checkpointing) is not None
-        return is_kept and self.strategy == "fsdp" and training.kernels == "fused" and not training.is_compiled
+        return is_kept and self.strategy_record.keeps_gathered and training.is_fused and not training.is_compiled
+
+    @property
+    def strategy_record(self) -> Strategy:
+        """What the strategy holds, sends and shares."""
+        return STRATEGIES[self.strategy]
 
     @property
     def splits_sequences(self) -> bool:
         """Return whether a rank has a slice of every sequence, and not sequences of its own."""
-        return self.strategy.removesuffix(_ALONE) in CONTEXT_STRATEGIES
+        return self.strategy_record.splits_sequences
 
     @property
     def shares_layers(self) -> bool:
         """Return whether ranks share layers, and so the sequences that they compute with."""
-        return self.strategy.removesuffix(_ALONE) in TENSOR_STRATEGIES
+        return self.strategy_record.shares_layers
 
     @property
-    def inner_dimension(self) -> str | None:
-        """Return what a group of ranks shares: ``tp`` for layers, ``cp`` for sequences; None without groups."""
-        return "tp" if self.shares_layers else "cp" if self.splits_sequences else None
+    def inner_dimension(self) -> str:
+        """Return what a group of ranks shares: ``tp`` for layers, ``cp`` for sequences; empty without groups."""
+        return self.strategy_record.shares
+
+    @property
+    def uses_copy_engines(self) -> bool:
+        """Return whether copies between GPUs send gradients, in place of collectives."""
+        return self.transport == "copy-engines"
 
     @property
     def group_ranks(self) -> int:
         """Return how many ranks share each layer or sequence."""
-        if self.inner_dimension is None:
+        if not self.inner_dimension:
             return 1
         if self.mesh is not None:
             return read_mesh(self.mesh).get(self.inner_dimension, 1)
-        return self.world_size if outer_dimension(self.strategy) is None else 2
+        return self.world_size if self.strategy_record.outer is None else 2
 
     @property
     def data_ranks(self) -> int:
@@ -288,11 +276,6 @@ class ParallelWorkload(Configured):
         return backend
 
     @property
-    def gathers_ahead(self) -> bool:
-        """Return whether weights are gathered by this project's FSDP."""
-        return self.strategy == "fsdp" or outer_dimension(self.strategy) == "fsdp"
-
-    @property
     def share(self) -> int:
         """Sequences a rank has, or has a slice of."""
         return self.training.size.batch_size // self.data_ranks
@@ -302,47 +285,26 @@ class ParallelWorkload(Configured):
         """The size with this rank's share of the batch, or the longest slice of its sequences."""
         share = replace(self.training.size, batch_size=self.share)
         if self.splits_sequences:
-            return share_of_context(self.strategy.removesuffix(_ALONE), share, self.group_ranks)
+            split = SequenceSplit(share.context, self.group_ranks, is_zigzag=not self.strategy_record.trades_heads)
+            return replace(share, context=max(split.lengths))
         return share
 
     @property
     def uses_autocast(self) -> bool:
         """Return whether half precision is autocast's; fully sharded models compute in the gathered dtype."""
-        return self.strategy not in FULLY_SHARDED
-
-    @property
-    def computed_flops(self) -> int:
-        """FLOPs a step of all ranks, with those of checkpoints and of attention that computes scores again."""
-        training, size = self.training, self.training.size
-        again = 0
-        if training.attention != "reference":
-            shape = size.batch_size, size.num_heads, size.context, size.context, size.head_dim
-            again = size.num_layers * attention_flops(*shape, causal=True, backward=False) // 2
-        if kept_blocks(self.checkpointing) is not None:
-            return model_flops(size) + again + flops_again(self.kept_step)
-        return model_flops(size) + again + recomputed_flops(size, self.checkpointing)
-
-    @property
-    def kept_step(self) -> KeptStep:
-        """Describe for accounting a step whose blocks choose what to keep; any other as if none kept gate and up."""
-        training = self.training
-        state_dtype = training.state_dtype if self.has_half_weights else "fp32"
-        blocks, ahead = kept_blocks(self.checkpointing) or 0, 1 if self.prefetch is None else self.prefetch
-        return KeptStep(
-            training.size, self.world_size, training.precision, state_dtype, blocks, ahead, self.keep_gathered
-        )
+        return not self.strategy_record.shards_weights
 
     @property
     def has_half_weights(self) -> bool:
         """Return whether slices of weights and their gradients are in half precision from step to step."""
-        return self.strategy == "fsdp" and self.training.precision == "bf16" and self.training.state_dtype != "fp32"
+        is_in_bf16 = self.training.precision == "bf16" and self.training.state_dtype != "fp32"
+        return is_in_bf16 and self.strategy_record.keeps_gathered
 
     @property
     def has_half_gradients(self) -> bool:
         """Return whether gradients of fused blocks stay in bf16: averaged where they are, and sent in bf16."""
-        training = self.training
-        is_fused = training.kernels == "fused" and training.optimizer == "adamw" and training.precision == "bf16"
-        return is_fused and self.gradient_dtype == "bf16" and self.strategy in _AVERAGED_IN_PLACE
+        is_sent_in_bf16 = self.gradient_dtype == "bf16"
+        return is_sent_in_bf16 and self.training.leaves_half_gradients and self.strategy_record.averages_in_place
 
     @property
     def predicted_gib(self) -> float | None:
@@ -360,22 +322,17 @@ class ParallelWorkload(Configured):
         """Return whether the same step can be computed without communication; one rank that splits nothing has none."""
         if self.splits_sequences and self.world_size == 1:
             return False
-        return not self.writes_out_blocks and self.strategy != "torch-context"
+        return not self.writes_out_blocks and not (self.splits_sequences and self.strategy_record.is_torchs)
 
     @property
     def unsynchronized(self) -> "ParallelWorkload":
         """The same steps without communication; blocks with a backward pass of their own are computed as plain ones."""
-        strategy, mesh = "unsynchronized", None
-        inner_strategy = self.strategy.removesuffix(_ALONE).rpartition("+")[2]
-        if self.splits_sequences:
-            strategy = (inner_strategy if inner_strategy in OWN_CONTEXT_STRATEGIES else RING) + _ALONE
-        if self.shares_layers:
-            strategy = TENSOR + ("-sequence" if is_sequence_parallel(inner_strategy) else "") + _ALONE
-        if self.inner_dimension is not None and self.data_ranks > 1:
+        mesh = None
+        if self.inner_dimension and self.data_ranks > 1:
             mesh = mesh_text({"ddp": self.data_ranks, self.inner_dimension: self.group_ranks})
         return replace(
             self,
-            strategy=strategy,
+            strategy=self.strategy_record.unsynchronized,
             bucket_mb=None,
             gradient_dtype="bf16" if self.has_half_gradients else "fp32",
             transport="collectives",

@@ -41,7 +41,7 @@ class MemoryWorkload(Configured):
         self.training.require_known_memory()
         if self.micro_batches != 1:
             self._check_micro_batches()
-        if self.checkpointing != "none" and self.training.compile == "model":
+        if self.checkpointing != "none" and self.training.is_compiled_whole:
             raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")
         if self.checkpointing in SUBLAYERS:
             self._check_sublayers()
@@ -58,7 +58,7 @@ class MemoryWorkload(Configured):
         batch = training.size.batch_size
         if self.micro_batches < 1 or batch % self.micro_batches:
             raise UsageError(f"{option}: must divide the batch of {batch}")
-        if training.mode != "train":
+        if not training.updates_parameters:
             raise UsageError(f"{option} adds gradients up for the optimizer: mode '{training.mode}' has none")
         if training.update != "step":
             raise UsageError(f"{option} updates once all parts are done: choose --update step")
@@ -84,7 +84,7 @@ class MemoryWorkload(Configured):
             raise UsageError(f"{option} supports only this project's blocks: choose none or block")
         if training.is_compiled:
             raise UsageError(f"{option} looks into blocks: --compile {training.compile} leaves none to see; choose off")
-        if training.kernels != "reference":
+        if training.fused_kernels:
             raise UsageError(
                 f"{option} looks into blocks: --kernels {training.kernels} computes each as a whole; choose reference"
             )
@@ -124,7 +124,7 @@ class LossWorkload(Configured):
     text_digest: str | None = None
 
     def __post_init__(self) -> None:
-        if self.training.mode != "train":
+        if not self.training.updates_parameters:
             raise UsageError(f"mode '{self.training.mode}': a model that learns can only train")
         if self.training.user.batch is not None:
             raise UsageError(f"--batch {self.training.user.batch}: losses takes its batches from --text; leave it out")

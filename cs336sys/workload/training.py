@@ -5,12 +5,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from cs336sys.accounting.activations import ATTENTION, block_activations
+from cs336sys.accounting.activations import block_activations
 from cs336sys.accounting.checkpointing import checkpointed_moments
 from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.fused import FusedStep, fused_moments
 from cs336sys.accounting.hardware import model_flops_utilization
 from cs336sys.accounting.memory import PeakMemory
+from cs336sys.choices import ATTENTION, COMPILE_MODES, MODES, OPTIMIZERS, STATE_DTYPES, StepChoices
 from cs336sys.errors import UsageError, choose_from, require_known
 from cs336sys.results.model import Samples
 from cs336sys.sizes import PRECISIONS, ModelSize
@@ -72,15 +73,6 @@ def check_choices(workload: Configured, choices: Mapping[str, Collection[str]]) 
 
 DEVICES = ("auto", "cuda", "cpu")
 
-PHASES_OF_MODE = {
-    "forward": ("forward",),
-    "forward-backward": ("forward", "backward"),
-    "train": ("forward", "backward", "optimizer"),
-}
-MODES = tuple(PHASES_OF_MODE)
-COMPILE_MODES = ("off", "block", "model")
-OPTIMIZERS = ("course", "fused", "adamw")
-STATE_DTYPES = ("fp32", "bf16", "split")
 UPDATES = ("step", "backward")
 # Kernels of ``cs336sys.kernels.fuse`` that a model can have one without the others.
 FUSED_KERNELS = ("rms-norm", "rope", "swiglu", "linear-cross-entropy")
@@ -152,7 +144,7 @@ _CHOICES = {
 
 
 @dataclass(frozen=True)
-class Workload(Configured):
+class Workload(Configured, StepChoices):
     """One model, its batch, and how its steps run.
 
     Attributes:

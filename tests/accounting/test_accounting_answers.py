@@ -11,10 +11,16 @@ from cs336sys.accounting.activations import (
     block_activations,
     saved_activations,
 )
-from cs336sys.accounting.checkpointing import checkpointing_answers, recomputed_blocks
+from cs336sys.accounting.checkpointing import recomputed_blocks
 from cs336sys.accounting.communication import bucket_answers, ring_answers
 from cs336sys.accounting.flops import count_parameters, model_flops
-from cs336sys.accounting.one_device import attention_answers, block_answers, flops_answers, tensor_answers
+from cs336sys.accounting.one_device import (
+    attention_answers,
+    block_answers,
+    checkpointing_answers,
+    flops_answers,
+    tensor_answers,
+)
 from cs336sys.sizes import PRECISIONS, SIZES, ModelSize
 
 MIB = 2**20

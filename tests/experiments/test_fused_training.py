@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cs336sys.choices import OPTIMIZERS, Optimizer
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.checks import step
 from cs336sys.experiments.memory.measurement import measure_memory
 from cs336sys.experiments.memory.prediction import timeline_peaks, traced_timeline
 from cs336sys.experiments.models import build_compared_model
-from cs336sys.experiments.optimizers import OPTIMIZER_CLASSES
 from cs336sys.experiments.profiling import measure_profile
 from cs336sys.experiments.training import TrainStep
 from cs336sys.kernels.adamw import AdamW
@@ -102,7 +102,7 @@ def test_gpu_attention_in_training_is_right(precision, compile):
 
 def test_our_adamw_is_not_compared_with_the_packages(monkeypatch):
     """Which is anybody's: the course's own adds eps to the second moment before the bias of either is corrected."""
-    monkeypatch.setattr("cs336sys.experiments.optimizers.OPTIMIZER_CLASSES", {"fused": OPTIMIZER_CLASSES["fused"]})
+    monkeypatch.setitem(OPTIMIZERS, "course", Optimizer("cs336_basics.optimizer.Missing"))
     _, wrong = step.check_training(workload(precision="fp32", kernels="reference"), DEVICE, silent)
     assert wrong is None
 

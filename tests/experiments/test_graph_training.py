@@ -11,6 +11,7 @@ from cs336_basics.optimizer import AdamW
 from fake_cuda_graph import OperatorRecorder
 
 from cs336sys import cuda_graphs
+from cs336sys.choices import OPTIMIZERS, Optimizer
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import bench
 from cs336sys.experiments.bench import measure_interleaved, measure_training
@@ -19,12 +20,11 @@ from cs336sys.experiments.checks.step import check_training
 from cs336sys.experiments.losses import measure_losses
 from cs336sys.experiments.memory.measurement import measure_memory, record
 from cs336sys.experiments.memory.step import MemoryStep
-from cs336sys.experiments.optimizers import OPTIMIZER_CLASSES
 from cs336sys.experiments.profiling import measure_profile
 from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.cells import guarded, release_memory
 from cs336sys.sizes import choose_size
-from cs336sys.workload import PHASES_OF_MODE, LossWorkload, MemoryWorkload, ProfileWorkload, Workload
+from cs336sys.workload import MODES, LossWorkload, MemoryWorkload, ProfileWorkload, Workload
 
 SIZE = choose_size("tiny", context=8, batch_size=2, vocab_size=50, d_model=32, d_ff=64, num_heads=2)
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def workload(**settings):
 @pytest.fixture
 def graphs_on_a_cpu(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "CudaRecorder", OperatorRecorder)
-    monkeypatch.setattr(step, "require_graphs", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "require_graphs", lambda device: None)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def check(**settings):
 
 
 @pytest.mark.usefixtures("graphs_on_a_cpu")
-@pytest.mark.parametrize("mode", PHASES_OF_MODE)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("optimizer", ["fused", "course"])
 def test_replayed_steps_are_launched_ones_bit_by_bit(mode, optimizer):
     checked, wrong = check(mode=mode, optimizer=optimizer)
@@ -145,7 +145,7 @@ class CountsWrongForGraphs(AdamW):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_optimizer_that_goes_wrong_for_graphs_alone_is_found(monkeypatch, precision):
     assert check(optimizer="course", precision=precision)[1] is None
-    monkeypatch.setitem(OPTIMIZER_CLASSES, "course", (CountsWrongForGraphs, {}))
+    monkeypatch.setitem(OPTIMIZERS, "course", Optimizer(f"{__name__}.CountsWrongForGraphs"))
     checked, wrong = check(optimizer="course", precision=precision)
     assert wrong.reason.startswith("counting on the GPU, as for a graph: after 5 steps ")
     assert checked.off.relative > 0.2
@@ -199,7 +199,7 @@ def keeps_gradients(monkeypatch):
 
 FAULTS = {
     "bias correction baked in": lambda monkeypatch: monkeypatch.setitem(
-        OPTIMIZER_CLASSES, "fused", (BakesItsCorrectionIn, {})
+        OPTIMIZERS, "fused", Optimizer(f"{__name__}.BakesItsCorrectionIn")
     ),
     "batch not copied in": lambda monkeypatch: monkeypatch.setattr(
         cuda_graphs.GraphedStep, "load", lambda step, *inputs: None
@@ -313,7 +313,7 @@ class SomebodysAdamW(AdamW):
 def test_optimizers_that_cannot_be_captured_are_refused_by_name(monkeypatch):
     with pytest.raises(CapabilityError, match=r"^AdamW with fp16: the CPU looks at the gradients"):
         TrainStep(workload(optimizer="course", precision="fp16"), CPU).capture()
-    monkeypatch.setitem(OPTIMIZER_CLASSES, "course", (SomebodysAdamW, {}))
+    monkeypatch.setitem(OPTIMIZERS, "course", Optimizer(f"{__name__}.SomebodysAdamW"))
     with pytest.raises(CapabilityError, match=r"^SomebodysAdamW keeps its state 't' on the CPU, so a graph"):
         TrainStep(workload(optimizer="course"), CPU).capture()
     TrainStep(workload(optimizer="course", cuda_graph="off"), CPU)()

@@ -5,7 +5,7 @@ import torch
 
 from cs336sys.experiments import bench
 from cs336sys.experiments.bench import measure_interleaved
-from cs336sys.experiments.models import ATTENTION_FUNCTIONS, use_attention
+from cs336sys.experiments.models import ATTENTION_FUNCTIONS, attention_function, use_attention
 from cs336sys.sizes import choose_size
 from cs336sys.workload import Workload
 
@@ -30,7 +30,7 @@ def attended(monkeypatch):
     calls = []
 
     def recorded(name):
-        function = ATTENTION_FUNCTIONS[name]
+        function = attention_function(name)
 
         def attention(**inputs):
             calls.append(name)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from cs336sys.choices import OPTIMIZERS, Optimizer
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments import models
-from cs336sys.experiments.optimizers import OPTIMIZER_CLASSES, build_optimizer
+from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.report.bench import bench_plan
 from cs336sys.report.titles import package_notes
 from cs336sys.results.model import Cell, Run
@@ -98,13 +99,13 @@ def test_formulas_of_ours_are_not_taken_for_those_of_theirs(theirs):
     assert package_notes(cells, Run("1", "", (), {}, {})) == ()
 
 
+class WithoutDefault(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+
+
 def test_blocks_and_learning_rates_of_other_names_are_found(monkeypatch):
     assert list(models.blocks_of(Workload(SIZE), Silent())) == ["parts.0", "parts.1"]
-
-    class WithoutDefault(torch.optim.SGD):
-        def __init__(self, params, lr):
-            super().__init__(params, lr)
-
-    monkeypatch.setitem(OPTIMIZER_CLASSES, "course", (WithoutDefault, {}))
+    monkeypatch.setitem(OPTIMIZERS, "course", Optimizer(f"{__name__}.WithoutDefault"))
     assert build_optimizer(Workload(SIZE), Silent()).defaults["lr"] == 1e-3
     assert build_optimizer(Workload(SIZE), Silent(), lr=0.5).defaults["lr"] == 0.5

@@ -9,7 +9,7 @@ from cs336sys.experiments.bench import measure_training
 from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.device import choose_device
 from cs336sys.sizes import choose_size
-from cs336sys.workload import PHASES_OF_MODE, Workload
+from cs336sys.workload import MODES, Workload
 
 SIZE = choose_size("tiny", context=16, batch_size=2, vocab_size=50)
 CPU = torch.device("cpu")
@@ -24,10 +24,10 @@ def train(steps=1, **settings):
     return step, losses
 
 
-@pytest.mark.parametrize("mode", PHASES_OF_MODE)
+@pytest.mark.parametrize("mode", MODES)
 def test_step_has_the_phases_of_its_mode(mode):
     step, _ = train(mode=mode)
-    assert tuple(step.phases) == PHASES_OF_MODE[mode]
+    assert tuple(step.phases) == MODES[mode].phases
     assert step.loss.requires_grad == (mode != "forward")
     assert all(parameter.grad is None for parameter in step.model.parameters()), "gradients are kept between steps"
 
@@ -110,7 +110,7 @@ def test_cell_has_every_phase_and_derived_columns_that_fit_them():
     assert stages == ["building the model", "warm-up 1/1", "step 1/3", "step 2/3", "step 3/3"]
     assert {(len(series.warmup), len(series.measured)) for series in samples.values()} == {(1, 3)}
     assert set(samples) == {"forward", "backward", "optimizer", "step", "wall"}
-    for phases in zip(*(samples[name].measured for name in (*PHASES_OF_MODE["train"], "step", "wall")), strict=True):
+    for phases in zip(*(samples[name].measured for name in (*MODES["train"].phases, "step", "wall")), strict=True):
         *parts, step_ms, wall_ms = phases
         assert sum(parts) == pytest.approx(step_ms)
         assert wall_ms >= step_ms

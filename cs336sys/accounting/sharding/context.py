@@ -13,17 +13,12 @@ from dataclasses import replace
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.sharding.partition import SequenceSplit
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
-
-RING, ALL_TO_ALL = "context-ring", "context-all-to-all"
-OWN_CONTEXT_STRATEGIES = (RING, ALL_TO_ALL)
-# Beside them, all state in slices: each of several groups of ranks has sequences of its own.
-SHARDED_CONTEXT_STRATEGIES = tuple(f"fsdp+{name}" for name in OWN_CONTEXT_STRATEGIES)
-CONTEXT_STRATEGIES = (*OWN_CONTEXT_STRATEGIES, "torch-context", *SHARDED_CONTEXT_STRATEGIES)
+from cs336sys.strategies import STRATEGIES
 
 
 def split_of(strategy: str, size: ModelSize, world_size: int) -> SequenceSplit:
     """Return a strategy's split of the size's sequences; torch's ``context_parallel`` splits as our ring does."""
-    return SequenceSplit(size.context, world_size, is_zigzag=not strategy.endswith(ALL_TO_ALL))
+    return SequenceSplit(size.context, world_size, is_zigzag=not STRATEGIES[strategy].trades_heads)
 
 
 def share_of_context(strategy: str, size: ModelSize, world_size: int) -> ModelSize:
@@ -84,7 +79,7 @@ def attention_sent_bytes(strategy: str, size: ModelSize, world_size: int, precis
     """Return what the busiest rank sends for attention in a step of all layers.
 
     Args:
-        strategy: one of :data:`CONTEXT_STRATEGIES`; torch's counts as the ring.
+        strategy: one that splits sequences; torch's counts as the ring.
         size: its batch is that of the ranks that share sequences.
         precision: what attention computes in.
         checkpointing: ``none``, or ``block``, which computes attention twice.
@@ -92,7 +87,7 @@ def attention_sent_bytes(strategy: str, size: ModelSize, world_size: int, precis
     split = split_of(strategy, size, world_size)
     passes = 3 if checkpointing == "block" else 2
     token_bytes = size.batch_size * size.d_model * ELEMENT_BYTES[precision]
-    if strategy.endswith(ALL_TO_ALL):
+    if STRATEGIES[strategy].trades_heads:
         of_ranks = [all_to_all_bytes(split, rank, token_bytes, 2 * token_bytes, passes) for rank in range(world_size)]
     else:
         gradient_bytes = 2 * 4 * size.batch_size * size.d_model

@@ -327,14 +327,6 @@ def mesh_ranks(sizes: dict[str, int]) -> int:
     return math.prod(sizes.values())
 
 
-def outer_dimension(strategy: str) -> str | None:
-    """By what groups of ranks that share layers or sequences share the batch: ``ddp`` or ``fsdp``; None if there is one
-    group.
-    """
-    outer, plus, _ = strategy.partition("+")
-    return outer if plus else None
-
-
 def strategy_of_mesh(mesh: str) -> str:
     """The strategy that has the dimensions of a mesh; of those that share sequences, the ring.
 

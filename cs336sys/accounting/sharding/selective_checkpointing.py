@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
-from cs336sys.accounting.flops import linear_flops
+from cs336sys.accounting.checkpointing import kept_blocks, recomputed_flops
+from cs336sys.accounting.flops import attention_flops, linear_flops, model_flops
 from cs336sys.accounting.memory import GIB, PeakMemory, TrainingState, always_held_bytes
 from cs336sys.accounting.sharding.fsdp import STATE_BYTES, fully_sharded_state, gathered_bytes
 from cs336sys.accounting.sharding.partition import check_batch
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, memory_of_state
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
+from cs336sys.workload.parallel import ParallelWorkload
 
 
 @dataclass(frozen=True)
@@ -177,3 +179,24 @@ def choose_kept_blocks(step: KeptStep, limit_bytes: float, *, keeps_gathered: bo
             f"and up (state in {step.state_dtype}, {step.world_size} ranks); choose more ranks or a smaller state"
         )
     return replace(step, blocks=blocks)
+
+
+def kept_step(workload: ParallelWorkload) -> KeptStep:
+    """Describe a step whose blocks choose what to keep; any other as if none kept gate and up."""
+    training = workload.training
+    state_dtype = training.state_dtype if workload.has_half_weights else "fp32"
+    blocks, ahead = kept_blocks(workload.checkpointing) or 0, 1 if workload.prefetch is None else workload.prefetch
+    return KeptStep(
+        training.size, workload.world_size, training.precision, state_dtype, blocks, ahead, workload.keep_gathered
+    )
+
+
+def computed_flops(workload: ParallelWorkload) -> int:
+    """FLOPs a step of all ranks, with those of checkpoints and of attention that computes scores again."""
+    size, again = workload.training.size, 0
+    if not workload.training.keeps_scores:
+        shape = size.batch_size, size.num_heads, size.context, size.context, size.head_dim
+        again = size.num_layers * attention_flops(*shape, causal=True, backward=False) // 2
+    if kept_blocks(workload.checkpointing) is not None:
+        return model_flops(size) + again + flops_again(kept_step(workload))
+    return model_flops(size) + again + recomputed_flops(size, workload.checkpointing)

@@ -17,7 +17,9 @@ from cs336sys.accounting.memory import GIB, PeakMemory, SavedBlocks, TrainingSta
 from cs336sys.accounting.sharding import context, partition
 from cs336sys.accounting.sharding.fsdp import check_rank, fully_sharded_peak, fully_sharded_state, most_sent_bytes
 from cs336sys.accounting.sharding.ideal import sent_bytes
+from cs336sys.choices import StepChoices
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
+from cs336sys.strategies import Strategy, strategy_named
 
 # Bytes of training state that each rank holds when the optimizer's state is sharded: arithmetic, no torch.
 #
@@ -96,19 +98,13 @@ MOMENTS = (
     *("before the optimizer", "after the optimizer", "peak"),
 )
 
-# Strategies of torch, by ours that share out the same.
-_COUNTERPARTS = {"torch-zero": "optimizer"}
-
-# They gather weights in half precision, in which their models compute; all others compute under autocast.
-FULLY_SHARDED = ("fsdp", "torch-fsdp", "fsdp+tensor", "fsdp+tensor-sequence", *context.SHARDED_CONTEXT_STRATEGIES)
-
 
 @dataclass(frozen=True)
-class ShardedStep:
+class ShardedStep(StepChoices):
     """A training step that ranks share.
 
     Attributes:
-        strategy: a name of ``workload.SHARD_STRATEGIES``.
+        strategy: a name of :data:`~cs336sys.strategies.STRATEGIES`, without groups of ranks that share layers.
         size: its batch is that of all ranks together, of which each has an equal part, or a slice of every sequence.
         precision: what is computed in.
         prefetch: for ``fsdp``, units gathered ahead of use.
@@ -116,7 +112,7 @@ class ShardedStep:
         bucket_mb: for ``optimizer-flat``, the most gradients in one reduce-scatter, in megabytes (1e6 bytes).
         mode: ``forward``, ``forward-backward`` or ``train``.
         parameter_bytes: of an element of parameters and gradients. With 2 the model is not under autocast, and AdamW
-            keeps fp32 master parameters and moments; the slices of :data:`FULLY_SHARDED` do not depend on it.
+            keeps fp32 master parameters and moments; weights in slices do not depend on it.
         state_dtype: for ``fsdp``, of its slices and of AdamW's state, see :data:`.fsdp.STATE_BYTES`.
 
     Raises:
@@ -137,25 +133,29 @@ class ShardedStep:
     keep_gathered: int = 0
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or not self.splits_sequences:
+        if self.world_size < 1 or not self.strategy_record.splits_sequences:
             partition.check_batch(self.size.batch_size, self.world_size)
 
     @property
-    def splits_sequences(self) -> bool:
-        """Return whether a rank has a slice of every sequence."""
-        return self.strategy in context.CONTEXT_STRATEGIES
+    def strategy_record(self) -> Strategy:
+        """What the strategy holds, sends and shares.
+
+        Raises:
+            UsageError: the strategy is unknown.
+        """
+        return strategy_named(self.strategy)
 
     @property
     def share(self) -> ModelSize:
         """The size with this rank's part of the batch."""
-        if self.splits_sequences:
+        if self.strategy_record.splits_sequences:
             return context.share_of_context(self.strategy, self.size, self.world_size)
         return replace(self.size, batch_size=self.size.batch_size // self.world_size)
 
     @property
     def uses_autocast(self) -> bool:
         """Return whether half precision is autocast's."""
-        return self.parameter_bytes == 4 and self.strategy not in FULLY_SHARDED
+        return self.parameter_bytes == 4 and not self.strategy_record.shards_weights
 
     @property
     def computed_bytes(self) -> int:
@@ -195,13 +195,13 @@ def predicted_memory(step: ShardedStep) -> list[RankMemory]:
     """
     state = fullest_state(step)
     always = memory.always_held_bytes(step.size)
-    if step.splits_sequences:
+    if step.strategy_record.splits_sequences:
         tokens = step.share.context
         always = 16 * step.size.batch_size * tokens + 8 * tokens + 4 * step.size.context * step.size.head_dim
     # torch's DDP keeps its buckets from the start, and gradients are views of them.
-    moments = memory_of_state(state, always, kept=state.gradients if step.strategy == "torch-zero" else 0)
-    keeps_scores = step.strategy == context.ALL_TO_ALL and step.attention == "reference"
-    if not step.strategy.startswith(("torch-fsdp", "torch-context")) and not keeps_scores:
+    moments = memory_of_state(state, always, kept=state.gradients if step.strategy_record.uses_torch_ddp else 0)
+    keeps_scores = step.strategy_record.trades_heads and step.keeps_scores
+    if step.strategy_record.has_known_peak and not keeps_scores:
         peak = rank_peak(step)
         rest = peak.activations + always - memory.always_held_bytes(step.share)
         moments.append(RankMemory(MOMENTS[-1], peak.parameters, peak.gradients, peak.optimizer_state, rest))
@@ -230,22 +230,42 @@ def fullest_state(step: ShardedStep) -> TrainingState:
     Raises:
         UsageError: the strategy is unknown.
     """
-    shapes, world_size = parameter_shapes(step.size).values(), step.world_size
-    sizes = [math.prod(shape) for shape in shapes]
-    if step.strategy == "none" or step.splits_sequences:
-        return memory.training_state(step.size, step.precision, autocast=step.parameter_bytes == 4)
-    if step.strategy == "fsdp":
-        return fully_sharded_state(step.size, 0, world_size, step.state_dtype)
-    if step.strategy == "torch-fsdp":
-        # Norms are cut, too.
-        elements = sum(partition.rows_per_rank(shape[0], world_size) * math.prod(shape[1:]) for shape in shapes)
-        return TrainingState(4 * elements, 4 * elements, 8 * elements)
-    bytes_ = {"element_bytes": step.parameter_bytes, "master_bytes": 0 if step.parameter_bytes == 4 else 4}
-    if step.strategy == "optimizer-flat":
-        of_ranks = flat_optimizer_state([sizes], world_size, **bytes_)
-    else:
-        of_ranks = sharded_optimizer_state(sizes, world_size, **bytes_)
+    return step.strategy_record.load("holds")(step)
+
+
+def whole_state(step: ShardedStep) -> TrainingState:
+    """All of it, on every rank."""
+    return memory.training_state(step.size, step.precision, autocast=step.parameter_bytes == 4)
+
+
+def owned_state(step: ShardedStep) -> TrainingState:
+    """The optimizer's state of some whole parameters."""
+    sizes = [math.prod(shape) for shape in parameter_shapes(step.size).values()]
+    of_ranks = sharded_optimizer_state(sizes, step.world_size, **_stored_bytes(step))
     return max(of_ranks, key=lambda state: state.total)
+
+
+def flat_state(step: ShardedStep) -> TrainingState:
+    """The optimizer's state and gradients of a slice of every parameter."""
+    sizes = [math.prod(shape) for shape in parameter_shapes(step.size).values()]
+    of_ranks = flat_optimizer_state([sizes], step.world_size, **_stored_bytes(step))
+    return max(of_ranks, key=lambda state: state.total)
+
+
+def _stored_bytes(step: ShardedStep) -> dict[str, int]:
+    return {"element_bytes": step.parameter_bytes, "master_bytes": 0 if step.parameter_bytes == 4 else 4}
+
+
+def sliced_state(step: ShardedStep) -> TrainingState:
+    """Rows of every matrix, with their gradients and moments."""
+    return fully_sharded_state(step.size, 0, step.world_size, step.state_dtype)
+
+
+def torch_sliced_state(step: ShardedStep) -> TrainingState:
+    """As :func:`sliced_state`, of torch's ``fully_shard``, which cuts norms, too."""
+    shapes = parameter_shapes(step.size).values()
+    elements = sum(partition.rows_per_rank(shape[0], step.world_size) * math.prod(shape[1:]) for shape in shapes)
+    return TrainingState(4 * elements, 4 * elements, 8 * elements)
 
 
 def rank_peak(step: ShardedStep) -> PeakMemory:
@@ -262,20 +282,25 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
     """
     state, layers = fullest_state(step), step.size.num_layers
     parameters = state.parameters + state.master_parameters
-    optimizer_state = state.optimizer_state if step.mode == "train" else 0
+    optimizer_state = state.optimizer_state if step.updates_parameters else 0
     at_loss, at_blocks = saved_schedule(step.checkpointing, layers)
-    if step.strategy == "optimizer-flat" and step.checkpointing == "none":
+    if step.strategy_record.reduces_slices and step.checkpointing == "none":
         # Until buckets are full, a block may leave more gradients than it frees: the widest may be any.
         at_blocks = [SavedBlocks(block, block, name=f"block {block} of {layers}") for block in range(layers, 0, -1)]
     # Blocks of ring attention keep no scores, whatever computes them.
-    settings = step.share, step.precision, step.mode, "flash" if step.splits_sequences else step.attention
+    settings = (
+        step.share,
+        step.precision,
+        step.mode,
+        "flash" if step.strategy_record.splits_sequences else step.attention,
+    )
     saved: dict[str, Any] = {"autocast": step.uses_autocast, "at_loss": at_loss, "at_blocks": at_blocks}
     moments = []
     for moment in memory.widest_moments(*settings, **saved):
         gradients, buffers = _gradients_and_buffers(step, state, moment)
         activation_bytes = moment.activations + buffers
         moments.append(PeakMemory(moment.moment, parameters, gradients, optimizer_state, activation_bytes))
-    if step.strategy == "torch-zero":
+    if step.strategy_record.uses_torch_ddp:
         # DDP orders its buckets by the first backward pass: the second step begins with the old ones next to the new.
         activation_bytes = memory.always_held_bytes(step.share) + state.gradients
         moments.append(PeakMemory("new buckets", parameters, state.gradients, optimizer_state, activation_bytes))
@@ -285,9 +310,9 @@ def rank_moments(step: ShardedStep) -> list[PeakMemory]:
 def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: PeakMemory) -> tuple[int, int]:
     """Return the gradients that this rank keeps, and what is under way: whole gradients, gathered weights."""
     count, done = count_parameters(step.size), moment.gradients // step.computed_bytes
-    if step.strategy == "torch-zero":
+    if step.strategy_record.uses_torch_ddp:
         return state.gradients, 0
-    if step.strategy == "optimizer-flat":
+    if step.strategy_record.reduces_slices:
         # One bucket fills while two are being reduced; slices get memory when their bucket is full.
         bucket = int(step.bucket_mb * 1e6) // step.parameter_bytes
         full, filling = divmod(done, bucket)
@@ -296,7 +321,7 @@ def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: Peak
         under_way = 0 if moment.moment == "optimizer" else step.parameter_bytes * (filling + min(full, 2) * bucket)
         return state.gradients * done // count, under_way
     kept = state.gradients * done // count
-    if step.strategy != "fsdp" or done == count:
+    if not step.strategy_record.gathers_ahead or done == count:
         return kept, 0
     peak = fully_sharded_peak(
         step.size, step.computed_bytes, step.world_size, prefetch=step.prefetch, keep_gathered=step.keep_gathered
@@ -305,18 +330,32 @@ def _gradients_and_buffers(step: ShardedStep, state: TrainingState, moment: Peak
 
 
 def predicted_sent_bytes(step: ShardedStep) -> float:
-    """Return what a rank sends: ``(W - 1) / W`` of gathers, scatters and broadcasts, of all-reduces twice that.
+    """Return what a rank sends: ``(W - 1) / W`` of gathers, scatters and broadcasts, of all-reduces twice that."""
+    return step.strategy_record.load("sends")(step)
 
-    torch's ``fully_shard`` gathers blocks twice and the rest once, and sends fp32 gradients.
-    """
-    if step.strategy == "fsdp":
-        shapes = parameter_shapes(step.size)
-        return most_sent_bytes(shapes, step.computed_bytes, step.world_size, step.keep_gathered)
-    if step.splits_sequences:
-        return context.context_sent_bytes(step.strategy, step.size, step.world_size, step.precision, step.checkpointing)
-    count = count_parameters(step.size)
-    if step.strategy == "torch-fsdp":
-        outside = count_parameters(replace(step.size, num_layers=0))
-        ring = (step.world_size - 1) / step.world_size
-        return ring * (step.computed_bytes * (2 * count - outside) + 4 * count)
-    return number_of(sent_bytes(_COUNTERPARTS.get(step.strategy, step.strategy), count, step.world_size))
+
+def all_reduced_bytes(step: ShardedStep) -> float:
+    """Gradients are all-reduced, or reduce-scattered and updated parameters all-gathered."""
+    return number_of(sent_bytes("none", count_parameters(step.size), step.world_size))
+
+
+def broadcast_bytes(step: ShardedStep) -> float:
+    """Gradients are all-reduced, and updated parameters sent by their owners."""
+    return number_of(sent_bytes("optimizer", count_parameters(step.size), step.world_size))
+
+
+def gathered_bytes(step: ShardedStep) -> float:
+    """Weights are gathered in both passes, but for blocks that stay gathered, and gradients reduce-scattered."""
+    shapes = parameter_shapes(step.size)
+    return most_sent_bytes(shapes, step.computed_bytes, step.world_size, step.keep_gathered)
+
+
+def torch_gathered_bytes(step: ShardedStep) -> float:
+    """torch's ``fully_shard`` gathers blocks twice and the rest once, and sends fp32 gradients."""
+    outside, count = count_parameters(replace(step.size, num_layers=0)), count_parameters(step.size)
+    return (step.world_size - 1) / step.world_size * (step.computed_bytes * (2 * count - outside) + 4 * count)
+
+
+def context_bytes(step: ShardedStep) -> float:
+    """What attention sends, and the all-reduce of gradients."""
+    return context.context_sent_bytes(step.strategy, step.size, step.world_size, step.precision, step.checkpointing)

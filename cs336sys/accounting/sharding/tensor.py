@@ -16,20 +16,10 @@ from cs336sys.accounting.checkpointing import saved_schedule
 from cs336sys.accounting.flops import parameter_shapes
 from cs336sys.accounting.memory import PeakMemory, SavedBlocks, TrainingState
 from cs336sys.accounting.sharding.fsdp import StepCommunication, most_sent_bytes
-from cs336sys.accounting.sharding.partition import cut_dimension, outer_dimension, own_part, own_rows
+from cs336sys.accounting.sharding.partition import cut_dimension, own_part, own_rows
+from cs336sys.choices import ATTENTION
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
-
-TENSOR = "tensor"
-_SEQUENCE = "-sequence"
-OWN_TENSOR_STRATEGIES = tuple(
-    f"{outer}{TENSOR}{sequence}" for outer in ("", "ddp+", "fsdp+") for sequence in ("", _SEQUENCE)
-)
-# The last two are torch's own, ``parallelize_module`` with ``loss_parallel``.
-TENSOR_STRATEGIES = (*OWN_TENSOR_STRATEGIES, "torch-tensor", "torch-tensor-sequence")
-
-
-def is_sequence_parallel(strategy: str) -> bool:
-    return strategy.endswith(_SEQUENCE)
+from cs336sys.strategies import STRATEGIES, Strategy
 
 
 @dataclass(frozen=True)
@@ -37,7 +27,7 @@ class TensorStep:
     """A training step of which layers are shared.
 
     Attributes:
-        strategy: one of :data:`TENSOR_STRATEGIES`.
+        strategy: one that shares layers.
         size: its batch is that of all ranks.
         tensor_ranks: how many ranks share a layer.
         data_ranks: how many such groups share the batch.
@@ -55,6 +45,10 @@ class TensorStep:
     compiles: bool = False
 
     @property
+    def strategy_record(self) -> Strategy:
+        return STRATEGIES[self.strategy]
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the first rank's parts of parameters, which are the largest."""
         shapes = parameter_shapes(self.size)
@@ -70,7 +64,7 @@ class TensorStep:
         elements = 0
         for shape in self.shapes.values():
             rows = shape[0]
-            if outer_dimension(self.strategy) == "fsdp" and len(shape) > 1:
+            if self.strategy_record.gathers_ahead and len(shape) > 1:
                 rows = len(own_rows(rows, 0, self.data_ranks))
             elements += rows * math.prod(shape[1:])
         return TrainingState(4 * elements, 4 * elements, 8 * elements)
@@ -78,10 +72,9 @@ class TensorStep:
     @property
     def sent_bytes(self) -> float:
         """Return what the busiest rank sends in a step: for layers, and for the batch that groups share."""
-        outer = outer_dimension(self.strategy)
-        if outer == "fsdp":
+        if self.strategy_record.gathers_ahead:
             return self.sent_for_layers + most_sent_bytes(self.shapes, ELEMENT_BYTES[self.precision], self.data_ranks)
-        elements = sum(map(math.prod, self.shapes.values())) if outer == "ddp" else 0
+        elements = sum(map(math.prod, self.shapes.values())) if self.strategy_record.outer == "ddp" else 0
         return self.sent_for_layers + StepCommunication(0, 0, 4 * elements).sent_bytes(self.data_ranks)
 
     @property
@@ -97,14 +90,14 @@ class TensorStep:
         """
         size, e = self.size, ELEMENT_BYTES[self.precision]
         tokens = size.batch_size // self.data_ranks * size.context
-        embedded_bytes = e if outer_dimension(self.strategy) == "fsdp" else 4
+        embedded_bytes = e if self.strategy_record.gathers_ahead else 4
         sums = (4 * size.num_layers + 1) * e + embedded_bytes
         other = 12 * tokens
         again = 0.0
         if self.checkpointing == "block":
             last = 1 if self.compiles else 0
             again = size.num_layers * e * (1 + last)
-        if is_sequence_parallel(self.strategy):
+        if self.strategy_record.is_sequence_parallel:
             other += 4 * (2 * size.num_layers + 1) * size.d_model
             if again:
                 # Halves of all-reduces: inputs are gathered, outputs scattered.
@@ -151,7 +144,7 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
 
     Args:
         step: of a strategy that computes in fp32 or under autocast: none that gathers weights.
-        attention: one of :data:`~cs336sys.accounting.activations.ATTENTION`.
+        attention: one of :data:`~cs336sys.choices.ATTENTION`.
     """
     size, e = step.size, ELEMENT_BYTES[step.precision]
     sequences = size.batch_size // step.data_ranks
@@ -160,8 +153,9 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
     at_loss, at_blocks = saved_schedule(step.checkpointing, size.num_layers)
     d, features, vocabulary = size.d_model, widths["ffn.w1"], widths["lm_head"]
     projection, w2 = d * widths["attn.q_proj"], d * features
-    copy = 2 if step.precision != "fp32" else 0
-    scores = sequences * size.num_heads // step.tensor_ranks * size.context**2 if attention == "reference" else 0
+    copy = 2 if e == 2 else 0
+    keeps_scores = ATTENTION[attention].keeps_scores
+    scores = sequences * size.num_heads // step.tensor_ranks * size.context**2 if keeps_scores else 0
     logit_bytes = e if step.compiles else 12
     always = 16 * tokens + 4 * size.context * size.head_dim
     block_elements = 4 * projection + 3 * w2 + 2 * d
@@ -183,7 +177,7 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
         saved_bytes = part.held(blocks) + 9 * tokens
         inner = saved_bytes + part.stream + 2 * e * tokens * features - copy * w2
         moments.append(moment(f"feed-forward backward, {blocks.name}", gradients + w2, inner))
-        if attention == "reference":
+        if keeps_scores:
             statistics = 4 * scores // size.context
             query_bytes = e * tokens * widths["attn.q_proj"]
             freed = part.feed_forward + copy * projection
@@ -203,15 +197,15 @@ def _saved(step: TensorStep, attention: str) -> _Part:
     size, e = step.size, ELEMENT_BYTES[step.precision]
     sequences = size.batch_size // step.data_ranks
     tokens = sequences * size.context
-    rank_tokens = math.ceil(tokens / step.tensor_ranks) if is_sequence_parallel(step.strategy) else tokens
+    rank_tokens = math.ceil(tokens / step.tensor_ranks) if step.strategy_record.is_sequence_parallel else tokens
     widths, d = _widths(step), size.d_model
-    copies = 2 if step.precision != "fp32" else 0
+    copies = 2 if e == 2 else 0
     stream, entered = 4 * rank_tokens * d, e * tokens * d
     # Its input, and what its gain is multiplied by with one number a token.
     norm = stream + stream + 4 * rank_tokens
     query_bytes = e * tokens * widths["attn.q_proj"]
     statistics = sequences * size.num_heads // step.tensor_ranks * size.context
-    if attention == "reference":
+    if ATTENTION[attention].keeps_scores:
         # Scores as exponentials and probabilities, and the mask.
         kept = size.context**2 + (4 + e) * statistics * size.context
     else:

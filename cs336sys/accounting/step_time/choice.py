@@ -13,6 +13,8 @@ from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime
 from cs336sys.accounting.step_time.rates import Rates
 from cs336sys.accounting.step_time.space import Space
 from cs336sys.accounting.step_time.work import CountedModel
+from cs336sys.choices import STATE_DTYPES
+from cs336sys.strategies import Strategy
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ _CHANGES = {
 def own_adamw(state_dtype: str) -> Change:
     """Return this project's AdamW, its moments in ``state_dtype``."""
     step = f'optimizer = AdamW(model.parameters(), lr=lr, state_dtype="{state_dtype}")'
-    cost = "moments are rounded to bf16" if state_dtype == "bf16" else ""
+    cost = "moments are rounded to bf16" if STATE_DTYPES[state_dtype].moment_bytes == 4 else ""
     return Change(f"AdamW, {state_dtype} state", ("from cs336sys.kernels.adamw import AdamW", step), cost)
 
 
@@ -95,13 +97,13 @@ def micro_batches(sequences: int, count: int) -> Change:
     return Change(f"{count} micro-batches of {sequences}", lines, "smaller products; gradients are held throughout")
 
 
-def share_state(strategy: str, gradient_dtype: str = "fp32") -> Change:
-    """Return a strategy of data parallel training, by its name in ``ddp`` or ``shard``."""
-    if strategy == "fsdp":
+def share_state(strategy: Strategy, gradient_dtype: str = "fp32") -> Change:
+    """Return a strategy of data parallel training."""
+    if strategy.shards_weights:
         lines = ("from cs336sys.parallel.fsdp import FSDP", "model = FSDP(model, compute_dtype=torch.bfloat16)")
         return Change("fully sharded", lines, "weights are gathered twice a step")
-    if strategy in ("optimizer", "optimizer-flat"):
-        flat = ", flat=True" if strategy == "optimizer-flat" else ""
+    if strategy.shares_updates:
+        flat = ", flat=True" if strategy.reduces_slices else ""
         lines = (
             "from cs336sys.parallel.sharded_optimizer import ShardedOptimizer",
             f"optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW{flat}, lr=lr, fused=True)",
@@ -218,8 +220,9 @@ def measuring_command(configuration: StepConfiguration) -> str:
     if configuration.accumulation > 1 or (ranks == 1 and configuration.checkpointing != "none"):
         arguments = ["cs336sys", "tune"]
     elif ranks > 1:
-        arguments = ["cs336sys", "ddp" if configuration.strategy == "bucketed" else "shard", "--world-size", str(ranks)]
-        arguments += [] if configuration.strategy == "bucketed" else ["--strategy", str(configuration.strategy)]
+        record = configuration.strategy_record
+        arguments = ["cs336sys", record.command, "--world-size", str(ranks)]
+        arguments += [] if record.has_buckets else ["--strategy", str(configuration.strategy)]
     user = training.user
     user_options = {"--model": user.model, "--loss": user.loss, "--batch": user.batch, "--blocks": user.blocks}
     arguments += [word for option, value in user_options.items() if value is not None for word in (option, value)]
@@ -253,7 +256,7 @@ def changes_of(configuration: StepConfiguration) -> list[Change]:
         return [_CHANGES[value] for value in values if value in _CHANGES]
 
     changes = chosen("precision", "attention", "kernels", "optimizer")
-    changes += [own_adamw(training.state_dtype)] if training.optimizer == "adamw" else []
+    changes += [own_adamw(training.state_dtype)] if training.optimizer_record.is_ours else []
     name, _, count = configuration.checkpointing.partition("=")
     if name in ("block", "every"):
         changes.append(checkpoint_blocks(int(count or 1)))
@@ -262,7 +265,7 @@ def changes_of(configuration: StepConfiguration) -> list[Change]:
         extent = "all but gate and up" if kept is not None else f"as {configuration.checkpointing}"
         changes.append(Change(f"checkpoints, {extent}", ()))
     if configuration.strategy is not None:
-        changes.append(share_state(configuration.strategy, configuration.gradient_dtype))
+        changes.append(share_state(configuration.strategy_record, configuration.gradient_dtype))
     changes += chosen("compile")
     if configuration.accumulation > 1:
         changes.append(micro_batches(training.size.batch_size, configuration.accumulation))

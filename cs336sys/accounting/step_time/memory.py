@@ -80,8 +80,8 @@ def step_memory(configuration: StepConfiguration) -> StepMemory:
         moments = [replace(moment, gradients=all_gradients) for moment in moments]
     peak = max(moments, key=lambda moment: moment.total)
     share = peak.optimizer_state / max(1, 8 * count_parameters(size))
-    copies = 0.0 if configuration.strategy == "fsdp" else 1.0 + 2 * min(1.0, share)
-    if training.state_dtype == "split":
+    copies = 0.0 if configuration.strategy_record.gathers_ahead else 1.0 + 2 * min(1.0, share)
+    if training.splits_weights:
         copies = 1.0
     overhead = _WORKSPACES + copies * _rounding(size)
     if training.cuda_graph == "on":
@@ -98,24 +98,18 @@ def _moments(configuration: StepConfiguration) -> list[PeakMemory]:
     if kept_blocks(checkpointing) is not None:
         blocks = kept_blocks(checkpointing) or 0
         return kept_moments(KeptStep(whole, ranks, training.precision, training.state_dtype, blocks))
-    gathered = strategy == "fsdp" and ranks > 1
+    gathered = configuration.strategy_record.gathers_ahead and ranks > 1
     # Fused blocks whose weights are gathered have no copies of them, and save what compiled ones do.
-    if training.is_compiled or (gathered and training.kernels == "fused"):
+    if training.is_compiled or (gathered and training.is_fused):
         moments = _compiled_moments(training, checkpointing, gathers_weights=gathered)
-    elif training.kernels == "fused" or strategy is None or ranks == 1:
+    elif training.is_fused or strategy is None or ranks == 1:
         moments = training.widest_moments(checkpointing)
     else:
-        held_by = strategy_of_state(strategy)
-        step = ShardedStep(held_by, whole, ranks, training.precision, training.attention, checkpointing)
+        step = ShardedStep(strategy, whole, ranks, training.precision, training.attention, checkpointing)
         return _with_batch(_averaged(rank_moments(step), configuration), training.size, ranks)
     if strategy is None or ranks == 1:
         return moments
     return _with_batch(_shared(moments, configuration, whole), training.size, ranks)
-
-
-def strategy_of_state(strategy: str) -> str:
-    """Name the strategy of ``shard`` by which ranks hold state as with this one: in buckets all have everything."""
-    return strategy if strategy in ("optimizer", "optimizer-flat", "fsdp") else "none"
 
 
 def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> list[PeakMemory]:
@@ -126,21 +120,21 @@ def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> li
     - ``flat``: one tensor of all gradients, ``4 N``, from the first gradient on, when everything is still saved.
     - Sent in half precision: a copy of each bucket, ``2 N``, from its launch until all are waited for.
     """
-    training, strategy, sent_in = configuration.training, configuration.strategy, configuration.gradient_dtype
-    if strategy_of_state(strategy or "none") != "none":
+    training, record, sent_in = configuration.training, configuration.strategy_record, configuration.gradient_dtype
+    if record.shares_updates:
         return moments
-    leaves_half = training.kernels == "fused" and training.optimizer == "adamw" and training.precision == "bf16"
+    leaves_half = training.leaves_half_gradients
     if leaves_half and sent_in != "bf16":
         moments = [replace(moment, gradients=2 * moment.gradients) for moment in moments]
     whole = max(moment.gradients for moment in moments)
-    if strategy == "flat":
+    if record.averages_at_once:
         moments = [replace(moment, gradients=whole) for moment in moments]
     if sent_in == "fp32" or (leaves_half and sent_in == "bf16"):
         return moments
     # Of activations, only the batch and the rotary table exist when all gradients are sent.
     left = always_held_bytes(training.size)
     sent = replace(moments[-1], moment="gradients sent", gradients=whole, activations=left + whole // 2)
-    if strategy in ("overlap", "bucketed"):
+    if record.overlaps:
         # The optimizer comes when all have been waited for.
         moments = [
             replace(moment, activations=moment.activations + moment.gradients // 2 * (moment.moment != "optimizer"))
@@ -158,16 +152,15 @@ def _with_batch(moments: list[PeakMemory], size: ModelSize, ranks: int) -> list[
 def _shared(moments: list[PeakMemory], configuration: StepConfiguration, whole: ModelSize) -> list[PeakMemory]:
     """Let moments of one rank alone hold this rank's part of the state, and what is gathered or under way."""
     training, ranks = configuration.training, configuration.world_size
-    strategy = strategy_of_state(configuration.strategy or "none")
-    if strategy == "none":
+    if not configuration.shares_updates:
         return _averaged(moments, configuration)
-    step = ShardedStep(strategy, whole, ranks, training.precision, training.attention)
+    step = ShardedStep(configuration.strategy or "none", whole, ranks, training.precision, training.attention)
     state, count = fullest_state(step), count_parameters(training.size)
     shared = []
     for moment in moments:
         done = moment.gradients / (4 * count)
         gradients, buffers = state.gradients * done, 0.0
-        if strategy == "fsdp" and 0 <= done < 1:
+        if step.strategy_record.gathers_ahead and 0 <= done < 1:
             under_way = fully_sharded_peak(training.size, step.computed_bytes, ranks, prefetch=1)
             buffers = under_way.gathered + (under_way.whole_gradients + under_way.received if done else 0)
         parameters = state.parameters + state.master_parameters
@@ -193,7 +186,7 @@ def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights
     e, stream, head = step.e, size.stream, step.head
     logits = size.tokens * size.vocab_size
     block = step.block
-    if training.attention == "reference":
+    if training.keeps_scores:
         block += 2 * e * size.scores - e * stream
     if gathers_weights and e == 2:
         block -= 2 * step.block_matrices + 4 * stream
@@ -204,16 +197,16 @@ def _compiled_moments(training: Workload, checkpointing: str, *, gathers_weights
     at_loss, at_blocks = saved_schedule(checkpointing, size.num_layers)
     cast = 2 * head if e == 2 and not gathers_weights else 0
     around_loss = (4 + e) * stream + (4 + 2 * e) * logits + cast
-    if training.compile == "model":
+    if training.is_compiled_whole:
         # Logits and their gradient once more, which the loss, compiled by itself, gets from the model.
         around_loss += 2 * e * logits
     moments = [("loss", 0, saved_bytes(at_loss) + around_loss)]
     for blocks in at_blocks:
         gradients = 4 * (head + (size.num_layers - blocks.block) * step.block_matrices)
         moments.append((f"backward, {blocks.name}", gradients, saved_bytes(blocks) + 4 * stream + 2 * e * size.inner))
-    temporary = largest_parameter(size) if training.optimizer == "course" else stream
+    temporary = largest_parameter(size) if training.optimizer_record.is_plain else stream
     moments.append(("optimizer", 4 * count, 4 * temporary))
-    always, moments_bytes = always_held_bytes(size), (4 if training.state_dtype == "bf16" else 8) * count
+    always, moments_bytes = always_held_bytes(size), training.moment_bytes * count
     return [
         PeakMemory(name, 4 * count, gradients, moments_bytes, activations + always)
         for name, gradients, activations in moments

@@ -12,11 +12,10 @@ from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes
 from cs336sys.accounting.step_time.rates import UNMEASURED, Rates
 from cs336sys.accounting.step_time.work import Amounts, CountedModel, StepWork, step_work
 from cs336sys.sizes import ELEMENT_BYTES
+from cs336sys.strategies import STRATEGIES, Strategy
 from cs336sys.workload.parallel import ParallelWorkload
 from cs336sys.workload.training import Configured, Workload
 
-# Strategies whose ranks update a part of the parameters.
-_SHARE_UPDATES = ("optimizer", "optimizer-flat", "fsdp")
 # Our strategies whose ranks compute with whole layers and sequences; of others no time is predicted.
 PREDICTED_STRATEGIES = ("naive", "flat", "overlap", "bucketed", *OWN_SHARDING_STRATEGIES)
 # What hooks and gathers of a block cost the CPU, in launches, forward and backward: from launched steps of fsdp, whose
@@ -64,9 +63,14 @@ class StepConfiguration(Configured):
         return self.training.tokens * self.accumulation * self.world_size
 
     @property
+    def strategy_record(self) -> Strategy:
+        """What the strategy holds and sends; one rank holds all."""
+        return STRATEGIES[self.strategy or "none"]
+
+    @property
     def shares_updates(self) -> bool:
         """Return whether each rank updates a part of the parameters."""
-        return self.strategy in _SHARE_UPDATES
+        return self.strategy_record.shares_updates
 
     @property
     def exposure_name(self) -> str:
@@ -94,12 +98,12 @@ def kind_of(configuration: StepConfiguration) -> str:
     """Name what decides which rates a step needs: precision, and how its blocks, optimizer and attention run."""
     training = configuration.training
     blocks = "compiled" if training.is_compiled else "fused" if training.fused_kernels else "eager"
-    if training.kernels not in ("reference", "fused"):
+    if training.fused_kernels and not training.is_fused:
         blocks = "some fused"
     if blocks == "compiled" and training.fused_kernels:
         blocks = "compiled, fused"
-    attention = "scores" if training.attention == "reference" else "flash"
-    half = "fp32" if training.precision == "fp32" else "half"
+    attention = "scores" if training.keeps_scores else "flash"
+    half = "half" if training.is_half else "fp32"
     return f"{half}, {blocks}, {attention}"
 
 
@@ -211,7 +215,7 @@ def _communication_s(
         return 0.0, 0.0, (f"communication of {configuration.exposure_name}",)
     alone_s = sent_bytes / exposure.bytes_per_s
     exposed = exposure.exposed
-    if configuration.training.precision == "fp32" and exposure.exposed_fp32 is not None:
+    if not configuration.training.is_half and exposure.exposed_fp32 is not None:
         exposed = exposure.exposed_fp32
     return alone_s, exposed * alone_s, ()
 

@@ -1,7 +1,7 @@
 """Enumerate the configurations of a training step that this project can run, and say why others are left out."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -12,7 +12,7 @@ from cs336sys.errors import UsageError
 from cs336sys.workload.training import ATTENTION, COMPILE_MODES, CUDA_GRAPH, Workload
 
 # Values of each setting that are tried, unless the user fixes it.
-SETTINGS: Mapping[str, Sequence[Any]] = {
+SETTINGS: Mapping[str, Collection[Any]] = {
     "compile": COMPILE_MODES,
     "attention": ATTENTION,
     "kernels": ("reference", "fused"),
@@ -34,21 +34,22 @@ LARGEST_MICRO_BATCH = 64
 def refusal(configuration: StepConfiguration) -> str | None:
     """Say why a configuration of our model cannot run; None if it can."""
     training, checkpointing, strategy = configuration.training, configuration.checkpointing, configuration.strategy
+    record = configuration.strategy_record
     kept, shared, layers = kept_blocks(checkpointing), configuration.world_size > 1, training.size.num_layers
     if kept is None:
         parse_checkpointing(checkpointing)
-    in_graph, is_fused = training.cuda_graph == "on", training.kernels == "fused"
-    is_whole, accumulates = training.compile == "model", configuration.accumulation > 1
-    hides_layers = checkpointing in SUBLAYERS and (training.is_compiled or training.kernels != "reference")
+    in_graph, is_fused = training.cuda_graph == "on", training.is_fused
+    is_whole, accumulates = training.is_compiled_whole, configuration.accumulation > 1
+    hides_layers = checkpointing in SUBLAYERS and (training.is_compiled or training.fused_kernels)
     checkpoints, keeps = checkpointing != "none", kept is not None
-    keeps_products = strategy == "fsdp" and is_fused and training.attention != "reference"
+    keeps_products = record.keeps_gathered and is_fused and not training.keeps_scores
     spans_blocks = kept is None and checkpointing not in ("none", "block")
-    splits_weights = is_fused and training.state_dtype == "split" and strategy not in (None, "fsdp")
-    shards_our_adamw = strategy in ("optimizer", "optimizer-flat") and training.optimizer == "adamw"
-    shares_state = shared and strategy != "bucketed"
+    splits_weights = is_fused and training.splits_weights and strategy is not None and not record.gathers_ahead
+    shards_our_adamw = record.shares_updates and not record.shards_weights and training.optimizer_record.is_ours
+    shares_state = shared and not record.has_buckets
     # The first that is true says why.
     rules = (
-        (in_graph and training.optimizer == "course", "a CUDA graph: the course's AdamW counts steps on the CPU"),
+        (in_graph and training.optimizer_record.is_plain, "a CUDA graph: the course's AdamW counts steps on the CPU"),
         (in_graph and is_whole, "a CUDA graph of a model compiled as a whole: never measured here"),
         (is_fused and is_whole, "fused kernels in a model compiled as a whole: never measured here"),
         (checkpoints and is_whole, "checkpoints in a model compiled as a whole: there are no blocks to see"),
@@ -81,7 +82,7 @@ class Space:
     fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     tokens_per_step: int | None = None
 
-    def values(self, setting: str) -> Sequence[Any]:
+    def values(self, setting: str) -> Collection[Any]:
         """Return the values of a setting that are tried."""
         return self.fixed.get(setting) or SETTINGS[setting]
 

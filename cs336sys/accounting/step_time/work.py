@@ -133,7 +133,7 @@ def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_shar
         checkpointing: a strategy of :mod:`cs336sys.accounting.checkpointing`, or ``keep=N``.
         optimizer_share: the part of the parameters that this rank updates.
     """
-    size, half = workload.size, workload.precision != "fp32"
+    size, half = workload.size, workload.is_half
     layers, tokens = size.num_layers, size.tokens
     work = StepWork()
     block_forward, block_backward, block_launches = _block_work(workload)
@@ -157,12 +157,12 @@ def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_shar
     # Looking embeddings up, and the gradient of the whole table.
     work.forward["fused_bytes"] += 8 * tokens * size.d_model
     work.backward["fused_bytes"] += 8 * size.vocab_size * size.d_model + 8 * tokens * size.d_model
-    if workload.mode == "forward":
+    if not workload.has_backward:
         work.backward.clear()
     elif checkpointing != "none":
         work.recomputed = _recomputed(workload, checkpointing, block_forward)
         work.backward.add(work.recomputed)
-    if workload.mode == "train":
+    if workload.updates_parameters:
         work.optimizer = optimizer_work(workload, optimizer_share)
     _add_launches(work, workload, block_launches)
     return work
@@ -170,7 +170,7 @@ def step_work(workload: Workload, checkpointing: str = "none", *, optimizer_shar
 
 def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, float]]:
     """Return the work of one block, forward and backward, and what the CPU launches for it besides kernels."""
-    size, half, reference = workload.size, workload.precision != "fp32", workload.attention == "reference"
+    size, half, reference = workload.size, workload.is_half, workload.keeps_scores
     tokens, d, f = size.tokens, size.d_model, size.d_ff
     stream, inner, scores = size.stream, size.inner, size.scores
     weights = 4 * d * d + 3 * d * f
@@ -186,11 +186,11 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
     else:
         # Half of the square, two products forward and five backward (FlashAttention-2, 4.1).
         square = attention_square(size.batch_size * size.num_heads, size.context, size.head_dim, workload.device)
-        forward[f"{workload.attention}_forward"] += 2 * square
-        backward[f"{workload.attention}_backward"] += 5 * square
+        forward[f"{workload.attention_record.work}_forward"] += 2 * square
+        backward[f"{workload.attention_record.work}_backward"] += 5 * square
     entries = (0.0, 0.0)
-    casts = half and not (workload.kernels == "fused" and workload.optimizer == "adamw")
-    if workload.is_compiled or workload.kernels == "fused":
+    casts = half and not (workload.is_fused and workload.optimizer_record.is_ours)
+    if workload.is_compiled or workload.is_fused:
         # Two norms with the additions before them (6 + 12 T d in half precision), rotation of q and k (8), the gate's
         # product; backward: two norms (32), rotation (8), the sum of three gradients (6), casts of the stream's (12).
         forward["fused_bytes"] += 26 * stream + 6 * inner if half else 40 * stream + 12 * inner
@@ -211,7 +211,7 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
             for work in (forward, backward):
                 work.add({"fused_bytes": 6 * weights, "kernels": 7})
         if workload.is_compiled:
-            entries = (COMPILED_ENTRIES, COMPILED_ENTRIES) if workload.compile == "block" else (0.0, 0.0)
+            entries = (COMPILED_ENTRIES, COMPILED_ENTRIES) if workload.compiles_blocks else (0.0, 0.0)
         else:
             entries = _FUSED_ENTRIES
     else:
@@ -229,7 +229,7 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
 
 def _recomputed(workload: Workload, checkpointing: str, block: Amounts) -> Amounts:
     """Return what checkpoints compute again in the backward pass."""
-    size, tokens, half = workload.size, workload.tokens, workload.precision != "fp32"
+    size, tokens, half = workload.size, workload.tokens, workload.is_half
     product = "half_products" if half else "full_products"
     kept = kept_blocks(checkpointing)
     if kept is not None:
@@ -259,13 +259,12 @@ def optimizer_work(workload: Workload, share: float = 1.0) -> Amounts:
     writes copies in half precision, of gradients in half precision.
     """
     count = share * count_parameters(workload.size)
-    if workload.optimizer == "course":
+    if workload.optimizer_record.is_plain:
         tensors = 9 * workload.size.num_layers + 3
         return Amounts({"course_parameters": count, "kernels": share * _COURSE_KERNELS * tensors})
-    if workload.optimizer == "adamw":
-        copies = workload.kernels == "fused" and workload.precision != "fp32"
-        moments = 4 if workload.state_dtype == "bf16" else 8
-        bytes_ = 8 + 2 * moments + (2 if copies else 4) + (2 if copies else 0)
+    if workload.optimizer_record.is_ours:
+        copies = workload.is_fused and workload.is_half
+        bytes_ = 8 + 2 * workload.moment_bytes + (2 if copies else 4) + (2 if copies else 0)
         return Amounts({"state_bytes": bytes_ * count, "kernels": 4})
     # torch's fused AdamW updates lists of tensors, a few million elements at a launch.
     return Amounts({"state_bytes": 28 * count, "kernels": count / 2e6})
@@ -339,7 +338,7 @@ class CountedModel:
 
     def work(self, workload: Workload, checkpointing: str) -> StepWork:
         """Count a step as :func:`~cs336sys.accounting.step_time.work.step_work` does for our model."""
-        half, batch = workload.precision != "fp32", workload.size.batch_size
+        half, batch = workload.is_half, workload.size.batch_size
         compiled = workload.is_compiled
         work = StepWork()
         for amounts, counted in ((work.forward, self.forward), (work.backward, self.backward)):
@@ -351,7 +350,7 @@ class CountedModel:
             # Autocast's casts of all weights.
             moved += 6 * self.parameters if half else 0
             amounts.add({"fused_bytes" if compiled else "eager_bytes": moved, "kernels": kernels})
-        name = "flash" if workload.attention == "flash" else "sdpa"
+        name = workload.attention_record.work
         for heads, queries, dimension in self.attention:
             square = attention_square(batch * heads, queries, dimension, workload.device)
             work.forward.add({f"{name}_forward": 2 * square, "kernels": 1})
@@ -359,12 +358,12 @@ class CountedModel:
         if checkpointing != "none":
             work.recomputed = Amounts(work.forward)
             work.backward.add(work.recomputed)
-        if workload.optimizer == "course":
+        if workload.optimizer_record.is_plain:
             work.optimizer.add({"course_parameters": self.parameters, "kernels": 7 * self.tensors})
         else:
-            moments = 4 if workload.state_dtype == "bf16" else 8
-            work.optimizer.add({"state_bytes": (12 + 2 * moments) * self.parameters, "kernels": 4})
-        entry = COMPILED_ENTRIES if workload.compile == "block" else 0.0
+            moved = (12 + 2 * workload.moment_bytes) * self.parameters
+            work.optimizer.add({"state_bytes": moved, "kernels": 4})
+        entry = COMPILED_ENTRIES if workload.compiles_blocks else 0.0
         _add_launches(work, workload, (entry, entry))
         return work
 
@@ -377,4 +376,4 @@ class CountedModel:
         one_sequence, two_sequences = self.peaks[checkpointing]
         peak = one_sequence + (two_sequences - one_sequence) * (workload.size.batch_size - 1)
         gradients = 4 * self.parameters if passes > 1 else 0
-        return peak + gradients - (4 * self.parameters if workload.state_dtype == "bf16" else 0)
+        return peak + gradients - (8 - workload.moment_bytes) * self.parameters

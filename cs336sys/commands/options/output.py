@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from cs336sys.commands.faults import say
 from cs336sys.commands.options.effects import connects, setting, writes_file
 from cs336sys.commands.options.reading import LONGEST_S, MEASURING, OUTPUT, among, choice
-from cs336sys.commands.sweep.tracking import TRACKERS
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMAT_OF_ENDING, FORMATS, read_output
 from cs336sys.results.file import check_name
@@ -16,6 +15,9 @@ from cs336sys.results.file import check_name
 if TYPE_CHECKING:
     from cs336sys.report.table import Table
     from cs336sys.results.model import Cell
+
+# Of :mod:`cs336sys.commands.sweep.tracking`.
+TRACKERS = ("mlflow", "wandb")
 
 SaveOption = Annotated[Path | None, writes_file(help="Append cells to this .jsonl or .jsonl.gz.")]
 

@@ -21,7 +21,7 @@ import pickle
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.reading import LONGEST_S, choice
@@ -64,11 +64,6 @@ def choose_world_sizes(values: list[int]) -> list[int]:
     return values or [identity.world_size if identity else 2]
 
 
-def join_timeout_s(configurations: Collection[dict[str, Any]]) -> float:
-    """Return how long ranks wait for each other at first: as long as the most patient of their cells."""
-    return max((configuration.get("timeout_s", _JOIN_S) for configuration in configurations), default=_JOIN_S)
-
-
 class ParallelTraining:
     """What ``ddp`` and ``shard`` do alike with their options of these names."""
 
@@ -101,14 +96,6 @@ class ParallelTraining:
             check_writable(self.trace / "trace.json.gz", "--trace")
 
 
-def is_first_rank() -> bool:
-    """Return whether this process reports: it was started alone, or is rank 0 of those that torchrun or Slurm
-    started.
-    """
-    identity = started_outside()
-    return identity is None or identity.rank == 0
-
-
 class JoinedWorker:
     """Stands in for :class:`cs336sys.measure.cells.Worker` where this process is itself one of the ranks."""
 
@@ -122,6 +109,18 @@ class JoinedWorker:
         self.identity = identity
         self.is_first = identity.rank == 0
         self._join_timeout_s = join_timeout_s
+
+    @classmethod
+    def of_cells(
+        cls,
+        measure: str,
+        arguments: tuple[str, ...],
+        identity: RankIdentity,
+        configurations: Collection[dict[str, Any]],
+    ) -> Self:
+        """Wait for other ranks at first as long as the most patient of the cells."""
+        timeouts_s = (configuration.get("timeout_s", _JOIN_S) for configuration in configurations)
+        return cls(measure, arguments, identity, max(timeouts_s, default=_JOIN_S))
 
     @functools.cached_property
     def run(self) -> Run:

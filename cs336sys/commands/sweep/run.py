@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from cs336sys.choices import import_named
 from cs336sys.commands.faults import interruption_code, interruptions_deferred, say
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.sweep.progress import SweepProgress, showing_progress
-from cs336sys.commands.sweep.ranks import JoinedWorker, is_first_rank, join_timeout_s
-from cs336sys.commands.sweep.tracking import check_installed, start_tracking
 from cs336sys.errors import TERMINATED, CapabilityError, OutputError, ReaderLeft, UsageError
-from cs336sys.processes import RankIdentity, started_outside
+from cs336sys.processes import RankIdentity, is_first_rank, started_outside
 from cs336sys.results.file import ResultsFile, check_appendable
 from cs336sys.results.model import (
     Cell,
@@ -37,6 +36,11 @@ if TYPE_CHECKING:
     from cs336sys.measure.cells import Outcome
     from cs336sys.measure.system import Capacity
     from cs336sys.report.table import Table
+
+# Imported by the sweeps that have ranks, or are tracked.
+_JOINED_WORKER = "cs336sys.commands.sweep.ranks.JoinedWorker"
+_START_TRACKING = "cs336sys.commands.sweep.tracking.start_tracking"
+_CHECK_INSTALLED = "cs336sys.commands.sweep.tracking.check_installed"
 
 # A resumed sweep measures these again; every other status would come out the same.
 _WORTH_RETRYING = ("error", "timeout")
@@ -155,7 +159,7 @@ class Sweep:
         runs: those that measured the cells, by their ids.
         interruption: what the command exits with after Ctrl-C or SIGTERM; None if neither came.
         faults: why some of the cells are not in the ``--save`` file, or in a tracker.
-        ranks: where this process is one of the ranks that torchrun or Slurm started.
+        ranks: a ``JoinedWorker`` where this process is one of the ranks that torchrun or Slurm started.
         stopped: those ranks could not go on after the last cell.
     """
 
@@ -163,7 +167,7 @@ class Sweep:
     run: Run | None
     interruption: int | None = None
     runs: Mapping[str, Run] = field(default_factory=dict)
-    ranks: JoinedWorker | None = None
+    ranks: Any = None
     stopped: bool = False
     faults: tuple[OutputError, ...] = ()
 
@@ -283,12 +287,17 @@ class _RunningSweep:
         self.turn_before: str | None = None
         identity = started_outside() if self.across_ranks else None
         _refuse_timeout(options, identity)
-        self.ranks = None
+        self.ranks: Any = None
         if identity is not None:
-            self.ranks = JoinedWorker(self.measure, command_line(), identity, join_timeout_s(configurations))
+            joined = import_named(_JOINED_WORKER)
+            self.ranks = joined.of_cells(self.measure, command_line(), identity, configurations)
         self.is_shown = self.ranks is None or self.ranks.is_first
         save, trackers = (options.save, options.track) if self.is_shown else (None, ())
-        self.tracking = start_tracking(self.command, distinguishing_settings(configurations), trackers)
+        self.tracking: Any = None
+        if trackers:
+            self.tracking = import_named(_START_TRACKING)(
+                self.command, distinguishing_settings(configurations), trackers
+            )
         self.file = ResultsFile(save) if save else None
         self.results = read_results(save) if options.resumes and save and save.stat().st_size else None
         is_here = any(named_object(str(value)) for configuration in configurations for value in configuration.values())
@@ -323,7 +332,8 @@ class _RunningSweep:
         except KeyboardInterrupt as interrupt:
             self._tell_interruption(interrupt)
         finally:
-            self.tracking.close()
+            if self.tracking is not None:
+                self.tracking.close()
             if self.file is not None:
                 self.file.close()
                 tell_notices(self.file)
@@ -333,7 +343,7 @@ class _RunningSweep:
             runs = runs | {run.run_id: run}
             if self.results is not None:
                 run = shown_run(self.cells, self.results, run)
-        faults = (*unsaved(self.file), *self.tracking.faults)
+        faults = (*unsaved(self.file), *(self.tracking.faults if self.tracking else ()))
         return Sweep(tuple(self.cells), run, self.interruption, runs, self.ranks, self.stopped, faults)
 
     @property
@@ -361,7 +371,8 @@ class _RunningSweep:
                 cell = self._measured_cell(configuration, outcome)
                 took_s = time.monotonic() - started_s
                 self._keep(cell)
-                self.tracking.track(cell, self.run, took_s)
+                if self.tracking is not None:
+                    self.tracking.track(cell, self.run, took_s)
                 if self.fresh_worker and self.ranks is None:
                     self.worker.close()
                 # Ranks that torchrun started cannot be replaced.
@@ -482,7 +493,8 @@ def check_planned(
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} {path}: --dry-run measures nothing to write there; leave one of them out")
     _refuse_timeout(options, started_outside() if across_ranks else None)
-    check_installed(options.track)
+    if options.track:
+        import_named(_CHECK_INSTALLED)(options.track)
     if options.save is not None:
         check_appendable(options.save)
     from cs336sys.measure.system import capacity

@@ -123,7 +123,6 @@ class _WeightsAndBiases:
 
 
 _TRACKERS: dict[str, Callable[[str], Tracker]] = {"mlflow": _Mlflow, "wandb": _WeightsAndBiases}
-TRACKERS = tuple(_TRACKERS)
 
 
 class Tracking:
@@ -175,7 +174,7 @@ def _not_installed(tracker: str, package: str | None) -> CapabilityError:
 
 
 def start_tracking(command: str, settings: Sequence[str], names: Sequence[str]) -> Tracking:
-    """Start the trackers of these names (:data:`TRACKERS`).
+    """Start the trackers of these names (``options.output.TRACKERS``).
 
     Args:
         settings: those of a configuration that tell the cells of the sweep apart.

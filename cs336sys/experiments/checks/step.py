@@ -3,12 +3,13 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cs336sys.cuda_graphs import require_graphs
+from cs336sys.choices import CUDA_GRAPHS_MODULE
 from cs336sys.experiments import user_models
 from cs336sys.experiments.models import build_compared_model, build_model
 from cs336sys.experiments.optimizers import build_optimizer, choose_optimizer
@@ -92,17 +93,17 @@ def check_training(
     """
     if plainly_trained(workload) == workload:
         return None, None
-    if workload.is_ours and workload.mode == "forward":
+    if workload.is_ours and not workload.has_backward:
         workload = _of_one_block(workload)
-    if workload.mode == "forward-backward" or (workload.is_ours and workload.mode == "forward"):
+    if not workload.updates_parameters and (workload.has_backward or workload.is_ours):
         # Ours writes the copies of weights that fused kernels read, but does not scale gradients.
-        is_ours = workload.optimizer == "adamw" or (workload.kernels == "fused" and workload.precision != "fp16")
+        is_ours = workload.optimizer_record.is_ours or (workload.is_fused and not workload.scales_loss)
         workload = replace(workload, mode="train", optimizer="adamw" if is_ours else "fused")
     if workload.is_ours:
         return _checked_step(workload, device, progress)
     with user_models.nothing_dropped():
         checked = _checked_step(workload, device, progress)
-    if workload.compile != "off":
+    if workload.is_compiled:
         # It was compiled without dropout.
         torch.compiler.reset()
     return checked
@@ -110,7 +111,7 @@ def check_training(
 
 def _checked_step(workload: Workload, device: torch.device, progress: Progress) -> tuple[Checked, Outcome | None]:
     if workload.cuda_graph == "on":
-        require_graphs(device)
+        import_module(CUDA_GRAPHS_MODULE).require_graphs(device)
     launched = replace(workload, cuda_graph="off")
     kernels = weights = None
     if plainly_trained(launched) != launched:
@@ -151,7 +152,7 @@ def _check_kernels(
 
 def _counts_otherwise(workload: Workload, launched: Workload) -> bool:
     """Return whether an optimizer that is not torch's goes another way in graphs than where its steps are launched."""
-    if workload.mode != "train":
+    if not workload.updates_parameters:
         return False
     optimizer_class, settings = choose_optimizer(workload)
     return settings != choose_optimizer(launched)[1] and not optimizer_class.__module__.startswith("torch.")
@@ -300,10 +301,8 @@ def _trained_for_check(
     model = build_model(workload, device) if build is None else build()
     optimizer = scaler = None
     if loss_scale != 1.0:
-        scaler = torch.amp.GradScaler(
-            device.type, init_scale=loss_scale * (2**16 if workload.precision == "fp16" else 1)
-        )
-    if workload.mode == "train":
+        scaler = torch.amp.GradScaler(device.type, init_scale=loss_scale * (2**16 if workload.scales_loss else 1))
+    if workload.updates_parameters:
         optimizer = build_optimizer(optimizer_workload or workload, model, **OPTIMIZER_SETTINGS)
     step = TrainStep(workload, device, model=model, optimizer=optimizer, scaler=scaler)
     losses = train_for_check(step, step.warmup_of_capture)

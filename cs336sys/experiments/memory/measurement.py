@@ -68,7 +68,7 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
             progress("counting peaks")
             counted = counted_peaks(step)
         progress("recording a step")
-        timeline, history = record(step, follow_operations=training.compile == "off")
+        timeline, history = record(step, follow_operations=not training.is_compiled)
         peaks = counted or prediction.timeline_peaks(timeline)
         derived |= prediction.summary(workload, timeline, peaks, prediction.block_changes(timeline, step.block_names))
         if workload.snapshot is not None:
@@ -82,7 +82,7 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
             derived |= {"capture_s": step.graphs.capture_s, "graph_pool_gib": step.graphs.pool_bytes / GIB}
         samples = time_steps(step, step.phases, progress, warmup=0)
         last_loss = step.loss
-        if training.mode != "forward":
+        if training.has_backward:
             progress("looking into a block")
             derived["saved_tensors"] = [asdict(tensor) for tensor in step.block_saved_tensors()]
         return Outcome("ok", samples, with_notes(derived, training_warnings(last_loss, training)))

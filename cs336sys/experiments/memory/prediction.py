@@ -180,13 +180,13 @@ def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False
 def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedStep:
     on_cpu = workload.training.device == "cpu"
     training = replace(workload.training, compile="off", cuda_graph="off", device="cpu")
-    if training.precision == "fp16":
+    if training.scales_loss:
         training = replace(training, precision="bf16")
     workload = replace(workload, training=training, snapshot=None)
     decisions = _decisions(workload)
     with (
         mock.patch.dict(ATTENTION_FUNCTIONS, flash=_traced_flash),
-        mock.patch.object(user_models.attention, "flash_attention", _flash_of_a_gpu),
+        mock.patch.object(user_models.attention, "_flash_attention", _flash_of_a_gpu),
         user_models.copied_code(),
         _adamw_without_kernels(training),
         # What converts parameters, and what copies modules.
@@ -259,7 +259,7 @@ def _decisions(workload: MemoryWorkload) -> dict[str, bool]:
                 step = MemoryStep(replace(workload, training=tiny, micro_batches=1), torch.device("cpu"))
                 with DecisionsRead() as read:
                     step.forward()
-                    if training.mode != "forward":
+                    if training.has_backward:
                         step.backward()
         except Exception:
             # Whatever it is will be told where the step itself is traced, or measured.
@@ -293,7 +293,7 @@ def _flash_of_a_gpu(query, key, value, is_causal):
 
 def _adamw_without_kernels(workload: Workload) -> AbstractContextManager[Any]:
     """Let our AdamW make its state and nothing else: its kernels need addresses."""
-    if workload.optimizer != "adamw":
+    if not workload.optimizer_record.is_ours:
         return contextlib.nullcontext()
     from cs336sys.kernels.adamw import AdamW
 

@@ -137,7 +137,7 @@ class MemoryStep(TrainStep):
 
     def held(self) -> dict[str, list[Tensor]]:
         """The tensors that exist before a step, by category; copies of parameters are among the parameters."""
-        copies = [] if self._fused is None or self._fused.copies is None else self._fused.copies.tensors
+        copies = [] if self.fused is None or self.fused.copies is None else self.fused.copies.tensors
         return {
             "parameters": [*self.model.parameters(), *copies],
             "optimizer state": self.optimizer_state(),
@@ -153,7 +153,7 @@ class MemoryStep(TrainStep):
             return []
         size = self.workload.size
         block = self.blocks[len(self.blocks) // 2]
-        names = unique_names(block) if self.workload.compile == "off" else None
+        names = None if self.workload.is_compiled else unique_names(block)
         args: tuple[Any, ...]
         kwargs: dict[str, Any]
         if self.workload.is_ours:

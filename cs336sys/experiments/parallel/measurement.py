@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cs336sys.accounting.communication import AlphaBeta, exposed_communication, fit_alpha_beta
 from cs336sys.accounting.hardware import impossible_utilization, model_flops_utilization, peak_tflops
+from cs336sys.accounting.sharding.selective_checkpointing import computed_flops
 from cs336sys.experiments.flop_counting import count_step
 from cs336sys.experiments.models import initializer_of
 from cs336sys.experiments.parallel.communication import StepShares, profile_shares
@@ -39,7 +40,7 @@ from cs336sys.measure.device import choose_device, peak_memory_gib, reset_peak_m
 from cs336sys.parallel.ranks import launch
 from cs336sys.parity.weights import STEPS
 from cs336sys.results.model import Samples, configuration_key
-from cs336sys.workload import FULLY_SHARDED, SHARD_STRATEGIES, ParallelWorkload, bucket_name
+from cs336sys.workload import SHARD_STRATEGIES, ParallelWorkload, bucket_name
 
 # Steps without communication, by configuration: measured once for all strategies that are compared with them, in each
 # round.
@@ -85,7 +86,7 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
         samples["unsynchronized"] = slowest(_unsynchronized[key])["step"]
     warnings = list(dict.fromkeys(warning for rank in measured for warning in rank.warnings))
     derived = with_notes(right | _derived(workload, measured, samples), warnings)
-    if workload.strategy == "bucketed":
+    if workload.strategy_record.has_buckets:
         progress("timing all-reduces")
         link = _link(ranks, workload)
         derived |= {"link_latency_s": link.latency_s, "link_bytes_per_s": link.bytes_per_s}
@@ -162,7 +163,7 @@ def _of_the_model(workload: ParallelWorkload) -> dict[str, Any]:
     notes = hidden_warnings(str(training.user.model), count.hidden)
     if count.drops:
         notes.append(f"{training.user.model}: trained without dropout, so that weights can be checked")
-    if workload.strategy in FULLY_SHARDED and initializer_of(training) is None:
+    if not workload.uses_autocast and initializer_of(training) is None:
         notes.append(
             f"{training.user.model}: its layers cannot be initialized one by one "
             f"({why_built_whole(str(training.user.model), training.size)}), so each rank holds the whole model in the "
@@ -254,7 +255,7 @@ def trace_path(configuration: Mapping[str, Any]) -> Path | None:
     parts = (
         *(size.name, f"context{size.context}", f"batch{size.batch_size}"),
         *(training.precision, training.compile, training.attention, training.optimizer),
-        "fused-kernels" if training.kernels == "fused" else "",
+        "fused-kernels" if training.is_fused else "",
         f"state-{training.state_dtype}" if training.state_dtype != "fp32" else "",
         "graph" if training.cuda_graph == "on" else "",
         *(f"world{workload.world_size}", f"gradients-{workload.gradient_dtype}", workload.strategy, bucket),
@@ -363,7 +364,7 @@ def _board_derived(workload: ParallelWorkload, measured: list[BoardMeasurement],
     losses = [sum(of_ranks) / len(measured) for of_ranks in zip(*(rank.losses for rank in measured), strict=True)]
     shares = {
         name: model_flops_utilization(flops, seconds, of_all)
-        for name, flops in (("mfu_percent", training.flops), ("hfu_percent", workload.computed_flops))
+        for name, flops in (("mfu_percent", training.flops), ("hfu_percent", computed_flops(workload)))
     }
     return {
         **{name: None if share is None else 100 * share for name, share in shares.items()},

@@ -34,7 +34,7 @@ from cs336sys.measure.phases import RecordFunctionMarks
 from cs336sys.measure.timing import time_phases
 from cs336sys.parity.weights import WeightDifference
 from cs336sys.results.model import Samples
-from cs336sys.workload import FULLY_SHARDED, SHARD_STRATEGIES, ParallelWorkload
+from cs336sys.workload import SHARD_STRATEGIES, ParallelWorkload
 
 T = TypeVar("T")
 
@@ -251,7 +251,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
     samples = time_steps(step, step.phases)
     warnings = training_warnings(step.loss, training)
     peak_gib = peak_memory_gib(device)
-    if workload.strategy.endswith("unsynchronized"):
+    if not workload.strategy_record.communicates:
         # Its time is all that others are compared with, and a step may take seconds.
         return RankMeasurement(samples, peak_gib, calls=0, gradient_calls=0, communicated_bytes=0, timeline=None)
     if communications is None:
@@ -266,7 +266,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
     # By themselves copies and means are launched more slowly than they run: 25 ms for large's, which take 9 in a graph.
     if communications and step.replica.copy_engines is None:
         # Without sharing, collectives of a fully sharded model, or of long sequences, may need more than a GPU has.
-        shares = workload.strategy in FULLY_SHARDED or workload.splits_sequences
+        shares = not workload.uses_autocast or workload.splits_sequences
         tensors: dict[Any, Tensor] | None = {} if shares else None
         launchers = [collective.launcher(tensors) for collective in communications]
         samples["communication"] = _time_alone(launchers, training.steps, device)
@@ -362,7 +362,7 @@ def telling_errors_of_rank(workload: ParallelWorkload) -> Iterator[None]:
                 f"strategy '{workload.strategy}': torch's DDP waits for the gradients of all parameters, and a step "
                 f"of this model used only some; choose another strategy"
             ) from error
-        if workload.strategy in FULLY_SHARDED and _LOST_CONNECTION.search(str(error)):
+        if not workload.uses_autocast and _LOST_CONNECTION.search(str(error)):
             raise CapabilityError(
                 f"strategy '{workload.strategy}': the ranks' collectives did not match, as where a model skips other "
                 "layers on each rank: all must run the same ones; choose another strategy, or skip none"
@@ -380,7 +380,7 @@ def release_last_job(workload: ParallelWorkload) -> None:
     global _compiled_for
     # torch compiles something else under its own wrappers (its DDP cuts graphs where buckets end), and for sharded
     # models, which compute without autocast.
-    kind = workload.strategy if workload.strategy in FULLY_SHARDED else workload.strategy.startswith("torch")
+    kind = workload.strategy_record.is_torchs if workload.uses_autocast else workload.strategy
     wanted = f"{workload.unsynchronized} {kind}"
     if _compiled_for != wanted:
         # It would import the compiler.

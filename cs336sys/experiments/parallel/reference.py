@@ -24,7 +24,7 @@ from cs336sys.experiments.training import AUTOCAST_DTYPES, TrainStep, set_matmul
 from cs336sys.parallel.fsdp.calls import cast_floating, compute_in_own_dtype
 from cs336sys.parallel.fsdp.plan import plan_sharding
 from cs336sys.parity.weights import OPTIMIZER_SETTINGS, plainly_trained
-from cs336sys.workload import FULLY_SHARDED, ParallelWorkload
+from cs336sys.workload import ParallelWorkload
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def other_orders(parallel: ParallelWorkload, reference: Order) -> list[Order]:
 
 def starting_model(workload: ParallelWorkload, device: torch.device) -> nn.Module:
     """The model with the values that ranks start with."""
-    if workload.strategy in FULLY_SHARDED:
+    if not workload.uses_autocast:
         return build_by_layers(plainly_trained(workload.training), device)
     return build_compared_model(workload.training, device)
 
@@ -127,7 +127,7 @@ def train_alone(
     if not parallel.uses_autocast and workload.precision in AUTOCAST_DTYPES:
         blocks = None if workload.is_ours else list(blocks_of(workload, plain).values()) or None
         model = _InHalfPrecision(plain, AUTOCAST_DTYPES[workload.precision], blocks)
-    scaler = torch.amp.GradScaler(device.type, enabled=workload.precision == "fp16")
+    scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)
     if model is not plain:
         workload = replace(workload, precision="fp32")
     optimizer = build_optimizer(workload, model, **OPTIMIZER_SETTINGS | {"lr": learning_rate})

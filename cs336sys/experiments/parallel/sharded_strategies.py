@@ -1,6 +1,6 @@
 """The strategies of ``shard``: who holds which part of the training state, and torch's own next to ours.
 
-Registered in :data:`PREPARE_SHARDED`, as those of :mod:`~cs336sys.experiments.parallel.strategies`. A strategy imports
+Named in :mod:`cs336sys.strategies`, as those of :mod:`~cs336sys.experiments.parallel.strategies`. A strategy imports
 what it alone needs: ``FSDP`` brings torch's compiler, ``fully_shard`` DTensor and SymPy, a second and more each, which
 the ranks of all others are spared.
 """
@@ -18,7 +18,6 @@ from cs336sys.errors import CapabilityError
 from cs336sys.experiments import models
 from cs336sys.experiments.parallel.strategies import (
     OptimizerChoice,
-    Prepare,
     Replica,
     build_plain_model,
     keep_by_parts,
@@ -37,7 +36,7 @@ BUCKETS = "block"
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
-def _replicated_optimizer(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+def averaged_in_buckets(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """All state on every rank."""
     return averaging_replica(build_plain_model(workload, device), optimizer)
 
@@ -48,7 +47,7 @@ def averaging_replica(plain: nn.Module, optimizer: OptimizerChoice, **settings: 
     return replica_of(model, plain, optimizer(model.parameters()), **settings)
 
 
-def _sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
+def sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
     """Average as :func:`averaging_replica`; each rank has the optimizer state of its share of whole parameters."""
     plain = build_plain_model(workload, device)
     model = BucketedDDP(plain, BUCKETS)
@@ -57,7 +56,7 @@ def _sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice:
     return replace(replica, whole_parameters=functools.partial(_arrived, plain, optimizer))
 
 
-def _flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
+def flat_sharded_optimizer(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
     """A rank updates a slice of every parameter, and gets the mean gradient of that slice alone."""
     model = build_plain_model(workload, device)
     optimizer = ShardedOptimizer(model.parameters(), choice.optimizer_class, flat=True, module=model, **choice.settings)
@@ -134,7 +133,7 @@ def return_dtype_of_sharded(model: nn.Module, blocks: Collection[nn.Module], dty
             owner.register_forward_hook(lambda _, args, output: cast_floating(output, dtype))
 
 
-def _torch_zero(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
+def torch_zero(workload: ParallelWorkload, device: torch.device, choice: OptimizerChoice) -> Replica:
     """torch's DDP and its ZeroRedundancyOptimizer: whole parameters, broadcast after the step."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -145,7 +144,7 @@ def _torch_zero(workload: ParallelWorkload, device: torch.device, choice: Optimi
     )
 
 
-def _torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+def torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """torch's ``fully_shard`` of each block and of the rest; our model is built one layer at a time, a user's whole."""
     _require_blocks(workload)
     from torch.distributed.device_mesh import init_device_mesh
@@ -181,7 +180,7 @@ def _torch_fsdp(workload: ParallelWorkload, device: torch.device, optimizer: Opt
                 models.initialize_layer(layer)
         if part in blocks:
             # Inside the hooks that gather: they would break the compiled graph, and run again with the block.
-            if training.compile == "block":
+            if training.compiles_blocks:
                 part.forward = torch.compile(part.forward, dynamic=False)
             if workload.checkpointing == "block":
                 part.forward = functools.partial(models.keeping_input, part.forward, keeps_random=not training.is_ours)
@@ -204,18 +203,8 @@ def full_tensors(model: nn.Module) -> Mapping[str, Tensor]:
 
 
 def _require_blocks(workload: ParallelWorkload) -> None:
-    if workload.training.compile == "model":
+    if workload.training.is_compiled_whole:
         raise CapabilityError(
             f"strategy '{workload.strategy}': compiled as a whole, the model leaves no place to gather its parts; "
             "choose --compile block"
         )
-
-
-PREPARE_SHARDED: dict[str, Prepare] = {
-    "none": _replicated_optimizer,
-    "optimizer": _sharded_optimizer,
-    "optimizer-flat": _flat_sharded_optimizer,
-    "fsdp": fully_sharded,
-    "torch-zero": _torch_zero,
-    "torch-fsdp": _torch_fsdp,
-}

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cs336sys.cuda_graphs import WARM_UP_STEPS, WARM_UP_STEPS_OF_TORCH_DDP, CudaRecorder, Recorder, require_graphs
+from cs336sys.choices import WARM_UP_STEPS, WARM_UP_STEPS_OF_TORCH_DDP
+from cs336sys.cuda_graphs import CudaRecorder, Recorder, require_graphs
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
-from cs336sys.experiments.parallel.sharded_strategies import PREPARE_SHARDED
-from cs336sys.experiments.parallel.strategies import PREPARE, OptimizerChoice, sequences_of_rank
-from cs336sys.experiments.parallel.tensor_strategies import PREPARE_CONTEXT, PREPARE_TENSOR
+from cs336sys.experiments.parallel.strategies import OptimizerChoice, Replica, sequences_of_rank
 from cs336sys.experiments.training import TrainStep, set_matmul_precision
 from cs336sys.measure.device import choose_device, synchronize
 from cs336sys.measure.phases import Marks, NvtxMarks, phase
@@ -51,13 +50,12 @@ class ParallelStep(TrainStep):
         if not workload.training.is_ours:
             user_models.without_dropout()
         choice = OptimizerChoice(workload.training, optimizer_settings)
-        prepare = (PREPARE | PREPARE_SHARDED | PREPARE_CONTEXT | PREPARE_TENSOR)[workload.strategy]
         self.warmup_of_capture = warmup_of_capture(workload)
         in_graphs = workload.training.cuda_graph == "on"
         self._recorder = recorder_of(device) if in_graphs else None
         # torch's DDP holds on to the stream that it is built on.
         with self.aside():
-            replica = prepare(workload, device, choice)
+            replica: Replica = workload.strategy_record.load("wraps")(workload, device, choice)
         super().__init__(
             workload.training
             if workload.uses_autocast
@@ -66,10 +64,10 @@ class ParallelStep(TrainStep):
             model=replica.model,
             optimizer=replica.optimizer,
             share=sequences_of_rank(workload) if replica.share is None else replica.share,
-            scaler=replica.scaler_class(device.type, enabled=workload.training.precision == "fp16"),
+            scaler=replica.scaler_class(device.type, enabled=workload.training.scales_loss),
         )
         self.replica = replica
-        self._is_captured_whole = workload.strategy == "torch-fsdp"
+        self._is_captured_whole = workload.strategy_record.is_captured_whole
         if replica.loss is not None:
             self._loss_function = replica.loss
         self._around_passes = contextlib.ExitStack()
@@ -146,11 +144,11 @@ class ParallelStep(TrainStep):
 
 def _refuse_unsupported(workload: ParallelWorkload) -> None:
     """Refuse optimizers that cannot update what the strategy shards."""
-    if workload.training.state_dtype == "split" and workload.strategy in PREPARE_SHARDED.keys() - {"none", "fsdp"}:
+    if workload.training.splits_weights and not workload.strategy_record.takes_split_weights:
         raise CapabilityError(f"strategy '{workload.strategy}' shards weights in fp32: choose another --state-dtype")
-    if workload.training.optimizer == "adamw" and workload.strategy == "torch-fsdp":
+    if workload.training.optimizer_record.is_ours and workload.strategy_record.keeps_dtensors:
         raise CapabilityError(
-            "strategy 'torch-fsdp' keeps DTensors, which the kernels of adamw cannot take: choose fused"
+            f"strategy '{workload.strategy}' keeps DTensors, which the kernels of adamw cannot take: choose fused"
         )
 
 
@@ -173,8 +171,7 @@ def _in_turn(*runs: Callable[[], None]) -> None:
 
 def warmup_of_capture(workload: ParallelWorkload) -> int:
     """Steps before a step is captured in CUDA graphs."""
-    has_torch_ddp = workload.strategy in ("torch", "torch-zero")
-    return WARM_UP_STEPS_OF_TORCH_DDP if has_torch_ddp else WARM_UP_STEPS
+    return WARM_UP_STEPS_OF_TORCH_DDP if workload.strategy_record.uses_torch_ddp else WARM_UP_STEPS
 
 
 def rank_device(workload: ParallelWorkload) -> torch.device:

@@ -1,7 +1,7 @@
 """The strategies by which ranks train one model: how each wraps a model and an optimizer on a rank.
 
-A strategy is a :data:`Prepare` function, registered in :data:`PREPARE` under its name of
-``cs336sys.workload.STRATEGIES``. Everything else (checking, timing, counting, tables) is the same for all.
+A strategy is a :data:`Prepare` function, which its record in :mod:`cs336sys.strategies` names. Everything else
+(checking, timing, counting, tables) is the same for all.
 """
 
 import functools
@@ -26,7 +26,6 @@ from cs336sys.experiments.models import CausalAttention, blocks_of, build_model,
 from cs336sys.experiments.optimizers import build_optimizer_of, choose_optimizer
 from cs336sys.experiments.training import AUTOCAST_DTYPES
 from cs336sys.parallel.copy_engines import CopyEngines
-from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.sizes import ModelSize
 from cs336sys.user_code import is_user_code
 from cs336sys.workload import ParallelWorkload, Workload
@@ -208,13 +207,13 @@ def build_plain_model(
         from cs336sys.board.transformer_block import choose_kept
 
         sdpa = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-        choose_kept(model, kept, sdpa if workload.training.attention == "sdpa" else None)
+        choose_kept(model, kept, sdpa if workload.training.attention_record.is_torchs else None)
     elif kept is not None:
         keep_by_parts(model, workload.training.size, kept)
     return model
 
 
-def _unsynchronized(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+def unsynchronized(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """Every rank trains a model of its own: the step of the others without their communication."""
     model = build_plain_model(workload, device)
     return replica_of_torch(model, _optimizer_of(model, workload, optimizer))
@@ -232,20 +231,19 @@ def _optimizer_of(model: nn.Module, workload: ParallelWorkload, optimizer: Optim
     return trained
 
 
-def _replicated(wrap: Callable[..., NaiveDDP | FlatDDP | OverlappedDDP | BucketedDDP]) -> Prepare:
-    """The strategy of one of our wrappers; ``wrap(model, workload, gradient_dtype=...)``."""
+def replicated(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+    """All state on every rank; a wrapper of ours averages gradients."""
+    plain = build_plain_model(workload, device)
+    trained = _optimizer_of(plain, workload, optimizer)
+    settings: dict[str, Any] = {"gradient_dtype": AUTOCAST_DTYPES.get(workload.gradient_dtype)}
+    if workload.strategy_record.has_buckets:
+        settings |= {"bucket_size_mb": workload.bucket_mb, "copy_engines": workload.uses_copy_engines}
+    model = workload.strategy_record.load("wrapper")(plain, **settings)
+    copy_engines = getattr(model, "copy_engines", None)
+    return replica_of(model, plain, trained, communicates_in_backward=model.overlaps, copy_engines=copy_engines)
 
-    def prepare(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-        plain = build_plain_model(workload, device)
-        trained = _optimizer_of(plain, workload, optimizer)
-        model = wrap(plain, workload, gradient_dtype=AUTOCAST_DTYPES.get(workload.gradient_dtype))
-        copy_engines = model.copy_engines if isinstance(model, BucketedDDP) else None
-        return replica_of(model, plain, trained, communicates_in_backward=model.overlaps, copy_engines=copy_engines)
 
-    return prepare
-
-
-def _torch_ddp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+def torch_ddp(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """torch's own DDP, with gradients that are views of its buckets; it waits at the end of the backward pass."""
     if workload.gradient_dtype == "bf16" and dist.get_backend() != "nccl":
         raise CapabilityError("strategy 'torch': torch's DDP sends gradients in bf16 only through NCCL; choose fp32")
@@ -255,17 +253,3 @@ def _torch_ddp(workload: ParallelWorkload, device: torch.device, optimizer: Opti
     if workload.gradient_dtype in hooks:
         model.register_comm_hook(None, hooks[workload.gradient_dtype])
     return replica_of_torch(model, optimizer(model.parameters()))
-
-
-PREPARE: dict[str, Prepare] = {
-    "unsynchronized": _unsynchronized,
-    "naive": _replicated(lambda model, workload, **settings: NaiveDDP(model, **settings)),
-    "flat": _replicated(lambda model, workload, **settings: FlatDDP(model, **settings)),
-    "overlap": _replicated(lambda model, workload, **settings: OverlappedDDP(model, **settings)),
-    "bucketed": _replicated(
-        lambda model, workload, **settings: BucketedDDP(
-            model, workload.bucket_mb, copy_engines=workload.transport == "copy-engines", **settings
-        )
-    ),
-    "torch": _torch_ddp,
-}

@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cs336sys.accounting.sharding.context import ALL_TO_ALL, RING, SHARDED_CONTEXT_STRATEGIES, split_of
-from cs336sys.accounting.sharding.partition import outer_dimension
-from cs336sys.accounting.sharding.tensor import OWN_TENSOR_STRATEGIES, is_sequence_parallel
+from cs336sys.accounting.sharding.context import split_of
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import models
 from cs336sys.experiments.parallel.sharded_strategies import BUCKETS, averaging_replica, full_tensors, fully_sharded
 from cs336sys.experiments.parallel.strategies import (
     OptimizerChoice,
-    Prepare,
     Replica,
     build_plain_model,
     replica_of_torch,
@@ -49,50 +46,46 @@ def _kept_mesh(default: dist.ProcessGroup, device_type: str, data_ranks: int, te
     return init_device_mesh(device_type, (data_ranks, tensor_ranks), mesh_dim_names=("data", "tp"))
 
 
-def _tensor_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
+def tensor_parallel(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """Layers shared by the neighbours of a mesh; what is outside of them shares the batch."""
-    outer = outer_dimension(strategy)
+    record = workload.strategy_record
+    training = workload.training
+    mesh = _data_tensor_mesh(workload, device)
+    # Layers are filled on the device one after the other, so that the whole model never exists.
+    plain = build_plain_model(workload, torch.device("meta"), compile_options=COMPILE_OPTIONS)
+    torch.manual_seed(training.seed)
+    shared = TensorParallel(
+        plain,
+        mesh["tp"],
+        sequence_parallel=record.is_sequence_parallel,
+        initialize=models.initialize_layer,
+        device=device,
+        communicates=record.communicates,
+    )
+    model: Any = shared
+    whole: Callable[[], Mapping[str, Tensor]] = shared.full_state_dict
+    if record.outer == "ddp":
+        model = BucketedDDP(plain, BUCKETS, group=mesh["data"])
+    elif record.gathers_ahead:
+        from cs336sys.parallel.fsdp import FSDP
 
-    def prepare(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-        training = workload.training
-        mesh = _data_tensor_mesh(workload, device)
-        # Layers are filled on the device one after the other, so that the whole model never exists.
-        plain = build_plain_model(workload, torch.device("meta"), compile_options=COMPILE_OPTIONS)
-        torch.manual_seed(training.seed)
-        shared = TensorParallel(
-            plain,
-            mesh["tp"],
-            sequence_parallel=is_sequence_parallel(strategy),
-            initialize=models.initialize_layer,
-            device=device,
-            communicates=communicates,
-        )
-        model: Any = shared
-        whole: Callable[[], Mapping[str, Tensor]] = shared.full_state_dict
-        if outer == "ddp":
-            model = BucketedDDP(plain, BUCKETS, group=mesh["data"])
-        elif outer == "fsdp":
-            from cs336sys.parallel.fsdp import FSDP
+        assert workload.prefetch is not None
+        half = AUTOCAST_DTYPES.get(training.precision)
+        model = sharded = FSDP(plain, half, prefetch=workload.prefetch, group=mesh["data"])
 
-            assert workload.prefetch is not None
-            half = AUTOCAST_DTYPES.get(training.precision)
-            model = sharded = FSDP(plain, half, prefetch=workload.prefetch, group=mesh["data"])
+        def whole() -> Mapping[str, Tensor]:
+            return shared.full_state_dict(sharded.gather_full_params())
 
-            def whole() -> Mapping[str, Tensor]:
-                return shared.full_state_dict(sharded.gather_full_params())
-
-        return Replica(
-            model,
-            optimizer(model.parameters()),
-            _take_turns(model, shared),
-            whole,
-            getattr(model, "buckets", ()),
-            scaler_class=ShardedGradScaler,
-            wait_for_gathers=getattr(model, "wait_for_gathers", None),
-            loss=functools.partial(shared.loss, compiles=training.compile != "off"),
-        )
-
-    return prepare
+    return Replica(
+        model,
+        optimizer(model.parameters()),
+        _take_turns(model, shared),
+        whole,
+        getattr(model, "buckets", ()),
+        scaler_class=ShardedGradScaler,
+        wait_for_gathers=getattr(model, "wait_for_gathers", None),
+        loss=functools.partial(shared.loss, compiles=training.is_compiled),
+    )
 
 
 def _take_turns(model: Any, shared: TensorParallel) -> Callable[[], None] | None:
@@ -107,49 +100,44 @@ def _take_turns(model: Any, shared: TensorParallel) -> Callable[[], None] | None
     return shared.finish_gradient_synchronization if shared.completes_gradients else None
 
 
-def _torch_tensor(strategy: str) -> Prepare:
+def torch_tensor(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """torch's ``parallelize_module`` as torchtitan uses it, with ``loss_parallel``."""
-    sequence_parallel = is_sequence_parallel(strategy)
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import loss_parallel
 
-    def prepare(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor.parallel import loss_parallel
-
-        training, ranks = workload.training, workload.group_ranks
-        size = training.size
-        if size.vocab_size % ranks or size.d_ff % ranks:
-            raise CapabilityError(
-                f"strategy '{strategy}': loss_parallel needs equal parts of the vocabulary, {size.vocab_size}, and "
-                f"d_ff is {size.d_ff}; choose multiples of {ranks}"
-            )
-        if training.optimizer not in ("course", "fused") or training.precision == "fp16":
-            raise CapabilityError(
-                f"strategy '{strategy}' keeps DTensors: choose --optimizer fused or course, and bf16 or fp32"
-            )
-        model: Any = build_plain_model(replace(workload, training=replace(training, compile="off")), device)
-        with torch.no_grad():
-            _as_torch_layers(model)
-        _parallelize(model, _data_tensor_mesh(workload, device)["tp"], sequence_parallel)
-        for block in model.layers:
-            block.attn.num_heads //= ranks
-            if training.compile == "block":
-                block.compile(dynamic=False)
-        parameters = list(model.parameters())
-        # An optimizer of torch's updates DTensors and others apart.
-        groups = [
-            [parameter for parameter in parameters if isinstance(parameter, DTensor) == is_distributed]
-            for is_distributed in (True, False)
-        ]
-        return Replica(
-            model,
-            optimizer([{"params": group} for group in groups if group]),
-            None,
-            lambda: full_tensors(model),
-            around=loss_parallel,
-            loss=_distributed_cross_entropy,
+    training, ranks = workload.training, workload.group_ranks
+    size = training.size
+    if size.vocab_size % ranks or size.d_ff % ranks:
+        raise CapabilityError(
+            f"strategy '{workload.strategy}': loss_parallel needs equal parts of the vocabulary, {size.vocab_size}, "
+            f"and d_ff is {size.d_ff}; choose multiples of {ranks}"
         )
-
-    return prepare
+    if not training.optimizer_record.takes_dtensors or training.scales_loss:
+        raise CapabilityError(
+            f"strategy '{workload.strategy}' keeps DTensors: choose --optimizer fused or course, and bf16 or fp32"
+        )
+    model: Any = build_plain_model(replace(workload, training=replace(training, compile="off")), device)
+    with torch.no_grad():
+        _as_torch_layers(model)
+    _parallelize(model, _data_tensor_mesh(workload, device)["tp"], workload.strategy_record.is_sequence_parallel)
+    for block in model.layers:
+        block.attn.num_heads //= ranks
+        if training.compiles_blocks:
+            block.compile(dynamic=False)
+    parameters = list(model.parameters())
+    # An optimizer of torch's updates DTensors and others apart.
+    groups = [
+        [parameter for parameter in parameters if isinstance(parameter, DTensor) == is_distributed]
+        for is_distributed in (True, False)
+    ]
+    return Replica(
+        model,
+        optimizer([{"params": group} for group in groups if group]),
+        None,
+        lambda: full_tensors(model),
+        around=loss_parallel,
+        loss=_distributed_cross_entropy,
+    )
 
 
 def _as_torch_layers(model: nn.Module) -> None:
@@ -216,14 +204,6 @@ def _distributed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-PREPARE_TENSOR: dict[str, Prepare] = {
-    **{strategy: _tensor_parallel(strategy) for strategy in OWN_TENSOR_STRATEGIES},
-    "tensor-unsynchronized": _tensor_parallel("tensor", communicates=False),
-    "tensor-sequence-unsynchronized": _tensor_parallel("tensor-sequence", communicates=False),
-    "torch-tensor": _torch_tensor("torch-tensor"),
-    "torch-tensor-sequence": _torch_tensor("torch-tensor-sequence"),
-}
-
 # What computes a block of ring attention, by the name of workload.ATTENTION: torch's own has no logsumexp.
 _IMPLEMENTATIONS = {"flash": "auto", "reference": "reference"}
 
@@ -249,7 +229,7 @@ def _ring(context: ContextGroup, workload: ParallelWorkload) -> RingAttention:
     implementation = _IMPLEMENTATIONS.get(workload.training.attention)
     if implementation is None:
         raise CapabilityError(
-            f"strategy '{RING}' puts blocks together by their logsumexps, which --attention "
+            f"strategy '{workload.strategy}' puts blocks together by their logsumexps, which --attention "
             f"{workload.training.attention} does not return; choose {' or '.join(_IMPLEMENTATIONS)}"
         )
     return RingAttention(context, KernelBlocks(implementation))
@@ -260,43 +240,34 @@ def _all_to_all(context: ContextGroup, workload: ParallelWorkload) -> AllToAllAt
     return AllToAllAttention(context, models.causal_attention(workload.training.attention) or of_model)
 
 
-_ATTENTION: dict[str, Callable[[ContextGroup, ParallelWorkload], models.CausalAttention]] = {
-    RING: _ring,
-    ALL_TO_ALL: _all_to_all,
-}
-
-
-def _context_parallel(strategy: str, *, communicates: bool = True) -> Prepare:
+def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """A slice of every sequence of its group on each rank; all state on all ranks, or in slices on them."""
-    compute = _ATTENTION[strategy.rpartition("+")[2]]
-
-    def prepare(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
-        ranks = workload.group_ranks
-        split = split_of(strategy, workload.training.size, ranks)
-        context = ContextGroup(
-            split, _own_group(process_group(None), workload.timeout_s, ranks), communicates=communicates
-        )
-        attention = compute(context, workload)
-        if workload.training.compile != "off":
-            # Its collectives are launched between the compiled parts.
-            attention = torch.compiler.disable(attention)
-        positions = context.positions(device)
-        of_this_rank: dict[str, Any] = {
-            "share": (sequences_of_rank(workload), positions),
-            "loss_weight": context.loss_weight,
-        }
-        if outer_dimension(strategy) == "fsdp":
-            # Over all ranks: each has gradients of tokens of its own.
-            replica = fully_sharded(workload, device, optimizer, attention)
-            models.give_positions(replica.model, positions)
-            return replace(replica, **of_this_rank)
-        plain = build_plain_model(workload, device, attention)
-        models.give_positions(plain, positions)
-        if not communicates:
-            return replica_of_torch(plain, optimizer(plain.parameters()), **of_this_rank)
-        return averaging_replica(plain, optimizer, **of_this_rank)
-
-    return prepare
+    record = workload.strategy_record
+    compute = _all_to_all if record.trades_heads else _ring
+    ranks = workload.group_ranks
+    split = split_of(workload.strategy, workload.training.size, ranks)
+    context = ContextGroup(
+        split, _own_group(process_group(None), workload.timeout_s, ranks), communicates=record.communicates
+    )
+    attention = compute(context, workload)
+    if workload.training.is_compiled:
+        # Its collectives are launched between the compiled parts.
+        attention = torch.compiler.disable(attention)
+    positions = context.positions(device)
+    of_this_rank: dict[str, Any] = {
+        "share": (sequences_of_rank(workload), positions),
+        "loss_weight": context.loss_weight,
+    }
+    if record.gathers_ahead:
+        # Over all ranks: each has gradients of tokens of its own.
+        replica = fully_sharded(workload, device, optimizer, attention)
+        models.give_positions(replica.model, positions)
+        return replace(replica, **of_this_rank)
+    plain = build_plain_model(workload, device, attention)
+    models.give_positions(plain, positions)
+    if not record.communicates:
+        return replica_of_torch(plain, optimizer(plain.parameters()), **of_this_rank)
+    return averaging_replica(plain, optimizer, **of_this_rank)
 
 
 # The same for all cells of one default group.
@@ -315,17 +286,17 @@ def _own_group(default: dist.ProcessGroup, timeout_s: float, ranks: int) -> dist
     return dist.new_subgroups_by_enumeration(groups, timeout=timeout, pg_options=options)[0]
 
 
-def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
+def torch_context(workload: ParallelWorkload, device: torch.device, optimizer: OptimizerChoice) -> Replica:
     """torch's ``context_parallel``: a ring in zigzag order under ``scaled_dot_product_attention``."""
     training, world_size = workload.training, workload.world_size
     if device.type != "cuda":
         raise CapabilityError("strategy 'torch-context': torch's context_parallel supports only SDPA's CUDA kernels")
-    if training.attention != "sdpa":
+    if not training.attention_record.is_torchs:
         raise CapabilityError(
             f"strategy 'torch-context' replaces torch's attention, and --attention {training.attention} is not "
             f"torch's; choose sdpa"
         )
-    if training.compile != "off" or training.cuda_graph == "on":
+    if training.is_compiled or training.cuda_graph == "on":
         raise CapabilityError(
             "strategy 'torch-context' replaces SDPA while a step runs, which compiled or captured code would not "
             "notice: choose --compile off and --cuda-graph off"
@@ -360,10 +331,3 @@ def _torch_context(workload: ParallelWorkload, device: torch.device, optimizer: 
             F.scaled_dot_product_attention = torch_attention
 
     return averaging_replica(plain, optimizer, share=(slice(None), positions), around=around)
-
-
-PREPARE_CONTEXT: dict[str, Prepare] = {
-    **{strategy: _context_parallel(strategy) for strategy in (*_ATTENTION, *SHARDED_CONTEXT_STRATEGIES)},
-    **{f"{strategy}-unsynchronized": _context_parallel(strategy, communicates=False) for strategy in _ATTENTION},
-    "torch-context": _torch_context,
-}

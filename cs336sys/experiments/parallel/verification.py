@@ -33,7 +33,7 @@ from cs336sys.parity.weights import (
     plainly_trained,
     rounding_note,
 )
-from cs336sys.workload import FULLY_SHARDED, ParallelWorkload, Workload
+from cs336sys.workload import ParallelWorkload, Workload
 
 _WRAPPERS = (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP, nn.parallel.DistributedDataParallel)
 
@@ -151,8 +151,8 @@ def _reference(parallel: ParallelWorkload, device: torch.device, warmup: int) ->
     """Train in one process; on a CPU keep it for the next strategy. A GPU's memory is what is to be measured."""
     workload = replace(parallel.training, compile="off", cuda_graph="off")
     parallel = replace(parallel, training=workload)
-    by_layers = not workload.is_ours and parallel.strategy in FULLY_SHARDED
-    key = (workload, parallel.uses_autocast or workload.precision == "fp32", by_layers, warmup, parallel.share)
+    by_layers = not workload.is_ours and not parallel.uses_autocast
+    key = (workload, parallel.uses_autocast or not workload.is_half, by_layers, warmup, parallel.share)
     if key not in _kept:
         _kept.clear()
         reference = _trained_reference(parallel, device, warmup)
@@ -224,7 +224,7 @@ class _Comparison:
         return step
 
     def _compare_gradients(self, model: nn.Module) -> None:
-        rank_gradients = mean_gradients(model, is_sharded=self.workload.strategy in FULLY_SHARDED)
+        rank_gradients = mean_gradients(model, is_sharded=not self.workload.uses_autocast)
         expected, trained = {}, {}
         for name, (gradient, rows) in rank_gradients.items():
             wanted = self.reference.trained.gradients.get(name)
@@ -239,7 +239,7 @@ class _Comparison:
                 trained[name] = gradient.to_dense()
                 expected[name] = torch.zeros_like(trained[name])
         values = (*expected.values(), *trained.values())
-        if self.workload.training.precision == "fp16" and not all(tensor.isfinite().all() for tensor in values):
+        if self.workload.training.scales_loss and not all(tensor.isfinite().all() for tensor in values):
             # Scaled, they may overflow in the first step, which is skipped then.
             return
         allowed = parallel_tolerance(self.workload)
@@ -318,7 +318,7 @@ def _why_not(workload: ParallelWorkload, reference: _Reference) -> str:
     name = training.user.model
     if not training.is_ours and not math.isfinite(trained.losses[0]):
         return f"{name}: its loss is {trained.losses[0]} in one process too, so no weights are compared"
-    if trained.draws and (training.compile != "off" or training.cuda_graph == "on"):
+    if trained.draws and (training.is_compiled or training.cuda_graph == "on"):
         return (
             f"{name}: a step draws random numbers, and compiled or captured draws others than one process does, so no "
             "weights are compared; choose --compile off and --cuda-graph off to have them compared"

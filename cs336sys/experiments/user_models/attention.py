@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cs336sys.kernels.attention import flash_attention
+from cs336sys.choices import ATTENTION
 
 # torch's own, whatever stands in its place.
 torch_attention = F.scaled_dot_product_attention
 
+# Imported once a model asks for it.
+_flash_attention: Callable[..., Tensor] | None = None
 _LARGEST_HEAD_DIM = 256
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -28,10 +30,12 @@ def replace_attention(name: str) -> None:
 
     ``reference`` and ``sdpa`` leave them as they are.
     """
-    if _drops:
-        chosen = our_attention if name == "flash" else torch_attention
+    global _flash_attention
+    if ATTENTION[name].is_ours:
+        _flash_attention = _flash_attention or ATTENTION[name].load()
+        chosen = our_attention if _drops else _our_attention_keeping_all
     else:
-        chosen = _our_attention_keeping_all if name == "flash" else _torch_attention_keeping_all
+        chosen = torch_attention if _drops else _torch_attention_keeping_all
     F.scaled_dot_product_attention = chosen
 
 
@@ -96,7 +100,8 @@ def our_attention(*arguments: Any, **named: Any) -> Tensor:
         return call.by(torch_attention)
     is_causal = call.is_causal or mask is not None
     alignment = "end" if mask is not None and mask.variant.name == "LOWER_RIGHT" else "start"
-    return flash_attention(query, key, value, is_causal, scale=call.scale, causal_alignment=alignment)
+    attend = _flash_attention or ATTENTION["flash"].load()
+    return attend(query, key, value, is_causal, scale=call.scale, causal_alignment=alignment)
 
 
 def why_not_ours(

@@ -48,7 +48,7 @@ def rank_memory_tables(steps: Sequence[ShardedStep]) -> list[Table]:
         "The fullest rank, eager mode; the batch is shared out equally. Forward alone makes no gradients and needs no "
         "optimizer."
     ]
-    if any(step.strategy in ("optimizer-flat", "fsdp") for step in steps):
+    if any(step.strategy_record.reduces_slices or step.strategy_record.gathers_ahead for step in steps):
         notes.append(
             "Buffers are gathered weights (fsdp: an upper bound) and whole gradients on their way (optimizer-flat, "
             "fsdp). In half precision fsdp computes without autocast."
@@ -58,7 +58,7 @@ def rank_memory_tables(steps: Sequence[ShardedStep]) -> list[Table]:
     tables = [Table("memory", title, _COLUMNS, [_model_row(step) for step in steps], notes)]
     states: dict[str, dict[str, list[Derived]]] = {}
     for step in steps:
-        if step.mode == "train":
+        if step.updates_parameters:
             # Activations, and so context, precision and attention, are no part of the state.
             group = f"{step.size.name}, {step.world_size} rank{'s' * (step.world_size != 1)}"
             bytes_ = {"element_bytes": step.parameter_bytes, "compute_bytes": ELEMENT_BYTES[step.precision]}
@@ -80,9 +80,9 @@ def _model_row(step: ShardedStep) -> dict:
     state, row = fullest_state(step), fill_row(_COLUMNS, step)
     if state.master_parameters:
         row["master_parameters_gib"] = state.master_parameters / GIB
-    if step.mode != "forward":
+    if step.has_backward:
         row["gradients_gib"] = state.gradients / GIB
-    if step.mode == "train":
+    if step.updates_parameters:
         # Optimizers make their state in the first step, but master parameters at once.
         model = state.parameters + state.master_parameters
         row |= {"optimizer_state_gib": state.optimizer_state / GIB, "after_initialization_gib": model / GIB}

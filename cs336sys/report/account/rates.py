@@ -16,6 +16,7 @@ from cs336sys.report.shard import sharding_sent_bytes
 from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.results.model import Cell, Results, read_several
 from cs336sys.sizes import SIZES, ModelSize
+from cs336sys.strategies import STRATEGIES
 from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload, Workload
 
 # An H200 reaches 4.19e14 in a step of xl with fused kernels: docs/results/bench-turn-h200.jsonl.gz.
@@ -230,9 +231,6 @@ def _seconds_per_flop(cell: Cell) -> float:
 # A measured step may differ by so much from a predicted one before the table says that the model is wrong.
 _TOLERANCE = 0.10
 
-# Whose steps without communication update all parameters on every rank, and those with it a part of them.
-_SHARED_UPDATES = ("optimizer", "optimizer-flat", "fsdp", "torch-zero", "torch-fsdp")
-
 
 def read_measured(paths: Sequence[Path]) -> list[Cell]:
     """The cells of these files that have numbers; a path may name several, ``a.jsonl,b.jsonl``.
@@ -326,8 +324,7 @@ def _measured_step_row(cell: Cell, flops: MeasuredRate, bandwidth: MeasuredRate)
 def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float) -> str:
     """Say what a step outside of both predictions has that they do not count."""
     if step_ms < overlapped_ms * (1 - _TOLERANCE):
-        strategy = cell.configuration["strategy"]
-        if strategy in _SHARED_UPDATES or strategy.startswith("fsdp+"):
+        if STRATEGIES[cell.configuration["strategy"]].shares_updates:
             return "faster than its parts: less is updated than without communication"
         return "faster than its parts, although as much is computed: noise"
     if step_ms <= in_turn_ms * (1 + _TOLERANCE):
@@ -351,5 +348,5 @@ def _sent_bytes(cell: Cell, workload: ParallelWorkload) -> float | None:
 
 
 def _strategy(workload: ParallelWorkload) -> str:
-    engines = "copy engines" if workload.transport == "copy-engines" else None
+    engines = "copy engines" if workload.uses_copy_engines else None
     return " ".join(word for word in (workload.strategy, workload.mesh, engines) if word is not None)

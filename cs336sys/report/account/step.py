@@ -67,7 +67,7 @@ def configuration_words(configuration: StepConfiguration) -> str:
     choices = [f"batch {training.size.batch_size}"]
     choices += [f"x {configuration.accumulation}"] if configuration.accumulation > 1 else []
     choices += [f"compile {training.compile}"] if training.is_compiled else []
-    choices += [training.attention, *([] if training.kernels == "reference" else [f"{training.kernels} kernels"])]
+    choices += [training.attention, *([f"{training.kernels} kernels"] if training.fused_kernels else [])]
     choices += [training.optimizer + ("" if training.state_dtype == "fp32" else f" {training.state_dtype}")]
     choices += ["graph"] if training.cuda_graph == "on" else []
     choices += [f"checkpoint {configuration.checkpointing}"] if configuration.checkpointing != "none" else []

@@ -9,6 +9,7 @@ from typing import Any
 
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.flops import model_flops
+from cs336sys.choices import MODES
 from cs336sys.sizes import choose_size
 
 # Seconds, as measured on a machine with one H200 and on one with two CPU cores: a worker imports torch and starts CUDA;
@@ -146,7 +147,7 @@ def training_sweep(
     flops, most = 0, 0.0
     for name, context, mode, precision in product(*(lists[name] for name in _COUNTED)):
         size = choose_size(name, context=context)
-        flops += alike * model_flops(size, backward=mode != "forward", causal=False)
+        flops += alike * model_flops(size, backward=MODES[mode].has_backward, causal=False)
         most = max(most, predicted_peak(size, precision, mode, "reference").total_gib)
     cells = math.prod(map(len, lists.values()))
     compiled = sum(mode != "off" for mode in lists["compile"]) * len(lists["size"])

@@ -17,7 +17,7 @@ from cs336sys.workload import MemoryWorkload, Workload
 
 
 def _recomputed_percent(workload: MemoryWorkload) -> float:
-    size, is_causal = workload.training.size, workload.training.attention != "reference"
+    size, is_causal = workload.training.size, not workload.training.keeps_scores
     recomputed = recomputed_flops(size, workload.checkpointing, causal=is_causal)
     return 100 * recomputed / model_flops(size, causal=is_causal)
 
@@ -75,12 +75,12 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table:
     rows = []
     notes: dict[str, None] = {}
     for training in trainings:
-        if training.mode == "forward" or not training.is_ours:
+        if not training.has_backward or not training.is_ours:
             continue
         layers = training.size.num_layers
         best = best_group_size(training.size, training.precision, training.mode, training.attention).best
         sizes = {k for k in range(1, layers + 1) if layers % k == 0 or abs(k - best) <= 1}
-        inside = [] if training.kernels == "fused" or training.compile != "off" else SUBLAYERS
+        inside = [] if training.is_fused or training.is_compiled else SUBLAYERS
         for strategy in ["none", *(f"every={k}" for k in sorted(sizes)), *inside, "nested"]:
             workload = MemoryWorkload(training, strategy)
             rows.append(workload.configuration() | fill_row(_PREDICTED, workload))
@@ -268,9 +268,9 @@ def _block_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         if training.is_ours:
             row["stream_bytes"] = stream
             row["stream_derivation"] = f"{size.batch_size} x {size.context} x {size.d_model} x 4"
-        if training.mode != "forward":
+        if training.has_backward:
             row["saved_bytes"] = sum(tensor["size"] for tensor in cell.derived["saved_tensors"])
-            if training.compile == "off" and training.is_ours:
+            if not training.is_compiled and training.is_ours:
                 row["saved_predicted_bytes"] = training.block_activations
         changes = cell.derived["block"]
         if changes is not None:

@@ -10,7 +10,7 @@ from cs336sys.experiments.parallel.communication import recorded_communication
 from cs336sys.experiments.parallel.rank import build_recorded, verify_on_rank
 from cs336sys.experiments.parallel.step import ParallelStep
 
-_RIGHT = dict(sharded_strategies.PREPARE_SHARDED)
+_RIGHT = sharded_strategies.fully_sharded
 
 
 def verify_all(workloads):
@@ -52,7 +52,7 @@ def break_fsdp() -> None:
     """From now on fsdp loses the gradients of the LM head's rows on this rank."""
 
     def prepare(*arguments):
-        replica = _RIGHT["fsdp"](*arguments)
+        replica = _RIGHT(*arguments)
 
         def synchronize():
             replica.synchronize()
@@ -60,8 +60,8 @@ def break_fsdp() -> None:
 
         return replace(replica, synchronize=synchronize)
 
-    sharded_strategies.PREPARE_SHARDED["fsdp"] = prepare
+    sharded_strategies.fully_sharded = prepare
 
 
 def repair() -> None:
-    sharded_strategies.PREPARE_SHARDED.update(_RIGHT)
+    sharded_strategies.fully_sharded = _RIGHT

@@ -6,7 +6,7 @@ import board_ranks
 import pytest
 import torch
 
-from cs336sys.accounting.sharding.selective_checkpointing import flops_again
+from cs336sys.accounting.sharding.selective_checkpointing import computed_flops, flops_again, kept_step
 from cs336sys.errors import UsageError
 from cs336sys.experiments.parallel import measurement
 from cs336sys.experiments.parallel.gradient_check import with_few_blocks
@@ -64,11 +64,11 @@ def test_recomputed_flops_count_beside_the_model_s():
         for blocks in (34, 24)
     ]
     everything, some = cells
-    assert everything.kept_step.blocks == 34
-    assert everything.kept_step.state_dtype == "bf16"
+    assert kept_step(everything).blocks == 34
+    assert kept_step(everything).state_dtype == "bf16"
     # Attention's backward pass computes the scores again.
-    assert everything.computed_flops / everything.training.flops == pytest.approx(5.044 / 4.745, rel=1e-3)
-    assert some.computed_flops - everything.computed_flops == flops_again(some.kept_step)
+    assert computed_flops(everything) / everything.training.flops == pytest.approx(5.044 / 4.745, rel=1e-3)
+    assert computed_flops(some) - computed_flops(everything) == flops_again(kept_step(some))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import training_ranks
 from cs336sys.accounting.sharding.step import MOMENTS, predicted_memory, predicted_sent_bytes
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.parallel.measurement import measure_parallel_training
-from cs336sys.experiments.parallel.tensor_strategies import PREPARE_CONTEXT
+from cs336sys.experiments.parallel.tensor_strategies import torch_context
 from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.report.shard import shard_plan, sharded_step
 from cs336sys.sizes import choose_size
@@ -99,7 +99,7 @@ def test_a_cell_is_measured_beside_the_same_step_without_communication(ranks):
 def test_torchs_own_is_refused_where_it_has_no_kernels():
     def reason(device="cpu", **settings):
         with pytest.raises(CapabilityError) as refusal:
-            PREPARE_CONTEXT["torch-context"](workload("torch-context", **settings), torch.device(device), None)
+            torch_context(workload("torch-context", **settings), torch.device(device), None)
         return str(refusal.value)
 
     assert reason().endswith("supports only SDPA's CUDA kernels")

@@ -16,11 +16,11 @@ from cs336sys.experiments.models import build_model, initialize_layer
 from cs336sys.experiments.parallel import measurement
 from cs336sys.experiments.parallel.measurement import measure_parallel_training
 from cs336sys.experiments.parallel.rank import RankMeasurement
-from cs336sys.experiments.parallel.sharded_strategies import PREPARE_SHARDED
 from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.report.shard import sharded_step
 from cs336sys.results.model import Samples
 from cs336sys.sizes import choose_size
+from cs336sys.strategies import STRATEGIES
 from cs336sys.workload import SHARDING_STRATEGIES, ParallelWorkload, UserCode, Workload
 
 SIZE = choose_size("tiny", context=16, batch_size=4, vocab_size=500)
@@ -151,7 +151,7 @@ def test_without_a_baseline_nothing_is_exposed():
 @pytest.mark.parametrize("strategy", ["fsdp", "torch-fsdp"])
 def test_model_compiled_as_a_whole_cannot_be_fully_sharded(strategy):
     with pytest.raises(CapabilityError, match="the model leaves no place to gather its parts; choose --compile block"):
-        PREPARE_SHARDED[strategy](workload(strategy, compile="model"), torch.device("cpu"), None)
+        STRATEGIES[strategy].load("wraps")(workload(strategy, compile="model"), torch.device("cpu"), None)
 
 
 @pytest.mark.parametrize(

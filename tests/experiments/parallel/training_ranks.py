@@ -34,7 +34,7 @@ from cs336sys.parity.weights import WeightDifference
 
 CPU = torch.device("cpu")
 
-_RIGHT = dict(strategies.PREPARE)
+_RIGHT = strategies.replicated
 
 
 def import_compiler() -> None:
@@ -49,11 +49,11 @@ def import_compiler() -> None:
 
 def break_overlap(how: str) -> None:
     """From now on strategy ``overlap`` is wrong on this rank."""
-    strategies.PREPARE["overlap"] = _broken(_BREAKS[how])
+    strategies.replicated = _broken(_BREAKS[how])
 
 
 def repair() -> None:
-    strategies.PREPARE.update(_RIGHT)
+    strategies.replicated = _RIGHT
 
 
 def verify_broken(workload, how: str) -> WeightDifference:
@@ -148,8 +148,10 @@ def _launch_at_the_first_gradient(synchronizer, bucket, name, parameter):
 
 
 def _broken(breaks: Callable) -> strategies.Prepare:
-    def prepare(*arguments):
-        replica = _RIGHT["overlap"](*arguments)
+    def prepare(workload, *arguments):
+        replica = _RIGHT(workload, *arguments)
+        if workload.strategy != "overlap":
+            return replica
         gradients = breaks(list(replica.model.module.named_parameters()))
 
         def synchronize():

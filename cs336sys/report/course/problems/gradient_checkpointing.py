@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from cs336sys.accounting.checkpointing import best_group_size, checkpointing_answers, predicted_peak
+from cs336sys.accounting.checkpointing import best_group_size, predicted_peak
+from cs336sys.accounting.one_device import checkpointing_answers
 from cs336sys.report.course.answer import Answer, facts_of
 from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Selection, cells_of
 from cs336sys.report.course.problem import Command, Target, training_sweep
