@@ -93,7 +93,7 @@ _replicated = functools.partial(
 )
 _optimizer = functools.partial(
     Strategy,
-    holds="cs336sys.accounting.sharding.step.owned_state",
+    holds="cs336sys.accounting.sharding.step.optimizer_state",
     sends="cs336sys.accounting.sharding.step.broadcast_bytes",
     shares_updates=True,
     takes_split_weights=False,
@@ -137,7 +137,6 @@ STRATEGIES: dict[str, Strategy] = {
     "optimizer": _optimizer("cs336sys.experiments.parallel.sharded_strategies.sharded_optimizer"),
     "optimizer-flat": _optimizer(
         "cs336sys.experiments.parallel.sharded_strategies.flat_sharded_optimizer",
-        holds="cs336sys.accounting.sharding.step.flat_state",
         sends="cs336sys.accounting.sharding.step.all_reduced_bytes",
         reduces_slices=True,
     ),
@@ -195,16 +194,22 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
+class HasStrategy:
+    """Workloads and descriptions of steps that have a strategy as a field."""
+
+    strategy: str
+
+    @property
+    def strategy_record(self) -> Strategy:
+        """What the strategy holds, sends and shares.
+
+        Raises:
+            UsageError: the strategy is unknown.
+        """
+        require_known("strategy", self.strategy, STRATEGIES)
+        return STRATEGIES[self.strategy]
+
+
 def strategies_of(command: str) -> tuple[str, ...]:
     """Return the names of the strategies that a command measures."""
     return tuple(name for name, strategy in STRATEGIES.items() if strategy.command == command)
-
-
-def strategy_named(name: str) -> Strategy:
-    """Return a strategy.
-
-    Raises:
-        UsageError: there is none of this name.
-    """
-    require_known("strategy", name, STRATEGIES)
-    return STRATEGIES[name]

@@ -58,7 +58,9 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
             return wrong
         progress("building the model")
         model = build_model(training, device)
-        optimizer = build_optimizer(training, model, lr=workload.learning_rate, weight_decay=workload.weight_decay)
+        optimizer = build_optimizer(
+            training, model.parameters(), lr=workload.learning_rate, weight_decay=workload.weight_decay
+        )
         losses = _train(TrainStep(training, device, model=model, optimizer=optimizer), batches, progress)
     values = tuple(torch.stack(losses).double().tolist())
     first_infinite = next((value for value in values if not math.isfinite(value)), None)

@@ -4,7 +4,6 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
 
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
@@ -62,13 +61,8 @@ def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], d
     return optimizer_class, settings
 
 
-def build_optimizer(workload: Workload, model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
-    """The workload's optimizer of a model; ``settings`` beyond those of the workload's choice."""
-    return build_optimizer_of(workload, model.parameters(), **settings)
-
-
-def build_optimizer_of(workload: Workload, parameters: Any, **settings: Any) -> torch.optim.Optimizer:
-    """As :func:`build_optimizer`, of some parameters."""
+def build_optimizer(workload: Workload, parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    """The workload's optimizer of parameters; ``settings`` beyond those of the workload's choice."""
     _spare_the_compiler()
     if is_user_code(workload.optimizer):
         return user_models.make_optimizer(workload.optimizer, parameters, settings)

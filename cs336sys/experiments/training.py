@@ -75,7 +75,7 @@ class TrainStep:
         self.inputs, self.targets = self._batch = self._share_of_batch(0)
         self.optimizer = optimizer
         if optimizer is None and workload.updates_parameters:
-            self.optimizer = build_optimizer(workload, self.model)
+            self.optimizer = build_optimizer(workload, self.model.parameters())
         self.fused: Any = None
         self.loss_without_logits: Callable[..., Tensor] | None = None
         if workload.fused_kernels:

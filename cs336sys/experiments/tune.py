@@ -15,7 +15,7 @@ from cs336sys.accounting.step_time.work import TERMS, attention_square, product_
 from cs336sys.experiments.bench import build_step, training_outcome
 from cs336sys.experiments.checks.step import check_training
 from cs336sys.experiments.memory.step import MemoryStep
-from cs336sys.experiments.optimizers import build_optimizer_of
+from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.kernels.attention import flash_attention
@@ -116,7 +116,7 @@ def _attention_seconds(attention: Callable[..., torch.Tensor], shape: tuple[int,
 def _update_seconds(workload: Workload, parameters: int) -> float:
     parameter = torch.nn.Parameter(torch.randn(parameters))
     parameter.grad = torch.ones_like(parameter)
-    return _seconds(build_optimizer_of(workload, [parameter]).step)
+    return _seconds(build_optimizer(workload, [parameter]).step)
 
 
 def _seconds(run: Callable[..., Any], *arguments: Any) -> float:

@@ -85,9 +85,9 @@ def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
     """Return what a rank sends in a step; None where torch decides it."""
     if not workload.strategy_record.sends:
         return None
-    if workload.shares_layers:
+    if workload.strategy_record.shares_layers:
         return _tensor_step(workload).sent_bytes
-    if workload.splits_sequences and workload.strategy_record.outer:
+    if workload.strategy_record.splits_sequences and workload.strategy_record.outer:
         training, ranks = workload.training, workload.world_size
         group = replace(training.size, batch_size=workload.share)
         settings = training.precision, workload.checkpointing
@@ -97,9 +97,9 @@ def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
 
 
 def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
-    if workload.shares_layers:
+    if workload.strategy_record.shares_layers:
         return _predicted_where_layers_are_shared(workload)
-    if workload.splits_sequences and workload.strategy_record.outer:
+    if workload.strategy_record.splits_sequences and workload.strategy_record.outer:
         state = fully_sharded_state(workload.training.size, 0, workload.world_size)
         return memory_of_state(state, always_held_bytes(workload.share_size))
     if workload.writes_out_blocks:

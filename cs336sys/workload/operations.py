@@ -124,12 +124,17 @@ class AttentionWorkload(Configured):
     def key_heads(self) -> int:
         return self.heads if self.kv_heads is None else self.kv_heads
 
-    def tflops(self, samples: Mapping[str, Samples]) -> dict[str, float]:
-        """``forward_tflops`` and so on: FLOPs of each part (:func:`attention_flops`) over the median of its times."""
+    @property
+    def flops(self) -> dict[str, int]:
+        """FLOPs by part (:func:`attention_flops`)."""
         shape = (self.batch_size, self.heads, self.context, self.context, self.head_dim)
         forward = attention_flops(*shape, causal=self.causal, window=self.window, backward=False)
         both = attention_flops(*shape, causal=self.causal, window=self.window, backward=True)
-        flops = {"forward": forward, "backward": both - forward, "end_to_end": both}
+        return {"forward": forward, "backward": both - forward, "end_to_end": both}
+
+    def tflops(self, samples: Mapping[str, Samples]) -> dict[str, float]:
+        """``forward_tflops`` and so on: FLOPs of each part over the median of its times."""
+        flops = self.flops
         return {f"{part}_tflops": flops[part] / times.median / 1e9 for part, times in samples.items()}
 
 

@@ -15,7 +15,7 @@ from cs336sys.accounting.sharding.partition import (
 )
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, ModelSize
-from cs336sys.strategies import STRATEGIES, Strategy, strategies_of
+from cs336sys.strategies import STRATEGIES, HasStrategy, strategies_of
 from cs336sys.workload.training import Configured, Workload, check_choices
 
 BUCKETED = "bucketed"
@@ -37,7 +37,7 @@ def bucket_name(bucket_mb: float | str) -> str:
 
 
 @dataclass(frozen=True)
-class ParallelWorkload(Configured):
+class ParallelWorkload(Configured, HasStrategy):
     """A training workload that several ranks share, and how they do it.
 
     Attributes:
@@ -103,18 +103,18 @@ class ParallelWorkload(Configured):
         self._check_gathers()
         if self.check_layers is not None and self.check_layers < 1:
             raise UsageError(f"--check-layers {self.check_layers}: must be at least 1")
-        if self.inner_dimension:
-            self._check_mesh(self.inner_dimension)
+        if self.strategy_record.shares:
+            self._check_mesh(self.strategy_record.shares)
         elif self.mesh is not None:
             raise UsageError(
                 f"--mesh {self.mesh}: the ranks of strategy '{self.strategy}' have one dimension; leave it out, or "
                 "choose a strategy that shares layers or sequences"
             )
-        if self.splits_sequences:
+        if self.strategy_record.splits_sequences:
             self._check_context()
-        if self.shares_layers:
+        if self.strategy_record.shares_layers:
             self._check_tensor()
-        sharing = "groups of ranks" if self.inner_dimension else "ranks"
+        sharing = "groups of ranks" if self.strategy_record.shares else "ranks"
         check_batch(self.training.size.batch_size, self.data_ranks, sharing)
 
     def _check_buckets(self) -> None:
@@ -222,26 +222,6 @@ class ParallelWorkload(Configured):
         return is_kept and self.strategy_record.keeps_gathered and training.is_fused and not training.is_compiled
 
     @property
-    def strategy_record(self) -> Strategy:
-        """What the strategy holds, sends and shares."""
-        return STRATEGIES[self.strategy]
-
-    @property
-    def splits_sequences(self) -> bool:
-        """Return whether a rank has a slice of every sequence, and not sequences of its own."""
-        return self.strategy_record.splits_sequences
-
-    @property
-    def shares_layers(self) -> bool:
-        """Return whether ranks share layers, and so the sequences that they compute with."""
-        return self.strategy_record.shares_layers
-
-    @property
-    def inner_dimension(self) -> str:
-        """Return what a group of ranks shares: ``tp`` for layers, ``cp`` for sequences; empty without groups."""
-        return self.strategy_record.shares
-
-    @property
     def uses_copy_engines(self) -> bool:
         """Return whether copies between GPUs send gradients, in place of collectives."""
         return self.transport == "copy-engines"
@@ -249,10 +229,10 @@ class ParallelWorkload(Configured):
     @property
     def group_ranks(self) -> int:
         """Return how many ranks share each layer or sequence."""
-        if not self.inner_dimension:
+        if not self.strategy_record.shares:
             return 1
         if self.mesh is not None:
-            return read_mesh(self.mesh).get(self.inner_dimension, 1)
+            return read_mesh(self.mesh).get(self.strategy_record.shares, 1)
         return self.world_size if self.strategy_record.outer is None else 2
 
     @property
@@ -284,7 +264,7 @@ class ParallelWorkload(Configured):
     def share_size(self) -> ModelSize:
         """The size with this rank's share of the batch, or the longest slice of its sequences."""
         share = replace(self.training.size, batch_size=self.share)
-        if self.splits_sequences:
+        if self.strategy_record.splits_sequences:
             split = SequenceSplit(share.context, self.group_ranks, is_zigzag=not self.strategy_record.trades_heads)
             return replace(share, context=max(split.lengths))
         return share
@@ -320,16 +300,18 @@ class ParallelWorkload(Configured):
     @property
     def has_unsynchronized(self) -> bool:
         """Return whether the same step can be computed without communication; one rank that splits nothing has none."""
-        if self.splits_sequences and self.world_size == 1:
+        if self.strategy_record.splits_sequences and self.world_size == 1:
             return False
-        return not self.writes_out_blocks and not (self.splits_sequences and self.strategy_record.is_torchs)
+        return not self.writes_out_blocks and not (
+            self.strategy_record.splits_sequences and self.strategy_record.is_torchs
+        )
 
     @property
     def unsynchronized(self) -> "ParallelWorkload":
         """The same steps without communication; blocks with a backward pass of their own are computed as plain ones."""
         mesh = None
-        if self.inner_dimension and self.data_ranks > 1:
-            mesh = mesh_text({"ddp": self.data_ranks, self.inner_dimension: self.group_ranks})
+        if self.strategy_record.shares and self.data_ranks > 1:
+            mesh = mesh_text({"ddp": self.data_ranks, self.strategy_record.shares: self.group_ranks})
         return replace(
             self,
             strategy=self.strategy_record.unsynchronized,

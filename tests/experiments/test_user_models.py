@@ -370,13 +370,15 @@ def test_without_blocks_compiling_them_is_refused():
 
 def test_an_optimizer_of_the_users_keeps_its_groups():
     cell = replace(workload("Encoder"), optimizer=f"{FILE}:with_groups")
-    optimizer = build_optimizer(cell, TrainStep(cell, CPU).model, lr=1.0, eps=1.0)
+    optimizer = build_optimizer(cell, TrainStep(cell, CPU).model.parameters(), lr=1.0, eps=1.0)
     assert [(group["weight_decay"], group["lr"], group["eps"]) for group in optimizer.param_groups] == [
         (0.1, 1.0, 1.0),
         (0.0, 1.0, 1.0),
     ]
     # Whose eps are two, of other meanings: it stays as it is.
-    adafactor = build_optimizer(replace(cell, optimizer="torch.optim:Adafactor"), TrainStep(cell, CPU).model, eps=1.0)
+    adafactor = build_optimizer(
+        replace(cell, optimizer="torch.optim:Adafactor"), TrainStep(cell, CPU).model.parameters(), eps=1.0
+    )
     assert adafactor.param_groups[0]["eps"] == (None, 0.001)
     with pytest.raises(CapabilityError, match="gives matrices and vectors different settings"):
         user_models.optimizer_class(cell.optimizer)

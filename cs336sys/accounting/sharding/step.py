@@ -19,7 +19,7 @@ from cs336sys.accounting.sharding.fsdp import check_rank, fully_sharded_peak, fu
 from cs336sys.accounting.sharding.ideal import sent_bytes
 from cs336sys.choices import StepChoices
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
-from cs336sys.strategies import Strategy, strategy_named
+from cs336sys.strategies import HasStrategy
 
 # Bytes of training state that each rank holds when the optimizer's state is sharded: arithmetic, no torch.
 #
@@ -100,7 +100,7 @@ MOMENTS = (
 
 
 @dataclass(frozen=True)
-class ShardedStep(StepChoices):
+class ShardedStep(StepChoices, HasStrategy):
     """A training step that ranks share.
 
     Attributes:
@@ -135,15 +135,6 @@ class ShardedStep(StepChoices):
     def __post_init__(self) -> None:
         if self.world_size < 1 or not self.strategy_record.splits_sequences:
             partition.check_batch(self.size.batch_size, self.world_size)
-
-    @property
-    def strategy_record(self) -> Strategy:
-        """What the strategy holds, sends and shares.
-
-        Raises:
-            UsageError: the strategy is unknown.
-        """
-        return strategy_named(self.strategy)
 
     @property
     def share(self) -> ModelSize:
@@ -238,22 +229,15 @@ def whole_state(step: ShardedStep) -> TrainingState:
     return memory.training_state(step.size, step.precision, autocast=step.parameter_bytes == 4)
 
 
-def owned_state(step: ShardedStep) -> TrainingState:
-    """The optimizer's state of some whole parameters."""
+def optimizer_state(step: ShardedStep) -> TrainingState:
+    """The optimizer's state of some whole parameters, or of a slice of each, with its gradients."""
     sizes = [math.prod(shape) for shape in parameter_shapes(step.size).values()]
-    of_ranks = sharded_optimizer_state(sizes, step.world_size, **_stored_bytes(step))
+    stored = {"element_bytes": step.parameter_bytes, "master_bytes": 0 if step.parameter_bytes == 4 else 4}
+    if step.strategy_record.reduces_slices:
+        of_ranks = flat_optimizer_state([sizes], step.world_size, **stored)
+    else:
+        of_ranks = sharded_optimizer_state(sizes, step.world_size, **stored)
     return max(of_ranks, key=lambda state: state.total)
-
-
-def flat_state(step: ShardedStep) -> TrainingState:
-    """The optimizer's state and gradients of a slice of every parameter."""
-    sizes = [math.prod(shape) for shape in parameter_shapes(step.size).values()]
-    of_ranks = flat_optimizer_state([sizes], step.world_size, **_stored_bytes(step))
-    return max(of_ranks, key=lambda state: state.total)
-
-
-def _stored_bytes(step: ShardedStep) -> dict[str, int]:
-    return {"element_bytes": step.parameter_bytes, "master_bytes": 0 if step.parameter_bytes == 4 else 4}
 
 
 def sliced_state(step: ShardedStep) -> TrainingState:

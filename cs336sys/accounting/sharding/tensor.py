@@ -19,11 +19,11 @@ from cs336sys.accounting.sharding.fsdp import StepCommunication, most_sent_bytes
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part, own_rows
 from cs336sys.choices import ATTENTION
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
-from cs336sys.strategies import STRATEGIES, Strategy
+from cs336sys.strategies import HasStrategy
 
 
 @dataclass(frozen=True)
-class TensorStep:
+class TensorStep(HasStrategy):
     """A training step of which layers are shared.
 
     Attributes:
@@ -43,10 +43,6 @@ class TensorStep:
     precision: str
     checkpointing: str = "none"
     compiles: bool = False
-
-    @property
-    def strategy_record(self) -> Strategy:
-        return STRATEGIES[self.strategy]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

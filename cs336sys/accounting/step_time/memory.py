@@ -152,7 +152,7 @@ def _with_batch(moments: list[PeakMemory], size: ModelSize, ranks: int) -> list[
 def _shared(moments: list[PeakMemory], configuration: StepConfiguration, whole: ModelSize) -> list[PeakMemory]:
     """Let moments of one rank alone hold this rank's part of the state, and what is gathered or under way."""
     training, ranks = configuration.training, configuration.world_size
-    if not configuration.shares_updates:
+    if not configuration.strategy_record.shares_updates:
         return _averaged(moments, configuration)
     step = ShardedStep(configuration.strategy or "none", whole, ranks, training.precision, training.attention)
     state, count = fullest_state(step), count_parameters(training.size)

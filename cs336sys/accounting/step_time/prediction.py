@@ -68,11 +68,6 @@ class StepConfiguration(Configured):
         return STRATEGIES[self.strategy or "none"]
 
     @property
-    def shares_updates(self) -> bool:
-        """Return whether each rank updates a part of the parameters."""
-        return self.strategy_record.shares_updates
-
-    @property
     def exposure_name(self) -> str:
         """Name the strategy as exposures do."""
         name = _ALIASES.get(self.strategy or "", self.strategy or "")
@@ -84,7 +79,7 @@ class StepConfiguration(Configured):
         if self.strategy is None or self.world_size == 1:
             return 0.0
         training, ranks = self.training, self.world_size
-        if self.shares_updates:
+        if self.strategy_record.shares_updates:
             # They do not depend on the batch.
             whole = replace(training.size, batch_size=ranks)
             return _shared_bytes(ShardedStep(self.strategy, whole, ranks, training.precision, training.attention))
@@ -160,7 +155,7 @@ def predict_step(
         counted: the user's model instead of ours.
     """
     training, times = configuration.training, configuration.accumulation
-    share = 1 / configuration.world_size if configuration.shares_updates else 1.0
+    share = 1 / configuration.world_size if configuration.strategy_record.shares_updates else 1.0
     if counted is None:
         parameters = count_parameters(training.size)
         work = step_work(training, configuration.checkpointing, optimizer_share=share)

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from cs336sys.accounting.flops import attention_flops
 from cs336sys.accounting.hardware import least_ms
 from cs336sys.accounting.memory import GIB
 from cs336sys.errors import CapabilityError, UserCodeError
@@ -31,6 +30,7 @@ from cs336sys.measure.device import DTYPES, choose_device, peak_memory_gib, rese
 from cs336sys.measure.relative_error import RelativeError, judged, relative_errors
 from cs336sys.measure.timing import time_calls, time_phases
 from cs336sys.results.model import Samples
+from cs336sys.sizes import ELEMENT_BYTES
 from cs336sys.user_code import is_user_code
 from cs336sys.workload import FLASH_ATTENTION_4, AttentionWorkload
 
@@ -493,10 +493,6 @@ def _called(reference: str, workload: AttentionWorkload) -> Attention:
     return attention
 
 
-def _output_of(attention: Attention, inputs: Inputs) -> dict[str, Tensor]:
-    return {"out": attention(*inputs.differentiable).detach()}
-
-
 def _odd_contexts(attention: Attention, workload: AttentionWorkload, device: torch.device) -> Iterator[OddCase]:
     """Lengths that no tile divides, and inputs whose heads lie behind their tokens in memory."""
     heads = workload.heads if workload.heads <= _ODD_MOST_HEADS else workload.heads // workload.key_heads
@@ -508,7 +504,7 @@ def _odd_contexts(attention: Attention, workload: AttentionWorkload, device: tor
         inputs = random_inputs(odd, device)
         # Before the kernel can change them.
         expected = {"out": exact_results(inputs, odd)["out"]}
-        run = functools.partial(_output_of, attention, inputs)
+        run = functools.partial(lambda given: {"out": attention(*given.differentiable).detach()}, inputs)
         yield f"a context of {context}" + (" with strided inputs" if is_strided else ""), run, expected
 
 
@@ -516,14 +512,6 @@ def _least_attention_ms(workload: AttentionWorkload, device: torch.device, part:
     """The least that FLOPs and bytes take at the peaks of the datasheet; 0 where they are not known."""
     if device.type != "cuda":
         return 0.0
-    shape = (workload.batch_size, workload.heads, workload.context, workload.context, workload.head_dim)
-    forward, both = (
-        attention_flops(*shape, causal=workload.causal, window=workload.window, backward=backward)
-        for backward in (False, True)
-    )
-    flops = {"forward": forward, "backward": both - forward, "end_to_end": both}[part]
-    heads = workload.heads + workload.key_heads
-    moved = (
-        2 * heads * workload.batch_size * workload.context * workload.head_dim * (2 if workload.dtype != "fp32" else 4)
-    )
-    return least_ms(torch.cuda.get_device_name(device), workload.dtype, flops, moved)
+    heads, rows = workload.heads + workload.key_heads, workload.batch_size * workload.context
+    moved = 2 * heads * rows * workload.head_dim * ELEMENT_BYTES[workload.dtype]
+    return least_ms(torch.cuda.get_device_name(device), workload.dtype, workload.flops[part], moved)

@@ -303,7 +303,7 @@ def _trained_for_check(
     if loss_scale != 1.0:
         scaler = torch.amp.GradScaler(device.type, init_scale=loss_scale * (2**16 if workload.scales_loss else 1))
     if workload.updates_parameters:
-        optimizer = build_optimizer(optimizer_workload or workload, model, **OPTIMIZER_SETTINGS)
+        optimizer = build_optimizer(optimizer_workload or workload, model.parameters(), **OPTIMIZER_SETTINGS)
     step = TrainStep(workload, device, model=model, optimizer=optimizer, scaler=scaler)
     losses = train_for_check(step, step.warmup_of_capture)
     weights, stale = step.weights(dict(model.named_parameters()))

@@ -11,6 +11,7 @@ import torch._functorch.config
 from torch import Tensor
 
 from cs336sys.accounting.hardware import least_ms
+from cs336sys.choices import import_named
 from cs336sys.experiments.kernels.operation import DifferentiatedFunction, Function, Operation, as_tuple
 from cs336sys.experiments.own_kernels import PARTS, OddCase, check_odd, measure_users_function, time_parts
 from cs336sys.experiments.user_models import load
@@ -27,6 +28,9 @@ from cs336sys.workload import KernelWorkload
 # 11: eager PyTorch rounds a few times. fp32 leaves room for the order of sums, and for torch's fused AdamW, whose
 # second moment is off by 1.3e-5 because it rounds 1 - beta2.
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-3, "bf16": 1.6e-2}
+
+# Imported by a cell: without Triton it is unsupported, and its worker goes on.
+_OPERATIONS = "cs336sys.experiments.kernels.operations.OPERATIONS"
 
 # Measures the copy rate: large compared with a GPU's cache; on a CPU as large as the interpreter can chew.
 COPIED_BYTES = {"cuda": 2**30, "cpu": 2**24}
@@ -48,13 +52,6 @@ def copy_gbps(device: torch.device) -> float:
     return 2 * source.nbytes / samples.median / 1e6
 
 
-def _differentiated_operation(op: str) -> Operation:
-    # Here, as without Triton a cell is unsupported, and its worker goes on.
-    from cs336sys.experiments.kernels.operations import OPERATIONS
-
-    return OPERATIONS[op]
-
-
 def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Check, then time one implementation of one op: a cell of ``kernels``, run in the worker process.
 
@@ -65,7 +62,7 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
     """
     workload = KernelWorkload.from_configuration(configuration)
     device = choose_device(workload.device)
-    operation = _differentiated_operation(workload.op)
+    operation = import_named(_OPERATIONS)[workload.op]
     # A compiled backward pass is repeated on one graph: it must not write its results into saved tensors.
     with torch._functorch.config.patch(donated_buffer=False):
         function = operation.implementations[workload.implementation](workload)
@@ -166,7 +163,7 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
     if not is_user_code(workload.implementation):
         return measure_kernel(configuration, progress)
     device = choose_device(workload.device)
-    operation = _differentiated_operation(workload.op)
+    operation = import_named(_OPERATIONS)[workload.op]
     assert isinstance(operation, DifferentiatedFunction), "the command refuses others"
     reference, tolerance = workload.implementation, TOLERANCES[workload.dtype]
     function = load(reference)

@@ -266,7 +266,7 @@ def measure_on_rank(workload: ParallelWorkload, trace: Path | None = None) -> Ra
     # By themselves copies and means are launched more slowly than they run: 25 ms for large's, which take 9 in a graph.
     if communications and step.replica.copy_engines is None:
         # Without sharing, collectives of a fully sharded model, or of long sequences, may need more than a GPU has.
-        shares = not workload.uses_autocast or workload.splits_sequences
+        shares = not workload.uses_autocast or workload.strategy_record.splits_sequences
         tensors: dict[Any, Tensor] | None = {} if shares else None
         launchers = [collective.launcher(tensors) for collective in communications]
         samples["communication"] = _time_alone(launchers, training.steps, device)

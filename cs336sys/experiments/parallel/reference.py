@@ -130,7 +130,7 @@ def train_alone(
     scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)
     if model is not plain:
         workload = replace(workload, precision="fp32")
-    optimizer = build_optimizer(workload, model, **OPTIMIZER_SETTINGS | {"lr": learning_rate})
+    optimizer = build_optimizer(workload, model.parameters(), **OPTIMIZER_SETTINGS | {"lr": learning_rate})
     step = _PartAfterPart(order, workload, device, model=model, optimizer=optimizer, scaler=scaler)
     gradients: dict[str, Tensor] = {}
 

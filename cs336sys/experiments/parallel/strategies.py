@@ -23,7 +23,7 @@ from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.models import CausalAttention, blocks_of, build_model, keeping_input
-from cs336sys.experiments.optimizers import build_optimizer_of, choose_optimizer
+from cs336sys.experiments.optimizers import build_optimizer, choose_optimizer
 from cs336sys.experiments.training import AUTOCAST_DTYPES
 from cs336sys.parallel.copy_engines import CopyEngines
 from cs336sys.sizes import ModelSize
@@ -157,7 +157,7 @@ class OptimizerChoice:
     changed: Mapping[str, Any]
 
     def __call__(self, parameters: Any) -> torch.optim.Optimizer:
-        return build_optimizer_of(self.training, parameters, **self.changed)
+        return build_optimizer(self.training, parameters, **self.changed)
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
