@@ -17,14 +17,8 @@ class Mode:
     """How much of a step runs: its phases, in order."""
 
     phases: tuple[str, ...]
-
-    @property
-    def has_backward(self) -> bool:
-        return "backward" in self.phases
-
-    @property
-    def updates_parameters(self) -> bool:
-        return "optimizer" in self.phases
+    has_backward: bool = True
+    updates_parameters: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class Attention:
         function: the dotted name of our kernels' function of queries, keys, values and ``is_causal``; empty for others.
         wait: names what waits until it is compiled.
         keeps_scores: all scores of a layer are in memory, and saved for the backward pass.
-        is_torchs: torch's kernels compute it.
+        is_torchs, is_ours: torch's kernels compute it, or this project's.
         work: what its work and its rates are called where scores are not kept.
     """
 
@@ -59,10 +53,7 @@ class Attention:
     keeps_scores: bool = False
     is_torchs: bool = False
     work: str = "sdpa"
-
-    @property
-    def is_ours(self) -> bool:
-        return bool(self.function)
+    is_ours: bool = False
 
     def load(self) -> Callable[..., Any]:
         """Import the function, and wait until it is compiled."""
@@ -89,10 +80,6 @@ class Optimizer:
     is_plain: bool = False
     takes_dtensors: bool = False
 
-    def load(self) -> type[Any]:
-        """Import the class."""
-        return import_named(self.name)
-
 
 @dataclass(frozen=True)
 class StateDtype:
@@ -116,9 +103,9 @@ class Compile:
 
 
 MODES = {
-    "forward": Mode(("forward",)),
+    "forward": Mode(("forward",), has_backward=False),
     "forward-backward": Mode(("forward", "backward")),
-    "train": Mode(("forward", "backward", "optimizer")),
+    "train": Mode(("forward", "backward", "optimizer"), updates_parameters=True),
 }
 PRECISION_RECORDS = {
     "fp32": Precision(is_half=False),
@@ -129,7 +116,10 @@ ATTENTION = {
     "reference": Attention(keeps_scores=True),
     "sdpa": Attention(is_torchs=True),
     "flash": Attention(
-        "cs336sys.kernels.attention.flash_attention", "cs336sys.kernels.attention.wait_until_compiled", work="flash"
+        "cs336sys.kernels.attention.flash_attention",
+        "cs336sys.kernels.attention.wait_until_compiled",
+        work="flash",
+        is_ours=True,
     ),
 }
 OPTIMIZERS = {

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from cs336sys.choices import import_named
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
 from cs336sys.triton_package import why_no_triton
@@ -47,11 +48,12 @@ def choose_optimizer(workload: Workload) -> tuple[type[torch.optim.Optimizer], d
     _spare_the_compiler()
     if is_user_code(workload.optimizer):
         return user_models.optimizer_class(workload.optimizer)
-    optimizer = workload.optimizer_record
-    if optimizer.is_ours:
+    record = workload.optimizer_record
+    if record.is_ours:
         require_kernels(f"--optimizer {workload.optimizer}")
-        return optimizer.load(), {"state_dtype": workload.state_dtype}
-    optimizer_class, settings = optimizer.load(), optimizer.settings
+    optimizer_class, settings = import_named(record.name), record.settings
+    if record.is_ours:
+        return optimizer_class, {"state_dtype": workload.state_dtype}
     parameters = inspect.signature(optimizer_class).parameters
     if workload.cuda_graph == "on" and "capturable" in parameters:
         settings = {**settings, "capturable": True}

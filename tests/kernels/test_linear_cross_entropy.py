@@ -8,7 +8,6 @@ import pytest
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336sys.errors import CapabilityError
@@ -16,6 +15,7 @@ from cs336sys.kernels import linear_cross_entropy as module
 from cs336sys.kernels.linear_cross_entropy import (
     LinearCrossEntropy,
     linear_cross_entropy,
+    reference_linear_cross_entropy,
 )
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -48,34 +48,6 @@ def make_inputs(leading, width, vocab_size, dtype=torch.float32, device="cpu", s
     weight = torch.randn(vocab_size, width, generator=generator) / math.sqrt(width)
     targets = torch.randint(vocab_size, leading, generator=generator)
     return hidden.to(device, dtype), weight.to(device, dtype), targets.to(device)
-
-
-def reference_linear_cross_entropy(
-    hidden, weight, targets, *, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, reduction="mean", softcap=None,
-    class_weight=None, return_logsumexp=False,
-):  # fmt: skip
-    """The same in plain PyTorch, with all logits at once, for any dtypes: the ground truth."""
-    logits = functional.linear(hidden, weight).reshape(-1, len(weight))
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    flat_targets = targets.flatten()
-    loss = functional.cross_entropy(
-        logits,
-        flat_targets,
-        weight=None if class_weight is None else class_weight.to(logits.dtype),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction=reduction,
-    )
-    logsumexp = logits.logsumexp(-1)
-    if z_loss:
-        is_counted = flat_targets != ignore_index
-        squares = z_loss * logsumexp.square().where(is_counted, 0)
-        loss = loss + {"none": squares, "sum": squares.sum(), "mean": squares.sum() / is_counted.sum()}[reduction]
-    if reduction == "none":
-        loss = loss.view(targets.shape)
-    return (loss, logsumexp.detach().view(targets.shape)) if return_logsumexp else loss
 
 
 def run(function, hidden, weight, targets, grad_loss=1.0, **options):

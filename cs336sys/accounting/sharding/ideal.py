@@ -19,6 +19,7 @@ from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import TrainingState
 from cs336sys.errors import require_known
 from cs336sys.sizes import ModelSize
+from cs336sys.strategies import STRATEGIES
 
 OWN_SHARDING_STRATEGIES = ("none", "optimizer", "optimizer-flat", "fsdp")
 
@@ -39,14 +40,13 @@ def ideal_state(strategy: str, parameters: Any, ranks: Any, element_bytes: int =
         UsageError: the strategy is unknown.
     """
     require_known("strategy", strategy, OWN_SHARDING_STRATEGIES)
-    whole = element_bytes * parameters
-    share = parameters if strategy == "none" else parameters / ranks
+    record, whole = STRATEGIES[strategy], element_bytes * parameters
+    share = parameters / ranks if record.shares_updates else parameters
     moments = MOMENT_BYTES * share
-    if strategy == "fsdp":
+    if record.shards_weights:
         return TrainingState(4 * share, 4 * share, moments)
-    return TrainingState(
-        whole, 4 * share if strategy == "optimizer-flat" else whole, moments, 0 if element_bytes == 4 else 4 * share
-    )
+    gradients = 4 * share if record.reduces_slices else whole
+    return TrainingState(whole, gradients, moments, 0 if element_bytes == 4 else 4 * share)
 
 
 def sent_bytes(
@@ -69,7 +69,7 @@ def sent_bytes(
     """
     require_known("strategy", strategy, OWN_SHARDING_STRATEGIES)
     share = (ranks - 1) / ranks * parameters
-    if strategy == "fsdp":
+    if STRATEGIES[strategy].shards_weights:
         return (2 * compute_bytes + 4) * share
     return {"none": 2, "optimizer": 3, "optimizer-flat": 2}[strategy] * element_bytes * share
 
@@ -85,7 +85,9 @@ def state_answers(
     """Ideal shares of state, what there is at the handout's three times, and bytes that a rank sends in a step."""
     p, n = symbol("P", count_parameters(size)), symbol("N", world_size)
     state = ideal_state(strategy, p, n, element_bytes)
-    problem = "fsdp_accounting (a)" if strategy == "fsdp" else "optimizer_state_sharding_accounting (a)"
+    problem = (
+        "fsdp_accounting (a)" if STRATEGIES[strategy].shards_weights else "optimizer_state_sharding_accounting (a)"
+    )
 
     def row(quantity: str, value: Number, reason: str = "", name: str = "", question: str = problem) -> Derived:
         named = f"{strategy}: {quantity}"
