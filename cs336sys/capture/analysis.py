@@ -1,8 +1,8 @@
 """Analyse a capture of one GPU, as plain data: the time of its steps by part, kernel, operator and module."""
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +113,11 @@ class Analysis(SavedRecord):
         return sum(self.step_ms) / len(self.step_ms)
 
     @property
+    def mean_kernel_ms(self) -> float:
+        """The mean time of a step that is some kernel's own."""
+        return sum(sum(group.own_ms) for group in self.kernels) / len(self.step_ms)
+
+    @property
     def median_step_ms(self) -> float:
         return statistics.median(self.step_ms)
 
@@ -126,10 +131,15 @@ class Analysis(SavedRecord):
 
 
 def analyze(
-    capture: Capture, timeline: Timeline, path: Path, label: str, breakdown: Breakdown | None = None
+    capture: Capture, timeline: Timeline, path: Path, label: str, waiting_ns: Times | None = None, ranks: int = -1
 ) -> Analysis:
-    """Sum up one GPU of a capture."""
-    breakdown_of_steps = breakdown or break_down(timeline)
+    """Sum up one GPU of a capture.
+
+    Args:
+        waiting_ns: how long each collective waited for the last rank, -1 where that is not known; None: of all.
+        ranks: how many there are, for collectives whose group was not recorded.
+    """
+    breakdown = break_down(timeline, waiting_ns)
     bounds = timeline.steps.bounds
     return Analysis(
         file=path.name,
@@ -142,11 +152,13 @@ def analyze(
         has_steps=timeline.steps.are_found,
         step_ms=_ns_to_ms(bounds[:, 1] - bounds[:, 0]),
         parts={
-            part: _ns_to_ms(breakdown_of_steps.parts[part]) for part in StepPart if breakdown_of_steps.parts[part].any()
+            part: _ns_to_ms(ns)
+            for part, ns in breakdown.parts.items()
+            if ns.any() or (part == StepPart.WAITING and waiting_ns is not None)
         },
-        kernels=_kernel_groups(timeline, breakdown_of_steps),
+        kernels=_kernel_groups(timeline, breakdown),
         copies=_copy_rows(timeline),
-        collectives=collective_times(timeline),
+        collectives=_collective_times(timeline, waiting_ns, ranks),
         waits=_wait_times(timeline),
         totals=_totals(timeline),
         peak_bytes=capture.peak_bytes.get(timeline.gpu),
@@ -156,24 +168,8 @@ def analyze(
     )
 
 
-def with_waiting(analysis: Analysis, waiting_ms: Sequence[float]) -> Analysis:
-    """The analysis with what its exposed communication waited for other ranks as a part of its own."""
-    parts = dict(analysis.parts)
-    alone = parts.get(StepPart.COMMUNICATION, (0.0,) * len(waiting_ms))
-    parts[StepPart.WAITING] = tuple(waiting_ms)
-    parts[StepPart.COMMUNICATION] = tuple(max(0.0, ms - waited) for ms, waited in zip(alone, waiting_ms, strict=True))
-    return replace(analysis, parts={part: parts[part] for part in StepPart if part in parts})
-
-
 def _ns_to_ms(values: NDArray[np.int64]) -> tuple[float, ...]:
     return tuple((values / 1e6).tolist())
-
-
-def step_of(timeline: Timeline, times: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The step in which each instant lies; -1 for none."""
-    bounds = timeline.steps.bounds
-    step = np.searchsorted(bounds[:, 0], times, side="right") - 1
-    return np.where((step >= 0) & (times < bounds[np.maximum(step, 0), 1]), step, -1)
 
 
 def _kernel_groups(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGroup, ...]:
@@ -181,7 +177,7 @@ def _kernel_groups(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGrou
     table = np.column_stack((timeline.name, timeline.module, timeline.operator, timeline.shape))
     groups, group_of = np.unique(table, axis=0, return_inverse=True)
     group_of = group_of.reshape(-1)
-    step = step_of(timeline, timeline.start)
+    step = timeline.step_of(timeline.start)
     inside = step >= 0
     place = group_of[inside] * steps + step[inside]
     length = timeline.stop - timeline.start
@@ -190,39 +186,24 @@ def _kernel_groups(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGrou
     sums = np.bincount(place, weights=length[inside], minlength=size).reshape(-1, steps) / 1e6
     place = group_of[breakdown.work] * steps + breakdown.step
     exclusive_ms = np.bincount(place, weights=breakdown.credit, minlength=size).reshape(-1, steps) / 1e6
-    order = [
-        number
-        for number in np.argsort(-sums.sum(axis=1), kind="stable").tolist()
-        if counts[number].any() or exclusive_ms[number].any()
-    ]
-
-    def text(texts: Sequence[str], number: int) -> str:
-        return texts[number] if number >= 0 else ""
-
+    is_some = counts.any(axis=1) | exclusive_ms.any(axis=1)
+    order = [number for number in np.argsort(-sums.sum(axis=1), kind="stable").tolist() if is_some[number]]
     rows = []
     for number in order[:_MOST_GROUPS]:
         name, module, operator, shape = groups[number].tolist()
+        values = (tuple(column[number].tolist()) for column in (counts, sums, exclusive_ms))
+        texts = ((timeline.modules, module), (timeline.texts, operator), (timeline.texts, shape))
         kernel = timeline.texts[name]
-        rows.append(
-            KernelGroup(
-                kernel,
-                category_of(kernel),
-                text(timeline.modules, module),
-                text(timeline.texts, operator),
-                text(timeline.texts, shape),
-                tuple(counts[number].tolist()),
-                tuple(sums[number].tolist()),
-                tuple(exclusive_ms[number].tolist()),
-            )
-        )
+        labels = (names[place] if place >= 0 else "" for names, place in texts)
+        rows.append(KernelGroup(kernel, category_of(kernel), *labels, *values))
     if rest := order[_MOST_GROUPS:]:
-        sums_of_rest = (tuple(array[rest].sum(axis=0).tolist()) for array in (counts, sums, exclusive_ms))
+        sums_of_rest = (tuple(column[rest].sum(axis=0).tolist()) for column in (counts, sums, exclusive_ms))
         rows.append(KernelGroup(OTHERS, category_of(""), "", "", "", *sums_of_rest))
     return tuple(rows)
 
 
 def _copy_rows(timeline: Timeline) -> tuple[CopyTime, ...]:
-    chosen = np.flatnonzero((timeline.work_class == COPYING) & (step_of(timeline, timeline.start) >= 0))
+    chosen = np.flatnonzero((timeline.work_class == COPYING) & (timeline.step_of(timeline.start) >= 0))
     rows = []
     for name in np.unique(timeline.name[chosen]).tolist():
         of_name = chosen[timeline.name[chosen] == name]
@@ -233,17 +214,10 @@ def _copy_rows(timeline: Timeline) -> tuple[CopyTime, ...]:
     return tuple(sorted(rows, key=lambda row: -row.ms))
 
 
-def collective_times(
-    timeline: Timeline, waiting_ns: Times | None = None, ranks: int = -1
-) -> tuple[CollectiveTime, ...]:
-    """The collectives of a rank within the steps by kind, group and size, the longest first.
-
-    Args:
-        waiting_ns: how long each waited for the last rank; -1 where that is not known, None where it is of all.
-        ranks: how many there are, for collectives whose group was not recorded.
-    """
+def _collective_times(timeline: Timeline, waiting_ns: Times | None, ranks: int) -> tuple[CollectiveTime, ...]:
+    """The collectives of a rank within the steps by kind, group and size, the longest first."""
     collectives = timeline.collectives
-    step = step_of(timeline, timeline.start[collectives.index])
+    step = timeline.step_of(timeline.start[collectives.index])
     lengths = (timeline.stop - timeline.start)[collectives.index]
     waits_ns = np.full(len(step), -1) if waiting_ns is None else waiting_ns
     members: dict[tuple[str, str, int, int], list[int]] = {}
@@ -261,7 +235,7 @@ def collective_times(
 
 def _wait_times(timeline: Timeline) -> dict[str, tuple[int, float]]:
     count_and_ms: dict[str, tuple[int, float]] = {}
-    for place in np.flatnonzero(step_of(timeline, timeline.waits[:, 0]) >= 0).tolist():
+    for place in np.flatnonzero(timeline.step_of(timeline.waits[:, 0]) >= 0).tolist():
         count, ms = count_and_ms.get(timeline.wait_names[place], (0, 0.0))
         begin, end = timeline.waits[place].tolist()
         count_and_ms[timeline.wait_names[place]] = (count + 1, ms + (end - begin) / 1e6)

@@ -37,29 +37,31 @@ class Breakdown:
     Attributes:
         parts: time of each step by part; the parts of a step add up to its length.
         work, step, credit: pieces of the steps' time that are some work's own: which work, in which step, how long.
-        exposed: (pieces, 3) begin and end of the time in which work communicates and nothing computes, and the work.
     """
 
     parts: dict[str, Times]
     work: NDArray[np.int64]
     step: NDArray[np.int64]
     credit: Times
-    exposed: Times
 
 
-def break_down(timeline: Timeline) -> Breakdown:
+def break_down(timeline: Timeline, waiting_ns: Times | None = None) -> Breakdown:
     """Give every instant of the steps away.
 
     An instant belongs to the kernel that computes in it, of several to the first; else to the collective, else to the
     copy. In a gap it belongs to what kept the next kernel from beginning: it had been launched (then it waited for
     another stream, or it is the time that the GPU takes from one kernel to the next); the program waited for a batch;
     it was in a call that waits for the GPU when the GPU became idle; else it was launching.
+
+    Args:
+        waiting_ns: how long each collective waited for the last rank; None where nobody can tell.
     """
     bounds = timeline.steps.bounds
     parts: dict[str, Times] = {part: np.zeros(len(bounds), np.int64) for part in StepPart}
     pieces: list[tuple[NDArray[np.int64], ...]] = []
-    exposed = []
     classes = timeline.work_class
+    begins = timeline.start[timeline.collectives.index]
+    waits = None if waiting_ns is None else Cover(begins, begins + np.maximum(waiting_ns, 0))
     for work_class in (COMPUTING, COMMUNICATING, COPYING):
         index = np.flatnonzero(classes == work_class)
         higher = np.flatnonzero(classes < work_class)
@@ -72,25 +74,22 @@ def break_down(timeline: Timeline) -> Breakdown:
             is_some = credit > 0
             parts[_PART_OF_CLASS[work_class]][step] = credit.sum()
             pieces.append((index[low:high][is_some], np.full(is_some.sum(), step), credit[is_some]))
-            if work_class == COMMUNICATING:
-                exposed.append(_uncovered(cover, from_[is_some], until[is_some], index[low:high][is_some]))
+            if work_class == COMMUNICATING and waits is not None:
+                parts[StepPart.WAITING][step] = waits.within(*_uncovered(cover, from_[is_some], until[is_some])).sum()
     _add_gaps(timeline, parts)
-    work, steps, credit = (np.concatenate(column) for column in zip(*pieces, strict=True))
-    return Breakdown(parts, work, steps, credit, np.concatenate(exposed))
+    parts[StepPart.COMMUNICATION] -= parts[StepPart.WAITING]
+    return Breakdown(parts, *(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
 
-def _uncovered(cover: Cover, begin: Times, end: Times, work: NDArray[np.int64]) -> Times:
-    """The parts of some intervals that the cover leaves out, with the work of each interval."""
-    rows = []
-    for first, last, number in zip(begin.tolist(), end.tolist(), work.tolist(), strict=True):
+def _uncovered(cover: Cover, begin: Times, end: Times) -> tuple[Times, Times]:
+    """Begins and ends of what a cover leaves free of some intervals."""
+    edges = [np.zeros(0, np.int64)]
+    for first, last in zip(begin.tolist(), end.tolist(), strict=True):
         low, high = np.searchsorted(cover.stop, first, side="right"), np.searchsorted(cover.start, last)
-        edges = np.concatenate(
-            ([first], np.column_stack((cover.start[low:high], cover.stop[low:high])).ravel(), [last])
-        )
-        free = edges.reshape(-1, 2)
-        free = free[free[:, 1] > free[:, 0]]
-        rows.append(np.column_stack((free, np.full(len(free), number))))
-    return np.concatenate(rows) if rows else np.zeros((0, 3), np.int64)
+        edges += [[first], np.column_stack((cover.start[low:high], cover.stop[low:high])).ravel(), [last]]
+    free = np.concatenate(edges).astype(np.int64).reshape(-1, 2)
+    free = free[free[:, 1] > free[:, 0]]
+    return free[:, 0], free[:, 1]
 
 
 def _add_gaps(timeline: Timeline, parts: dict[str, Times]) -> None:

@@ -1,7 +1,9 @@
 """A profiler's capture, from whatever file, as arrays."""
 
+import difflib
 import functools
 import json
+import math
 import re
 from array import array
 from collections import Counter
@@ -13,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs336sys.capture.intervals import Times
+from cs336sys.errors import UsageError
 from cs336sys.measure.range_names import run_configuration
 from cs336sys.results.foreign import MIB, printable
 
@@ -60,10 +63,12 @@ _KINDS = (
 )
 _COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _KINDS)
 
-_BYTES = {
-    **dict.fromkeys(("double", "long", "float64", "int64"), 8),
+# By the names of torch's profiler, of its collectives and of Triton, in lower case.
+_ELEMENT_BYTES = {
+    **dict.fromkeys(("double", "long", "long int", "float64", "int64"), 8),
     **dict.fromkeys(("float", "int", "float32", "int32"), 4),
     **dict.fromkeys(("half", "bfloat16", "c10::half", "c10::bfloat16", "float16", "short"), 2),
+    **dict.fromkeys(("bool", "unsigned char", "signed char", "c10::float8_e4m3fn", "c10::float8_e5m2"), 1),
 }
 
 
@@ -82,18 +87,22 @@ def collective_bytes(arguments: Mapping[str, Any]) -> int:
     if (dtype := arguments.get("dtype")) is not None:
         elements = [arguments.get(f"{way} msg nelems") for way in ("In", "Out")]
         counts = [count for count in elements if isinstance(count, int) and count >= 0]
-        return max(counts, default=0) * _BYTES.get(str(dtype).lower(), 1)
-    shapes, types = arguments.get("Input Dims"), arguments.get("Input type")
-    if not isinstance(shapes, list) or not isinstance(types, list):
+        return max(counts, default=0) * _ELEMENT_BYTES.get(str(dtype).lower(), 1)
+    sizes, types = arguments.get("Input Dims"), arguments.get("Input type")
+    if not isinstance(sizes, list) or not isinstance(types, list):
         return 0
-    total = 0
-    for shape, dtype in zip(shapes, types, strict=False):
-        size = _BYTES.get(str(dtype).lower())
-        if size and isinstance(shape, list) and all(isinstance(count, int) for count in shape):
-            for count in shape:
-                size *= count
-            total += size
-    return total
+    return sum(count * width for _, count, width in tensors_of(sizes, types))
+
+
+def tensors_of(sizes: Sequence[Any], types: Sequence[Any]) -> list[tuple[str, int, int]]:
+    """Return dtype, number of elements and bytes of one of each tensor among recorded inputs."""
+    return [
+        (str(dtype), math.prod(size), _ELEMENT_BYTES[str(dtype).lower()])
+        for size, dtype in zip(sizes, types, strict=False)
+        if str(dtype).lower() in _ELEMENT_BYTES
+        and isinstance(size, list)
+        and all(isinstance(extent, int) and extent >= 0 for extent in size)
+    ]
 
 
 _RANKS = re.compile(r"\[([\d, ]*)\]")
@@ -134,7 +143,8 @@ def _of_json(value: Any, annotation: Any) -> Any:
     """Return a value as its annotation has it: records and tuples, where JSON has objects and lists."""
     if isinstance(annotation, type) and is_dataclass(annotation):
         hints = _type_hints(annotation)
-        return annotation(**{name: _of_json(item, hints[name]) for name, item in value.items()})
+        # Files of earlier versions hold more.
+        return annotation(**{name: _of_json(item, hints[name]) for name, item in value.items() if name in hints})
     origin, arguments = get_origin(annotation), get_args(annotation)
     if value is not None and type(None) in arguments:
         return _of_json(value, arguments[0])
@@ -185,9 +195,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class DeviceWork(Rows):
-    """Work of a GPU: kernels, copies, fills. ``correlation`` is the number of its launch in its process."""
+    """Work of a GPU: kernels, copies, fills. ``correlation`` is the number of its launch in its process, and
+    ``collective`` that of torch's record of it.
+    """
 
-    number: Times
     start: Times
     stop: Times
     process: Times
@@ -197,6 +208,7 @@ class DeviceWork(Rows):
     stream: Times
     bytes: Times
     operation: Times
+    collective: Times
 
 
 @dataclass(frozen=True)
@@ -302,7 +314,7 @@ class Capture:
         profiler: what made it: ``Nsight Systems`` or ``torch.profiler``.
         launch: of each work, the number of its call; -1 for none.
         modules: calls of ``nn.Module``.
-        collectives, called_collectives: records by the number of work, and of the operator that launched it.
+        collectives: torch's records, by their numbers.
         is_gpu: False where no GPU took part, and the CPU's operations replace work, each launched by itself and as
             long as it ran without those that it calls.
         rank, ranks: of the process, and how many there are, where the file says so.
@@ -320,8 +332,7 @@ class Capture:
     operations: Operations = field(default_factory=lambda: Operations.of(array("q")))
     modules: Ranges = field(default_factory=lambda: Ranges.of(array("q")))
     launch: Times = field(default_factory=lambda: np.zeros(0, np.int64))
-    collectives: Mapping[int, CollectiveRecord] = field(default_factory=dict)
-    called_collectives: Mapping[int, CollectiveRecord] = field(default_factory=dict)
+    collectives: Sequence[CollectiveRecord] = ()
     is_gpu: bool = True
     rank: int | None = None
     ranks: int | None = None
@@ -335,6 +346,18 @@ class Capture:
         """Count the occurrences of each range, the most frequent first."""
         counts = Counter(self.texts[number] for number in self.ranges.name.tolist())
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+    def require_range(self, name: str, option: str) -> None:
+        """Raise a UsageError that lists ranges of similar names where there is none of this name."""
+        names = self.range_names()
+        if not names:
+            raise UsageError(f"{option} '{name}': the capture holds no ranges: annotate the program with NVTX ranges")
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=5, cutoff=0.4)
+            shown = list(dict.fromkeys([*near, *names]))[: max(8, len(near))]
+            rest = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
+            listed = ", ".join(f"'{choice}'" for choice in shown)
+            raise UsageError(f"{option} '{name}': the capture has no range of this name; it has {listed}{rest}")
 
     def configuration(self) -> dict[str, Any] | None:
         """Return the configuration that ``cs336sys nsys`` ran; None for a capture of another program."""

@@ -174,9 +174,9 @@ class _Loader:
         self.ranges, self.operations, self.modules = array("q"), array("q"), array("q")
         self.texts = Texts()
         self.processes: dict[Any, int] = {}
-        self.numbered = 0
-        self.collectives: dict[int, CollectiveRecord] = {}
-        self.called_collectives: dict[int, CollectiveRecord] = {}
+        self.collectives: list[CollectiveRecord] = []
+        # By the number of the operator that launched it.
+        self.called_collectives: dict[int, int] = {}
         self.foreign = self.program = ""
         self.peak_bytes: dict[int, int] = {}
         self.has_counters = False
@@ -246,11 +246,13 @@ class _Loader:
         is_gpu = len(work) > 0
         if not is_gpu:
             self._refuse_without_work(calls, unreadable)
-            work, calls = _operations_as_work(operations, DeviceWork.of(self.gloo), self.numbered)
+            work, calls = _operations_as_work(operations, DeviceWork.of(self.gloo))
             ranges.process[:] = _PROCESS
         else:
             # What Gloo's threads do is no work of the GPU.
             _give_work_its_process(work, calls)
+        for place in np.flatnonzero((work.collective < 0) & np.isin(work.operation, list(self.called_collectives))):
+            work.collective[place] = self.called_collectives[work.operation[place]]
         return Capture(
             "torch.profiler",
             self.texts.list,
@@ -260,7 +262,6 @@ class _Loader:
             operations,
             Ranges.of(self.modules),
             collectives=self.collectives,
-            called_collectives=self.called_collectives,
             is_gpu=is_gpu,
             peak_bytes=self.peak_bytes,
             unreadable=unreadable,
@@ -302,11 +303,16 @@ class _Loader:
             _column_value(int(arguments.get("device", 0))),
             self.texts.number(str(arguments.get("stream", thread))),
         )
-        self.numbered += 1
-        row = (self.numbered, start, stop, _PROCESS, correlation, self._name(event), gpu, stream, size, operation)
+        collective = self._collective(arguments)
+        row = (start, stop, _PROCESS, correlation, self._name(event), gpu, stream, size, operation, collective)
         self.work.extend(row)
-        if COLLECTIVE_ARGUMENT in arguments:
-            self.collectives[self.numbered] = _collective_record(arguments)
+
+    def _collective(self, arguments: Mapping[str, Any]) -> int:
+        """Return the number of a record of a collective; -1 for none."""
+        if COLLECTIVE_ARGUMENT not in arguments:
+            return -1
+        self.collectives.append(_collective_record(arguments))
+        return len(self.collectives) - 1
 
     def _add_operation(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
         arguments = event["args"]
@@ -323,8 +329,8 @@ class _Loader:
         number = _column_value(arguments.get("External id", arguments.get("external id")))
         sequence = _column_value(arguments.get("Sequence number"))
         self.operations.extend((number, start, stop, self.texts.number(thread), self._name(event), shape, sequence))
-        if COLLECTIVE_ARGUMENT in arguments and number >= 0:
-            self.called_collectives[number] = _collective_record(arguments)
+        if (collective := self._collective(arguments)) >= 0 and number >= 0:
+            self.called_collectives[number] = collective
 
     def _add_call(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
         correlation = _column_value(event["args"].get("correlation"))
@@ -340,11 +346,10 @@ class _Loader:
 
     def _add_gloo(self, event: Mapping[str, Any], name: str, start: int, stop: int, thread: str) -> None:
         """A collective of Gloo ran in a thread of its own, as one of NCCL does on a stream."""
-        self.numbered += 1
-        stream = self.texts.number(f"gloo {thread}")
-        self.gloo.extend((self.numbered, start, stop, _PROCESS, -1, self._name(event), 0, stream, -1, -1))
+        stream, number = self.texts.number(f"gloo {thread}"), len(self.collectives)
+        self.gloo.extend((start, stop, _PROCESS, -1, self._name(event), 0, stream, -1, -1, number))
         kind = collective_kind(name.removeprefix(_GLOO))
-        self.collectives[self.numbered] = CollectiveRecord(kind, bytes=collective_bytes(event["args"]))
+        self.collectives.append(CollectiveRecord(kind, bytes=collective_bytes(event["args"])))
 
     def _add_module(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
         if str(event.get("name", "")).startswith("nn.Module: "):
@@ -400,26 +405,26 @@ def _give_work_its_process(work: DeviceWork, calls: Calls) -> None:
         work.process[has_launch] = pairs[place, 1][has_launch]
 
 
-def _operations_as_work(operations: Operations, gloo: DeviceWork, numbered: int) -> tuple[DeviceWork, Calls]:
+def _operations_as_work(operations: Operations, gloo: DeviceWork) -> tuple[DeviceWork, Calls]:
     """Return the CPU's operations as work, each as long as it ran without those that it calls, and their launches.
 
     What an operation and those within it ran by themselves is laid end to end from the outermost one's start, so that
     all of it together covers just the time of the outermost.
     """
     nested = Nested(operations.start, operations.stop, operations.thread)
-    chosen = operations.select(nested.order)
-    is_outermost = nested.parent < 0
-    exclusive_ns = chosen.stop - chosen.start
-    np.subtract.at(exclusive_ns, nested.parent[~is_outermost], exclusive_ns[~is_outermost].copy())
-    exclusive_ns = np.maximum(exclusive_ns, 0)
+    is_inner = nested.parent >= 0
+    exclusive_ns = operations.stop - operations.start
+    np.subtract.at(exclusive_ns, nested.parent[is_inner], (operations.stop - operations.start)[is_inner])
+    chosen, is_outermost = operations.select(nested.order), ~is_inner[nested.order]
+    exclusive_ns = np.maximum(exclusive_ns, 0)[nested.order]
     ends = np.cumsum(exclusive_ns)
     begins = ends - exclusive_ns
     shift = (chosen.start - begins)[is_outermost][np.cumsum(is_outermost) - 1]
     count = len(chosen)
     none, process, gpu = np.full(count, -1), np.full(count, _PROCESS), np.zeros(count, np.int64)
-    numbers = numbered + 1 + np.arange(count)
+    numbers = np.arange(count)
     times = begins + shift, ends + shift
-    work = DeviceWork(numbers, *times, process, numbers, chosen.name, gpu, chosen.thread, none, chosen.number)
+    work = DeviceWork(*times, process, numbers, chosen.name, gpu, chosen.thread, none, chosen.number, none)
     launches = Calls(process, numbers, chosen.start, chosen.start, chosen.thread, none)
     return DeviceWork.joined(work, gloo), launches
 

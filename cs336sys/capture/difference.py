@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cs336sys.capture.analysis import Analysis, KernelGroup
-from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
+from cs336sys.capture.breakdown import IDLE_PARTS
 from cs336sys.capture.taxonomy import short_name
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import SAME_PERCENT, compare_sides, difference
@@ -106,18 +106,15 @@ def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
     else:
         keys = (lambda group: (short_name(group.name),),)
     pairs = _pair_by_keys(before.kernels, after.kernels, keys)
-    steps = len(before.step_ms), len(after.step_ms)
-    changes = [_kernel_change(pair, steps, before.mean_step_ms) for pair in pairs]
     totals = before.mean_step_ms, after.mean_step_ms
     if alike:
-        parts = [part for part in (*IDLE_PARTS, StepPart.WAITING) if part in before.parts or part in after.parts]
         # Waiting for ranks is part of the collectives' own time.
-        changes += [_part_change(part, before, after) for part in parts if part != StepPart.WAITING]
+        parts = [part for part in IDLE_PARTS if part in before.parts or part in after.parts]
+        pairs += [([_as_group(before, part)], [_as_group(after, part)]) for part in parts]
     else:
-        sums = [
-            sum(sum(group.own_ms) for group in analysis.kernels) / len(analysis.step_ms) for analysis in (before, after)
-        ]
-        totals = sums[0], sums[1]
+        totals = before.mean_kernel_ms, after.mean_kernel_ms
+    steps = len(before.step_ms), len(after.step_ms)
+    changes = [_change(pair, steps, before.mean_step_ms) for pair in pairs]
     changes.sort(key=lambda change: -abs(change.delta_ms))
     return CaptureDifference(*totals, not alike, tuple(changes))
 
@@ -143,7 +140,13 @@ def _pair_by_keys(
     return [*pairs, *(([group], []) for group in unpaired[0]), *(([], [group]) for group in unpaired[1])]
 
 
-def _kernel_change(sides: _Pair, steps: tuple[int, int], mean_step_ms: float) -> TimeChange:
+def _as_group(analysis: Analysis, part: str) -> KernelGroup:
+    """Return a part of the steps like a kernel that never ran."""
+    none = (0,) * len(analysis.step_ms)
+    return KernelGroup(part, "", "", "", "", none, none, analysis.parts.get(part, none))
+
+
+def _change(sides: _Pair, steps: tuple[int, int], mean_step_ms: float) -> TimeChange:
     step_ms = [_summed((group.own_ms for group in groups), count) for groups, count in zip(sides, steps, strict=True)]
     counts = [sum(sum(group.count) for group in groups) for groups in sides]
     lengths = [sum(sum(group.ms) for group in groups) for groups in sides]
@@ -163,7 +166,7 @@ def _kernel_change(sides: _Pair, steps: tuple[int, int], mean_step_ms: float) ->
     example = (sides[0] or sides[1])[0]
     return TimeChange(
         label=label,
-        is_kernel=True,
+        is_kernel=bool(example.kind),
         kind=example.kind,
         module=example.module,
         operator=example.operator,
@@ -180,19 +183,8 @@ def _kernel_change(sides: _Pair, steps: tuple[int, int], mean_step_ms: float) ->
     )
 
 
-def _part_change(part: str, before: Analysis, after: Analysis) -> TimeChange:
-    step_ms = [list(analysis.parts.get(part, (0.0,) * len(analysis.step_ms))) for analysis in (before, after)]
-    verdict, low, high = _judged(step_ms[0], step_ms[1], before.mean_step_ms)
-    means = [sum(values) / len(values) for values in step_ms]
-    return TimeChange(part, False, "", "", "", "", verdict, means[0], means[1], low, high)
-
-
 def _summed(rows: Iterable[Sequence[float]], steps: int) -> list[float]:
-    totals = [0.0] * steps
-    for row in rows:
-        for number, value in enumerate(row):
-            totals[number] += value
-    return totals
+    return [sum(values) for values in zip(*rows, strict=True)] or [0.0] * steps
 
 
 def _judged(before: Sequence[float], after: Sequence[float], step_ms: float) -> tuple[Verdict, float, float]:

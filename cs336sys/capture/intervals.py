@@ -1,7 +1,5 @@
 """Arithmetic of intervals of time: unions, how much of one lies in another, the innermost around an instant."""
 
-from itertools import pairwise
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +12,19 @@ def own_shares(start: Times, stop: Times) -> tuple[Times, Times]:
     begin = start.copy()
     begin[1:] = np.maximum(start[1:], reached[:-1])
     return begin, np.maximum(stop, begin)
+
+
+def first_rows(keys: Times, numbers: Times) -> Times:
+    """Return for each number the first row that has it as its key; -1 for none, and for numbers below 0."""
+    order = np.append(np.argsort(keys, kind="stable"), -1)
+    place = np.searchsorted(keys[order[:-1]], numbers)
+    return np.where((np.append(keys, -1)[order[place]] == numbers) & (numbers >= 0), order[place], -1)
+
+
+def containing(windows: Times, times: Times) -> Times:
+    """Return which of some windows, (windows, 2) in their order, each instant lies in; -1 for none."""
+    place = np.searchsorted(windows[:, 0], times, side="right") - 1
+    return np.where((place >= 0) & (times < windows[np.maximum(place, 0), 1]), place, -1)
 
 
 class Cover:
@@ -51,35 +62,33 @@ class Nested:
     """Intervals of threads that lie in each other or apart, as calls do.
 
     Attributes:
-        order: the number of each in the arguments, by thread and begin.
-        parent: of each in the order of thread and begin, the number of the one around it; -1 for none.
+        order: the numbers of the intervals by thread and begin; of those that begin together, the longest first.
+        parent: of each, the number of the one around it; -1 for none.
     """
 
     def __init__(self, start: Times, stop: Times, thread: Times):
         self.order = np.lexsort((-stop, start, thread))
-        self._start, self._stop, thread = start[self.order], stop[self.order], thread[self.order]
-        parents = np.full(len(thread), -1)
+        self._start, self._stop, self._thread = start, stop, thread
+        self.parent = np.full(len(start), -1)
         around: list[int] = []
-        of, begins, ends = thread.tolist(), self._start.tolist(), self._stop.tolist()
-        for number in range(len(ends)):
+        of, begins, ends = thread.tolist(), start.tolist(), stop.tolist()
+        for number in self.order.tolist():
             while around and (of[around[-1]] != of[number] or ends[around[-1]] <= begins[number]):
                 around.pop()
-            parents[number] = around[-1] if around else -1
+            if around:
+                self.parent[number] = around[-1]
             around.append(number)
-        self.parent = parents
-        numbers, first = (array.tolist() for array in np.unique(thread, return_index=True))
-        self._bounds = dict(zip(numbers, pairwise([*first, len(thread)]), strict=True))
 
     def innermost(self, time: Times, thread: Times) -> Times:
-        """The number of the innermost interval of the thread around each instant; -1 for none."""
+        """Return the number of the innermost interval of the thread around each instant; -1 for none."""
         innermost = np.full(len(time), -1)
         for thread_number in np.unique(thread).tolist():
-            if thread_number not in self._bounds:
+            of_thread = self.order[self._thread[self.order] == thread_number]
+            if not len(of_thread):
                 continue
-            low, high = self._bounds[thread_number]
             chosen = np.flatnonzero(thread == thread_number)
-            at = np.searchsorted(self._start[low:high], time[chosen], side="right") + low - 1
-            at[at < low] = -1
+            place = np.searchsorted(self._start[of_thread], time[chosen], side="right") - 1
+            at = np.where(place >= 0, of_thread[place], -1)
             while np.any(ended := (at >= 0) & (self._stop[at] < time[chosen])):
                 at[ended] = self.parent[at[ended]]
             innermost[chosen] = at

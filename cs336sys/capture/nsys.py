@@ -116,8 +116,8 @@ _IN_TIME = f'start >= {-LATEST_NS} AND "end" >= start AND "end" <= {LATEST_NS}'
 _VERSION = re.compile(r"_V\d+$")
 
 # CUpti_ActivityMemcpyKind
-_COPY_NAMES = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 5: "AtoA", 6: "AtoD", 7: "DtoA", 8: "DtoD", 9: "HtoH"}
-_COPY_NAMES[10] = "PtoP"
+_COPY_KINDS = ("HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
+_COPY_NAMES = {number: f"Memcpy {kind}" for number, kind in enumerate(_COPY_KINDS, 1)}
 
 # NVTX_EVENTS.eventType of ranges: push/pop, start/end.
 _RANGE_EVENTS = (59, 60)
@@ -171,19 +171,13 @@ class _Export:
             UsageError: something that is needed is missing.
         """
         self._require_recorded()
-        names = {"demangledName", "shortName"} & self._columns[_KERNELS]
-        if not names:
-            self._require_columns(_KERNELS, "demangledName")
-        tables = [self._work(_KERNELS, "demangledName" if "demangledName" in names else "shortName")]
-        if _COPIES in self._columns:
-            self._require_columns(_COPIES, "copyKind")
-            tables.append(
-                self._work(_COPIES, "copyKind", {kind: f"Memcpy {text}" for kind, text in _COPY_NAMES.items()})
-            )
-        if _FILLS in self._columns:
-            tables.append(self._work(_FILLS, "0", {0: "Memset"}))
-        work = DeviceWork.joined(*tables)
-        work.number[:] = np.arange(1, len(work) + 1)
+        is_short = "demangledName" not in self._columns[_KERNELS] and "shortName" in self._columns[_KERNELS]
+        sources: tuple[tuple[str, str, Mapping[int, str] | None], ...] = (
+            (_KERNELS, "shortName" if is_short else "demangledName", None),
+            (_COPIES, "copyKind", _COPY_NAMES),
+            (_FILLS, "0", {0: "Memset"}),
+        )
+        work = DeviceWork.joined(*(self._work(*source) for source in sources if source[0] in self._columns))
         calls, ranges = self._calls(), self._ranges()
         gpu_names = {}
         if _GPUS in self._columns and {"id", "name"} <= self._columns[_GPUS]:
@@ -212,15 +206,18 @@ class _Export:
         rows = self._report.execute(f"SELECT id, value FROM {_STRINGS} WHERE id IN ({ids})")
         return {number: str(text) for number, text in rows}
 
-    def _work(self, kind: str, name: str, names: Mapping[int, str] | None = None) -> DeviceWork:
-        table = self._require_columns(kind, "start", "end", "globalPid", "correlationId")
+    def _work(self, kind: str, name: str, names: Mapping[int, str] | None) -> DeviceWork:
+        """Return the work of a table; where no names are listed, the report names it."""
+        table = self._require_columns(
+            kind, "start", "end", "globalPid", "correlationId", *([name] if name != "0" else [])
+        )
         present = self._columns[kind]
         gpu, stream, size = (
             f"coalesce({column}, {other})" if column in present else other
             for column, other in (("deviceId", "0"), ("streamId", "0"), ("bytes", "-1"))
         )
         process = _PROCESS.format(column="globalPid")
-        columns = ("0", "start", '"end"', process, "coalesce(correlationId, -1)", name, gpu, stream, size, "-1")
+        columns = ("start", '"end"', process, "coalesce(correlationId, -1)", name, gpu, stream, size, "-1", "-1")
         work = DeviceWork.of(self._rows(table, columns))
         text_of = self._strings(f"SELECT {name} FROM {table}") if names is None else names
         streams = {number: str(number) for number in np.unique(work.stream).tolist()}

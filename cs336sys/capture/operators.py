@@ -6,18 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cs336sys.accounting.hardware import Ceilings, datasheet, peak_tflops
-from cs336sys.capture.capture import Operations
+from cs336sys.capture.capture import tensors_of
 
-_BYTES = {
-    **dict.fromkeys(("double", "long", "long int", "int64"), 8),
-    **dict.fromkeys(("float", "int"), 4),
-    **dict.fromkeys(("c10::Half", "c10::BFloat16", "short"), 2),
-    **dict.fromkeys(("bool", "unsigned char", "signed char", "c10::Float8_e4m3fn", "c10::Float8_e5m2"), 1),
-}
 _PRECISION = {"float": "fp32", "c10::Half": "fp16", "c10::BFloat16": "bf16"}
 
 
@@ -62,19 +53,15 @@ def operator_work(operator: str, shape: str) -> OperatorWork | None:
         sizes, types = json.loads(shape)
         is_pointwise = operator.startswith(_POINTWISE)
         flops, output = (0, 0) if is_pointwise else _flops_and_output(operator.removeprefix("aten::"), sizes)
+        # Numbers have no size.
+        tensors = tensors_of([size or None for size in sizes], types)
     except (ValueError, TypeError, IndexError, KeyError, AttributeError):
         return None
-    widths = [_BYTES.get(str(dtype)) for dtype in types]
-    tensors = [(size, width) for size, width in zip(sizes, widths, strict=False) if width and _is_size(size)]
     if not tensors:
         return None
-    dtype = next((str(dtype) for dtype, width in zip(types, widths, strict=False) if width), "")
-    moved = sum(math.prod(size) * width for size, width in tensors) + output * tensors[0][1]
+    dtype, _, width = tensors[0]
+    moved = sum(count * width for _, count, width in tensors) + output * width
     return OperatorWork(float(flops), float(moved), _PRECISION.get(dtype))
-
-
-def _is_size(size: Any) -> bool:
-    return isinstance(size, list) and bool(size) and all(isinstance(extent, int) and extent >= 0 for extent in size)
 
 
 def _flops_and_output(name: str, sizes: Sequence[Any]) -> tuple[int, int]:
@@ -129,13 +116,3 @@ def roofline(work: OperatorWork, seconds: float, gpu_name: str, ceilings: Ceilin
     computing_s, moving_s = work.flops / (tflops or 1.0) / 1e12, work.bytes / bytes_per_s
     bound = "FLOPs" if computing_s >= moving_s else "bytes"
     return Roofline(100 * max(computing_s, moving_s) / seconds, bound, source)
-
-
-def called_operators(operations: Operations, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each number of an operator which row it is, the first of those that have it; -1 for none."""
-    order = np.argsort(operations.number, kind="stable")
-    keys = operations.number[order]
-    if not len(keys):
-        return np.full(len(numbers), -1)
-    place = np.minimum(np.searchsorted(keys, numbers), len(keys) - 1)
-    return np.where((keys[place] == numbers) & (numbers >= 0), order[place], -1)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.capture.analysis import Analysis, step_of
-from cs336sys.capture.breakdown import IDLE_PARTS, Breakdown, StepPart
+from cs336sys.capture.analysis import Analysis
+from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
 from cs336sys.capture.capture import RECEIVE, SEND, SEND_RECEIVE, SYNCHRONIZING, SavedRecord
-from cs336sys.capture.intervals import Cover, Times
+from cs336sys.capture.intervals import Times
 from cs336sys.capture.timeline import Timeline
 
 # A line through fewer points is no drift but noise.
@@ -99,7 +99,7 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
     waiting = tuple(np.full(len(chosen), -1) for chosen in index)
     aligned = [clocks.aligned(rank, times) for rank, times in enumerate(starts)]
     late_ms = [np.zeros(len(timeline.steps.bounds)) for timeline in timelines]
-    steps = [step_of(timeline, times) for timeline, times in zip(timelines, starts, strict=True)]
+    steps = [timeline.step_of(times) for timeline, times in zip(timelines, starts, strict=True)]
     spreads = []
     is_joining = set(joining)
     for collective in places:
@@ -150,7 +150,7 @@ def _matched(
     places_of: dict[tuple, list[Place]] = defaultdict(list)
     is_numbered = is_ordered = is_without_peers = False
     for rank, timeline in enumerate(timelines):
-        steps = step_of(timeline, timeline.start[timeline.collectives.index])
+        steps = timeline.step_of(timeline.start[timeline.collectives.index])
         counts: Counter[tuple] = Counter()
         for place, record in enumerate(timeline.collectives.records):
             is_sent = record.kind in (SEND, RECEIVE, SEND_RECEIVE)
@@ -235,18 +235,6 @@ def _align(ranks: int, places: Sequence[tuple[Place, ...]], stops: Sequence[Time
         weight = np.minimum(1.0, typical / np.maximum(np.abs(residual), 1e-9))
     error = float(np.percentile(np.abs(residual), 95))
     return Clocks(origin, solution[:ranks], solution[ranks:] / scale, error)
-
-
-def exposed_waiting(timeline: Timeline, breakdown: Breakdown, waiting_ns: Times) -> list[float]:
-    """The ms of each step in which a rank did nothing but wait for another in a collective."""
-    start = timeline.start[timeline.collectives.index]
-    waits = Cover(start, start + np.maximum(waiting_ns, 0))
-    begin, end, _ = breakdown.exposed.T
-    step = step_of(timeline, begin)
-    inside = step >= 0
-    waited = waits.within(begin, end)[inside]
-    totals = np.bincount(step[inside], weights=waited, minlength=len(timeline.steps.bounds))
-    return (totals / 1e6).tolist()
 
 
 # One-sided, over all ranks: of so many trainings without a straggler one is said to have one.

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cs336sys.capture.analysis import Analysis, analyze, collective_times, with_waiting
-from cs336sys.capture.breakdown import break_down
+from cs336sys.capture.analysis import Analysis, analyze
 from cs336sys.capture.capture import FILE_BYTES, Capture, group_ranks
 from cs336sys.capture.chrome_trace import GZIP_MAGIC, UTF16_MARKS, ZIP_MAGIC, read_chrome_trace
 from cs336sys.capture.nsys import REPORT_SUFFIXES, export, read_nsys_database
-from cs336sys.capture.ranks import RanksAnalysis, exposed_waiting, match_ranks
+from cs336sys.capture.ranks import RanksAnalysis, match_ranks
 from cs336sys.capture.timeline import Timeline, timelines
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.measure.diagnosis.profilers import find_nsys
@@ -79,12 +78,14 @@ class Read:
     Attributes:
         analyses: of each GPU; of several ranks in their order.
         timelines: of the same.
+        capture: the first file.
         ranks: what they say together; None for a single GPU, or where no collectives match.
         notes: how ranks were told apart.
     """
 
     analyses: tuple[Analysis, ...]
     timelines: tuple[Timeline, ...]
+    capture: Capture
     ranks: RanksAnalysis | None
     notes: tuple[str, ...]
 
@@ -138,18 +139,15 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
     ranks = match_ranks(gpu_timelines, missing) if len(rank_captures) > 1 else None
     analyses = []
     for number, (path, capture, timeline, _) in enumerate(rank_captures):
-        breakdown = break_down(timeline)
-        analysis = analyze(capture, timeline, path, labels[number], breakdown)
-        if ranks is not None:
-            waiting = ranks.waiting_ns[number]
-            collectives = collective_times(timeline, waiting, len(rank_captures))
-            analysis = replace(analysis, step_numbers=ranks.step_numbers[number], collectives=collectives)
-            if not ranks.matching.why_no_waits:
-                analysis = with_waiting(analysis, exposed_waiting(timeline, breakdown, waiting))
-        analyses.append(analysis)
+        if ranks is None:
+            analyses.append(analyze(capture, timeline, path, labels[number]))
+            continue
+        waiting_ns = None if ranks.matching.why_no_waits else ranks.waiting_ns[number]
+        analysis = analyze(capture, timeline, path, labels[number], waiting_ns, len(rank_captures))
+        analyses.append(replace(analysis, step_numbers=ranks.step_numbers[number]))
     if len(rank_captures) > 1 and ranks is None:
         notes = (*notes, "no collectives that join ranks are on more than one rank, so that nobody can say who waited")
-    return Read(tuple(analyses), gpu_timelines, ranks, notes)
+    return Read(tuple(analyses), gpu_timelines, rank_captures[0][1], ranks, notes)
 
 
 RankCapture = tuple[Path, Capture, Timeline, int]

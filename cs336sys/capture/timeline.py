@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs336sys.capture.capture import (
-    Calls,
     Capture,
     CollectiveRecord,
     Damage,
@@ -18,10 +17,8 @@ from cs336sys.capture.capture import (
     collective_kind,
     is_waiting_call,
 )
-from cs336sys.capture.intervals import Nested, Times
-from cs336sys.capture.operators import called_operators
+from cs336sys.capture.intervals import Nested, Times, containing, first_rows
 from cs336sys.capture.taxonomy import Category, category_of
-from cs336sys.errors import UsageError, choose_from
 from cs336sys.measure.range_names import STEP, STEP_PHASES, WARM_UP
 
 Indices = NDArray[np.int64]
@@ -87,7 +84,7 @@ class Timeline:
     Attributes:
         start, stop: of each.
         name, stream, operator, shape: numbers of texts; -1 for none. ``module`` likewise, of modules.
-        launched: when its API call began; -1 where that was not recorded.
+        launched, thread: when and on which thread its API call began; -1 where that was not recorded.
         waits: (calls, 2) begin and end of calls that wait for the GPU; ``wait_names`` of each.
         loading: (ranges, 2) times in which the program waits for its next batch.
         class_of: computing, communicating or copying, by the number of a name.
@@ -100,6 +97,7 @@ class Timeline:
     name: Indices
     stream: Indices
     launched: Times
+    thread: Indices
     module: Indices
     operator: Indices
     shape: Indices
@@ -116,6 +114,24 @@ class Timeline:
     @property
     def work_class(self) -> NDArray[np.int8]:
         return self.class_of[self.name]
+
+    def step_of(self, times: Times) -> Indices:
+        """Return the step in which each instant lies; -1 for none."""
+        return containing(self.steps.bounds, times)
+
+    def launched_in(self, ranges: Ranges, *, same_thread: bool = False) -> Indices:
+        """Return the number of the innermost range that was open when each work was launched; -1 for none.
+
+        Ranges of other processes count for nothing, and with ``same_thread`` neither do those of other threads.
+        """
+        of_process = np.flatnonzero(ranges.process == self.process)
+        rows = ranges.select(of_process)
+        range_thread, thread = (
+            (rows.thread, self.thread) if same_thread else (rows.process, 0 * self.thread + self.process)
+        )
+        innermost = Nested(rows.start, rows.stop, range_thread).innermost(self.launched, thread)
+        innermost[self.launched < 0] = -1
+        return np.append(of_process, -1)[innermost]
 
 
 def timelines(capture: Capture, step: str | None = None) -> list[Timeline]:
@@ -145,22 +161,19 @@ def _timeline(capture: Capture, chosen: Indices, step: str | None) -> Timeline:
     calls, operations = capture.calls, capture.operations
     process, gpu = int(work.process[0]), int(work.gpu[0])
     launched, thread = (column[chosen] for column in capture.launches())
-    operator = called_operators(operations, work.operation)
+    operator = first_rows(operations.number, work.operation)
     # Where its launch was not recorded, it was launched in its operator.
     is_lost = (capture.launch[chosen] < 0) & (operator >= 0)
     launched[is_lost], thread[is_lost] = operations.start[operator[is_lost]], operations.thread[operator[is_lost]]
-    module, modules = _modules(capture, process, launched, thread)
     waits = calls.select((calls.process == process) & capture.is_named(calls.name, is_waiting_call))
+    waits = waits.select(np.argsort(waits.start, kind="stable"))
     ranges = capture.ranges.select(capture.ranges.process == process)
     loading = ranges.select(capture.is_named(ranges.name, _LOADER_NAME.search))
+    loading = loading.select(np.argsort(loading.start, kind="stable"))
     class_of = np.zeros(len(capture.texts), np.int8)
     for number in np.unique(work.name).tolist():
         class_of[number] = _class_of(capture.texts[number])
-    operator_name, shape = np.full(len(work), -1), np.full(len(work), -1)
-    if len(operations):
-        operator_name, shape = (
-            np.where(operator >= 0, column[operator], -1) for column in (operations.name, operations.shape)
-        )
+    none = np.full(len(work), -1)
     timeline = Timeline(
         gpu=gpu,
         process=process,
@@ -169,18 +182,21 @@ def _timeline(capture: Capture, chosen: Indices, step: str | None) -> Timeline:
         name=work.name,
         stream=work.stream,
         launched=launched,
-        module=module,
-        operator=operator_name,
-        shape=shape,
+        thread=thread,
+        module=none,
+        operator=np.append(operations.name, -1)[operator],
+        shape=np.append(operations.shape, -1)[operator],
         bytes=work.bytes,
         texts=capture.texts,
-        modules=modules,
+        modules=(),
         class_of=class_of,
-        waits=_interval_pairs(waits),
-        wait_names=[capture.texts[number] for number in waits.name[np.argsort(waits.start, kind="stable")].tolist()],
-        loading=_interval_pairs(loading),
+        waits=np.column_stack((waits.start, waits.stop)),
+        wait_names=[capture.texts[number] for number in waits.name.tolist()],
+        loading=np.column_stack((loading.start, loading.stop)),
         collectives=_collectives(capture, work, class_of),
     )
+    module, modules = _modules(capture, timeline) if len(capture.modules) else _range_names(capture, timeline)
+    timeline = replace(timeline, module=module, modules=modules)
     return replace(timeline, steps=whole_steps(_find_steps(capture, timeline, step), timeline, capture.damage))
 
 
@@ -190,69 +206,48 @@ def _class_of(name: str) -> int:
     return COMMUNICATING if category_of(name) == Category.COMMUNICATION else COMPUTING
 
 
-def _interval_pairs(rows: Calls | Ranges) -> Times:
-    order = np.argsort(rows.start, kind="stable")
-    return np.column_stack((rows.start[order], rows.stop[order]))
+def _range_names(capture: Capture, timeline: Timeline) -> tuple[Indices, Sequence[str]]:
+    """Return the innermost range of the launching thread of each kernel, else its phase, which any thread is in."""
+    ranges = capture.ranges
+    ranges = ranges.select(
+        ~capture.is_named(ranges.name, lambda text: _NO_MODULE.match(text) or _LOADER_NAME.search(text))
+    )
+    phases = ranges.select(capture.is_named(ranges.name, STEP_PHASES.__contains__))
+    name, phase = (
+        np.append(rows.name, -1)[timeline.launched_in(rows, same_thread=rows is ranges)] for rows in (ranges, phases)
+    )
+    return np.where(name >= 0, name, phase), capture.texts
 
 
-def _modules(capture: Capture, process: int, launched: Times, thread: Indices) -> tuple[Indices, list[str]]:
-    """Return the module that launched each kernel, in the backward pass the one of its forward operator.
-
-    Where modules were not recorded, the innermost range of the launching thread.
-    """
-    has_modules = len(capture.modules) > 0
+def _modules(capture: Capture, timeline: Timeline) -> tuple[Indices, Sequence[str]]:
+    """Return the module that launched each kernel, in the backward pass the one of its forward operator."""
     rows = capture.modules
-    if not has_modules:
-        rows = capture.ranges.select(capture.ranges.process == process)
-        rows = rows.select(
-            ~capture.is_named(rows.name, lambda text: _NO_MODULE.match(text) or _LOADER_NAME.search(text))
-        )
-        # Phases are open for every thread.
-        phases = rows.select(capture.is_named(rows.name, STEP_PHASES.__contains__))
-        for other in np.unique(thread[thread >= 0]).tolist():
-            elsewhere = phases.select(phases.thread != other)
-            elsewhere.thread[:] = other
-            rows = Ranges.joined(rows, elsewhere)
-    if not len(rows):
-        return np.full(len(launched), -1), []
     nested = Nested(rows.start, rows.stop, rows.thread)
-    innermost = nested.innermost(launched, thread)
-    if has_modules:
-        forward_time, forward_thread = _forward_times(capture, launched, thread)
-        is_backward = (innermost < 0) & (forward_time >= 0)
-        innermost[is_backward] = nested.innermost(forward_time[is_backward], forward_thread[is_backward])
-    names = [capture.texts[name] for name in rows.name[nested.order].tolist()]
+    innermost = nested.innermost(timeline.launched, timeline.thread)
+    forward = _forward_operations(capture, timeline)
+    is_backward = (innermost < 0) & (forward >= 0)
+    operations = capture.operations.select(forward[is_backward])
+    innermost[is_backward] = nested.innermost(operations.start, operations.thread)
     labels: dict[str, int] = {}
     label_of = np.full(len(rows) + 1, -1)
     for number in np.unique(innermost[innermost >= 0]).tolist():
-        label = names[number]
-        if has_modules:
-            calls = [names[nested.parent[number]]] if nested.parent[number] >= 0 else []
-            label = ".".join(_INSTANCE.sub("", name.removeprefix("nn.Module: ")) for name in (*calls, label))
-        label_of[number] = labels.setdefault(label, len(labels))
+        calls = [place for place in (nested.parent[number], number) if place >= 0]
+        names = [capture.texts[rows.name[place]].removeprefix("nn.Module: ") for place in calls]
+        label_of[number] = labels.setdefault(".".join(_INSTANCE.sub("", name) for name in names), len(labels))
     return label_of[innermost], list(labels)
 
 
-def _forward_times(capture: Capture, launched: Times, thread: Indices) -> tuple[Times, Indices]:
-    """Return time and thread of the forward operator of each kernel of the backward pass; -1 for none."""
-    time, thread_of_forward = np.full(len(launched), -1), np.full(len(launched), -1)
-    operations = capture.operations.select(capture.operations.sequence >= 0)
+def _forward_operations(capture: Capture, timeline: Timeline) -> Indices:
+    """Return the number of the forward operator of each kernel of the backward pass; -1 for none."""
+    operations = capture.operations
     is_backward = capture.is_named(operations.name, lambda text: "backward" in text.lower())
-    backward, forward = operations.select(is_backward), operations.select(~is_backward)
-    if not len(backward) or not len(forward):
-        return time, thread_of_forward
+    backward = operations.select(is_backward & (operations.sequence >= 0))
     nested = Nested(backward.start, backward.stop, backward.thread)
-    innermost = nested.innermost(launched, thread)
-    is_inside = innermost >= 0
-    sequence = backward.sequence[nested.order[innermost[is_inside]]]
+    sequence = np.append(backward.sequence, -1)[nested.innermost(timeline.launched, timeline.thread)]
     # Of an operator and those that it calls, all of one number, the outermost began first.
-    order = np.lexsort((forward.start, forward.sequence))
-    place = np.minimum(np.searchsorted(forward.sequence[order], sequence), len(order) - 1)
-    first = order[place]
-    matches = forward.sequence[first] == sequence
-    time[is_inside] = np.where(matches, forward.start[first], -1)
-    thread_of_forward[is_inside] = np.where(matches, forward.thread[first], -1)
-    return time, thread_of_forward
+    forward = np.flatnonzero(~is_backward)
+    forward = forward[np.argsort(operations.start[forward], kind="stable")]
+    return np.append(forward, -1)[first_rows(operations.sequence[forward], sequence)]
 
 
 def _collectives(capture: Capture, work: DeviceWork, class_of: NDArray[np.int8]) -> Collectives:
@@ -260,29 +255,22 @@ def _collectives(capture: Capture, work: DeviceWork, class_of: NDArray[np.int8])
     is_call = capture.is_named(work.name, lambda text: text.startswith(("c10d::", "record_param")))
     index = np.flatnonzero((class_of[work.name] == COMMUNICATING) & ~is_call)
     records = [
-        capture.collectives.get(number)
-        or capture.called_collectives.get(operation)
-        or CollectiveRecord(collective_kind(capture.texts[name]))
-        for number, operation, name in zip(
-            work.number[index].tolist(), work.operation[index].tolist(), work.name[index].tolist(), strict=True
-        )
+        capture.collectives[number] if number >= 0 else CollectiveRecord(collective_kind(capture.texts[name]))
+        for number, name in zip(work.collective[index].tolist(), work.name[index].tolist(), strict=True)
     ]
     return Collectives(index, records)
 
 
 def _find_steps(capture: Capture, timeline: Timeline, range_name: str | None) -> Steps:
-    names = capture.range_names()
     if range_name is not None:
-        if range_name not in names:
-            raise UsageError(
-                f"--step '{range_name}': the capture has no range of this name: {choose_from(range_name, names)}"
-            )
+        capture.require_range(range_name, "--step")
         return _by_ranges(capture, timeline, range_name.__eq__, f"the ranges '{range_name}'")
-    if STEP in names and (steps := _by_ranges(capture, timeline, STEP.__eq__, "the ranges 'step'")).are_found:
-        return steps
-    if any(PROFILER_STEP.match(name) for name in names):
-        steps = _by_ranges(capture, timeline, PROFILER_STEP.match, "those that torch.profiler was told of")
-        if steps.are_found:
+    tests: tuple[tuple[Callable[[str], Any], str], ...] = (
+        (STEP.__eq__, "the ranges 'step'"),
+        (PROFILER_STEP.match, "those that torch.profiler was told of"),
+    )
+    for is_step, definition in tests:
+        if (steps := _by_ranges(capture, timeline, is_step, definition)).are_found:
             return steps
     whole = np.array([[timeline.start[0], timeline.stop.max()]])
     definition = "none was found, the capture as a whole; --step NAME chooses ranges"
@@ -356,15 +344,18 @@ def whole_steps(steps: Steps, timeline: Timeline, damage: Damage) -> Steps:
     is_little = len(unlaunched) <= _LITTLE * len(timeline.start)
     if not steps.are_found or not count:
         return replace(steps, hides_idle_time=damage.hides_times or not is_little)
-    times = damage.lost[damage.lost[:, 0] == timeline.process][:, 1]
+    lost = damage.lost[damage.lost[:, 0] == timeline.process][:, 1]
     if len(steps.ranges):
         # What is launched between two ranges delays the next.
         begins, ends = np.append(steps.ranges[0, 0], steps.ranges[:-1, 1]), steps.ranges[:, 1]
     else:
-        begins = np.array([_first_launch(timeline, begin, end) for begin, end in steps.bounds.tolist()])
+        launches = [timeline.launched[slice(*np.searchsorted(timeline.start, step))] for step in steps.bounds]
+        firsts = zip(launches, steps.bounds[:, 1].tolist(), strict=True)
+        begins = np.array([launched[launched >= 0].min(initial=end) for launched, end in firsts])
         ends = np.append(begins[1:], steps.bounds[-1, 1])
-    is_lossy = _hold(np.column_stack((begins, ends)), times)
-    is_unlaunched = _hold(steps.bounds, unlaunched)
+    places = np.arange(count)
+    is_lossy = np.isin(places, containing(np.column_stack((begins, ends)), lost))
+    is_unlaunched = np.isin(places, containing(steps.bounds, unlaunched))
     if not is_little or not np.all(is_unlaunched | np.append(False, is_unlaunched[:-1])):
         is_lossy |= is_unlaunched
     inside = np.searchsorted(timeline.start, steps.bounds)
@@ -394,21 +385,6 @@ def whole_steps(steps: Steps, timeline: Timeline, damage: Damage) -> Steps:
     numbers = tuple(steps.number(place) for place in np.flatnonzero(is_kept).tolist())
     ranges = steps.ranges[is_kept] if len(steps.ranges) else steps.ranges
     return replace(steps, bounds=steps.bounds[is_kept], numbers=numbers, ranges=ranges, left_out=tuple(sentences))
-
-
-def _first_launch(timeline: Timeline, begin: int, end: int) -> int:
-    low, high = np.searchsorted(timeline.start, [begin, end])
-    launched = timeline.launched[low:high]
-    return int(launched[launched >= 0].min(initial=end))
-
-
-def _hold(windows: Times, times: Times) -> NDArray[np.bool_]:
-    """Return which of some windows, in their order, hold an instant."""
-    result = np.zeros(len(windows), bool)
-    place = np.searchsorted(windows[:, 0], times, side="right") - 1
-    inside = (place >= 0) & (times < windows[np.maximum(place, 0), 1])
-    result[place[inside]] = True
-    return result
 
 
 def _step_list(steps: Steps, places: Indices) -> str:

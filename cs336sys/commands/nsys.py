@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,10 +16,6 @@ from cs336sys.commands.options.reading import choice, refuse_given, split_list
 from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import PROFILERS, ProfileWorkload, Workload
-
-if TYPE_CHECKING:
-    from cs336sys.capture.analysis import Analysis
-    from cs336sys.capture.summary import Profile
 
 # What can be asked of a report; everything else says what to run.
 _OF_REPORTS = ("source", "range_names", "top", "full_names", "plot", *(field.name for field in fields(OutputOptions)))
@@ -71,11 +67,9 @@ def nsys(
     from cs336sys.report.bench import bench_plan
 
     output.check(plot=profiling.plot)
-    if len(source) > 1:
-        raise UsageError(f"--from: one report is read at a time, not {len(source)}; run the command for each of them")
     if source:
         refuse_given(ctx, [name for name in ctx.params if name not in _OF_REPORTS], "--from reads a report")
-        _show_report(source[0], range_names, profiling, output)
+        _show_report(source, range_names, profiling, output)
         return
     refuse_given(ctx, ["range_names"], "a run has its own phases, other ranges are chosen with --from")
     if compare_precision:
@@ -121,40 +115,30 @@ def _profile(
     )
 
 
-def _show_report(source: Path, range_names: Sequence[str], profiling: ProfilerOptions, output: OutputOptions) -> None:
+def _show_report(
+    source: Sequence[Path], range_names: Sequence[str], profiling: ProfilerOptions, output: OutputOptions
+) -> None:
+    from cs336sys.capture.reading import capture_files, read_captures
+    from cs336sys.capture.summary import summarize
     from cs336sys.report.profile import plot_report, report_tables
 
-    analyses, profile = _read_report(source, range_names)
-    tables = report_tables(analyses, profile, source.name, top=profiling.top, full_names=profiling.full_names)
-    output.emit(tables)
+    if len(files := capture_files(source)) > 1:
+        raise UsageError(f"--from: one report is read at a time, not {len(files)}; run the command for each of them")
+    read = read_captures(files)
+    recorded_names = read.capture.range_names()
+    # Programs may have commas in their ranges' names.
+    names = [
+        part
+        for text in range_names
+        for part in ([text] if text in recorded_names else split_list([text], "--range", str))
+    ]
+    try:
+        profile = summarize(read.capture, names, read.timelines)
+    except UsageError as error:
+        raise UsageError(f"{files[0]}: {error}") from error
+    output.emit(report_tables(read, profile, top=profiling.top, full_names=profiling.full_names))
     if profiling.plot is not None:
         plot_report(profile, profiling.plot)
-
-
-def _read_report(source: Path, range_names: Sequence[str]) -> tuple[list["Analysis"], "Profile"]:
-    """Return the tables of ``trace`` for each GPU of a report, and its phases."""
-    from cs336sys.capture.analysis import analyze
-    from cs336sys.capture.reading import open_capture
-    from cs336sys.capture.summary import summarize
-    from cs336sys.capture.timeline import timelines
-
-    capture = open_capture(source)
-    try:
-        gpu_timelines = timelines(capture)
-        labels = [f"GPU {timeline.gpu}" if len(gpu_timelines) > 1 else "" for timeline in gpu_timelines]
-        analyses = [
-            analyze(capture, timeline, source, label) for timeline, label in zip(gpu_timelines, labels, strict=True)
-        ]
-        recorded_names = capture.range_names()
-        # Programs may have commas in their ranges' names.
-        names = [
-            part
-            for text in range_names
-            for part in ([text] if text in recorded_names else split_list([text], "--range", str))
-        ]
-        return analyses, summarize(capture, names)
-    except UsageError as error:
-        raise UsageError(f"{source}: {error}") from error
 
 
 def _run_under_nsys(workloads: Sequence[Workload], profilers: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """``cs336sys trace``: what a capture says, of any number of ranks, and what changed between two."""
 
+import contextlib
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
     from cs336sys.accounting.communication import BusBandwidths
     from cs336sys.accounting.hardware import Ceilings
     from cs336sys.capture.analysis import Analysis
-    from cs336sys.capture.difference import CaptureDifference
     from cs336sys.capture.reading import Read
-    from cs336sys.report.table import Table
 
 
 @dataclass(frozen=True)
@@ -79,9 +78,11 @@ def trace(
     """
     from cs336sys.accounting.hardware import read_ceilings
     from cs336sys.capture.reading import read_captures
+    from cs336sys.report.outputs import write_file
     from cs336sys.report.page import check_page
     from cs336sys.report.profile import trace_difference as difference
     from cs336sys.report.profile.trace import DisplayOptions
+    from cs336sys.report.profile.trace_page import trace_page
     from cs336sys.results.file import check_appendable
 
     output.check()
@@ -113,19 +114,8 @@ def trace(
     else:
         output.write(tables[:1])
     if html is not None:
-        _write_page(html, tables, list(reads.values()), difference.difference_of(sides))
-
-
-def _write_page(
-    html: Path, tables: Sequence["Table"], reads: list["Read"], changed: "CaptureDifference | None"
-) -> None:
-    from cs336sys.report.outputs import write_file
-    from cs336sys.report.profile.trace_difference import waterfall
-    from cs336sys.report.profile.trace_page import trace_page
-
-    page = trace_page(tables, reads, waterfall(changed) if changed else [], changed.before_ms if changed else 0.0)
-    write_file(html, page.encode(), "--html")
-    say(f"wrote {html}")
+        write_file(html, trace_page(tables, list(reads.values()), difference.difference_of(sides)).encode(), "--html")
+        say(f"wrote {html}")
 
 
 def _bandwidths(path: Path, read: "Read") -> "BusBandwidths":
@@ -157,12 +147,8 @@ def _keep(path: Path | None, run_id: str, read: "Read", cells: list[Cell]) -> No
     record(run, *cells)
     if path is None:
         return
-    results = ResultsFile(path)
-    try:
-        results.append(run)
-        for cell in cells:
-            results.append(cell)
+    with contextlib.closing(ResultsFile(path)) as results:
+        for row in (run, *cells):
+            results.append(row)
         if results.fault is not None:
             raise OutputError(f"cannot write --save {path}: {results.fault}")
-    finally:
-        results.close()

@@ -111,7 +111,7 @@ DAMAGE = {
 def read_events(path, events):
     path.write_text(json.dumps({"traceEvents": events}))
     (analysis,) = read_captures([path]).analyses
-    return analysis, verdict(analysis)
+    return analysis, verdict([analysis])
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ def test_an_export_of_nsys_is_checked_alike(tmp_path):
         "4 of 10 launches have no kernel: the profiler lost them.",
     )
     assert not profile.is_idle_known
-    assert "Idle time cannot be told" in verdict(read_captures([path]).analyses[0])[-1]
+    assert "Idle time cannot be told" in verdict(read_captures([path]).analyses)[-1]
 
 
 def test_newer_tables_of_nsys_are_read(tmp_path):

@@ -11,7 +11,7 @@ from profile_files import PUSH_POP, ChromeTrace, NsysReport, global_thread, trai
 
 from cs336sys.capture import capture, chrome_trace, nsys, reading
 from cs336sys.capture.nsys import read_nsys_database
-from cs336sys.capture.reading import open_capture
+from cs336sys.capture.reading import open_capture, read_captures
 from cs336sys.capture.summary import Profile, summarize
 from cs336sys.errors import UsageError
 from cs336sys.measure.range_names import run_name
@@ -51,7 +51,7 @@ def test_kernels_of_the_backward_pass_are_launched_by_another_thread(kind, tmp_p
         "optimizer": (2, 2, 160),
     }
     assert list(found) == ["forward", "loss", "backward", "optimizer"], "in the order of time"
-    assert (profile.attributed_percent, profile.outside_ns, profile.is_gpu) == (100.0, 0, True)
+    assert (profile.attributed_percent, profile.is_gpu) == (100.0, True)
     assert profile.step.kernel_ns == sum(row.kernel_ns for row in profile.phases)
     assert (profile.step.count, profile.step.wall_ns) == (2, 2000)
 
@@ -181,7 +181,7 @@ def test_work_before_the_first_step_is_no_part_of_it(report):
     train_step(report, 1000)
     report.kernel("afterwards", 2500, 2510, 2530)
     profile = summary_of(report)
-    assert (profile.attributed_percent, profile.outside_ns) == (100.0, 220)
+    assert profile.attributed_percent == 100.0
     assert "warm" not in {k.kernel for k in profile.kernels}
     assert profile.parts == ()
 
@@ -213,7 +213,7 @@ def test_any_ranges_can_be_the_phases_of_another_program(report):
     path = report.write()
     profile = summarize(open_capture(path), ["my forward"])
     assert [(row.name, row.count, row.kernels) for row in profile.phases] == [("my forward", 2, 2)]
-    assert (profile.step, profile.attributed_percent, profile.outside_ns) == (None, 100.0, 20)
+    assert (profile.step, profile.attributed_percent) == (None, 100.0)
     with pytest.raises(UsageError, match=r"--range 'my foward': .* no range of this name; it has 'my forward'"):
         summarize(open_capture(path), ["my foward"])
     with pytest.raises(UsageError, match=r"--range 'zzz': .*; it has 'my forward', 'train epoch'"):
@@ -236,7 +236,6 @@ def test_steps_of_torch_profiler_are_the_phases_of_a_program_without_ours(report
     profile = summary_of(report)
     (row,) = profile.phases
     assert (row.name, row.count, row.kernels, row.kernel_ns) == ("ProfilerStep", 2, 4, 260)
-    assert profile.outside_ns == 10
     assert "the steps of torch.profiler, 2 of them" in profile.phases_are
 
 
@@ -472,14 +471,15 @@ def test_each_gpu_of_a_capture_has_its_own_idle_time(recorder, request):
     recorder.range("forward", 0, 1000)
     recorder.kernel("nvjet", 10, 100, 900)
     recorder.kernel("nvjet", 20, 300, 400, gpu=1)
-    profile = summarize(open_capture(recorder.write()))
+    read = read_captures([recorder.write()])
+    profile = summarize(read.capture, (), read.timelines)
     assert [(row.busy_ns, row.gpu) for row in profile.phases] == [(800, None)]
     assert [(row.name, row.count, row.busy_ns, row.kernels, row.gpu) for row in profile.of_gpus] == [
         ("forward", 1, 800, 1, 0),
         ("forward", 1, 100, 1, 1),
     ]
     assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
-    rows = report_tables([], profile, "r", top=5, full_names=False)[0].rows
+    rows = report_tables(read, profile, top=5, full_names=False)[0].rows
     assert [(row["gpu"], row["idle_percent"]) for row in rows] == [(0, pytest.approx(20)), (1, pytest.approx(90))]
 
 

@@ -12,7 +12,7 @@ from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.ranks import RanksFound, _upper_tail, find_stragglers
 from cs336sys.capture.reading import read_captures
 from cs336sys.errors import UsageError
-from cs336sys.report.profile.verdict import several
+from cs336sys.report.profile.verdict import verdict
 
 DATA = Path(__file__).parent / "data"
 
@@ -90,7 +90,7 @@ def test_a_missing_rank_is_named_and_may_be_the_straggler(tmp_path):
     assert others.ranks.matching.missing == "rank 2 of 4 has no file"
     assert answer_of(others).why_unknown.startswith("rank 2 of 4 has no file")
     assert others.ranks.matching == RanksFound.from_json(json.loads(json.dumps(others.ranks.matching.to_json())))
-    sentences = several(others.analyses, others.ranks.matching, answer_of(others))
+    sentences = verdict(others.analyses, others.ranks.matching)
     assert sentences[0] == "Rank 2 of 4 has no file: waiting for ranks is a lower bound."
     assert sentences[1].startswith("Cannot tell whether a rank holds the others up, because rank 2 of 4 has no file")
 

@@ -57,6 +57,26 @@ def test_a_comparison_of_two_steps_begins_with_undecided(tmp_path):
     assert row["verdict"].startswith("Undecided: the captures hold too few steps to tell a change from noise")
 
 
+def test_a_step_is_not_faster_where_only_a_slower_kernel_is_no_noise(tmp_path):
+    """Other kernels are shorter in most steps of the later capture, by less than their noise."""
+    paths = []
+    for name, slower, others in (("before", 100, (1000, 2000)), ("after", 130, (900, 1990))):
+        trace = ChromeTrace(tmp_path / f"{name}.json")
+        for step in range(8):
+            start = 10_000_000 * step
+            trace.range(f"ProfilerStep#{step}", start, start + 5_000_000)
+            stop = start + 1000 * (slower + step % 2)
+            trace.kernel("gemm", start, start, stop)
+            trace.kernel("softmax", start + 10, stop, stop + 1000 * others[step % 2])
+        paths.append(trace.write())
+    sentences = [
+        row["verdict"] for row in tables(invoke(paths[0], "--against", paths[1], "--format", "json"))["verdict"]["rows"]
+    ]
+    assert sentences[0].startswith("Undecided whether a step takes longer or less: ")
+    assert sentences[0].endswith("; the changes that are no noise add up to +0.0300 ms.")
+    assert sentences[1] == "Most: gemm (slower, +0.0300 ms)."
+
+
 def test_collectives_stand_beside_what_allreduce_measured_on_such_gpus(runs, tmp_path_factory):
     tmp_path, saved = (tmp_path_factory.mktemp(name) for name in ("named", "saved"))
     gpu = "NVIDIA H200"
@@ -99,8 +119,9 @@ def write_allreduce(path, gpu, collective, ranks, sizes):
 def test_changes_add_up_to_the_difference(runs):
     found = tables(invoke(runs / "before", "--against", runs / "after", "--format", "json", "--top", "50"))
     rows = found["changes"]["rows"]
-    first, *_, last = found["waterfall"]["rows"]
-    assert sum(row["delta_ms"] for row in rows) == pytest.approx(last["after_ms"] - first["after_ms"])
+    sides = [tables(invoke(runs / side / "trace_0.json", "--format", "json")) for side in ("before", "after")]
+    before_ms, after_ms = (side["parts"]["rows"][-1]["ms_mean"] for side in sides)
+    assert sum(row["delta_ms"] for row in rows) == pytest.approx(after_ms - before_ms)
     assert found["verdict"]["rows"][0]["verdict"].startswith("A step takes 0.")
     assert "of several ranks, the first of each side is compared" in found["verdict"]["notes"]
 

@@ -1,6 +1,7 @@
 """Kernels by time, and by kind."""
 
-from collections import Counter, defaultdict
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from cs336sys.capture.taxonomy import Category, category_of, short_name
 from cs336sys.measure.range_names import STEP
 from cs336sys.report.numbers import format_number
 from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.results.model import Cell, Samples
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeasuredProfile:
-    """A profile and what it is of.
+    """A profile and the run that it describes.
 
     Attributes:
         labels: values of the columns that say what was run, by their keys.
@@ -34,25 +35,21 @@ class MeasuredProfile:
     @property
     def steps(self) -> int:
         """Count the steps, or else the occurrences of the first phase."""
-        return self.profile.step.count if self.profile.step else self.profile.phases[0].count
+        return (self.profile.step or self.profile.phases[0]).count
 
     @property
     def ranges(self) -> tuple[RangeTime, ...]:
         """The phases, and the step that they make up; of several GPUs those of each."""
-        if self.profile.of_gpus:
-            return self.profile.of_gpus
-        return (*self.profile.phases, *([self.profile.step] if self.profile.step else []))
+        step = (self.profile.step,) if self.profile.step else ()
+        return self.profile.of_gpus or (*self.profile.phases, *step)
 
     def unprofiled(self, name: str) -> Samples | None:
         """Times of a phase or the step without profiler."""
         return self.cell.samples.get(name) if self.cell else None
 
-    def kernels_by_phase(self) -> dict[str, list[KernelTime]]:
-        """The longest first."""
-        return {
-            phase.name: [kernel for kernel in self.profile.kernels if kernel.range == phase.name]
-            for phase in self.profile.phases
-        }
+    def kernels(self, *phases: str) -> list[KernelTime]:
+        """The kernels of some phases, of each the longest first."""
+        return [kernel for kernel in self.profile.kernels if kernel.range in phases]
 
 
 # Phases that make up "forward and backward pass together".
@@ -64,15 +61,13 @@ def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Colum
     """The kernel that takes most time in the first phase, in forward and backward pass together, and in the latter."""
     rows = []
     for m in measured:
-        by_phase = m.kernels_by_phase()
-        passes = [phase for phase in by_phase if phase in _BOTH_PASSES]
-        groups = {"first": list(by_phase)[:1], "both": passes if "backward" in passes else []}
-        groups["backward"] = ["backward"] if "backward" in passes else []
+        names = [phase.name for phase in m.profile.phases]
+        passes = _BOTH_PASSES if "backward" in names else ()
         row = dict(m.labels)
-        for group, phases in groups.items():
+        for group, phases in (("first", names[:1]), ("both", passes), ("backward", passes[-1:])):
             totals: Counter[str] = Counter()
             counts: Counter[str] = Counter()
-            for kernel in (kernel for phase in phases for kernel in by_phase[phase]):
+            for kernel in m.kernels(*phases):
                 totals[kernel.kernel] += kernel.total_ns
                 counts[kernel.kernel] += kernel.count
             if totals.total():
@@ -81,19 +76,40 @@ def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Colum
                 row[f"{group}_instances"] = counts[name] / m.steps
         rows.append(row)
     first = measured[0].profile.phases[0].name if measured else "the first phase"
-    columns = (
-        *labels,
-        Column("first_kernel", f"most time in {first}"),
-        Column("first_percent", f"share of {first}", "percent"),
-        Column("first_instances", f"times in {first}"),
-        Column("both_kernel", "most time in forward and backward together"),
-        Column("both_percent", "share of both", "percent"),
-        Column("both_instances", "times in both"),
-        Column("backward_kernel", "most time in backward"),
-        Column("backward_percent", "share of backward", "percent"),
-        Column("backward_instances", "times in backward"),
-    )
+    columns = list(labels)
+    for group, where, short in (
+        ("first", first, first),
+        ("both", "forward and backward together", "both"),
+        ("backward", "backward", "backward"),
+    ):
+        columns += [
+            Column(f"{group}_kernel", f"most time in {where}"),
+            Column(f"{group}_percent", f"share of {short}", "percent"),
+            Column(f"{group}_instances", f"times in {short}"),
+        ]
     return Table("top kernel", "nsys: the kernel that takes most time", columns, rows)
+
+
+@dataclass(frozen=True)
+class _KernelOfPhase:
+    name: str
+    kernel: KernelTime
+    phase: RangeTime
+    phase_ns: int
+
+
+_KERNEL_COLUMNS = (
+    Column("phase", "phase", value=lambda row: row.phase.name),
+    Column("share_percent", "share", "percent", lambda row: 100 * row.kernel.total_ns / (row.phase_ns or math.nan)),
+    Column("total_ms", "a step", "ms", lambda row: row.kernel.total_ns / row.phase.count / 1e6),
+    Column("instances", "times a step", value=lambda row: row.kernel.count / row.phase.count),
+    Column("mean_us", "mean", "us", lambda row: row.kernel.total_ns / row.kernel.count / 1e3),
+    Column("median_us", "median", "us", lambda row: row.kernel.median_ns / 1e3),
+    Column("min_us", "min", "us", lambda row: row.kernel.min_ns / 1e3),
+    Column("max_us", "max", "us", lambda row: row.kernel.max_ns / 1e3),
+    Column("category", "category", value=lambda row: category_of(row.kernel.kernel)),
+    Column("kernel", "kernel", value=lambda row: row.name),
+)
 
 
 def kernel_table(
@@ -107,55 +123,27 @@ def kernel_table(
     """The ``top`` kernels of each phase by time."""
     rows = []
     for m in measured:
-        by_phase = m.kernels_by_phase()
         for phase in m.profile.phases:
-            kernels = by_phase[phase.name]
-            total_ns = sum(kernel.total_ns for kernel in kernels)
+            kernels = m.kernels(phase.name)
+            phase_ns = sum(kernel.total_ns for kernel in kernels)
             chosen = [k for k in kernels if not without_matmul or category_of(k.kernel) != Category.MATMUL][:top]
-            names = [kernel.kernel if full_names else short_name(kernel.kernel) for kernel in chosen]
-            rows += [
-                {**m.labels, **_kernel_time_row(kernel, total_ns, phase.count), "phase": phase.name, "kernel": name}
-                for kernel, name in zip(chosen, numbered(names), strict=True)
-            ]
-    columns = (
-        *labels,
-        Column("phase", "phase"),
-        Column("share_percent", "share", "percent"),
-        Column("total_ms", "a step", "ms"),
-        Column("instances", "times a step"),
-        Column("mean_us", "mean", "us"),
-        Column("median_us", "median", "us"),
-        Column("min_us", "min", "us"),
-        Column("max_us", "max", "us"),
-        Column("category", "category"),
-        Column("kernel", "kernel"),
-    )
+            for kernel, name in zip(chosen, shown_names([k.kernel for k in chosen], full_names), strict=True):
+                row = _KernelOfPhase(name, kernel, phase, phase_ns)
+                rows.append({**m.labels, **fill_row(_KERNEL_COLUMNS, row)})
     name, without = ("other kernels", ", without matrix products") if without_matmul else ("kernels", "")
     heading = f"nsys: the {top} kernels of each phase that take most time{without}"
+    columns = (*labels, *_KERNEL_COLUMNS)
     return Table(name, heading, columns, rows, notes=("share: of the time of all kernels of the phase",))
 
 
-def numbered(names: Sequence[str]) -> list[str]:
-    """Different kernels of the same short name are told apart by a number."""
+def shown_names(kernels: Sequence[str], full_names: bool) -> list[str]:
+    """Return the names of different kernels as tables show them: those of one short name have a number."""
     seen: Counter[str] = Counter()
-    numbered = []
-    for name in names:
+    names = []
+    for name in kernels if full_names else map(short_name, kernels):
         seen[name] += 1
-        numbered.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
-    return numbered
-
-
-def _kernel_time_row(kernel: KernelTime, total_ns: int, ranges: int) -> dict[str, Any]:
-    return {
-        "share_percent": 100 * kernel.total_ns / total_ns if total_ns else None,
-        "total_ms": kernel.total_ns / ranges / 1e6,
-        "instances": kernel.count / ranges,
-        "mean_us": kernel.total_ns / kernel.count / 1e3,
-        "median_us": kernel.median_ns / 1e3,
-        "min_us": kernel.min_ns / 1e3,
-        "max_us": kernel.max_ns / 1e3,
-        "category": category_of(kernel.kernel),
-    }
+        names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+    return names
 
 
 def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
@@ -163,21 +151,25 @@ def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -
     rows = []
     unclassified: Counter[str] = Counter()
     for m in measured:
-        of_phases: dict[str, Counter[str]] = defaultdict(Counter)
-        of_step: Counter[str] = Counter()
+        totals: dict[str, Counter[str]] = {
+            phase.name: Counter() for phase in (*m.profile.phases, m.profile.step) if phase
+        }
         for kernel in m.profile.kernels:
             category = category_of(kernel.kernel)
             if category == Category.UNCLASSIFIED:
                 unclassified[short_name(kernel.kernel)] += kernel.total_ns
-            of_phases[kernel.range][category] += kernel.total_ns
-            # The course's AdamW is made of elementwise kernels: what launched them says more than their names.
-            of_step[Category.OPTIMIZER if kernel.range == _OPTIMIZER_PHASE else category] += kernel.total_ns
-        rows += [
-            {**m.labels, "phase": phase.name, **_share_row(of_phases[phase.name], phase.count)}
-            for phase in m.profile.phases
-        ]
-        if m.profile.step:
-            rows.append({**m.labels, "phase": STEP, **_share_row(of_step, m.steps)})
+            totals[kernel.range][category] += kernel.total_ns
+            if m.profile.step:
+                # The course's AdamW is made of elementwise kernels: the phase says more than their names.
+                is_optimizer = kernel.range == _OPTIMIZER_PHASE
+                totals[STEP][Category.OPTIMIZER if is_optimizer else category] += kernel.total_ns
+        for phase in (*m.profile.phases, m.profile.step):
+            if phase:
+                of_phase = totals[phase.name]
+                shares = {share_key(kind): 100 * ns / of_phase.total() for kind, ns in of_phase.items() if ns}
+                rows.append(
+                    {**m.labels, "phase": phase.name, "kernel_ms": of_phase.total() / phase.count / 1e6, **shares}
+                )
     columns = (
         *labels,
         Column("phase", "phase"),
@@ -195,11 +187,6 @@ def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -
 def share_key(category: str) -> str:
     """The column of a kind of kernel."""
     return f"{category.replace('/', '_')}_percent"
-
-
-def _share_row(totals: Counter[str], count: int) -> dict[str, Any]:
-    shares = {share_key(category): 100 * ns / totals.total() for category, ns in totals.items() if ns}
-    return {"kernel_ms": totals.total() / count / 1e6} | shares
 
 
 # What matrix products take stands out from what moves memory.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.accounting.flops import attention_matmuls, attention_softmax
-from cs336sys.capture.analysis import Analysis
+from cs336sys.capture.reading import Read
 from cs336sys.capture.summary import Profile, RangeTime
 from cs336sys.capture.taxonomy import Category, category_of
 from cs336sys.measure.range_names import FINAL_MATMUL, SCORES, SOFTMAX, STEP
@@ -188,8 +188,17 @@ def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
     for m in measured:
         all_else = configuration_key(m.labels, ignore=("precision",))
         pairs.setdefault(all_else, {})[m.labels["precision"]] = m
-    both = [pair for pair in pairs.values() if set(pair) == {"fp32", "bf16"}]
-    rows = [row for pair in both for row in _precision_rows(pair["fp32"], pair["bf16"])]
+    rows = []
+    for fp32, bf16 in ((pair["fp32"], pair["bf16"]) for pair in pairs.values() if set(pair) == {"fp32", "bf16"}):
+        ranges = [{row.name: row for row in (*side.ranges, *side.profile.parts)} for side in (fp32, bf16)]
+        for name in (name for name in ranges[0] if name in ranges[1]):
+            busy = [side[name].busy_ns / m.steps / 1e6 for side, m in zip(ranges, (fp32, bf16), strict=True)]
+            row = {**fp32.labels, "phase": name, "fp32_busy_ms": busy[0], "bf16_busy_ms": busy[1]}
+            row["busy_speedup"] = busy[0] / busy[1] if busy[1] else None
+            before, after = fp32.unprofiled(name), bf16.unprofiled(name)
+            if before and after:
+                row |= {"fp32_ms": before, "bf16_ms": after, "speedup": before.median / after.median}
+            rows.append(row)
     columns = (
         *labels,
         Column("phase", "phase"),
@@ -202,22 +211,6 @@ def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
     )
     note = "Where kernels gain more than the phase they belong to, the CPU does not launch them fast enough."
     return Table("precisions", "nsys: fp32 against bf16", columns, rows, notes=(note,))
-
-
-def _precision_rows(fp32: MeasuredProfile, bf16: MeasuredProfile) -> list[dict[str, Any]]:
-    others = {row.name: row for row in (*bf16.ranges, *bf16.profile.parts)}
-    rows = []
-    for row in (*fp32.ranges, *fp32.profile.parts):
-        if row.name not in others:
-            continue
-        busy = [row.busy_ns / fp32.steps / 1e6, others[row.name].busy_ns / bf16.steps / 1e6]
-        values: dict[str, Any] = {"phase": row.name, "fp32_busy_ms": busy[0], "bf16_busy_ms": busy[1]}
-        values["busy_speedup"] = busy[0] / busy[1] if busy[1] else None
-        before, after = fp32.unprofiled(row.name), bf16.unprofiled(row.name)
-        if before and after:
-            values |= {"fp32_ms": before, "bf16_ms": after, "speedup": before.median / after.median}
-        rows.append({**fp32.labels, **values})
-    return rows
 
 
 # Beside the number of kernels that a phase launched.
@@ -253,15 +246,13 @@ def plot_profiles(cells: Sequence[Cell], path: Path) -> None:
     plot_shares(_measured_profiles(cells), (SIZE_COLUMNS[0], *shown.values()), path)
 
 
-def report_tables(
-    analyses: Sequence[Analysis], profile: Profile, name: str, *, top: int, full_names: bool
-) -> list[Table]:
-    """All tables of one report, a file of this name: where its step goes, as ``trace`` has it, and its phases."""
+def report_tables(read: Read, profile: Profile, *, top: int, full_names: bool) -> list[Table]:
+    """All tables of one report: its phases, and where its step goes, as ``trace`` has it."""
     measured, labels = _of_report(profile)
     notes = [profile.phases_are] if profile.phases_are else []
-    phases = phase_table(measured, [], labels, f"nsys: {name}, made by {profile.profiler}", notes)
-    sentences = verdict(analyses[0]) if analyses else []
-    where = [verdict_table(sentences, "nsys: verdict"), part_table(analyses)]
+    phases = phase_table(measured, [], labels, f"nsys: {read.analyses[0].file}, made by {profile.profiler}", notes)
+    sentences = verdict(read.analyses, read.ranks.matching if read.ranks else None)
+    where = [verdict_table(sentences, "nsys: verdict"), part_table(read.analyses)]
     return with_rows(phases, *_kernel_tables(measured, labels, top, full_names), *where)
 
 

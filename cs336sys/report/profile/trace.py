@@ -10,10 +10,10 @@ from cs336sys.accounting.hardware import Ceilings
 from cs336sys.capture.analysis import Analysis, KernelGroup
 from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
 from cs336sys.capture.operators import operator_work, roofline
-from cs336sys.capture.ranks import RanksFound, find_stragglers, local_ms
+from cs336sys.capture.ranks import RanksFound, local_ms
 from cs336sys.capture.taxonomy import Category, short_name
-from cs336sys.report.profile.kernels import numbered
-from cs336sys.report.profile.verdict import several, verdict
+from cs336sys.report.profile.kernels import shown_names
+from cs336sys.report.profile.verdict import verdict
 from cs336sys.report.table import Column, Table, fill_row, fill_rows, with_rows
 from cs336sys.results.model import Samples
 
@@ -182,7 +182,7 @@ def kernel_rows(analyses: Sequence[Analysis], shown: DisplayOptions) -> Table:
     rows = []
     for analysis in analyses:
         groups = _group_kernels(analysis, lambda kernel: kernel.name)[: shown.top]
-        names = numbered([row[0] if shown.full_names else short_name(row[0]) for row in groups])
+        names = shown_names([row[0] for row in groups], shown.full_names)
         for row, name in zip(groups, names, strict=True):
             mean_us = 1e3 * row[3] / row[2] if row[2] else None
             rows.append({**_time_values(analysis, row), "mean_us": mean_us, "category": row[1][0].kind, "kernel": name})
@@ -391,13 +391,9 @@ def _waiting_ms(analysis: Analysis) -> float | None:
 def trace_tables(analyses: Sequence[Analysis], ranks: RanksFound | None, shown: DisplayOptions) -> list[Table]:
     """All tables; with several ranks, those of kernels are of the first alone."""
     first = analyses[:1]
-    if len(analyses) == 1:
-        sentences = verdict(analyses[0])
-    else:
-        sentences = several(analyses, ranks, find_stragglers(analyses, ranks))
     profilers = " and ".join(dict.fromkeys(analysis.profiler for analysis in analyses))
     return [
-        verdict_table(sentences, f"trace: {file_words(analyses)}, by {profilers}"),
+        verdict_table(verdict(analyses, ranks), f"trace: {file_words(analyses)}, by {profilers}"),
         *with_rows(
             rank_table(analyses, ranks) if len(analyses) > 1 else None,
             part_table(first),

@@ -34,20 +34,23 @@ def difference_sentences(difference: CaptureDifference) -> list[str]:
                 f"{subject} {both}."
             ]
         return [f"No kernel and no cause of idling changed by more than noise: {subject} {both}."]
-    largest = [f"{_change_name(change)} ({change.verdict}, {_signed(change)})" for change in significant[:_NAMED]]
-    return [
-        f"{subject[0].upper()}{subject[1:]} {_ms(abs(difference.delta_ms))} {way}: {both}; "
-        f"{_ms(difference.explained_ms)} of {_ms(difference.delta_ms)} explained.",
-        f"Most: {', '.join(largest)}.",
+    largest = [
+        f"{_change_name(change)} ({change.verdict}, {_signed(change.delta_ms)})" for change in significant[:_NAMED]
     ]
+    most = f"Most: {', '.join(largest)}."
+    if difference.explained_ms * difference.delta_ms <= 0:
+        explained = f"the changes that are no noise add up to {_signed(difference.explained_ms)}"
+        return [f"Undecided whether {subject} longer or less: {both}; {explained}.", most]
+    explained = f"{_ms(abs(difference.explained_ms))} of {_ms(abs(difference.delta_ms))} explained"
+    return [f"{subject[0].upper()}{subject[1:]} {_ms(abs(difference.delta_ms))} {way}: {both}; {explained}.", most]
 
 
 def _ms(value: float) -> str:
     return f"{format_number(value, 'ms')} ms"
 
 
-def _signed(change: TimeChange) -> str:
-    return f"{'+' if change.delta_ms > 0 else ''}{format_number(change.delta_ms, 'ms')} ms"
+def _signed(ms: float) -> str:
+    return f"{'+' if ms > 0 else ''}{_ms(ms)}"
 
 
 def _change_name(change: TimeChange) -> str:
@@ -55,7 +58,7 @@ def _change_name(change: TimeChange) -> str:
 
 
 def difference_tables(difference: CaptureDifference, title: str, shown: DisplayOptions) -> list[Table]:
-    """The verdict, the waterfall and the changes."""
+    """The verdict and the changes."""
     # The largest, and of those that are no noise some more.
     listed = [
         change for number, change in enumerate(difference.changes) if number < shown.top or change.is_significant
@@ -87,7 +90,7 @@ def difference_tables(difference: CaptureDifference, title: str, shown: DisplayO
         notes.append(f"{len(listed)} of {len(difference.changes)} shown: --top shows more")
     return [
         verdict_table(difference_sentences(difference), title),
-        *with_rows(_waterfall(difference), Table("changes", "trace: what changed", columns, rows, notes=notes)),
+        *with_rows(Table("changes", "trace: what changed", columns, rows, notes=notes)),
     ]
 
 
@@ -105,16 +108,6 @@ def waterfall(difference: CaptureDifference) -> list[tuple[str, float]]:
         rows.append((f"{len(significant) - 8} other changes", sum(change.delta_ms for change in significant[8:])))
     noise = difference.delta_ms - sum(ms for _, ms in rows)
     return [*rows, ("same, or undecided", noise)]
-
-
-def _waterfall(difference: CaptureDifference) -> Table:
-    reached = difference.before_ms
-    rows: list[dict[str, str | float | None]] = [{"change": "before", "delta_ms": None, "after_ms": reached}]
-    for name, ms in waterfall(difference):
-        reached += ms
-        rows.append({"change": name, "delta_ms": ms, "after_ms": reached})
-    columns = (Column("change", "from"), Column("delta_ms", "change", "ms"), Column("after_ms", "reaches", "ms"))
-    return Table("waterfall", "trace: from before to after", columns, rows)
 
 
 BEFORE, AFTER = "before", "after"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.breakdown import StepPart
 from cs336sys.capture.capture import RECEIVE, SEND
-from cs336sys.capture.ranks import RankAnswer, RanksFound
+from cs336sys.capture.ranks import RankAnswer, RanksFound, find_stragglers
 from cs336sys.capture.taxonomy import Category
 from cs336sys.report.numbers import format_number
 
@@ -18,9 +18,20 @@ _MOSTLY = 0.8
 _SHORT_US = 15.0
 
 
-def verdict(analysis: Analysis) -> list[str]:
-    """Return the sentences about a capture of one GPU, the most important first."""
-    return [*damage_sentences([analysis]), *_about_one(analysis, 2)]
+def verdict(analyses: Sequence[Analysis], ranks: RanksFound | None = None) -> list[str]:
+    """Return the sentences about a capture, the most important first.
+
+    Of several ranks, who holds the others up, and the numbers of the one of median step.
+    """
+    sentences = damage_sentences(analyses)
+    if len(analyses) == 1:
+        return [*sentences, *_about_one(analyses[0], 2)]
+    answer = find_stragglers(analyses, ranks)
+    if ranks is not None and ranks.missing:
+        sentences.append(f"{_upper(ranks.missing)}: waiting for ranks is a lower bound.")
+    middle = sorted(analyses, key=lambda analysis: analysis.median_step_ms)[len(analyses) // 2]
+    about = _about_one(middle, 1 if answer.stragglers else 2, f"on {middle.label} ({middle.file}) ")
+    return [*sentences, _rank_sentence(len(analyses), answer), *about]
 
 
 def damage_sentences(analyses: Sequence[Analysis]) -> list[str]:
@@ -169,16 +180,6 @@ _KIND_ADVICE: dict[str, tuple[str, str]] = {
 }
 
 
-def several(analyses: Sequence[Analysis], ranks: RanksFound | None, answer: RankAnswer) -> list[str]:
-    """Return the verdict about several ranks: who holds the others up, and the numbers of the one of median step."""
-    middle = sorted(analyses, key=lambda analysis: analysis.median_step_ms)[len(analyses) // 2]
-    sentences = damage_sentences(analyses)
-    if ranks is not None and ranks.missing:
-        sentences.append(f"{_upper(ranks.missing)}: waiting for ranks is a lower bound.")
-    sentences.append(_rank_sentence(len(analyses), answer))
-    return [*sentences, *_about_one(middle, 1 if answer.stragglers else 2, f"on {middle.label} ({middle.file}) ")]
-
-
 def _rank_sentence(count: int, answer: RankAnswer) -> str:
     if answer.why_unknown:
         return f"Cannot tell whether a rank holds the others up, because {answer.why_unknown}."
@@ -187,12 +188,8 @@ def _rank_sentence(count: int, answer: RankAnswer) -> str:
             f"No rank of {count} holds the others up: none computes or idles {answer.unseen_percent:.2g} % of a step "
             "longer."
         )
-    first, *others = answer.stragglers
-    did = f": {first.why}" if first.why else ""
-    if not others:
-        return (
-            f"{_upper(first.label)} ({first.file}) holds the others up by {first.percent:.1f} % of a step "
-            f"({first.ms:.3g} ms){did}."
-        )
+    first = answer.stragglers[0]
     named = " and ".join(f"{straggler.label} ({straggler.file})" for straggler in answer.stragglers)
-    return f"{_upper(named)} hold the others up by up to {first.percent:.1f} % of a step ({first.ms:.3g} ms){did}."
+    hold, most = ("holds", "") if len(answer.stragglers) == 1 else ("hold", "up to ")
+    did = f": {first.why}" if first.why else ""
+    return f"{_upper(named)} {hold} the others up by {most}{first.percent:.1f} % of a step ({first.ms:.3g} ms){did}."

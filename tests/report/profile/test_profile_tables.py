@@ -50,7 +50,6 @@ def cell(precision="fp32", busy=(8.0, 16.0), step_ms=30.0, compile="off", profil
             KernelTime("final matmul", PRODUCT, 36, 9_000_000, 1.0, 1, 1),
         ),
         attributed_percent=99.5,
-        outside_ns=0,
         configuration=training.configuration(),
     )
     samples = {"forward": ms(10.0), "backward": ms(20.0), "step": ms(step_ms), "annotated": ms(step_ms + 0.2)}
