@@ -3,6 +3,7 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,7 @@ from cs336sys.parallel.collectives import MeanReduction, is_dense, memory_view
 from cs336sys.parallel.gradient_memory import gradient_dtype_of, own_memory_together, owns_memory, require_averageable
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """Properties that decide which bucket a parameter goes into.
 
     Attributes:
@@ -147,7 +147,11 @@ class GradientBucket:
         self.waiting = set(self._ids)
         self.present: list[bool] = []
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        self._strides = [_gradient_strides(parameter) for parameter in parameters.values()]
+        # As autograd lays gradients out: like a parameter that is dense in memory, else row-major.
+        self._strides = [
+            parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+            for parameter in parameters.values()
+        ]
         sample = next(iter(parameters.values()))
         self._dtype = gradient_dtype_of(sample) or sample.dtype
         is_cast = gradient_dtype is not None and self._dtype.is_floating_point and self._dtype != gradient_dtype
@@ -361,13 +365,6 @@ def divide_into_buckets(
         size = parameter.numel() * dtype.itemsize
         specs.append(TensorSpec(id(parameter), size, (dtype, parameter.device), block_of(name)))
     return [dict(named[index] for index in indices) for indices in assign_buckets(specs, cap_bytes)]
-
-
-def _gradient_strides(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The strides that autograd gives a gradient: those of a parameter that is dense in memory, else row-major."""
-    if is_dense(parameter):
-        return parameter.stride()
-    return torch.empty(parameter.shape, device="meta").stride()
 
 
 def _same_order(gradient: Tensor, strides: tuple[int, ...]) -> bool:

@@ -164,6 +164,40 @@ class StateDictOfWrapped(nn.Module):
         return not hasattr(self.module, "module") and all(key.startswith(prefix) for key in keys)
 
 
+class StateDictOfSlices(StateDictOfWrapped):
+    """A wrapper that has cut the parameters of ``module`` into slices for the ranks of ``group``."""
+
+    group: dist.ProcessGroup
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load what ``state_dict()`` returned on the same rank of equally many ranks. Every rank must call it.
+
+        Plain tensors do not say whose slices they are, and are loaded if the shapes fit.
+
+        Raises:
+            UsageError: on every rank: on some rank it holds another rank's slices; ``assign`` is True, which would
+                replace the slices; the module computes, or holds other parameters than those that were wrapped.
+        """
+        with same_on_every_rank(self.group):
+            self._require_slices()
+            return super().load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: Any) -> None:
+        # For a module around this one: what it would load into slices on some ranks is refused on every rank.
+        with same_on_every_rank(self.group):
+            self._require_slices()
+            kind = type(self).__name__
+            values = [
+                value for key, value in state_dict.items() if key.startswith(prefix) and hasattr(value, "to_local")
+            ]
+            for share in (*([metadata[kind]] if kind in metadata else ()), *map(_rank_of_slice, values)):
+                require_share(share, self.group)
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+
+    def _require_slices(self) -> None:
+        """Refuse a module that holds something else now."""
+
+
 def mark_share(module: nn.Module, kind: str, group: dist.ProcessGroup) -> None:
     """Let state dicts of ``module`` and its parts say whose slices they hold, and refuse those of another rank.
 
@@ -230,18 +264,6 @@ def require_share(share: Mapping[str, int], group: dist.ProcessGroup) -> None:
             f"the state dict holds the slices of rank {share['rank']} of {share['ranks']}, this is rank "
             f"{group.rank()} of {group.size()}: load the one of this rank, or use save_checkpoint()"
         )
-
-
-def require_share_within(
-    state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], kind: str, group: dist.ProcessGroup
-) -> None:
-    """Refuse on every rank what a module around a wrapper would load into the wrapper's slices on some."""
-    with same_on_every_rank(group):
-        if kind in metadata:
-            require_share(metadata[kind], group)
-        for key, value in state_dict.items():
-            if key.startswith(prefix) and hasattr(value, "to_local"):
-                require_share(_rank_of_slice(value), group)
 
 
 def _rank_of_slice(value: Any) -> dict[str, int]:

@@ -33,7 +33,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def require_process_group(user: str) -> None:
-    """Refuse to build ``what`` where no process group has been initialized."""
+    """Refuse to build ``user`` where no process group has been initialized."""
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError(
             f"{user} needs a process group: call it in a function run by cs336sys.parallel.ranks.launch.run, "
@@ -73,14 +73,14 @@ class _Launched:
     spend several times as long in Python on every tensor before they get there, and a GPU often waits for the CPU.
 
     Args:
-        what: what the tensors are, for the note on an error.
+        contents: what the tensors are, for the note on an error.
         group: the ranks; None is all of them.
     """
 
     _collective: str
 
     def __init__(self, contents: str, group: dist.ProcessGroup | None = None):
-        self.what = contents
+        self.contents = contents
         self._given_group = group
         # NCCL reads tensors on a stream of its own: if they were freed before it has finished, their memory would be
         # reused.
@@ -101,7 +101,7 @@ class _Launched:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            error.add_note(f"in the {self._collective} of {self.what}")
+            error.add_note(f"in the {self._collective} of {self.contents}")
             raise
         self._tensors = self._works = ()
 
@@ -161,8 +161,7 @@ class MeanReduction(_Mean):
 
     Args:
         dtype, device: those of the tensors.
-        what: what they are, for the note on an error.
-        group: the ranks; None is all of them.
+        contents, group: as of the base class.
     """
 
     _collective = "all-reduce"
@@ -207,8 +206,7 @@ class SliceGather(_Launched):
 
     Args:
         tensors: contiguous, of W * n elements; rank r has filled in the r-th n.
-        what: what they are, for the note on an error.
-        group: the ranks; None is all of them.
+        contents, group: as of the base class.
     """
 
     _collective = "all-gather"
@@ -247,28 +245,30 @@ class SliceExchange(_Launched):
 
     _collective = "all-to-all"
 
-    def start(self, received: Tensor, tensor: Tensor, sizes: list[int]) -> None:
+    def start(
+        self, received: Tensor, tensor: Tensor, sizes: list[int], received_sizes: list[int] | None = None
+    ) -> None:
         """Launch: rank r's ``received`` becomes the r-th slice of every rank's ``tensor``, in rank order.
 
         Args:
-            received: (W * sizes[r],) on rank r.
+            received: (sum(received_sizes),).
             tensor: (sum(sizes),), contiguous.
-            sizes: number of elements in each slice, the same on every rank.
+            sizes: number of elements in each slice.
+            received_sizes: those of this rank's slice on each rank; None if ``sizes`` are the same on every rank.
         """
         received, tensor = _real(received), _real(tensor)
-        output_splits: list[int] = []
-        input_splits: list[int] = []
-        if min(sizes) < max(sizes):
-            output_splits, input_splits = [len(received) // len(sizes)] * len(sizes), sizes
+        received_sizes = received_sizes or [len(received) // len(sizes)] * len(sizes)
+        if len({*sizes, *received_sizes}) == 1:
+            sizes = received_sizes = []
         if through_host(tensor):
             on_host = received.cpu()
-            dist.all_to_all_single(on_host, tensor.cpu(), output_splits, input_splits, group=self._group)
+            dist.all_to_all_single(on_host, tensor.cpu(), received_sizes, sizes, group=self._group)
             received.copy_(on_host)
             return
         self._tensors = [received, tensor]
         options = AllToAllOptions()
         options.asyncOp = True
-        self._works = [self._group.alltoall_base(received, tensor, output_splits, input_splits, options)]
+        self._works = [self._group.alltoall_base(received, tensor, received_sizes, sizes, options)]
 
 
 class Broadcasts(_Launched):
@@ -280,8 +280,7 @@ class Broadcasts(_Launched):
     Args:
         tensors: laid out alike on every rank, all on one device.
         sources: for each tensor, the rank that sends it.
-        what: what they are, for the note on an error.
-        group: the ranks; None is all of them.
+        contents, group: as of the base class.
     """
 
     _collective = "broadcast"
@@ -291,7 +290,15 @@ class Broadcasts(_Launched):
     ):
         super().__init__(contents, group)
         # An expanded tensor is sent as it is stored, without repetition.
-        self._targets = [_stored(tensor) for tensor in tensors]
+        self._targets = [
+            tensor.detach().as_strided(
+                [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)],
+                tensor.stride(),
+            )
+            if 0 in tensor.stride()
+            else tensor.detach()
+            for tensor in tensors
+        ]
         self._memories = [_sendable(memory_view(target)) if is_dense(target) else target for target in self._targets]
         self._scattered = [index for index, target in enumerate(self._targets) if not is_dense(target)]
         self._sources = sources
@@ -351,18 +358,6 @@ class AnyRank:
         return self._facts if all(self._facts) else [bool(fact) for fact in self._anywhere.tolist()]
 
 
-def sum_over_ranks(tensor: Tensor) -> Tensor:
-    """Replace a tensor with its sum over all ranks, in place."""
-    dist.all_reduce(tensor)
-    return tensor
-
-
-def max_over_ranks(tensor: Tensor) -> Tensor:
-    """Replace a tensor with its maximum over all ranks, element by element and in place."""
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor
-
-
 def gather_numbers(number: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Every rank's value of a scalar, (W,), in rank order, on every rank and on the scalar's device."""
     sent = number.detach().view(1).to(group_device())
@@ -398,13 +393,6 @@ def _sendable(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in SENDABLE else tensor.view(-1).view(torch.uint8)
 
 
-def _stored(tensor: Tensor) -> Tensor:
-    if tensor.is_contiguous():
-        return tensor.detach()
-    sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return tensor.detach().as_strided(sizes, tensor.stride())
-
-
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill a range of memory, each once, in any order; expanded tensors and columns do
     not.
@@ -421,15 +409,9 @@ def memory_view(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-def send_to_first(tensors: Sequence[Tensor]) -> None:
-    """Send contiguous tensors to rank 0, which must call :func:`receive_from` with tensors of the same shapes."""
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 0) for tensor in tensors]):
-        work.wait()
-
-
-def receive_from(source: int, tensors: Sequence[Tensor]) -> None:
-    """Fill contiguous tensors with those that rank ``source`` sends to this one."""
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, tensor, source) for tensor in tensors]):
+def exchange_with(rank: int, operation: Any, tensors: Sequence[Tensor]) -> None:
+    """Send contiguous tensors to a rank by ``dist.isend``, which fills those of the same shapes by ``dist.irecv``."""
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, rank) for tensor in tensors]) if tensors else ():
         work.wait()
 
 

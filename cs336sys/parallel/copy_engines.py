@@ -107,8 +107,8 @@ class CopyEngines:
             self._other_boxes.append(handle.get_buffer(self._other, (box_bytes,), torch.uint8))
             self._handles.append(handle)
 
-    def average(self, tensors: Sequence[Tensor], number: int) -> "Averaging":
-        """Begin to replace contiguous tensors by their means over both ranks.
+    def average(self, tensors: Sequence[Tensor], number: int) -> torch.cuda.Event:
+        """Begin to replace contiguous tensors by their means over both ranks; return the event of their arrival.
 
         Args:
             number: how many calls there were in this step before: the first of a step waits until both ranks are in it.
@@ -138,18 +138,7 @@ class CopyEngines:
             done = torch.cuda.Event()
             done.record()
         self._averaged.append(done)
-        return Averaging(done)
-
-
-class Averaging:
-    """Means under way."""
-
-    def __init__(self, done: torch.cuda.Event):
-        self._done = done
-
-    def wait(self) -> None:
-        """Let the current stream wait for them."""
-        torch.cuda.current_stream().wait_event(self._done)
+        return done
 
 
 class CopiedMean(MeanReduction):
@@ -158,7 +147,7 @@ class CopiedMean(MeanReduction):
     Args:
         engines: shared by all of a step.
         number: how many others start before this one in a step.
-        dtype, device, what, group: as of the base class.
+        dtype, device, contents, group: as of the base class.
     """
 
     _collective = "exchange"

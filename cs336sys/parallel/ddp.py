@@ -229,7 +229,10 @@ class _Replicated(StateDictOfWrapped):
             for name, _ in self.named_parameters():
                 if not name.startswith(_PREFIX):
                     raise UsageError(f"{name} was added to the wrapper: add it to the module in it")
-            lines += [self._settings(), *describe_module(self.module), *_other_gradient_dtypes(self.module)]
+            lines += [self._settings(), *describe_module(self.module)]
+            for name, parameter in self.module.named_parameters():
+                if (dtype := gradient_dtype_of(parameter)) != parameter.dtype:
+                    lines.append(f"{name}: gradients in {dtype}")
         broadcast_from_first([*new_parameters.values(), *new_buffers.values()], group=self._group)
         self._watch_gradients()
 
@@ -248,11 +251,6 @@ class _Replicated(StateDictOfWrapped):
             for parameters in divide_into_buckets(trained, self._rule)
         ]
         self._synchronizer = GradientSynchronizer(buckets, self.overlaps, self._group)
-
-
-def _other_gradient_dtypes(module: nn.Module) -> list[str]:
-    dtypes = ((name, gradient_dtype_of(parameter), parameter.dtype) for name, parameter in module.named_parameters())
-    return [f"{name}: gradients in {dtype}" for name, dtype, parameter_dtype in dtypes if dtype != parameter_dtype]
 
 
 def _require_no_max_norm(module: nn.Module) -> None:

@@ -19,7 +19,6 @@ from cs336sys.parallel.collectives import (
     gather_numbers,
     group_device,
     is_stream_captured,
-    max_over_ranks,
     require_process_group,
 )
 from cs336sys.parallel.elementwise import require_elementwise_step
@@ -172,8 +171,33 @@ def refuse_clipping_alone() -> None:
     slices, of which a rank may have none. What their decorator calls is replaced, and not they themselves, because
     scripts have imported them by name before the first slice is made.
     """
-    _replace_decorated(clip_grad._clip_grads_with_norm_, _refusing(_CLIPPING))
-    _replace_decorated(clip_grad.clip_grad_value_, _accepting_nothing(_CLIPPING_VALUES))
+
+    @functools.wraps(_CLIPPING)
+    def clip_by_norm(parameters: Tensor | Iterable[Tensor], *args: Any, **settings: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(is_slice(parameter) or hands_gradient_on(parameter) for parameter in parameters):
+            raise UsageError(
+                "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's share of the gradients: call "
+                "clip_grad_norm_() of the FSDP or TensorParallel module, or of the sharded optimizer, on every rank"
+            )
+        return _CLIPPING(parameters, *args, **settings)
+
+    @functools.wraps(_CLIPPING_VALUES)
+    def clip_values(parameters: Tensor | Iterable[Tensor], *args: Any, **settings: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(map(hands_gradient_on, parameters)):
+            raise UsageError(
+                "torch.nn.utils.clip_grad_value_ would clip nothing, because backward passes leave no gradients with "
+                "these parameters: give it own_tensors of the sharded optimizer, or call its clip_grad_norm_()"
+            )
+        # Without any gradient torch's raises an assertion.
+        if any(parameter.grad is not None for parameter in parameters):
+            _CLIPPING_VALUES(parameters, *args, **settings)
+
+    replacements = {clip_grad._clip_grads_with_norm_: clip_by_norm, clip_grad.clip_grad_value_: clip_values}
+    for decorated, function in replacements.items():
+        cells = dict(zip(decorated.__code__.co_freevars, decorated.__closure__ or (), strict=True))
+        cells["func"].cell_contents = function
 
 
 @functools.cache
@@ -197,41 +221,6 @@ def refuse_selected_gradients() -> None:
         return run(outputs, *args, **settings)
 
     torch.autograd._engine_run_backward = checked  # type: ignore[assignment]
-
-
-def _replace_decorated(decorated: Any, function: Callable[..., Any]) -> None:
-    cells = dict(zip(decorated.__code__.co_freevars, decorated.__closure__ or (), strict=True))
-    cells["func"].cell_contents = function
-
-
-def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(clip)
-    def checked(parameters: Tensor | Iterable[Tensor], *args: Any, **settings: Any) -> Any:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(is_slice(parameter) or hands_gradient_on(parameter) for parameter in parameters):
-            raise UsageError(
-                "torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's share of the gradients: call "
-                "clip_grad_norm_() of the FSDP or TensorParallel module, or of the sharded optimizer, on every rank"
-            )
-        return clip(parameters, *args, **settings)
-
-    return checked
-
-
-def _accepting_nothing(clip: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(clip)
-    def checked(parameters: Tensor | Iterable[Tensor], *args: Any, **settings: Any) -> Any:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if any(hands_gradient_on(parameter) for parameter in parameters):
-            raise UsageError(
-                "torch.nn.utils.clip_grad_value_ would clip nothing, because backward passes leave no gradients with "
-                "these parameters: give it own_tensors of the sharded optimizer, or call its clip_grad_norm_()"
-            )
-        # Without any gradient torch's raises an assertion.
-        if any(parameter.grad is not None for parameter in parameters):
-            clip(parameters, *args, **settings)
-
-    return checked
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -274,7 +263,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         # A rank may have nothing of these parameters.
         overflows = overflows or {found_inf.device: found_inf}
         anywhere = torch.stack([overflow.to(group_device()) for overflow in overflows.values()]).amax().to(torch.uint8)
-        max_over_ranks(anywhere)
+        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
         for overflow in overflows.values():
             overflow.copy_(anywhere)
         return overflows
@@ -287,14 +276,11 @@ def refuse_other_scalers() -> None:
     Their methods are wrapped, because nobody else can tell: a scaler asks nothing of gradients or of the optimizer, and
     does not call it on the rank that skips.
     """
-    for name in ("unscale_", "_check_inf_per_device"):
-        setattr(torch.amp.GradScaler, name, _refusing_unscaling(getattr(torch.amp.GradScaler, name)))
 
-
-def _refusing_unscaling(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def checked(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Any:
-        if scaler.is_enabled() and not isinstance(scaler, ShardedGradScaler) and _updates_slices(optimizer):
+    def unscale_checked(scaler: torch.amp.GradScaler, method: Callable[..., Any], optimizer: Any) -> Any:
+        updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        updates_slices = getattr(optimizer, "updates_slices", False) or any(map(is_slice, updated))
+        if scaler.is_enabled() and not isinstance(scaler, ShardedGradScaler) and updates_slices:
             raise UsageError(
                 f"{type(scaler).__name__} would skip a step on the rank that finds an overflow and not on the others, "
                 "because each has slices of the gradients: choose "
@@ -302,10 +288,6 @@ def _refusing_unscaling(method: Callable[..., Any]) -> Callable[..., Any]:
             )
         return method(scaler, optimizer)
 
-    return checked
-
-
-def _updates_slices(optimizer: torch.optim.Optimizer) -> bool:
-    return getattr(optimizer, "updates_slices", False) or any(
-        is_slice(parameter) for group in optimizer.param_groups for parameter in group["params"]
-    )
+    for name in ("unscale_", "_check_inf_per_device"):
+        method = getattr(torch.amp.GradScaler, name)
+        setattr(torch.amp.GradScaler, name, functools.wraps(method)(functools.partialmethod(unscale_checked, method)))

@@ -1,6 +1,7 @@
 """Compares modules and settings between ranks before they communicate: ranks that disagree hang or sum garbage."""
 
 import contextlib
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,8 +49,7 @@ def require_same_lines(lines: Sequence[str], group: dist.ProcessGroup | None = N
     Raises:
         UsageError: on every rank, naming the first difference.
     """
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    digest_here = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(group_device())
+    digest_here = digest_of(lines).to(group_device())
     gathered = digest_here.new_empty(dist.get_world_size(group) * len(digest_here))
     all_gather_single(gathered, digest_here, group=group)
     if (gathered.view(-1, len(digest_here)) == digest_here).all():
@@ -59,6 +59,12 @@ def require_same_lines(lines: Sequence[str], group: dist.ProcessGroup | None = N
         for expected, line in itertools.zip_longest(first, lines, fillvalue="nothing"):
             if expected != line:
                 raise UsageError(f"ranks differ in what they train: {expected} on rank 0, {line} on rank {rank}")
+
+
+def digest_of(lines: Sequence[str]) -> torch.Tensor:
+    """Return a digest of lines of text, (4,), int64, on the CPU."""
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    return torch.frombuffer(bytearray(digest), dtype=torch.int64)
 
 
 def on_first_rank(action: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
@@ -120,15 +126,22 @@ def describe_parameter(parameter: nn.Parameter) -> str:
 
 
 def _describe_tensor(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} strides {tensor.stride()}"
+    return _describe_layout(tensor.dtype, tensor.shape, tensor.stride())
 
 
+# Models have thousands of tensors of few shapes.
+@functools.lru_cache(1024)
+def _describe_layout(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)} strides {strides}"
+
+
+@torch.no_grad()
 def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Overwrite each tensor with rank 0's. They must be laid out alike on every rank."""
     packed, others = list[torch.Tensor](), list[torch.Tensor]()
     for tensor in tensors:
         is_packed = tensor.dtype in SENDABLE and tensor.numel() <= _PACKED_ELEMENTS and tensor.is_contiguous()
-        (packed if is_packed else others).append(tensor.detach())
+        (packed if is_packed else others).append(tensor)
     if packed:
         try:
             dist._broadcast_coalesced(group or dist.group.WORLD, packed, 8 * _PACKED_ELEMENTS, 0)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 import cProfile
 import pstats
-from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -85,7 +84,7 @@ def test_buckets_of_whole_blocks_hold_at_least_25_mb():
     rule = bucket_rule("block")
     # The last block is too small to be alone.
     assert assign_buckets(tensors, rule) == [[7], [6, 5, 4, 3], [2, 1], [0]]
-    mixed = [replace(tensor, kind=index % 2) for index, tensor in enumerate(tensors)]
+    mixed = [tensor._replace(kind=index % 2) for index, tensor in enumerate(tensors)]
     assert sorted(index for bucket in assign_buckets(mixed, rule) for index in bucket) == list(range(8))
     with pytest.raises(UsageError, match="bucket size 'blocks': choose 'block', or megabytes, or None"):
         bucket_rule("blocks")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from cs336sys.experiments.parallel.rank import frees_memory
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.parallel.verification import mean_gradients
 from cs336sys.measure.cells import Outcome
-from cs336sys.parallel.collectives import gather_numbers, sum_over_ranks
+from cs336sys.parallel.collectives import gather_numbers
 from cs336sys.parallel.ranks.launch import Ranks
 from cs336sys.parity.rounding import GRADIENT_TOLERANCES, LOSS_TOLERANCES
 from cs336sys.workload import ParallelWorkload
@@ -131,7 +132,8 @@ def _relative(gradient: Tensor | None, expected: Tensor, rows: range | None) -> 
     """Norm of the difference over the norm of what is expected, of the rows of all ranks; infinite if one is NaN."""
     expected_rows = expected if rows is None else expected[rows.start : rows.stop]
     off = expected_rows if gradient is None else gradient.float() - expected_rows
-    squares = sum_over_ranks(torch.stack((off.square().sum(), expected_rows.square().sum())))
+    squares = torch.stack((off.square().sum(), expected_rows.square().sum()))
+    dist.all_reduce(squares)
     relative = (squares[0] / squares[1]).sqrt().item()
     return math.inf if math.isnan(relative) else relative
 

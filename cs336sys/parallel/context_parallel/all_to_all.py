@@ -51,14 +51,11 @@ class AllToAllAttention:
                 one width; or in the first call on every rank: they have other shapes there.
             RuntimeError: another rank died or timed out.
         """
-        device_type, context = query.device.type, self.context
+        context = self.context
         world_size, lengths = context.world_size, context.split.lengths
-        context.require_alike("all-to-all attention", query, key, value)
+        query, key, value = context.checked("all-to-all attention", query, key, value)
         require_heads(query.shape[-3], world_size)
         require_heads(key.shape[-3], world_size)
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if world_size == 1:
             return self.attention(query, key, value)
         heads = [tensor.shape[-3] // world_size for tensor in (query, key, value)]

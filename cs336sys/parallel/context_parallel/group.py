@@ -9,19 +9,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.accounting.sharding.partition import SequenceSplit
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import is_stream_captured, process_group, require_process_group, through_host
+from cs336sys.parallel.collectives import SliceExchange, is_stream_captured, process_group, require_process_group
 from cs336sys.parallel.rank_consistency import require_same_lines, same_on_every_rank
 
 
 class Arriving:
     """A tensor under way to this rank. What is sent and what is received must not be touched before :meth:`wait`."""
 
-    def __init__(self, received: Tensor, work: dist.Work | None, contents: str, sent: Tensor | None = None):
+    def __init__(self, received: Tensor, exchange: SliceExchange | None = None):
         self._received = received
-        self._work = work
-        self._what = contents
-        # NCCL reads it on a stream of its own: freed earlier, its memory would be used again.
-        self._sent = sent
+        self._exchange = exchange
 
     def wait(self) -> Tensor:
         """The tensor; on a GPU as soon as the current stream has been told to wait for it.
@@ -29,13 +26,8 @@ class Arriving:
         Raises:
             RuntimeError: another rank died or timed out; a note says what was communicated.
         """
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                error.add_note(f"in the exchange of {self._what}")
-                raise
-        self._work = self._sent = None
+        if self._exchange is not None:
+            self._exchange.wait()
         return self._received
 
 
@@ -107,23 +99,31 @@ class ContextGroup:
         chunks = self.split.chunks[self.rank]
         return torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
 
-    def require_alike(self, kind: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def checked(self, kind: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Refuse tensors of other tokens than this rank's and, in the first call, of other shapes than other ranks'.
 
         Args:
             kind: of attention, for messages.
+
+        Returns:
+            the tensors, under autocast in its dtype.
 
         Raises:
             UsageError: in the first call on every rank.
         """
         if self._has_compared or not self._communicates or is_stream_captured():
             self._require_local_tokens(kind, query, key, value)
-            return
-        self._has_compared = True
-        with same_on_every_rank(self._group) as lines:
-            self._require_local_tokens(kind, query, key, value)
-            shapes = [(*tensor.shape[:-2], "S", tensor.shape[-1]) for tensor in (query, key, value)]
-            lines.append(f"{kind} of {query.dtype} {', '.join(map(str, shapes))}".replace("'", ""))
+        else:
+            self._has_compared = True
+            with same_on_every_rank(self._group) as lines:
+                self._require_local_tokens(kind, query, key, value)
+                shapes = [(*tensor.shape[:-2], "S", tensor.shape[-1]) for tensor in (query, key, value)]
+                lines.append(f"{kind} of {query.dtype} {', '.join(map(str, shapes))}".replace("'", ""))
+        device_type = query.device.type
+        if not torch.is_autocast_enabled(device_type):
+            return query, key, value
+        dtype = torch.get_autocast_dtype(device_type)
+        return query.to(dtype), key.to(dtype), value.to(dtype)
 
     def _require_local_tokens(self, kind: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         for tensor in (query, key, value):
@@ -165,25 +165,13 @@ class ContextGroup:
     ) -> Arriving:
         """An all-to-all of bytes, which NCCL runs as one group of sends and receives; to this rank itself it copies."""
         if not self._communicates:
-            return Arriving(_repeated(tensor, received), None, contents)
-        target, source = _bytes_of(received), _bytes_of(tensor)
-        if through_host(tensor):
-            on_host = target.cpu()
-            dist.all_to_all_single(on_host, source.cpu(), received_sizes, sizes, group=self._group)
-            target.copy_(on_host)
-            return Arriving(received, None, contents)
-        work = dist.all_to_all_single(target, source, received_sizes, sizes, group=self._group, async_op=True)
-        return Arriving(received, work, contents, tensor)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    # Gloo has no all-to-all of every dtype.
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _repeated(tensor: Tensor, received: Tensor) -> Tensor:
-    """A tensor like ``received`` of the numbers of another, without a copy where they are as many."""
-    numbers = tensor.view(-1)
-    if numbers.numel() != received.numel():
-        numbers = numbers.repeat(-(-received.numel() // numbers.numel()))[: received.numel()]
-    return numbers.view(received.shape)
+            # Without a copy where there are as many numbers.
+            numbers = tensor.view(-1)
+            if numbers.numel() != received.numel():
+                numbers = numbers.repeat(-(-received.numel() // numbers.numel()))[: received.numel()]
+            return Arriving(numbers.view(received.shape))
+        exchange = SliceExchange(contents, self._group)
+        # Gloo has no all-to-all of every dtype.
+        target, source = (each.view(-1).view(torch.uint8) for each in (received, tensor))
+        exchange.start(target, source, sizes, received_sizes)
+        return Arriving(received, exchange)

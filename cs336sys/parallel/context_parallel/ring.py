@@ -111,13 +111,9 @@ class RingAttention:
                 every rank: they have other shapes there; or in a backward pass, it has ``create_graph=True``.
             RuntimeError: another rank died or timed out.
         """
-        self.context.require_alike("ring attention", query, key, value)
-        device_type = query.device.type
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query, key, value = self.context.checked("ring attention", query, key, value)
         # Blocks in PyTorch's operations would have their scores and logsumexps rounded by autocast, too.
-        with torch.autocast(device_type, enabled=False):
+        with torch.autocast(query.device.type, enabled=False):
             return _RingAttention.apply(query, key, value, self)
 
 

@@ -68,15 +68,26 @@ class UnitCall:
         cast_args = cast_floating(args, self._compute_dtype)
         cast_kwargs = cast_floating(kwargs, self._compute_dtype) if kwargs else kwargs
         originals, cast = (*args, *kwargs.values()), (*cast_args, *cast_kwargs.values())
-        converted = _converted(originals, cast)
+        # With their parts, because the call may remove them, and another object could then have the same id.
+        containers = [
+            (original, copied, list(zip(_output_parts(copied), _output_parts(original), strict=True)))
+            for original, copied in zip(originals, cast, strict=True)
+            if copied is not original and isinstance(original, list | dict)
+        ]
         copies = list(_output_copies(originals, cast))
         output = self._runner.call(self._unit, self._parts, self._function, cast_args, cast_kwargs)
+        # The call was to change in place what it was given.
         for original, copied, version in copies:
             if not copied.is_inference() and copied._version != version:
-                # The call was to change what it was given in place.
                 original.copy_(copied)
-        for container in converted:
-            container.change_original()
+        for original, copied, parts in containers:
+            original_of = {id(part): part_before for part, part_before in parts}
+            if isinstance(original, list):
+                original[:] = [original_of.get(id(part), part) for part in copied]
+            else:
+                changed = {key: original_of.get(id(part), part) for key, part in copied.items()}
+                original.clear()
+                original.update(changed)
         return output
 
 
@@ -104,32 +115,13 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
         cast = {key: cast_floating(part, dtype) for key, part in value.items()}
-        return value if _are_same(cast.values(), value.values()) else type(value)(cast)
+        return value if all(map(operator.is_, cast.values(), value.values())) else type(value)(cast)
     if isinstance(value, list | tuple):
         parts = [cast_floating(part, dtype) for part in value]
-        if _are_same(parts, value):
+        if all(map(operator.is_, parts, value)):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
-
-
-class _Converted:
-    """A list or dictionary that a call was given, and the one with converted tensors that it got in its place."""
-
-    def __init__(self, original: Any, copied: Any):
-        self._original, self._copied = original, copied
-        # Held, because the call may remove them, and another object could then have the same id.
-        self._copied_parts = list(_output_parts(copied))
-        self._original_of = dict(zip(map(id, self._copied_parts), _output_parts(original), strict=True))
-
-    def change_original(self) -> None:
-        """Change the original as the call has changed the other one."""
-        if isinstance(self._original, list):
-            self._original[:] = [self._original_of.get(id(part), part) for part in self._copied]
-        else:
-            changed = {key: self._original_of.get(id(part), part) for key, part in self._copied.items()}
-            self._original.clear()
-            self._original.update(changed)
 
 
 def _output_copies(uncast: Any, cast: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
@@ -143,17 +135,5 @@ def _output_copies(uncast: Any, cast: Any) -> Iterator[tuple[Tensor, Tensor, int
             yield from _output_copies(original, copied)
 
 
-def _converted(originals: Iterable[Any], cast: Iterable[Any]) -> list[_Converted]:
-    return [
-        _Converted(original, copied)
-        for original, copied in zip(originals, cast, strict=True)
-        if copied is not original and isinstance(original, list | dict)
-    ]
-
-
 def _output_parts(value: Sequence[Any] | dict[Any, Any]) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
-
-
-def _are_same(left: Iterable[Any], right: Iterable[Any]) -> bool:
-    return all(map(operator.is_, left, right))

@@ -116,16 +116,20 @@ def load_checkpoint(path: str | os.PathLike, sharded: FSDP, optimizer: torch.opt
         _check_same_model(current, saved, path)
     objects = _load_objects(reader, saved, path, sharded.group, with_optimizer=optimizer is not None)
     with same_on_every_rank(sharded.group):
-        room = _room_for_model(current, saved)
         if optimizer is not None:
             groups = objects.get("optimizer_groups", [])
             require_same_groups(groups, functools.partial(_named_groups, sharded, optimizer), path)
-            room |= _room_for_optimizer_state(sharded, saved)
+        room = _room_for(sharded, current, saved, with_optimizer=optimizer is not None)
     dcp.load(room, storage_reader=reader, planner=PlainLoadPlanner(), process_group=sharded.group)
     with same_on_every_rank(sharded.group):
         _set_model_state(sharded, room | objects, path)
         if optimizer is not None:
-            _set_optimizer_state(optimizer, room | objects, groups)
+            state: dict[str, dict[str, Any]] = {}
+            for saved_key, value in (room | objects).items():
+                if saved_key.startswith("optimizer/"):
+                    _, key, name = saved_key.split("/", 2)
+                    state.setdefault(name, {})[key] = value.to_local() if isinstance(value, DTensor) else value
+            load_named_state(optimizer, state, groups)
     return objects["extra"]
 
 
@@ -211,16 +215,6 @@ def _require_made_of_no_slice(sharded: FSDP, key: str) -> None:
         )
 
 
-def _room_for_model(current: Mapping[str, Any], saved: Metadata) -> dict[str, Any]:
-    """New tensors for those of the module, so that nothing is changed before all have been read."""
-    room: dict[str, Any] = {}
-    for key, value in current.items():
-        entry = saved.state_dict_metadata.get(key)
-        if key.startswith("model/") and isinstance(entry, TensorStorageMetadata):
-            room[key] = torch.empty_like(value, dtype=entry.properties.dtype)
-    return room
-
-
 def _set_model_state(sharded: FSDP, loaded: Mapping[str, Any], path: Path) -> None:
     """Let the module load what was read, as it loads any state dict, so that its hooks are called."""
     entries = _state_dict(sharded)
@@ -267,32 +261,29 @@ def _sharded_optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) ->
     return state
 
 
-def _room_for_optimizer_state(sharded: FSDP, saved: Metadata) -> dict[str, Any]:
+def _room_for(sharded: FSDP, current: Mapping[str, Any], saved: Metadata, *, with_optimizer: bool) -> dict[str, Any]:
+    """New tensors for those that are loaded, so that nothing is changed before all have been read."""
     room: dict[str, Any] = {}
     parameters = sharded.held_parameters()
     for saved_key, entry in saved.state_dict_metadata.items():
-        if not saved_key.startswith("optimizer/") or not isinstance(entry, TensorStorageMetadata):
+        kind, _, key_and_name = saved_key.partition("/")
+        if not isinstance(entry, TensorStorageMetadata) or not (
+            kind == "model" or (kind == "optimizer" and with_optimizer)
+        ):
             continue
-        _, key, name = saved_key.split("/", 2)
-        shard, parameter = parameters[name]
         dtype = entry.properties.dtype
+        if kind == "model":
+            if saved_key in current:
+                room[saved_key] = torch.empty_like(current[saved_key], dtype=dtype)
+            continue
+        key, _, name = key_and_name.partition("/")
+        shard, parameter = parameters[name]
         if parameter is not None and is_cut(key, torch.empty(entry.size, device="meta")):
             new = torch.empty_like(shard, dtype=dtype, requires_grad=False)
             room[saved_key] = as_dtensor(new, parameter.shape, 0, sharded.group)
         else:
             room[saved_key] = torch.empty(entry.size, dtype=dtype)
     return room
-
-
-def _set_optimizer_state(
-    optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any], groups: list[dict[str, Any]]
-) -> None:
-    state: dict[str, dict[str, Any]] = {}
-    for saved_key, value in loaded.items():
-        if saved_key.startswith("optimizer/"):
-            _, key, name = saved_key.split("/", 2)
-            state.setdefault(name, {})[key] = value.to_local() if isinstance(value, DTensor) else value
-    load_named_state(optimizer, state, groups)
 
 
 def _check_same_model(state: Mapping[str, Any], saved: Metadata, path: Path) -> None:

@@ -296,7 +296,7 @@ def distribute_parameters(
     other arguments and errors see :class:`~cs336sys.parallel.fsdp.wrapper.FSDP`.
 
     Args:
-        known: parameters that were distributed before, as they are: cut or replicated.
+        taken_up: parameters that were distributed before, as they are: cut or replicated.
         known_modules: modules whose buffers were.
     """
     to_shard = set(plan.all_sharded)

@@ -152,7 +152,17 @@ class UnitRunner(SynchronizationSwitch):
             return
         self._recover()
         begin()
-        self._begin_forward()
+        # What a failed pass has left behind is discarded.
+        self._free_all()
+        for unit in self.units:
+            unit.calls_ahead = unit.depth = 0
+            unit.begin_pass()
+        for bucket in self.replicated:
+            # Autograd will add to those of an earlier pass in place.
+            bucket.collect_present()
+        self._in_forward = True
+        self._order = self._orders[torch.is_grad_enabled()]
+        self._order.begin()
         try:
             yield self._hook_end
             for unit in self._lent:
@@ -274,7 +284,13 @@ class UnitRunner(SynchronizationSwitch):
             unit.require_no_gradient()
             if unit.has_kept:
                 self._start_reduction(unit)
-        self._average_replicated()
+        for bucket in self.replicated:
+            bucket.launch()
+            self._note(bucket.parameters.values(), bucket.present)
+        self._finish_reduction()
+        for bucket in self.replicated:
+            bucket.wait()
+            bucket.finish([True] * len(bucket.parameters))
         parameters = list(self._present)
         if parameters:
             anywhere = AnyRank(list(self._present.values()), parameters[0].device, self._group).wait()
@@ -282,19 +298,6 @@ class UnitRunner(SynchronizationSwitch):
                 if not is_anywhere and parameter in self._new:
                     parameter.grad = None
         self._present, self._new = {}, set()
-
-    def _begin_forward(self) -> None:
-        """Begin a forward pass of the whole module; discard what a failed one has left behind."""
-        self._free_all()
-        for unit in self.units:
-            unit.calls_ahead = unit.depth = 0
-            unit.begin_pass()
-        for bucket in self.replicated:
-            # Autograd will add to those of an earlier pass in place.
-            bucket.collect_present()
-        self._in_forward = True
-        self._order = self._orders[torch.is_grad_enabled()]
-        self._order.begin()
 
     def _hook_end(self, output: Any) -> None:
         """Let the backward pass begin with the output of the whole module."""
@@ -401,15 +404,6 @@ class UnitRunner(SynchronizationSwitch):
         if self._reducing is not None:
             self._reducing.scatter.finish()
             self._reducing = None
-
-    def _average_replicated(self) -> None:
-        for bucket in self.replicated:
-            bucket.launch()
-            self._note(bucket.parameters.values(), bucket.present)
-        self._finish_reduction()
-        for bucket in self.replicated:
-            bucket.wait()
-            bucket.finish([True] * len(bucket.parameters))
 
     def _note(self, parameters: Iterable[nn.Parameter], present: Sequence[bool]) -> None:
         """Note which gradients this rank had; what was noted of a gradient that was dropped since does not count."""

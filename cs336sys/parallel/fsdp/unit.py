@@ -23,12 +23,12 @@ class GradientScatter:
     the sum has the precision of the slices, and nothing is padded.
 
     Args:
-        what: whose gradients they are, for errors.
+        contents: whose gradients they are, for errors.
         stream: on a GPU, the stream on which exchanged gradients are averaged while the next ones are computed.
     """
 
     def __init__(self, contents: str, stream: torch.cuda.Stream | None):
-        self._what = contents
+        self._contents = contents
         self._stream = stream
         self._groups: list[tuple[_GradientGroup, list[int]]] = []
 
@@ -40,7 +40,7 @@ class GradientScatter:
             kind = parameter.shard.dtype, parameter.gathered_dtype, parameter.divides_evenly
             indices_of_kind.setdefault(kind, []).append(index)
         self._groups = [
-            (_GradientGroup([parameters[index] for index in indices], self._what), indices)
+            (_GradientGroup([parameters[index] for index in indices], self._contents), indices)
             for indices in indices_of_kind.values()
         ]
 

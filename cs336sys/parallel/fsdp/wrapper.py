@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from cs336sys.errors import UsageError
 from cs336sys.lazy_dynamo import importing_no_compiler
 from cs336sys.parallel.buckets import GradientBucket
-from cs336sys.parallel.checkpoint_state import StateDictOfWrapped, mark_share, require_share_within
+from cs336sys.parallel.checkpoint_state import StateDictOfSlices, mark_share
 from cs336sys.parallel.collectives import process_group, require_process_group
 from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype
 from cs336sys.parallel.fsdp.gather_order import GatherWatch
@@ -37,7 +37,7 @@ from cs336sys.parallel.marks import require_unsynchronized, require_unwrapped
 from cs336sys.parallel.rank_consistency import describe_module, require_sendable, same_on_every_rank
 
 
-class FSDP(StateDictOfWrapped):
+class FSDP(StateDictOfSlices):
     """Shards the layers of a module and trains it on all ranks.
 
     ``Linear``, ``Embedding`` and every other layer that owns a parameter of two or more dimensions are cut along the
@@ -312,25 +312,8 @@ class FSDP(StateDictOfWrapped):
         self.held_parameters()
         return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load what :meth:`state_dict` returned on the same rank of equally many ranks. Every rank must call it.
-
-        Plain tensors do not say whose slices they are, and are loaded if the shapes fit.
-
-        Raises:
-            UsageError: on every rank: on some rank it holds another rank's slices; ``assign`` is True, which would
-                replace the parameters that units hold; the module computes, or a parameter was added or replaced after
-                it was wrapped.
-        """
-        with same_on_every_rank(self.group):
-            self.held_parameters()
-            return super().load_state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: Any) -> None:
-        # For a module around this one.
+    def _require_slices(self) -> None:
         self.held_parameters()
-        require_share_within(state_dict, prefix, metadata, type(self).__name__, self.group)
-        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
         # As nn.Module.to() of what is there already: a script may move the module around this one.
@@ -426,19 +409,19 @@ class FSDP(StateDictOfWrapped):
                 plan = plan_sharding(module, self._unit_modules)
                 lines.append(f"{self._settings}, units={[unit.name for unit in plan.units]}")
                 lines += describe_module(module, moves=True)
-            for entry in plan.all_sharded:
-                planned = entry.held
-                if id(planned) in replicated:
-                    raise UsageError(_differently_held(entry, "replicated", "cut"))
-                if id(planned) in cut:
-                    taken_up[entry] = cut[id(planned)]
-                else:
+            to_cut = set(plan.all_sharded)
+            for entry in (*plan.all_sharded, *plan.replicated):
+                address = id(entry.held)
+                if address in (replicated if entry in to_cut else cut):
+                    before, after = ("replicated", "cut") if entry in to_cut else ("cut", "replicated")
+                    raise UsageError(
+                        f"{entry.names[0]} was {before} when it was wrapped, and would be {after} after what was "
+                        "changed since, so that optimizers would have the wrong tensor: wrap the plain module anew"
+                    )
+                if address in cut or address in replicated:
+                    taken_up[entry] = cut.get(address, entry.held)
+                elif entry in to_cut:
                     self._require_whole(entry)
-            for entry in plan.replicated:
-                if id(entry.held) in cut:
-                    raise UsageError(_differently_held(entry, "cut", "replicated"))
-                if id(entry.held) in replicated:
-                    taken_up[entry] = entry.held
         return plan, taken_up
 
     def _require_as_wrapped(self) -> None:
@@ -479,13 +462,6 @@ def _shown_whole(module: nn.Module, cut: Mapping[int, ShardedParameter]) -> Iter
     finally:
         for parameters_of_part, attribute, parameter in places:
             parameters_of_part[attribute] = parameter.shard
-
-
-def _differently_held(entry: PlannedParameter, before: str, now: str) -> str:
-    return (
-        f"{entry.names[0]} was {before} when it was wrapped, and would be {now} after what was changed since, so that "
-        "optimizers would have the wrong tensor: wrap the plain module anew"
-    )
 
 
 def _buckets(

@@ -230,18 +230,15 @@ class _Rank:
             if self.connection.poll():
                 answer = self.connection.recv_bytes()
         if answer is None:
-            return self._death()
+            self.process.join(_LEAVE_S)
+            code = self.process.exitcode
+            reason = "closed its connection" if code is None else cause_of_death(code, self.out_of_memory_kills)
+            return Failure(self.number, reason, details="", time_s=time.monotonic(), exit_code=code)
         try:
             return pickle.loads(answer)
         except Exception as error:
             reason = f"its result cannot be read here: {type(error).__name__}: {error}"
             return Failure(self.number, reason, details="", time_s=time.monotonic())
-
-    def _death(self) -> Failure:
-        self.process.join(_LEAVE_S)
-        code = self.process.exitcode
-        reason = "closed its connection" if code is None else cause_of_death(code, self.out_of_memory_kills)
-        return Failure(self.number, reason, details="", time_s=time.monotonic(), exit_code=code)
 
     def kill(self) -> None:
         """Kill the process and all that it started."""
@@ -330,7 +327,11 @@ class SpawnedRanks:
         while missing := [rank for rank in self._ranks if rank.number not in results]:
             ready = _wait(missing, deadline)
             if not ready:
-                raise self._hang_error(missing, sorted(results))
+                heading = (
+                    f"rank {_enumerated(rank.number for rank in missing)} of {len(self._ranks)} hangs: "
+                    f"not done {self._timeout_s:g} s after rank {_enumerated(sorted(results))}"
+                )
+                raise LostRankError(f"{heading}\n\n{self._stacks_now(missing)}", missing[0].number)
             for rank in ready:
                 result = rank.receive()
                 if isinstance(result, Failure):
@@ -367,13 +368,6 @@ class SpawnedRanks:
         )
         error.__cause__ = raised
         return error
-
-    def _hang_error(self, hanging: list[_Rank], done: list[int]) -> LostRankError:
-        heading = (
-            f"rank {_enumerated(rank.number for rank in hanging)} of {len(self._ranks)} hangs: "
-            f"not done {self._timeout_s:g} s after rank {_enumerated(done)}"
-        )
-        return LostRankError(f"{heading}\n\n{self._stacks_now(hanging)}", hanging[0].number)
 
     def _stacks_now(self, ranks: list[_Rank]) -> str:
         """Ask running ranks where they are: they react to SIGUSR1 even inside a collective or an endless loop."""

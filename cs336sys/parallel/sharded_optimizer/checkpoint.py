@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336sys.errors import UsageError
-from cs336sys.parallel.collectives import gather_objects, group_device, is_dense, receive_from, send_to_first
+from cs336sys.parallel.collectives import exchange_with, gather_objects, group_device, is_dense
 from cs336sys.parallel.sharded_optimizer.groups import Group, given_names, parameters_of
 
 # The key of a parameter's master copy in its state.
@@ -27,23 +27,33 @@ def gather_states(
     """Gather the states of all ranks on rank 0, one parameter of one rank at a time, in CPU memory.
 
     Args:
-        own: by index of the parameter: which elements this rank owns, in memory order, and their state.
+        states_of_rank: by index of the parameter: which elements this rank owns, in memory order, and their state.
         parameters: all parameters, the same on every rank.
         sliced: whether ranks own slices of parameters.
 
     Returns:
         the whole state of each parameter, by its index; None on ranks other than 0.
     """
-    small = {
-        index: (elements, {key: _small(value) for key, value in state.items()})
-        for index, (elements, state) in states_of_rank.items()
-    }
-    of_ranks = gather_objects(small)
+    # A meta tensor says what to expect of a large one.
+    of_ranks = gather_objects(
+        {
+            index: (
+                elements,
+                {
+                    key: torch.empty(value.shape, dtype=value.dtype, device="meta")
+                    if _is_large(value)
+                    else _on_cpu(value)
+                    for key, value in state.items()
+                },
+            )
+            for index, (elements, state) in states_of_rank.items()
+        }
+    )
     device = group_device()
     if dist.get_rank() > 0:
         for _, state in states_of_rank.values():
-            if sent := [value.detach().to(device).contiguous() for value in state.values() if _is_large(value)]:
-                send_to_first(sent)
+            sent = [value.detach().to(device).contiguous() for value in state.values() if _is_large(value)]
+            exchange_with(0, dist.isend, sent)
         return None
 
     parts: dict[int, list[tuple[range, State]]] = {}
@@ -57,8 +67,7 @@ def gather_states(
                     for key, value in state.items()
                     if _is_large(value)
                 }
-                if received:
-                    receive_from(rank, list(received.values()))
+                exchange_with(rank, dist.irecv, list(received.values()))
                 state = {key: received[key].cpu() if key in received else value for key, value in state.items()}
             parts.setdefault(index, []).append((elements, state))
     whole = {}
@@ -154,13 +163,6 @@ def _check_saved_shapes(state: Mapping[str, Any], name: str, shape: torch.Size, 
                 f"the state belongs to another model: {key} of {name} is {tuple(value.shape)} there, "
                 f"the parameter is {tuple(shape)} here"
             )
-
-
-def _small(value: Any) -> Any:
-    """The value itself if it is small, else a meta tensor that tells rank 0 what to expect."""
-    if _is_large(value):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return _on_cpu(value)
 
 
 def _is_large(value: Any) -> bool:

@@ -1,9 +1,8 @@
 """Brings updated parameters to every rank while the next forward pass already runs."""
 
-import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,7 +27,7 @@ class ExchangeBucket:
 
     def start(self) -> None:
         self.operation.start()
-        self._versions[:] = map(_version, self.parameters.values())
+        self._versions[:] = [parameter._version for parameter in self.parameters.values()]
 
     def wait(self) -> None:
         """Wait for the operation, unless that has been done."""
@@ -146,13 +145,16 @@ class ParameterExchange:
         self._awaited_at_once = [self._buckets[n] for n in sorted(at_once)]
 
 
-def move_into(memory: Tensor, start: int, parameter: nn.Parameter) -> None:
-    """Move a dense parameter into ``memory``, (n,), from element ``start`` on, with its elements in the same order."""
-    view = memory.as_strided(parameter.shape, parameter.stride(), start)
-    parameter.data = view.copy_(parameter.detach())
-
-
-_version = operator.attrgetter("_version")
+@torch.no_grad()
+def move_into(memory: Tensor, starts: Iterable[int], parameters: Sequence[nn.Parameter]) -> None:
+    """Move dense parameters into ``memory``, (n,), from these elements on, each with its elements in the same order."""
+    views = [
+        memory.as_strided(parameter.shape, parameter.stride(), start)
+        for start, parameter in zip(starts, parameters, strict=True)
+    ]
+    torch._foreach_copy_(views, parameters)
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.data = view
 
 
 def _wait_for(buckets: Iterable[ExchangeBucket]) -> None:

@@ -1,7 +1,6 @@
 """The parameter groups of an optimizer: names, order and options, and a description to compare between ranks."""
 
 import contextlib
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.collectives import all_gather_single, group_device, is_stream_captured
 from cs336sys.parallel.gradient_slices import is_slice
-from cs336sys.parallel.rank_consistency import describe_parameter, require_sendable, same_on_every_rank
+from cs336sys.parallel.rank_consistency import describe_parameter, digest_of, require_sendable, same_on_every_rank
 
 Group = dict[str, Any]
 
@@ -118,10 +117,6 @@ def refuse_slice(name: str, parameter: Tensor) -> None:
         )
 
 
-# 64-bit integers of a digest.
-_DIGEST_SIZE = 2
-
-
 class StepAgreement:
     """Lets a step raise on every rank if it raises on one, or if ranks differ in what they say.
 
@@ -164,10 +159,9 @@ class StepAgreement:
         self._ask(lines)
 
     def _ask(self, lines: list[str]) -> None:
-        digest = hashlib.sha256("\n".join(lines).encode()).digest()[: 8 * _DIGEST_SIZE]
-        sent = torch.frombuffer(bytearray(digest), dtype=torch.int64).pin_memory()
-        gathered = torch.empty(dist.get_world_size() * _DIGEST_SIZE, dtype=torch.int64, device=group_device())
-        all_gather_single(gathered, sent.to(group_device(), non_blocking=True))
+        sent = digest_of(lines).pin_memory().to(group_device(), non_blocking=True)
+        gathered = sent.new_empty(dist.get_world_size() * len(sent))
+        all_gather_single(gathered, sent)
         on_host = torch.empty(gathered.shape, dtype=torch.int64, pin_memory=True)
         on_host.copy_(gathered, non_blocking=True)
         event = torch.cuda.Event()
@@ -178,7 +172,7 @@ class StepAgreement:
         answers, self._answers = self._answers, []
         for on_host, event in answers:
             event.synchronize()
-            first, *others = on_host.view(-1, _DIGEST_SIZE).unbind()
+            first, *others = on_host.chunk(dist.get_world_size())
             for rank, other in enumerate(others, start=1):
                 if not torch.equal(first, other):
                     raise UsageError(

@@ -1,5 +1,6 @@
 """The optimizer of this rank's share of the work, kept consistent with the groups of all parameters."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
@@ -41,10 +42,9 @@ class ParameterPartition:
 
     def adopt(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Give each parameter to a rank. They are in the order in which the forward pass needs them."""
-        adopted = list(parameters.values())
+        names, adopted = list(parameters), list(parameters.values())
         specs = [
-            TensorSpec(parameter, parameter.numel() * parameter.element_size(), parameter.device)
-            for parameter in adopted
+            TensorSpec(id(parameter), parameter.numel() * parameter.itemsize, parameter.device) for parameter in adopted
         ]
         owners = greedy_partition([spec.size_bytes for spec in specs], self._held_bytes)
         for spec, owner in zip(specs, owners, strict=True):
@@ -54,7 +54,7 @@ class ParameterPartition:
 
         exchanged = []
         for indices in reversed(assign_buckets(specs, self._cap_bytes)):
-            bucket = {self._names[adopted[index]]: adopted[index] for index in reversed(indices)}
+            bucket = {names[index]: adopted[index] for index in reversed(indices)}
             tensors, sources = zip(*self._lay_together(list(bucket.values())), strict=True)
             exchanged.append(ExchangeBucket(bucket, Broadcasts(tensors, sources, ", ".join(bucket))))
         self.exchange.extend(exchanged)
@@ -101,11 +101,9 @@ class ParameterPartition:
             if len(members) == 1:
                 yield members[0].data, owner
                 continue
-            memory = members[0].detach().new_empty(sum(parameter.numel() for parameter in members))
-            start = 0
-            for parameter in members:
-                move_into(memory, start, parameter)
-                start += parameter.numel()
+            *starts, end = itertools.accumulate((parameter.numel() for parameter in members), initial=0)
+            memory = members[0].detach().new_empty(end)
+            move_into(memory, starts, members)
             yield memory, owner
 
 

@@ -329,9 +329,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             lines += self._changed_options()
             self._take_state()
         self._partition.exchange.wait()
-        self._local.step(self.param_groups, kwargs)
-        with torch.no_grad():
-            self._partition.publish()
+        try:
+            self._local.step(self.param_groups, kwargs)
+        finally:
+            # A class may raise on the ranks alone that update something: collectives of the others must meet theirs.
+            with torch.no_grad():
+                self._partition.publish()
         self._link()
         return loss
 

@@ -107,8 +107,7 @@ class ScatteredBucket(GradientBucket):
         for piece in self._layout:
             if piece.is_packed:
                 memory = sample.detach().new_zeros(world_size * piece.slice_size)
-                for index, start in piece.starts.items():
-                    move_into(memory, start, members[index])
+                move_into(memory, piece.starts.values(), [members[index] for index in piece.starts])
             else:
                 # By .data, whose changes are not counted as the parameter's: those that arrive are, at their launch.
                 memory = memory_view(members[next(iter(piece.starts))].data).view(-1)

@@ -74,7 +74,11 @@ def _try(
     """Run the trial, and return why the model is refused; None if it computes the same."""
     try:
         trial, numbers = _trial_of(model, initialize, device)
-        tokens = _tokens(trial, tensor_group.size).to(device)
+        # Two short sequences, without the first token of any rank where there are others.
+        vocabulary, ranks = len(trial.get_parameter("token_embeddings.weight")), tensor_group.size
+        first = {own_part(vocabulary, rank, ranks).start for rank in range(ranks)}
+        choices = torch.tensor([token for token in range(vocabulary) if token not in first] or [0])
+        tokens = choices[torch.randint(len(choices), (2, ranks if ranks > 3 else 2 * ranks))].to(device)
         gradient = torch.randn(*tokens.shape, len(trial.get_parameter("lm_head.weight")), device=device)
         versions = {name: parameter._version for name, parameter in trial.named_parameters()}
         expected = _run_trial(trial, tokens, gradient, tensor_group, None)
@@ -89,7 +93,9 @@ def _try(
         share_layers(trial, tensor_group, cut_weights(trial, group, None, None))
         results = _run_trial(trial, tokens, gradient, tensor_group, group)
         different = [
-            name for (name, whole), (_, part) in zip(expected, results, strict=True) if _results_differ(whole, part)
+            name
+            for (name, whole), (_, part) in zip(expected, results, strict=True)
+            if whole.shape != part.shape or not (part - whole).norm() <= _TOLERANCE * whole.norm() + 1e-6
         ]
         name = next((name.removesuffix(".weight") for name in (*changed, *different)), None)
     except Exception as error:
@@ -147,14 +153,6 @@ def _block_kind(block: nn.Module) -> Any:
     )
 
 
-def _tokens(trial: Any, ranks: int) -> Tensor:
-    """Two short sequences, without the first token of any rank where there are others."""
-    vocabulary = len(trial.token_embeddings.weight)
-    first = {own_part(vocabulary, rank, ranks).start for rank in range(ranks)}
-    tokens = torch.tensor([token for token in range(vocabulary) if token not in first] or [0])
-    return tokens[torch.randint(len(tokens), (2, ranks if ranks > 3 else 2 * ranks))]
-
-
 def _run_trial(
     trial: Any, tokens: Tensor, gradient: Tensor, tensor_group: TensorGroup, group: dist.ProcessGroup | None
 ) -> _Results:
@@ -208,7 +206,3 @@ def _run_trial(
     results.append(("token_embeddings", vectors.detach()[rows.start : rows.stop]))
     keep_gradients([("token_embeddings.weight", embedding.weight)])
     return results
-
-
-def _results_differ(whole: Tensor, part: Tensor) -> bool:
-    return whole.shape != part.shape or not (part - whole).norm() <= _TOLERANCE * whole.norm() + 1e-6

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from cs336sys.accounting.sharding.partition import cut_dimension, heads_refusal, own_part, own_rows
 from cs336sys.errors import UsageError
-from cs336sys.parallel.checkpoint_state import differences
 from cs336sys.parallel.collectives import all_gather_single
 from cs336sys.parallel.gradient_slices import mark_slice, refuse_other_scalers
 from cs336sys.parallel.rank_consistency import broadcast_from_first
@@ -157,19 +156,6 @@ def part_of(whole: Tensor, name: str, rank: int, world_size: int) -> Tensor:
 
 
 @torch.no_grad()
-def whole_tensors(
-    parts: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], group: dist.ProcessGroup
-) -> dict[str, Tensor]:
-    """Whole copies of tensors that are cut as the parameters of these names are. Every rank of the group calls it."""
-    whole: dict[str, Tensor] = {}
-    copies: dict[int, Tensor] = {}
-    for name, part in parts.items():
-        if id(part) not in copies:
-            copies[id(part)] = whole_tensor(part.detach(), name, shapes[name], group)
-        whole[name] = copies[id(part)]
-    return whole
-
-
 def whole_tensor(part: Tensor, name: str, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
     """A whole copy of what is cut as the parameter of this name. Every rank of the group calls it."""
     dimension = cut_dimension(name)
@@ -183,19 +169,3 @@ def whole_tensor(part: Tensor, name: str, shape: torch.Size, group: dist.Process
     all_gather_single(gathered.flatten(0, 1), padded, group=group)
     rows = [of_rank[:size] for of_rank, size in zip(gathered, sizes, strict=True)]
     return torch.cat(rows).movedim(0, dimension).contiguous()
-
-
-@torch.no_grad()
-def load_whole(
-    parameters: Mapping[str, nn.Parameter],
-    whole: Mapping[str, Tensor],
-    shapes: Mapping[str, torch.Size],
-    rank: int,
-    world_size: int,
-) -> None:
-    """Fill parts from whole tensors."""
-    saved_shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
-    if different := differences(saved_shapes, {name: tuple(shape) for name, shape in shapes.items()}):
-        raise UsageError(f"the state dict belongs to another model: {different}")
-    for name, parameter in parameters.items():
-        parameter.copy_(part_of(whole[name], name, rank, world_size))

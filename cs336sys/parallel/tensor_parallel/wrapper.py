@@ -9,6 +9,7 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part
 from cs336sys.errors import UsageError
-from cs336sys.parallel.checkpoint_state import StateDictOfWrapped, mark_share, require_share_within
+from cs336sys.parallel.checkpoint_state import StateDictOfSlices, differences, mark_share
 from cs336sys.parallel.collectives import process_group, require_process_group
 from cs336sys.parallel.gradient_slices import clip_over_ranks, mark_partial, require_whole
 from cs336sys.parallel.held_parameters import HeldParameters
@@ -31,12 +32,11 @@ from cs336sys.parallel.tensor_parallel.layers import share_layers, vocabulary_pa
 from cs336sys.parallel.tensor_parallel.trial import require_same_results
 from cs336sys.parallel.tensor_parallel.weights import (
     cut_weights,
-    load_whole,
     mark_parts,
+    part_of,
     require_parts,
     require_shareable,
     whole_tensor,
-    whole_tensors,
 )
 
 
@@ -65,7 +65,7 @@ class PartialGradients:
             if parameter.requires_grad and parameter not in self._gradients:
                 gradient = self._gradients[parameter] = _PartialGradient(self._group.size())
                 mark_partial(parameter)
-                parameter.register_hook(_before_pass(parameter, gradient))
+                parameter.register_hook(functools.partial(gradient.before_pass, parameter))
                 parameter.register_post_accumulate_grad_hook(gradient.after_pass)
 
     def sum(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -73,9 +73,9 @@ class PartialGradients:
         partial = [
             candidate for candidate in parameters if candidate.grad is not None and not self._is_summed(candidate)
         ]
-        if not partial:
-            return
         gradients = [parameter.grad for parameter in partial if parameter.grad is not None]
+        if not gradients:
+            return
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, group=self._group)
         sums = flat.split([gradient.numel() for gradient in gradients])
@@ -104,9 +104,9 @@ class _PartialGradient:
         self._before: Tensor | None = None
         self.is_summed = self.is_captured = False
 
-    def before_pass(self, gradient: Tensor | None) -> None:
+    def before_pass(self, parameter: Tensor, added: Tensor) -> None:
         # Of passes that leave it alone, as those of torch.autograd.grad, nobody is told afterwards.
-        self._before = gradient.clone() if self.is_summed and gradient is not None else None
+        self._before = parameter.grad.clone() if self.is_summed and parameter.grad is not None else None
 
     def after_pass(self, parameter: Tensor) -> None:
         before, self._before, self.is_summed = self._before, None, False
@@ -116,14 +116,7 @@ class _PartialGradient:
             self.is_captured = True
 
 
-def _before_pass(parameter: nn.Parameter, gradient: _PartialGradient) -> Callable[[Tensor], None]:
-    def before_pass(added: Tensor) -> None:
-        gradient.before_pass(parameter.grad)
-
-    return before_pass
-
-
-class TensorParallel(StateDictOfWrapped):
+class TensorParallel(StateDictOfSlices):
     """Shares the layers of a ``cs336_basics`` model among the ranks of a process group. A training step is::
 
         logits = shared(token_ids)                  # of this rank's part of the vocabulary
@@ -241,7 +234,6 @@ class TensorParallel(StateDictOfWrapped):
             logits, targets, self._first_token, self._vocabulary, self._tensor_group, compiles=compiles
         )
 
-    @torch.no_grad()
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Return the logits of all tokens, (..., tokens), of those that :meth:`forward` returned, for generation.
 
@@ -327,38 +319,29 @@ class TensorParallel(StateDictOfWrapped):
                 (``FSDP.gather_full_params()``), or gradients, which frozen parameters lack; a tied one under its first
                 name. None takes the module's own.
         """
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        if parts is None:
-            return whole_tensors(parameters, self.shapes, self.group)
         first_names: dict[int, str] = {}
-        sources = {name: first_names.setdefault(id(parameter), name) for name, parameter in parameters.items()}
-        return whole_tensors(
-            {name: parts[source] for name, source in sources.items() if source in parts}, self.shapes, self.group
-        )
+        whole: dict[str, Tensor] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            first = first_names.setdefault(id(parameter), name)
+            if first in whole:
+                whole[name] = whole[first]
+            elif parts is None or first in parts:
+                part = parameter if parts is None else parts[first]
+                whole[name] = whole_tensor(part.detach(), name, self.shapes[name], self.group)
+        return whole
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load what ``state_dict()`` returned on the same rank of equally many ranks. Every rank must call it.
-
-        Plain tensors do not say whose parts they are, and are loaded if the shapes fit.
-
-        Raises:
-            UsageError: on every rank: on some rank it holds another rank's parts, or ``assign`` is True.
-        """
-        with same_on_every_rank(self.group):
-            return super().load_state_dict(*args, **kwargs)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: Any, *args: Any) -> None:
-        require_share_within(state_dict, prefix, metadata, type(self).__name__, self.group)
-        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
-
+    @torch.no_grad()
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Take this rank's parts of whole parameters, whatever mesh they come from. Call it before the other wrapper.
 
         Raises:
             UsageError: names or shapes are not those of this model (the message says which).
         """
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        load_whole(parameters, state_dict, self.shapes, self.group.rank(), self.group.size())
+        saved_shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
+        if different := differences(saved_shapes, {name: tuple(shape) for name, shape in self.shapes.items()}):
+            raise UsageError(f"the state dict belongs to another model: {different}")
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            parameter.copy_(part_of(state_dict[name], name, self.group.rank(), self.group.size()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TensorParallel":
         # A process group cannot be copied, and neither hooks nor attributes are copied with a parameter.

@@ -45,7 +45,7 @@ def recorded_launches(delay=None):
     def record(reduction, tensors):
         if delay:
             delay()
-        names = reduction.what.removeprefix("gradients of ")
+        names = reduction.contents.removeprefix("gradients of ")
         launches.append((names, [tensor.numel() for tensor in tensors], tensors[0].dtype))
         start(reduction, tensors)
 

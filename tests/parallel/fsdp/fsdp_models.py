@@ -123,7 +123,7 @@ def recorded(log, delay=None):
         def start(self, *args):
             if delay:
                 delay()
-            log.append((launcher._collective, self.what.partition(" of ")[2]))
+            log.append((launcher._collective, self.contents.partition(" of ")[2]))
             starts[launcher](self, *args)
 
         return start

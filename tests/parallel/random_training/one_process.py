@@ -1,6 +1,7 @@
 """What programs do: in one process on the whole batch, with which ranks are compared after every action."""
 
 import copy
+import functools
 import pickle
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,6 +19,20 @@ SCALARS = ("step", "eta", "mu", "mu_product")
 
 # After which nobody promises to go on: a class may refuse.
 _NOT_PROMISED = ("clip_alone", "edit_state", "hook", "rebuild_optimizer", "tie", "untie")
+
+
+@functools.cache
+def _adagrad_makes_state() -> bool:
+    """Whether its step makes the state of parameters that it was not built with."""
+    one, other = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = torch.optim.Adagrad([one])
+    optimizer.add_param_group({"params": [other]})
+    other.grad = torch.ones(1)
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
 
 
 class OneProcess:
@@ -166,7 +181,17 @@ class OneProcess:
         return self._is_flat and self.is_launched and (who != "optimizer" or self.is_dropped_by_module)
 
     def _allows_step(self) -> bool:
-        return not self._raises_on_some_ranks
+        return not (self._raises_on_some_ranks or self._lacks_state)
+
+    @property
+    def _lacks_state(self) -> bool:
+        """Whether Adagrad would raise, in torch 2.11 and on the ranks that update something of a group added later."""
+        return self.program.optimizer == "adagrad" and any(
+            one.grad is not None and not optimizer.state.get(one)
+            for optimizer in self.optimizers
+            for one in parameters_of(optimizer)
+            if not _adagrad_makes_state()
+        )
 
     @property
     def _raises_on_some_ranks(self) -> bool:

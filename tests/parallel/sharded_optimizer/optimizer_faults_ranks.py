@@ -101,6 +101,32 @@ def misuse(mode):
     return errors
 
 
+class FailingSGD(torch.optim.SGD):
+    """Raises in its steps, once that is switched on."""
+
+    fails = False
+
+    def step(self, *args, **kwargs):
+        if self.fails:
+            raise KeyError("sum")
+        return super().step(*args, **kwargs)
+
+
+def failing_class(mode):
+    """Error of a step in which the class raises on the rank with the parameter; a sum afterwards; the next step."""
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = ShardedOptimizer([parameter], FailingSGD, flat=mode == "flat", lr=0.5)
+    errors = []
+    for fails in (True, False):
+        parameter.sum().backward()
+        FailingSGD.fails = fails
+        errors.append(error_of(optimizer.step))
+        total = torch.ones(())
+        dist.all_reduce(total)
+        optimizer.zero_grad()
+    return errors, total.item(), parameter.tolist()
+
+
 def lost_peer(mode):
     """One rank does not come to a step."""
     # These ranks do nothing else: to import it would take as long as all the rest.

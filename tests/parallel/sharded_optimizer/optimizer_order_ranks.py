@@ -87,7 +87,7 @@ class Stack(nn.Module):
 
 
 def layers(operation):
-    names = operation.what.removeprefix("gradients of ").split(", ")
+    names = operation.contents.removeprefix("gradients of ").split(", ")
     return ", ".join(sorted({re.sub("(.linear)?.(weight|bias)", "", name) for name in names}))
 
 

@@ -99,6 +99,14 @@ def test_misuse_is_refused(ranks, mode):
         assert not messages
 
 
+@each_mode
+def test_ranks_go_on_together_after_a_class_raised_in_its_step_on_some(ranks, mode):
+    first, second = ranks(2).run(optimizer_faults_ranks.failing_class, mode)
+    # Rank 1 updates nothing, so that the class is not called there.
+    assert first == ([("KeyError", "'sum'"), None], 2.0, [0.5] * 4)
+    assert second == ([None, None], 2.0, [0.5] * 4)
+
+
 def test_optimizer_without_a_process_group_is_refused():
     with pytest.raises(UsageError, match="ShardedOptimizer needs a process group"):
         ShardedOptimizer([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=1.0)
