@@ -9,7 +9,7 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.choice import MORE_MEMORY, Candidate, Choice, measuring_command, pytorch_lines
 from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
-from cs336sys.report.account.step import PREDICTED_COLUMNS, configuration_words, step_row
+from cs336sys.report.account.step import PREDICTED_COLUMNS, configuration_words, error_notes, step_row
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import new_axes, write_figure
 from cs336sys.report.table import Column, Table, fill_row, named_columns, with_rows
@@ -41,7 +41,7 @@ def choice_tables(
     notes = [
         f"{counted:,} configurations can run, {len(choice.fitting):,} of them fit into {limit_gib:.4g} GiB; predicted, "
         "not measured: --measure K measures the best K.",
-        rates.error_note,
+        *error_notes(rates),
     ]
     if not is_ours:
         notes.append(

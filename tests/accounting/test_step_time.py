@@ -17,6 +17,7 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time import rates, work
 from cs336sys.accounting.step_time.memory import allocated_bytes, step_memory
 from cs336sys.accounting.step_time.prediction import StepConfiguration, predict_step
+from cs336sys.accounting.step_time.public_steps import public_errors, public_note
 from cs336sys.errors import UsageError
 from cs336sys.results.model import read_results
 from cs336sys.sizes import SIZES
@@ -194,6 +195,26 @@ def test_other_gpus_are_scaled_by_their_datasheets():
     assert "scaled by datasheets" in b200.error_note
     with pytest.raises(UsageError, match="no datasheet is known"):
         rates.rates_of("h20")
+
+
+def test_other_gpus_get_the_error_on_steps_that_others_published():
+    a100 = {error.group: error for error in public_errors(rates.rates_of("a100"))}
+    assert [(group, error.cells) for group, error in a100.items()] == [
+        ("A100-SXM4-80GB fp32", 4),
+        ("A100-SXM4-80GB bf16", 3),
+    ]
+    bf16 = a100["A100-SXM4-80GB bf16"]
+    assert bf16.mean_percent < 10
+    assert abs(bf16.worst_percent) < 15
+    (rtx5090,) = public_errors(rates.rates_of("rtx5090"))
+    # Forward, backward and optimizer of the published step, in 178.1 ms.
+    medium = StepConfiguration(Workload(replace(SIZES["medium"], context=512, batch_size=4), "train", "fp32"))
+    error = 100 * (1e3 * predict_step(medium, rates.rates_of("rtx5090")).step_s / 178.1 - 1)
+    assert abs(error) <= abs(rtx5090.worst_percent)
+    assert public_note(rates.rates_of("rtx5090")).endswith(f"published: {rtx5090}.")
+    assert public_note(rates.h200_rates()) is None
+    for error in (*a100.values(), rtx5090):
+        assert str(error) in public_note(rates.rates_of("b200"))
 
 
 def test_ceilings_scale_the_rates_of_the_h200(tmp_path):

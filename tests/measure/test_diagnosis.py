@@ -181,6 +181,17 @@ def test_gpus_that_torch_has_code_for(two_h200, monkeypatch, capability, built, 
     assert devices()["compute capability"].verdict == ("ok" if runs else "missing")
 
 
+@pytest.mark.parametrize(("built", "runs"), [(["gfx90a", "gfx942"], True), (["gfx90a"], False)])
+def test_amd_gpus_that_torch_has_code_for(two_h200, monkeypatch, built, runs):
+    architecture = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: architecture)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
+    check = gpu.check_architecture()
+    assert check.verdict == ("ok" if runs else "missing")
+    assert check.found.startswith("gfx942")
+
+
 @pytest.mark.parametrize(
     ("cuda", "variables", "fix"),
     [

@@ -182,7 +182,7 @@ def predict_step(
     }
     sent = configuration.sent_bytes * parameters / count_parameters(training.size)
     communication_s, exposed_s, lacking = _communication_s(configuration, rates, sent)
-    step_s = _step_seconds(phases_s, launches_s) + exposed_s
+    step_s = step_seconds(phases_s, launches_s) + exposed_s
     unknown = (*lacking, *_beyond(configuration, rates, is_ours=counted is None))
     return StepTime(work, dict(terms_s), phases_s, launches_s, communication_s, exposed_s, step_s, unknown)
 
@@ -191,7 +191,7 @@ def predict_step(
 _OF_OUR_MODEL = ("d_model", "head_dim", "vocab_size")
 
 
-def _step_seconds(phases_s: dict[str, float], launches_s: dict[str, float]) -> float:
+def step_seconds(phases_s: dict[str, float], launches_s: dict[str, float]) -> float:
     """Return when the GPU is done: each phase ends after its launches, and after the phase before it."""
     launched = done = 0.0
     for phase, gpu_s in phases_s.items():

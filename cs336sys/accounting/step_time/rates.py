@@ -65,6 +65,9 @@ class GroupError:
     worst_percent: float
     worst: str
 
+    def __str__(self) -> str:
+        return f"{self.group}: {self.cells} steps, mean {self.mean_percent:.1f} %, worst {self.worst_percent:+.1f} %"
+
 
 @dataclass(frozen=True)
 class Exposure:
@@ -134,11 +137,8 @@ class Rates:
         if not self.errors:
             alone = "products, copies, attention, optimizers"
             return f"Rates of {self.gpu} were measured alone ({alone}); their error is not known."
-        parts = [
-            f"{error.group}: {error.cells} steps, mean {error.mean_percent:.1f} %, worst {error.worst_percent:+.1f} %"
-            for error in self.errors
-        ]
-        note = f"Error on {self.scaled_from or self.gpu}, leave-one-out over saved cells: {'; '.join(parts)}."
+        errors = "; ".join(map(str, self.errors))
+        note = f"Error on {self.scaled_from or self.gpu}, leave-one-out over saved cells: {errors}."
         if self.scaled_from is not None:
             by = (
                 "what doctor --ceilings measured"

@@ -11,6 +11,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.kernels.attention.hopper import settings
 from cs336sys.kernels.attention.plan import Plan
 from cs336sys.kernels.attention.problem import (
+    AMD,
     FLOAT32_PRECISIONS,
     AttentionOptions,
     AttentionProblem,
@@ -19,6 +20,7 @@ from cs336sys.kernels.attention.problem import (
     check_attention_inputs,
     check_mask,
     check_scale,
+    gpu_capability,
     make_problem,
 )
 from cs336sys.kernels.attention.triton.forward import forward_kernel
@@ -69,8 +71,8 @@ def _why_unavailable(query: Tensor) -> str | None:
             "first import to run them on the CPU in Triton's interpreter"
         )
     if query.dtype == torch.bfloat16:
-        capability = torch.cuda.get_device_capability(query.device)
-        if capability < (8, 0):
+        capability = gpu_capability(query.device)
+        if AMD < capability < (8, 0):
             name, (major, minor) = torch.cuda.get_device_name(query.device), capability
             return f"bfloat16 needs a GPU of compute capability 8.0 or later, {name} has {major}.{minor}"
     return None

@@ -66,6 +66,8 @@ def why_off() -> str | None:
             f"triton {triton.__version__} may launch kernels in another way than {versions}, the versions that the C++ "
             "supports"
         )
+    if torch.version.hip:
+        return "the C++ launches kernels by CUDA's driver, and this torch is built for ROCm"
     if compiler() is None:
         return "there is no C++ compiler: install g++ or set CXX"
     return None

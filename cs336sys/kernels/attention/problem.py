@@ -39,10 +39,10 @@ class AttentionProblem:
     """Properties of a call that choices of settings depend on: shapes, dtype, strides and GPU.
 
     ``num_sequences`` are heads of queries, of which ``group_size`` side by side share a head of keys and values.
-    ``window``: a query sees the keys up to its own, and of these so many; None for all. ``capability`` is the GPU's
-    compute capability, None in the interpreter. ``tma_allowed``: the GPU has TMA and the shared memory for its tiles,
-    and strides and alignment let TMA descriptors address the tensors. ``diagonal``: under a causal mask query i sees no
-    key behind i + diagonal. ``scale`` multiplies the scores, and decides nothing.
+    ``window``: a query sees the keys up to its own, and of these so many; None for all. ``capability`` is what
+    :func:`gpu_capability` returns, None in the interpreter. ``tma_allowed``: the GPU has TMA and the shared memory for
+    its tiles, and strides and alignment let TMA descriptors address the tensors. ``diagonal``: under a causal mask
+    query i sees no key behind i + diagonal. ``scale`` multiplies the scores, and decides nothing.
     """
 
     head_dim: int
@@ -101,22 +101,23 @@ def make_problem(
     diagonal = num_keys - num_queries if options.aligned_at_end else 0
     capability, num_multiprocessors = None, 1
     if query.is_cuda:
-        properties = torch.cuda.get_device_properties(query.device)
-        capability, num_multiprocessors = (properties.major, properties.minor), properties.multi_processor_count
+        capability = gpu_capability(query.device)
+        num_multiprocessors = torch.cuda.get_device_properties(query.device).multi_processor_count
     # TMA coordinates have 32 bits, and the sum of dQ is addressed as one tall matrix.
     fits_tma = all(operand.fits_tma for operand in operands) and num_sequences * (num_queries + 256) < 2**31
     return AttentionProblem(
         head_dim=query.shape[-1],
         dtype=query.dtype,
-        float32_precision=options.float32_precision,
+        # Triton multiplies by parts of tf32 on NVIDIA's GPUs alone; AMD's tensor cores multiply fp32 itself.
+        float32_precision="ieee" if capability == AMD else options.float32_precision,
         is_causal=options.is_causal,
         num_sequences=num_sequences,
         num_queries=num_queries,
         num_keys=num_keys,
         capability=capability,
         num_multiprocessors=num_multiprocessors,
-        # 12.x has TMA, but not the shared memory.
-        tma_allowed=fits_tma and has_hopper_shared_memory(capability),
+        # 12.x has TMA, but tiles by descriptors spill more registers there than by pointers (docs/gpus.md).
+        tma_allowed=fits_tma and has_hopper_resources(capability),
         group_size=group_size(query, key),
         # A window of all keys masks nothing.
         window=options.window if options.window is not None and options.window < num_queries + diagonal else None,
@@ -130,11 +131,21 @@ def score_scale(query: Tensor, scale: float | None) -> float:
     return 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
-def has_hopper_shared_memory(capability: tuple[int, int] | None) -> bool:
-    """Return whether one program may use as much shared memory as on an H200, by which most tiles were chosen.
+# In the place of a compute capability.
+AMD = (0, 0)
 
-    The CUDA programming guide's table of compute capabilities: 227 KiB for 9.0, 10.x and 11.0; 163 KiB for 8.0 and 8.7;
-    99 KiB for 8.6, 8.9 and 12.x, which all other tiles fit. What comes after 12.x is taken to have the least.
+
+def gpu_capability(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's compute capability, or :data:`AMD`: torch numbers AMD's by architecture, gfx90a as 9.0."""
+    return AMD if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+def has_hopper_resources(capability: tuple[int, int] | None) -> bool:
+    """Return whether a GPU has what the tiles that were measured on an H200 need.
+
+    They take up to 227 KiB of shared memory, which 9.0, 10.x and 11.0 have by the CUDA programming guide's table of
+    compute capabilities (8.0 and 8.7: 163; 8.6, 8.9 and 12.x: 99), and operands of products straight from there. Other
+    GPUs hold operands in registers, which then spill. What comes after 12.x is taken to be like it.
     """
     return capability is not None and 9 <= capability[0] <= 11
 

@@ -65,9 +65,17 @@ def check_driver(gpus: list[GpuState]) -> Check:
 def check_architecture() -> Check:
     """Return whether this torch holds machine code, or PTX to compile, for every GPU."""
     built = torch.cuda.get_arch_list()
-    capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    state = ", ".join(dict.fromkeys(f"{major}.{minor}" for major, minor in capabilities))
-    if built and not all(_runs_on(capability, built) for capability in capabilities):
+    devices = range(torch.cuda.device_count())
+    if torch.version.hip:
+        # "gfx942:sramecc+:xnack-"
+        names = [torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0] for index in devices]
+        has_code = [name in built for name in names]
+    else:
+        capabilities = [torch.cuda.get_device_capability(index) for index in devices]
+        names = [f"{major}.{minor}" for major, minor in capabilities]
+        has_code = [_runs_on(capability, built) for capability in capabilities]
+    state = ", ".join(dict.fromkeys(names))
+    if built and not all(has_code):
         fix = "Install a torch whose `python -c 'import torch; print(torch.cuda.get_arch_list())'` names this GPU."
         return Check("compute capability", f"{state}, this torch is built for {' '.join(built)}", "missing", fix)
     return Check("compute capability", state)

@@ -8,6 +8,7 @@ from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.memory import step_memory
 from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime, predict_step
+from cs336sys.accounting.step_time.public_steps import public_note
 from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
 from cs336sys.accounting.step_time.work import TERMS
 from cs336sys.report.numbers import Value
@@ -111,6 +112,12 @@ def step_row(
     }
 
 
+def error_notes(rates: Rates) -> tuple[str, ...]:
+    """Say how far predictions are off, on steps of this project and of others."""
+    published = public_note(rates)
+    return (rates.error_note, published) if published else (rates.error_note,)
+
+
 def step_tables(configurations: Sequence[StepConfiguration], rates: Rates, launch_s: float | None) -> list[Table]:
     """Return a table of all configurations, and one with the terms of each that has a time."""
     times = [predict_step(configuration, rates, launch_s=launch_s) for configuration in configurations]
@@ -130,7 +137,7 @@ def step_tables(configurations: Sequence[StepConfiguration], rates: Rates, launc
     title = ", ".join([*named([c for c in _SWEPT_COLUMNS if c not in swept], settings[0]), short_gpu_name(rates.gpu)])
     cost_us = 1e6 * (rates.usual_launch_s if launch_s is None else launch_s)
     notes = (
-        rates.error_note,
+        *error_notes(rates),
         f"Launches: without a CUDA graph the CPU needs {cost_us:.1f} us for each (hosts were measured from "
         f"{1e6 * rates.launch_s:.1f} us on; --launch-us sets it), so the time of a step that waits for them is the "
         "host's.",
@@ -168,6 +175,6 @@ def _terms_table(name: str, configuration: StepConfiguration, time: StepTime, ra
         add("waiting for launches", waiting_s, count, "launches", formula)
     notes = (
         "T tokens of a rank, L blocks, d d_model, f d_ff, V vocabulary, B batch, H heads, S context, D head dimension.",
-        rates.error_note,
+        *error_notes(rates),
     )
     return Table("terms", f"Terms of a step: {name}", _TERM_COLUMNS, rows, notes)

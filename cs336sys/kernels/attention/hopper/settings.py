@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cs336sys.kernels.attention.problem import AttentionProblem
+from cs336sys.kernels.attention.problem import AMD, AttentionProblem, gpu_capability
 from cs336sys.triton_package import why_no_triton
 
 
@@ -199,10 +199,11 @@ def why_unavailable(query: torch.Tensor) -> str | None:
     """One sentence why the Hopper kernels cannot take ``query`` and its keys, or None if they can."""
     if not query.is_cuda:
         return f"implementation 'hopper' runs on CUDA tensors, got {query.device}"
-    capability = torch.cuda.get_device_capability(query.device)
+    capability = gpu_capability(query.device)
     if capability != (9, 0):
-        name, (major, minor) = torch.cuda.get_device_name(query.device), capability
-        return f"implementation 'hopper' needs a GPU of compute capability 9.0 (H100, H200), {name} has {major}.{minor}"
+        name, version = torch.cuda.get_device_name(query.device), ".".join(map(str, capability))
+        reason = f"{name} is AMD's" if capability == AMD else f"{name} has {version}"
+        return f"implementation 'hopper' needs a GPU of compute capability 9.0 (H100, H200), {reason}"
     version = _triton_version()
     if version < OLDEST_TRITON:
         installed = ".".join(map(str, version)) if version else "none"

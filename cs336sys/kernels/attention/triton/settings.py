@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cs336sys.kernels.attention.problem import AttentionProblem, has_hopper_shared_memory
+from cs336sys.kernels.attention.problem import AttentionProblem, has_hopper_resources
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,25 @@ MAX_SPLITS = 8
 
 _INTERPRETER = TileSettings(query_rows=32, key_rows=16, num_warps=4, num_stages=1)
 
+# Tiles for GPUs without the resources of Hopper, of forward and of both passes of backward, up to a head dimension.
+# Compiled and not measured: the largest that spill at most 64 bytes of a thread's registers on 8.x and 12.0, and take
+# at most 99 KiB (docs/gpus.md).
+_HALF_TILES = {
+    64: (TileSettings(64, 64, num_warps=4, num_stages=3), TileSettings(32, 64, num_warps=4, num_stages=2)),
+    128: (TileSettings(64, 64, num_warps=4, num_stages=2), TileSettings(32, 64, num_warps=8, num_stages=2)),
+    256: (TileSettings(64, 32, num_warps=8, num_stages=2), TileSettings(32, 32, num_warps=8, num_stages=1)),
+}
+_FLOAT32_TILES = {
+    64: (TileSettings(32, 64, num_warps=4, num_stages=2), TileSettings(32, 32, num_warps=4, num_stages=1)),
+    128: (TileSettings(32, 32, num_warps=4, num_stages=2), TileSettings(16, 16, num_warps=4, num_stages=1)),
+    256: (TileSettings(16, 16, num_warps=8, num_stages=1), TileSettings(16, 16, num_warps=8, num_stages=1)),
+}
+
+
+def _tiles_by_registers(problem: AttentionProblem) -> tuple[TileSettings, TileSettings]:
+    tiles = _FLOAT32_TILES if problem.dtype == torch.float32 else _HALF_TILES
+    return next(tiles[head_dim] for head_dim in tiles if problem.head_dim <= head_dim)
+
 
 # All measurements: H200, triton 3.6, bf16 (or fp32 by tf32x3), causal, medians in ms. Shapes are batch x heads x S x D.
 # "ptr" loads by pointers, "tma" by descriptors, whose making costs a launch some microseconds on the CPU.
@@ -115,6 +134,10 @@ def _num_splits(problem: AttentionProblem, tile: TileSettings) -> int:
 def _forward_tile(problem: AttentionProblem) -> TileSettings:
     if problem.capability is None:
         return _INTERPRETER
+    if not has_hopper_resources(problem.capability):
+        if problem.dtype == torch.float32 and problem.head_dim <= 128 and _few_programs(problem, 64):
+            return TileSettings(16, 64 if problem.head_dim <= 64 else 32, num_warps=4, num_stages=2)
+        return _tiles_by_registers(problem)[0]
     if problem.dtype == torch.float32:
         return _float32_forward(problem)
     tma = problem.tma_allowed
@@ -157,9 +180,7 @@ def _float32_forward(problem: AttentionProblem) -> TileSettings:
         return TileSettings(32, 64, num_warps=4, num_stages=2)
     if _few_programs(problem, 64):
         # 1x1x8192x64: 0.3125, 32x64 0.3531, 64x64 0.5484. 1x1x1024x128: 0.0580, 32x32 0.1082.
-        # Two stages of 128 columns take 88 KiB, but 120 where triton 3.8 lays them out.
-        stages = 2 if problem.head_dim <= 64 or has_hopper_shared_memory(problem.capability) else 1
-        return TileSettings(16, 64, num_warps=4, num_stages=stages)
+        return TileSettings(16, 64, num_warps=4, num_stages=2)
     if problem.head_dim <= 64:
         # 1x1x65536x64: 11.45, 32x64 12.71, 16x64 17.63.
         return TileSettings(64, 64, num_warps=4, num_stages=2)
@@ -172,6 +193,8 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
     """The settings of the backward kernels; never the fused form if it must be deterministic."""
     if problem.capability is None:
         return joint(_INTERPRETER) if deterministic else fused(_INTERPRETER)
+    if not has_hopper_resources(problem.capability):
+        return _backward_by_registers(problem, deterministic)
     if problem.dtype == torch.float32:
         return _float32_backward(problem, deterministic)
     tma = problem.tma_allowed
@@ -227,6 +250,17 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
     return separate(TileSettings(64, 128, num_warps=8, num_stages=3, use_tma=True), query)
 
 
+def _backward_by_registers(problem: AttentionProblem, deterministic: bool) -> BackwardSettings:
+    _, tile = _tiles_by_registers(problem)
+    if problem.dtype != torch.float32 and problem.head_dim <= 128:
+        if _is_short(problem):
+            # A single launch, as on the H200; with windows or groups D computed in the passes would spill registers.
+            return joint(tile, prepared=problem.window is not None or problem.group_size > 1)
+        if problem.head_dim <= 32 and not deterministic:
+            return _fused_with_splits(problem, TileSettings(64, 64, num_warps=4, num_stages=2), each=4)
+    return joint(tile)
+
+
 def _wide_backward(problem: AttentionProblem) -> BackwardSettings:
     assert problem.capability is not None, "the interpreter has settings of its own"
     # On 10.x, where other instructions multiply, these tiles need 257 and 240 KiB: more than there is.
@@ -244,8 +278,7 @@ def _wide_backward(problem: AttentionProblem) -> BackwardSettings:
 def _float32_backward(problem: AttentionProblem, deterministic: bool) -> BackwardSettings:
     if problem.head_dim > 128:
         return joint(TileSettings(16, 16, num_warps=4, num_stages=1))
-    # The tiles below take up to 112 KiB.
-    if deterministic or problem.float32_precision == "ieee" or not has_hopper_shared_memory(problem.capability):
+    if deterministic or problem.float32_precision == "ieee":
         # 1x1x1024x64: 0.0841, separate 0.1379. 1x1x8192x64: 0.837, 1.312. 1x1x8192x128: 1.752, 32x16 3.287.
         return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
     if problem.head_dim <= 16:

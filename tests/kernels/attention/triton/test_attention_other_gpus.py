@@ -1,30 +1,20 @@
-"""The settings of the plain Triton kernels on GPUs other than the H200: tiles that fit into their shared memory.
+"""The settings of the plain Triton kernels on GPUs other than the H200, and what is compiled for them."""
 
-Run as a script, without TRITON_INTERPRET, this file compiles the kernels of ``LARGEST`` on any machine, as far as to
-where their shared memory is laid out, and prints how much they take as JSON.
-"""
-
-import contextlib
 import dataclasses
-import gc
 import json
 import os
 import subprocess
 import sys
 from types import SimpleNamespace
-from unittest import mock
 
+import compile_for_gpus
 import pytest
 import torch
-from compile_for_hopper import CompileOnlyDriver
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia import compiler
-from triton.runtime import driver
+from compile_for_gpus import GPUS, Gpu, make_problem_on
 
-from cs336sys.kernels.attention import choice
-from cs336sys.kernels.attention.plan import Plan
-from cs336sys.kernels.attention.problem import AttentionOptions, AttentionProblem, Operand, make_problem
-from cs336sys.kernels.attention.triton import plans
+from cs336sys.kernels.attention import choice, native_call
+from cs336sys.kernels.attention.hopper import settings as hopper_settings
+from cs336sys.kernels.attention.problem import AMD, AttentionOptions, Operand
 from cs336sys.kernels.attention.triton.settings import (
     ForwardSettings,
     TileSettings,
@@ -35,138 +25,39 @@ from cs336sys.kernels.attention.triton.settings import (
     separate,
 )
 
-# Of one program, by the CUDA programming guide's table of compute capabilities.
-SHARED_BYTES = {(8, 0): 163 * 1024, (8, 9): 99 * 1024, (10, 0): 227 * 1024, (12, 0): 99 * 1024}
-
-# Shapes and dtypes whose kernels take most, or took too much; the other GPUs get the settings of 8.9 or of 9.0.
-LARGEST = {
-    (8, 0): [((1, 1, 1024, 128), torch.float32)],
-    (8, 9): [
-        ((1, 1, 1024, 128), torch.float32),
-        ((1, 1, 1024, 256), torch.float32),
-        ((1, 1, 2048, 128), torch.bfloat16),
-        ((1, 1, 2048, 256), torch.bfloat16),
-    ],
-    (10, 0): [((1, 1, 2048, 256), torch.bfloat16)],
-    (12, 0): [((1, 16, 8192, 64), torch.float32)],
-}
-
-
-def make_problem_on(capability: tuple[int, int], query: torch.Tensor, *arguments) -> AttentionProblem:
-    """What ``make_problem`` makes of tensors on a GPU of this capability with 132 multiprocessors."""
-    properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
-    on_gpu = SimpleNamespace(is_cuda=True, shape=query.shape, dtype=query.dtype, device=query.device)
-    with mock.patch("torch.cuda.get_device_properties", return_value=properties):
-        return make_problem(on_gpu, *arguments)
-
-
-class AnyGpuDriver(CompileOnlyDriver):
-    def __init__(self, capability: tuple[int, int]):
-        self._capability = capability
-
-    class utils(CompileOnlyDriver.utils):
-        @staticmethod
-        def get_device_properties(device):
-            # Nothing exceeds this: the test compares.
-            return {"max_shared_mem": 2**30}
-
-    def get_current_device(self):
-        """A device for each capability: kernels remember for which target they compile on one."""
-        major, minor = self._capability
-        return 10 * major + minor
-
-    def get_current_target(self):
-        return GPUTarget("cuda", self.get_current_device(), 32)
-
-
-class LaidOutError(Exception):
-    """Triton would now translate what it has laid out."""
-
-
-@contextlib.contextmanager
-def compiling_to_the_layout_of_shared_memory():
-    """Triton lays it out before it makes LLVM's language of a kernel, and all that follows takes most of the time."""
-    make_llir = compiler.CUDABackend.make_llir
-
-    def stop(passes, *_):
-        raise LaidOutError(passes)
-
-    def lay_out(backend, module, metadata, *how):
-        with pytest.raises(LaidOutError) as laid_out:
-            make_llir(backend, module, metadata, *how)
-        (passes,) = laid_out.value.args
-        passes.run(module, "make_llir")
-        metadata["shared"] = module.get_int_attr("ttg.shared")
-        metadata["tmem_size"] = module.get_int_attr("ttg.tensor_memory_size")
-        for scratch in ("global_scratch", "profile_scratch"):
-            metadata[f"{scratch}_size"], metadata[f"{scratch}_align"] = 0, 1
-        return ""
-
-    def without_code(backend, source, metadata, *_):
-        metadata["name"] = "kernel"
-        return ""
-
-    with (
-        mock.patch.object(compiler.nvidia.passes.ttgpuir, "add_to_llvmir", stop),
-        mock.patch.object(compiler.CUDABackend, "make_llir", lay_out),
-        mock.patch.object(compiler.CUDABackend, "make_ptx", without_code),
-        mock.patch.object(compiler.CUDABackend, "make_cubin", return_value=b""),
-    ):
-        yield
-
-
-def shared_bytes(plan: Plan, *tensors: torch.Tensor) -> list[int]:
-    """Of the plan's launches, without those of elementwise kernels."""
-    kernels = plans.forward_kernel, plans.backward_kernel
-    plan.steps = [(launch, slots) for launch, slots in plan.steps if launch._kernel in kernels]
-    plan(*tensors)
-    return [launch.compiled.metadata.shared for launch, _ in plan.steps]
-
-
-def bytes_on(capability: tuple[int, int]) -> list[tuple[str, list[int], list[int]]]:
-    """Each configuration with what its forward and backward kernels take."""
-    driver.set_active(AnyGpuDriver(capability))
-    choice.make_problem = lambda *arguments: make_problem_on(capability, *arguments)
-    # With a causal mask there is one more loop to compile, of as much shared memory.
-    report = []
-    for shape, dtype in LARGEST[capability]:
-        query, key, value, out, grad_out, *grads = (torch.empty(shape, dtype=dtype) for _ in range(8))
-        tensors = query, key, value, out, torch.empty(shape[:-1])
-        forward = choice.forward_plan((query, key, value, out), AttentionOptions())
-        backward = choice.backward_plan((query, key, value, out, grad_out), grads, AttentionOptions())
-        taken = shared_bytes(forward, *tensors), shared_bytes(backward, *tensors, grad_out, *grads)
-        report.append((f"{shape} {dtype}", *taken))
-    return report
-
-
-def main() -> None:
-    gc.disable()  # as compile_for_hopper does
-    with compiling_to_the_layout_of_shared_memory():
-        json.dump([(capability, bytes_on(capability)) for capability in LARGEST], sys.stdout)
-
 
 @pytest.fixture(scope="module")
-def taken(tmp_path_factory):
-    """{capability: what :func:`bytes_on` found}, from one process: this one may be the interpreter's."""
+def compiled(tier, tmp_path_factory):
+    """{GPU: kernels that its configurations choose}, from a process of its own: this one may be the interpreter's."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # A cache hit would not run ptxas, whose log is read.
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton_cache"))
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # the folder of compile_for_hopper is in it
-    result = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, compile_for_gpus.__file__, *tier.choose(["--sample", "sm_80", "sm_120"], GPUS)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
-    return {tuple(capability): found for capability, found in json.loads(result.stdout)}
+    return json.loads(result.stdout)
 
 
-@pytest.mark.nightly
-def test_largest_tiles_fit_in_shared_memory(taken):
-    assert list(taken) == list(LARGEST)
-    for capability, found in taken.items():
-        assert len(found) == len(LARGEST[capability])
-        for configuration, forward, backward in found:
-            assert 0 < max(forward + backward) <= SHARED_BYTES[capability], f"{configuration}: {forward}, {backward}"
+# Bytes of registers that go to memory. SPILLED_ALLOWANCES
+SPILLED = {}
+
+
+def test_kernels_fit_into_registers_and_shared_memory(compiled):
+    for gpu, kernels in compiled.items():
+        assert kernels, gpu
+        for kernel in kernels:
+            allowed = SPILLED.get((gpu, kernel["configuration"], kernel["kernel"]), 64)
+            assert kernel["spilled_bytes"] <= allowed, f"{gpu}: {kernel}"
+            assert 0 < kernel["shared_bytes"] <= GPUS[gpu].shared_bytes, f"{gpu}: {kernel}"
+
+
+def gpu_of(capability):
+    return Gpu("a GPU", capability, num_multiprocessors=132, shared_bytes=0)
 
 
 def problems(capability):
     """Problems of all kinds on a GPU of this capability, their tensors such that TMA could address them."""
+    gpu = gpu_of(capability)
     for dtype, float32_precision in (
         (torch.bfloat16, "tf32x3"),
         (torch.float16, "tf32x3"),
@@ -178,7 +69,7 @@ def problems(capability):
                 for length in (64, 512, 1024, 2048, 8192, 65536):
                     query = torch.empty(1, num_heads, length, head_dim, dtype=dtype, device="meta")
                     operands = [Operand(query)] * 4
-                    yield make_problem_on(capability, query, query, operands, AttentionOptions(True, float32_precision))
+                    yield make_problem_on(gpu, query, query, operands, AttentionOptions(True, float32_precision))
 
 
 def all_settings(problem):
@@ -240,25 +131,45 @@ def test_gpus_with_as_much_shared_memory_get_the_settings_of_9_0(capability):
 )
 def test_h200_gets_the_tiles_measured_on_it(shape, dtype, forward, backward):
     query = torch.empty(shape, dtype=dtype, device="meta")
-    problem = make_problem_on((9, 0), query, query, [Operand(query)] * 4, AttentionOptions(True))
+    problem = make_problem_on(GPUS["sm_90"], query, query, [Operand(query)] * 4, AttentionOptions(True))
     assert forward_settings(problem) == ForwardSettings(forward)
     assert backward_settings(problem, False) == backward
 
 
 def test_h200_gets_tma_at_head_dimension_256():
     query = torch.empty(1, 16, 16384, 256, dtype=torch.bfloat16, device="meta")
-    problem = make_problem_on((9, 0), query, query, [Operand(query)] * 4, AttentionOptions(True))
+    problem = make_problem_on(GPUS["sm_90"], query, query, [Operand(query)] * 4, AttentionOptions(True))
     assert all(tile.use_tma for tile in tiles(problem))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a100_gets_tiles_by_pointers(deterministic):
     query = torch.empty(1, 16, 16384, 64, dtype=torch.bfloat16, device="meta")
-    problem = make_problem_on((8, 0), query, query, [Operand(query)] * 4, AttentionOptions(True))
+    problem = make_problem_on(GPUS["sm_80"], query, query, [Operand(query)] * 4, AttentionOptions(True))
     assert forward_settings(problem) == ForwardSettings(TileSettings(64, 64, num_warps=4, num_stages=3))
-    expected = joint(TileSettings(64, 64, num_warps=4, num_stages=2))
+    expected = joint(TileSettings(32, 64, num_warps=4, num_stages=2))
     assert backward_settings(problem, deterministic) == expected
 
 
-if __name__ == "__main__":
-    main()
+@pytest.fixture
+def amd_gpu(monkeypatch):
+    """An MI200, which torch numbers as it does Hopper."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI250X")
+
+
+def test_amd_gpus_get_tiles_by_pointers_and_products_of_fp32(amd_gpu):
+    for problem, smallest in zip(problems((9, 0)), problems((8, 9)), strict=True):
+        assert problem == dataclasses.replace(smallest, capability=AMD, float32_precision="ieee")
+        assert all_settings(problem) == all_settings(smallest)
+
+
+def test_amd_gpus_are_refused_by_the_hopper_kernels_alone(amd_gpu):
+    query = torch.empty(1, 4, 64, 64, dtype=torch.bfloat16, device="meta")
+    on_gpu = SimpleNamespace(is_cuda=True, shape=query.shape, dtype=query.dtype, device=query.device)
+    assert hopper_settings.why_unavailable(on_gpu) == (
+        "implementation 'hopper' needs a GPU of compute capability 9.0 (H100, H200), AMD Instinct MI250X is AMD's"
+    )
+    assert choice._why_unavailable(on_gpu) is None
+    assert native_call.why_off() == "the C++ launches kernels by CUDA's driver, and this torch is built for ROCm"
