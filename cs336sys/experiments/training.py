@@ -24,7 +24,6 @@ from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.measure.cells import Progress
 from cs336sys.measure.device import DTYPES
 from cs336sys.measure.timing import time_phases
-from cs336sys.parity.weights import STEPS
 from cs336sys.results.model import Samples
 from cs336sys.workload import MODES, Workload
 
@@ -346,42 +345,3 @@ def training_warnings(loss: Tensor | float | None, workload: Workload) -> list[s
 def with_notes(derived: Mapping[str, Any], notes: Sequence[str]) -> dict[str, Any]:
     """Derived columns with more notes than they have."""
     return {**derived, "notes": [*derived.get("notes", ()), *notes]} if notes else dict(derived)
-
-
-def train_for_check(
-    step: TrainStep,
-    warmup: int,
-    *,
-    begin: Callable[[int], None] = lambda number: None,
-    before_update: Callable[[], None] | None = None,
-) -> list[Tensor]:
-    """Run some steps, each on a batch of its own, after ``warmup`` on the first batch; the losses, () each.
-
-    A workload with CUDA graphs is captured, and its own warm-up must be as long as the one asked for.
-
-    Args:
-        begin: called before each step, with its number from 1.
-        before_update: called in the first step before its last phase, which updates parameters.
-    """
-    if step.workload.cuda_graph == "on":
-        assert step.warmup_of_capture == warmup, "the weights could not be compared"
-        step.capture()
-    else:
-        for _ in range(warmup):
-            step()
-    losses = []
-    for number in range(1, STEPS + 1):
-        step.use_batch(number)
-        begin(number)
-        if number == 1 and before_update is not None:
-            *others, update = step.phases.values()
-            for phase in others:
-                phase()
-            before_update()
-            update()
-        else:
-            step()
-        assert step.loss is not None
-        # Replays overwrite it.
-        losses.append(step.loss.detach().clone())
-    return losses

@@ -89,25 +89,6 @@ def relative_difference(off: float, size: float) -> float:
     return math.inf if math.isnan(relative) else relative
 
 
-def distances(
-    start: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], trained: Mapping[str, Tensor]
-) -> dict[str, Distance]:
-    """Compare all tensors, each on the device where ``trained`` has it; ``start`` before the first step, None is 0."""
-    measured = []
-    with torch.no_grad():
-        for name, anywhere in expected.items():
-            values, before = trained[name], start[name]
-            weight = anywhere.to(values.device)
-            off, moved = values - weight, weight if before is None else weight - before.to(values.device)
-            # The squares of a gradient of 1e-25 are zero in float32.
-            norms = (torch.linalg.vector_norm(part, dtype=torch.float64) for part in (off, moved))
-            largest = off.abs().max().double() if off.numel() else off.new_zeros((), dtype=torch.float64)
-            measured.append(torch.stack([largest, *norms]))
-    # One transfer for all.
-    rows = torch.stack(measured).tolist() if measured else []
-    return {name: Distance(*row) for name, row in zip(expected, rows, strict=True)}
-
-
 def norm(values: Tensor) -> float:
     """The Euclidean norm, in float64: the squares of a gradient of 1e-25 are zero in float32."""
     values = values if values.is_floating_point() else values.double()
@@ -118,7 +99,7 @@ class TensorComparison:
     """Tensors compared with those of a reference; the ones too far off wait in host memory for another reference.
 
     Args:
-        start, expected, trained: as of :func:`distances`.
+        start, expected, trained: by name, each on the device of ``trained``; what one of them lacks is 0 there.
         allowed: the largest relative distance that rounding explains.
 
     Attributes:
@@ -127,15 +108,26 @@ class TensorComparison:
     """
 
     def __init__(
-        self,
-        start: Mapping[str, Tensor | None],
-        expected: Mapping[str, Tensor],
-        trained: Mapping[str, Tensor],
-        allowed: float,
+        self, start: Mapping[str, Tensor], expected: Mapping[str, Tensor], trained: Mapping[str, Tensor], allowed: float
     ):
-        self.distances = distances(start, expected, trained)
+        names = list({**expected, **trained})
+        pairs, measured = {}, []
+        with torch.no_grad():
+            for name in names:
+                values = trained[name] if name in trained else torch.zeros_like(expected[name])
+                zero = values.new_zeros(())
+                pairs[name] = values, expected.get(name, zero)
+                weight = pairs[name][1].to(values.device)
+                off, moved = values - weight, weight - start.get(name, zero).to(values.device)
+                # The squares of a gradient of 1e-25 are zero in float32.
+                norms = (torch.linalg.vector_norm(part, dtype=torch.float64) for part in (off, moved))
+                largest = off.abs().max().double() if off.numel() else off.new_zeros((), dtype=torch.float64)
+                measured.append(torch.stack([largest, *norms]))
+        # One transfer for all.
+        rows = torch.stack([row.to(measured[0].device) for row in measured]).tolist() if measured else []
+        self.distances = {name: Distance(*row) for name, row in zip(names, rows, strict=True)}
         self.far = {
-            name: (trained[name].detach().to("cpu", copy=True), expected[name].detach().to("cpu", copy=True))
+            name: tuple(tensor.detach().to("cpu", copy=True) for tensor in pairs[name])
             for name, distance in self.distances.items()
             if not distance.relative <= allowed
         }

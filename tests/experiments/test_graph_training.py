@@ -78,18 +78,18 @@ def test_replays_of_our_kernels_are_held_against_launches_of_the_same():
 @pytest.mark.parametrize("repeats", [True, False])
 def test_small_difference_is_wrong_where_launched_steps_repeat(monkeypatch, repeats):
     """Replays leave a weight a thousandth off, which is within the tolerance of bf16."""
-    train, runs = step.train_for_check, []
+    train, runs = step.train, []
 
-    def not_quite(step, warmup):
-        losses = train(step, warmup)
+    def not_quite(step, model, warmup):
+        trained_model = train(step, model, warmup)
         runs.append(step.workload.cuda_graph)
         weight = step.model.get_parameter("lm_head.weight")
         off = {"on": 1e-3, "off": 0.0 if repeats else 5e-4 * runs.count("off")}[step.workload.cuda_graph]
         with torch.no_grad():
             weight *= 1 + off
-        return losses
+        return trained_model
 
-    monkeypatch.setattr(step, "train_for_check", not_quite)
+    monkeypatch.setattr(step, "train", not_quite)
     checked, wrong = check(optimizer="fused", precision="bf16")
     if repeats:
         assert wrong.reason.startswith("replayed: after 5 steps lm_head.weight is off by ")
@@ -114,18 +114,18 @@ def test_small_difference_is_wrong_where_launched_steps_repeat(monkeypatch, repe
     ids=["a bit", "the farthest counts", "it seldom differs", "wrong"],
 )
 def test_replays_are_right_where_launched_steps_differ_as_much(monkeypatch, replayed, launched, runs):
-    train, trained = step.train_for_check, []
+    train, trained = step.train, []
 
-    def not_quite(step, warmup):
-        losses = train(step, warmup)
+    def not_quite(step, model, warmup):
+        trained_model = train(step, model, warmup)
         off = replayed if step.workload.cuda_graph == "on" else launched[trained.count("off")]
         trained.append(step.workload.cuda_graph)
         weight = step.model.get_parameter("lm_head.weight")
         with torch.no_grad():
             weight *= 1 + off
-        return losses
+        return trained_model
 
-    monkeypatch.setattr(step, "train_for_check", not_quite)
+    monkeypatch.setattr(step, "train", not_quite)
     checked, wrong = check(optimizer="fused", precision="bf16")
     assert len(trained) == runs
     assert (wrong is not None) == (replayed == 1e-2)

@@ -7,16 +7,17 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cs336sys.choices import CUDA_GRAPHS_MODULE
 from cs336sys.experiments import user_models
 from cs336sys.experiments.models import build_compared_model, build_model
 from cs336sys.experiments.optimizers import build_optimizer, choose_optimizer
-from cs336sys.experiments.training import TrainStep, train_for_check
+from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import free_gpu_memory
 from cs336sys.parity.rounding import tolerance
+from cs336sys.parity.training import LOSS, SCALES, Order, Trained, train, train_in_order
 from cs336sys.parity.weights import (
     OPTIMIZER_SETTINGS,
     STEPS,
@@ -39,9 +40,6 @@ _SAME_REPEATS = 3
 # bit off in each step (4 blocks, bf16), pairs of 30 runs were 0 to 4e-7 apart, and 16 % of right replays more than
 # three times as far off as the first launched steps that differed.
 _ROUNDED = 0.01
-
-# The name of a step's loss among the weights that are compared, before the step's number.
-_LOSS = "the loss of step "
 
 
 @dataclass(frozen=True)
@@ -136,8 +134,8 @@ def _checked_step(workload: Workload, device: torch.device, progress: Progress) 
 
 def _check_kernels(
     launched: Workload, optimizer_workload: Workload, device: torch.device, progress: Progress
-) -> tuple[WeightDifference, dict[str, Tensor]]:
-    """Return how far our kernels are off PyTorch's operations, and the weights that they trained."""
+) -> tuple[WeightDifference, Trained]:
+    """Return how far our kernels are off PyTorch's operations, and what they trained."""
     plain = plainly_trained(launched)
     if replace(plain, attention=launched.attention, compile=launched.compile) == launched:
         launched, plain = _of_one_block(launched), _of_one_block(plain)
@@ -171,28 +169,27 @@ def _check_counting(
 
 
 def _check_replays(
-    workload: Workload, launched: Workload, expected: dict[str, Tensor] | None, device: torch.device, progress: Progress
+    workload: Workload, launched: Workload, expected: Trained | None, device: torch.device, progress: Progress
 ) -> tuple[WeightDifference, WeightDifference | None]:
     """Replayed steps compared with launched ones, which have trained the weights ``expected`` if these are known;
     where they are not the same bit by bit, launched ones with themselves.
     """
-
-    def train(how: Workload) -> dict[str, Tensor]:
-        # Even where its steps are launched, the optimizer counts them on the device, as it must in a graph.
-        return _trained_for_check(how, device, optimizer_workload=workload)
-
+    # Even where its steps are launched, the optimizer counts them on the device, as it must in a graph.
+    train_counting = functools.partial(_trained_for_check, device=device, optimizer_workload=workload)
     if expected is None:
         progress("checking: launched steps")
-        expected = train(launched)
+        expected = train_counting(launched)
     expected = _free_for_training(expected, workload, device)
     progress("checking: replayed steps")
-    replayed = _compare_weights(workload, device, expected, train(workload), lambda loss_scale: train(launched))
+    replayed = _compare_weights(
+        workload, device, expected, train_counting(workload), lambda order: train_counting(launched)
+    )
     if replayed.relative == 0 or not replayed.relative <= tolerance(workload):
         return replayed, None
     repeated = None
     for count in range(1, _MOST_REPEATS + 1):
         progress("checking: launched steps again")
-        again = _compare_weights(workload, device, expected, train(launched))
+        again = _compare_weights(workload, device, expected, train_counting(launched))
         if again.relative > (0 if repeated is None else repeated.relative):
             repeated = again
         repeats_exactly = repeated is None and count == _SAME_REPEATS
@@ -211,57 +208,52 @@ def _allowed_of_replays(workload: Workload, repeated: WeightDifference | None) -
 def _compare_weights(
     workload: Workload,
     device: torch.device,
-    expected: dict[str, Tensor],
-    compared: dict[str, Tensor],
-    again: Callable[..., dict[str, Tensor]] | None = None,
+    expected: Trained,
+    trained: Trained,
+    again: Callable[..., Trained] | None = None,
 ) -> WeightDifference:
-    """Compare what two trainings return, but for what the rounding of the reference explains.
+    """Compare two trainings, but for what the rounding of the reference explains.
 
     Args:
-        again: trains the reference again, with a ``loss_scale``; None explains nothing.
+        again: trains the reference again, in an ``order``; None explains nothing.
     """
     _free_memory(device)
-    start: dict[str, Tensor] = dict(build_compared_model(workload, device).named_parameters())
-    start |= {name: torch.zeros_like(value) for name, value in compared.items() if name not in start}
-    # What the other side lacks is the difference of a copy from its weight, which should be zero.
-    expected = expected | {name: torch.zeros_like(value) for name, value in compared.items() if name not in expected}
+    start = dict(build_compared_model(workload, device).named_parameters())
     allowed = tolerance(workload)
-    comparison = TensorComparison(start, expected, compared, allowed)
+    comparison = TensorComparison(start, expected.tensors, trained.tensors, allowed)
     far = comparison.far
-    del start
+    losses = [loss.item() for loss in expected.losses]
+    count = len(comparison.distances) - len(losses)
+    del start, expected, trained
     _free_memory(device)
-    losses = {name: loss.item() for name, loss in expected.items() if name.startswith(_LOSS)}
-    del expected
     others = []
-    if again is not None and far and not far.keys() & losses.keys():
-        # Factors of the loss, by which gradients are divided again: what one process can make of a gradient by rounding
-        # alone.
-        for loss_scale in (1.1, 0.9, 0.7):
-            trained = again(loss_scale=loss_scale)
+    if again is not None and far and not any(name.startswith(LOSS) for name in far):
+        for scale in SCALES:
+            other = again(order=Order(scale=scale))
             # Training that runs away repeats nothing.
-            if all(abs(trained[name].item() - loss) <= allowed * abs(loss) for name, loss in losses.items()):
-                others.append({name: trained[name].cpu() for name in far if name in trained})
-            del trained
+            pairs = zip(other.losses, losses, strict=True)
+            if all(abs(again_loss.item() - loss) <= allowed * abs(loss) for again_loss, loss in pairs):
+                others.append({name: other.tensors[name].cpu() for name in far if name in other.tensors})
+            del other
             _free_memory(device)
     explained = comparison.explained(lambda name: [other[name] for other in others if name in other])
     difference = comparison.farthest(workload.size.num_layers, explained)
-    if not explained:
-        return difference
-    return replace(difference, notes=(rounding_note(explained, len(comparison.distances) - len(losses), allowed),))
+    return replace(difference, notes=(rounding_note(explained, count, allowed),)) if explained else difference
 
 
-def _free_for_training(weights: dict[str, Tensor], workload: Workload, device: torch.device) -> dict[str, Tensor]:
-    """Choose where they wait while the workload trains: host memory, if a GPU may not have room for both."""
+def _free_for_training(trained: Trained, workload: Workload, device: torch.device) -> Trained:
+    """Choose where tensors wait while the workload trains: host memory, if a GPU may not have room for both."""
     _free_memory(device)
     if device.type == "cuda" and workload.is_ours:
         free, _ = torch.cuda.mem_get_info(device)
         # How much of a GPU's free memory training may be predicted to take besides weights that wait there.
         if workload.predicted_peak().total < 0.8 * free:
-            return weights
-    aside = {name: value.cpu() for name, value in weights.items()}
-    weights.clear()
+            return trained
+    aside = [{name: value.cpu() for name, value in tensors.items()} for tensors in (trained.weights, trained.copies)]
+    trained.weights.clear()
+    trained.copies.clear()
     _free_memory(device)
-    return aside
+    return replace(trained, weights=aside[0], copies=aside[1])
 
 
 def _of_one_block(workload: Workload) -> Workload:
@@ -288,26 +280,25 @@ def _trained_for_check(
     workload: Workload,
     device: torch.device,
     build: Callable[[], nn.Module] | None = None,
+    *,
     optimizer_workload: Workload | None = None,
-    loss_scale: float = 1.0,
-) -> dict[str, Tensor]:
-    """The weights after :func:`train_for_check`, and the losses of its steps.
+    order: Order | None = None,
+) -> Trained:
+    """Train a workload of a check, launched or in CUDA graphs.
 
     Args:
         build: makes the model; None is the workload's.
         optimizer_workload: whose optimizer takes the place of the workload's.
-        loss_scale: multiplies the loss, and divides the gradients, which are rounded elsewhere then.
+        order: in which a launched step of PyTorch's operations sums the batch; None is the step's own.
     """
     model = build_model(workload, device) if build is None else build()
-    optimizer = scaler = None
-    if loss_scale != 1.0:
-        scaler = torch.amp.GradScaler(device.type, init_scale=loss_scale * (2**16 if workload.scales_loss else 1))
+    optimizer = None
     if workload.updates_parameters:
         optimizer = build_optimizer(optimizer_workload or workload, model.parameters(), **OPTIMIZER_SETTINGS)
-    step = TrainStep(workload, device, model=model, optimizer=optimizer, scaler=scaler)
-    losses = train_for_check(step, step.warmup_of_capture)
-    weights, stale = step.weights(dict(model.named_parameters()))
-    return {f"{_LOSS}{number}": loss for number, loss in enumerate(losses, 1)} | weights | stale
+    step = TrainStep(workload, device, model=model, optimizer=optimizer)
+    if order is None:
+        return train(step, model, step.warmup_of_capture)
+    return train_in_order(step, model, step.warmup_of_capture, order, seeds=False)
 
 
 def _free_memory(device: torch.device) -> None:

@@ -57,8 +57,8 @@ def _trains(workload: Workload) -> list[Check]:
     size = workload.size
     sizes = f"d_model {size.d_model}, d_ff {size.d_ff}, {size.num_layers} layers, {size.num_heads} heads"
     checks = [Check("builds", f"{type(step.model).__name__}, {count:,} parameters at {sizes}")]
-    losses = []
-    for _ in range(3):
+    losses, without = [], []
+    for number in range(3):
         step.forward()
         assert step.loss is not None
         losses.append(step.loss.item())
@@ -66,9 +66,11 @@ def _trains(workload: Workload) -> list[Check]:
             step.backward()
         except RuntimeError as error:
             raise UserCodeError(f"{_changed_in_place(workload) or workload.user.model}: {error!s:.160}") from error
+        if number == 0:
+            trained = ((name, tensor) for name, tensor in step.model.named_parameters() if tensor.requires_grad)
+            without = [name for name, parameter in trained if parameter.grad is None]
         step.optimizer_step()
     batch = ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in step.batch[:2])
-    without = _without_gradients(workload)
     losses_text = f"batch {batch}; losses {', '.join(f'{loss:.4f}' for loss in losses)}"
     if all(map(math.isfinite, losses)):
         checks.append(Check("trains", losses_text))
@@ -85,14 +87,6 @@ def _trains(workload: Workload) -> list[Check]:
         fix = "remove parameters that the loss does not depend on: torch's DDP fails on them"
         checks.append(Check("gradients", names, "warn", fix))
     return checks
-
-
-def _without_gradients(workload: Workload) -> list[str]:
-    step = TrainStep(workload, _CPU)
-    step.forward()
-    step.backward()
-    trained = ((name, tensor) for name, tensor in step.model.named_parameters() if tensor.requires_grad)
-    return [name for name, parameter in trained if parameter.grad is None]
 
 
 def _changed_in_place(workload: Workload) -> str:

@@ -7,7 +7,6 @@ one GPU can hold in fp32.
 
 import gc
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from cs336sys.experiments.models import attention_replaced, build_model, keeping
 from cs336sys.experiments.parallel.rank import frees_memory
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device
 from cs336sys.experiments.parallel.verification import mean_gradients
+from cs336sys.experiments.training import set_matmul_precision
 from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.collectives import gather_numbers
 from cs336sys.parallel.ranks.launch import Ranks
@@ -149,7 +149,9 @@ def _alone(
         compile="off",
         kernels="reference",
         attention="reference",
+        tf32=False,
     )
+    set_matmul_precision(plain)
     model: Any = build_model(plain, device)
     lacking = [name for name in ("token_embeddings", "layers", "ln_final", "lm_head") if not hasattr(model, name)]
     if lacking:
@@ -163,7 +165,7 @@ def _alone(
     weights.clear()
     inputs, targets = make_batch(plain, device)
     total = 0.0
-    with _in_full_precision(), attention_replaced(_attention_in_chunks):
+    with attention_replaced(_attention_in_chunks):
         # One sequence after the other, so that one's activations exist at a time.
         for tokens, wanted in zip(inputs, targets, strict=True):
             x = model.token_embeddings(tokens[None])
@@ -194,14 +196,3 @@ def _attention_in_chunks(Q: Tensor, K: Tensor, V: Tensor, mask: Tensor | None = 
         last = min(first + _QUERIES, Q.shape[-2])
         chunks.append(keeping_input(attend, Q[..., first:last, :], K[..., :last, :], V[..., :last, :], first))
     return torch.cat(chunks, -2)
-
-
-@contextmanager
-def _in_full_precision():
-    """Matrix products without TF32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

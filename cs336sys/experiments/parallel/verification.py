@@ -2,29 +2,27 @@
 
 import gc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from cs336sys.experiments import user_models
 from cs336sys.experiments.flop_counting import count_step
-from cs336sys.experiments.parallel.reference import (
-    Order,
-    Trained,
-    draw_alike,
-    other_orders,
-    shares_of_ranks,
-    starting_model,
-    train_alone,
-)
+from cs336sys.experiments.models import blocks_of, build_by_layers, build_compared_model
+from cs336sys.experiments.optimizers import build_optimizer
+from cs336sys.experiments.parallel.sharded_strategies import return_dtype_of_sharded
 from cs336sys.experiments.parallel.step import ParallelStep, rank_device, warmup_of_capture
-from cs336sys.experiments.training import train_for_check
+from cs336sys.experiments.training import AUTOCAST_DTYPES, TrainStep, set_matmul_precision
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336sys.parallel.fsdp.calls import cast_floating, compute_in_own_dtype
+from cs336sys.parallel.fsdp.plan import plan_sharding
 from cs336sys.parity.rounding import LEARNING_RATES, MEAN_LOSS, parallel_tolerance, stay_near
+from cs336sys.parity.training import SCALES, Order, Trained, draw_alike, run_steps, train_in_order
 from cs336sys.parity.weights import (
     OPTIMIZER_SETTINGS,
     TensorComparison,
@@ -143,6 +141,83 @@ def _fitting_batch(workload: Workload, device: torch.device) -> Workload:
     return replace(workload, size=size)
 
 
+def shares_of_ranks(parallel: ParallelWorkload, scale: float = 1.0) -> Order:
+    shares = parallel.training.size.batch_size // parallel.share
+    return Order(tuple(tuple(range(n * parallel.share, (n + 1) * parallel.share)) for n in range(shares)), scale, True)
+
+
+def other_orders(parallel: ParallelWorkload, reference: Order) -> list[Order]:
+    """Orders that differ from the reference's by rounding alone, if the loss is a mean over the batch.
+
+    Models that normalize over a rank's share, or draw random numbers for it, are the same for whole shares alone.
+    """
+    if reference.shares:
+        return [shares_of_ranks(parallel, scale) for scale in SCALES]
+    batch, share = parallel.training.size.batch_size, parallel.share
+    smaller = max(size for size in range(1, max(2, share)) if batch % size == 0)
+    small = tuple(tuple(range(first, first + smaller)) for first in range(0, batch, smaller))
+    return [
+        shares_of_ranks(parallel),
+        shares_of_ranks(parallel, 1.1),
+        Order(small[::-1], 0.9),
+        Order((tuple(reversed(range(batch))),), 0.7),
+    ]
+
+
+def starting_model(workload: ParallelWorkload, device: torch.device) -> nn.Module:
+    """The model with the values that ranks start with."""
+    if not workload.uses_autocast:
+        return build_by_layers(plainly_trained(workload.training), device)
+    return build_compared_model(workload.training, device)
+
+
+def train_alone(
+    parallel: ParallelWorkload, device: torch.device, warmup: int, order: Order, learning_rate: float
+) -> Trained:
+    """Train on the whole batch, in this order."""
+    workload = parallel.training
+    set_matmul_precision(workload)
+    plain = starting_model(parallel, device)
+    workload = plainly_trained(workload)
+    model: nn.Module = plain
+    scaler = torch.amp.GradScaler(device.type, enabled=workload.scales_loss)
+    if not parallel.uses_autocast and workload.precision in AUTOCAST_DTYPES:
+        blocks = None if workload.is_ours else list(blocks_of(workload, plain).values()) or None
+        model = _InHalfPrecision(plain, AUTOCAST_DTYPES[workload.precision], blocks)
+        workload = replace(workload, precision="fp32")
+    optimizer = build_optimizer(workload, model.parameters(), **OPTIMIZER_SETTINGS | {"lr": learning_rate})
+    step = TrainStep(workload, device, model=model, optimizer=optimizer, scaler=scaler)
+    return train_in_order(step, plain, warmup, order, seeds=not workload.is_ours)
+
+
+class _InHalfPrecision(nn.Module):
+    """Computes with copies of what a fully sharded model shards, in ``dtype``, as that does, and keeps them in fp32.
+
+    Args:
+        blocks: whose inputs are converted, as those of its units.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, blocks: Collection[nn.Module] | None):
+        super().__init__()
+        self.module = module
+        self._dtype = dtype
+        plan = plan_sharding(module, blocks)
+        self._sharded = [entry.names[0] for entry in plan.all_sharded]
+        for owner in {owner: None for entry in plan.replicated for owner, _ in entry.owners}:
+            compute_in_own_dtype(owner, dtype)
+        if blocks is not None:
+            return_dtype_of_sharded(module, blocks, dtype)
+        for block in blocks or ():
+            block.register_forward_pre_hook(
+                lambda _, args, kwargs: cast_floating((args, kwargs), dtype), with_kwargs=True
+            )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        copies = {name: self.module.get_parameter(name).to(self._dtype) for name in self._sharded}
+        args, kwargs = cast_floating((args, kwargs), self._dtype)
+        return functional_call(self.module, copies, args, kwargs)
+
+
 # What one process trained for the last check, with what it trained.
 _kept: dict[tuple[Workload, bool, bool, int, int], _Reference] = {}
 
@@ -175,7 +250,7 @@ def _trained_reference(parallel: ParallelWorkload, device: torch.device, warmup:
             # Each rank draws for its share.
             order = shares_of_ranks(parallel)
             trained = train_alone(parallel, device, warmup, order, rate)
-        stays = not math.isfinite(trained.losses[0]) or stay_near(trained.losses)
+        stays = not math.isfinite(trained.loss) or stay_near(torch.stack(trained.losses).tolist())
         # Alike on all ranks, whatever the last bits of theirs are.
         if all(gather_objects(stays)):
             break
@@ -203,19 +278,17 @@ class _Comparison:
             gc.collect()
             holds = False
         step = self._train(workload, compares=holds)
-        trained_weights, stale = step.weights(step.replica.whole_parameters())
-        start: dict[str, Tensor | None] = dict(starting_model(workload, self.device).named_parameters())
-        expected = trained.weights | {name: torch.zeros_like(value) for name, value in stale.items()}
-        start |= dict.fromkeys(stale)
-        self._weights = TensorComparison(start, expected, trained_weights | stale, parallel_tolerance(workload))
+        weights, copies = step.weights(step.replica.whole_parameters())
+        start = dict(starting_model(workload, self.device).named_parameters())
+        self._weights = TensorComparison(start, trained.weights, weights | copies, parallel_tolerance(workload))
         # No rounding explains a copy that differs from its weight.
-        for name in stale:
+        for name in copies:
             self._weights.far.pop(name, None)
 
     def _train(self, workload: ParallelWorkload, *, compares: bool) -> ParallelStep:
         step = ParallelStep(workload, self.device, **OPTIMIZER_SETTINGS | {"lr": self.reference.learning_rate})
         rank = torch.distributed.get_rank()
-        train_for_check(
+        run_steps(
             step,
             self.warmup,
             begin=lambda number: None if workload.training.is_ours else draw_alike(number, rank),
@@ -228,22 +301,16 @@ class _Comparison:
         expected, trained = {}, {}
         for name, (gradient, rows) in rank_gradients.items():
             wanted = self.reference.trained.gradients.get(name)
-            if gradient is None and wanted is None:
-                continue
             self._rows[name] = slice(None) if rows is None else slice(rows.start, rows.stop)
             if wanted is not None:
                 expected[name] = wanted[self._rows[name]]
-                trained[name] = torch.zeros_like(expected[name]) if gradient is None else gradient.to_dense()
-            else:
-                assert gradient is not None
+            if gradient is not None:
                 trained[name] = gradient.to_dense()
-                expected[name] = torch.zeros_like(trained[name])
         values = (*expected.values(), *trained.values())
         if self.workload.training.scales_loss and not all(tensor.isfinite().all() for tensor in values):
             # Scaled, they may overflow in the first step, which is skipped then.
             return
-        allowed = parallel_tolerance(self.workload)
-        self._gradients = TensorComparison(dict.fromkeys(expected), expected, trained, allowed)
+        self._gradients = TensorComparison({}, expected, trained, parallel_tolerance(self.workload))
 
     def judge(self) -> WeightDifference:
         """The parameter that is farthest off, those aside that the rounding of one process explains."""
@@ -270,7 +337,7 @@ class _Comparison:
         reason = ""
         of_parts = self.reference.of_parts
         if of_parts is not None and difference.relative > allowed:
-            whole = self.reference.trained.losses[0]
+            whole = self.reference.trained.loss
             reason = (
                 f"the loss of a batch must be the mean of its parts' losses: that is {of_parts:.6g}, and the loss of "
                 f"the whole batch {whole:.6g}"
@@ -291,11 +358,11 @@ class _Comparison:
             reference.others = []
             for order in other_orders(self.workload, reference.order):
                 trained = train_alone(self.workload, self.device, self.warmup, order, reference.learning_rate)
-                whole, of_parts = reference.trained.losses[0], trained.losses[0]
+                whole, of_parts = reference.trained.loss, trained.loss
                 if trained.start != reference.trained.start:
                     reference.is_repeatable = False
                     return reference.others
-                bound = max(MEAN_LOSS[reference.trained.loss_dtype], parallel_tolerance(self.workload) / 10)
+                bound = max(MEAN_LOSS[reference.trained.losses[0].dtype], parallel_tolerance(self.workload) / 10)
                 if not abs(of_parts - whole) <= bound * abs(whole):
                     # Another sum, not the same one rounded otherwise.
                     reference.of_parts = of_parts
@@ -316,8 +383,8 @@ def _why_not(workload: ParallelWorkload, reference: _Reference) -> str:
     """Explain why weights cannot be compared, or return nothing."""
     training, trained = workload.training, reference.trained
     name = training.user.model
-    if not training.is_ours and not math.isfinite(trained.losses[0]):
-        return f"{name}: its loss is {trained.losses[0]} in one process too, so no weights are compared"
+    if not training.is_ours and not math.isfinite(trained.loss):
+        return f"{name}: its loss is {trained.loss} in one process too, so no weights are compared"
     if trained.draws and (training.is_compiled or training.cuda_graph == "on"):
         return (
             f"{name}: a step draws random numbers, and compiled or captured draws others than one process does, so no "

@@ -1,7 +1,7 @@
 """Compare ranks with one process, moment by moment: find the first tensor that is off, and by how much."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -96,6 +96,34 @@ def rank_groups(workload: VerifiedWorkload) -> list[list[int]]:
     return [*groups, list(range(workload.world_size))]
 
 
+def moments(record: Record, first: int = 0) -> dict[tuple[str, int], dict[str, Tensor]]:
+    """All that a record holds but buffers, by kind and step in the order of time; numbers have an empty name.
+
+    Args:
+        first: steps that others have trained before.
+    """
+
+    def number(series: Sequence[float], index: int) -> dict[str, Tensor]:
+        return {"": torch.tensor(series[index], dtype=torch.float64)} if index < len(series) else {}
+
+    tensors = {("start", 0): record.weights.get(0, {})}
+    for index in range(len(record.losses)):
+        step = first + index + 1
+        states = record.states.get(step, {})
+        keys = sorted({key for state in states.values() for key in state})
+        tensors |= {
+            ("loss", step): number(record.losses, index),
+            ("gradient", step): record.gradients[index],
+            ("norm", step): number(record.norms, index),
+            ("evaluation", step): number(record.evaluations, index),
+            ("weight", step): record.weights.get(step, {}),
+            ("state", step): {
+                f"{name} {key}": state[key] for key in keys for name, state in states.items() if key in state
+            },
+        }
+    return tensors
+
+
 class CaseComparison:
     """Compares a case's ranks with one process."""
 
@@ -114,16 +142,13 @@ class CaseComparison:
 
     def compare(self, first: int = 0) -> ComparedCase:
         """Compare everything that ranks have, which others have trained ``first`` steps before."""
-        self._weights(0, "start")
-        for step in range(first, self.program.steps):
-            self._number("loss", step + 1, step - first)
-            self._gradients(step, step - first)
-            self._number("norm", step + 1, step - first)
-            if self.program.evaluate and step < self.program.steps - 1:
-                self._number("evaluation", step + 1, step)
-            if step + 1 in self.reference.record.weights:
-                self._weights(step + 1, "weight")
-                self._states(step + 1)
+        reference, *others = (moments(record) for record in (self.reference.record, *self.reference.others))
+        ranks = [moments(report.record, first) for report in self.reports]
+        for moment, expected in reference.items():
+            _, step = moment
+            if not 0 < step <= first:
+                rank_tensors = [rank.get(moment, {}) for rank in ranks]
+                self._moment(*moment, expected, [other[moment] for other in others], rank_tensors)
         self._buffers()
         unknown = tuple(sorted(self.unknown))
         return ComparedCase(
@@ -140,72 +165,52 @@ class CaseComparison:
         slices = [f"slices of {', '.join(unknown[:3])}{', ...' if unknown[3:] else ''}"] if unknown else []
         return (*(label for kind, label in labels.items() if kind not in self.compared_kinds), *slices)
 
-    def _weights(self, step: int, kind: str) -> None:
-        rank_weights = [report.record.weights.get(step, {}) for report in self.reports]
-        if not any(rank_weights):
-            return
-        # Shapes of slices are known from the first moment on.
-        whole, unknown = assemble(rank_weights, self.shapes, self.groups)
-        self.unknown |= unknown
-        expected = self.reference.record.weights[step]
-        if kind == "start" and self.workload.case == "start":
+    def _moment(
+        self,
+        kind: str,
+        step: int,
+        expected: dict[str, Tensor],
+        others: Sequence[Mapping[str, Tensor]],
+        rank_tensors: Sequence[Mapping[str, Tensor]],
+    ) -> None:
+        required: Collection[str] = ()
+        scale = 0.0
+        if kind == "gradient":
+            required, scale = expected.keys(), math.hypot(*map(norm, expected.values()))
+            dtype = self.reference.dtype
+            expected = {
+                name: expected.get(name, torch.zeros(shape, dtype=dtype)) for name, shape in self.shapes.items()
+            }
+        elif kind in ("loss", "evaluation"):
+            # Nothing of a sum that lacks a part.
+            parts = [tensors[""] for tensors in rank_tensors] if all(rank_tensors) else []
+            rank_tensors = [{"": self._added(parts)}] if parts else []
+        elif kind == "start" and self.workload.case == "start":
             others = [expected]
-        else:
-            others = [record.weights[step] for record in self.reference.others]
-        # Every parameter that no rank has: pipeline stages have some each.
-        for name, value in expected.items():
+        whole, unknown = assemble(rank_tensors, {name: value.shape for name, value in expected.items()}, self.groups)
+        if kind == "gradient":
+            for record, tensors in zip(self.records, whole, strict=True):
+                record.gradients.append(tensors)
+            if self.program.scale and step == OVERFLOWN_STEP:
+                return
+        elif kind in ("start", "weight"):
+            # Shapes of slices are known from the first moment on.
+            self.unknown |= unknown
+            for record, tensors in zip(self.records, whole, strict=True):
+                record.weights[step] = tensors
+        for name, value in expected.items() if any(whole) else ():
             if name in unknown:
                 continue
-            rounding = self._rounding(value, [weights[name] for weights in others])
-            for rank, tensors in enumerate(whole):
-                self.records[rank].weights[step] = tensors
-                if name in tensors:
-                    self._compare(kind, step, name, rank, tensors[name], value, rounding)
-
-    def _gradients(self, step: int, index: int) -> None:
-        rank_gradients = [
-            report.record.gradients[index] if index < len(report.record.gradients) else {} for report in self.reports
-        ]
-        whole, unknown = assemble(rank_gradients, self.shapes, self.groups)
-        for record, tensors in zip(self.records, whole, strict=True):
-            record.gradients.append(tensors)
-        if self.program.scale and step + 1 == OVERFLOWN_STEP:
-            return
-        expected = self.reference.record.gradients[step]
-        others = [record.gradients[step] for record in self.reference.others]
-        total = math.hypot(*map(norm, expected.values()))
-        leaves_none = not any(whole)
-        for name, shape in self.shapes.items():
-            if name in unknown or leaves_none:
-                continue
-            zeros = torch.zeros(shape, dtype=self.reference.dtype)
-            value = expected.get(name, zeros)
-            rounding = self._rounding(value, [gradients.get(name, value) for gradients in others], total)
+            # Squares are never negative.
+            power = 2 if kind == "state" and bool((value >= 0).all()) else 1
+            rounding = self._rounding(value, [other.get(name, value) for other in others], scale, power)
             for rank, tensors in enumerate(whole):
                 is_missing = name not in tensors
-                if name not in self.reports[rank].owned or (is_missing and name not in expected):
-                    continue
-                actual = tensors.get(name, torch.zeros_like(value))
-                self._compare("gradient", step + 1, name, rank, actual, value, rounding, is_missing=is_missing)
-
-    def _states(self, step: int) -> None:
-        expected = self.reference.record.states.get(step, {})
-        rank_states = [report.record.states.get(step, {}) for report in self.reports]
-        keys = {key for state in expected.values() for key in state}
-        for key in sorted(keys):
-            shapes = {name: state[key].shape for name, state in expected.items() if key in state}
-            rank_tensors = [
-                {name: state[key] for name, state in states.items() if key in state} for states in rank_states
-            ]
-            whole, _ = assemble(rank_tensors, shapes, self.groups)
-            for name in shapes:
-                value = expected[name][key]
-                others = [record.states[step][name][key] for record in self.reference.others]
-                # Squares are never negative.
-                rounding = self._rounding(value, others, power=2 if bool((value >= 0).all()) else 1)
-                for rank, tensors in enumerate(whole):
-                    if name in tensors and name in self.reports[rank].owned:
-                        self._compare("state", step, f"{name} {key}", rank, tensors[name], value, rounding)
+                is_compared = kind not in ("gradient", "state") or name.partition(" ")[0] in self.reports[rank].owned
+                # Of pipeline stages each has some parameters.
+                if is_compared and (not is_missing or name in required):
+                    actual = tensors.get(name, torch.zeros_like(value))
+                    self._compare(kind, step, name, rank, actual, value, rounding, is_missing=is_missing)
 
     def _buffers(self) -> None:
         if not self.reference.is_whole:
@@ -226,29 +231,13 @@ class CaseComparison:
                     # What depends on how a batch is cut is each rank's own.
                     self._compare("buffer", steps, name, rank, buffer, value, self._rounding(value, others))
 
-    def _number(self, kind: str, step: int, index: int) -> None:
-        """A loss or norm of all ranks: losses are of shares and add up, norms are the same on every rank."""
-        attribute = {"loss": "losses", "norm": "norms", "evaluation": "evaluations"}[kind]
-        at = index if kind == "evaluation" else step - 1
-        expected_of = [getattr(record, attribute) for record in (self.reference.record, *self.reference.others)]
-        if at >= len(expected_of[0]):
-            return
-        value, *others = (torch.tensor(numbers[at], dtype=torch.float64) for numbers in expected_of)
-        rank_numbers = [getattr(report.record, attribute) for report in self.reports]
-        if any(index >= len(numbers) for numbers in rank_numbers):
-            return
-        numbers = [series[index] for series in rank_numbers]
-        rounding = self._rounding(value, others)
-        for rank, number in enumerate(numbers if kind == "norm" else [self._added(numbers)]):
-            self._compare(kind, step, "", rank, torch.tensor(number, dtype=torch.float64), value, rounding)
-
-    def _added(self, numbers: Sequence[float]) -> float:
+    def _added(self, numbers: Sequence[Tensor]) -> Tensor:
         """The loss of the batch from those of ranks, each weighted by its sequences."""
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64)
         for data in range(self.workload.data_ranks):
             sharing_ranks = [rank for rank in range(self.workload.world_size) if self.workload.data_place(rank) == data]
             # Ranks that share sequences have parts of their loss, or all of it, each.
-            total += sum(numbers[rank] for rank in sharing_ranks) / len(sharing_ranks)
+            total += torch.stack([numbers[rank] for rank in sharing_ranks]).mean()
         return total
 
     def _rounding(self, value: Tensor, others: Sequence[Tensor], scale: float = 0.0, power: int = 1) -> float:

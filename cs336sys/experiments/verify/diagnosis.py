@@ -219,6 +219,10 @@ def diagnose_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
     is_frozen = torch.equal(first.expected, start)
     if is_frozen and program.frozen:
         return case.conclude("frozen", f"{first.name} is frozen and was changed", sent)
+    if _are_late(case, first):
+        return case.conclude(
+            "stale weights", f"{first.name} after step {step + 1} is what it should be after {step}", sent
+        )
     if norm(first.actual - start) <= 1e-12 * max(norm(start), 1e-300):
         owners = [rank for rank, report in enumerate(case.reports) if first.name in report.owned]
         if not owners:
@@ -253,6 +257,13 @@ def diagnose_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
     ratio = _update_ratio(case, first)
     how = f"the step is {ratio:.4g} times too long" if ratio is not None else "the step is another"
     return case.conclude("optimizer", f"{how}, {_gradient_clause(case)}: {', '.join(names[:3])}", sent, ratio)
+
+
+def _are_late(case: FaultEvidence, first: Finding) -> bool:
+    """Return whether a rank's weights after the next step are those that one process has now."""
+    weights, later = case.reference.record.weights, case.compared.records[first.rank].weights.get(first.step + 1, {})
+    moved = first.expected - weights.get(first.step - 1, weights[0])[first.name]
+    return first.name in later and norm(later[first.name] - first.expected) <= case.explained * norm(moved)
 
 
 def _gradient_clause(case: FaultEvidence) -> str:

@@ -130,16 +130,19 @@ def diagnose_gradient(case: FaultEvidence, first: Finding) -> Diagnosis:
         is_alike = name != first.name and gradient.shape == first.expected.shape
         if is_alike and proportion(first.actual, gradient) is not None:
             return case.conclude("mixed up", f"{first.name} has the gradient of {name}", sent)
-    ratio = ratio_of(case, first)
-    if ratio is not None:
-        return diagnose_ratio(case, ratio, sent)
-    if (diagnosis := _added_up(case, first, sent)) is not None:
-        return diagnosis
     names = list(dict.fromkeys(finding.name for finding in findings))
+    shares_layers = any(case.workload.dimensions.get(name, 1) > 1 for name in ("tensor", "pipeline", "context"))
+    # The backward pass begins at the last one, and what follows it is off in no proportion.
+    last = next(finding for finding in findings if finding.name == names[-1])
+    for finding in (first, last) if shares_layers else (first,):
+        ratio = ratio_of(case, finding)
+        diagnosis = _added_up(case, finding, sent) if ratio is None else diagnose_ratio(case, ratio, sent)
+        if diagnosis is not None:
+            meaning = f"{finding.name}, the first in the backward pass: {diagnosis.meaning}"
+            return diagnosis if finding is first else replace(diagnosis, meaning=meaning)
     correct = [name for name in case.reference.record.gradients[step] if name not in names]
     near = f"; those of {', '.join(correct[-2:])} are right" if correct else ""
     meaning = f"{len(names)} gradients are off, the last one in the model that of {names[-1]}{near}"
-    shares_layers = any(case.workload.dimensions.get(name, 1) > 1 for name in ("tensor", "pipeline", "context"))
     return case.conclude("partial sum" if shares_layers else "forward", meaning, sent)
 
 

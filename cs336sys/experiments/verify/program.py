@@ -46,6 +46,7 @@ class ProgramRun:
         named, buffers: parameters and buffers by their names in the model; ``shapes`` of the model's parameters.
         inner: the optimizer that updates parameters, where ``optimizer`` wraps it.
         outputs: keeps the outputs of modules in the first forward pass.
+        keeps: whether tensors are recorded, not losses alone.
     """
 
     subject: Subject
@@ -66,6 +67,7 @@ class ProgramRun:
         self.max_norm: float | None = None
         self.outputs: AbstractContextManager[Any] | None = None
         self.watcher = CollectiveWatcher(None, is_late=False)
+        self.keeps = True
 
     @property
     def inner(self) -> Any:
@@ -88,7 +90,7 @@ class ProgramRun:
             if program.evaluate and step < program.steps - 1:
                 self.watcher.phase = "evaluation"
                 record.evaluations.append(self.evaluate())
-            if step + 1 in compared:
+            if self.keeps and step + 1 in compared:
                 record.weights[step + 1] = self.weights()
                 record.states[step + 1] = self.states()
             if self.ends_after(step):
@@ -115,7 +117,7 @@ class ProgramRun:
         watcher.phase = "finish"
         self.finish()
         record.losses.append(total)
-        record.gradients.append(self.gradients())
+        record.gradients.append(self.gradients() if self.keeps else {})
         watcher.phase = "clip"
         if self.program.clip:
             record.norms.append(self.clip())

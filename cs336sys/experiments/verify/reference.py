@@ -131,7 +131,7 @@ class OneProcess:
         if key not in _learning_rates:
             for rate in LEARNING_RATES:
                 _learning_rates[key] = rate
-                if stay_near(replace(process, learning_rate=rate).train(PROGRAMS["run"]).losses):
+                if stay_near(replace(process, learning_rate=rate).train(PROGRAMS["run"], keeps=False).losses):
                     break
         return replace(process, learning_rate=_learning_rates[key])
 
@@ -159,6 +159,7 @@ class OneProcess:
         shares: Sequence[Share] = (),
         *,
         outputs: bool = False,
+        keeps: bool = True,
         half: torch.dtype | None = None,
         casts_weights: bool = False,
     ) -> Record:
@@ -167,12 +168,13 @@ class OneProcess:
         Args:
             shares: of each batch; without any, the whole batch at once.
             outputs: record those of modules in the first forward pass.
+            keeps: record tensors, not losses alone.
             half: computes in this dtype: matrix products, or with ``casts_weights`` everything, with copies of the
                 weights.
         """
         run = _Alone(self.workload, program, self.device, self.dtype, Record())
         run.step_shares = shares or self._whole_batch(program)
-        run.copies_dtype = half if casts_weights else None
+        run.copies_dtype, run.keeps = half if casts_weights else None, keeps
         casts = torch.autocast(self.device.type, half) if half and not casts_weights else contextlib.nullcontext()
         with user_models.nothing_dropped(), casts:
             run.prepare(self)

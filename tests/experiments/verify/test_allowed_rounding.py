@@ -7,6 +7,7 @@ import torch
 
 from cs336sys.experiments.verify.comparison import CaseComparison
 from cs336sys.parity.rounding import rounding_in
+from cs336sys.parity.weights import TensorComparison
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,12 @@ def test_rounding_explains_little(dtype, half, most, repeated):
     relative = allowed / torch.linalg.vector_norm(value).item()
     assert repeated < relative <= most + 20 * repeated
     assert relative > torch.finfo(half or dtype).eps / 2
+
+
+def test_parameters_and_copies_that_one_side_lacks_are_off():
+    weight = torch.ones(3)
+    lacking = TensorComparison({"w": weight / 2}, {"w": weight}, {}, allowed=0.1)
+    assert lacking.farthest(1).relative == 2
+    stale = TensorComparison({"w": weight}, {"w": 2 * weight}, {"w": 2 * weight, "the copy of w": weight}, allowed=0.1)
+    assert stale.farthest(1).parameter == "the copy of w"
+    assert stale.explained(lambda name: []) == []
