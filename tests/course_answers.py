@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cs336sys.report.course.document import AnswerBlock, Document, build_document
+from cs336sys.report.course.answer import Answer
+from cs336sys.report.course.document import Document, build_document
 from cs336sys.report.course.evidence import evidence_of
 from cs336sys.report.course.handouts import PROBLEMS
 from cs336sys.report.course.problem import HANDOUTS, Target
@@ -25,13 +26,13 @@ def document(year: int, files: list[Results], *names: str, tests: Mapping[str, s
 
 def answers(
     year: int, files: list[Results], name: str, letter: str = "", tests: Mapping[str, str] | None = None
-) -> Sequence[AnswerBlock]:
+) -> Sequence[Answer]:
     """The blocks of one part; ``tests``: outcomes of the course's tests."""
     (of_problem,) = document(year, files, name, tests=tests).problems
     return next(section.blocks for section in of_problem[1] if section.letter == letter)
 
 
-def words(blocks: Iterable[AnswerBlock]) -> str:
+def words(blocks: Iterable[Answer]) -> str:
     return " ".join(sentence for block in blocks for sentence in block.sentences)
 
 

@@ -46,7 +46,7 @@ class RangeTime:
 
 @dataclass(frozen=True)
 class KernelTime:
-    """All launches of one kernel in all ranges of one name; durations in ns."""
+    """All launches of one kernel in all ranges of one name; durations in ns, ``std_ns`` of two launches or more."""
 
     range: str
     kernel: str
@@ -55,6 +55,7 @@ class KernelTime:
     median_ns: float
     min_ns: int
     max_ns: int
+    std_ns: float | None = None
 
 
 @dataclass(frozen=True)
@@ -301,5 +302,6 @@ def _kernel_times(work: _LaunchedWork, ranges: Ranges, *, same_thread: bool = Fa
     rows = []
     for (name, kernel), times in zip(groups.tolist(), np.split(work.length[chosen][order], firsts[1:]), strict=False):
         statistics = (int(times.sum()), float(np.median(times)), int(times[0]), int(times[-1]))
-        rows.append(KernelTime(work.label(name), work.capture.texts[kernel], len(times), *statistics))
+        std_ns = float(np.std(times, ddof=1)) if len(times) > 1 else None
+        rows.append(KernelTime(work.label(name), work.capture.texts[kernel], len(times), *statistics, std_ns))
     return tuple(sorted(rows, key=lambda row: (-row.total_ns, row.kernel)))

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from profile_files import PUSH_POP, ChromeTrace, NsysReport, global_thread, trai
 from cs336sys.capture import capture, chrome_trace, nsys, reading
 from cs336sys.capture.nsys import read_nsys_database
 from cs336sys.capture.reading import open_capture, read_captures
-from cs336sys.capture.summary import Profile, summarize
+from cs336sys.capture.summary import KernelTime, Profile, summarize
 from cs336sys.errors import UsageError
 from cs336sys.measure.range_names import run_name
 from cs336sys.report.profile import report_tables
@@ -160,6 +161,10 @@ def test_statistics_of_a_kernel(report, durations, median):
     (row,) = summary_of(report).kernels
     expected = (len(durations), sum(durations), median, min(durations), max(durations))
     assert (row.count, row.total_ns, row.median_ns, row.min_ns, row.max_ns) == expected
+    assert row.std_ns == (pytest.approx(statistics.stdev(durations)) if len(durations) > 1 else None)
+    # Results of earlier versions have none.
+    earlier = {name: value for name, value in vars(row).items() if name != "std_ns"}
+    assert KernelTime(**earlier).std_ns is None
 
 
 def test_attention_parts_are_those_of_the_launching_thread(report):

@@ -1,5 +1,6 @@
 """The answer to a part of a problem: the commands' tables, and a template's sentences about their rows."""
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,7 +9,6 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.derivation import Derived
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import PLAIN, Evidence, Selection, cells_of, joined_selection
@@ -17,13 +17,13 @@ from cs336sys.report.numbers import format_number, format_operand, format_quanti
 from cs336sys.report.table import Column, Table
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval, ratio, same_within
-from cs336sys.sizes import choose_size
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 Settings = Mapping[str, Collection[Any]]
 OfHandout = Callable[[Handout], Settings]
+Rows = Sequence[Mapping[str, Any]]
 
 # Times that differ by less are called the same.
 ALIKE = 0.05
@@ -40,14 +40,6 @@ def times(value: float) -> str:
     if abs(value) >= 100 or value == int(value):
         return f"{value:,.0f}x"
     return f"{value:#.3g}x".replace(".x", "x")
-
-
-def _gib(value: float) -> str:
-    return format_quantity(value, "gib" if abs(value) >= 0.1 or value == 0 else "gib as mib")
-
-
-def _percent(value: float) -> str:
-    return f"{value:.2g} %" if abs(value) < 1 else f"{format_number(value, 'percent')} %"
 
 
 def speed(faster: float, alike: float = ALIKE) -> str:
@@ -110,12 +102,19 @@ def _derived_value(answer: Derived) -> str:
 
 # Filters of templates: of one value, joined for a list; then those of a list.
 _WORDS: dict[str, Callable[[Any], str]] = {
-    **{unit: partial(format_quantity, unit=unit) for unit in ("ms", "bytes", "decimal_bytes", "gbps")},
-    **{"gib": _gib, "times": times, "percent": _percent, "speed": speed, "cost": _cost, "derived": _derived_value},
+    **{unit: partial(format_quantity, unit=unit) for unit in ("ms", "bytes", "decimal_bytes")},
+    **{"times": times, "speed": speed, "cost": _cost, "derived": _derived_value},
+    "gib": lambda gib: format_quantity(gib, "gib" if abs(gib) >= 0.1 or gib == 0 else "gib as mib"),
+    "signed_gib": lambda gib: f"{'+' if gib > 0 else ''}{_WORDS['gib'](gib)}",
+    "before_after": lambda phase: (
+        f"{_WORDS['ms'](phase['before'])} to {_WORDS['ms'](phase['after'])} ({speed(phase['speedup'])})"
+    ),
     "us": lambda us: format_quantity(us, "us") if us < 1e3 else format_quantity(us / 1e3, "ms"),
-    "signed_ms": lambda value: f"{'+' if value > 0 else ''}{format_quantity(value, 'ms')}",
-    "signed_gib": lambda value: f"{'+' if value > 0 else ''}{_gib(value)}",
-    "plural": lambda count: "" if count == 1 else "s",
+    "percent": lambda value: f"{value:.2g} %" if abs(value) < 1 else f"{format_number(value, 'percent')} %",
+    "deviation": lambda samples: 100 * samples.std / samples.mean,
+    "calls": lambda count: f"{count:g} call{'s' * (count != 1)}",
+    "mb": lambda row: f"{row['bucket_mb']:g} MB",
+    "plural": lambda count: "s" * (count != 1),
 }
 
 
@@ -129,11 +128,9 @@ def where(rows: Iterable[Mapping[str, Any]], **settings: Any) -> list[Mapping[st
 
 
 def longest(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """For each size the row of its longest context."""
-    by_size: dict[str, Mapping[str, Any]] = {}
-    for row in rows:
-        by_size[row["size"]] = max(by_size.get(row["size"], row), row, key=lambda row: row["context"])
-    return list(by_size.values())
+    """The rows of each size's longest context."""
+    rows = list(rows)
+    return [row for row in rows if row["context"] == max(other["context"] for other in where(rows, size=row["size"]))]
 
 
 @cache
@@ -145,13 +142,16 @@ def templates() -> "Environment":
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {name: _of_each(word) for name, word in _WORDS.items()}
     environment.filters |= {"spread": _spread, "trend": trend, "listed": join_text, "where": where, "longest": longest}
-    environment.filters["called"] = pass_context(lambda context, size: context["handout"].called(size))
-    environment.globals |= {"compare_speed": compare_speed, "ratio": ratio}
-    # ``{% call(row) each(rows) %}`` joins what the block makes of each.
-    environment.globals["each"] = lambda items, caller, conjunction="and": join_text(
-        (caller(item).strip() for item in items), conjunction
-    )
+    called = pass_context(lambda context, size: _of_each(context["handout"].called)(size))
+    shape = pass_context(lambda context, row: f"{context['handout'].called(row['size'])} at context {row['context']}")
+    environment.filters |= {"called": called, "shape": shape}
+    environment.globals |= {"compare_speed": compare_speed, "ratio": ratio, "each": _each}
     return environment
+
+
+def _each(items: Iterable[Any], caller: Callable[[Any], str], conjunction: str = "and") -> str:
+    """Join what a block makes of each, ``{% call(row) each(rows) %}``."""
+    return join_text([caller(item).strip() for item in items], conjunction)
 
 
 @dataclass
@@ -162,6 +162,8 @@ class Answer:
         sentences: computed from the numbers; a part without sentences and tables has no answer.
         runs: that measured what the sentences say; none for what follows from arithmetic.
         missing: what is asked and was not measured.
+        machine: where the cells were measured, with the environment that changes results; empty for arithmetic.
+        commands: that measured them, or that print the arithmetic.
     """
 
     evidence: Evidence
@@ -171,6 +173,8 @@ class Answer:
     pictures: dict[str, Callable[[Path], None]] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+    machine: str = ""
+    commands: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.find, self.find_each = self.evidence.find, self.evidence.find_each
@@ -195,12 +199,8 @@ class Answer:
                 written.append(wording)
 
     def _label(self, label: str, settings: Mapping[str, Any]) -> str:
-        """Fill a label with settings; ``{called}`` is the handout's name of a size, ``{need}`` a predicted peak."""
-        filled = {**settings, "called": self.handout.called(settings.get("size", ""))}
-        if "{need}" in label:
-            size = choose_size(settings["size"], context=settings.get("context", 512))
-            filled["need"] = _gib(predicted_peak(size, "fp32", "train", "reference").total_gib)
-        return label.format_map(filled)
+        """Fill a label with settings; ``{called}`` is the handout's name of a size."""
+        return label.format_map({**settings, "called": self.handout.called(settings.get("size", ""))})
 
     def lack_unmeasured(self, label: str, rows: Iterable[Mapping[str, Any]], grid: Settings) -> None:
         """Say which points of a grid of settings no row has."""
@@ -209,13 +209,11 @@ class Answer:
         self.missing += [self._label(label, dict(zip(grid, point, strict=True))) for point in points]
 
     def write_failures(self, cells: Iterable[Cell], label: str) -> None:
-        """Write a sentence for each status that is none of success: which cells, by their filled label, and why."""
+        """Write a sentence for each status that is none of success: which cells, by their filled label."""
         failed = [cell for cell in cells if cell.status != "ok"]
         for status in dict.fromkeys(cell.status for cell in failed):
-            alike = [cell for cell in failed if cell.status == status]
-            names = dict.fromkeys(self._label(label, cell.configuration) for cell in alike)
-            reasons = dict.fromkeys(_short_reason(cell.reason) for cell in alike if cell.reason)
-            self.write("common.failures", status=status, names=names, reasons=list(reasons))
+            names = [self._label(label, cell.configuration) for cell in failed if cell.status == status]
+            self.write("common.failures", status=status, names=list(dict.fromkeys(names)))
 
     def derive(self, answers: Sequence[Derived], table: str, title: str, say: Iterable[Derived] = ()) -> None:
         """Add derived values as a table, and some of them as sentences with formula and reason."""
@@ -233,7 +231,7 @@ class Answer:
         *columns: str,
         medians: bool = False,
         join: bool = False,
-        keep: Callable[[Mapping[str, Any]], bool] = lambda row: True,
+        keep: Callable[[Rows], Rows] = list,
     ) -> None:
         """Add the command's own table: its settings and these columns, or all columns.
 
@@ -241,13 +239,30 @@ class Answer:
             medians: of samples, as the sentences have them, in place of means with standard deviations.
             join: the groups' cells into one table, whose settings that differ become columns; not for commands that
                 compare the cells of an invocation.
-            keep: whether a row is shown.
+            keep: chooses the rows that are shown.
         """
         for group in [joined_selection(groups)] if join and groups else groups:
             for selected, whole in group.tables(table, *columns):
-                shown = replace(_with_its_notes(selected, whole), rows=list(filter(keep, selected.rows)))
+                shown = replace(_with_its_notes(selected, whole), rows=keep(selected.rows))
                 self.tables += [of_medians(shown) if medians else shown] if shown.rows else []
         self.measured_by(groups)
+
+    def show_compared(
+        self, rows: Sequence[dict], table: str, title: str, settings: Sequence[str], phases: Sequence[str], *more: str
+    ) -> None:
+        """Add a table of :func:`compared` rows with these columns ``more``, and name the invocations."""
+        columns = []
+        for key in (
+            *settings,
+            *(f"{phase}_{end}" for phase in phases for end in ("before_ms", "ms", "speedup")),
+            *more,
+        ):
+            name, _, ending = key.rpartition("_")
+            unit = {"speedup": "ratio"}.get(ending, ending if ending in ("ms", "gib", "percent") else None)
+            header = "faster" if unit == "ratio" else name if unit else key
+            columns.append(Column(key, header.replace("_", " "), unit))
+        self.tables.append(Table(table, title, columns, rows))
+        self.measured_by(row["group"] for row in rows)
 
     def draw(self, groups: Iterable[Selection], *names: str) -> None:
         """The pictures of all groups (of these names, if any is given), numbered where several have one of a name."""
@@ -277,11 +292,6 @@ def of_medians(table: Table) -> Table:
     return replace(table, rows=rows, notes=notes)
 
 
-def _short_reason(reason: str) -> str:
-    """A cell's reason, without what the verb before it says: ``at warm-up 1/5: tried to allocate 82.00 MiB``."""
-    return reason.removeprefix("out of memory ").replace("CUDA out of memory. Tried", "tried").rstrip(".")
-
-
 def facts_of(cell: Cell) -> dict[str, Any]:
     """A cell's settings, columns and samples under one name each."""
     return {"status": cell.status, **cell.configuration, **cell.derived, **cell.samples}
@@ -298,29 +308,38 @@ def measured(
     label: str = "{called}",
     medians: bool = False,
     draws: bool = False,
+    keep: Callable[[Rows], Rows] = list,
+    only: Callable[[Cell], Any] = lambda cell: True,
+    facts: Callable[[Answer, list[Selection]], Mapping[str, Any] | None] = lambda answer, groups: {},
 ) -> Callable[[Answer], None]:
-    """Answer with a command's cells: its tables with some columns, and a block that gets cells, and rows by table.
+    """Answer with a command's cells: its tables with some columns, and a block of a template.
+
+    The block gets ``cells``, all that were ``tried``, and ``rows`` of the command's tables by name.
 
     Args:
         wanted, required: settings of the cells, as :meth:`Evidence.find` takes them.
         grid: settings of which every combination is asked for; ``label`` names a combination.
+        medians, keep: as :meth:`Answer.show` takes them.
+        draws: whether the command's pictures are shown.
+        only: whether a cell is taken.
+        facts: more for the block, from the cells by invocation; without them there is no answer.
     """
 
     def answered(answer: Answer) -> None:
-        selections = answer.find(command, wanted(answer.handout), **required)
-        cells = cells_of(selections)
-        if not cells:
+        found = [group.only(only) for group in answer.find(command, wanted(answer.handout), **required)]
+        groups = [group for group in found if group.cells]
+        more = facts(answer, groups) if groups else None
+        if more is None:
             return
         for table, columns in tables.items():
-            answer.show(selections, table, *columns, medians=medians, join=True)
-        answer.measured_by(selections)
-        answer.draw(selections if draws else ())
+            answer.show(groups, table, *columns, medians=medians, join=True, keep=keep)
+        answer.measured_by(groups)
+        answer.draw(groups if draws else ())
         order = ("parameters", "context", "head_dim")
-        facts = [facts_of(cell) for cell in cells if cell.status == "ok"]
-        facts.sort(key=lambda cell: [cell.get(name) or 0 for name in order])
-        answer.write(block, cells=facts, every=cells, rows=joined_selection(selections).rows)
-        answer.write_failures(cells, label)
-        answer.lack_unmeasured(label, [cell.configuration for cell in cells], grid(answer.handout))
+        tried = sorted(map(facts_of, cells_of(groups)), key=lambda cell: [cell.get(name) or 0 for name in order])
+        rows = joined_selection(groups).rows
+        answer.write(block, **{"cells": where(tried, status="ok"), "tried": tried, "rows": rows, **more})
+        answer.lack_unmeasured(label, tried, grid(answer.handout))
 
     return answered
 
@@ -330,62 +349,35 @@ _SHARED = ("size", "mode", "context", "head_dim", "dtype", "precision", "compile
 
 
 def compared(
-    groups: Iterable[Selection], setting: str, base: Any, phases: Sequence[str]
-) -> list[tuple[dict[str, Any], Selection]]:
+    groups: Iterable[Selection], setting: str, base: Any, phases: Sequence[str], *order: str
+) -> list[dict[str, Any]]:
     """Compare cells with those of their own invocation that have the base value of a setting.
 
     Returns:
-        rows with, by phase, ``before``, ``after``, their standard deviations, ``speedup`` and its interval, and the
-        table's columns ``PHASE_before_ms``, ``PHASE_ms`` and ``PHASE_speedup``. Of what several invocations compared
-        the first stands that has samples enough to tell, or else the first.
+        rows in this order of settings, each with its ``group`` and, by phase, ``before``, ``after``, ``speedup`` and
+        its interval, and the table's columns ``PHASE_before_ms``, ``PHASE_ms`` and ``PHASE_speedup``. Of what several
+        invocations compared the first stands that has samples enough to tell, or else the first.
     """
-    rows: dict[tuple, tuple[dict[str, Any], Selection]] = {}
+    rows: dict[tuple, dict[str, Any]] = {}
     for group in groups:
         for cell in group.measured:
             names = {name: cell.configuration[name] for name in _SHARED if name in cell.configuration}
             before = group.first(**names | {setting: base})
-            if before is None or before is cell:
+            if before is None or cell.configuration[setting] == base:
                 continue
-            row: dict[str, Any] = {**facts_of(cell), "undecided": 0}
+            row: dict[str, Any] = {**facts_of(cell), "group": group, "undecided": 0, "samples": math.inf}
             for phase in [phase for phase in phases if phase in cell.samples]:
                 first, second = before.samples[phase], cell.samples[phase]
                 speedup = ratio(first, second)
                 row[phase] = {"before": first.median, "after": second.median, "speedup": speedup.estimate}
                 row[phase] |= {"low": speedup.low, "high": speedup.high}
-                row |= {f"{phase}_{name}": value for name, value in row[phase].items() if name == "speedup"}
                 row |= {f"{phase}_before_ms": first.median, f"{phase}_ms": second.median}
                 row |= {f"{phase}_before_std_ms": first.std, f"{phase}_std_ms": second.std}
-                row["samples"] = min(row.get("samples") or 10**9, len(first.measured), len(second.measured))
+                row[f"{phase}_speedup"] = speedup.estimate
+                row["samples"] = min(row["samples"], len(first.measured), len(second.measured))
                 row["undecided"] += speedup.is_undecided
             row["peak_before_gib"] = before.derived.get("peak_gib")
             key = tuple(names.values())
-            if key not in rows or row["undecided"] < rows[key][0]["undecided"]:
-                rows[key] = row, group
-    return list(rows.values())
-
-
-# Units of a column by how its key ends.
-_UNITS = {"_ms": "ms", "_gib": "gib", "_speedup": "ratio"}
-
-
-def plain_table(name: str, title: str, headers: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table of the write-up's own; units follow from the ends of keys."""
-    units = {key: next((unit for end, unit in _UNITS.items() if key.endswith(end)), None) for key in headers}
-    return Table(name, title, [Column(key, header, units[key]) for key, header in headers.items()], rows)
-
-
-def comparison_table(
-    name: str,
-    title: str,
-    settings: Sequence[str],
-    phases: Sequence[str],
-    rows: Sequence[dict],
-    more: Sequence[str] = (),
-) -> Table:
-    """A table of :func:`compared` rows; ``more``: keys of further columns."""
-    headers = {key: key.replace("_", " ") for key in settings}
-    for phase in phases:
-        label = phase.replace("_", "-")
-        headers |= {f"{phase}_before_ms": f"{label}, before", f"{phase}_ms": label, f"{phase}_speedup": "faster"}
-    headers |= {key: re.sub("_(ms|gib)$", "", key).replace("_", " ") for key in more}
-    return plain_table(name, title, headers, rows)
+            if key not in rows or row["undecided"] < rows[key]["undecided"]:
+                rows[key] = row
+    return sorted(rows.values(), key=lambda row: [row[name] for name in order])

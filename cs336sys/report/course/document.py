@@ -2,9 +2,8 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from cs336sys.report.course.answer import Answer
 from cs336sys.report.course.evidence import Evidence
@@ -30,36 +29,15 @@ _CAPTIONS = {
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture that is drawn when the document is written."""
-
-    name: str
-    draw: Callable[[Path], None]
-
-
-@dataclass(frozen=True)
-class AnswerBlock:
-    """One machine's answer to one part.
+class Section:
+    """One part of a problem, with each machine's answer.
 
     Attributes:
-        machine: where its cells were measured, with the environment that changes results; empty for arithmetic.
-        commands: that measured them, or that print the arithmetic.
+        absent: the command lines that would give what no file has.
     """
 
-    machine: str
-    commands: Sequence[str]
-    sentences: Sequence[str]
-    tables: Sequence[Table] = ()
-    pictures: Sequence[Picture] = ()
-    missing: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Section:
-    """One lettered part of a problem; ``absent``: the command lines that would give what no file has."""
-
     letter: str
-    blocks: Sequence[AnswerBlock]
+    blocks: Sequence[Answer]
     absent: Sequence[str] = ()
 
 
@@ -77,19 +55,13 @@ class Document:
         return f"CS336 Assignment 2: Systems, {self.year}"
 
     @property
-    def counts(self) -> tuple[int, int, int]:
-        """Return how many parts there are, how many have an answer, and how many of these lack something."""
+    def count_words(self) -> str:
+        """Say how many parts are answered: ``45 of 45 parts answered, 2 of them in part``."""
         sections = [section for _, of_problem in self.problems for section in of_problem]
         answered = [section for section in sections if section.blocks]
         # Where one machine has measured everything, none lacks anything.
         partly = sum(all(block.missing for block in section.blocks) for section in answered)
-        return len(sections), len(answered), partly
-
-    @property
-    def count_words(self) -> str:
-        """Say how many parts are answered: ``45 of 45 parts answered, 2 of them in part``."""
-        parts, answered, partly = self.counts
-        return f"{answered} of {parts} parts answered" + (f", {partly} of them in part" if partly else "")
+        return f"{len(answered)} of {len(sections)} parts answered" + (f", {partly} of them in part" if partly else "")
 
 
 def build_document(
@@ -109,7 +81,7 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
     # What the handout asks and is missing comes from no command of the one size that is asked for in its place, and may
     # want more GPUs than there are here.
     handouts_own = [command.line for command in part.commands(replace(target, size=None, gpus=max(target.gpus, 8)))]
-    blocks: list[AnswerBlock] = []
+    blocks: list[Answer] = []
     for evidence in evidences:
         answer = Answer(evidence, target.handout)
         try:
@@ -120,7 +92,7 @@ def _section(problem: Problem, part: Part, evidences: Sequence[Evidence], target
             faults.append("; ".join([f"{name}: {fault}", *(f"measure again: {line}" for line in lines[:1])]))
             continue
         if answer.sentences or answer.tables:
-            blocks.append(_block(answer, lines, handouts_own))
+            blocks.append(_finished(answer, lines, handouts_own))
     # A machine that measured nothing adds nothing to another's answer, and the same words are said once.
     blocks = [block for block in blocks if block.machine] or blocks[:1]
     # What one machine lacks another has measured.
@@ -136,18 +108,22 @@ def _caption(name: str) -> str:
     return f"{shown}, {number}" if number else shown
 
 
-def _block(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> AnswerBlock:
-    """An answer as it is written, with the commands in ``sources`` as where what it lacks comes from."""
+def _finished(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> Answer:
+    """An answer with its machine and captions, and with the commands in ``sources`` that give what it lacks."""
     # Some say themselves what would give them.
     missing = [f"Not measured: {item}." for item in answer.missing if "`" in item]
-    plain = [item for item in answer.missing if "`" not in item]
-    if plain:
+    if plain := [item for item in answer.missing if "`" not in item]:
         source = f" Measure it with {', '.join(f'`{line}`' for line in sources)}." if sources else ""
         missing.append(f"Not measured: {'; '.join(plain)}.{source}")
-    machine = "; ".join([answer.evidence.machine, *environment_words(answer.runs.values())]) if answer.runs else ""
-    commands = list(dict.fromkeys(map(typed_command, answer.runs.values()))) or list(lines)
-    pictures = [Picture(_caption(name), draw) for name, draw in answer.pictures.items()]
-    return AnswerBlock(machine, commands, answer.sentences, _saying_once(answer.tables), pictures, missing)
+    runs = answer.runs.values()
+    return replace(
+        answer,
+        machine="; ".join([answer.evidence.machine, *environment_words(runs)]) if runs else "",
+        commands=list(dict.fromkeys(map(typed_command, runs))) or list(lines),
+        tables=_saying_once(answer.tables),
+        pictures={_caption(name): draw for name, draw in answer.pictures.items()},
+        missing=missing,
+    )
 
 
 # Commands whose ranks communicate, and the variables that change how.

@@ -107,6 +107,7 @@ _KERNEL_COLUMNS = (
     Column("median_us", "median", "us", lambda row: row.kernel.median_ns / 1e3),
     Column("min_us", "min", "us", lambda row: row.kernel.min_ns / 1e3),
     Column("max_us", "max", "us", lambda row: row.kernel.max_ns / 1e3),
+    Column("std_us", "std", "us", lambda row: None if row.kernel.std_ns is None else row.kernel.std_ns / 1e3),
     Column("category", "category", value=lambda row: category_of(row.kernel.kernel)),
     Column("kernel", "kernel", value=lambda row: row.name),
 )

@@ -1,8 +1,10 @@
 """``benchmarking_script``: how long forward, backward and optimizer take, and what warm-up changes."""
 
+from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.report.course.answer import Answer, facts_of, measured
 from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE
 from cs336sys.report.course.problem import Command, Target, training_sweep
+from cs336sys.sizes import choose_size
 
 _COLUMNS = ("size", "parameters", "forward_ms", "backward_ms", "optimizer_ms", "step_ms")
 
@@ -11,21 +13,22 @@ def script(answer: Answer) -> None:
     answer.write("benchmarking_script.script")
 
 
+def _needed_gib(size: str, context: int) -> float:
+    return predicted_peak(choose_size(size, context=context), "fp32", "train", "reference").total_gib
+
+
+_AS_ASKED = {"context": (512,), "precision": ("fp32",), "warmup": (5,), "batch_size": (4,)}
 timings = measured(
-    "bench",
-    "benchmarking_script.timings",
-    {"bench": (*_COLUMNS, "gpu_busy_ms", "peak_gib", "status")},
-    wanted=lambda handout: {
-        **{"size": handout.sizes, "context": (512,), "precision": ("fp32",), "warmup": (5,), "batch_size": (4,)}
-    },
+    *("bench", "benchmarking_script.timings", {"bench": (*_COLUMNS, "gpu_busy_ms", "peak_gib", "status")}),
+    wanted=lambda handout: {"size": handout.sizes, **_AS_ASKED},
     grid=lambda handout: {"size": handout.sizes},
-    label="{called} (plain fp32 training needs about {need})",
+    facts=lambda answer, groups: {"needed_gib": _needed_gib},
 )
 
 
 def timing_commands(target: Target) -> list[Command]:
-    """In both precisions, so that ``benchmarking_mixed_precision`` needs no run of its own."""
-    return [training_sweep(target, "bench", target.handout.sizes, precision=("fp32", "bf16"))]
+    """In all precisions, so that ``benchmarking_mixed_precision`` needs no run of its own."""
+    return [training_sweep(target, "bench", target.handout.sizes, precision=("fp32", "bf16", "fp16"))]
 
 
 def warmup(answer: Answer) -> None:
@@ -34,10 +37,10 @@ def warmup(answer: Answer) -> None:
     for group in [group for group in groups if {0} < group.by("warmup").keys()][:1]:
         answer.show([group], "bench", *_COLUMNS, "first_measured_ms")
         cells = sorted(map(facts_of, group.measured), key=lambda cell: cell["parameters"])
-        counts = {cell["warmup"] for cell in cells}
-        # A first step this much longer than the median was not like the others.
-        slow = {cell["warmup"] for cell in cells if cell["step"].measured[0] > 1.1 * cell["step"].median}
-        answer.write("benchmarking_script.warmup", cells=cells, counts=counts, slow=slow)
+        counts = sorted({cell["warmup"] for cell in cells})
+        # How much longer than the median the first step is, of the size where that is most.
+        late = [max(c["step"].measured[0] / c["step"].median for c in cells if c["warmup"] == n) for n in counts]
+        answer.write("benchmarking_script.warmup", cells=cells, late=dict(zip(counts, late, strict=True)))
 
 
 def warmup_commands(target: Target) -> list[Command]:

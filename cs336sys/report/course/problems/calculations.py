@@ -6,14 +6,15 @@ from collections.abc import Callable, Sequence
 from cs336sys.accounting.communication import ring_answers
 from cs336sys.accounting.derivation import Derived
 from cs336sys.accounting.hardware import peak_tflops
-from cs336sys.accounting.parallelism import TP_BACKWARD, Layer, Mesh, parallelism_answers
+from cs336sys.accounting.parallelism import Layer, Mesh, parallelism_answers
 from cs336sys.accounting.xxl import XXL, TpuMesh, batch_answers, memory_answers
-from cs336sys.report.course.answer import Answer, plain_table
+from cs336sys.report.account.answers import parallel_tables
+from cs336sys.report.course.answer import Answer
 from cs336sys.sizes import SIZES
 
 # As `account xxl` and `account parallel` have them, where the handout gives no number.
 _TOKENS = 4 * 512
-_LAYER_TOKENS, _DEVICES, _LINK_BYTES_PER_S = 131_072, 8, 450e9
+_DEVICES, _LINK_BYTES_PER_S = 8, 450e9
 
 # For 2D parallelism of two axes, so that both communicate.
 _MESHES = {
@@ -25,15 +26,15 @@ _MESHES = {
 
 
 def _answer_of(
-    question: str, derive: Callable[[], Sequence[Derived]], *before: str, **numbers: object
+    question: str, derive: Callable[[], Sequence[Derived]], block: str = "", **numbers: object
 ) -> Callable[[Answer], None]:
     """The derived values that are marked as a part's answers, as sentences and as a table, after a block of numbers."""
 
     def answered(answer: Answer) -> None:
         derived = derive()
         steps = _with_definitions([value for value in derived if value.question == question], derived)
-        for name in before:
-            answer.write(f"calculations.{name}", **{"tokens": None, "layer": None, **numbers})
+        if block:
+            answer.write(f"calculations.{block}", **numbers)
         problem = question.partition(" ")[0]
         answer.derive(steps, problem, f"{problem}: all steps", say=steps)
 
@@ -52,35 +53,37 @@ def _with_definitions(answers: Sequence[Derived], derived: Sequence[Derived]) ->
 
 
 def xxl(letter: str) -> Callable[[Answer], None]:
-    before = {"a": ["numbers"], "b": ["numbers"], "d": ["what_lowers_the_batch"]}.get(letter, [])
-
     def derived() -> list[Derived]:
         if letter in "ab":
             return memory_answers(XXL, _TOKENS, 80e9, 95e9)
         return batch_answers(XXL, TpuMesh(16, 4, 2, 1, 4.6e14, 2 * 9e10))
 
-    return _answer_of(f"communication_accounting ({letter})", derived, *before, tokens=_TOKENS)
+    block = {"a": "xxl_tokens", "b": "xxl_tokens", "d": "what_lowers_the_batch"}.get(letter, "")
+    return _answer_of(f"communication_accounting ({letter})", derived, block, tokens=_TOKENS)
 
 
 ring = _answer_of("alternate_ring_all_reduce", lambda: ring_answers(1_000_000_000, _DEVICES, _LINK_BYTES_PER_S))
 
 
-def parallel(problem: str, strategy: str, letters: str) -> list[Callable[[Answer], None]]:
-    """The answers of these parts, the first with the numbers put in."""
+def _layer() -> Layer:
     peak, size = peak_tflops("NVIDIA H200", "bf16"), SIZES["2.7b"]
     assert peak is not None
-    layer = Layer(_LAYER_TOKENS, size.d_model, size.d_ff, peak * 1e12, _LINK_BYTES_PER_S, 2)
+    return Layer(131_072, size.d_model, size.d_ff, peak * 1e12, _LINK_BYTES_PER_S, 2)
+
+
+def parallel(problem: str, strategy: str, letters: str) -> list[Callable[[Answer], None]]:
+    """The answers of these parts, the first with the numbers put in."""
+    layer = _layer()
 
     def derived() -> list[Derived]:
         return parallelism_answers(strategy, layer, _MESHES[strategy])
 
-    before = {letters[0]: ["numbers"]}
-    return [_answer_of(f"{problem} ({each})", derived, *before.get(each, ()), layer=layer) for each in letters]
+    blocks = {letters[0]: "layer"}
+    return [_answer_of(f"{problem} ({each})", derived, blocks.get(each, ""), layer=layer) for each in letters]
 
 
 def tp_backward(answer: Answer) -> None:
-    headers = {"equation": "equation", "shape": "shape", "reason": "because"}
-    rows = [dict(zip(headers, row, strict=True)) for row in TP_BACKWARD]
-    answer.tables.append(plain_table("tp_backward", "the backward pass of tensor parallelism", headers, rows))
-    collectives = [row["equation"] for row in rows if "all-reduce" in row["equation"]]
-    answer.write("calculations.tp_backward", steps=len(rows), collectives=collectives)
+    answer.tables += [table for table in parallel_tables(["tp"], _layer(), _DEVICES) if table.name == "tp_backward"]
+    equations = [row["equation"] for row in answer.tables[0].rows]
+    collectives = [equation for equation in equations if "all-reduce" in equation]
+    answer.write("calculations.tp_backward", steps=len(equations), collectives=collectives)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from cs336sys.report.course.answer import Answer, facts_of
 from cs336sys.report.course.evidence import cells_of, measured_of
@@ -17,38 +16,37 @@ class Code:
 
     Attributes:
         name: of the class, as it is imported.
-        tests: of the course, beginnings of their names; of one year's alone, where each year names its own.
+        tests: of the course, beginnings of their names.
         command, settings: whose cells were checked with this code.
     """
 
     name: str
-    tests: tuple[str, ...] | Mapping[int, tuple[str, ...]]
+    tests: tuple[str, ...]
     command: str = ""
     settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __call__(self, answer: Answer) -> None:
-        tests = self.tests if isinstance(self.tests, tuple) else self.tests[answer.handout.year]
-        outcomes = {name: outcome for name, outcome in answer.evidence.tests.items() if name.startswith(tests)}
+        tests = {name: outcome for name, outcome in answer.evidence.tests.items() if name.startswith(self.tests)}
+        passed, failed = ([name for name in tests if tests[name] == kind] for kind in ("passed", "failed"))
         selections = answer.find(self.command, **self.settings) if self.command else []
         answer.measured_by([group for group in selections if group.measured][:1])
         cells = list(map(facts_of, measured_of(selections)))
         figures = [(name, value) for cell in cells for name, value in cell.items()]
         errors = [value for name, value in figures if name.endswith("_error") and isinstance(value, float)]
         checked = [cell for cell in cells if cell.get("relative_difference_percent") is not None]
-        passed, failed = ([name for name in outcomes if outcomes[name] == kind] for kind in ("passed", "failed"))
         facts = {"cells": cells, "errors": errors, "checked": checked, "passed": passed, "failed": failed}
-        answer.write("code.code", name=self.name, tests=tests, **facts)
+        answer.write("code.code", name=self.name, tests=self.tests, **facts)
         answer.write_failures([cell for cell in cells_of(selections) if cell.status == "wrong"], "{size}")
 
 
 _ATTENTION, _DDP = "cs336sys.kernels.attention", "cs336sys.parallel.ddp"
-_TRITON_NAME, _TRITON_SETTINGS = f"{_ATTENTION}.FlashAttentionTriton", {"implementation": ("triton",)}
-_TILED_SETTINGS = {"implementation": ("tiled",)}
-TILED = Code(f"{_ATTENTION}.FlashAttentionTorch", ("test_flash_forward_pass_pytorch",), "flash", _TILED_SETTINGS)
-TRITON = Code(_TRITON_NAME, ("test_flash_forward_pass_triton",), "flash", _TRITON_SETTINGS)
+_TRITON, _BY_TRITON = f"{_ATTENTION}.FlashAttentionTriton", {"implementation": ("triton",)}
+_TILED, _BY_TILED = f"{_ATTENTION}.FlashAttentionTorch", {"implementation": ("tiled",)}
+TILED = Code(_TILED, ("test_flash_forward_pass_pytorch",), "flash", _BY_TILED)
+TRITON = Code(_TRITON, ("test_flash_forward_pass_triton",), "flash", _BY_TRITON)
 # Its backward pass is the formulas in PyTorch, compiled, as asked; nothing of `flash` is measured with it.
 _COMPILED = Code(f"{_ATTENTION}.reference.FlashAttentionCompiledBackward", ("test_flash_backward_pytorch",))
-_TRITON_BACKWARD = Code(_TRITON_NAME, ("test_flash_backward_triton",), "flash", _TRITON_SETTINGS)
+_TRITON_BACKWARD = Code(_TRITON, ("test_flash_backward_triton",), "flash", _BY_TRITON)
 
 
 def causal_forward(answer: Answer) -> None:
@@ -67,10 +65,8 @@ def flash_backward(answer: Answer) -> None:
 _FEW_SHAPES = "--batch-size 1 --num-heads 4 --context 128,1024 --head-dim 64"
 few_shapes = sized(measurement(f"flash --implementation triton,tiled,eager {_FEW_SHAPES}", 40), flash_commands)
 
-_OVERLAP_TESTS = {
-    2025: ("test_DistributedDataParallelIndividualParameters",),
-    2026: ("test_DistributedDataParallel[",),
-}
+# Each year's name.
+_OVERLAP_TESTS = ("test_DistributedDataParallelIndividualParameters", "test_DistributedDataParallel[")
 _BUCKET_TESTS = ("test_DistributedDataParallelCPU", "test_DistributedDataParallelBucketed")
 _SHARDED, _FSDP = "cs336sys.parallel.sharded_optimizer.ShardedOptimizer", "cs336sys.parallel.fsdp.FSDP"
 NAIVE = Code(f"{_DDP}.NaiveDDP", (), "ddp", {"strategy": ("naive",)})
@@ -79,14 +75,9 @@ BUCKETED = Code(f"{_DDP}.BucketedDDP", _BUCKET_TESTS, "ddp", {"strategy": ("buck
 SHARDED_OPTIMIZER = Code(_SHARDED, ("test_sharded_optimizer",), "shard", {"strategy": ("optimizer",)})
 FSDP = Code(_FSDP, ("test_fsdp",), "shard", {"strategy": ("fsdp",)})
 
-# The handout's benchmark repeats steps for so long: less by no more than a step.
-_PROTOCOL_MS = 25_000.0
-
-# Warm-up and repetition of the handout's do_bench.
+# The handout's benchmark warms up and repeats steps for so long: less by no more than a step.
 _DO_BENCH_MS = 10_000, 30_000
-
-# What the handout calls the naive baseline, ms.
-_NAIVE_BASELINE_MS = 10_000.0
+_PROTOCOL_MS = 25_000.0
 
 
 def training_step(answer: Answer) -> None:
@@ -96,23 +87,17 @@ def training_step(answer: Answer) -> None:
     # the handout's protocol if there are any.
     measured = [(_steps_of(cell), cell, group) for group in selections for cell in group.measured]
     by_protocol = [candidate for candidate in measured if sum(candidate[0].measured) >= _PROTOCOL_MS]
-    facts: dict[str, Any] = {"best": None}
+    keys = ("size", "world_size", "checkpointing", "state_dtype", "wall_ms", "median_ms", "step_ms", "mfu_percent")
     if measured:
         best, cell, group = min(by_protocol or measured, key=lambda candidate: candidate[0].median)
-        selections = [group]
         # It divides by the time of a step, and takes whole ones.
         counts = (cell.configuration["warmup"], len(best.measured))
-        facts = {"best": best, "cell": cell.configuration, "ready_s": cell.derived.get("ready_s")}
-        facts["as_asked"] = counts == tuple(int(duration / best.median) for duration in _DO_BENCH_MS)
-        alike = group.of(checkpointing=cell.configuration["checkpointing"])
-        facts["runs"] = [_steps_of(run).median for run in alike]
-    keys = ("size", "world_size", "checkpointing", "state_dtype", "wall_ms", "median_ms", "step_ms", "mfu_percent")
-    for group in selections:
+        as_asked = counts == tuple(int(duration / best.median) for duration in _DO_BENCH_MS)
         for name in ("board", "shard"):
             answer.show([group], name, *keys, "peaks", "status")
         answer.show([group], "shares")
-    answer.write("code.training_step", baseline_ms=_NAIVE_BASELINE_MS, is_by_protocol=bool(by_protocol), **facts)
-    answer.write_failures(cells_of(selections), "8b with checkpointing {checkpointing}")
+        facts = {"best": best, "cell": facts_of(cell), "as_asked": as_asked}
+        answer.write("code.training_step", is_by_protocol=bool(by_protocol), **facts)
 
 
 def _steps_of(cell: Cell) -> Samples:

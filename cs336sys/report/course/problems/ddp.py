@@ -7,7 +7,7 @@ from typing import Any
 from cs336sys.accounting.communication import bucket_answers
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import GIB, training_state
-from cs336sys.report.course.answer import Answer
+from cs336sys.report.course.answer import Answer, where
 from cs336sys.report.course.evidence import Selection, cells_of
 from cs336sys.report.course.problem import Command, Target, training_sweep
 from cs336sys.report.ddp import bucket_sweeps, link_of
@@ -54,7 +54,7 @@ def _steps(block: str, *strategies: str, draws: bool = False) -> Callable[[Answe
         group = series and series.only(lambda cell: cell.configuration["strategy"] in strategies)
         if group is None or not {"naive", strategies[-1]} <= group.by("strategy").keys():
             return
-        measured = [_OPTIONAL | row for row in group.rows("ddp") if row["status"] == "ok"]
+        measured = [_OPTIONAL | row for row in where(group.rows("ddp"), status="ok")]
         if draws and not all(row["timeline"] for row in measured):
             return
         answer.draw([group] if draws else (), "timelines")
@@ -98,33 +98,28 @@ def buckets(answer: Answer) -> None:
     answer.show([group], "ddp", *_STEP_COLUMNS, medians=True)
     answer.show([group], "buckets", medians=True)
     answer.draw([group], "buckets")
-    rows = [row for row in group.rows("ddp") if row["status"] == "ok"]
-    sizes = [row for row in rows if row["strategy"] == "bucketed"]
+    rows = where(group.rows("ddp"), status="ok")
+    sizes = where(rows, strategy="bucketed")
     others = [row for row in rows if row["strategy"] in ("naive", "flat", "overlap")]
-    for row in others:
-        row["slower"] = _slower_sizes(sizes, row["step_ms"])
+    slower = {row["strategy"]: _slower_sizes(sizes, row["step_ms"]) for row in others}
     predicted = [row for row in group.rows("buckets") if row["predicted_ms"] is not None]
-    orders = [[row["bucket_mb"] for row in sorted(predicted, key=key)]
-              for key in (lambda row: row["predicted_ms"], lambda row: row["exposed_ms"].estimate)]  # fmt: skip
-    naive_cell, link = group.first(strategy="naive"), link_of(bucket_sweeps(group.measured)[0][0])
-    backward_ms = naive_cell and naive_cell.samples["backward"].median
-    longer = {
+    by_exposed = sorted(predicted, key=lambda row: row["exposed_ms"].estimate)
+    facts: dict[str, Any] = {"is_aligned": by_exposed == sorted(predicted, key=lambda row: row["predicted_ms"])}
+    # The backward pass without communication next to it, and what its gradients need on the link that was fitted.
+    alone, first = group.first(strategy="naive"), bucket_sweeps(group.measured)[0][0]
+    backward = {
         cell.configuration["bucket_mb"]: cell.samples["backward"].median for cell in group.of(strategy="bucketed")
     }
-    facts = {"sizes": sizes, "others": others, "predicted": predicted, "is_aligned": orders[0] == orders[1]}
+    facts |= {"alone_ms": alone and alone.samples["backward"].median, "backward": backward}
+    facts["travel_ms"] = 1e3 * first.derived["communicated_bytes"] / link_of(first).bytes_per_s
     write_setup(answer, group)
-    answer.write("ddp.buckets", **facts, link=link, backward_ms=backward_ms, longer=longer)
-    answer.write_failures(group.cells, "{strategy}")
+    answer.write("ddp.buckets", sizes=sizes, others=others, slower=slower, **facts)
 
 
-def _slower_sizes(sizes: Sequence[dict[str, Any]], steps: Any) -> list[float]:
+def _slower_sizes(sizes: Sequence[Any], steps: Any) -> list[Any]:
     """The bucket sizes whose steps are slower than others; of sizes with the same calls all or none."""
-    slower = {row["bucket_mb"]: ratio(row["step_ms"], steps).low > 1 for row in sizes}
-    return [
-        row["bucket_mb"]
-        for row in sizes
-        if all(slower[alike["bucket_mb"]] for alike in sizes if alike["calls"] == row["calls"])
-    ]
+    not_slower = {row["calls"] for row in sizes if ratio(row["step_ms"], steps).low <= 1}
+    return [row for row in sizes if row["calls"] not in not_slower]
 
 
 def bucket_equation(answer: Answer) -> None:

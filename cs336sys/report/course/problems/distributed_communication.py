@@ -4,52 +4,39 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from cs336sys.report.allreduce import fit_of, groups_of, rates_of_median
-from cs336sys.report.course.answer import Answer
+from cs336sys.report.allreduce import groups_of
+from cs336sys.report.course.answer import Answer, where
 from cs336sys.report.course.evidence import cells_of
 from cs336sys.report.course.problem import Command, Target, measurement, sized
-from cs336sys.results.model import Cell
 
 _MESSAGES = (1_000_000, 10_000_000, 100_000_000, 1_000_000_000)
-_LABEL = "{backend} with {world_size} ranks"
+_COLUMNS = ("backend", "world_size", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps", "wrong_elements", "status")
+_FITTED = ("backend", "world_size", "latency_us", "bandwidth_gbps", "deviation_percent")
 
 
 def all_reduce(answer: Answer) -> None:
-    selections = answer.find("allreduce", {"message_bytes": _MESSAGES}, collective=("all_reduce",), dtype=("fp32",))
-    if not selections:
+    groups = answer.find("allreduce", {"message_bytes": _MESSAGES}, collective=("all_reduce",), dtype=("fp32",))
+    if not groups:
         return
-    columns = ("backend", "world_size", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps", "wrong_elements", "status")
-    answer.show(selections, "allreduce", *columns, medians=True, join=True)
-    groups = {key: cells for group in selections for key, cells in groups_of(group.cells).items()}
-    (table,) = answer.tables
-    rows = list(map(_with_rates_of_median, table.rows))
-    notes = [note for note in table.notes if not note.startswith("average bus")]
-    answer.tables = [replace(table, rows=rows, notes=notes)]
-    answer.draw(selections[:1])
-    sweeps = [
-        {**key._asdict(), "cells": cells, "line": fit_of(cells, "back_to_back"), "rates": _rates(cells[-1])}
-        for key, cells in sorted(groups.items(), key=lambda pair: (pair[0].backend != "nccl", pair[0].world_size))
-    ]
-    for sweep in sweeps:
-        sweep["samples"] = [cell.samples["back_to_back"] for cell in sweep["cells"]]
-        sweep["largest"] = sweep["samples"][-1]
-    links = sorted({cell.derived.get("link") or "" for cell in cells_of(selections)})
-    answer.write(
-        "distributed_communication.all_reduce",
-        sweeps=sweeps,
-        nvlinks=[link for link in links if "NVLinks" in link],
-    )
-    answer.write_failures(cells_of(selections), _LABEL)
-    has_gpu = any(run.machine.get("gpu") for group in selections for run in group.invocation.runs)
+    answer.show(groups, "allreduce", *_COLUMNS, medians=True, join=True)
+    answer.tables = [replace(table, rows=list(map(_with_rates_of_median, table.rows))) for table in answer.tables]
+    answer.show(groups, "fit", *_FITTED, join=True, keep=lambda rows: where(rows, timing="back to back"))
+    answer.draw(groups[:1])
+    sweeps: list[dict[str, Any]] = []
+    for key, cells in (sweep for group in groups for sweep in groups_of(group.cells).items()):
+        smallest, largest = (cell.samples["back_to_back"] for cell in (cells[0], cells[-1]))
+        sizes = {"smallest": smallest, "largest": largest, "bytes": cells[-1].derived["size_bytes"]}
+        sweeps.append(key._asdict() | sizes)
+    sweeps.sort(key=lambda sweep: sweep["world_size"])
+    links = {cell.derived.get("link") or "" for cell in cells_of(groups)}
+    answer.write("distributed_communication.all_reduce", sweeps=sweeps, links=sorted(links))
+    has_gpu = any(run.machine.get("gpu") for group in groups for run in group.invocation.runs)
     backends = ["gloo"] * (answer.handout.year == 2025) + ["nccl"] * has_gpu
-    answer.lack_unmeasured(_LABEL, sweeps, {"backend": backends, "world_size": (2, 4, 6)})
-
-
-def _rates(cell: Cell) -> tuple[float, float] | None:
-    return None if cell.derived["back_to_back_busbw_gbps"] is None else rates_of_median(cell)
+    answer.lack_unmeasured("{backend} with {world_size} ranks", sweeps, {"backend": backends, "world_size": (2, 4, 6)})
 
 
 def _with_rates_of_median(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with the rates of its median call; the command's are those of the mean."""
     algbw = row["size_bytes"] / row["time_us"] / 1e3 if row.get("time_us") else None
     busbw = row["busbw_gbps"] / row["algbw_gbps"] * algbw if algbw and row.get("busbw_gbps") else None
     return {**row, "algbw_gbps": algbw, "busbw_gbps": busbw}

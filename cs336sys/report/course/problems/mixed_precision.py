@@ -1,26 +1,20 @@
 """``mixed_precision_accumulation`` and ``benchmarking_mixed_precision``: what low precision does, and what it gains."""
 
-from cs336sys.report.course.answer import Answer, compared, comparison_table, measured
+from typing import Any
+
+from cs336sys.report.course.answer import Answer, compared, measured
 from cs336sys.report.course.evidence import PLAIN, cells_of
 from cs336sys.report.course.problem import measurement
 
 _PHASES = ("forward", "backward", "step")
 
 
-class _Named:
-    """Every value of a setting that a cell has."""
-
-    def __contains__(self, value: object) -> bool:
-        return value is not None
-
-
 def _precision(block: str, setting: str, **tables: tuple[str, ...]):
     return measured(
-        "precision",
-        f"mixed_precision.{block}",
-        tables,
+        *("precision", f"mixed_precision.{block}", tables),
         wanted=lambda handout: {"device": ("cuda",)},
-        required={setting: _Named()},  # type: ignore[dict-item]
+        required={},
+        only=lambda cell: cell.configuration.get(setting) is not None,
         label="autocast to {precision}",
     )
 
@@ -32,21 +26,27 @@ precision_commands = measurement("precision", 5)
 
 
 def by_size(answer: Answer) -> None:
-    wanted = {"size": answer.handout.sizes, "context": (512,), "batch_size": (4,), "warmup": (5,)}
+    wanted = {"size": answer.handout.sizes, "context": (512,), "batch_size": (4,)}
     settings = {"precision": ("fp32", "bf16", "fp16"), **PLAIN}
-    # A half precision is compared with the fp32 of its own run, which another run may have measured, too.
-    pairs = compared(answer.find_each("bench", wanted, **settings), "precision", "fp32", _PHASES)
-    if not pairs:
+    rows: list[dict[str, Any]] = []
+    # A half precision is compared with the fp32 of its own run, one with the 5 warm-up steps that are asked for first.
+    for chosen in ({**wanted, "warmup": (5,)}, wanted):
+        there = {row["precision"] for row in rows}
+        more = compared(
+            answer.find_each("bench", chosen, **settings), "precision", "fp32", _PHASES, "precision", "parameters"
+        )
+        rows += [row for row in more if row["precision"] not in there]
+    if not rows:
         return
-    for row, _ in pairs:
-        busy_ms = row.get("gpu_busy_ms")
-        row["idle_percent"] = busy_ms and 100 * (1 - busy_ms / row["step_ms"])
-    rows = sorted((row for row, _ in pairs), key=lambda row: (row["precision"], row["parameters"]))
-    title = "mixed precision, and full precision before it, medians of the same run"
-    answer.tables.append(comparison_table("precisions", title, ("size", "precision"), _PHASES, rows))
-    selections = answer.find("bench", wanted, **settings)
-    answer.measured_by([group for _, group in pairs] + [group for group in selections if not group.measured])
+    for row in rows:
+        row["idle_percent"] = row.get("gpu_busy_ms") and 100 * (1 - row["gpu_busy_ms"] / row["step_ms"])
+    title = "mixed precision, and full precision before it, medians of the same run of so many steps"
+    answer.show_compared(rows, "precisions", title, ("size", "precision"), _PHASES, "samples", "idle_percent")
+    failed = [group for group in answer.find("bench", {**wanted, "warmup": (5,)}, **settings) if not group.measured]
+    answer.measured_by(failed)
     answer.write("mixed_precision.by_size", rows=rows)
-    answer.write_failures(cells_of(selections), "{size} in {precision}")
-    tried = [cell.configuration for cell in cells_of(selections) if cell.status != "ok"]
-    answer.lack_unmeasured("{called} in fp32 and bf16", [*rows, *tried], {"size": answer.handout.sizes})
+    answer.write_failures(cells_of(failed), "{size} in {precision}")
+    # Where full precision does not fit there is nothing to compare.
+    without = {cell.configuration["size"] for cell in cells_of(failed) if cell.configuration["precision"] == "fp32"}
+    sizes = [size for size in answer.handout.sizes if size not in without]
+    answer.lack_unmeasured("{called} in fp32 and {precision}", rows, {"size": sizes, "precision": ("bf16", "fp16")})

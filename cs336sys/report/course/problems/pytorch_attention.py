@@ -1,50 +1,45 @@
 """``pytorch_attention`` and ``torch_compile``: plain attention over head dim and length, eager and compiled models."""
 
+from typing import Any
+
 from cs336sys.accounting.activations import attention_memory
 from cs336sys.accounting.hardware import datasheet
 from cs336sys.accounting.one_device import attention_answers
-from cs336sys.report.course.answer import Answer, compared, comparison_table, facts_of
-from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, cells_of
+from cs336sys.report.course.answer import Answer, compared, facts_of, measured, where
+from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Selection, cells_of
 from cs336sys.report.course.problem import Command, Target, measurement, sized, training_sweep
 
-_PARTS = ("forward", "backward")
 _GRID = {"context": (256, 1024, 4096, 8192, 16384), "head_dim": (16, 32, 64, 128), "dtype": ("fp32",)}
-_LABEL = "{implementation} at context {context}, head dim {head_dim}"
 
 
-def pytorch_attention(answer: Answer) -> None:
-    selections = answer.find("attn", _GRID, implementation=("eager", "model"))
-    if not selections:
-        return
-    keys = ("forward_ms", "backward_ms", "held_gib", "predicted_held_gib", "peak_gib", "status")
-    answer.show(selections, "attn", *keys, medians=True, join=True)
+def _too_large(answer: Answer, groups: list[Selection]) -> dict[str, Any]:
+    """The smallest shape that did not fit, or where all did the first that cannot, and what attention holds there."""
     # Of one length there is nothing over which to draw.
-    answer.draw(group for group in selections if len({cell.configuration["context"] for cell in group.measured}) > 1)
-    cells = sorted(map(facts_of, cells_of(selections)), key=lambda cell: (cell["context"], cell["head_dim"]))
-    run = selections[0].invocation.run
+    answer.draw(group for group in groups if len({cell.configuration["context"] for cell in group.measured}) > 1)
+    cells = sorted(map(facts_of, cells_of(groups)), key=lambda cell: (cell["context"], cell["head_dim"]))
+    run = groups[0].invocation.run
     sheet = datasheet(run.machine.get("gpu") or "") if run is not None else None
-    shape, out = cells[-1], [cell for cell in cells if cell["status"] == "oom"]
-    sequences, dtype = shape["batch_size"] * shape["heads"], shape["dtype"]
-    settings = {"causal": shape["causal"], "implementation": "eager"}
-    # The smallest shape that did not fit; where all did, the first that cannot.
-    context, head_dim = (out or cells)[0 if out else -1]["context"], min(cell["head_dim"] for cell in out or cells)
-    while (
-        not out
-        and sheet
-        and attention_memory(sequences, context, head_dim, dtype, **settings).peak <= sheet.memory_bytes
-    ):
-        context *= 2
-    memory = attention_memory(sequences, context, head_dim, dtype, **settings)
+    out = where(cells, status="oom")
+    shape = out[0] if out else {**cells[-1], "head_dim": min(cell["head_dim"] for cell in cells)}
+    setting = [shape["batch_size"] * shape["heads"], shape["context"], shape["head_dim"], shape["dtype"]]
+    eager = {"causal": shape["causal"], "implementation": "eager"}
+    while not out and sheet and attention_memory(*setting, **eager).peak <= sheet.memory_bytes:
+        setting[1] *= 2
     if out or sheet:
-        answers = attention_answers(sequences, context, head_dim, dtype, **settings)
-        answer.derive(answers, "accounting", f"{sequences} x {context} x {head_dim} {dtype}, tensor by tensor")
-    facts = {"out": out, "sheet": sheet, "context": context, "head_dim": head_dim, "memory": memory}
-    answer.write("pytorch_attention.pytorch_attention", cells=cells, **facts)
-    answer.write_failures(cells_of(selections), _LABEL)
-    for name in dict.fromkeys(cell["implementation"] for cell in cells):
-        shapes = {key: dict.fromkeys(cell[key] for cell in cells) for key in ("context", "head_dim")}
-        answer.lack_unmeasured(_LABEL, cells, {"implementation": (name,), **shapes})
+        answers = attention_answers(*setting, **eager)
+        answer.derive(answers, "accounting", "{} x {} x {} {}, tensor by tensor".format(*setting))
+    facts = {"out": out, "sheet": sheet, "context": setting[1], "head_dim": shape["head_dim"]}
+    return {**facts, "memory": attention_memory(*setting, **eager)}
 
+
+pytorch_attention = measured(
+    *("attn", "pytorch_attention.pytorch_attention"),
+    {"attn": ("forward_ms", "backward_ms", "held_gib", "predicted_held_gib", "peak_gib", "status")},
+    wanted=lambda handout: _GRID,
+    required={"implementation": ("eager", "model")},
+    medians=True,
+    facts=_too_large,
+)
 
 # One run for both problems.
 _ATTENTION = "attn --implementation eager,compiled,model"
@@ -54,36 +49,29 @@ attention_commands = sized(measurement(_ATTENTION, 180), measurement(_SMALL_ATTE
 
 def compiled_attention(answer: Answer) -> None:
     groups = answer.find("attn", _GRID, implementation=("eager", "compiled"))
-    pairs = compared(groups, "implementation", "eager", _PARTS)
-    if pairs:
-        rows = sorted((row for row, _ in pairs), key=lambda row: (row["head_dim"], row["context"]))
+    parts = ("forward", "backward")
+    if rows := compared(groups, "implementation", "eager", parts, "head_dim", "context"):
         title = "compiled attention, and eager before it, medians of the same run"
-        answer.tables.append(comparison_table("compiled", title, ("context", "head_dim"), _PARTS, rows))
-        answer.measured_by(group for _, group in pairs)
-        answer.write("pytorch_attention.compiled_attention", rows=rows, parts=_PARTS)
-        answer.write_failures(cells_of(groups), _LABEL)
+        answer.show_compared(rows, "compiled", title, ("context", "head_dim"), parts)
+        answer.write("pytorch_attention.compiled_attention", rows=rows)
+        answer.write_failures(cells_of(groups), "{implementation} at context {context}, head dim {head_dim}")
 
 
 def compiled_model(answer: Answer) -> None:
     sizes = answer.handout.sizes
     plain = {name: values for name, values in PLAIN_OF_ANY_MODE.items() if name != "compile"}
-    wanted = {"size": sizes, "context": (512,), "batch_size": (4,)}
+    wanted = {"size": sizes, "context": (512,), "batch_size": (4,), "precision": ("fp32",)}
     phases = ("forward", "backward", "optimizer", "step")
-    pairs = compared(answer.find_each("bench", wanted, mode=("train", "forward"), **plain), "compile", "off", phases)
+    groups = answer.find_each("bench", wanted, mode=("train", "forward"), **plain)
+    rows = compared(groups, "compile", "off", phases, "parameters")
     # A compiled model is the answer, compiled blocks where there is none.
-    whole = [pair for pair in pairs if pair[0]["compile"] == "model"]
-    rows = [
-        row
-        for row, _ in sorted(whole or pairs, key=lambda pair: (pair[0]["precision"] != "fp32", pair[0]["parameters"]))
-    ]
-    if rows:
+    whole: list[Any] = where(rows, compile="model")
+    if rows := whole or rows:
         title = "compiled model, and vanilla before it, medians of the same run"
         more = ("step_before_std_ms", "step_std_ms", "peak_before_gib", "peak_gib")
-        settings = ("size", "precision", "compile")
-        answer.tables.append(comparison_table("compile", title, settings, phases, rows, more))
-        answer.measured_by(group for _, group in whole or pairs)
-        absent = [size for size in sizes[:-1] if all(row["size"] != size for row in rows)]
-        answer.write("pytorch_attention.compiled_model", rows=rows, absent=absent, is_whole=bool(whole))
+        answer.show_compared(rows, "compile", title, ("size", "precision", "compile"), phases, *more)
+        answer.write("pytorch_attention.compiled_model", rows=rows, is_whole=bool(whole))
+        answer.lack_unmeasured("the whole model compiled of {called}", whole, {"size": sizes[:-1]})
 
 
 def compiled_model_commands(target: Target) -> list[Command]:
