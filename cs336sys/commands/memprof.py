@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cs336sys.accounting.checkpointing import parse_checkpointing
+from cs336sys.commands.faults import say
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
@@ -54,7 +55,7 @@ class SnapshotOptions:
 
         output.check()
         check_page(self.html)
-        check_directory(snapshot)
+        check_directory(snapshot, ["memory"])
         diagnoses = _diagnoses(self.source)
         if self.against:
             before = _diagnoses(self.against)
@@ -164,10 +165,16 @@ def memprof(
             planned = plan_tables([Cell("memprof", configuration, "ok") for configuration in configurations], top)
             output.emit(tidy("memprof", planned, are_planned=True))
             return
+        for workload in workloads:
+            if workload.predicted_gib is not None:
+                peak = workload.peak
+                say(
+                    f"memprof: {workload.name}: {peak.total_gib:.2f} GiB by formulas ({peak.moment}); its trace follows"
+                )
         measure, timeout = f"{_MEASURED_BY}prediction:predict_memory", SweepOptions(cell_timeout=sweeping.cell_timeout)
         run_sweep("memprof", measure, configurations, timeout).report(lambda cells, _: plan_tables(cells, top), output)
         return
-    check_directory(snapshot)
+    check_directory(snapshot, (workload.name for workload in workloads))
     tell_what_does_not_fit(workloads, run.device)
     tables = partial(memory_tables, top=top)
     output.check_selection("memprof", tables)

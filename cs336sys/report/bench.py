@@ -383,7 +383,7 @@ def _interleaved(cells: Sequence[Cell]) -> set[tuple[str, str]]:
     return {(configuration["interleave"], configuration["interleaved"]) for configuration in configurations}
 
 
-_COLORS = {"forward": "#4c72b0", "backward": "#c44e52", "optimizer": "#dd8452"}
+_COLORS = {"forward": "#1f4e96", "backward": "#c23b22", "optimizer": "#f2c14e"}
 
 # Settings of which each combination has axes of its own, as each size has: their times share no scale.
 _APART = ("mode", "batch_size", "vocab_size", "context")
@@ -457,7 +457,7 @@ def _draw_times(drawing: Axes, group: Sequence[Cell]) -> None:
     longest = 0.0
     for row, cell in enumerate(group):
         if cell.status != "ok":
-            drawing.text(0, row, f" {cell.status}", fontsize=8, va="center", color="#c44e52")
+            drawing.text(0, row, f" {cell.status}", fontsize=8, va="center", color="#c23b22")
             continue
         left = 0.0
         for phase in MODES[cell.configuration["mode"]].phases:

@@ -257,7 +257,7 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     return parallel_plan("shard: cells and the memory of a rank", workloads, SHARDING_SETTING_COLUMNS, columns, predict)
 
 
-_COLORS = {"parameters": "#4c72b0", "gradients": "#c44e52", "optimizer_state": "#8172b3", "rest": "#55a868"}
+_COLORS = {"parameters": "#1f4e96", "gradients": "#c23b22", "optimizer_state": "#7fb2e5", "rest": "#00a35c"}
 
 # More next to each other cannot be read on a page.
 _AXES_IN_A_ROW = 6

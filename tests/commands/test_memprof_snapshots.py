@@ -14,6 +14,7 @@ from memory_causes import run
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
+from cs336sys.commands.options.reading import read_memory_limit
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,29 @@ def test_page_and_pictures(folder, tmp_path):
     assert 'getElementById("timeline" + data.number)' in script
 
 
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80G", 80 * 2**30), ("1MiB", 2**20), ("80 GiB", 80 * 2**30), ("1.5tb", 1.5e12), (" .5GB", 5e8), ("64kib", 2**16)],
+)
+def test_memory_limits_have_any_unit(text, size):
+    assert read_memory_limit(text) == size
+
+
+def test_name_that_the_system_refuses_is_refused_before_measuring(tmp_path):
+    model = tmp_path / f"{'m' * 200}.py"
+    model.write_text("raise AssertionError('loaded')")
+    result = invoke("--model", f"{model}:build", "--size", "tiny", "--device", "cpu", "--snapshot", tmp_path / "s")
+    assert result.exit_code == 2
+    assert "cannot write --snapshot" in result.stderr
+    assert "File name too long" in result.stderr
+
+
+def test_dry_run_says_formulas_before_it_traces():
+    result = invoke("--size", "tiny", "--context", "32", "--batch-size", "1", "--num-layers", "1", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "GiB by formulas (" in result.stderr.splitlines()[0]
+
+
 def test_plan_of_another_model_says_what_is_not_predicted():
     model = f"{Path(__file__).parents[1] / 'user_models.py'}:Encoder"
     words = ["--model", model, "--size", "tiny", "--context", "32", "--batch-size", "2", "--plan", "--memory"]
@@ -112,7 +136,8 @@ def test_hostile_file_runs_nothing(tmp_path):
         (["--from", "A", "--html", "x.txt"], "the file must end in .html"),
         (["--plan"], "--plan needs to know how much memory there is: add --memory 80GiB"),
         (["--memory", "80GiB"], "--memory 80GiB: is for --plan; add that, or leave it out"),
-        (["--plan", "--memory", "much"], "--memory 'much': give a size such as 130GiB or 140GB"),
+        (["--plan", "--memory", "much"], "--memory 'much': give a size such as 130GiB, 140GB, 512MiB or 80G (GiB)"),
+        (["--plan", "--memory", "80"], "--memory '80': give a size such as 130GiB"),
         (["--micro-batches", "3"], "--micro-batches 3: must divide the batch of 4"),
         (["--micro-batches", "2", "--cuda-graph", "on"], "--micro-batches 2 is launched, not captured"),
     ],

@@ -151,7 +151,7 @@ def test_plan_of_another_gpu_leaves_out_nothing_that_ranks_of_the_cpu_can_do(mon
         (("--gpu", "h100", "--from", "results"), "--gpu h100: plans for another machine than this one; add --dry-run"),
         (("--memory", "32GiB", "--run"), "--memory 32GiB: plans for another machine than this one; add --dry-run"),
         (("--dry-run", "--gpu", "a100-39gb"), "--gpu a100-39gb: no datasheet is known; choose from a100, a100-40gb"),
-        (("--dry-run", "--memory", "32"), "--memory '32': give a size such as 130GiB or 140GB"),
+        (("--dry-run", "--memory", "32"), "--memory '32': give a size such as 130GiB, 140GB"),
         (("--dry-run", "--gpu", "h100", "--device", "cpu"), "--gpu h100: --device cpu has none"),
     ],
 )

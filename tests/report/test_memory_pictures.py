@@ -5,14 +5,14 @@ import itertools
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from cs336sys.report.memory.page import CATEGORY_COLORS, axis_ticks, timeline_figure
+from cs336sys.report.memory.page import CATEGORY_STYLES, axis_ticks, timeline_figure
 
 EVENTS = 80
 
 
 def drawn(activations, *phases, title="tiny"):
     """Boxes of the texts above the plot and of the peak's label, of the plot, and of the figure's legend."""
-    timeline = dict.fromkeys(CATEGORY_COLORS, [0] * EVENTS) | {"position": list(range(EVENTS))}
+    timeline = dict.fromkeys(CATEGORY_STYLES, [0] * EVENTS) | {"position": list(range(EVENTS))}
     timeline["activations"] = activations
     regions = [{"name": name, "start": start, "end": end} for name, start, end in phases]
     figure = timeline_figure({"timeline": timeline, "regions": regions}, title)

@@ -319,21 +319,16 @@ def byte_count(text: str) -> int:
 
 
 def read_memory_limit(text: str, option: str = "--memory-limit") -> float:
-    """Bytes of ``130GiB`` or ``140GB``, a value of that option.
+    """Bytes of ``130GiB``, ``140GB`` or ``80G`` (GiB, as Slurm and Docker count), a value of that option.
 
     Raises:
         UsageError: it is none.
     """
-    for ending in ("GIB", "GB"):
-        number = text.upper().removesuffix(ending)
-        if number != text.upper():
-            try:
-                value = float(number)
-            except ValueError:
-                break
-            if 0 < value < math.inf:
-                return value * _BYTE_UNITS[ending]
-    raise UsageError(f"{option} '{text}': give a size such as 130GiB or 140GB")
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?([KMGT])(I?B)?", text.strip().upper())
+    value = float(match[1]) if match is not None else 0.0
+    if match is None or not 0 < value < math.inf:
+        raise UsageError(f"{option} '{text}': give a size such as 130GiB, 140GB, 512MiB or 80G (GiB)")
+    return value * _BYTE_UNITS[match[2] + (match[3] or "IB")]
 
 
 # What a shell offers where a value is to be typed, called with what stands there so far; it offers files itself.

@@ -145,7 +145,9 @@ class TracedStep:
         ]
 
 
-def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False) -> TracedStep:
+def traced_timeline(
+    workload: MemoryWorkload, *, follow_operations: bool = False, progress: Progress = lambda stage: None
+) -> TracedStep:
     """The timeline of a step after the first, as far as the results of its operations show it.
 
     Compiled workloads are traced eagerly, those in CUDA graphs launched, which holds the same, and fp16 as bf16, which
@@ -163,9 +165,11 @@ def traced_timeline(workload: MemoryWorkload, *, follow_operations: bool = False
     )
     few = 2 * period + size.num_layers % period
     if not workload.training.is_ours or workload.checkpointing == "nested" or size.num_layers <= 3 * (few + period):
+        progress(f"tracing {size.num_layers} blocks on fake tensors")
         return _traced_whole(workload, follow_operations)
     traced = []
     for blocks in (few, few + period, few + 2 * period):
+        progress(f"tracing {blocks} of {size.num_layers} blocks on fake tensors")
         training = replace(workload.training, size=replace(size, num_layers=blocks))
         traced.append(_traced_whole(replace(workload, training=training), follow_operations))
     first, second, third = traced
@@ -213,15 +217,16 @@ def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedSt
 def predict_memory(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """One cell of ``memprof --dry-run``: runs in the worker process, needs no GPU and little memory."""
     workload = MemoryWorkload.from_configuration(configuration)
-    progress("tracing fake tensors")
-    traced = predicted_timeline(workload, follow_operations=True)
+    traced = predicted_timeline(workload, follow_operations=True, progress=progress)
     derived = summary(workload, traced.timeline, timeline_peaks(traced.timeline), traced.block)
     return Outcome(
         "ok", derived=with_notes({"parameters": traced.parameters} | derived, traced.notes(workload.training))
     )
 
 
-def predicted_timeline(workload: MemoryWorkload, *, follow_operations: bool = False) -> TracedStep:
+def predicted_timeline(
+    workload: MemoryWorkload, *, follow_operations: bool = False, progress: Progress = lambda stage: None
+) -> TracedStep:
     """As :func:`traced_timeline`, and where a user's model does not run on fake tensors one sentence.
 
     Raises:
@@ -229,14 +234,14 @@ def predicted_timeline(workload: MemoryWorkload, *, follow_operations: bool = Fa
     """
     training = workload.training
     if training.is_ours:
-        return traced_timeline(workload, follow_operations=follow_operations)
+        return traced_timeline(workload, follow_operations=follow_operations, progress=progress)
     # It tells its failures on standard error, too.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
         with telling_user_errors(training):
-            return traced_timeline(workload, follow_operations=follow_operations)
+            return traced_timeline(workload, follow_operations=follow_operations, progress=progress)
     except UserCodeError as error:
         raise CapabilityError(
             f"{training.user.model}: no memory is predicted, as its step does not run on tensors without values "
@@ -255,14 +260,14 @@ def _decisions(workload: MemoryWorkload) -> dict[str, bool]:
     for size in user_models.tiny_sizes(training.size):
         tiny = replace(training, size=replace(size, batch_size=sequences))
         try:
-            with user_models.copied_code(), torch.random.fork_rng(devices=[]):
+            with telling_user_errors(training), user_models.copied_code(), torch.random.fork_rng(devices=[]):
                 step = MemoryStep(replace(workload, training=tiny, micro_batches=1), torch.device("cpu"))
                 with DecisionsRead() as read:
                     step.forward()
                     if training.has_backward:
                         step.backward()
-        except Exception:
-            # Whatever it is will be told where the step itself is traced, or measured.
+        except UserCodeError:
+            # Not every model runs at every size; what fails at the workload's own is told where that is traced.
             continue
         return read.decisions
     return {}

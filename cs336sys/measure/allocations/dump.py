@@ -7,8 +7,10 @@ segment; ``allocator_settings``. Sources: torch/csrc/cuda/Module.cpp, memory_sna
 
 import pickle
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,6 +99,8 @@ class DeviceRecord:
         entries: for each position, the number of the trace's entry that led to it.
         segment_events: entries that changed segments: their numbers, 1 or -1, and the segment.
         unknown_frees: of memory older than the record.
+        step_marks: positions after which a step had ended, by ``record_function`` or ``user_metadata`` whose names
+            hold ``step``; empty where neither was recorded.
     """
 
     device: int
@@ -108,6 +112,11 @@ class DeviceRecord:
     entries: list[int] = field(default_factory=lambda: [-1])
     segment_events: list[tuple[int, int, Segment]] = field(default_factory=list)
     unknown_frees: int = 0
+    step_marks: list[int] = field(default_factory=list)
+
+    @property
+    def has_stacks(self) -> bool:
+        return len(self.stacks) > 1
 
     def segments_at(self, entry: int) -> list[Segment]:
         """The segments after an entry of the trace: those of the end, with later changes undone."""
@@ -165,15 +174,22 @@ def parse_dump(snapshot: Any) -> list[DeviceRecord]:
     records = []
     for index, segments in sorted(devices.items()):
         trace = traces[index] if index < len(traces) else []
-        records.append(_Parser(index, segments, trace).parse())
+        records.append(_Parser(index, segments, trace, snapshot.get("external_annotations")).parse())
     return records
 
 
 class _Parser:
-    def __init__(self, device: int, segments: Sequence[Mapping[str, Any]], trace: Sequence[Mapping[str, Any]]):
+    def __init__(
+        self,
+        device: int,
+        segments: Sequence[Mapping[str, Any]],
+        trace: Sequence[Mapping[str, Any]],
+        annotations: Any,
+    ):
         self._record = DeviceRecord(device)
         self._segments = segments
         self._trace = trace
+        self._annotations = annotations if isinstance(annotations, list) else []
         # Lists of frames and frames are shared: they are read once. Both are alive as long as the snapshot is.
         self._by_identity: dict[int, int] = {}
         self._frames: dict[int, Frame] = {}
@@ -185,6 +201,7 @@ class _Parser:
         at_end = list(self._read_segments())
         live = self._read_trace()
         length = record.length
+        record.step_marks = self._step_marks()
         record.blocks += [block._replace(end=length + 1) for block in live.values()]
         touched = {block.address for block in record.blocks}
         # What is there at the end and was never spoken of was there before.
@@ -255,6 +272,24 @@ class _Parser:
                 record.segment_events.append((number, sign, segment))
         record.length = position
         return live
+
+    def _step_marks(self) -> list[int]:
+        """Return where the ranges end whose names hold "step", numbers aside: of several names the rarest ranges."""
+        entries = [self._trace[number] for number in self._record.entries[1:]]
+        ends: dict[str, list[int]] = {}
+        times = [time if type(time := entry.get("time_us")) is int else 0 for entry in entries]
+        for annotation in self._annotations:
+            match annotation:
+                case {"name": str(name), "stage": "END", "time_us": int(time), **others} if (
+                    others.get("device", self._record.device) == self._record.device
+                ):
+                    ends.setdefault(re.sub(r"\d+", "#", name), []).append(bisect_right(times, time) + 1)
+        labels = [str(entry.get("user_metadata") or "") for entry in entries]
+        for position, (label, later) in enumerate(pairwise(labels), start=2):
+            if label != later and (name := re.sub(r"\d+", "#", later)) == re.sub(r"\d+", "#", label):
+                ends.setdefault(name, []).append(position)
+        recurring = [sorted(set(marks)) for name, marks in ends.items() if "step" in name.lower() and len(marks) > 1]
+        return min(recurring, key=len, default=[])
 
     def _pool(self, address: int) -> tuple[int, int]:
         return next((pool for start, end, pool in self._pools if start <= address < end), DEFAULT_POOL)

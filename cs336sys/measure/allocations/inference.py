@@ -14,6 +14,9 @@ allocation without is the backward pass's.
 | temporary | made and freed within a forward pass, a backward pass or an optimizer step |
 | unknown | none of these |
 
+A step ends with an optimizer's allocations, or else with a backward pass that freed what the forward pass had left, or
+where ``record_function`` or ``user_metadata`` names steps. Without any of these there are no steps.
+
 Memory older than the record has no stack. Blocks as large as the gradients, one for each, are parameters; further
 ones in multiples of them are optimizer state; where sizes contradict each other, they are unknown. Snapshots of
 ``memprof`` on a CPU name their categories and phases.
@@ -21,7 +24,7 @@ ones in multiples of them are optimizer state; where sizes contradict each other
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -44,12 +47,15 @@ _PHASES = {
     "before the step": INITIAL,
 }
 
+# The least part of the forward pass's memory that is freed while a backward pass runs.
+_FREED_BY_BACKWARD = 0.3
+
 _LIBRARIES = ("/torch/", "/site-packages/", "/dist-packages/", "/lib/python", "<")
 # Frames between an operator and who called it: what records, and how torch calls that.
 _PASSING = ("/cs336sys/measure/", "/torch/_ops.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
 _INITIAL_NAMES = {
     "_apply", "convert", "to_empty", "reset_parameters", "_load_from_state_dict", "load_state_dict",
-    "from_pretrained", "_initialize_weights",
+    "from_pretrained", "_initialize_weights", "deepcopy", "__deepcopy__",
 }  # fmt: skip
 _BACKWARD_NAMES = {"backward", "_engine_run_backward", "unpack_hook", "recompute_fn", "_run_fn_in_backward"}
 
@@ -111,7 +117,7 @@ class Inference:
     Attributes:
         categories: of the record's blocks, in their order.
         roles: of the record's stacks.
-        steps: positions at which a step's first allocation was made.
+        steps: positions at which a step ended, those of its successor's first allocation.
         is_recorded: the snapshot itself names them.
     """
 
@@ -143,9 +149,9 @@ class Inference:
         ]
         ends = [starts[0] for _, starts in runs[1:]] + [record.length + 1]
         self._ends_of_runs = [end for (_, starts), end in zip(runs, ends, strict=False) for _ in starts]
-        # A step begins with the first allocation after a run of the optimizer, or else of the backward pass.
-        last = OPTIMIZER if sum(part == OPTIMIZER for part, _ in runs[1:]) > 1 else BACKWARD
-        self.steps = [end for (part, _), end in zip(runs[:-1], ends, strict=False) if part == last]
+        self.steps: Sequence[int] = record.step_marks or self._steps(
+            [(part, starts[0], end) for (part, starts), end in zip(runs[:-1], ends, strict=False)]
+        )
         if self.is_recorded:
             self.categories = [
                 record.stacks[block.stack][0].filename if block.stack else "other" for block in record.blocks
@@ -154,17 +160,48 @@ class Inference:
         self.categories = [self._category(block) for block in record.blocks]
         self._name_what_was_there()
 
-    @property
-    def parameter_count(self) -> int:
-        """Return the number of parameter tensors, or else of gradients of one backward pass."""
-        blocks = list(zip(self._record.blocks, self.categories, strict=True))
-        parameters = sum(category == "parameters" for _, category in blocks)
-        return parameters or _one_backward([block for block, category in blocks if category == "gradients"]).total()
+    def parameter_sizes(self) -> tuple[Counter[int], bool]:
+        """Return how many parameters there are of each size, and whether their stacks say so, not sizes alone."""
+        blocks = [block for block, category in self._categorized() if category == "parameters"]
+        return Counter(block.requested for block in blocks), bool(blocks) and all(block.stack for block in blocks)
+
+    def gradient_sizes(self, position: int) -> Counter[int]:
+        """Return how many gradients of each size are there at a position."""
+        return Counter(
+            block.requested
+            for block, category in self._categorized()
+            if category == "gradients" and block.start <= position < block.end
+        )
+
+    def _categorized(self) -> Iterator[tuple[Block, str]]:
+        return zip(self._record.blocks, self.categories, strict=True)
 
     def name_of(self, block: Block) -> tuple[str, str]:
         """Code and operation of a block that ``memprof`` recorded on a CPU."""
         stack = self._record.stacks[block.stack]
         return (code_of(stack[1:-1]) or stack[-1].filename, stack[0].name) if stack else ("", "")
+
+    def _steps(self, runs: Sequence[tuple[str, int, int]]) -> list[int]:
+        """Return where optimizers' runs end that follow a backward pass, or else where backward passes end."""
+        backward_ends, optimizer_ends = [], []
+        computed = sorted(
+            (block for block in self._record.blocks if block.start and self.roles[block.stack] in (FORWARD, USER)),
+            key=lambda block: block.start,
+        )
+        starts = [block.start for block in computed]
+        since = step = 0
+        for part, start, end in runs:
+            if part == BACKWARD:
+                kept = computed[bisect_left(starts, since) : bisect_left(starts, start)]
+                left, after = (sum(block.size for block in kept if block.end > moment) for moment in (start, end - 1))
+                since = end
+                # Memory without a stack can come from anywhere; a backward pass frees what autograd saved.
+                if after <= (1 - _FREED_BY_BACKWARD) * left:
+                    backward_ends.append(end)
+            elif part == OPTIMIZER and step < since:
+                optimizer_ends.append(end)
+                step = since
+        return optimizer_ends if len(optimizer_ends) > 1 else backward_ends
 
     def _run_end(self, start: int) -> int:
         return self._ends_of_runs[bisect_left(self._made, start)]
@@ -205,9 +242,7 @@ class Inference:
     def _name_what_was_there(self) -> None:
         """Find parameters and optimizer state in memory older than the record, by the sizes of gradients."""
         blocks = self._record.blocks
-        gradients = _one_backward(
-            [block for block, category in zip(blocks, self.categories, strict=True) if category == "gradients"]
-        )
+        gradients = _one_backward([block for block, category in self._categorized() if category == "gradients"])
         by_size: dict[int, list[int]] = defaultdict(list)
         for index, block in enumerate(blocks):
             if block.start == 0 and self.categories[index] == "unknown" and block.end > self._record.length:

@@ -3,7 +3,9 @@
 import json
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +21,32 @@ from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# What stays lies at the bottom.
-CATEGORY_COLORS = {
-    "parameters": "#4c72b0",
-    "optimizer state": "#8172b3",
-    "other": "#8c8c8c",
-    "unknown": "#c7c7c7",
-    "graph pools": "#937860",
-    "gradients": "#c44e52",
-    "activations": "#55a868",
-    "temporary": "#dd8452",
+
+@dataclass(frozen=True)
+class CategoryStyle:
+    """How a category is filled, to be told apart also without colors.
+
+    Attributes:
+        hatch: of ``/``, ``\\``, ``-``, ``|`` and ``.``, as matplotlib's.
+        ink: the color of the hatch.
+    """
+
+    color: str
+    hatch: str = ""
+    ink: str = "#ffffff"
+
+
+# What stays lies at the bottom. The least difference of two colors is 18 (CIE 1976), also to those who see no red, no
+# green or no blue (Machado et al. 2009).
+CATEGORY_STYLES = {
+    "parameters": CategoryStyle("#1f4e96"),
+    "optimizer state": CategoryStyle("#7fb2e5", "/", "#000000"),
+    "other": CategoryStyle("#777777", "."),
+    "unknown": CategoryStyle("#cfcfcf", ".", "#000000"),
+    "graph pools": CategoryStyle("#5a3d28", "-"),
+    "gradients": CategoryStyle("#c23b22", "\\"),
+    "activations": CategoryStyle("#00a35c"),
+    "temporary": CategoryStyle("#f2c14e", "|", "#000000"),
 }
 
 # Characters of a phase's name that an inch of the plot holds, at its font size of 9 points.
@@ -62,7 +80,7 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     timeline = derived["timeline"]
     positions = timeline["position"]
     figure, ((axes,),) = new_axes(11, 5)
-    categories = [category for category in CATEGORY_COLORS if category in timeline]
+    categories = [category for category in CATEGORY_STYLES if category in timeline]
     totals = [sum(sizes) for sizes in zip(*(timeline[category] for category in categories), strict=True)]
     highest = max(range(len(totals)), key=totals.__getitem__)
     peak, unit = in_shown_unit(totals[highest], "bytes")
@@ -70,8 +88,11 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     scaled = {category: [scale * size for size in timeline[category]] for category in categories}
     shown = {category: sizes for category, sizes in scaled.items() if any(sizes)}
     if shown:
-        colors = [CATEGORY_COLORS[category] for category in shown]
-        axes.stackplot(positions, *shown.values(), labels=list(shown), colors=colors, linewidth=0)
+        for area, category in zip(
+            axes.stackplot(positions, *shown.values(), labels=list(shown), linewidth=0), shown, strict=True
+        ):
+            style = CATEGORY_STYLES[category]
+            area.set(facecolor=style.color, hatch=2 * style.hatch, edgecolor=style.ink + "70")
     axes.set_ylim(0, 1.12 * peak or 1)
     last = max(positions[-1], 1)
     axes.set_xlim(positions[0], last)
@@ -113,18 +134,14 @@ def _name_phases(axes: Axes, regions: Sequence[Mapping[str, Any]], inches: float
     return len(ends)
 
 
-_STYLE = """
-canvas { width: 100%; height: 420px; border: 1px solid #ccc; }
-.swatch { display: inline-block; width: 0.8em; height: 0.8em; margin: 0 0.3em 0 1em; }
-.readout { min-height: 3em; font-variant-numeric: tabular-nums; }
-"""
-
 _TIMELINE = """
 <h2>{name}</h2>
-<p class="readout" id="readout{number}">Point at the timeline: bytes held by category after so many allocations and
-frees.</p>
-<canvas id="timeline{number}"></canvas>
-<p>{legend}</p>
+<figure class="timeline" id="timeline{number}">
+<p class="readout" aria-live="polite"></p>
+<canvas class="plot" tabindex="0" role="img" aria-label="bytes by category after each allocation or free"></canvas>
+<ul class="legend">{legend}</ul>
+<p class="note keys">Point, touch, or use the arrow keys, Page Up and Down, Home, End, and p for the peak.</p>
+</figure>
 """
 
 # A block of its own: names such as top are taken at a page's top level.
@@ -135,105 +152,47 @@ const data = {data};
 }}
 """
 
-_SCRIPT = """
-const canvas = document.getElementById("timeline" + data.number);
-const readout = document.getElementById("readout" + data.number);
-const names = Object.keys(data.colors), last = data.timeline.position.at(-1) || 1;
-const totals = data.timeline.position.map((_, i) => names.reduce((sum, name) => sum + data.timeline[name][i], 0));
-const highest = Math.max(...totals);
-const size = bytes => (bytes / data.unit.bytes).toFixed(3) + " " + data.unit.label;
-const left = 80, line = 18;  // of the plot, and from one row of names to the next; in CSS pixels
-function rows(pen) {  // of each phase's name: the lowest with room beside the names before it
-  const ends = [];
-  return data.regions.map(region => {
-    const width = pen.measureText(region.name).width;
-    const start = Math.max(0, Math.min(x(region.start) + 5, canvas.clientWidth - width - 2));
-    let row = ends.findIndex(end => end < start);
-    if (row < 0) row = ends.length;
-    ends[row] = start + width + 5;
-    return {start, row};
-  });
-}
-const x = position => left + position / last * (canvas.clientWidth - left);
-function draw(marked) {
-  canvas.width = canvas.clientWidth * devicePixelRatio;
-  canvas.height = canvas.clientHeight * devicePixelRatio;
-  const pen = canvas.getContext("2d"), below = totals.map(() => 0), bottom = canvas.clientHeight - line / 2;
-  pen.scale(devicePixelRatio, devicePixelRatio);
-  pen.font = "13px system-ui";
-  const placed = rows(pen), top = line * (1 + Math.max(0, ...placed.map(name => name.row))) + line / 2;
-  const y = bytes => bottom - (bottom - top) * bytes / (highest || 1);
-  for (const name of names) {
-    pen.beginPath();
-    below.forEach((base, i) => pen.lineTo(x(data.timeline.position[i]), y(base + data.timeline[name][i])));
-    for (let i = below.length - 1; i >= 0; i--) pen.lineTo(x(data.timeline.position[i]), y(below[i]));
-    below.forEach((base, i) => below[i] = base + data.timeline[name][i]);
-    pen.fillStyle = data.colors[name];
-    pen.fill();
-  }
-  pen.fillStyle = "#222";
-  data.regions.forEach((region, i) => {
-    pen.fillRect(x(region.start), 0, 1, bottom);
-    pen.fillText(region.name, placed[i].start, line * (1 + placed[i].row) - 4);
-  });
-  pen.textAlign = "right";
-  pen.textBaseline = "middle";
-  for (const tick of data.ticks) {
-    pen.fillRect(left - 5, y(tick.bytes), 5, 1);
-    pen.fillText(tick.label, left - 8, y(tick.bytes));
-  }
-  pen.fillRect(left, 0, 1, bottom);
-  pen.fillRect(left, bottom, canvas.clientWidth, 1);
-  if (marked !== undefined) pen.fillRect(x(data.timeline.position[marked]), 0, 2, bottom);
-}
-canvas.addEventListener("mousemove", event => {
-  const wanted = (event.offsetX - left) / (canvas.clientWidth - left) * last;
-  let at = data.timeline.position.findIndex(position => position >= wanted);
-  if (at < 0) at = totals.length - 1;
-  const position = data.timeline.position[at];
-  const region = data.regions.find(region => position >= region.start && position <= region.end);
-  const parts = names.filter(name => data.timeline[name][at]).map(name => name + " " + size(data.timeline[name][at]));
-  readout.textContent = "event " + position + (region ? ", " + region.name : "") + ": " + size(totals[at]) + " = "
-    + parts.join(" + ");
-  draw(at);
-});
-addEventListener("resize", () => draw());
-draw();
-"""
 
-
-def timeline_page(timelines: Sequence[tuple[str, Mapping[str, Any]]], title: str, tables: Sequence[Table]) -> str:
+def timeline_page(
+    timelines: Sequence[tuple[str, Mapping[str, Any]]], title: str, tables: Sequence[Table], first: str = ""
+) -> str:
     """The text of a page.
 
     Args:
         timelines: by name, each with its regions, as a cell's derived columns hold them.
+        first: HTML before the timelines.
     """
-    drawn = [_timeline_html(number, name, derived) for number, (name, derived) in enumerate(timelines)]
-    parts = [*(part for part, _ in drawn), *map(html_table, tables)]
-    return html_page(title, parts, _STYLE, "".join(script for _, script in drawn))
+    folder = resources.files("cs336sys.report.memory")
+    script, style = ((folder / name).read_text() for name in ("timeline.js", "timeline.css"))
+    drawn = [_timeline_html(number, name, derived, script) for number, (name, derived) in enumerate(timelines)]
+    parts = [*([first] if first else []), *(part for part, _ in drawn), *map(html_table, tables)]
+    return html_page(title, parts, style, "".join(script for _, script in drawn))
 
 
-def _timeline_html(number: int, name: str, derived: Mapping[str, Any]) -> tuple[str, str]:
+def _timeline_html(number: int, name: str, derived: Mapping[str, Any], script: str) -> tuple[str, str]:
     timeline = derived["timeline"]
-    colors = {category: color for category, color in CATEGORY_COLORS.items() if any(timeline.get(category, ()))}
-    most = max(map(sum, zip(*(timeline[category] for category in colors), strict=True)), default=0)
+    styles = {category: asdict(style) for category, style in CATEGORY_STYLES.items() if any(timeline.get(category, ()))}
+    most = max(map(sum, zip(*(timeline[category] for category in styles), strict=True)), default=0)
     highest, unit = in_shown_unit(most, "bytes")
     data = {
         "number": number,
         "timeline": timeline,
         "regions": derived["regions"],
-        "colors": colors,
+        "moment": derived.get("moment"),
+        "styles": styles,
         "unit": {"bytes": most / highest if most else 1, "label": unit},
         "ticks": axis_ticks(most),
+        "events": [digit * 10**power for power in range(8) for digit in (1, 2, 5)],
     }
+    # What lies on top stands first.
     legend = "".join(
-        f'<span class="swatch" style="background:{color}"></span>{category}' for category, color in colors.items()
+        f'<li data-name="{category}"><canvas></canvas>{category} <b></b></li>' for category in reversed(styles)
     )
     # "</script" would end the script element inside of a string, and "<!--<script" would keep its end from ending it.
-    script = _DATA.format(data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"), script=_SCRIPT)
+    code = _DATA.format(data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"), script=script)
     heading = escaped(name)
     part = _TIMELINE.format(number=number, name=heading, legend=legend)
-    return (part if heading else part.replace("<h2></h2>\n", "")), script
+    return (part if heading else part.replace("<h2></h2>\n", "")), code
 
 
 def axis_ticks(most: float) -> list[dict[str, float | str]]:
@@ -247,10 +206,11 @@ def axis_ticks(most: float) -> list[dict[str, float | str]]:
     return [{"bytes": step * i * most / highest, "label": f"{step * i:.4g} {unit}"} for i in range(count + 1)]
 
 
-def check_directory(directory: Path | None) -> None:
-    """Raise a UsageError before anything is measured if files cannot be written there."""
+def check_directory(directory: Path | None, names: Iterable[str]) -> None:
+    """Raise a UsageError before anything is measured if files of these names, without endings, cannot be written."""
     if directory is not None:
-        check_writable(directory / "memory.pickle", "--snapshot")
+        for name in names:
+            check_writable(directory / f"{name}.pickle", "--snapshot")
 
 
 def write_files(cells: Sequence[Cell], run: Run | None, directory: Path) -> None:

@@ -11,8 +11,9 @@ from cs336sys.measure.allocations.diagnosis import MemoryDiagnosis, changes
 from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES
 from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline, Region, thinned
 from cs336sys.report.memory.page import timeline_page, write_timeline
-from cs336sys.report.memory.verdict import size_words, verdicts
+from cs336sys.report.memory.verdict import Verdict, size_words, verdicts
 from cs336sys.report.outputs import write_file
+from cs336sys.report.page import escaped
 from cs336sys.report.table import Column, Table, fill_row, named_columns, with_rows
 
 _TIMELINE_POINTS = 400
@@ -25,11 +26,10 @@ _CATEGORIES = {name: Column(f"{name.replace(' ', '_')}_bytes", name, "bytes") fo
 def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Table]:
     """The verdict first; then who holds what, the largest kinds and lines, causes, and what can be saved."""
     diagnosed = verdicts(diagnoses)
-    rows = [{"snapshot": diagnosis.name, "verdict": sentence} for diagnosis, sentence, _ in diagnosed]
-    verdict = Table("verdict", "why memory ran out", (_SNAPSHOT, Column("verdict", "verdict")), rows)
-    ordered = [diagnosis for diagnosis, _, _ in diagnosed]
+    rows = [{"snapshot": verdict.diagnosis.name, "verdict": verdict.sentence} for verdict in diagnosed]
+    ordered = [verdict.diagnosis for verdict in diagnosed]
     return [
-        verdict,
+        Table("verdict", "why memory ran out", (_SNAPSHOT, Column("verdict", "verdict")), rows),
         *with_rows(
             _cause_table(diagnosed), _holders(ordered), _ranks_table(ordered), _kinds(ordered, top),
             _line_table(ordered, top), _provable(ordered),
@@ -37,59 +37,66 @@ def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Tabl
     ]  # fmt: skip
 
 
-def _cause_table(diagnosed: Sequence[tuple[MemoryDiagnosis, str, Sequence[Any]]]) -> Table:
+def _cause_table(diagnosed: Sequence[Verdict]) -> Table:
     columns = (
         _SNAPSHOT,
         Column("cause", "cause", value=lambda cause: cause.name),
+        Column("certainty", "how sure", value=lambda cause: cause.certainty),
         Column("cause_bytes", "holds", "bytes", lambda cause: cause.size),
         Column("why", "why", value=lambda cause: cause.why),
         Column("advice", "what to do", value=lambda cause: cause.advice),
     )
     rows = [
-        {"snapshot": diagnosis.name} | fill_row(columns[1:], cause)
-        for diagnosis, _, causes in diagnosed
-        for cause in causes
+        {"snapshot": verdict.diagnosis.name} | fill_row(columns[1:], cause)
+        for verdict in diagnosed
+        for cause in verdict.causes
     ]
-    return Table("causes", "mistakes that the snapshot proves", columns, rows)
+    return Table("causes", "causes, and how sure they are", columns, rows)
 
 
 def _holders(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
     columns = (
         _SNAPSHOT,
-        Column("moment", "moment", value=lambda diagnosis: "failure" if diagnosis.is_failed else "peak"),
-        Column("held_bytes", "held", "bytes", lambda diagnosis: diagnosis.held),
+        Column("moment", "moment", value=_moment_name),
+        Column("held_bytes", "held", "bytes", lambda diagnosis: diagnosis.size),
         *_CATEGORIES.values(),
         Column("peak_bytes", "peak", "bytes", lambda diagnosis: diagnosis.peak),
-        Column("reserved_bytes", "reserved", "bytes", lambda diagnosis: diagnosis.reserved or None),
-        Column("free_bytes", "free in segments", "bytes", lambda diagnosis: diagnosis.free.usable),
-        Column("largest_free_bytes", "largest piece", "bytes", lambda diagnosis: diagnosis.free.largest),
-        Column("elsewhere_bytes", "free for others", "bytes", lambda diagnosis: diagnosis.free.elsewhere or None),
+        Column("reserved_bytes", "reserved", "bytes", lambda diagnosis: diagnosis.moment.free.reserved or None),
+        Column("free_bytes", "free in segments", "bytes", lambda diagnosis: diagnosis.moment.free.usable),
+        Column("largest_free_bytes", "largest piece", "bytes", lambda diagnosis: diagnosis.moment.free.largest),
+        Column(
+            "elsewhere_bytes", "free for others", "bytes", lambda diagnosis: diagnosis.moment.free.elsewhere or None
+        ),
         Column("asked_bytes", "asked for", "bytes"),
         Column("device_free_bytes", "free of the device", "bytes"),
-        Column("events", "events", "count", lambda diagnosis: diagnosis.record.length),
-        Column("steps", "steps", "count", lambda diagnosis: diagnosis.steps or None),
+        Column("events", "events", "count", lambda diagnosis: diagnosis.moment.record.length),
+        Column("steps", "steps", "count", lambda diagnosis: len(diagnosis.moment.inference.steps) or None),
     )
     rows: list[dict[str, Any]] = []
     notes: dict[str, None] = {}
     for diagnosis in diagnoses:
         row = fill_row(columns, diagnosis)
-        if diagnosis.failure is not None:
-            row |= {"asked_bytes": diagnosis.failure.size, "device_free_bytes": diagnosis.failure.device_free}
+        if (failure := diagnosis.moment.failure) is not None:
+            row |= {"asked_bytes": failure.size, "device_free_bytes": failure.device_free}
         row |= {_CATEGORIES[category].key: size or None for category, size in diagnosis.by_category.items()}
         rows.append(row)
         notes[_how_known(diagnosis)] = None
-        if diagnosis.record.unknown_frees and not diagnosis.is_recorded:
+        if pools := diagnosis.by_category["graph pools"]:
             notes[
-                f"{diagnosis.name}: {diagnosis.record.unknown_frees} blocks are older than the record and freed "
+                f"{diagnosis.name}: private pools, as of CUDA graphs, hold {size_words(pools)}; what for cannot be told"
+            ] = None
+        if diagnosis.moment.record.unknown_frees and not diagnosis.moment.inference.is_recorded:
+            notes[
+                f"{diagnosis.name}: {diagnosis.moment.record.unknown_frees} blocks are older than the record and freed "
                 "within it; they count from its beginning"
             ] = None
     return Table("memory", "who holds memory at that moment", columns, rows, notes=tuple(notes))
 
 
 def _how_known(diagnosis: MemoryDiagnosis) -> str:
-    if diagnosis.is_recorded:
+    if diagnosis.moment.inference.is_recorded:
         return "Categories are those that memprof has recorded."
-    if not diagnosis.has_stacks:
+    if not diagnosis.moment.record.has_stacks:
         return (
             f"{diagnosis.name}: no stacks were recorded, so categories are unknown: record with "
             "_record_memory_history(stacks='python')"
@@ -106,10 +113,10 @@ def _ranks_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table | None:
     if len(diagnoses) < 2:
         return None
     columns = (_SNAPSHOT, Column("held_bytes", "held over the median", "bytes"), *_CATEGORIES.values())
-    median_held = median(diagnosis.held for diagnosis in diagnoses)
+    median_held = median(diagnosis.size for diagnosis in diagnoses)
     middle = {name: median(diagnosis.by_category[name] for diagnosis in diagnoses) for name in FOREIGN_CATEGORIES}
     rows: list[dict[str, Any]] = [
-        {"snapshot": diagnosis.name, "held_bytes": diagnosis.held - median_held}
+        {"snapshot": diagnosis.name, "held_bytes": diagnosis.size - median_held}
         | {
             _CATEGORIES[name].key: difference
             for name, size in diagnosis.by_category.items()
@@ -133,7 +140,7 @@ def _kinds(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
     )
     rows = [
         fill_row(columns[1:], kind)
-        | {"snapshot": diagnosis.name, "share_percent": 100 * kind.total / max(1, diagnosis.held)}
+        | {"snapshot": diagnosis.name, "share_percent": 100 * kind.total / max(1, diagnosis.size)}
         for diagnosis in diagnoses
         for kind in diagnosis.kinds[:top]
     ]
@@ -154,7 +161,7 @@ def _line_table(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
             bytes_by_line[kind.code] += kind.total
         for code, size in bytes_by_line.most_common(top):
             row = {"snapshot": diagnosis.name, "code": code or "no stack", "total_bytes": size}
-            rows.append(row | {"share_percent": 100 * size / max(1, diagnosis.held)})
+            rows.append(row | {"share_percent": 100 * size / max(1, diagnosis.size)})
     return Table("lines", "memory by the line of code that made it", columns, rows)
 
 
@@ -188,7 +195,7 @@ def snapshot_difference_tables(
     before: Sequence[MemoryDiagnosis], after: Sequence[MemoryDiagnosis], top: int
 ) -> list[Table]:
     """Build tables of memory that is new, gone, larger or smaller from one snapshot to another, each at its moment."""
-    pairs = [(old, new) for new in after for old in before if old.device == new.device]
+    pairs = [(old, new) for new in after for old in before if old.moment.record.device == new.moment.record.device]
     rows: list[dict[str, Any]] = []
     sentences = []
     for old, new in pairs:
@@ -200,11 +207,11 @@ def snapshot_difference_tables(
         if rest:
             sizes = [sum(change.before for change in rest), sum(change.after for change in rest)]
             rows.append(_block_change_row(name, f"{len(rest)} more", "", "", *sizes))
-        same = old.held - sum(change.before for change in size_changes)
+        same = old.size - sum(change.before for change in size_changes)
         rows.append(_block_change_row(name, "the same", "", "", same, same))
-        rows.append(_block_change_row(name, "all", "", "", old.held, new.held))
+        rows.append(_block_change_row(name, "all", "", "", old.size, new.size))
         most = size_changes[0] if size_changes else None
-        sentence = f"{size_words(new.held)} is held after {size_words(old.held)}"
+        sentence = f"{size_words(new.size)} is held after {size_words(old.size)}"
         if most is not None:
             sentence += (
                 f"; the largest change is {most.what}: {most.category} from {most.code or 'no stack'}, "
@@ -226,34 +233,60 @@ def _block_change_row(name: str, label: str, category: str, code: str, before: i
 
 def timeline_data(diagnosis: MemoryDiagnosis) -> dict[str, Any]:
     """Return the data of a snapshot's picture: bytes by category after each event, and where steps begin."""
-    categories = diagnosis.inference.categories
+    categories = diagnosis.moment.inference.categories
     allocations = [
         Allocation(block.address, block.size, block.start, block.end, "", category)
-        for block, category in zip(diagnosis.record.blocks, categories, strict=True)
+        for block, category in zip(diagnosis.moment.record.blocks, categories, strict=True)
     ]
-    starts = diagnosis.inference.steps if len(diagnosis.inference.steps) < _MOST_REGIONS else []
-    bounds = [0, *starts, diagnosis.record.length]
+    starts = diagnosis.moment.inference.steps if len(diagnosis.moment.inference.steps) < _MOST_REGIONS else []
+    bounds = [0, *starts, diagnosis.moment.record.length]
     regions = [
         Region(f"step {number}", start, end) for number, (start, end) in enumerate(pairwise(bounds), 1) if starts
     ]
-    timeline = AllocationTimeline(allocations, diagnosis.record.length, regions, categories=FOREIGN_CATEGORIES)
+    timeline = AllocationTimeline(allocations, diagnosis.moment.record.length, regions, categories=FOREIGN_CATEGORIES)
     return {
         "timeline": thinned(timeline, _TIMELINE_POINTS),
         "regions": [{"name": region.name, "start": region.start, "end": region.end} for region in regions],
+        "moment": {"position": diagnosis.moment.position, "name": _moment_name(diagnosis)},
     }
+
+
+def _moment_name(diagnosis: MemoryDiagnosis) -> str:
+    return "peak" if diagnosis.moment.failure is None else "failure"
+
+
+def snapshot_page(diagnoses: Sequence[MemoryDiagnosis], tables: Sequence[Table]) -> str:
+    """Return a page: what fills each device and what to do about it, its timeline, then all tables but the verdict."""
+    diagnosed = verdicts(diagnoses)
+    are_several = len(diagnosed) > 1
+    parts = []
+    for verdict in diagnosed:
+        items = "".join(
+            f"<li><strong>{escaped(cause.name)}</strong> ({cause.certainty}, {size_words(cause.size)}): "
+            f'{escaped(cause.why)}.<p class="do"><strong>What to do:</strong> {escaped(cause.advice)}.</p></li>'
+            for cause in verdict.causes
+        )
+        advice = f'<p class="do"><strong>What to do:</strong> {escaped(verdict.advice)}</p>' if verdict.advice else ""
+        heading = f"<h2>{escaped(verdict.diagnosis.name)}</h2>" if are_several else ""
+        parts.append(
+            f'<section class="verdict">{heading}<p>{escaped(verdict.event)}</p>{advice}<ul>{items}</ul></section>'
+        )
+    ordered = [verdict.diagnosis for verdict in diagnosed]
+    timelines = [(diagnosis.name if are_several else "", timeline_data(diagnosis)) for diagnosis in ordered]
+    title = "memory: " + ", ".join(diagnosis.name for diagnosis in diagnoses)
+    shown = [table for table in tables if table.name not in ("verdict", "causes")]
+    return timeline_page(timelines, title, shown, "".join(parts))
 
 
 def write_snapshot_page(diagnoses: Sequence[MemoryDiagnosis], tables: Sequence[Table], path: Path) -> None:
     """Write all tables and the timeline of each snapshot as one page, or raise an OutputError."""
-    timelines = [(diagnosis.name, timeline_data(diagnosis)) for diagnosis in diagnoses]
-    page = timeline_page(timelines, "memory: " + ", ".join(diagnosis.name for diagnosis in diagnoses), tables)
-    write_file(path, page.encode(), "--html")
+    write_file(path, snapshot_page(diagnoses, tables).encode(), "--html")
 
 
 def write_snapshot_files(diagnoses: Sequence[MemoryDiagnosis], top: int, directory: Path) -> None:
     """Write each snapshot's timeline as ``.png``, ``.svg`` and ``.html`` into a folder, or raise an OutputError."""
     for diagnosis in diagnoses:
-        stem = Path(diagnosis.source).stem + (f"-device{diagnosis.device}" if diagnosis.device else "")
-        data = timeline_data(diagnosis)
-        page = timeline_page([(diagnosis.name, data)], f"memory: {diagnosis.name}", snapshot_tables([diagnosis], top))
-        write_timeline(directory / stem, data, diagnosis.name, page)
+        device = diagnosis.moment.record.device
+        stem = Path(diagnosis.source).stem + (f"-device{device}" if device else "")
+        page = snapshot_page([diagnosis], snapshot_tables([diagnosis], top))
+        write_timeline(directory / stem, timeline_data(diagnosis), diagnosis.name, page)

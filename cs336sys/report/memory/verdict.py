@@ -1,10 +1,11 @@
 """Say in sentences what filled a device, and what to do about it; the tables of ``memprof --plan``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cs336sys.measure.allocations.diagnosis import Leak, Longer, MemoryDiagnosis, longer_batch
+from cs336sys.measure.allocations.causes import MemoryCause, Moment
+from cs336sys.measure.allocations.diagnosis import MemoryDiagnosis, longer_batch
 from cs336sys.report.memory.tables import identity_columns
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.table import Column, Table, with_rows
@@ -15,115 +16,178 @@ _LISTED = 3
 
 
 @dataclass(frozen=True)
-class Cause:
-    """A mistake, or a waste.
+class CauseText:
+    """How a cause is told.
 
     Attributes:
-        name: in a word or two: ``leak``.
-        size: bytes that it holds.
-        why: one clause.
+        why: one clause, with the fields of a :class:`MemoryCause`; sizes are written out.
         advice: what to do.
+        decides: what would show whether it is the cause, where the snapshot alone does not.
+    """
+
+    why: str
+    advice: str
+    decides: str = ""
+
+
+_TEXTS = {
+    "optimizer state twice": CauseText(
+        "the optimizer's state exists twice, {size} more than once, made at {code}",
+        "step one optimizer alone, and drop the old one before its state is loaded into another",
+        "a record that begins before the model is built",
+    ),
+    "graph kept": CauseText(
+        "memory grows by {step_bytes} a step from {code}: {steps} steps have left the activations of a whole forward "
+        "pass behind",
+        "something keeps a tensor with its graph, such as a loss in a list; keep loss.item(), or compute it under "
+        "torch.no_grad()",
+        "whether that line is called once an iteration, and under torch.no_grad()",
+    ),
+    "leak": CauseText(
+        "memory grows by {step_bytes} a step from {code}, {size} after {steps} steps",
+        "something, such as a list or a hook, keeps the tensors that this line makes; keep a number, or "
+        ".detach().cpu()",
+        "whether that line is called once an iteration, and what keeps its result",
+    ),
+    "growing cache": CauseText(
+        "memory grows by {step_bytes} a step from {code}, which makes a larger tensor each time, as torch.cat does for "
+        "a cache; {size} after {steps} steps, and as much again while it is copied",
+        "bound the cache, or allocate it once at its full length and write into slices",
+        "whether that line is called once an iteration",
+    ),
+    "longer batch": CauseText(
+        "its activations are {ratio:.3g} times those of {others} by the same lines",
+        "its batch is longer; pad or pack batches to one length on all ranks, or bound tokens a rank",
+    ),
+    "fragmentation": CauseText(
+        "{size} free in pieces of at most {largest}, and {requested} were asked for", "fragmentation{expand}"
+    ),
+    "fp32 logits": CauseText(
+        "fp32 copies of half-precision logits take {size} ({code})",
+        "compute the loss in chunks, or with a fused cross entropy that holds no logits",
+        "whether that line converts to fp32",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause in words.
+
+    Attributes:
+        size: bytes that it holds.
+        certainty: ``proved``, or ``looks like``.
     """
 
     name: str
+    certainty: str
     size: int
     why: str
     advice: str
 
+
+@dataclass(frozen=True)
+class Verdict:
+    """What can be said of a snapshot.
+
+    Attributes:
+        event: what was held when what failed; without a cause, why none is known.
+        advice: what to do without a cause.
+    """
+
+    diagnosis: MemoryDiagnosis
+    event: str
+    causes: Sequence[Cause]
+    advice: str = ""
+
     @property
     def sentence(self) -> str:
-        return f"{self.why}: {self.advice}"
+        if not self.causes:
+            return f"{self.event} {self.advice}".rstrip()
+        text = "; also, ".join(f"{cause.why}: {cause.advice}" for cause in self.causes)
+        return f"{self.event} {text[0].upper()}{text[1:]}."
 
 
 def size_words(size: float) -> str:
     return format_quantity(size, "bytes")
 
 
-def causes(diagnosis: MemoryDiagnosis, longer: Longer | None = None) -> list[Cause]:
-    """The mistakes that a snapshot proves, in the order in which to mend them."""
-    proved = []
-    twice, leak, logits = diagnosis.twice, diagnosis.leak, diagnosis.logits
-    if twice is not None:
-        why = (
-            f"the optimizer's state exists twice, {size_words(twice.held)} more than once, made at {twice.code}",
-            "step one optimizer alone, and drop the old one before its state is loaded into another",
-        )
-        proved.append(Cause("optimizer state twice", twice.held, *why))
-    if leak is not None:
-        proved.append(_leak_cause(leak))
-    if longer is not None and longer.name == diagnosis.name:
-        why = (
-            f"its activations are {longer.ratio:.3g} times those of the other ranks by the same lines",
-            "its batch is longer; pad or pack batches to one length on all ranks, or bound tokens a rank",
-        )
-        proved.append(Cause("longer batch", max(0, longer.difference), *why))
-    free, failure = diagnosis.free, diagnosis.failure
-    if free.is_cause and failure is not None:
-        expand = "" if free.is_expandable else "; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        pieces = f"{size_words(free.usable)} free in pieces of at most {size_words(free.largest)}"
-        why = (f"{pieces}, and {size_words(failure.size)} were asked for", f"fragmentation{expand}")
-        proved.append(Cause("fragmentation", free.usable, *why))
-    if logits is not None:
-        why = (
-            f"fp32 copies of half-precision logits take {size_words(logits.held)} ({logits.code})",
-            "compute the loss in chunks, or with a fused cross entropy that holds no logits",
-        )
-        proved.append(Cause("fp32 logits", logits.held, *why))
-    return proved
-
-
-def _leak_cause(leak: Leak) -> Cause:
-    grows = f"memory grows by {size_words(leak.step_bytes)} a step from {leak.code or 'code without a stack'}"
-    if leak.is_graph:
-        return Cause(
-            "graph kept",
-            leak.held,
-            f"{grows}: {leak.steps} steps have left the activations of a whole forward pass behind",
-            "something keeps a tensor with its graph, such as a loss in a list; keep loss.item(), or compute it under "
-            "torch.no_grad()",
-        )
-    return Cause(
-        "leak",
-        leak.held,
-        f"{grows}, {size_words(leak.held)} after {leak.steps} steps",
-        "something, such as a list, keeps the tensors that this line makes; keep a number, or .detach().cpu()",
+def _cause_in_words(cause: MemoryCause, moment: Moment, others: str) -> Cause:
+    text, free = _TEXTS[cause.name], moment.free
+    why = text.why.format(
+        size=size_words(cause.size),
+        code=cause.code or "code without a stack",
+        step_bytes=size_words(cause.step_bytes),
+        steps=cause.steps,
+        ratio=cause.ratio,
+        others=others,
+        largest=size_words(free.largest),
+        requested=size_words(moment.failure.size if moment.failure else 0),
     )
+    expand = "" if free.is_expandable else "; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    advice = text.advice.format(expand=expand)
+    if cause.is_proved:
+        return Cause(cause.name, "proved", cause.size, why, advice)
+    why = f"this looks like {cause.name}, which the snapshot does not prove: {why}"
+    return Cause(cause.name, "looks like", cause.size, why, f"{advice}. To decide: {text.decides}")
 
 
-def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[tuple[MemoryDiagnosis, str, list[Cause]]]:
-    """The sentences on each snapshot, the one that failed first: what is held, and why."""
-    longer = longer_batch(diagnoses)
-    ordered = sorted(diagnoses, key=lambda diagnosis: (not diagnosis.is_failed, -diagnosis.held))
-    return [
-        (diagnosis, _snapshot_verdict(diagnosis, proved), proved)
-        for diagnosis in ordered
-        for proved in [causes(diagnosis, longer)]
-    ]
+def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[Verdict]:
+    """Return what can be said of each snapshot, the one that failed first."""
+    longest = longer_batch(diagnoses)
+    ordered = sorted(diagnoses, key=lambda diagnosis: (diagnosis.moment.failure is None, -diagnosis.size))
+    result = []
+    for diagnosis in ordered:
+        causes = [_cause_in_words(cause, diagnosis.moment, "all steps before") for cause in diagnosis.causes]
+        if longest is not None and longest[0] == diagnosis.name:
+            causes = [cause for cause in causes if cause.name != "longer batch"]
+            causes.append(_cause_in_words(longest[1], diagnosis.moment, "the other ranks"))
+        causes.sort(key=lambda cause: cause.certainty != "proved")
+        event, advice = _event(diagnosis), ""
+        if not causes and diagnosis.kinds and not diagnosis.moment.inference.is_recorded:
+            without_cause, advice = next(texts for test, *texts in _NO_CAUSE if test(diagnosis.moment))
+            event = f"{event} {without_cause} {_largest_kind(diagnosis)}"
+        result.append(Verdict(diagnosis, event, causes, advice))
+    return result
 
 
-def _snapshot_verdict(diagnosis: MemoryDiagnosis, proved: Sequence[Cause]) -> str:
+def _event(diagnosis: MemoryDiagnosis) -> str:
+    moment = diagnosis.moment
     sizes = [(size, category) for category, size in diagnosis.by_category.items() if size]
     sizes.sort(reverse=True)
     parts = ", ".join(f"{category} {size_words(size)}" for size, category in sizes[:_LISTED])
-    held_text = size_words(diagnosis.held)
-    if diagnosis.failure is None:
-        event = f"Nothing failed: the record holds {held_text} at its peak"
+    total = size_words(diagnosis.size)
+    if moment.failure is None:
+        event = f"Nothing failed: the record holds {total} at its peak"
     else:
-        backward = " in the backward pass" if diagnosis.has_stacks else ""
+        backward = " in the backward pass" if moment.record.has_stacks else ""
         where = f" at {diagnosis.failed_at}" if diagnosis.failed_at else backward
-        event = f"An allocation of {size_words(diagnosis.failure.size)}{where} failed with {held_text} held"
-    first = f"{event}: {parts}." if parts else f"{event}."
-    if proved:
-        sentences = "; also, ".join(cause.sentence for cause in proved)
-        return f"{first} {sentences[0].upper()}{sentences[1:]}."
-    if not diagnosis.kinds:
-        return first
+        event = f"An allocation of {size_words(moment.failure.size)}{where} failed with {total} held"
+    return f"{event}: {parts}." if parts else f"{event}."
+
+
+def _largest_kind(diagnosis: MemoryDiagnosis) -> str:
     kind = diagnosis.kinds[0]
     origin = f" from {kind.code}" if kind.code else ""
-    return (
-        f"{first} No leak, no copy and no fragmentation is proved; the largest kind is {kind.count} x "
-        f"{size_words(kind.size)} of {kind.category}{origin}."
-    )
+    largest = f"{kind.count} x {size_words(kind.size)} of {kind.category}{origin}"
+    return f"No cause is proved; the largest kind is {largest}."
+
+
+_RECORD = "Record with torch.cuda.memory._record_memory_history(stacks='python') from before the model is built."
+_SMALLER = "Make the step smaller: a smaller batch, micro-batches, checkpoints; memprof --plan finds the cheapest."
+# What can be said of a moment without a cause, the first that holds, and what to do.
+_NO_CAUSE: tuple[tuple[Callable[[Moment], bool], str, str], ...] = (
+    (lambda moment: not moment.record.length, "Without a history, only what is held is known.", _RECORD),
+    (lambda moment: not moment.record.has_stacks, "Without stacks, causes cannot be told.", _RECORD),
+    (lambda moment: len(moment.inference.steps) >= 3, "Nothing grew from step to step.", _SMALLER),
+    (
+        lambda moment: moment.failure is not None and not moment.inference.steps and moment.begins_empty,
+        "It failed before the end of the first step, so that no earlier step can have left anything behind: this step "
+        "alone does not fit.",
+        _SMALLER,
+    ),
+    (lambda moment: True, "The record holds the ends of too few steps to tell whether memory grows.", _SMALLER),
+)
 
 
 def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:

@@ -1,0 +1,455 @@
+"""Causes of full memory, each with its evidence; where something else could explain it, it only looks like the cause.
+
+| cause | evidence |
+|---|---|
+| optimizer state twice | one line of an optimizer made the same state in two steps, or from two calls of ``step`` |
+| leak, graph kept, growing cache | a line holds more at the end of each step than at the end of the step before |
+| longer batch | lines of the forward pass made larger memory than in all steps before, by one ratio |
+| fragmentation | more is free in segments than was asked for, and a tenth of them, but no piece is large enough |
+| fp32 logits | a loss function, or a conversion before it, makes twice the bytes of the matrix product before it |
+
+Steps end as :mod:`~cs336sys.measure.allocations.inference` says. Where there are none, a loop around the model is
+recognized by what repeats within it, and growth over a loop is never proved.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from statistics import median
+
+from cs336sys.measure.allocations.dump import DEFAULT_POOL, ROUNDING, Block, DeviceRecord, FailedAllocation, Frame
+from cs336sys.measure.allocations.inference import (
+    FORWARD,
+    INITIAL,
+    OPTIMIZER,
+    USER,
+    Inference,
+    code_of,
+    is_own,
+    is_telling,
+    operation_of,
+)
+
+# What grows is named where it holds at least this part of the memory; free pieces and logits, ten times that.
+_LEAST_LEAK, _LEAST_SHARE = 0.01, 0.10
+# Steps that a line must have grown over; a single tensor, whose size may also follow the batch's, and an optimizer's
+# state, which is made when a parameter first has a gradient.
+_LEAK_STEPS, _SURE_STEPS = 3, 5
+_COMPUTED = (FORWARD, USER)
+
+_LOSS = re.compile(r"loss|cross_entropy|nll|log_softmax")
+# Functions of Python and of C++ (at::_ops::addmm::call) that multiply matrices, and that convert.
+_PRODUCT = re.compile(r"(?<![a-z])(addmm|bmm|mm|linear|matmul|einsum)(?![a-z])")
+_CONVERSION = re.compile(r"::_?to(_copy)?(::|\b)")
+
+
+@dataclass(frozen=True)
+class MemoryCause:
+    """A mistake or a waste that fills memory.
+
+    Attributes:
+        name: as in the module's table.
+        size: bytes that it holds.
+        code: the line that makes the largest part; of a graph, the line that all of it was called from.
+        is_proved: nothing else explains the evidence.
+        step_bytes, steps: by which a step grows, and how many have.
+        ratio: of the sizes of a longer batch.
+    """
+
+    name: str
+    size: int
+    code: str = ""
+    is_proved: bool = True
+    step_bytes: int = 0
+    steps: int = 0
+    ratio: float = 1.0
+
+
+@dataclass(frozen=True)
+class FreePieces:
+    """Memory that the allocator has and nobody uses, in bytes.
+
+    Attributes:
+        usable: free for the stream that asked, outside of private pools.
+        largest: the largest piece of it.
+        elsewhere: free for other streams, or in private pools.
+        reserved: all segments.
+        is_expandable: the segments grow in place already.
+    """
+
+    usable: int
+    largest: int
+    elsewhere: int
+    reserved: int
+    is_expandable: bool
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A device at one moment, which causes are to explain.
+
+    Attributes:
+        live: indices of the blocks that are there.
+        size: their bytes.
+    """
+
+    record: DeviceRecord
+    inference: Inference
+    position: int
+    failure: FailedAllocation | None
+    live: Sequence[int]
+    size: int
+    free: FreePieces
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [self.record.blocks[index] for index in self.live]
+
+    @property
+    def begins_empty(self) -> bool:
+        """Whether the record has the device's memory from its first allocation on."""
+        return all(block.start for block in self.record.blocks)
+
+    def role(self, block: Block | FailedAllocation) -> str:
+        return self.inference.roles[block.stack]
+
+    def innermost(self, stack: int) -> Frame | None:
+        """Return the innermost line of Python."""
+        return next(filter(is_telling, self.record.stacks[stack]), None)
+
+    def is_loss(self, stack: int) -> bool:
+        line = self.innermost(stack)
+        return line is not None and bool(_LOSS.search(line.name) or line.filename.endswith("/loss.py"))
+
+    def is_product(self, stack: int) -> bool:
+        """Return whether a matrix product made it."""
+        line = self.innermost(stack)
+        names = [frame.name for frame in self.record.stacks[stack] if not frame.filename.endswith(".py")]
+        if line is not None:
+            names.append("linear" if line.filename.endswith("/linear.py") else line.name)
+        return any(_PRODUCT.search(name) for name in names)
+
+    def line(self, stack: int) -> tuple[str, str]:
+        """Code and operation of a stack."""
+        frames = self.record.stacks[stack]
+        return code_of(frames), operation_of(frames)
+
+
+def find_causes(moment: Moment) -> list[MemoryCause]:
+    """Return the causes by their order of mending; fragmentation where nothing proved holds more."""
+    if moment.inference.is_recorded:
+        return []
+    causes = [cause for rule in _RULES if (cause := rule(moment)) is not None]
+    largest = max((cause.size for cause in causes if cause.is_proved and cause.name != "fragmentation"), default=0)
+    return [cause for cause in causes if cause.name != "fragmentation" or cause.size > largest]
+
+
+def _state_twice(moment: Moment) -> MemoryCause | None:
+    """Find lines of an optimizer that made state of the same parameters in two steps, or called from two places."""
+    record, inference = moment.record, moment.inference
+    parameters, is_certain = inference.parameter_sizes()
+    by_line: dict[Frame, dict[tuple[int, int], list[Block]]] = defaultdict(lambda: defaultdict(list))
+    for index in moment.live:
+        block = record.blocks[index]
+        if inference.categories[index] == "optimizer state" and moment.role(block) == OPTIMIZER:
+            line = next(frame for frame in record.stacks[block.stack] if frame.filename.endswith(".py"))
+            by_line[line][bisect_right(inference.steps, block.start), block.stack].append(block)
+    doubled, calls = 0, set()
+    for made in (sets for sets in by_line.values() if len(sets) > 1):
+        counters = [Counter(block.requested for block in blocks) for blocks in made.values()]
+        gradients = [inference.gradient_sizes(blocks[0].start) for blocks in made.values()]
+        # State has the parameters' dtype, or fp32 for half precision.
+        for ratio in (1, 2):
+            again: Counter[int] = Counter()
+            for size, count in sum(counters, Counter[int]()).items():
+                expected = parameters[size // ratio]
+                # A line that makes two moments makes twice as many as parameters have gradients.
+                for sizes, known in zip(counters, gradients, strict=True):
+                    expected = max(
+                        expected,
+                        parameters[size // ratio] * -(-sizes[size] // (known[size // ratio] or sizes[size] or 1)),
+                    )
+                if expected and count >= 1.9 * expected:
+                    again[size] = sorted(sizes[size] for sizes in counters)[-2]
+            if size := sum(size * count for size, count in again.items()):
+                doubled += size
+                calls |= {moment.line(stack)[0] for _, stack in made}
+                break
+    if doubled < max(1, _LEAST_LEAK * moment.size):
+        return None
+    return MemoryCause("optimizer state twice", doubled, " and ".join(sorted(calls)[:2]), is_certain)
+
+
+@dataclass(frozen=True)
+class _GrowingLine:
+    """A stack whose live blocks grow; ``is_single``: each is one tensor, larger than the one before."""
+
+    stack: int
+    size: int
+    step_bytes: float
+    steps: int
+    is_single: bool
+
+
+def _growth(moment: Moment) -> MemoryCause | None:
+    steps = moment.inference.steps
+    for marks, is_proved in ((steps, True), (_loop(moment), False)):
+        lines = _growing_lines(moment, marks)
+        if sum(line.size for line in lines) >= max(1, _LEAST_LEAK * moment.size):
+            return _grown(moment, lines, is_proved and moment.record.has_stacks)
+    return None
+
+
+def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
+    """Return the lines that hold more after each step, from the first step that they hold anything after."""
+    ends = [step - 1 for step in steps]
+    last = bisect_right(ends, moment.position) - 1
+    if min(len(ends), last + 1) < _LEAK_STEPS:
+        return []
+    changes: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for block in moment.record.blocks:
+        first, after = bisect_left(ends, block.start), bisect_left(ends, block.end)
+        if block.start and first < after:
+            changes[block.stack, 0 if block.stack else block.size].append((first, after, block.size))
+    lines = []
+    for (stack, _), spans in changes.items():
+        sizes, counts = [0] * (len(ends) + 1), [0] * (len(ends) + 1)
+        for first, after, size in spans:
+            sizes[first] += size
+            sizes[after] -= size
+            counts[first] += 1
+            counts[after] -= 1
+        for step in range(1, len(ends)):
+            sizes[step] += sizes[step - 1]
+            counts[step] += counts[step - 1]
+        rises = [later - earlier for earlier, later in pairwise([0, *sizes[:-1]])]
+        start = next(step for step, rise in enumerate(rises) if rise > 0)
+        is_single = counts[-2] == counts[start]
+        if start < last and _is_growing(rises[start:], is_single, moment.inference.roles[stack] == OPTIMIZER):
+            before = sizes[start - 1] if start else 0
+            grown = sizes[last] - before
+            lines.append(_GrowingLine(stack, grown, grown / (last - start + 1), last - start + 1, is_single))
+    return sorted(lines, key=lambda line: -line.size)
+
+
+def _is_growing(rises: Sequence[int], is_single: bool, is_state: bool) -> bool:
+    """Return whether changes from step to step are growth that goes on, and not that of a buffer which is emptied."""
+    positive = [step for step, rise in enumerate(rises) if rise > 0]
+    if len(positive) < _LEAK_STEPS or positive[-1] < len(rises) - 2:
+        return False
+    if is_single or is_state:
+        # A batch's size can rise by chance, and states of few parameters can follow each other.
+        return len(positive) == len(rises) >= _SURE_STEPS and (is_single or len(set(rises)) == 1)
+    fallen, risen = -sum(min(rise, 0) for rise in rises), sum(max(rise, 0) for rise in rises)
+    return 2 * len(positive) >= len(rises) and 2 * fallen <= risen
+
+
+def _grown(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool) -> MemoryCause:
+    """Say what growing lines are: a graph, if they are most lines of a forward pass."""
+    record, inference = moment.record, moment.inference
+    kept = {moment.line(line.stack) for line in lines if inference.roles[line.stack] == FORWARD}
+    saved = {
+        moment.line(stack)
+        for stack in {
+            block.stack
+            for block, category in zip(record.blocks, inference.categories, strict=True)
+            if category == "activations" and block.start and inference.roles[block.stack] == FORWARD
+        }
+    }
+    code = moment.line(lines[0].stack)[0]
+    name = "growing cache" if lines[0].is_single else "leak"
+    if len(kept) >= 3 and 2 * len(kept & saved) >= len(saved):
+        name = "graph kept"
+        stacks = [record.stacks[line.stack] for line in lines if inference.roles[line.stack] == FORWARD]
+        code = code_of([frame for frame in _common_frames(stacks) if is_own(frame)]) or code
+    return MemoryCause(
+        name,
+        sum(line.size for line in lines),
+        code,
+        is_proved,
+        step_bytes=round(sum(line.step_bytes for line in lines)),
+        steps=max(line.steps for line in lines),
+    )
+
+
+def _common_frames(stacks: Iterable[Sequence[Frame]]) -> list[Frame]:
+    """Return the outer frames that all stacks share, innermost first."""
+    outward = zip(*(reversed(stack) for stack in stacks), strict=False)
+    return [frames[0] for frames in takewhile(lambda frames: len(set(frames)) == 1, outward)][::-1]
+
+
+def _loop(moment: Moment) -> list[int]:
+    """Return where iterations of a loop around a model begin, between the steps around the moment.
+
+    A first forward pass repeats its layers, too. A loop around a model repeats lines that each repeat for every layer.
+    """
+    steps, roles, stacks = moment.inference.steps, moment.inference.roles, moment.record.stacks
+    step = bisect_right(steps, moment.position)
+    since, until = steps[step - 1] if step else 0, steps[step] if step < len(steps) else moment.record.length + 1
+    made = sorted(
+        (block.start, (block.stack, 0 if block.stack else block.size))
+        for block in moment.record.blocks
+        if max(since, 1) <= block.start < until and roles[block.stack] not in (INITIAL, OPTIMIZER)
+    )
+    starts: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for start, key in made:
+        starts[key].append(start)
+    regular = [
+        positions
+        for positions in starts.values()
+        if len(positions) > _LEAK_STEPS
+        for gaps in [[later - earlier for earlier, later in pairwise(positions)]]
+        if max(gaps) <= 1.5 * median(gaps) and min(gaps) >= 3
+    ]
+    marks = min(regular, key=lambda positions: (len(positions), positions[0]), default=[])
+    if not marks:
+        return []
+    # How often each line ran in each iteration but the last, which may not be complete.
+    times = {
+        key: Counter(bisect_right(marks, start) for start in positions if marks[0] <= start < marks[-1])
+        for key, positions in starts.items()
+    }
+    often = {key: median(counts.values()) for key, counts in times.items() if len(counts) >= 0.8 * (len(marks) - 1)}
+    has_loss = any(_LOSS.search(frame.name) for stack, _ in often for frame in stacks[stack] if is_telling(frame))
+    inner = [key for key, count in often.items() if count >= (2 if has_loss else 3)]
+    shared = next(
+        (frame for frame in _common_frames(stacks[stack] for stack, _ in often if stack) if is_own(frame)), None
+    )
+    is_in_model = shared is not None and shared.name in ("forward", "__call__")
+    return [] if is_in_model or len(inner) < 0.4 * len(often) or not inner else marks
+
+
+def _longer_than_before(moment: Moment) -> MemoryCause | None:
+    """Find a failed step whose forward pass made larger memory by the same lines than each step before."""
+    steps = moment.inference.steps
+    current = bisect_right(steps, moment.position)
+    if moment.failure is None or current < 2:
+        return None
+    sizes: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for block in moment.record.blocks:
+        if block.start and block.stack and moment.role(block) in _COMPUTED:
+            by_step = sizes[block.stack]
+            step = bisect_right(steps, block.start)
+            by_step[step] = max(by_step[step], block.size)
+    ratio = _common_ratio(
+        by_step[current] / max(earlier)
+        for by_step in sizes.values()
+        if current in by_step and (earlier := [size for step, size in by_step.items() if step < current])
+    )
+    activations = sum(
+        block.size for block in moment.blocks if block.start >= steps[current - 1] and moment.role(block) in _COMPUTED
+    )
+    more = int(activations * (1 - 1 / ratio))
+    return MemoryCause("longer batch", more, ratio=ratio) if more >= max(1, _LEAST_LEAK * moment.size) else None
+
+
+def _common_ratio(ratios: Iterable[float]) -> float:
+    """Return the ratio that most of at least three lines have, if it is clearly larger than 1; else 1."""
+    values = list(ratios)
+    middle = median(values) if len(values) >= 3 else 1.0
+    alike = sum(abs(value / middle - 1) < 0.02 for value in values)
+    return middle if middle > 1.05 and 2 * alike >= len(values) else 1.0
+
+
+def longer_ratio(moment: Moment, others: Sequence[Moment]) -> float:
+    """Return by what ratio the forward pass of a rank makes more memory than that of the others, 1 if it does not."""
+    theirs = [_largest_of_lines(other) for other in others]
+    return _common_ratio(
+        size / median(sizes)
+        for line, size in _largest_of_lines(moment).items()
+        if (sizes := [lines[line] for lines in theirs if line in lines])
+    )
+
+
+def _largest_of_lines(moment: Moment) -> dict[tuple[str, str], int]:
+    """Return the largest allocation of each line of forward passes, whenever it was."""
+    largest: dict[int, int] = defaultdict(int)
+    for block in moment.record.blocks:
+        if block.start and moment.role(block) in _COMPUTED:
+            largest[block.stack] = max(largest[block.stack], block.size)
+    lines: dict[tuple[str, str], int] = defaultdict(int)
+    for stack, size in largest.items():
+        lines[moment.line(stack)] = max(lines[moment.line(stack)], size)
+    return lines
+
+
+def _fragmentation(moment: Moment) -> MemoryCause | None:
+    free, failure = moment.free, moment.failure
+    if failure is None or not max(free.largest, failure.device_free) < failure.size <= free.usable:
+        return None
+    return MemoryCause("fragmentation", free.usable) if free.usable >= _LEAST_SHARE * free.reserved else None
+
+
+def free_pieces(moment_blocks: Sequence[Block], segments: Sequence, stream: int | None) -> FreePieces:
+    """Subtract the blocks from the segments; blocks are rounded up, as the allocator does."""
+    ordered = sorted((block.address, block.address + _round_up(block.size)) for block in moment_blocks)
+    usable, elsewhere, largest = 0, 0, 0
+    next_block = 0
+    for segment in sorted(segments, key=lambda segment: segment.address):
+        pieces, at, end = [], segment.address, segment.address + segment.size
+        while next_block < len(ordered) and ordered[next_block][0] < end:
+            start, stop = ordered[next_block]
+            next_block += 1
+            if start > at:
+                pieces.append(start - at)
+            at = max(at, min(stop, end))
+        if end > at:
+            pieces.append(end - at)
+        if segment.pool == DEFAULT_POOL and stream in (None, segment.stream):
+            usable += sum(pieces)
+            largest = max(largest, *pieces, 0)
+        else:
+            elsewhere += sum(pieces)
+    reserved = sum(segment.size for segment in segments)
+    return FreePieces(usable, largest, elsewhere, reserved, any(segment.is_expandable for segment in segments))
+
+
+def _round_up(size: int) -> int:
+    return -(-size // ROUNDING) * ROUNDING
+
+
+def _half_logits(moment: Moment) -> MemoryCause | None:
+    """Find what a loss function, or a conversion just before it, made twice as large as the product before it."""
+    made = [block for block in moment.record.blocks if block.start and moment.role(block) in _COMPUTED]
+    failure, last = moment.failure, moment.position + 1
+    if failure is not None and moment.role(failure) in _COMPUTED:
+        made = [block for block in made if block.start < last]
+        made.append(Block(0, failure.size, last, last, failure.stack, 0, DEFAULT_POOL, failure.size))
+    # Masks and scalars lie between logits and their copies.
+    made = sorted((block for block in made if block.size >= _LEAST_LEAK * moment.size), key=lambda block: block.start)
+    copies: dict[int, bool] = {}
+    for index, (half, copy) in enumerate(pairwise(made)):
+        is_loss, line = moment.is_loss(copy.stack), moment.innermost(copy.stack)
+        if is_loss and copy.size == half.size and half.stack in copies:
+            copies[copy.stack] = copies[half.stack]
+        if half.end <= copy.start - 1 or _round_up(2 * half.size) != _round_up(copy.size):
+            continue
+        if is_loss and line is not None and not is_own(line):
+            copies[copy.stack] = True
+        elif moment.is_product(half.stack) and not moment.is_product(copy.stack):
+            is_converted = is_loss or any(_CONVERSION.search(frame.name) for frame in moment.record.stacks[copy.stack])
+            following = made[index + 2 : index + 5]
+            if is_converted or any(moment.is_loss(block.stack) and block.size == copy.size for block in following):
+                copies[copy.stack] = True
+            elif not following and line is not None and is_own(line):
+                copies.setdefault(copy.stack, False)
+    counted = [
+        block for block in made if block.stack in copies and (block.start == last or block.end > moment.position)
+    ]
+    size = sum(block.size for block in counted if block.start <= last)
+    if not counted or size < _LEAST_SHARE * moment.size:
+        return None
+    return MemoryCause("fp32 logits", size, moment.line(counted[0].stack)[0], all(copies[b.stack] for b in counted))
+
+
+# What to mend first comes first.
+_RULES: tuple[Callable[[Moment], MemoryCause | None], ...] = (
+    _state_twice,
+    _growth,
+    _longer_than_before,
+    _fragmentation,
+    _half_logits,
+)
