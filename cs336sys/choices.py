@@ -188,6 +188,10 @@ class StepChoices:
         return STATE_DTYPES[self.state_dtype].moment_bytes
 
     @property
+    def keeps_fp32_state(self) -> bool:
+        return STATE_DTYPES[self.state_dtype] == StateDtype()
+
+    @property
     def splits_weights(self) -> bool:
         return STATE_DTYPES[self.state_dtype].splits_weights
 

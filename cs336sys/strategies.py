@@ -143,7 +143,7 @@ STRATEGIES: dict[str, Strategy] = {
     "fsdp": Strategy(
         "cs336sys.experiments.parallel.sharded_strategies.fully_sharded",
         holds="cs336sys.accounting.sharding.step.sliced_state",
-        sends="cs336sys.accounting.sharding.step.gathered_bytes",
+        sends="cs336sys.accounting.sharding.step.fully_sharded_bytes",
         gathers_ahead=True,
         keeps_gathered=True,
         shards_weights=True,

@@ -297,3 +297,14 @@ def test_help_imports_no_torch():
     )
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
+
+
+def test_a_plain_step_imports_no_kernels_graphs_or_ranks():
+    """``bench`` measures by this module; what only some cells need is imported by them."""
+    script = (
+        "import sys, cs336sys.commands.bench, cs336sys.experiments.bench\n"
+        "late = ('cs336sys.kernels', 'cs336sys.parallel', 'cs336sys.cuda_graphs', 'cs336sys.commands.sweep.ranks')\n"
+        "print([name for name in sys.modules if name.startswith((*late, 'triton'))])"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"

@@ -44,7 +44,7 @@ def dummy(*arguments: Any) -> Replica:
     },
 }
 OPERATION = {
-    "workload/operations.py": {'    "weighted-sum": (': '    "dummy": ("ours", "eager"),\n'},
+    "workload/operations.py": {'    "weighted-sum": Fused': '    "dummy": FusedOperation(("ours", "eager")),\n'},
     "experiments/kernels/operations.py": {
         "from cs336sys.kernels.linear_cross_entropy import": "from cs336sys.kernels.dummy import dummy\n",
         '    "weighted-sum": DifferentiatedFunction(': """\

@@ -15,7 +15,7 @@ from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS
 from cs336sys.user_code import digest
-from cs336sys.workload import CLASSIFIER, KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload
+from cs336sys.workload import KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload
 
 # What is measured unless it is said: a layer of an 8B model at 32k, and what Triton's interpreter computes in seconds.
 DEFAULT_SHAPES = {"cuda": (32768, 4096, 151936), "cpu": (32, 128, 97)}
@@ -56,14 +56,16 @@ class KernelOptions:
         from cs336sys.measure.device import choose_device
 
         default_tokens, default_width, default_vocab_size = DEFAULT_SHAPES[choose_device(device).type]
+        vocabularies = ",".join(map(str, self.vocab_size or ()))
         for option, is_chosen, name in (
             (f"--head-dim {self.head_dim}", self.head_dim != 64, "rope"),
-            (f"--vocab-size {','.join(map(str, self.vocab_size or ()))}", bool(self.vocab_size), CLASSIFIER),
+            (f"--vocab-size {vocabularies}", bool(self.vocab_size), "linear-cross-entropy"),
         ):
             if is_chosen and name not in self.op:
                 raise UsageError(f"{option} only affects {name}: add {name} to --op, or leave it out")
         codes = {reference: {"code": digest([reference])} for reference in self.kernel or ()}
-        times, head_dims = (self.warmup_ms, self.repetition_ms), {"rope": self.head_dim}
+        times = self.warmup_ms, self.repetition_ms
+        head_dims = {name: self.head_dim for name in self.op if KERNELS[name].has_heads}
         shapes = self.tokens or [default_tokens], self.width or [default_width]
         configurations = [
             KernelWorkload(
@@ -71,9 +73,9 @@ class KernelOptions:
             ).configuration()
             | codes.get(competitor, {})
             for name, count, length, precision in product(self.op, *shapes, self.dtype)
-            for vocabulary in (self.vocab_size or [default_vocab_size] if name == CLASSIFIER else [None])
+            for vocabulary in (self.vocab_size or [default_vocab_size] if KERNELS[name].has_vocabulary else [None])
             for competitor in (*self.implementation, *codes)
-            if competitor in (*KERNELS[name], *codes)
+            if competitor in (*KERNELS[name].implementations, *codes)
         ]
         if not configurations:
             listed = ",".join(self.implementation)

@@ -8,7 +8,6 @@
 
 from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS
 from cs336sys.workload.operations import (
-    CLASSIFIER,
     COLLECTIVE_DTYPES,
     FLASH_ATTENTION_4,
     IMPLEMENTATIONS,

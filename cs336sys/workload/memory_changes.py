@@ -50,49 +50,47 @@ def possible_changes(workload: MemoryWorkload) -> list[SettingChange]:
     ``--device cpu`` leaves out what computes on GPUs alone.
     """
     training = workload.training
+    on_gpu = training.device != "cpu"
+    has_moments = training.updates_parameters and training.optimizer in OPTIMIZERS
     changes: list[SettingChange] = []
     if training.updates_parameters and training.update == "step" and training.cuda_graph == "off":
         changes += _micro_batches(workload)
     if training.is_ours and training.keeps_scores:
-        changes.append(
-            SettingChange(
-                "attention", "sdpa", "--attention sdpa",
-                "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",
-                "none: other kernels for the same result", 0.2,
-            )
-        )  # fmt: skip
-    on_gpu = training.device != "cpu"
+        changes.append(_SDPA)
     if on_gpu and training.is_ours and not training.fused_kernels and training.updates_parameters:
-        changes.append(
-            SettingChange(
-                "kernels", "fused", "--kernels fused",
-                "loss = cs336sys.kernels.linear_cross_entropy.linear_cross_entropy(hidden, head.weight, targets)",
-                "none: fused kernels; the loss holds no logits", 0.3,
-            )
-        )  # fmt: skip
+        changes.append(_FUSED_KERNELS)
     if training.has_backward and workload.checkpointing == "none" and not training.is_compiled_whole:
         changes += _checkpoints(training)
     if not training.is_half:
-        changes.append(
-            SettingChange(
-                "precision", "bf16", "--precision bf16",
-                'with torch.autocast("cuda", torch.bfloat16): loss = compute_loss(model, batch)',
-                "other rounding", 100,
-            )
-        )  # fmt: skip
-    has_moments = training.updates_parameters and training.optimizer in OPTIMIZERS
-    if on_gpu and has_moments and training.state_dtype == "fp32":
-        changes.append(
-            SettingChange(
-                "state_dtype", "bf16", "--optimizer adamw --state-dtype bf16",
-                'optimizer = cs336sys.kernels.adamw.AdamW(model.parameters(), state_dtype="bf16")',
-                "other rounding of the moments", 150,
-            )
-        )  # fmt: skip
+        changes.append(_BF16)
+    if on_gpu and has_moments and training.keeps_fp32_state:
+        changes.append(_BF16_STATE)
     # Gloo's ranks hold copies of the gradients that they send, which a GPU's do not.
     if on_gpu and training.updates_parameters and (training.memory_is_known if training.is_ours else has_moments):
         changes += _rank_changes(workload)
     return changes
+
+
+_SDPA = SettingChange(
+    "attention", "sdpa", "--attention sdpa",
+    "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)",
+    "none: other kernels for the same result", 0.2,
+)  # fmt: skip
+_FUSED_KERNELS = SettingChange(
+    "kernels", "fused", "--kernels fused",
+    "loss = cs336sys.kernels.linear_cross_entropy.linear_cross_entropy(hidden, head.weight, targets)",
+    "none: fused kernels; the loss holds no logits", 0.3,
+)  # fmt: skip
+_BF16 = SettingChange(
+    "precision", "bf16", "--precision bf16",
+    'with torch.autocast("cuda", torch.bfloat16): loss = compute_loss(model, batch)',
+    "other rounding", 100,
+)  # fmt: skip
+_BF16_STATE = SettingChange(
+    "state_dtype", "bf16", "--optimizer adamw --state-dtype bf16",
+    'optimizer = cs336sys.kernels.adamw.AdamW(model.parameters(), state_dtype="bf16")',
+    "other rounding of the moments", 150,
+)  # fmt: skip
 
 
 def _micro_batches(workload: MemoryWorkload) -> Iterator[SettingChange]:
@@ -163,7 +161,7 @@ def number_of_ranks(ranks: SettingChange) -> int:
 
 
 def _can_shard(training: Workload) -> bool:
-    return not training.fused_kernels and training.state_dtype == "fp32"
+    return not training.fused_kernels and training.keeps_fp32_state
 
 
 def _sharded(workload: MemoryWorkload, strategy: str, ranks: int) -> ShardedStep:
@@ -208,11 +206,10 @@ def plans(changes: Sequence[SettingChange]) -> list[tuple[SettingChange, ...]]:
     return sorted(filter(None, combinations), key=lambda plan: (sum(change.price for change in plan), len(plan)))
 
 
-_OPTIONS = {
-    "mode": "--mode", "precision": "--precision", "compile": "--compile", "attention": "--attention",
-    "kernels": "--kernels", "optimizer": "--optimizer", "state_dtype": "--state-dtype", "update": "--update",
-    "cuda_graph": "--cuda-graph", "device": "--device", "seed": "--seed",
-}  # fmt: skip
+_SETTINGS = (
+    *("mode", "precision", "compile", "attention", "kernels", "optimizer", "state_dtype", "update"),
+    *("cuda_graph", "device", "seed"),
+)
 
 
 def command_line(workload: MemoryWorkload) -> str:
@@ -232,9 +229,9 @@ def command_line(workload: MemoryWorkload) -> str:
             arguments += [f"--{field.name.replace('_', '-')}", str(value)]
     defaults = {field.name: field.default for field in fields(Workload)}
     defaults["precision"] = named.precision
-    for name, option in _OPTIONS.items():
+    for name in _SETTINGS:
         if getattr(training, name) != defaults[name]:
-            arguments += [option, str(getattr(training, name))]
+            arguments += [f"--{name.replace('_', '-')}", str(getattr(training, name))]
     if workload.checkpointing != "none":
         arguments += ["--checkpoint", workload.checkpointing]
     if workload.micro_batches > 1:

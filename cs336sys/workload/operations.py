@@ -138,18 +138,25 @@ class AttentionWorkload(Configured):
         return {f"{part}_tflops": flops[part] / times.median / 1e9 for part, times in samples.items()}
 
 
-# The ops of ``kernels``, and which implementations there are of each.
+@dataclass(frozen=True)
+class FusedOperation:
+    """An op of ``kernels``: who computes it, and whether it has heads or a vocabulary of a size."""
+
+    implementations: tuple[str, ...] = ("ours", "eager", "compiled")
+    has_heads: bool = False
+    has_vocabulary: bool = False
+
+
 KERNELS = {
-    "rms-norm": ("ours", "eager", "compiled", "quack", "liger"),
-    "add-rms-norm": ("ours", "eager", "compiled", "quack"),
-    "rope": ("ours", "eager", "compiled"),
-    "swiglu": ("ours", "eager", "compiled", "liger"),
-    "linear-cross-entropy": ("ours", "eager", "compiled", "chunked", "liger"),
-    "adamw": ("ours", "eager", "fused"),
-    "weighted-sum": ("ours", "eager", "compiled"),
+    "rms-norm": FusedOperation(("ours", "eager", "compiled", "quack", "liger")),
+    "add-rms-norm": FusedOperation(("ours", "eager", "compiled", "quack")),
+    "rope": FusedOperation(has_heads=True),
+    "swiglu": FusedOperation(("ours", "eager", "compiled", "liger")),
+    "linear-cross-entropy": FusedOperation(("ours", "eager", "compiled", "chunked", "liger"), has_vocabulary=True),
+    "adamw": FusedOperation(("ours", "eager", "fused")),
+    "weighted-sum": FusedOperation(),
 }
-CLASSIFIER = "linear-cross-entropy"
-KERNEL_IMPLEMENTATIONS = tuple(dict.fromkeys(name for names in KERNELS.values() for name in names))
+KERNEL_IMPLEMENTATIONS = tuple(dict.fromkeys(name for op in KERNELS.values() for name in op.implementations))
 
 
 @dataclass(frozen=True)
@@ -180,9 +187,10 @@ class KernelWorkload(Configured):
     def __post_init__(self) -> None:
         check_choices(self, {"op": KERNELS, "dtype": PRECISIONS, "device": DEVICES})
         if not is_user_code(self.implementation):
-            check_choices(self, {"implementation": KERNELS[self.op]})
-        for name, value, op in (("head dim", self.head_dim, "rope"), ("vocab size", self.vocab_size, CLASSIFIER)):
-            if (value is not None) != (self.op == op):
+            check_choices(self, {"implementation": KERNELS[self.op].implementations})
+        op, sizes = KERNELS[self.op], {"head dim": self.head_dim, "vocab size": self.vocab_size}
+        for (name, value), is_needed in zip(sizes.items(), (op.has_heads, op.has_vocabulary), strict=True):
+            if (value is not None) != is_needed:
                 raise UsageError(f"{name} {value}: op '{op}' needs one, and others have none")
         if self.head_dim is not None and (self.head_dim % 2 or self.width % self.head_dim):
             raise UsageError(f"--head-dim {self.head_dim}: must be even and divide the width, {self.width}")

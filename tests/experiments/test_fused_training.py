@@ -10,7 +10,7 @@ from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.checks import step
 from cs336sys.experiments.memory.measurement import measure_memory
 from cs336sys.experiments.memory.prediction import timeline_peaks, traced_timeline
-from cs336sys.experiments.models import build_compared_model
+from cs336sys.experiments.models import ATTENTION_FUNCTIONS, build_compared_model
 from cs336sys.experiments.profiling import measure_profile
 from cs336sys.experiments.training import TrainStep
 from cs336sys.kernels.adamw import AdamW
@@ -28,6 +28,12 @@ SMALLEST = ModelSize("smallest", 16, 32, num_layers=1, num_heads=2, vocab_size=3
 def workload(size=SMALLEST, **settings):
     settings = {"kernels": "fused", "precision": "bf16", "optimizer": "adamw", "attention": "sdpa"} | settings
     return Workload(size, device=DEVICE.type, warmup=0, **settings)
+
+
+def put_in_place_of_flash(monkeypatch, attend):
+    monkeypatch.setitem(
+        ATTENTION_FUNCTIONS, "flash", lambda Q, K, V, mask=None: attend(Q, K, V, is_causal=mask is not None)
+    )
 
 
 def silent(stage):
@@ -66,7 +72,7 @@ def test_a_wrong_gradient_of_attention_is_wrong_before_anything_is_timed(mode, m
     assert wrong is None
     assert checked.off.relative < 1e-3
     assert checked.off.num_layers == 1, "blocks are alike"
-    monkeypatch.setattr("cs336sys.experiments.models.flash_attention", _with_wrong_gradient)
+    put_in_place_of_flash(monkeypatch, _with_wrong_gradient)
     checked, wrong = step.check_training(cell, DEVICE, silent)
     assert wrong.status == "wrong"
     assert checked.off.parameter == "layers.0.attn.q_proj.weight"
@@ -76,10 +82,7 @@ def test_a_wrong_forward_pass_is_wrong_where_its_loss_is_as_good_as_any(monkeypa
     cell = workload(kernels="reference", precision="bf16", optimizer="course", attention="flash", mode="forward")
     checked, wrong = step.check_training(cell, DEVICE, silent)
     assert wrong is None, checked
-    monkeypatch.setattr(
-        "cs336sys.experiments.models.flash_attention",
-        lambda query, *args, **named: torch.ones_like(query) * query.mean(),
-    )
+    put_in_place_of_flash(monkeypatch, lambda query, *args, **named: torch.ones_like(query) * query.mean())
     _, wrong = step.check_training(cell, DEVICE, silent)
     assert wrong.status == "wrong"
 
@@ -268,7 +271,7 @@ def test_commands_that_look_into_steps_check_kernels_first(command, monkeypatch)
     assert right.status == "ok"
     assert any(note.startswith("checked first, 1 block against") for note in right.derived["notes"])
     monkeypatch.setattr(step, "_of_few_blocks", {})
-    monkeypatch.setattr("cs336sys.experiments.models.flash_attention", _with_wrong_gradient)
+    put_in_place_of_flash(monkeypatch, _with_wrong_gradient)
     wrong = measure(cell.configuration(), silent)
     assert (wrong.status, wrong.samples) == ("wrong", {})
     assert "layers.0.attn.q_proj.weight is off by" in wrong.reason

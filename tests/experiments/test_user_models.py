@@ -23,6 +23,7 @@ from cs336sys.experiments.optimizers import build_optimizer
 from cs336sys.experiments.training import TrainStep, training_warnings
 from cs336sys.experiments.user_models.loading import user_folders
 from cs336sys.kernels.adamw import AdamW
+from cs336sys.kernels.attention import flash_attention
 from cs336sys.measure.cells import guarded
 from cs336sys.parity.weights import STEPS
 from cs336sys.results.model import Samples
@@ -292,13 +293,12 @@ def test_torchs_causal_masks_are_computed_by_flash(variant, queries, keys, compi
 
 def test_grouped_heads_are_read_in_place(monkeypatch):
     heads = []
-    flash_attention = user_models.attention.flash_attention
 
     def noted(query, key, *inputs, **settings):
         heads.append(key.shape[-3])
         return flash_attention(query, key, *inputs, **settings)
 
-    monkeypatch.setattr(user_models.attention, "flash_attention", noted)
+    monkeypatch.setattr(user_models.attention, "_flash_attention", noted)
     query, (key, value) = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 2, 8, 16)
     output = user_models.attention.our_attention(query, key, value, enable_gqa=True)
     torch.testing.assert_close(output, user_models.torch_attention(query, key, value, enable_gqa=True))
@@ -308,13 +308,12 @@ def test_grouped_heads_are_read_in_place(monkeypatch):
 def test_steps_of_flash_are_timed_with_flash(monkeypatch):
     """Counting the FLOPs once left torch's attention in its place, and the first cell of a model timed that."""
     calls, calls_at = [], {}
-    flash_attention = user_models.attention.flash_attention
 
     def noted(*inputs, **settings):
         calls.append(inputs)
         return flash_attention(*inputs, **settings)
 
-    monkeypatch.setattr(user_models.attention, "flash_attention", noted)
+    monkeypatch.setattr(user_models.attention, "_flash_attention", noted)
     flop_counting._counted.cache_clear()
     cell = workload("Attentive", attention="flash", steps=2)
     outcome = measure_training(cell.configuration(), lambda stage: calls_at.setdefault(stage, len(calls)))

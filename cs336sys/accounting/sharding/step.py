@@ -328,7 +328,7 @@ def broadcast_bytes(step: ShardedStep) -> float:
     return number_of(sent_bytes("optimizer", count_parameters(step.size), step.world_size))
 
 
-def gathered_bytes(step: ShardedStep) -> float:
+def fully_sharded_bytes(step: ShardedStep) -> float:
     """Weights are gathered in both passes, but for blocks that stay gathered, and gradients reduce-scattered."""
     shapes = parameter_shapes(step.size)
     return most_sent_bytes(shapes, step.computed_bytes, step.world_size, step.keep_gathered)

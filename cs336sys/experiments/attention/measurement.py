@@ -504,7 +504,7 @@ def _odd_contexts(attention: Attention, workload: AttentionWorkload, device: tor
         inputs = random_inputs(odd, device)
         # Before the kernel can change them.
         expected = {"out": exact_results(inputs, odd)["out"]}
-        run = functools.partial(lambda given: {"out": attention(*given.differentiable).detach()}, inputs)
+        run = functools.partial(lambda tensors: {"out": attention(*tensors.differentiable).detach()}, inputs)
         yield f"a context of {context}" + (" with strided inputs" if is_strided else ""), run, expected
 
 
