@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from cs336sys.errors import CapabilityError
+from cs336sys.kernels.autograd import once_differentiable
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -35,6 +37,23 @@ def define_operator(schema: str, function: Callable, fake: Callable) -> Callable
 def define_gradient(name: str, differentiate: Callable, save: Callable) -> None:
     """Gives the operator a gradient: ``save(ctx, inputs, output)`` and ``differentiate(ctx, *grad_outputs)``."""
     torch.library.register_autograd(f"cs336sys::{name}", differentiate, setup_context=save, lib=_library)
+
+
+def define_function(name: str, compute: Callable, differentiate: Callable, save: Callable, *, twice: bool) -> Any:
+    """Return the ``torch.autograd.Function`` of ``compute`` with the gradient of :func:`define_gradient`.
+
+    Args:
+        twice: whether ``differentiate`` can be differentiated itself.
+    """
+
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        output = compute(*arguments)
+        save(ctx, arguments, output)
+        return output
+
+    backward = differentiate if twice else once_differentiable(differentiate)
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
 
 
 def needs_operators(tensor: Tensor) -> bool:

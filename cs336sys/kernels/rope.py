@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336sys.kernels.autograd import once_differentiable
 from cs336sys.kernels.operators import (
     check_tensors,
+    define_function,
     define_gradient,
     define_operator,
     needs_operators,
@@ -351,20 +351,8 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple:
 
 
 define_gradient("rope", _differentiate, _save_for_backward)
-
-
-class Rope(torch.autograd.Function):
-    """``Rope.apply(x, positions, theta, inverse, strides of y, dtype of y)``; see :func:`rope`."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        y = compute(*arguments)
-        _save_for_backward(ctx, arguments, y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _differentiate(ctx, grad)
+# ``Rope.apply(x, positions, theta, inverse, strides of y, dtype of y)``; see :func:`rope`.
+Rope = define_function("Rope", compute, _differentiate, _save_for_backward, twice=True)
 
 
 def rope(x: Tensor, positions: Tensor | None = None, *, theta: float = 10_000.0) -> Tensor:
@@ -421,21 +409,8 @@ def _differentiate_qkv(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_valu
 
 
 define_gradient("rope_qkv", _differentiate_qkv, _save_qkv_for_backward)
-
-
-class RopeQKV(torch.autograd.Function):
-    """``RopeQKV.apply(qkv, positions, heads, key and value heads, theta, dtype)``; see :func:`rope_qkv`."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        results = compute_qkv(*arguments)
-        _save_qkv_for_backward(ctx, arguments, results)
-        return results
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        return _differentiate_qkv(ctx, *grads)
+# ``RopeQKV.apply(qkv, positions, heads, key and value heads, theta, dtype)``; see :func:`rope_qkv`.
+RopeQKV = define_function("RopeQKV", compute_qkv, _differentiate_qkv, _save_qkv_for_backward, twice=False)
 
 
 def rope_qkv(

@@ -13,6 +13,7 @@ from cs336sys.kernels.linear import weight_gradient
 from cs336sys.kernels.operators import (
     as_rows,
     check_tensors,
+    define_function,
     define_gradient,
     define_operator,
     needs_operators,
@@ -173,20 +174,8 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple:
 
 
 define_gradient("swiglu_forward", _differentiate, _save_for_backward)
-
-
-class SwiGLU(torch.autograd.Function):
-    """``SwiGLU.apply(gate, up, dtype of the product)``; see :func:`swiglu`."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return _forward(gate, up, dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return _differentiate(ctx, grad)
+# ``SwiGLU.apply(gate, up, dtype of the product)``; see :func:`swiglu`.
+SwiGLU = define_function("SwiGLU", _forward, _differentiate, _save_for_backward, twice=False)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

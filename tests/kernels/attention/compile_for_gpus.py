@@ -86,15 +86,11 @@ MODELS += [((1, 16, 8192, 64), None, 1024), ((1, 16, 8192, 64), 4, None), ((1, 4
 # Those that spilled most with the tiles of the H200.
 SAMPLE = [Configuration((1, 1, 8192, 64), FP32)]
 CONFIGURATIONS = [
-    *(Configuration(shape, dtype) for dtype in (BF16, FP32) for shape in COURSE),
-    *(Configuration(shape, dtype) for dtype in (BF16, FP16, FP32) for shape in OTHER_SHAPES),
-    *(
-        Configuration(*shape_and_mask[:1], dtype, *shape_and_mask[1:])
-        for dtype in (BF16, FP32)
-        for shape_and_mask in MODELS
-    ),
-    *(Configuration(shape, dtype, deterministic=True) for dtype in (BF16, FP32) for shape in OTHER_SHAPES[5:]),
+    *(Configuration(shape, dtype, heads, window) for dtype in (BF16, FP32) for shape, heads, window in MODELS),
+    *(Configuration(shape, dtype) for dtype in (BF16, FP32) for shape in (*OTHER_SHAPES, *COURSE)),
     *(Configuration(shape, FP32, float32_precision="ieee") for shape in OTHER_SHAPES[5:]),
+    *(Configuration(shape, dtype, deterministic=True) for dtype in (BF16, FP32) for shape in OTHER_SHAPES[5:]),
+    *(Configuration(shape, FP16) for shape in OTHER_SHAPES),
 ]
 
 

@@ -201,8 +201,8 @@ def why_unavailable(query: torch.Tensor) -> str | None:
         return f"implementation 'hopper' runs on CUDA tensors, got {query.device}"
     capability = gpu_capability(query.device)
     if capability != (9, 0):
-        name, version = torch.cuda.get_device_name(query.device), ".".join(map(str, capability))
-        reason = f"{name} is AMD's" if capability == AMD else f"{name} has {version}"
+        name, (major, minor) = torch.cuda.get_device_name(query.device), capability
+        reason = f"{name} is AMD's" if capability == AMD else f"{name} has {major}.{minor}"
         return f"implementation 'hopper' needs a GPU of compute capability 9.0 (H100, H200), {reason}"
     version = _triton_version()
     if version < OLDEST_TRITON:

@@ -4,11 +4,11 @@ Nothing is tuned at run time, so the first call of a kernel compiles one variant
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from cs336sys.kernels.attention.problem import AttentionProblem, has_hopper_resources
+from cs336sys.kernels.attention.problem import AMD, AttentionProblem, has_hopper_resources
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ MAX_SPLITS = 8
 
 _INTERPRETER = TileSettings(query_rows=32, key_rows=16, num_warps=4, num_stages=1)
 
-# Tiles for GPUs without the resources of Hopper, of forward and of both passes of backward, up to a head dimension.
-# Compiled and not measured: the largest that spill at most 64 bytes of a thread's registers on 8.x and 12.0, and take
-# at most 99 KiB (docs/gpus.md).
+# Tiles where products read their operands from registers, of forward and of both passes of backward, up to a head
+# dimension. Compiled and not measured: on 8.x and 12.0 a thread spills at most 64 bytes of its registers, but for the
+# backward pass of fp32 at 256, which no tile keeps there, and a program takes at most 99 KiB (docs/gpus.md).
 _HALF_TILES = {
     64: (TileSettings(64, 64, num_warps=4, num_stages=3), TileSettings(32, 64, num_warps=4, num_stages=2)),
     128: (TileSettings(64, 64, num_warps=4, num_stages=2), TileSettings(32, 64, num_warps=8, num_stages=2)),
@@ -96,9 +96,19 @@ _FLOAT32_TILES = {
 }
 
 
+def _holds_operands_in_registers(problem: AttentionProblem) -> bool:
+    """Return whether products read their operands from registers: on 10.x and 11.0 those of fp32 alone."""
+    is_beyond_hopper = problem.capability is not None and problem.capability >= (10, 0)
+    return not has_hopper_resources(problem.capability) or (problem.dtype == torch.float32 and is_beyond_hopper)
+
+
 def _tiles_by_registers(problem: AttentionProblem) -> tuple[TileSettings, TileSettings]:
     tiles = _FLOAT32_TILES if problem.dtype == torch.float32 else _HALF_TILES
-    return next(tiles[head_dim] for head_dim in tiles if problem.head_dim <= head_dim)
+    forward, backward = next(tiles[head_dim] for head_dim in tiles if problem.head_dim <= head_dim)
+    if problem.capability == AMD:
+        # Its warps have 64 threads, of which a program of four may use 512 registers each, and one of eight 256.
+        return replace(forward, num_warps=4), replace(backward, num_warps=4)
+    return forward, backward
 
 
 # All measurements: H200, triton 3.6, bf16 (or fp32 by tf32x3), causal, medians in ms. Shapes are batch x heads x S x D.
@@ -134,10 +144,8 @@ def _num_splits(problem: AttentionProblem, tile: TileSettings) -> int:
 def _forward_tile(problem: AttentionProblem) -> TileSettings:
     if problem.capability is None:
         return _INTERPRETER
-    if not has_hopper_resources(problem.capability):
-        if problem.dtype == torch.float32 and problem.head_dim <= 128 and _few_programs(problem, 64):
-            return TileSettings(16, 64 if problem.head_dim <= 64 else 32, num_warps=4, num_stages=2)
-        return _tiles_by_registers(problem)[0]
+    if _holds_operands_in_registers(problem):
+        return _forward_by_registers(problem)
     if problem.dtype == torch.float32:
         return _float32_forward(problem)
     tma = problem.tma_allowed
@@ -170,6 +178,15 @@ def _forward_tile(problem: AttentionProblem) -> TileSettings:
     return TileSettings(128, 64, num_warps=8, num_stages=2, use_tma=True, max_registers=128)
 
 
+def _forward_by_registers(problem: AttentionProblem) -> TileSettings:
+    if problem.dtype == torch.float32 and problem.head_dim <= 128 and _few_programs(problem, 64):
+        return TileSettings(16, 64 if problem.head_dim <= 64 else 32, num_warps=4, num_stages=2)
+    if problem.dtype != torch.float32 and 64 < problem.head_dim <= 128 and problem.window is not None:
+        # Three loops instead of two spill 88 bytes on 12.0 with 64 keys.
+        return TileSettings(64, 32, num_warps=4, num_stages=2)
+    return _tiles_by_registers(problem)[0]
+
+
 def _float32_forward(problem: AttentionProblem) -> TileSettings:
     if problem.head_dim > 128:
         return TileSettings(32, 16, num_warps=4, num_stages=1)
@@ -193,7 +210,7 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
     """The settings of the backward kernels; never the fused form if it must be deterministic."""
     if problem.capability is None:
         return joint(_INTERPRETER) if deterministic else fused(_INTERPRETER)
-    if not has_hopper_resources(problem.capability):
+    if _holds_operands_in_registers(problem):
         return _backward_by_registers(problem, deterministic)
     if problem.dtype == torch.float32:
         return _float32_backward(problem, deterministic)

@@ -38,16 +38,26 @@ def compiled(tier, tmp_path_factory):
     return json.loads(result.stdout)
 
 
-# Bytes of registers that go to memory. SPILLED_ALLOWANCES
-SPILLED = {}
+def most_spilled_bytes(gpu, kernel):
+    """Bytes of a thread's registers that may go to memory; None for settings that were measured with what they spill.
+
+    Those of 9.0 have limits in test_attention_compile_gate.py.
+    """
+    if gpu == "sm_90" or (gpu == "sm_100" and "float32" not in kernel["configuration"]):
+        return None
+    head_dim = int(kernel["configuration"].split()[0].split("x")[-1])
+    if "float32" in kernel["configuration"] and kernel["kernel"] != "forward":
+        # Two tiles of 16 x 256 that a product reads take all registers.
+        return 2560 if head_dim > 128 else 72 if gpu == "sm_100" else 64
+    return 64
 
 
 def test_kernels_fit_into_registers_and_shared_memory(compiled):
     for gpu, kernels in compiled.items():
         assert kernels, gpu
         for kernel in kernels:
-            allowed = SPILLED.get((gpu, kernel["configuration"], kernel["kernel"]), 64)
-            assert kernel["spilled_bytes"] <= allowed, f"{gpu}: {kernel}"
+            most = most_spilled_bytes(gpu, kernel)
+            assert most is None or kernel["spilled_bytes"] <= most, f"{gpu}: {kernel}"
             assert 0 < kernel["shared_bytes"] <= GPUS[gpu].shared_bytes, f"{gpu}: {kernel}"
 
 
@@ -92,8 +102,12 @@ def test_gpus_with_less_shared_memory_get_the_settings_of_8_9(capability):
 
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (11, 0)])
 def test_gpus_with_as_much_shared_memory_get_the_settings_of_9_0(capability):
-    for problem, on_hopper in zip(problems(capability), problems((9, 0)), strict=True):
+    """But for fp32, whose products read registers there."""
+    for problem, on_hopper, smallest in zip(problems(capability), problems((9, 0)), problems((8, 9)), strict=True):
         assert problem == dataclasses.replace(on_hopper, capability=capability)
+        if problem.dtype == torch.float32:
+            assert all_settings(problem) == all_settings(smallest), problem
+            continue
         assert forward_settings(problem) == forward_settings(on_hopper)
         if problem.head_dim <= 128:
             assert all_settings(problem) == all_settings(on_hopper), problem
@@ -162,7 +176,7 @@ def amd_gpu(monkeypatch):
 def test_amd_gpus_get_tiles_by_pointers_and_products_of_fp32(amd_gpu):
     for problem, smallest in zip(problems((9, 0)), problems((8, 9)), strict=True):
         assert problem == dataclasses.replace(smallest, capability=AMD, float32_precision="ieee")
-        assert all_settings(problem) == all_settings(smallest)
+        assert tiles(problem) == [dataclasses.replace(tile, num_warps=4) for tile in tiles(smallest)]
 
 
 def test_amd_gpus_are_refused_by_the_hopper_kernels_alone(amd_gpu):

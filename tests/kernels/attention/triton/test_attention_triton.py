@@ -323,19 +323,6 @@ def test_descriptors_address_the_same_rows_as_pointers(head_dim, form, is_causal
     assert_matches_float64(inputs, is_causal, _transposed_heads(2, 3, 40, head_dim, device))
 
 
-@pytest.fixture
-def settings_of_a100(monkeypatch):
-    """Tiles by pointers, as GPUs without the resources of Hopper get them."""
-
-    def on_a100(problem):
-        return replace(problem, capability=(8, 0), num_multiprocessors=1, tma_allowed=False)
-
-    monkeypatch.setattr(plans, "forward_settings", lambda problem: forward_settings(on_a100(problem)))
-    monkeypatch.setattr(
-        plans, "backward_settings", lambda problem, deterministic: backward_settings(on_a100(problem), deterministic)
-    )
-
-
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_tiles_of_other_gpus(dtype, head_dim, settings_of_a100, device):
