@@ -156,23 +156,37 @@ def widest_moments(
     ]
 
 
-def accumulating(moments: Sequence[PeakMemory], size: ModelSize, passes: int) -> list[PeakMemory]:
+def accumulating(moments: Sequence[PeakMemory], size: ModelSize, precision: str, passes: int) -> list[PeakMemory]:
     """The moments of a later pass of several: all gradients are there, the newest twice until it is added.
+
+    The LM head's is one more of them. Its input's gradient exists then, and that of the logits in place of the logits;
+    under autocast both are gone, and the weight's gradient in half precision is in place of the weight's copy.
 
     Args:
         moments: of one pass, with its part of the batch.
         size: the model, with the whole batch, which is there all the time.
+        precision: as of :func:`widest_moments`.
     """
     whole = max(moment.gradients for moment in moments)
-    width = whole // count_parameters(size)
+    width, e = whole // count_parameters(size), ELEMENT_BYTES[precision]
+    tokens, copy, embedding = size.tokens // passes, 2 if e < 4 else 0, size.vocab_size * size.d_model
     newest = {
-        "end of backward": size.vocab_size * size.d_model,
-        "feed-forward backward": size.d_ff * size.d_model,
+        "LM head backward": embedding,
+        "end of backward": embedding,
+        # In fp32 it is added before w1(x) has a gradient.
+        "feed-forward backward": max(0, size.d_ff * size.d_model - (0 if copy else size.inner // passes)),
         "softmax backward": size.d_model**2,
     }
+    logits = tokens * size.vocab_size
+    freed = (4 + copy) * logits + tokens * 8 + (e * logits if copy else 0) - (4 - copy) * tokens * size.d_model
+    heads = [
+        replace(moment, moment="LM head backward", activations=moment.activations - freed)
+        for moment in moments
+        if moment.moment == "loss"
+    ]
     batch = 16 * size.tokens * (passes - 1) // passes
     later_moments = []
-    for moment in moments:
+    for moment in [*moments, *heads]:
         added = width * newest.get(moment.moment.partition(",")[0], 0)
         later_moments.append(replace(moment, gradients=whole + added, activations=moment.activations + batch))
     return later_moments

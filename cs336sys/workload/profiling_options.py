@@ -76,7 +76,7 @@ class MemoryWorkload(Configured):
         moments = self.part.widest_moments(self.checkpointing)
         if self.micro_batches == 1:
             return moments
-        return accumulating(moments, self.training.size, self.micro_batches)
+        return accumulating(moments, self.training.size, self.training.precision, self.micro_batches)
 
     def _check_sublayers(self) -> None:
         training, option = self.training, f"--checkpoint {self.checkpointing}"

@@ -104,6 +104,16 @@ def test_formula_of_several_passes_is_that_of_a_trace(passes, checkpointing):
     assert cell.peak.total > 0.999 * traced
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "precision", "checkpointing"),
+    [(500, "fp32", "none"), (500, "fp32", "block"), (8000, "fp32", "none"), (8000, "bf16", "none")],
+)
+def test_formula_of_one_sequence_a_part_is_exact(vocabulary, precision, checkpointing):
+    size = choose_size("tiny", vocab_size=vocabulary, batch_size=4, context=64, num_layers=2)
+    cell = MemoryWorkload(Workload(size, precision=precision), checkpointing, micro_batches=4)
+    assert cell.peak.total == pytest.approx(traced_peak(cell), abs=64)
+
+
 def test_sparse_gradients_are_refused_in_one_sentence():
     cell = workload(ONE_BLOCK, user=user("sparse_embedding"), mode="forward-backward")
     for measure in (predict_memory, measure_memory):
