@@ -17,9 +17,6 @@ STEPS = 5
 # optimizer is in use, and weights differ by as much as gradients do.
 OPTIMIZER_SETTINGS = {"lr": 1.0, "eps": 1.0, "weight_decay": 0.0}
 
-# Parameters that a note names.
-_NAMED = 3
-
 
 @dataclass(frozen=True)
 class WeightDifference:
@@ -167,7 +164,7 @@ class TensorComparison:
 
 def rounding_note(names: Sequence[str], count: int, allowed: float) -> str:
     """Say which of ``count`` parameters are left out as :meth:`TensorComparison.explained`."""
-    named = ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
+    named = ", ".join(names[:3]) + (", ..." if names[3:] else "")
     return (
         f"{len(names)} of {count} parameters ({named}) are off by more than {100 * allowed:g} %, as those of one "
         "process are that rounds elsewhere"

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cs336sys.choices import CUDA_GRAPHS_MODULE
 from cs336sys.experiments import user_models
@@ -17,7 +17,7 @@ from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import free_gpu_memory
 from cs336sys.parity.rounding import tolerance
-from cs336sys.parity.training import LOSS, SCALES, Order, Trained, train, train_in_order
+from cs336sys.parity.training import LOSS, SCALES, train
 from cs336sys.parity.weights import (
     OPTIMIZER_SETTINGS,
     STEPS,
@@ -134,7 +134,7 @@ def _checked_step(workload: Workload, device: torch.device, progress: Progress) 
 
 def _check_kernels(
     launched: Workload, optimizer_workload: Workload, device: torch.device, progress: Progress
-) -> tuple[WeightDifference, Trained]:
+) -> tuple[WeightDifference, dict[str, Tensor]]:
     """Return how far our kernels are off PyTorch's operations, and what they trained."""
     plain = plainly_trained(launched)
     if replace(plain, attention=launched.attention, compile=launched.compile) == launched:
@@ -169,7 +169,7 @@ def _check_counting(
 
 
 def _check_replays(
-    workload: Workload, launched: Workload, expected: Trained | None, device: torch.device, progress: Progress
+    workload: Workload, launched: Workload, expected: dict[str, Tensor] | None, device: torch.device, progress: Progress
 ) -> tuple[WeightDifference, WeightDifference | None]:
     """Replayed steps compared with launched ones, which have trained the weights ``expected`` if these are known;
     where they are not the same bit by bit, launched ones with themselves.
@@ -182,7 +182,7 @@ def _check_replays(
     expected = _free_for_training(expected, workload, device)
     progress("checking: replayed steps")
     replayed = _compare_weights(
-        workload, device, expected, train_counting(workload), lambda order: train_counting(launched)
+        workload, device, expected, train_counting(workload), lambda loss_scale: train_counting(launched)
     )
     if replayed.relative == 0 or not replayed.relative <= tolerance(workload):
         return replayed, None
@@ -208,40 +208,39 @@ def _allowed_of_replays(workload: Workload, repeated: WeightDifference | None) -
 def _compare_weights(
     workload: Workload,
     device: torch.device,
-    expected: Trained,
-    trained: Trained,
-    again: Callable[..., Trained] | None = None,
+    expected: dict[str, Tensor],
+    trained: dict[str, Tensor],
+    again: Callable[..., dict[str, Tensor]] | None = None,
 ) -> WeightDifference:
-    """Compare two trainings, but for what the rounding of the reference explains.
+    """Compare what two trainings return, but for what the rounding of the reference explains.
 
     Args:
-        again: trains the reference again, in an ``order``; None explains nothing.
+        again: trains the reference again, with a ``loss_scale``; None explains nothing.
     """
     _free_memory(device)
     start = dict(build_compared_model(workload, device).named_parameters())
     allowed = tolerance(workload)
-    comparison = TensorComparison(start, expected.tensors, trained.tensors, allowed)
+    comparison = TensorComparison(start, expected, trained, allowed)
     far = comparison.far
-    losses = [loss.item() for loss in expected.losses]
-    count = len(comparison.distances) - len(losses)
+    losses = {name: loss.item() for name, loss in expected.items() if name.startswith(LOSS)}
     del start, expected, trained
     _free_memory(device)
     others = []
-    if again is not None and far and not any(name.startswith(LOSS) for name in far):
+    if again is not None and far and not far.keys() & losses.keys():
         for scale in SCALES:
-            other = again(order=Order(scale=scale))
+            other = again(loss_scale=scale)
             # Training that runs away repeats nothing.
-            pairs = zip(other.losses, losses, strict=True)
-            if all(abs(again_loss.item() - loss) <= allowed * abs(loss) for again_loss, loss in pairs):
-                others.append({name: other.tensors[name].cpu() for name in far if name in other.tensors})
+            if all(abs(other[name].item() - loss) <= allowed * abs(loss) for name, loss in losses.items()):
+                others.append({name: other[name].cpu() for name in far if name in other})
             del other
             _free_memory(device)
     explained = comparison.explained(lambda name: [other[name] for other in others if name in other])
     difference = comparison.farthest(workload.size.num_layers, explained)
-    return replace(difference, notes=(rounding_note(explained, count, allowed),)) if explained else difference
+    note = rounding_note(explained, len(comparison.distances) - len(losses), allowed)
+    return replace(difference, notes=(note,)) if explained else difference
 
 
-def _free_for_training(trained: Trained, workload: Workload, device: torch.device) -> Trained:
+def _free_for_training(trained: dict[str, Tensor], workload: Workload, device: torch.device) -> dict[str, Tensor]:
     """Choose where tensors wait while the workload trains: host memory, if a GPU may not have room for both."""
     _free_memory(device)
     if device.type == "cuda" and workload.is_ours:
@@ -249,11 +248,10 @@ def _free_for_training(trained: Trained, workload: Workload, device: torch.devic
         # How much of a GPU's free memory training may be predicted to take besides weights that wait there.
         if workload.predicted_peak().total < 0.8 * free:
             return trained
-    aside = [{name: value.cpu() for name, value in tensors.items()} for tensors in (trained.weights, trained.copies)]
-    trained.weights.clear()
-    trained.copies.clear()
+    aside = {name: value.cpu() for name, value in trained.items()}
+    trained.clear()
     _free_memory(device)
-    return replace(trained, weights=aside[0], copies=aside[1])
+    return aside
 
 
 def _of_one_block(workload: Workload) -> Workload:
@@ -282,32 +280,29 @@ def _trained_for_check(
     build: Callable[[], nn.Module] | None = None,
     *,
     optimizer_workload: Workload | None = None,
-    order: Order | None = None,
-) -> Trained:
-    """Train a workload of a check, launched or in CUDA graphs.
+    loss_scale: float = 1.0,
+) -> dict[str, Tensor]:
+    """Train a workload as :func:`train` does, launched or in CUDA graphs.
 
     Args:
         build: makes the model; None is the workload's.
         optimizer_workload: whose optimizer takes the place of the workload's.
-        order: in which a launched step of PyTorch's operations sums the batch; None is the step's own.
+        loss_scale: multiplies the loss, and divides the gradients, which are rounded elsewhere then.
     """
     model = build_model(workload, device) if build is None else build()
-    optimizer = None
+    optimizer = scaler = None
+    if loss_scale != 1.0:
+        scaler = torch.amp.GradScaler(device.type, init_scale=loss_scale * (2**16 if workload.scales_loss else 1))
     if workload.updates_parameters:
         optimizer = build_optimizer(optimizer_workload or workload, model.parameters(), **OPTIMIZER_SETTINGS)
-    step = TrainStep(workload, device, model=model, optimizer=optimizer)
-    if order is None:
-        return train(step, model, step.warmup_of_capture)
-    return train_in_order(step, model, step.warmup_of_capture, order, seeds=False)
+    step = TrainStep(workload, device, model=model, optimizer=optimizer, scaler=scaler)
+    return train(step, model, step.warmup_of_capture)
 
 
 def _free_memory(device: torch.device) -> None:
     if device.type == "cuda":
         free_gpu_memory()
 
-
-# Blocks that are checked for what looks into steps: with two, a norm also computes the addition that ends a block.
-_FEW_BLOCKS = 2
 
 # What was found for steps that are looked into in several ways.
 _of_few_blocks: dict[Workload, tuple[Checked | None, Outcome | None]] = {}
@@ -322,7 +317,8 @@ def check_few_blocks(workload: Workload, device: torch.device, progress: Progres
     """
     workload = replace(workload, warmup=0, steps=1)
     if workload.is_ours:
-        few = min(_FEW_BLOCKS, workload.size.num_layers)
+        # With two, a norm also computes the addition that ends a block.
+        few = min(2, workload.size.num_layers)
         workload = replace(workload, size=replace(workload.size, num_layers=few))
     if workload not in _of_few_blocks:
         _of_few_blocks[workload] = check_training(workload, device, progress)

@@ -21,8 +21,9 @@ from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.fsdp.calls import cast_floating, compute_in_own_dtype
 from cs336sys.parallel.fsdp.plan import plan_sharding
+from cs336sys.parity.orders import Order, Trained, draw_alike, train_in_order
 from cs336sys.parity.rounding import LEARNING_RATES, MEAN_LOSS, parallel_tolerance, stay_near
-from cs336sys.parity.training import SCALES, Order, Trained, draw_alike, run_steps, train_in_order
+from cs336sys.parity.training import SCALES, run_steps
 from cs336sys.parity.weights import (
     OPTIMIZER_SETTINGS,
     TensorComparison,
@@ -187,7 +188,7 @@ def train_alone(
         workload = replace(workload, precision="fp32")
     optimizer = build_optimizer(workload, model.parameters(), **OPTIMIZER_SETTINGS | {"lr": learning_rate})
     step = TrainStep(workload, device, model=model, optimizer=optimizer, scaler=scaler)
-    return train_in_order(step, plain, warmup, order, seeds=not workload.is_ours)
+    return train_in_order(step, plain, warmup, order)
 
 
 class _InHalfPrecision(nn.Module):

@@ -219,15 +219,14 @@ def diagnose_weight(case: FaultEvidence, first: Finding) -> Diagnosis:
     is_frozen = torch.equal(first.expected, start)
     if is_frozen and program.frozen:
         return case.conclude("frozen", f"{first.name} is frozen and was changed", sent)
-    if _are_late(case, first):
-        return case.conclude(
-            "stale weights", f"{first.name} after step {step + 1} is what it should be after {step}", sent
-        )
+    off_on = sorted({finding.rank for finding in findings if finding.name == first.name})
+    if len(off_on) == len(case.reports) and _are_late(case, first):
+        meaning = f"{first.name} after step {step + 1} is what it should be after {step}"
+        return case.conclude("stale weights", meaning, sent)
     if norm(first.actual - start) <= 1e-12 * max(norm(start), 1e-300):
         owners = [rank for rank, report in enumerate(case.reports) if first.name in report.owned]
         if not owners:
             return case.conclude("left out", f"no rank's optimizer has {first.name}")
-        off_on = sorted({finding.rank for finding in findings if finding.name == first.name})
         if len(off_on) < len(case.reports):
             who = ", ".join(map(str, off_on))
             meaning = f"rank {who} does not get the new values of {first.name}: send them after the step"
