@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from cs336sys.accounting.derivation import Derived
 from cs336sys.report.account.answers import answers_table
-from cs336sys.report.course.evidence import PLAIN, Evidence, Selection, cells_of, joined_selection
+from cs336sys.report.course.evidence import PLAIN, Evidence, Selection, joined_selection
 from cs336sys.report.course.problem import Handout
-from cs336sys.report.numbers import format_number, format_operand, format_quantity, in_shown_unit
+from cs336sys.report.numbers import format_number, format_quantity
 from cs336sys.report.table import Column, Table
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval, ratio, same_within
@@ -90,20 +90,10 @@ def _cost(exposed: Interval) -> str:
     return "{} ({} to {})".format(*map(_WORDS["ms"], (exposed.estimate, exposed.low, exposed.high)))
 
 
-def _derived_value(answer: Derived) -> str:
-    """``20 MiB``, ``at most 60.61 devices``."""
-    value, unit = in_shown_unit(answer.value, answer.unit)
-    if value == float("inf"):
-        return "without limit"
-    relation = {"<=": "at most ", ">=": "at least "}.get(answer.relation, "")
-    number = f"{value:,.0f}" if value == int(value) else format_quantity(value, "")
-    return f"{relation}{number.strip()} {unit}".strip()
-
-
 # Filters of templates: of one value, joined for a list; then those of a list.
 _WORDS: dict[str, Callable[[Any], str]] = {
     **{unit: partial(format_quantity, unit=unit) for unit in ("ms", "bytes", "decimal_bytes")},
-    **{"times": times, "speed": speed, "cost": _cost, "derived": _derived_value},
+    **{"times": times, "speed": speed, "cost": _cost},
     "gib": lambda gib: format_quantity(gib, "gib" if abs(gib) >= 0.1 or gib == 0 else "gib as mib"),
     "signed_gib": lambda gib: f"{'+' if gib > 0 else ''}{_WORDS['gib'](gib)}",
     "before_after": lambda phase: (
@@ -215,10 +205,9 @@ class Answer:
             names = [self._label(label, cell.configuration) for cell in failed if cell.status == status]
             self.write("common.failures", status=status, names=list(dict.fromkeys(names)))
 
-    def derive(self, answers: Sequence[Derived], table: str, title: str, say: Iterable[Derived] = ()) -> None:
-        """Add derived values as a table, and some of them as sentences with formula and reason."""
+    def derive(self, answers: Sequence[Derived], table: str, title: str) -> None:
+        """Add derived values as a table, each with its formula and reason."""
         self.tables.append(answers_table(table, title, answers))
-        self.write("common.derived", formulas=[(value, value.derivation(format_operand)) for value in say])
 
     def measured_by(self, groups: Iterable[Selection]) -> None:
         """Name the invocations that measured the cells, each once."""
@@ -326,8 +315,8 @@ def measured(
     """
 
     def answered(answer: Answer) -> None:
-        found = [group.only(only) for group in answer.find(command, wanted(answer.handout), **required)]
-        groups = [group for group in found if group.cells]
+        selections = [group.only(only) for group in answer.find(command, wanted(answer.handout), **required)]
+        groups = [group for group in selections if group.cells]
         more = facts(answer, groups) if groups else None
         if more is None:
             return
@@ -335,10 +324,9 @@ def measured(
             answer.show(groups, table, *columns, medians=medians, join=True, keep=keep)
         answer.measured_by(groups)
         answer.draw(groups if draws else ())
-        order = ("parameters", "context", "head_dim")
-        tried = sorted(map(facts_of, cells_of(groups)), key=lambda cell: [cell.get(name) or 0 for name in order])
-        rows = joined_selection(groups).rows
-        answer.write(block, **{"cells": where(tried, status="ok"), "tried": tried, "rows": rows, **more})
+        joined = joined_selection(groups)
+        tried = list(map(facts_of, joined.cells))
+        answer.write(block, **{"cells": where(tried, status="ok"), "tried": tried, "rows": joined.rows, **more})
         answer.lack_unmeasured(label, tried, grid(answer.handout))
 
     return answered

@@ -97,10 +97,14 @@ class Selection:
 
 
 def joined_selection(groups: Sequence[Selection]) -> Selection:
-    """The cells of several invocations as if one had measured them, for tables that compare none with another."""
+    """The cells of several invocations as if one had measured them, for tables that compare none with another.
+
+    The smallest models and shortest contexts come first.
+    """
     runs = [run for group in groups for run in group.invocation.runs[-1:]]
-    invocation = replace(groups[0].invocation, runs=runs)
-    return Selection(invocation, cells_of(groups))
+    order = ("d_model", "num_layers", "context", "head_dim")
+    cells = sorted(cells_of(groups), key=lambda cell: [cell.configuration.get(name) or 0 for name in order])
+    return Selection(replace(groups[0].invocation, runs=runs), cells)
 
 
 def cells_of(groups: Sequence[Selection]) -> list[Cell]:
@@ -205,17 +209,15 @@ def read_test_outcomes(path: Path) -> dict[str, str]:
     """``passed``, ``failed`` or ``skipped`` by test, of a file that ``pytest --junitxml`` has written."""
     try:
         cases = list(ElementTree.fromstring(b"".join(read_chunks(path, _TESTS_BYTES))).iter("testcase"))
+    except UsageError:
+        raise
     except (OSError, ValueError, LookupError, ElementTree.ParseError) as error:
-        if isinstance(error, UsageError):
-            raise
         raise UsageError(f"cannot read the tests' outcomes from {path}: {error}") from error
     if not cases:
         raise UsageError(f"{path} holds no test's outcome: it should be a file written by pytest --junitxml")
-    outcomes = {}
-    for case in cases:
+
+    def outcome(case: ElementTree.Element) -> str:
         kinds = {child.tag for child in case}
-        failed = bool(kinds & {"failure", "error"})
-        outcomes[printable(case.get("name", ""))] = (
-            "failed" if failed else "skipped" if "skipped" in kinds else "passed"
-        )
-    return outcomes
+        return "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+
+    return {printable(case.get("name", "")): outcome(case) for case in cases}

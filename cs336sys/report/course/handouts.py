@@ -20,7 +20,7 @@ from cs336sys.report.course.problems import mixed_precision as mixed
 from cs336sys.report.course.problems import nsys_profile as nsys
 from cs336sys.report.course.problems import pytorch_attention as attention
 from cs336sys.report.numbers import format_duration
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, named_columns
 
 _YEARS = (2025, 2026)
 
@@ -38,14 +38,8 @@ def _calculations(name: str, title: str, strategy: str, letters: str, *first, me
     return _problem(name, title, *answers, commands=commands, letters=letters, years=(2026,))
 
 
-def _memory(letters: str, year: int):
-    stream = (memory.residual_stream, arithmetic(f"account activations --size {memory.SIZE}"))
-    last = (memory.block,) * (letters[-1] == "f")
-    answers = (memory.timelines, memory.peaks, memory.mixed_precision, stream, memory.largest_allocations, *last)
-    commands = memory.memory_commands
-    return _problem("memory_profiling", "Memory profiling", *answers, commands=commands, letters=letters, years=(year,))
-
-
+_STREAM = (memory.residual_stream, arithmetic(f"account activations --size {memory.SIZE}"))
+_MEMORY = (memory.timelines, memory.peaks, memory.mixed_precision, _STREAM, memory.largest_allocations, memory.block)
 _SCRIPT = (
     (script.script, arithmetic("bench --help")),
     (script.timings, script.timing_commands),
@@ -71,8 +65,10 @@ _ALL = [
              mixed.accumulation, commands=mixed.precision_commands),
     _problem("benchmarking_mixed_precision", "Benchmarking mixed precision",
              *_MIXED, commands=mixed.precision_commands, letters="abc"),
-    _memory("abcde", 2025),
-    _memory("abcdef", 2026),
+    _problem("memory_profiling", "Memory profiling",
+             *_MEMORY[:5], commands=memory.memory_commands, letters="abcde", years=(2025,)),
+    _problem("memory_profiling", "Memory profiling",
+             *_MEMORY, commands=memory.memory_commands, letters="abcdef", years=(2026,)),
     _problem("gradient_checkpointing", "Memory-optimal gradient checkpointing",
              checkpointing.nested, checkpointing.one_recomputation,
              commands=checkpointing.checkpointing_commands, letters="ab", years=(2026,)),
@@ -160,11 +156,9 @@ def planned(problems: Sequence[Problem], target: Target) -> list[tuple[Command, 
     """The commands that measure, each once, with the problems that need it."""
     needed: dict[tuple[str, ...], tuple[Command, list[str]]] = {}
     for problem in problems:
-        for part in problem.parts:
-            for command in _possible(part, target):
-                if command.is_saved:
-                    names = needed.setdefault(command.arguments, (command, []))[1]
-                    names += [problem.name] * (problem.name not in names)
+        for command in (command for part in problem.parts for command in _possible(part, target) if command.is_saved):
+            names = needed.setdefault(command.arguments, (command, []))[1]
+            names += [problem.name] * (problem.name not in names)
     return list(needed.values())
 
 
@@ -178,11 +172,10 @@ def _possible(part: Part, target: Target) -> list[Command]:
 
 
 def _on_cpu_ranks(part: Part, target: Target, reason: str) -> list[Command]:
-    for size in _CPU_SIZES:
-        local = _local_target(target.handout, size, "cpu")
+    note = f"on Gloo ranks of the CPU: what the handout asks {reason}"
+    for local in (_local_target(target.handout, size, "cpu") for size in _CPU_SIZES):
         commands = [command for command in part.commands(local) if command.is_saved]
         if all((command.memory_gib or 0) * command.gpus <= (local.memory_gib or 0) for command in commands):
-            note = f"on Gloo ranks of the CPU: what the handout asks {reason}"
             return [replace(command, gpus=1, note=note) for command in commands]
     return []
 
@@ -196,23 +189,25 @@ def why_not(command: Command, target: Target) -> str | None:
     return None
 
 
+_PLAN_COLUMNS = (
+    *named_columns("command"),
+    Column("seconds", "about"),
+    Column("memory_gib", "memory", "gib"),
+    Column("gpus", "GPUs"),
+    *named_columns("note"),
+    Column("problems", "for"),
+)
+
+
 def plan_table(plan: Sequence[tuple[Command, Sequence[str]]], target: Target) -> Table:
     """The commands with their time and memory."""
-    columns = (
-        Column("command", "command"),
-        Column("seconds", "about"),
-        Column("memory_gib", "memory", "gib"),
-        Column("gpus", "GPUs"),
-        Column("note", "note"),
-        Column("problems", "for"),
-    )
     rows: list[dict[str, Any]] = []
     for command, names in plan:
         large = target.gpus and target.memory_gib and (command.memory_gib or 0) > target.memory_gib
         note = command.note or why_not(command, target) or ("what does not fit becomes a result" if large else None)
-        row: dict[str, Any] = {"command": command.line, "note": note, "problems": ", ".join(names)}
-        row |= {"seconds": format_duration(command.seconds), "memory_gib": command.memory_gib}
-        rows.append(row | {"gpus": command.gpus if target.gpus else None})
+        row = {"command": command.line, "seconds": format_duration(command.seconds), "memory_gib": command.memory_gib}
+        row |= {"gpus": command.gpus if target.gpus else None, "note": note, "problems": ", ".join(names)}
+        rows.append(row)
     total = format_duration(sum(command.seconds for command, _ in plan if why_not(command, target) is None))
     title = f"report {target.handout.year}: {len(plan)} commands, about {total} altogether"
-    return Table("plan", title, columns, rows)
+    return Table("plan", title, _PLAN_COLUMNS, rows)

@@ -143,21 +143,18 @@ def training_sweep(
     lists: dict[str, Sequence[Any]] = {"size": target.sizes(names), "context": contexts, **options}
     typed = [part for name, values in lists.items() if values for part in (f"--{name}", ",".join(map(str, values)))]
     lists = {"mode": ("train",), "precision": ("fp32",), "compile": ("off",), **lists, "context": contexts or (512,)}
-    alike = math.prod(len(values) for name, values in lists.items() if name not in _COUNTED)
-    flops, most = 0, 0.0
-    for name, context, mode, precision in product(*(lists[name] for name in _COUNTED)):
-        size = choose_size(name, context=context)
-        flops += alike * model_flops(size, backward=MODES[mode].has_backward, causal=False)
-        most = max(most, predicted_peak(size, precision, mode, "reference").total_gib)
     cells = math.prod(map(len, lists.values()))
+    # The settings that FLOPs and memory depend on; the others repeat these cells.
+    counted = [*product(*(lists[name] for name in ("size", "context", "mode", "precision")))]
+    flops, peaks_gib = 0.0, []
+    for name, context, mode, precision in counted:
+        size = choose_size(name, context=context)
+        flops += cells / len(counted) * model_flops(size, backward=MODES[mode].has_backward, causal=False)
+        peaks_gib.append(predicted_peak(size, precision, mode, "reference").total_gib)
     compiled = sum(mode != "off" for mode in lists["compile"]) * len(lists["size"])
     seconds = steps * flops / (target.tflops * 1e12 * _REACHED) + _START_S + _CELL_S * cells * ranks
     arguments = (command, *typed, *flags, *target.device_options)
-    return Command(arguments, seconds + _COMPILE_S * compiled, most, ranks)
-
-
-# The settings of a sweep that FLOPs and memory depend on.
-_COUNTED = ("size", "context", "mode", "precision")
+    return Command(arguments, seconds + _COMPILE_S * compiled, max(peaks_gib), ranks)
 
 
 def measurement(line: str, seconds: float, gpus: int = 1) -> Commands:

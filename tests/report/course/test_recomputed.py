@@ -170,12 +170,12 @@ def check_with_tables(where: str, text: str, block: Answer, checked: Checked) ->
     """Sentences whose numbers stand in the table below them."""
     rows = [row for table in block.tables if table.name == "phases" for row in cells(table)]
     forward = [row for row in rows if row.get("phase") == "forward" and row.get("unprofiled_ms", "-") != "-"]
-    for match in numbers(
-        rf"(\w[\w.]*) at context (\d+) takes {N}x under the profiler, with kernels running in {N} %", text
-    ):
-        row = next(row for row in forward if (row["size"], row["context"].replace(",", "")) == match.groups()[:2])
-        checked.add(where, match.span(3), match[3], (row["span_ms"], row["unprofiled_ms"]), over)
-        checked.add(where, match.span(4), match[4], (row["busy_ms"], row["span_ms"]), part)
+    far = re.search(rf"take between {N}x and {N}x as long under it, .*? between {N} % and {N} % of that", text)
+    for groups, keys, formula in ((1, 2), ("span_ms", "unprofiled_ms"), over), ((3, 4), ("busy_ms", "span_ms"), part):
+        for group in groups if far else ():
+            operands = [tuple(row[key] for key in keys) for row in forward]
+            same = [pair for pair in operands if agrees(far[group], pair, formula)]
+            checked.add(where, far.span(group), far[group], (same or operands)[0], formula)
     for match in numbers(rf"(\w[\w.]*)(?: \([^)]*\))? at context (\d+) \({N} %\)", text):
         row = next(row for row in forward if (row["size"], row["context"].replace(",", "")) == match.groups()[:2])
         checked.add(
@@ -231,7 +231,7 @@ READ = [
     r"elementwise kernels", r"in the whole step", r"AdamW's kernels", r"agrees within", r"x at \d+",
     r"the mean step", r"computing ran next to it", r"Over the sizes the gain",
     r"first measured step takes", r"no kernel runs in", r"in the backward pass", r"five largest tensors",
-    r"way that the parameter went", r"where the context grows", r"warm-up steps it takes",
+    r"way that the parameter went", r"where the context grows", r"warm-up steps that step takes",
     r"as long\.", r"take [\d.]+x as long", r"x the (?:error|speed\))", r"\d+ %\), and in", r"calls\)\.",
     r"% of what is expected", r"told apart at 5 %", r"(?:Sigmoid|Mm|Mul|Exp) at ",
 ]  # fmt: skip

@@ -28,15 +28,14 @@ _MESHES = {
 def _answer_of(
     question: str, derive: Callable[[], Sequence[Derived]], block: str = "", **numbers: object
 ) -> Callable[[Answer], None]:
-    """The derived values that are marked as a part's answers, as sentences and as a table, after a block of numbers."""
+    """The derived values that are marked as a part's answers, as a table, after a block of numbers."""
 
     def answered(answer: Answer) -> None:
         derived = derive()
         steps = _with_definitions([value for value in derived if value.question == question], derived)
         if block:
             answer.write(f"calculations.{block}", **numbers)
-        problem = question.partition(" ")[0]
-        answer.derive(steps, problem, f"{problem}: all steps", say=steps)
+        answer.derive(steps, question.partition(" ")[0], question)
 
     return answered
 
@@ -84,6 +83,6 @@ def parallel(problem: str, strategy: str, letters: str) -> list[Callable[[Answer
 
 def tp_backward(answer: Answer) -> None:
     answer.tables += [table for table in parallel_tables(["tp"], _layer(), _DEVICES) if table.name == "tp_backward"]
-    equations = [row["equation"] for row in answer.tables[0].rows]
+    equations = [str(row["equation"]) for row in answer.tables[0].rows]
     collectives = [equation for equation in equations if "all-reduce" in equation]
     answer.write("calculations.tp_backward", steps=len(equations), collectives=collectives)

@@ -54,7 +54,7 @@ def _steps(block: str, *strategies: str, draws: bool = False) -> Callable[[Answe
         group = series and series.only(lambda cell: cell.configuration["strategy"] in strategies)
         if group is None or not {"naive", strategies[-1]} <= group.by("strategy").keys():
             return
-        measured = [_OPTIONAL | row for row in where(group.rows("ddp"), status="ok")]
+        measured = [{**_OPTIONAL, **row} for row in where(group.rows("ddp"), status="ok")]
         if draws and not all(row["timeline"] for row in measured):
             return
         answer.draw([group] if draws else (), "timelines")
@@ -106,11 +106,11 @@ def buckets(answer: Answer) -> None:
     by_exposed = sorted(predicted, key=lambda row: row["exposed_ms"].estimate)
     facts: dict[str, Any] = {"is_aligned": by_exposed == sorted(predicted, key=lambda row: row["predicted_ms"])}
     # The backward pass without communication next to it, and what its gradients need on the link that was fitted.
-    alone, first = group.first(strategy="naive"), bucket_sweeps(group.measured)[0][0]
+    naive_cell, first = group.first(strategy="naive"), bucket_sweeps(group.measured)[0][0]
     backward = {
         cell.configuration["bucket_mb"]: cell.samples["backward"].median for cell in group.of(strategy="bucketed")
     }
-    facts |= {"alone_ms": alone and alone.samples["backward"].median, "backward": backward}
+    facts |= {"without_ms": naive_cell and naive_cell.samples["backward"].median, "backward": backward}
     facts["travel_ms"] = 1e3 * first.derived["communicated_bytes"] / link_of(first).bytes_per_s
     write_setup(answer, group)
     answer.write("ddp.buckets", sizes=sizes, others=others, slower=slower, **facts)
@@ -132,5 +132,4 @@ def bucket_equation(answer: Answer) -> None:
             answer.measured_by([group])
     answer.write("ddp.bucket_equation", is_measured=bool(answer.runs), calls_are_free=setting[3] == 0)
     if setting[3]:
-        answers = bucket_answers(*setting)
-        answer.derive(answers, "formulas", "bucket sizes by the equation", say=answers)
+        answer.derive(bucket_answers(*setting), "formulas", "bucket sizes by the equation")

@@ -24,8 +24,7 @@ def _checkpointed_runs(answer: Answer) -> list[Selection]:
 
 def nested(answer: Answer) -> None:
     answers = checkpointing_answers(choose_size(SIZE, context=2048), "fp32", "reference")
-    part_a = [rule for rule in answers if rule.question.endswith("(a)")]
-    answer.derive(answers, "rules", "what strategies hold", say=part_a)
+    answer.derive(answers, "rules", "what strategies hold")
     runs = [group for group in _checkpointed_runs(answer) if "nested" in group.by("checkpointing")][:1]
     answer.measured_by(runs)
     # Only what one run measured is compared.

@@ -1,5 +1,6 @@
 """``memory_profiling``: where memory goes in inference and in a training step."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cs336sys.accounting.checkpointing import predicted_peak
@@ -23,7 +24,7 @@ def _wanted(handout: Handout) -> Settings:
     return {"size": (SIZE,), "context": {*handout.memory_contexts, 128, 256, 512}}
 
 
-def _profiled(block: str, tables: dict[str, tuple[str, ...]], *modes: str, precisions=("fp32",), **options: Any):
+def _profiled(block: str, tables: Mapping[str, Sequence[str]], *modes: str, precisions=("fp32",), **options: Any):
     """Answer with steps of the model that both handouts ask about, without checkpoints."""
     settings = {"checkpointing": ("none",), "mode": modes or (*_CALLED,), "precision": precisions}
     options = {"wanted": _wanted, "required": {**PLAIN_OF_ANY_MODE, **settings}, **options}
@@ -39,7 +40,8 @@ def _draw_timelines(answer: Answer, groups: list[Selection]) -> dict[str, Any]:
 
 
 timelines = _profiled(
-    *("timelines", {"phases": ("mode", "phase", "allocated_gib", *(f"{k.replace(' ', '_')}_gib" for k in _KINDS))}),
+    "timelines",
+    {"phases": ("mode", "phase", "allocated_gib", *(f"{kind.replace(' ', '_')}_gib" for kind in _KINDS))},
     wanted=lambda handout: {"size": (SIZE,), "context": handout.memory_contexts[: 1 + (handout.year == 2026)]},
     facts=_draw_timelines,
 )
@@ -51,11 +53,12 @@ def _predicted(context: int, precision: str, mode: str) -> float:
 
 def _peaks(block: str, *precisions: str):
     """Peaks of a forward pass and of a training step, in these precisions, with those of what did not fit predicted."""
-    asked = {"mode": (*_CALLED,), "precision": precisions}
+    steps = {"mode": (*_CALLED,), "precision": precisions}
     return _profiled(
-        *(block, {"memprof": ("context", "mode", "precision", "peak_gib", "peak_phase", "step_ms", "status")}),
+        block,
+        {"memprof": ("context", "mode", "precision", "peak_gib", "peak_phase", "step_ms", "status")},
         precisions=precisions,
-        grid=lambda handout: {"context": handout.memory_contexts, **asked},
+        grid=lambda handout: {"context": handout.memory_contexts, **steps},
         label="{mode} at context {context} in {precision}",
         facts=lambda answer, groups: {"called": _CALLED, "predicted": _predicted, "kinds": _KINDS},
     )
@@ -66,8 +69,7 @@ mixed_precision = _peaks("mixed_precision", "fp32", "bf16")
 
 
 def residual_stream(answer: Answer) -> None:
-    answers = tensor_answers(SIZES[SIZE], "fp32")[:1]
-    answer.derive(answers, "residual", "a tensor of the residual stream", say=answers)
+    answer.derive(tensor_answers(SIZES[SIZE], "fp32")[:1], "residual", "a tensor of the residual stream")
 
 
 _ALLOCATION = ("context", "size_bytes", "count", "phase", "category", "module", "operation", "code")
@@ -77,7 +79,8 @@ _SAVED = ("saved", "saved_predicted", "forward_growth", "backward_change")
 _GRADIENTS = ("gradients_by_difference", "gradients", "gradients_expected")
 _TENSOR = ("tensor", "shape", "size_bytes", "share_percent", "operation", "code")
 block = _profiled(
-    *("block", {"block": tuple(f"{name}_bytes" for name in (*_SAVED, *_GRADIENTS)), "saved_tensors": _TENSOR}),
+    "block",
+    {"block": [f"{name}_bytes" for name in (*_SAVED, *_GRADIENTS)], "saved_tensors": _TENSOR},
     # With a checkpoint a block saves its tensors when it is computed again, also where a plain step does not fit.
     required={**PLAIN_OF_ANY_MODE, "checkpointing": ("none", "block"), "mode": ("train",), "precision": ("fp32",)},
     only=lambda cell: cell.status == "ok" and cell.derived.get("saved_tensors"),

@@ -31,11 +31,11 @@ def by_size(answer: Answer) -> None:
     rows: list[dict[str, Any]] = []
     # A half precision is compared with the fp32 of its own run, one with the 5 warm-up steps that are asked for first.
     for chosen in ({**wanted, "warmup": (5,)}, wanted):
-        there = {row["precision"] for row in rows}
+        compared_before = {row["precision"] for row in rows}
         more = compared(
             answer.find_each("bench", chosen, **settings), "precision", "fp32", _PHASES, "precision", "parameters"
         )
-        rows += [row for row in more if row["precision"] not in there]
+        rows += [row for row in more if row["precision"] not in compared_before]
     if not rows:
         return
     for row in rows:

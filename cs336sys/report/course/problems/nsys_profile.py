@@ -28,6 +28,7 @@ def _with_bench(answer: Answer, groups: list[Selection]) -> dict[str, Any] | Non
         if row["unprofiled_ms"]:
             longer = row["span_ms"] / row["unprofiled_ms"].median
             facts = {"ratio": longer, "is_near": abs(longer - 1) <= 2 * ALIKE}
+            facts["running_percent"] = 100 * row["busy_ms"] / row["span_ms"]
             passes.append({**row, **facts, "benched": benched.get((row["size"], row["context"]))})
     answer.measured_by(bench if any(row["benched"] for row in passes) else ())
     return {"passes": passes} if measured_of(groups) else None

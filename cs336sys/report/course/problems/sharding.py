@@ -8,7 +8,6 @@ from cs336sys.report.course.answer import Answer, facts_of, where
 from cs336sys.report.course.evidence import Selection, measured_of
 from cs336sys.report.course.problem import Command, Target
 from cs336sys.report.course.problems.ddp import write_setup, xl_command
-from cs336sys.report.numbers import format_operand
 from cs336sys.report.shard import COMPONENTS
 from cs336sys.sizes import SIZES
 
@@ -35,7 +34,7 @@ def _is_as_asked(group: Selection) -> bool:
 def _sharded_steps(answer: Answer) -> list[Selection]:
     """Find steps with and without a sharded optimizer, a precision each, launched ones before those in CUDA graphs."""
     runs = [
-        group.only(lambda cell, precision=precision: cell.configuration["precision"] == precision)
+        Selection(group.invocation, [cell for cell in group.cells if cell.configuration["precision"] == precision])
         for graph in ("off", "on")
         for group in _shard_steps(answer, "none", *_SHARDED, cuda_graph=graph)
         if group.setting("cuda_graph") == graph
@@ -72,12 +71,9 @@ def speeds(answer: Answer) -> None:
 
 
 def against_zero(answer: Answer) -> None:
-    sent = {}
-    for scheme, strategy in (("the handout's way", "optimizer"), ("ZeRO stage 1", "optimizer-flat")):
-        answers = state_answers(SIZES[answer.handout.xl], 2, strategy)
-        value = next(value for value in answers if value.question.endswith("(c)"))
-        sent[scheme] = value, value.derivation(format_operand)
-    answer.write("sharding.against_zero", sent=sent)
+    answers = [a for strategy in _SHARDED for a in state_answers(SIZES[answer.handout.xl], 2, strategy)]
+    answer.derive([a for a in answers if a.question.endswith("(c)")], "sent", "what each sends, optimizer-flat second")
+    answer.write("sharding.against_zero")
 
 
 def shard_commands(target: Target) -> list[Command]:
