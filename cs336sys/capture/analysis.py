@@ -186,16 +186,16 @@ def _kernel_groups(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGrou
     sums = np.bincount(place, weights=length[inside], minlength=size).reshape(-1, steps) / 1e6
     place = group_of[breakdown.work] * steps + breakdown.step
     exclusive_ms = np.bincount(place, weights=breakdown.credit, minlength=size).reshape(-1, steps) / 1e6
-    is_some = counts.any(axis=1) | exclusive_ms.any(axis=1)
+    is_some = counts.sum(axis=1) + exclusive_ms.sum(axis=1) > 0
     order = [number for number in np.argsort(-sums.sum(axis=1), kind="stable").tolist() if is_some[number]]
     rows = []
     for number in order[:_MOST_GROUPS]:
-        name, module, operator, shape = groups[number].tolist()
+        name, *places = groups[number].tolist()
         values = (tuple(column[number].tolist()) for column in (counts, sums, exclusive_ms))
-        texts = ((timeline.modules, module), (timeline.texts, operator), (timeline.texts, shape))
+        texts = zip((timeline.modules, timeline.texts, timeline.texts), places, strict=True)
         kernel = timeline.texts[name]
-        labels = (names[place] if place >= 0 else "" for names, place in texts)
-        rows.append(KernelGroup(kernel, category_of(kernel), *labels, *values))
+        module, operator, shape = (names[place] if place >= 0 else "" for names, place in texts)
+        rows.append(KernelGroup(kernel, category_of(kernel), module, operator, shape, *values))
     if rest := order[_MOST_GROUPS:]:
         sums_of_rest = (tuple(column[rest].sum(axis=0).tolist()) for column in (counts, sums, exclusive_ms))
         rows.append(KernelGroup(OTHERS, category_of(""), "", "", "", *sums_of_rest))

@@ -83,11 +83,11 @@ def break_down(timeline: Timeline, waiting_ns: Times | None = None) -> Breakdown
 
 def _uncovered(cover: Cover, begin: Times, end: Times) -> tuple[Times, Times]:
     """Begins and ends of what a cover leaves free of some intervals."""
-    edges = [np.zeros(0, np.int64)]
+    edges: list[int] = []
     for first, last in zip(begin.tolist(), end.tolist(), strict=True):
         low, high = np.searchsorted(cover.stop, first, side="right"), np.searchsorted(cover.start, last)
-        edges += [[first], np.column_stack((cover.start[low:high], cover.stop[low:high])).ravel(), [last]]
-    free = np.concatenate(edges).astype(np.int64).reshape(-1, 2)
+        edges += [first, *np.column_stack((cover.start[low:high], cover.stop[low:high])).ravel().tolist(), last]
+    free = np.array(edges, np.int64).reshape(-1, 2)
     free = free[free[:, 1] > free[:, 0]]
     return free[:, 0], free[:, 1]
 

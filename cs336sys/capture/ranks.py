@@ -283,9 +283,7 @@ class RankAnswer:
 
 def local_ms(analysis: Analysis) -> list[float]:
     """Return how long a rank computes, copies and idles in each step, which no other rank makes longer."""
-    parts = [
-        analysis.parts[part] for part in (StepPart.COMPUTING, StepPart.COPIES, *IDLE_PARTS) if part in analysis.parts
-    ]
+    parts = [analysis.parts[part] for part in _LOCAL_PARTS if part in analysis.parts]
     return [sum(values) for values in zip(*parts, strict=True)] if parts else [0.0] * len(analysis.step_ms)
 
 
@@ -302,14 +300,13 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RanksFound | None) -> R
         return RankAnswer(why_unknown="work or launches are missing from their steps")
     if ranks is None:
         return RankAnswer(why_unknown="no collectives of theirs could be matched")
-    steps, longest = _common_steps(analyses)
+    steps, step_ms = _common_steps(analyses)
     if not steps:
         return RankAnswer(why_unknown="the ranks have no step in common")
     local = [[local_ms(analysis)[places[rank]] for places in steps] for rank, analysis in enumerate(analyses)]
     excess = [_excess(local, rank) for rank in range(len(local))]
     means = [statistics.fmean(values) for values in excess]
     slowest = max(range(len(means)), key=means.__getitem__)
-    step_ms = longest
     if len(steps) < _LEAST_STEPS:
         seen = ""
         if means[slowest] >= _LEAST_SHARE * step_ms:

@@ -148,7 +148,8 @@ def _keep(path: Path | None, run_id: str, read: "Read", cells: list[Cell]) -> No
     if path is None:
         return
     with contextlib.closing(ResultsFile(path)) as results:
-        for row in (run, *cells):
-            results.append(row)
+        results.append(run)
+        for cell in cells:
+            results.append(cell)
         if results.fault is not None:
             raise OutputError(f"cannot write --save {path}: {results.fault}")

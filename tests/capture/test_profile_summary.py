@@ -209,6 +209,19 @@ def test_a_little_that_is_lost_is_counted(report):
     assert profile.attributed_percent == pytest.approx(100 * 380 / 390)
 
 
+def test_a_kernel_whose_launch_is_lost_has_the_phase_of_its_operator(trace):
+    trace.range("forward", 0, 100)
+    trace.range("backward", 100, 200)
+    trace.operation("aten::mm", 105, 120)
+    trace.events[-1]["args"]["External id"] = 7
+    trace.kernel("nvjet_forward", 10, 20, 30)
+    numbers = {"correlation": 999, "External id": 7, "device": 0}
+    trace.event("kernel", "nvjet_backward", 110, 150, "stream 7", 0, **numbers)
+    profile = summary_of(trace)
+    assert {row.name: row.kernel_ns for row in profile.phases} == {"forward": 10, "backward": 40}
+    assert profile.attributed_percent == 100.0
+
+
 def test_any_ranges_can_be_the_phases_of_another_program(report):
     report.range("train epoch", 0, 1000, kind=PUSH_POP)
     for start in (0, 500):

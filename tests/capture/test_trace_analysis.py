@@ -165,6 +165,7 @@ def test_a_compiled_kernel_is_bound_by_the_bytes_of_its_arguments():
     line = roofline(work, 2 * work.bytes / 3.35e12, "NVIDIA H100 80GB HBM3")
     assert (line.bound, line.percent) == ("bytes", pytest.approx(50, rel=0.01))
     assert operator_work("triton_tem_fused_mm_0", shape) is None
+    assert operator_work("triton_poi_fused_add_0", json.dumps([5, ["float"]])) is None
 
 
 def test_reports_of_nsys_give_the_same_parts(tmp_path):

@@ -189,6 +189,15 @@ def test_a_report_without_nsys_to_export_it(tmp_path, monkeypatch):
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+def test_a_folder_of_one_report_is_read_and_one_of_two_is_refused(report):
+    folder = report.parent
+    assert "phases" in tables(invoke("nsys", "--from", folder, "--format", "json"))
+    shutil.copyfile(report, folder / "other.sqlite")
+    refused = invoke("nsys", "--from", folder)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "--from: one report is read at a time, not 2; run the command for each of them" in refused.stderr
+
+
 def test_ranges_of_another_program(tmp_path):
     recorder = NsysReport(tmp_path / "other.sqlite")
     long_name = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, X>(int)"

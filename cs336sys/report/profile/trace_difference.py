@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cs336sys.accounting.communication import BusBandwidths
 from cs336sys.accounting.hardware import Ceilings
@@ -113,12 +113,8 @@ def waterfall(difference: CaptureDifference) -> list[tuple[str, float]]:
 BEFORE, AFTER = "before", "after"
 
 
-@dataclass(frozen=True)
-class CaptureAnalyses:
-    """The analyses of one capture, or of one training's ranks."""
-
-    analyses: tuple[Analysis, ...]
-    ranks: RanksFound | None = None
+# The analyses of one capture, or of one training's ranks, and how these were matched.
+Side = tuple[tuple[Analysis, ...], RanksFound | None]
 
 
 def capture_cells(side: str, read: Read, shown: DisplayOptions, run_id: str) -> list[Cell]:
@@ -142,37 +138,34 @@ def capture_cells(side: str, read: Read, shown: DisplayOptions, run_id: str) -> 
     ]
 
 
-def saved_sides(cells: Sequence[Cell]) -> dict[str, CaptureAnalyses]:
+def saved_sides(cells: Sequence[Cell]) -> dict[str, Side]:
     """The sides that cells hold, the one before first."""
-    sides = {}
+    sides: dict[str, Side] = {}
     for name in (BEFORE, AFTER):
-        side_cells = [cell for cell in cells if cell.configuration["side"] == name]
-        if side_cells:
+        if side_cells := [cell for cell in cells if cell.configuration["side"] == name]:
             ranks = side_cells[0].derived["ranks"]
             analyses = tuple(Analysis.from_json(cell.derived["trace"]) for cell in side_cells)
-            sides[name] = CaptureAnalyses(analyses, RanksFound.from_json(ranks) if ranks else None)
+            sides[name] = analyses, RanksFound.from_json(ranks) if ranks else None
     return sides
 
 
-def difference_of(sides: dict[str, CaptureAnalyses]) -> CaptureDifference | None:
+def difference_of(sides: dict[str, Side]) -> CaptureDifference | None:
     """Return the changes between two sides, in the first rank of each; None where there is one side."""
-    if len(sides) < 2:
-        return None
-    return compare_captures(sides[BEFORE].analyses[0], sides[AFTER].analyses[0])
+    return compare_captures(*(analyses[0] for analyses, _ in sides.values())) if len(sides) > 1 else None
 
 
-def all_tables(sides: dict[str, CaptureAnalyses], shown: DisplayOptions) -> list[Table]:
+def all_tables(sides: dict[str, Side], shown: DisplayOptions) -> list[Table]:
     """The tables of one capture, or of what changed between two."""
     difference = difference_of(sides)
     if difference is None:
-        ((_, side),) = sides.items()
-        return trace_tables(side.analyses, side.ranks, shown)
-    before, after = (file_words(sides[name].analyses) for name in (BEFORE, AFTER))
+        ((analyses, ranks),) = sides.values()
+        return trace_tables(analyses, ranks, shown)
+    before, after = (file_words(analyses) for analyses, _ in sides.values())
     tables = difference_tables(difference, f"trace: {before} before, {after} after", shown)
-    compared = [replace(sides[name].analyses[0], label=name) for name in (BEFORE, AFTER)]
+    compared = [replace(analyses[0], label=name) for name, (analyses, _) in sides.items()]
     rows = [*({"verdict": sentence} for sentence in damage_sentences(compared)), *tables[0].rows]
     notes = []
-    if any(len(side.analyses) > 1 for side in sides.values()):
+    if any(len(analyses) > 1 for analyses, _ in sides.values()):
         notes.append("of several ranks, the first of each side is compared")
     if difference.of_kernels:
         notes.append("the captures come from two profilers: only kernels are compared, by name")

@@ -126,7 +126,7 @@ def _waterfall(difference: CaptureDifference) -> dict[str, Any]:
     percent = 100 / max(max(edges) - low, 1e-9)
     bars = [("before", "whole", low, edges[0], edges[0])]
     bars += [
-        (name, "more" if ms > 0 else "less", *sorted((start, start + ms)), ms)
+        (name, "more" if ms > 0 else "less", min(start, start + ms), max(start, start + ms), ms)
         for (name, ms), start in zip(falls, edges, strict=False)
     ]
     bars.append(("after", "whole", low, edges[-1], edges[-1]))
