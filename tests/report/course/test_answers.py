@@ -360,9 +360,9 @@ def test_the_best_checkpoints_are_those_that_were_measured_to_hold_the_least():
 
     files = saved("memprof-h200")
     alike = peaks(sublayer=59.4, block=59.4, every_2=63.6)
-    assert "The least is that of `block`, as expected; sublayer needs as much." in alike
+    assert "the least is the 59.40 GiB of `block`, as expected; sublayer needs as much." in alike
     smaller = peaks(sublayer=50.0, block=59.4, every_2=63.6)
-    assert "The least is that of `sublayer`, and not as expected." in smaller
+    assert "the least is the 50.00 GiB of `sublayer`, and not as expected." in smaller
 
 
 def test_formulas_come_after_what_their_symbols_stand_for():
@@ -544,10 +544,12 @@ def test_gathers_are_shown_beside_what_was_computed():
 
 
 def test_checkpoints_are_compared_in_each_precision_the_models_own_first():
-    both = words(answers(2026, saved("memprof-h200", "memprof-checkpoint-fp32-h200"), "gradient_checkpointing", "b"))
-    assert both.index("In fp32 groups") < both.index("In bf16 groups")
+    (block,) = answers(2026, saved("memprof-h200", "memprof-checkpoint-fp32-h200"), "gradient_checkpointing", "b")
+    both = words([block])
+    assert both.index("In fp32 a block's input") < both.index("In bf16 a block's input")
     # K - 1, K and K + 1, where K is one block.
-    assert "59.48 GiB (sublayer), 59.48 GiB (block) and 65.37 GiB (every=2)" in both
+    peaks = {row["checkpointing"]: round(row["peak_gib"], 2) for row in block.tables[0].rows}
+    assert peaks == {"every=2": 65.37, "block": 59.48, "sublayer": 59.48}
 
 
 def test_memory_that_fsdp_saves_stands_beside_the_prediction():

@@ -39,14 +39,15 @@ def one_recomputation(answer: Answer) -> None:
         size = MemoryWorkload.from_configuration(run.cells[0].configuration).training.size
         setting = (size, run.setting("precision"), "train", "reference")
         # By the blocks of a checkpoint, a half where layers have one each.
-        blocks = {"sublayer": 0.5, "block": 1.0} | {
-            f"every={count}": float(count) for count in range(2, size.num_layers)
+        blocks = {
+            "sublayer": 0.5,
+            "block": 1.0,
+            **{f"every={count}": float(count) for count in range(2, size.num_layers)},
         }
         cells = [facts_of(cell) | {"blocks": blocks.get(cell.configuration["checkpointing"])} for cell in run.measured]
         cells = sorted((cell for cell in cells if cell["blocks"]), key=lambda cell: cell["blocks"])
-        rule, need_gib = best_group_size(*setting), predicted_peak(*setting).total_gib
-        facts = {"precision": setting[1], "rule": rule, "size": size, "cells": cells, "need_gib": need_gib}
-        answer.write("gradient_checkpointing.one_recomputation", **facts)
+        facts = {"need_gib": predicted_peak(*setting).total_gib, "precision": setting[1], "cells": cells}
+        answer.write("gradient_checkpointing.one_recomputation", rule=best_group_size(*setting), **facts)
 
 
 def checkpointing_commands(target: Target) -> list[Command]:
