@@ -142,8 +142,7 @@ def memprof(
     cs336sys memprof --from after.pickle --against before.pickle
     """
     from cs336sys.report.memory.page import check_directory, write_files
-    from cs336sys.report.memory.tables import memory_tables, plan_tables
-    from cs336sys.report.tidy import tidy
+    from cs336sys.report.memory.tables import memory_tables
 
     top, snapshot = recording.top, recording.snapshot
     if saved.source:
@@ -158,28 +157,37 @@ def memprof(
     if recording.plan or recording.memory is not None:
         _measure_plan(workloads, recording, sweeping, output)
         return
-    configurations = [workload.configuration() for workload in workloads]
     if dry_run:
         check_planned(sweeping, run.device, snapshot=snapshot)
-        if not recording.predict:
-            planned = plan_tables([Cell("memprof", configuration, "ok") for configuration in configurations], top)
-            output.emit(tidy("memprof", planned, are_planned=True))
-            return
-        for workload in workloads:
-            if workload.predicted_gib is not None:
-                peak = workload.peak
-                say(
-                    f"memprof: {workload.name}: {peak.total_gib:.2f} GiB by formulas ({peak.moment}); its trace follows"
-                )
-        measure, timeout = f"{_MEASURED_BY}prediction:predict_memory", SweepOptions(cell_timeout=sweeping.cell_timeout)
-        run_sweep("memprof", measure, configurations, timeout).report(lambda cells, _: plan_tables(cells, top), output)
+        _predict(workloads, recording, sweeping, output)
         return
     check_directory(snapshot, (workload.name for workload in workloads))
     tell_what_does_not_fit(workloads, run.device)
     tables = partial(memory_tables, top=top)
     output.check_selection("memprof", tables)
+    configurations = [workload.configuration() for workload in workloads]
     sweep = run_sweep("memprof", f"{_MEASURED_BY}measurement:measure_memory", configurations, sweeping)
     sweep.report(tables, output, (snapshot, lambda cells, folder: write_files(cells, sweep.run, folder)))
+
+
+def _predict(
+    workloads: list[MemoryWorkload], recording: RecordingOptions, sweeping: SweepOptions, output: OutputOptions
+) -> None:
+    from cs336sys.report.memory.tables import plan_tables
+    from cs336sys.report.tidy import tidy
+
+    configurations = [workload.configuration() for workload in workloads]
+    if not recording.predict:
+        planned = plan_tables([Cell("memprof", settings, "ok") for settings in configurations], recording.top)
+        output.emit(tidy("memprof", planned, are_planned=True))
+        return
+    for workload in workloads:
+        if workload.predicted_gib is not None:
+            peak = workload.peak
+            say(f"memprof: {workload.name}: {peak.total_gib:.2f} GiB by formulas ({peak.moment}); its trace follows")
+    measure, timeout = f"{_MEASURED_BY}prediction:predict_memory", SweepOptions(cell_timeout=sweeping.cell_timeout)
+    sweep = run_sweep("memprof", measure, configurations, timeout)
+    sweep.report(lambda cells, _: plan_tables(cells, recording.top), output)
 
 
 def _measure_plan(

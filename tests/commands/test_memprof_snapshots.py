@@ -20,7 +20,7 @@ from cs336sys.commands.options.reading import read_memory_limit
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("snapshots")
-    for name, settings in {"a": ("none", 1), "b": ("list", 1), "failed": ("fragmentation", 0)}.items():
+    for name, settings in {"a": ("none", 1), "b": ("list", 1), "failed": ("fragmentation", 2)}.items():
         write(path / f"{name}.pickle", run(*settings).snapshot())
     return path
 
@@ -47,7 +47,8 @@ def test_verdict_comes_first_and_the_failure_before_peaks(folder):
     for row in found["memory"]["rows"]:
         parts = sum(row[key] or 0 for key in row if key.endswith("_bytes") and key in CATEGORIES)
         assert parts == row["held_bytes"]
-    assert [row["cause"] for row in found["causes"]["rows"]] == ["fragmentation", "leak"]
+    causes = [(row["cause"], row["certainty"]) for row in found["causes"]["rows"]]
+    assert causes == [("fragmentation", "proved"), ("leak", "proved")]
 
 
 CATEGORIES = [
@@ -71,7 +72,11 @@ def test_page_and_pictures(folder, tmp_path):
     assert {path.name for path in (tmp_path / "s").iterdir()} == {"a.png", "a.svg", "a.html"}
     page = (tmp_path / "page.html").read_text()
     assert "optimizer state" in page
-    assert "why memory ran out" in page
+    # What to do comes first, then the timeline, then the tables.
+    order = ["Nothing failed", "What to do:", 'class="timeline"', "who holds memory at that moment"]
+    assert [page.index(text) for text in order] == sorted(page.index(text) for text in order)
+    assert "why memory ran out" not in page, "the verdict is told, not put into a table"
+    assert 'tabindex="0"' in page
     assert "http:" not in page
     # Browsers run the one script whose digest the page's policy names.
     (script,) = re.findall(r"<script>(.*?)</script>", page, flags=re.S)

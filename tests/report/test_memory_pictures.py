@@ -2,9 +2,11 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from cs336sys.report import bench as bench_report
 from cs336sys.report.memory.page import CATEGORY_STYLES, axis_ticks, timeline_figure
 
 EVENTS = 80
@@ -74,3 +76,33 @@ def test_ticks_of_the_page_are_round(most, labels):
     ticks = axis_ticks(most)
     assert [tick["label"] for tick in ticks] == labels
     assert all(tick["bytes"] <= most * (1 + 1e-9) for tick in ticks)
+
+
+# How cones that lack one pigment see linear RGB (Machado, Oliveira, Fernandes 2009, severity 1).
+VISION = {
+    "all": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "no green": ((0.367, 0.861, -0.228), (0.280, 0.673, 0.047), (-0.012, 0.043, 0.969)),
+    "no red": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
+    "no blue": ((1.256, -0.077, -0.179), (-0.078, 0.931, 0.148), (0.005, 0.691, 0.304)),
+}
+
+
+def seen(color, vision):
+    """The color in CIELAB, as somebody with this vision sees it."""
+    channels = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    light = np.clip(np.array(VISION[vision]) @ linear, 0, 1)
+    matrix = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    x, y, z = np.cbrt(np.maximum(matrix @ light / (0.9505, 1, 1.089), 0.0089))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_categories_are_told_apart_without_a_pigment(vision):
+    palettes = [{name: style.color for name, style in CATEGORY_STYLES.items()}, bench_report._COLORS]
+    for palette in palettes:
+        for (first, color), (second, other) in itertools.combinations(palette.items(), 2):
+            distance = np.linalg.norm(seen(color, vision) - seen(other, vision))
+            assert distance > 15, f"{first} and {second} are one color"
+    neighbours = itertools.pairwise(style.hatch for name, style in CATEGORY_STYLES.items() if name != "unknown")
+    assert all(first != second for first, second in neighbours)

@@ -15,7 +15,7 @@ recognized by what repeats within it, and growth over a loop is never proved.
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from statistics import median
@@ -158,25 +158,24 @@ def _state_twice(moment: Moment) -> MemoryCause | None:
             line = next(frame for frame in record.stacks[block.stack] if frame.filename.endswith(".py"))
             by_line[line][bisect_right(inference.steps, block.start), block.stack].append(block)
     doubled, calls = 0, set()
-    for made in (sets for sets in by_line.values() if len(sets) > 1):
-        counters = [Counter(block.requested for block in blocks) for blocks in made.values()]
-        gradients = [inference.gradient_sizes(blocks[0].start) for blocks in made.values()]
+    for sets in (sets for sets in by_line.values() if len(sets) > 1):
+        counts = [Counter(block.requested for block in blocks) for blocks in sets.values()]
+        gradients = [inference.gradient_sizes(blocks[0].start) for blocks in sets.values()]
         # State has the parameters' dtype, or fp32 for half precision.
         for ratio in (1, 2):
-            again: Counter[int] = Counter()
-            for size, count in sum(counters, Counter[int]()).items():
-                expected = parameters[size // ratio]
+            again = 0
+            for size, count in sum(counts, Counter[int]()).items():
+                parameter = size // ratio
                 # A line that makes two moments makes twice as many as parameters have gradients.
-                for sizes, known in zip(counters, gradients, strict=True):
-                    expected = max(
-                        expected,
-                        parameters[size // ratio] * -(-sizes[size] // (known[size // ratio] or sizes[size] or 1)),
-                    )
-                if expected and count >= 1.9 * expected:
-                    again[size] = sorted(sizes[size] for sizes in counters)[-2]
-            if size := sum(size * count for size, count in again.items()):
-                doubled += size
-                calls |= {moment.line(stack)[0] for _, stack in made}
+                moments = max(
+                    -(-sizes[size] // (live[parameter] or sizes[size] or 1))
+                    for sizes, live in zip(counts, gradients, strict=True)
+                )
+                if parameters[parameter] and count >= 1.9 * moments * parameters[parameter]:
+                    again += size * sorted(sizes[size] for sizes in counts)[-2]
+            if again:
+                doubled += again
+                calls |= {moment.line(stack)[0] for _, stack in sets}
                 break
     if doubled < max(1, _LEAST_LEAK * moment.size):
         return None
@@ -194,12 +193,12 @@ class _GrowingLine:
     is_single: bool
 
 
-def _growth(moment: Moment) -> MemoryCause | None:
+def _growth_over_steps(moment: Moment) -> MemoryCause | None:
     steps = moment.inference.steps
     for marks, is_proved in ((steps, True), (_loop(moment), False)):
         lines = _growing_lines(moment, marks)
         if sum(line.size for line in lines) >= max(1, _LEAST_LEAK * moment.size):
-            return _grown(moment, lines, is_proved and moment.record.has_stacks)
+            return _grown(moment, lines, is_proved)
     return None
 
 
@@ -226,7 +225,7 @@ def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
             sizes[step] += sizes[step - 1]
             counts[step] += counts[step - 1]
         rises = [later - earlier for earlier, later in pairwise([0, *sizes[:-1]])]
-        start = next(step for step, rise in enumerate(rises) if rise > 0)
+        start = next((step for step, rise in enumerate(rises) if rise > 0), last)
         is_single = counts[-2] == counts[start]
         if start < last and _is_growing(rises[start:], is_single, moment.inference.roles[stack] == OPTIMIZER):
             before = sizes[start - 1] if start else 0
@@ -250,21 +249,20 @@ def _is_growing(rises: Sequence[int], is_single: bool, is_state: bool) -> bool:
 def _grown(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool) -> MemoryCause:
     """Say what growing lines are: a graph, if they are most lines of a forward pass."""
     record, inference = moment.record, moment.inference
-    kept = {moment.line(line.stack) for line in lines if inference.roles[line.stack] == FORWARD}
+    forward = [line.stack for line in lines if inference.roles[line.stack] == FORWARD]
+    categorized = zip(record.blocks, inference.categories, strict=True)
     saved = {
-        moment.line(stack)
-        for stack in {
-            block.stack
-            for block, category in zip(record.blocks, inference.categories, strict=True)
-            if category == "activations" and block.start and inference.roles[block.stack] == FORWARD
-        }
+        block.stack
+        for block, category in categorized
+        if category == "activations" and block.start and moment.role(block) == FORWARD
     }
+    kept_lines, saved_lines = ({moment.line(stack) for stack in stacks} for stacks in (forward, saved))
     code = moment.line(lines[0].stack)[0]
     name = "growing cache" if lines[0].is_single else "leak"
-    if len(kept) >= 3 and 2 * len(kept & saved) >= len(saved):
+    if len(kept_lines) >= 3 and 2 * len(kept_lines & saved_lines) >= len(saved_lines):
         name = "graph kept"
-        stacks = [record.stacks[line.stack] for line in lines if inference.roles[line.stack] == FORWARD]
-        code = code_of([frame for frame in _common_frames(stacks) if is_own(frame)]) or code
+        shared = _common_frames(record.stacks[stack] for stack in forward)
+        code = code_of([frame for frame in shared if is_own(frame)]) or code
     return MemoryCause(
         name,
         sum(line.size for line in lines),
@@ -289,14 +287,10 @@ def _loop(moment: Moment) -> list[int]:
     steps, roles, stacks = moment.inference.steps, moment.inference.roles, moment.record.stacks
     step = bisect_right(steps, moment.position)
     since, until = steps[step - 1] if step else 0, steps[step] if step < len(steps) else moment.record.length + 1
-    made = sorted(
-        (block.start, (block.stack, 0 if block.stack else block.size))
-        for block in moment.record.blocks
-        if max(since, 1) <= block.start < until and roles[block.stack] not in (INITIAL, OPTIMIZER)
-    )
     starts: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for start, key in made:
-        starts[key].append(start)
+    for block in sorted(moment.record.blocks, key=lambda block: block.start):
+        if max(since, 1) <= block.start < until and roles[block.stack] not in (INITIAL, OPTIMIZER):
+            starts[block.stack, 0 if block.stack else block.size].append(block.start)
     regular = [
         positions
         for positions in starts.values()
@@ -328,47 +322,35 @@ def _longer_than_before(moment: Moment) -> MemoryCause | None:
     current = bisect_right(steps, moment.position)
     if moment.failure is None or current < 2:
         return None
-    sizes: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    for block in moment.record.blocks:
-        if block.start and block.stack and moment.role(block) in _COMPUTED:
-            by_step = sizes[block.stack]
-            step = bisect_right(steps, block.start)
-            by_step[step] = max(by_step[step], block.size)
-    ratio = _common_ratio(
-        by_step[current] / max(earlier)
-        for by_step in sizes.values()
-        if current in by_step and (earlier := [size for step, size in by_step.items() if step < current])
-    )
-    activations = sum(
-        block.size for block in moment.blocks if block.start >= steps[current - 1] and moment.role(block) in _COMPUTED
-    )
+    start = steps[current - 1]
+    ratio = _common_ratio(_largest_of_lines(moment, start), [_largest_of_lines(moment, 1, start)])
+    activations = sum(block.size for block in moment.blocks if block.start >= start and moment.role(block) in _COMPUTED)
     more = int(activations * (1 - 1 / ratio))
     return MemoryCause("longer batch", more, ratio=ratio) if more >= max(1, _LEAST_LEAK * moment.size) else None
 
 
-def _common_ratio(ratios: Iterable[float]) -> float:
-    """Return the ratio that most of at least three lines have, if it is clearly larger than 1; else 1."""
-    values = list(ratios)
-    middle = median(values) if len(values) >= 3 else 1.0
-    alike = sum(abs(value / middle - 1) < 0.02 for value in values)
-    return middle if middle > 1.05 and 2 * alike >= len(values) else 1.0
-
-
 def longer_ratio(moment: Moment, others: Sequence[Moment]) -> float:
     """Return by what ratio the forward pass of a rank makes more memory than that of the others, 1 if it does not."""
-    theirs = [_largest_of_lines(other) for other in others]
-    return _common_ratio(
-        size / median(sizes)
-        for line, size in _largest_of_lines(moment).items()
-        if (sizes := [lines[line] for lines in theirs if line in lines])
-    )
+    return _common_ratio(_largest_of_lines(moment), list(map(_largest_of_lines, others)))
 
 
-def _largest_of_lines(moment: Moment) -> dict[tuple[str, str], int]:
-    """Return the largest allocation of each line of forward passes, whenever it was."""
+def _common_ratio(sizes: Mapping[tuple[str, str], int], others: Sequence[Mapping[tuple[str, str], int]]) -> float:
+    """Return the ratio of most of at least three lines to the medians of others, if clearly larger than 1; else 1."""
+    ratios = [
+        size / median(theirs)
+        for line, size in sizes.items()
+        if (theirs := [lines[line] for lines in others if line in lines])
+    ]
+    middle = median(ratios) if len(ratios) >= 3 else 1.0
+    alike = sum(abs(ratio / middle - 1) < 0.02 for ratio in ratios)
+    return middle if middle > 1.05 and 2 * alike >= len(ratios) else 1.0
+
+
+def _largest_of_lines(moment: Moment, start: int = 1, end: int | None = None) -> dict[tuple[str, str], int]:
+    """Return the largest allocation of each line of forward passes, within positions."""
     largest: dict[int, int] = defaultdict(int)
     for block in moment.record.blocks:
-        if block.start and moment.role(block) in _COMPUTED:
+        if start <= block.start < (end or moment.record.length + 1) and moment.role(block) in _COMPUTED:
             largest[block.stack] = max(largest[block.stack], block.size)
     lines: dict[tuple[str, str], int] = defaultdict(int)
     for stack, size in largest.items():
@@ -413,15 +395,17 @@ def _round_up(size: int) -> int:
 
 def _half_logits(moment: Moment) -> MemoryCause | None:
     """Find what a loss function, or a conversion just before it, made twice as large as the product before it."""
-    made = [block for block in moment.record.blocks if block.start and moment.role(block) in _COMPUTED]
+    products = [block for block in moment.record.blocks if block.start and moment.role(block) in _COMPUTED]
     failure, last = moment.failure, moment.position + 1
     if failure is not None and moment.role(failure) in _COMPUTED:
-        made = [block for block in made if block.start < last]
-        made.append(Block(0, failure.size, last, last, failure.stack, 0, DEFAULT_POOL, failure.size))
+        products = [block for block in products if block.start < last]
+        products.append(Block(0, failure.size, last, last, failure.stack, 0, DEFAULT_POOL, failure.size))
     # Masks and scalars lie between logits and their copies.
-    made = sorted((block for block in made if block.size >= _LEAST_LEAK * moment.size), key=lambda block: block.start)
+    products = sorted(
+        (block for block in products if block.size >= _LEAST_LEAK * moment.size), key=lambda block: block.start
+    )
     copies: dict[int, bool] = {}
-    for index, (half, copy) in enumerate(pairwise(made)):
+    for index, (half, copy) in enumerate(pairwise(products)):
         is_loss, line = moment.is_loss(copy.stack), moment.innermost(copy.stack)
         if is_loss and copy.size == half.size and half.stack in copies:
             copies[copy.stack] = copies[half.stack]
@@ -431,13 +415,13 @@ def _half_logits(moment: Moment) -> MemoryCause | None:
             copies[copy.stack] = True
         elif moment.is_product(half.stack) and not moment.is_product(copy.stack):
             is_converted = is_loss or any(_CONVERSION.search(frame.name) for frame in moment.record.stacks[copy.stack])
-            following = made[index + 2 : index + 5]
+            following = products[index + 2 : index + 5]
             if is_converted or any(moment.is_loss(block.stack) and block.size == copy.size for block in following):
                 copies[copy.stack] = True
             elif not following and line is not None and is_own(line):
                 copies.setdefault(copy.stack, False)
     counted = [
-        block for block in made if block.stack in copies and (block.start == last or block.end > moment.position)
+        block for block in products if block.stack in copies and (block.start == last or block.end > moment.position)
     ]
     size = sum(block.size for block in counted if block.start <= last)
     if not counted or size < _LEAST_SHARE * moment.size:
@@ -448,7 +432,7 @@ def _half_logits(moment: Moment) -> MemoryCause | None:
 # What to mend first comes first.
 _RULES: tuple[Callable[[Moment], MemoryCause | None], ...] = (
     _state_twice,
-    _growth,
+    _growth_over_steps,
     _longer_than_before,
     _fragmentation,
     _half_logits,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.report.memory.tables import memory_tables
-from cs336sys.report.numbers import format_number, in_shown_unit
+from cs336sys.report.numbers import format_number, format_quantity, in_shown_unit
 from cs336sys.report.outputs import Axes, check_writable, new_axes, write_figure, write_file
 from cs336sys.report.page import escaped, html_page, html_table
 from cs336sys.report.table import Table, with_rows
@@ -20,6 +20,8 @@ from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from cs336sys.report.memory.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -134,48 +136,39 @@ def _name_phases(axes: Axes, regions: Sequence[Mapping[str, Any]], inches: float
     return len(ends)
 
 
-_TIMELINE = """
-<h2>{name}</h2>
-<figure class="timeline" id="timeline{number}">
-<p class="readout" aria-live="polite"></p>
-<canvas class="plot" tabindex="0" role="img" aria-label="bytes by category after each allocation or free"></canvas>
-<ul class="legend">{legend}</ul>
-<p class="note keys">Point, touch, or use the arrow keys, Page Up and Down, Home, End, and p for the peak.</p>
-</figure>
-"""
-
-# A block of its own: names such as top are taken at a page's top level.
-_DATA = """
-{{
-const data = {data};
-{script}
-}}
-"""
-
-
 def timeline_page(
-    timelines: Sequence[tuple[str, Mapping[str, Any]]], title: str, tables: Sequence[Table], first: str = ""
+    timelines: Sequence[tuple[str, Mapping[str, Any]]],
+    title: str,
+    tables: Sequence[Table],
+    verdicts: Sequence["Verdict"] = (),
 ) -> str:
-    """The text of a page.
+    """The text of a page: verdicts, then timelines, then tables.
 
     Args:
         timelines: by name, each with its regions, as a cell's derived columns hold them.
-        first: HTML before the timelines.
     """
+    from jinja2 import Environment, PackageLoader
+
+    pages = Environment(loader=PackageLoader("cs336sys.report", "memory"))
+    pages.filters |= {"escaped": escaped, "size": lambda size: format_quantity(size, "bytes")}
+    drawn = [_timeline_data(number, name, derived) for number, (name, derived) in enumerate(timelines)]
+    body = pages.get_template("page.jinja").render(verdicts=verdicts, timelines=drawn)
     folder = resources.files("cs336sys.report.memory")
-    script, style = ((folder / name).read_text() for name in ("timeline.js", "timeline.css"))
-    drawn = [_timeline_html(number, name, derived, script) for number, (name, derived) in enumerate(timelines)]
-    parts = [*([first] if first else []), *(part for part, _ in drawn), *map(html_table, tables)]
-    return html_page(title, parts, style, "".join(script for _, script in drawn))
+    # "</script" would end the script element inside of a string, and "<!--<script" would keep its end from ending it.
+    data = json.dumps(drawn, allow_nan=False).replace("<", "\\u003c")
+    # A block of its own: names such as top are taken at a page's top level.
+    script = f"for (const data of {data}) {{\n{(folder / 'timeline.js').read_text()}}}"
+    return html_page(title, [body, *map(html_table, tables)], (folder / "timeline.css").read_text(), script)
 
 
-def _timeline_html(number: int, name: str, derived: Mapping[str, Any], script: str) -> tuple[str, str]:
+def _timeline_data(number: int, name: str, derived: Mapping[str, Any]) -> dict[str, Any]:
     timeline = derived["timeline"]
     styles = {category: asdict(style) for category, style in CATEGORY_STYLES.items() if any(timeline.get(category, ()))}
     most = max(map(sum, zip(*(timeline[category] for category in styles), strict=True)), default=0)
     highest, unit = in_shown_unit(most, "bytes")
-    data = {
+    return {
         "number": number,
+        "name": name,
         "timeline": timeline,
         "regions": derived["regions"],
         "moment": derived.get("moment"),
@@ -184,15 +177,6 @@ def _timeline_html(number: int, name: str, derived: Mapping[str, Any], script: s
         "ticks": axis_ticks(most),
         "events": [digit * 10**power for power in range(8) for digit in (1, 2, 5)],
     }
-    # What lies on top stands first.
-    legend = "".join(
-        f'<li data-name="{category}"><canvas></canvas>{category} <b></b></li>' for category in reversed(styles)
-    )
-    # "</script" would end the script element inside of a string, and "<!--<script" would keep its end from ending it.
-    code = _DATA.format(data=json.dumps(data, allow_nan=False).replace("<", "\\u003c"), script=script)
-    heading = escaped(name)
-    part = _TIMELINE.format(number=number, name=heading, legend=legend)
-    return (part if heading else part.replace("<h2></h2>\n", "")), code
 
 
 def axis_ticks(most: float) -> list[dict[str, float | str]]:

@@ -13,7 +13,6 @@ from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline
 from cs336sys.report.memory.page import timeline_page, write_timeline
 from cs336sys.report.memory.verdict import Verdict, size_words, verdicts
 from cs336sys.report.outputs import write_file
-from cs336sys.report.page import escaped
 from cs336sys.report.table import Column, Table, fill_row, named_columns, with_rows
 
 _TIMELINE_POINTS = 400
@@ -258,24 +257,10 @@ def _moment_name(diagnosis: MemoryDiagnosis) -> str:
 def snapshot_page(diagnoses: Sequence[MemoryDiagnosis], tables: Sequence[Table]) -> str:
     """Return a page: what fills each device and what to do about it, its timeline, then all tables but the verdict."""
     diagnosed = verdicts(diagnoses)
-    are_several = len(diagnosed) > 1
-    parts = []
-    for verdict in diagnosed:
-        items = "".join(
-            f"<li><strong>{escaped(cause.name)}</strong> ({cause.certainty}, {size_words(cause.size)}): "
-            f'{escaped(cause.why)}.<p class="do"><strong>What to do:</strong> {escaped(cause.advice)}.</p></li>'
-            for cause in verdict.causes
-        )
-        advice = f'<p class="do"><strong>What to do:</strong> {escaped(verdict.advice)}</p>' if verdict.advice else ""
-        heading = f"<h2>{escaped(verdict.diagnosis.name)}</h2>" if are_several else ""
-        parts.append(
-            f'<section class="verdict">{heading}<p>{escaped(verdict.event)}</p>{advice}<ul>{items}</ul></section>'
-        )
-    ordered = [verdict.diagnosis for verdict in diagnosed]
-    timelines = [(diagnosis.name if are_several else "", timeline_data(diagnosis)) for diagnosis in ordered]
+    timelines = [(verdict.diagnosis.name, timeline_data(verdict.diagnosis)) for verdict in diagnosed]
     title = "memory: " + ", ".join(diagnosis.name for diagnosis in diagnoses)
     shown = [table for table in tables if table.name not in ("verdict", "causes")]
-    return timeline_page(timelines, title, shown, "".join(parts))
+    return timeline_page(timelines, title, shown, diagnosed)
 
 
 def write_snapshot_page(diagnoses: Sequence[MemoryDiagnosis], tables: Sequence[Table], path: Path) -> None:

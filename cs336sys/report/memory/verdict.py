@@ -1,7 +1,9 @@
 """Say in sentences what filled a device, and what to do about it; the tables of ``memprof --plan``."""
 
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from cs336sys.measure.allocations.causes import MemoryCause, Moment
@@ -13,61 +15,6 @@ from cs336sys.report.titles import reasons
 from cs336sys.results.model import Cell
 
 _LISTED = 3
-
-
-@dataclass(frozen=True)
-class CauseText:
-    """How a cause is told.
-
-    Attributes:
-        why: one clause, with the fields of a :class:`MemoryCause`; sizes are written out.
-        advice: what to do.
-        decides: what would show whether it is the cause, where the snapshot alone does not.
-    """
-
-    why: str
-    advice: str
-    decides: str = ""
-
-
-_TEXTS = {
-    "optimizer state twice": CauseText(
-        "the optimizer's state exists twice, {size} more than once, made at {code}",
-        "step one optimizer alone, and drop the old one before its state is loaded into another",
-        "a record that begins before the model is built",
-    ),
-    "graph kept": CauseText(
-        "memory grows by {step_bytes} a step from {code}: {steps} steps have left the activations of a whole forward "
-        "pass behind",
-        "something keeps a tensor with its graph, such as a loss in a list; keep loss.item(), or compute it under "
-        "torch.no_grad()",
-        "whether that line is called once an iteration, and under torch.no_grad()",
-    ),
-    "leak": CauseText(
-        "memory grows by {step_bytes} a step from {code}, {size} after {steps} steps",
-        "something, such as a list or a hook, keeps the tensors that this line makes; keep a number, or "
-        ".detach().cpu()",
-        "whether that line is called once an iteration, and what keeps its result",
-    ),
-    "growing cache": CauseText(
-        "memory grows by {step_bytes} a step from {code}, which makes a larger tensor each time, as torch.cat does for "
-        "a cache; {size} after {steps} steps, and as much again while it is copied",
-        "bound the cache, or allocate it once at its full length and write into slices",
-        "whether that line is called once an iteration",
-    ),
-    "longer batch": CauseText(
-        "its activations are {ratio:.3g} times those of {others} by the same lines",
-        "its batch is longer; pad or pack batches to one length on all ranks, or bound tokens a rank",
-    ),
-    "fragmentation": CauseText(
-        "{size} free in pieces of at most {largest}, and {requested} were asked for", "fragmentation{expand}"
-    ),
-    "fp32 logits": CauseText(
-        "fp32 copies of half-precision logits take {size} ({code})",
-        "compute the loss in chunks, or with a fused cross entropy that holds no logits",
-        "whether that line converts to fp32",
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,23 +60,21 @@ def size_words(size: float) -> str:
 
 
 def _cause_in_words(cause: MemoryCause, moment: Moment, others: str) -> Cause:
-    text, free = _TEXTS[cause.name], moment.free
-    why = text.why.format(
-        size=size_words(cause.size),
-        code=cause.code or "code without a stack",
-        step_bytes=size_words(cause.step_bytes),
-        steps=cause.steps,
-        ratio=cause.ratio,
-        others=others,
-        largest=size_words(free.largest),
-        requested=size_words(moment.failure.size if moment.failure else 0),
-    )
-    expand = "" if free.is_expandable else "; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    advice = text.advice.format(expand=expand)
+    text = tomllib.loads((resources.files(__package__) / "causes.toml").read_text())[cause.name]
+    expand = "" if moment.free.is_expandable else "; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    sizes = {
+        "size": cause.size,
+        "step_bytes": cause.step_bytes,
+        "largest": moment.free.largest,
+        "requested": moment.failure.size if moment.failure else 0,
+    }
+    facts = vars(cause) | {name: size_words(size) for name, size in sizes.items()}
+    facts |= {"code": cause.code or "code without a stack", "others": others, "expand": expand}
+    why, advice = text["why"].format_map(facts), text["advice"].format_map(facts)
     if cause.is_proved:
         return Cause(cause.name, "proved", cause.size, why, advice)
     why = f"this looks like {cause.name}, which the snapshot does not prove: {why}"
-    return Cause(cause.name, "looks like", cause.size, why, f"{advice}. To decide: {text.decides}")
+    return Cause(cause.name, "looks like", cause.size, why, f"{advice}. To decide: {text['decides']}")
 
 
 def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[Verdict]:

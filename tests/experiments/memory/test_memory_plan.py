@@ -1,5 +1,6 @@
 """Plans of ``memprof --plan`` are run: they stay under the limit, and without their last change they do not."""
 
+import functools
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from cs336sys.accounting.memory import GIB
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.experiments.memory import prediction
 from cs336sys.experiments.memory.measurement import bytes_with_shared_state, measure_memory, plan_memory
 from cs336sys.experiments.memory.prediction import predict_memory, predicted_timeline, timeline_peaks
 from cs336sys.measure.cells import guarded
@@ -92,6 +95,19 @@ def test_parts_of_a_batch_choose_their_mask_as_with_values(model, passes):
     cell = replace(workload(size, user=user(model)), micro_batches=passes)
     assert not predicted_timeline(cell).guessed
     assert traced_peak(cell) == pytest.approx(measured(cell), rel=0.001)
+
+
+@pytest.mark.parametrize("refusal", [UsageError, CapabilityError])
+def test_our_own_refusal_is_not_taken_for_a_model_that_does_not_run_tiny(monkeypatch, refusal):
+    def step(error, *arguments):
+        raise error("no")
+
+    cell = workload(ONE_BLOCK, user=user("Encoder"))
+    monkeypatch.setattr(prediction, "MemoryStep", functools.partial(step, refusal))
+    with pytest.raises(refusal):
+        prediction._decisions(cell)
+    monkeypatch.setattr(prediction, "MemoryStep", functools.partial(step, ValueError))
+    assert prediction._decisions(cell) == {}
 
 
 @pytest.mark.parametrize("passes", [2, 4])
