@@ -1,6 +1,6 @@
 """Compare predictions for GPUs that this project has not measured with the times that others published.
 
-``public_steps.json`` has, by GPU: size, context, precision, what was timed and ms, of launched steps of batch 4 with
+``public_steps.json`` has ms by GPU, precision and timed phases, and size and context: of launched steps of batch 4 with
 the course's model and AdamW. Sources, as of November 2026:
 
 - A100: an A800-SXM4-80GB, of which only NVLink differs, in ``reports/`` of EnzoDing-rgb/cs336-assignment2-systems.
@@ -21,28 +21,26 @@ _TIMED_PHASES = {"step": ("forward", "backward", "optimizer"), "gradients": ("fo
 
 
 @functools.cache
-def _public_steps() -> dict[str, list[tuple[str, int, str, str, float]]]:
+def _public_steps() -> dict[str, dict[str, dict[str, float]]]:
     return json.loads(Path(__file__).with_name("public_steps.json").read_text())
 
 
 def public_errors(rates: Rates) -> list[GroupError]:
     """Return the errors of predictions by these rates, of published steps on their GPU, by precision."""
-    errors: dict[str, list[tuple[float, str]]] = {}
-    for name, context, precision, timed, measured_ms in _public_steps().get(rates.gpu, ()):
-        size = replace(SIZES[name], context=context, batch_size=4)
-        time = predict_step(StepConfiguration(Workload(size, "train", precision)), rates)
-        phases_s = {phase: time.phases_s[phase] for phase in _TIMED_PHASES[timed]}
-        percent = 100 * (1e3 * step_seconds(phases_s, time.launches_s) / measured_ms - 1)
-        errors.setdefault(precision, []).append((percent, f"{name} {context}"))
-    return [
-        GroupError(
-            f"{short_gpu_name(rates.gpu)} {precision}",
-            len(percents),
-            sum(abs(percent) for percent, _ in percents) / len(percents),
-            *max(percents, key=lambda percent_of_step: abs(percent_of_step[0])),
-        )
-        for precision, percents in errors.items()
-    ]
+    groups = []
+    for group, steps in _public_steps().get(rates.gpu, {}).items():
+        precision, timed = group.split()
+        errors = {}
+        for name, measured_ms in steps.items():
+            size_name, context = name.split()
+            size = replace(SIZES[size_name], context=int(context), batch_size=4)
+            time = predict_step(StepConfiguration(Workload(size, "train", precision)), rates)
+            phases_s = {phase: time.phases_s[phase] for phase in _TIMED_PHASES[timed]}
+            errors[name] = 100 * (1e3 * step_seconds(phases_s, time.launches_s) / measured_ms - 1)
+        worst = max(errors, key=lambda name: abs(errors[name]))
+        mean = sum(map(abs, errors.values())) / len(errors)
+        groups.append(GroupError(f"{short_gpu_name(rates.gpu)} {precision}", len(errors), mean, errors[worst], worst))
+    return groups
 
 
 def public_note(rates: Rates) -> str | None:

@@ -82,8 +82,8 @@ MAX_SPLITS = 8
 _INTERPRETER = TileSettings(query_rows=32, key_rows=16, num_warps=4, num_stages=1)
 
 # Tiles where products read their operands from registers, of forward and of both passes of backward, up to a head
-# dimension. Compiled and not measured: on 8.x and 12.0 a thread spills at most 64 bytes of its registers, but for the
-# backward pass of fp32 at 256, which no tile keeps there, and a program takes at most 99 KiB (docs/gpus.md).
+# dimension. Compiled and not measured: on 8.x and 12.0 a thread spills at most 64 bytes of its registers, but for fp32
+# with the smallest tiles there are, and a program takes at most 99 KiB (docs/gpus.md).
 _HALF_TILES = {
     64: (TileSettings(64, 64, num_warps=4, num_stages=3), TileSettings(32, 64, num_warps=4, num_stages=2)),
     128: (TileSettings(64, 64, num_warps=4, num_stages=2), TileSettings(32, 64, num_warps=8, num_stages=2)),
@@ -92,6 +92,12 @@ _HALF_TILES = {
 _FLOAT32_TILES = {
     64: (TileSettings(32, 64, num_warps=4, num_stages=2), TileSettings(32, 32, num_warps=4, num_stages=1)),
     128: (TileSettings(32, 32, num_warps=4, num_stages=2), TileSettings(16, 16, num_warps=4, num_stages=1)),
+    256: (TileSettings(16, 16, num_warps=8, num_stages=1), TileSettings(16, 16, num_warps=8, num_stages=1)),
+}
+# NVIDIA's GPUs multiply fp32 itself without tensor cores.
+_IEEE_TILES = {
+    64: (TileSettings(32, 32, num_warps=4, num_stages=2), TileSettings(32, 32, num_warps=8, num_stages=1)),
+    128: (TileSettings(32, 32, num_warps=8, num_stages=1), TileSettings(16, 32, num_warps=8, num_stages=1)),
     256: (TileSettings(16, 16, num_warps=8, num_stages=1), TileSettings(16, 16, num_warps=8, num_stages=1)),
 }
 
@@ -104,6 +110,8 @@ def _holds_operands_in_registers(problem: AttentionProblem) -> bool:
 
 def _tiles_by_registers(problem: AttentionProblem) -> tuple[TileSettings, TileSettings]:
     tiles = _FLOAT32_TILES if problem.dtype == torch.float32 else _HALF_TILES
+    if problem.float32_precision == "ieee" and problem.dtype == torch.float32 and problem.capability != AMD:
+        tiles = _IEEE_TILES
     forward, backward = next(tiles[head_dim] for head_dim in tiles if problem.head_dim <= head_dim)
     if problem.capability == AMD:
         # Its warps have 64 threads, of which a program of four may use 512 registers each, and one of eight 256.
@@ -179,12 +187,13 @@ def _forward_tile(problem: AttentionProblem) -> TileSettings:
 
 
 def _forward_by_registers(problem: AttentionProblem) -> TileSettings:
-    if problem.dtype == torch.float32 and problem.head_dim <= 128 and _few_programs(problem, 64):
-        return TileSettings(16, 64 if problem.head_dim <= 64 else 32, num_warps=4, num_stages=2)
-    if problem.dtype != torch.float32 and 64 < problem.head_dim <= 128 and problem.window is not None:
-        # Three loops instead of two spill 88 bytes on 12.0 with 64 keys.
-        return TileSettings(64, 32, num_warps=4, num_stages=2)
-    return _tiles_by_registers(problem)[0]
+    tile, _ = _tiles_by_registers(problem)
+    # Three loops instead of two, or masks of columns, spill up to 88 bytes on 12.0 with a whole tile.
+    needs_masks = 64 < problem.head_dim <= 128 and (problem.window is not None or problem.head_dim < 128)
+    if problem.dtype != torch.float32:
+        return replace(tile, key_rows=32) if needs_masks else tile
+    is_small = needs_masks or (problem.head_dim <= 128 and _few_programs(problem, 64))
+    return replace(tile, query_rows=16) if is_small else tile
 
 
 def _float32_forward(problem: AttentionProblem) -> TileSettings:
