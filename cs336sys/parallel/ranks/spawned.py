@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -328,8 +328,8 @@ class SpawnedRanks:
             ready = _wait(missing, deadline)
             if not ready:
                 heading = (
-                    f"rank {_enumerated(rank.number for rank in missing)} of {len(self._ranks)} hangs: "
-                    f"not done {self._timeout_s:g} s after rank {_enumerated(sorted(results))}"
+                    f"rank {', '.join(str(rank.number) for rank in missing)} of {len(self._ranks)} hangs: "
+                    f"not done {self._timeout_s:g} s after rank {', '.join(map(str, sorted(results)))}"
                 )
                 raise LostRankError(f"{heading}\n\n{self._stacks_now(missing)}", missing[0].number)
             for rank in ready:
@@ -358,7 +358,7 @@ class SpawnedRanks:
         stacks = self._written_stacks(cause.rank) if cause.exit_code is not None else ""
         # The NCCL watchdog ends a rank that waited too long with SIGABRT.
         if others and (cause.is_timeout or cause.exit_code == -signal.SIGABRT):
-            heading += f"; still running: rank {_enumerated(rank.number for rank in others)}"
+            heading += f"; still running: rank {', '.join(str(rank.number) for rank in others)}"
             stacks += self._stacks_now(others)
         also = "\n".join(f"rank {failure.rank}: {failure.reason}" for failure in consequences)
         parts = (heading, cause.details, stacks, also)
@@ -414,10 +414,6 @@ def _wait(ranks: list[_Rank], deadline: float) -> list[_Rank]:
     ready = multiprocessing.connection.wait(handles, timeout_s) if handles else []
     numbers = {handles[handle].number for handle in ready}
     return [rank for rank in ranks if rank.number in numbers]
-
-
-def _enumerated(numbers: Iterator[int] | list[int]) -> str:
-    return ", ".join(str(number) for number in numbers)
 
 
 def _end(ranks: list[_Rank], folder: OwnedFolder) -> None:

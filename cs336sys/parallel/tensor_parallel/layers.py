@@ -54,9 +54,8 @@ class FirstCalls:
         Raises:
             UsageError: on every rank: they differ.
         """
-        if not self._group or torch.compiler.is_compiling() or (kind, is_training) in self._compared:
-            return
-        if is_stream_captured():
+        is_settled = not self._group or torch.compiler.is_compiling() or (kind, is_training) in self._compared
+        if is_settled or is_stream_captured():
             return
         self._compared.add((kind, is_training))
         lines = [f"{kind} {tuple(token_ids.shape)} of digest {_digest(token_ids)}"]

@@ -70,9 +70,11 @@ class PartialGradients:
 
     def sum(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum what there is and was not summed. Every rank calls it with the same parameters, after the same passes."""
-        partial = [
-            candidate for candidate in parameters if candidate.grad is not None and not self._is_summed(candidate)
-        ]
+        # A layer that was frozen and is trained now is known after its first sum.
+        summed = {
+            parameter for parameter, state in self._gradients.items() if state.is_summed and not state.is_captured
+        }
+        partial = [parameter for parameter in parameters if parameter.grad is not None and parameter not in summed]
         gradients = [parameter.grad for parameter in partial if parameter.grad is not None]
         if not gradients:
             return
@@ -84,11 +86,6 @@ class PartialGradients:
         for parameter in partial:
             if parameter in self._gradients:
                 self._gradients[parameter].is_summed = True
-
-    def _is_summed(self, parameter: nn.Parameter) -> bool:
-        # A layer that was frozen and is trained now is known after its first sum.
-        gradient = self._gradients.get(parameter)
-        return gradient is not None and gradient.is_summed and not gradient.is_captured
 
 
 class _PartialGradient:
