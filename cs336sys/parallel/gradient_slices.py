@@ -290,4 +290,5 @@ def refuse_other_scalers() -> None:
 
     for name in ("unscale_", "_check_inf_per_device"):
         method = getattr(torch.amp.GradScaler, name)
-        setattr(torch.amp.GradScaler, name, functools.wraps(method)(functools.partialmethod(unscale_checked, method)))
+        checked: Any = functools.partialmethod(unscale_checked, method)
+        setattr(torch.amp.GradScaler, name, functools.update_wrapper(checked, method))

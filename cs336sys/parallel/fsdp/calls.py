@@ -80,14 +80,14 @@ class UnitCall:
         for original, copied, version in copies:
             if not copied.is_inference() and copied._version != version:
                 original.copy_(copied)
-        for original, copied, parts in containers:
-            original_of = {id(part): part_before for part, part_before in parts}
-            if isinstance(original, list):
-                original[:] = [original_of.get(id(part), part) for part in copied]
+        for container, changed, parts in containers:
+            part_before = {id(part): before for part, before in parts}
+            if isinstance(container, list):
+                container[:] = [part_before.get(id(part), part) for part in changed]
             else:
-                changed = {key: original_of.get(id(part), part) for key, part in copied.items()}
-                original.clear()
-                original.update(changed)
+                values = {key: part_before.get(id(part), part) for key, part in changed.items()}
+                container.clear()
+                container.update(values)
         return output
 
 

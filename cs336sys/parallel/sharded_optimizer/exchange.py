@@ -146,7 +146,7 @@ class ParameterExchange:
 
 
 @torch.no_grad()
-def move_into(memory: Tensor, starts: Iterable[int], parameters: Sequence[nn.Parameter]) -> None:
+def move_into(memory: Tensor, starts: Iterable[int], parameters: list[nn.Parameter]) -> None:
     """Move dense parameters into ``memory``, (n,), from these elements on, each with its elements in the same order."""
     views = [
         memory.as_strided(parameter.shape, parameter.stride(), start)
