@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -146,15 +146,15 @@ class ParameterExchange:
 
 
 @torch.no_grad()
-def move_into(memory: Tensor, starts: Iterable[int], parameters: list[nn.Parameter]) -> None:
+def move_into(memory: Tensor, starts: Iterable[int], parameters: Iterable[nn.Parameter]) -> None:
     """Move dense parameters into ``memory``, (n,), from these elements on, each with its elements in the same order."""
+    moved: list[Tensor] = list(parameters)
     views = [
-        memory.as_strided(parameter.shape, parameter.stride(), start)
-        for start, parameter in zip(starts, parameters, strict=True)
+        memory.as_strided(tensor.shape, tensor.stride(), start) for start, tensor in zip(starts, moved, strict=True)
     ]
-    torch._foreach_copy_(views, parameters)
-    for parameter, view in zip(parameters, views, strict=True):
-        parameter.data = view
+    torch._foreach_copy_(views, moved)
+    for tensor, view in zip(moved, views, strict=True):
+        tensor.data = view
 
 
 def _wait_for(buckets: Iterable[ExchangeBucket]) -> None:
