@@ -35,53 +35,53 @@ def bench(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[...,
     int | None = None, d_model: int | None = None, d_ff: int | None = None, num_layers: int | None = None,
     num_heads: int | None = None, model: str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] |
     None = None, batch: str | Callable[..., Any] | None = None, blocks: str | None = None, debug: bool = False,
-    mode: str | Iterable[str] = ['train'], precision: str | Iterable[str] = (), bf16: bool = False, fp16: bool =
-    False, compile: str | Iterable[str] = ('off',), attention: str | Iterable[str] = ('reference',), kernels: str |
-    Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] =
-    ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph:
-    str | Iterable[str] = ('off',), warmup: int | Iterable[int] = [5], steps: int = 10, rounds: int = 1, interleave:
-    str | None = None, percentiles: float | Iterable[float] = [], baseline: str | None = None, plot: str | Path |
-    None = None, device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', dry_run: bool =
-    False, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float | None = None,
-    cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str | Iterable[str]
-    = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
+    precision: str | Iterable[str] = (), bf16: bool = False, fp16: bool = False, compile: str | Iterable[str] =
+    ('off',), attention: str | Iterable[str] = ('reference',), kernels: str | Iterable[str] = ('reference',),
+    optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str |
+    Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',),
+    device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int]
+    = (5,), steps: int = 10, mode: str | Iterable[str] = ['train'], rounds: int = 1, interleave: str | None = None,
+    percentiles: float | Iterable[float] = [], baseline: str | None = None, plot: str | Path | None = None, dry_run:
+    bool = False, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float | None =
+    None, cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str |
+    Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
 ) -> Results: ...
 def ddp(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, mode: str
     | Iterable[str] = ('naive', 'flat', 'overlap', 'bucketed', 'torch'), bucket_mb: str | Iterable[str] =
-    ('block',), world_size: int | Iterable[int] = [], backend: str = 'auto', gradient_dtype: str | Iterable[str] =
-    ('fp32',), high_priority: bool = False, transport: str | Iterable[str] = ('collectives',), timeout: float =
-    120.0, check_layers: int | None = None, plot: str | Path | None = None, plot_buckets: str | Path | None = None,
-    plot_scaling: str | Path | None = None, trace: str | Path | None = None, size: str | Iterable[str] = (),
-    context: int | Iterable[int] = (), batch_size: int | Iterable[int] = (), vocab_size: int | None = None, d_model:
-    int | None = None, d_ff: int | None = None, num_layers: int | None = None, num_heads: int | None = None, model:
-    str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None, batch: str | Callable[...,
-    Any] | None = None, blocks: str | None = None, debug: bool = False, precision: str | Iterable[str] = (), bf16:
-    bool = False, fp16: bool = False, compile: str | Iterable[str] = ('off',), attention: str | Iterable[str] =
+    ('block',), gradient_dtype: str | Iterable[str] = ('fp32',), transport: str | Iterable[str] = ('collectives',),
+    world_size: int | Iterable[int] = [], backend: str = 'auto', high_priority: bool = False, timeout: float =
+    120.0, check_layers: int | None = None, plot_scaling: str | Path | None = None, trace: str | Path | None = None,
+    plot: str | Path | None = None, plot_buckets: str | Path | None = None, size: str | Iterable[str] = (), context:
+    int | Iterable[int] = (), batch_size: int | Iterable[int] = (), vocab_size: int | None = None, d_model: int |
+    None = None, d_ff: int | None = None, num_layers: int | None = None, num_heads: int | None = None, model: str |
+    Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None, batch: str | Callable[..., Any]
+    | None = None, blocks: str | None = None, debug: bool = False, precision: str | Iterable[str] = (), bf16: bool =
+    False, fp16: bool = False, compile: str | Iterable[str] = ('off',), attention: str | Iterable[str] =
     ('reference',), kernels: str | Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] |
     Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str |
-    Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',), warmup: int | Iterable[int] = [5], steps:
-    int = 10, rounds: int = 1, device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step',
-    dry_run: bool = False, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float |
-    None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str |
+    Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',), device: str = 'auto', seed: int = 0,
+    tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int] = (5,), steps: int = 10, rounds: int
+    = 1, dry_run: bool = False, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float
+    | None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str |
     Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
 ) -> Results: ...
 def doctor(*, model: str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None, batch:
-    str | Callable[..., Any] | None = None, optimizer: str | Callable[..., Any] = 'course', blocks: str | None =
-    None, debug: bool = False, ceilings: str | Path | None = None, format: str | None = None, output: str | Path |
-    None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide:
-    bool = False
+    str | Callable[..., Any] | None = None, blocks: str | None = None, debug: bool = False, optimizer: str |
+    Callable[..., Any] = 'course', ceilings: str | Path | None = None, format: str | None = None, output: str | Path
+    | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None,
+    wide: bool = False
 ) -> Results: ...
 def flash(*, implementation: str | Iterable[str] = ('auto', 'triton', 'hopper', 'deterministic', 'tiled', 'eager',
-    'compiled', 'sdpa-flash', 'sdpa-cudnn', 'sdpa-efficient', 'flex', 'fa4', 'fa4-deterministic'), kernel: str |
-    Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, batch_size: int | Iterable[int] = (1,),
-    num_heads: int | Iterable[int] = (16,), kv_heads: int | Iterable[int] | None = None, head_dim: int |
-    Iterable[int] = (64,), context: int | Iterable[int] = (1024, 4096), dtype: str | Iterable[str] = ('bf16',),
-    causal: bool = True, window: int | Iterable[int] | None = None, grid: str | None = None, baseline: str | None =
-    None, warmup_ms: float = 25.0, repetition_ms: float = 100.0, rounds: int = 1, plot: str | Path | None = None,
-    device: str = 'auto', seed: int = 0, dry_run: bool = False, save: str | Path | None = None, track: str |
-    Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None,
-    output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str
-    | None = None, wide: bool = False
+    'compiled', 'sdpa-flash', 'sdpa-cudnn', 'sdpa-efficient', 'flex', 'fa4', 'fa4-deterministic'), batch_size: int |
+    Iterable[int] = (1,), num_heads: int | Iterable[int] = (16,), kv_heads: int | Iterable[int] | None = None,
+    head_dim: int | Iterable[int] = (64,), context: int | Iterable[int] = (1024, 4096), causal: bool = True, window:
+    int | Iterable[int] | None = None, grid: str | None = None, rounds: int = 1, kernel: str | Callable[..., Any] |
+    Iterable[str | Callable[..., Any]] = (), dtype: str | Iterable[str] = ('bf16',), baseline: str | None = None,
+    warmup_ms: float = 25.0, repetition_ms: float = 100.0, plot: str | Path | None = None, device: str = 'auto',
+    seed: int = 0, dry_run: bool = False, save: str | Path | None = None, track: str | Iterable[str] = (),
+    cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path | None
+    = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool
+    = False
 ) -> Results: ...
 def losses(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, text:
     str | Path | Iterable[str | Path] = [], size: str | Iterable[str] = (), context: int | Iterable[int] = (),
@@ -92,9 +92,9 @@ def losses(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[...
     compile: str | Iterable[str] = ('off',), attention: str | Iterable[str] = ('reference',), kernels: str |
     Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] =
     ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph:
-    str | Iterable[str] = ('off',), steps: int = 300, learning_rate: float = 0.0003, weight_decay: float = 0.1,
-    plot: str | Path | None = None, device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str =
-    'step', save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float | None = None,
+    str | Iterable[str] = ('off',), device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str =
+    'step', steps: int = 300, learning_rate: float = 0.0003, weight_decay: float = 0.1, plot: str | Path | None =
+    None, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float | None = None,
     cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str | Iterable[str]
     = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
 ) -> Results: ...
@@ -104,31 +104,31 @@ def memprof(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..
     vocab_size: int | None = None, d_model: int | None = None, d_ff: int | None = None, num_layers: int | None =
     None, num_heads: int | None = None, model: str | Callable[..., Any] | None = None, loss: str | Callable[...,
     Any] | None = None, batch: str | Callable[..., Any] | None = None, blocks: str | None = None, debug: bool =
-    False, mode: str | Iterable[str] = ['train'], precision: str | Iterable[str] = (), bf16: bool = False, fp16:
-    bool = False, compile: str | Iterable[str] = ('off',), attention: str | Iterable[str] = ('reference',), kernels:
-    str | Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] =
-    ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph:
-    str | Iterable[str] = ('off',), checkpoint: str | Iterable[str] = ('none',), micro_batches: int | Iterable[int]
-    = (1,), plan: bool = False, memory: str | None = None, top: int = 5, snapshot: str | Path | None = None,
-    predict: bool = True, warmup: int | Iterable[int] = [1], steps: int = 3, device: str = 'auto', seed: int = 0,
-    tf32: bool = False, synchronize: str = 'step', dry_run: bool = False, save: str | Path | None = None, track: str
-    | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None,
-    output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str
-    | None = None, wide: bool = False
+    False, precision: str | Iterable[str] = (), bf16: bool = False, fp16: bool = False, compile: str | Iterable[str]
+    = ('off',), attention: str | Iterable[str] = ('reference',), kernels: str | Iterable[str] = ('reference',),
+    optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str |
+    Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',),
+    device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int]
+    = [1], steps: int = 3, mode: str | Iterable[str] = ['train'], checkpoint: str | Iterable[str] = ('none',),
+    micro_batches: int | Iterable[int] = (1,), plan: bool = False, memory: str | None = None, top: int = 5,
+    snapshot: str | Path | None = None, predict: bool = True, dry_run: bool = False, save: str | Path | None = None,
+    track: str | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None =
+    None, output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (),
+    sort: str | None = None, wide: bool = False
 ) -> Results: ...
 def nsys(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, from_:
     str | Path | Iterable[str | Path] = [], range: str | Iterable[str] = [], size: str | Iterable[str] = (),
     context: int | Iterable[int] = (), batch_size: int | Iterable[int] = (), vocab_size: int | None = None, d_model:
     int | None = None, d_ff: int | None = None, num_layers: int | None = None, num_heads: int | None = None, model:
     str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None, batch: str | Callable[...,
-    Any] | None = None, blocks: str | None = None, debug: bool = False, mode: str | Iterable[str] = ['train'],
-    precision: str | Iterable[str] = (), bf16: bool = False, fp16: bool = False, compare_precision: bool = False,
-    compile: str | Iterable[str] = ('off',), attention: str | Iterable[str] = ('reference',), kernels: str |
-    Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] =
-    ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph:
-    str | Iterable[str] = ('off',), warmup: int | Iterable[int] = [5], steps: int = 5, device: str = 'auto', seed:
-    int = 0, tf32: bool = False, synchronize: str = 'step', profiler: str | Iterable[str] = ('auto',), keep: str |
-    Path | None = None, top: int = 5, full_names: bool = False, plot: str | Path | None = None, dry_run: bool =
+    Any] | None = None, blocks: str | None = None, debug: bool = False, precision: str | Iterable[str] = (), bf16:
+    bool = False, fp16: bool = False, compile: str | Iterable[str] = ('off',), attention: str | Iterable[str] =
+    ('reference',), kernels: str | Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] |
+    Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str |
+    Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',), device: str = 'auto', seed: int = 0,
+    tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int] = (5,), steps: int = 5, mode: str |
+    Iterable[str] = ['train'], compare_precision: bool = False, profiler: str | Iterable[str] = ('auto',), keep: str
+    | Path | None = None, top: int = 5, full_names: bool = False, plot: str | Path | None = None, dry_run: bool =
     False, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float | None = None,
     cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str | Iterable[str]
     = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
@@ -142,7 +142,7 @@ def shard(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[...,
     prefetch: int | Iterable[int] = (1,), keep_gathered: int | Iterable[int] = (0,), checkpoint: str | Iterable[str]
     = ('none',), memory_limit: str | None = None, board: bool = False, mesh: str | None = None, world_size: int |
     Iterable[int] = [], backend: str = 'auto', high_priority: bool = False, timeout: float = 120.0, check_layers:
-    int | None = None, plot: str | Path | None = None, plot_scaling: str | Path | None = None, trace: str | Path |
+    int | None = None, plot_scaling: str | Path | None = None, trace: str | Path | None = None, plot: str | Path |
     None = None, size: str | Iterable[str] = (), context: int | Iterable[int] = (), batch_size: int | Iterable[int]
     = (), vocab_size: int | None = None, d_model: int | None = None, d_ff: int | None = None, num_layers: int | None
     = None, num_heads: int | None = None, model: str | Callable[..., Any] | None = None, loss: str | Callable[...,
@@ -151,11 +151,11 @@ def shard(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[...,
     = ('off',), attention: str | Iterable[str] = ('reference',), kernels: str | Iterable[str] = ('reference',),
     optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str |
     Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',),
-    warmup: int | Iterable[int] = [5], steps: int = 10, device: str = 'auto', seed: int = 0, tf32: bool = False,
-    synchronize: str = 'step', dry_run: bool = False, save: str | Path | None = None, track: str | Iterable[str] =
-    (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path |
-    None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide:
-    bool = False
+    device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int]
+    = (5,), steps: int = 10, dry_run: bool = False, save: str | Path | None = None, track: str | Iterable[str] = (),
+    cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path | None
+    = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool
+    = False
 ) -> Results: ...
 def trace(files: str | Path | Iterable[str | Path], /, *, against: str | Path | Iterable[str | Path] = (), step: str
     | None = None, top: int = 10, full_names: bool = False, roofline: bool = False, ceilings: str | Path | None =
@@ -171,13 +171,13 @@ def tune(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., 
     Iterable[str] = (), bf16: bool = False, fp16: bool = False, compile: str | Iterable[str] = ('off',), attention:
     str | Iterable[str] = ('reference',), kernels: str | Iterable[str] = ('reference',), optimizer: str |
     Callable[..., Any] | Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str | Iterable[str] =
-    ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',), checkpoint: str
-    | Iterable[str] = (), micro_batch: int | Iterable[int] = (), tokens_per_step: int | None = None, world_size: int
-    = 1, strategy: str | Iterable[str] = (), gradient_dtype: str | None = None, memory: str | None = None, gpu: str
-    | None = None, rates: str | Path | None = None, launch_us: float | None = None, lines: int = 1, measure: int =
-    0, budget: float = 600.0, warmup: int | Iterable[int] = [3], steps: int = 5, device: str = 'auto', seed: int =
-    0, tf32: bool = False, synchronize: str = 'step', plot: str | Path | None = None, save: str | Path | None =
-    None, track: str | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str |
-    None = None, output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] =
+    ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',), device: str =
+    'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int] = [3], steps:
+    int = 5, checkpoint: str | Iterable[str] = (), micro_batch: int | Iterable[int] = (), tokens_per_step: int |
+    None = None, world_size: int = 1, strategy: str | Iterable[str] = (), gradient_dtype: str | None = None, memory:
+    str | None = None, gpu: str | None = None, rates: str | Path | None = None, launch_us: float | None = None,
+    lines: int = 1, measure: int = 0, budget: float = 600.0, plot: str | Path | None = None, save: str | Path | None
+    = None, track: str | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str
+    | None = None, output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] =
     (), sort: str | None = None, wide: bool = False
 ) -> Results: ...

@@ -22,7 +22,7 @@ from cs336sys.commands.faults import sentence_of
 from cs336sys.commands.options.effects import Effect, effect_of
 from cs336sys.commands.options.reading import types_in
 from cs336sys.commands.request import Request, keyword_of, values_of
-from cs336sys.commands.show import drawings
+from cs336sys.commands.show import drawings, saved_presentations
 from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError, UsageError, did_you_mean
 from cs336sys.processes import started_outside
 from cs336sys.report.outputs import check_plot
@@ -42,6 +42,7 @@ FUNCTIONS = {
     **dict.fromkeys(("attn", "flash", "kernels", "allreduce", "precision", "doctor"), _NOTHING),
     "trace": _FILES,
 }
+_ROOT = typer.Context(typer.main.get_command(app), info_name="cs336sys")
 _CODE = str | Callable[..., Any]
 _TYPES: dict[str, Any] = {_TRAINING: _CODE | Iterable[_CODE] | None, _FILES: str | Path | Iterable[str | Path]}
 
@@ -191,7 +192,8 @@ class Results(Tables):
         file = Path("plot.png" if path is None else path)
         check_plot(file if path is not None else None)
         calls = invocations([self.saved])
-        pictures = [saved_pictures(call, shown_cells(call)) for call in calls]
+        presentation = saved_presentations(_ROOT)
+        pictures = [saved_pictures(call, shown_cells(call), presentation(call)) for call in calls]
         if path is None:
             return Pictures("\n".join(html_picture(draw, name) for drawn in pictures for name, draw in drawn.items()))
         for place, draw in drawings(pictures, file, Counter(call.command for call in calls)):
@@ -270,7 +272,7 @@ def run(request: Request, sources: Mapping[str, model.Results] = {}) -> Results:
     """
     with recording(sources) as record:
         try:
-            code = typer.main.get_command(app).main(
+            code = _ROOT.command.main(
                 list(request.command),
                 prog_name="cs336sys",
                 standalone_mode=False,
@@ -318,8 +320,7 @@ def _function_of(command: str, first: str) -> Callable[..., Results]:
             values = {first if first == _FILES else "model" if is_model else "size": value} | values
         return _measure(command, values)
 
-    root: Any = typer.main.get_command(app)
-    click_command = root.get_command(typer.Context(root, info_name="cs336sys"), command)
+    click_command: Any = _ROOT.command.get_command(_ROOT, command)  # type: ignore[attr-defined]  # it is a group
     call.__name__ = call.__qualname__ = command
     call.__doc__ = f"{click_command.callback.__doc__.strip()}\n\nOptions: ``cs336sys {command} --help``."
     default = None if first == _TRAINING else Parameter.empty

@@ -1,30 +1,39 @@
 """The model sizes of both handouts, and custom ones. Plain data, no torch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from typing import Any
 
 from cs336sys.errors import UsageError, require_known
+from cs336sys.settings import MODEL, Configured, setting
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PRECISIONS = tuple(ELEMENT_BYTES)
 
 
+def _dimension(maximum: int, help: str, default: Any = MISSING, **description: Any) -> Any:
+    """Declare a positive number of a size. No model comes near the maxima, beyond which other numbers overflow."""
+    return setting(
+        default, f"{help}. Default: by size.", minimum=1, maximum=maximum, panel=MODEL, is_by_size=True, **description
+    )
+
+
 @dataclass(frozen=True)
-class ModelSize:
+class ModelSize(Configured):
     """Shape of a ``BasicsTransformerLM`` with the batch that it is benchmarked on unless another is asked for.
 
-    The handouts give vocabulary 10,000, batch 4 and context 512 to every size but the leaderboard's.
+    The handouts give vocabulary 10,000, batch 4 and context 512 to every size but the leaderboard's. ``precision`` is
+    the default of a size, and no setting: a workload has its own.
     """
 
-    name: str
-    d_model: int
-    d_ff: int
-    num_layers: int
-    num_heads: int
-    vocab_size: int = 10_000
-    context: int = 512
-    batch_size: int = 4
-    precision: str = "fp32"
+    name: str = setting(key="size", header=None)
+    d_model: int = _dimension(10**6, "Model width", header=None)
+    d_ff: int = _dimension(10**7, "Feed-forward width", header=None)
+    num_layers: int = _dimension(1000, "Blocks", header=None)
+    num_heads: int = _dimension(10**6, "Heads", header=None)
+    vocab_size: int = _dimension(10**9, "Vocabulary", 10_000, header="vocabulary", in_titles=True)
+    context: int = _dimension(10**9, "Context lengths", 512, several=True, in_titles=True)
+    batch_size: int = _dimension(10**12, "Sequences of all ranks", 4, several=True, header="batch", in_titles=True)
+    precision: str = setting("fp32", key=None)
 
     @property
     def head_dim(self) -> int:
@@ -85,17 +94,6 @@ SIZES = {
 # What is shared is shared out rank by rank, tensor by tensor, which takes seconds for so many.
 MOST_RANKS = 16_384
 
-# No model comes near these. Beyond them numbers overflow, and blocks that are listed one by one fill the memory.
-_MOST = {
-    "d_model": 10**6,
-    "d_ff": 10**7,
-    "num_layers": 1000,
-    "num_heads": 10**6,
-    "vocab_size": 10**9,
-    "context": 10**9,
-    "batch_size": 10**12,
-}
-
 
 def choose_size(name: str, **fields: int | None) -> ModelSize:
     """Return the named size with these whole numbers of :class:`ModelSize` replaced, except by None.
@@ -109,10 +107,7 @@ def choose_size(name: str, **fields: int | None) -> ModelSize:
     require_known("size", name, SIZES)
     replaced: dict[str, Any] = {field: value for field, value in fields.items() if value is not None}
     for field, value in replaced.items():
-        if value < 1:
-            raise UsageError(f"--{field.replace('_', '-')} {value}: must be at least 1")
-        if value > _MOST[field]:
-            raise UsageError(f"--{field.replace('_', '-')} {value}: must be at most {_MOST[field]:,}")
+        ModelSize.settings()[field].read(value)
     size = replace(SIZES[name], **replaced)
     if size.d_model % size.num_heads:
         raise UsageError(f"{size.num_heads} heads do not divide d_model {size.d_model}: choose a divisor of it")

@@ -4,9 +4,11 @@ import csv
 import inspect
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,11 @@ PLAN = ("bench", "--size", "tiny", "--device", "cpu", "--dry-run", "--format", "
 # Texts of files, and what stands before them afterwards.
 OPTION = {
     "workload/training.py": {
-        "    seed: int = 0\n    user: UserCode": "    dummy: int = 7\n",
+        "    user: UserCode = ": '    dummy: int = setting(7, "None.", minimum=0, several=True, panel=WHAT_RUNS)\n',
     },
-    "commands/options/training.py": {
-        '    tf32: Annotated[bool, setting("--tf32/': '    dummy: Annotated[int, setting(help="None.", min=0)] = 7\n',
+    # Where it is used.
+    "experiments/bench.py": {
+        "        **surroundings,\n    }": '        "notes": [f"doubled {2 * workload.dummy}"],\n',
     },
 }
 COLUMN = {
@@ -90,8 +93,8 @@ def rows_of(text):
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_an_option_of_training_takes_two_files(changed):
-    assert len(OPTION) <= 3
+def test_an_option_of_training_takes_its_field_and_its_use(changed):
+    assert len(OPTION) <= 2
     folder = changed(OPTION)
     planned = [run(folder, *COMMAND, *PLAN, "--dummy", "3"), run(folder, *COMMAND, *PLAN, CS336SYS_BENCH_DUMMY="4")]
     (folder / "settings.toml").write_text("bench.dummy = 5\n")
@@ -99,9 +102,18 @@ def test_an_option_of_training_takes_two_files(changed):
     assert [row["dummy"] for text in planned for row in rows_of(text)] == ["3", "4", "5"]
     script = "import inspect, cs336sys; print(inspect.signature(cs336sys.ddp).parameters['dummy'])"
     assert run(folder, sys.executable, "-c", script).strip() == str(
-        inspect.Parameter("dummy", 3, default=7, annotation=int)
+        inspect.Parameter("dummy", 3, default=(7,), annotation=int | Iterable[int])
     )
-    assert "--dummy <int>" in run(folder, *COMMAND, "shard", "--help", COLUMNS="80")
+    assert "--dummy <a,b>" in run(folder, *COMMAND, "shard", "--help", COLUMNS="80")
+    small = ("--device", "cpu", "--context", "8", "--batch-size", "1", "--vocab-size", "64", "--d-model", "32")
+    short = ("--warmup", "0", "--steps", "1", "--save", "b.jsonl", "--wide")
+    measured = run(folder, *COMMAND, "bench", *small, *short, "--dummy", "1,2")
+    assert re.search(r"dummy .*step", measured)
+    assert "doubled 2" in measured
+    shown = rows_of(run(folder, *COMMAND, "show", "b.jsonl", "--format", "csv"))
+    assert [row["dummy"] for row in shown] == ["1", "2"]
+    refused = run(folder, *COMMAND, "bench", "--dummy", "-1", exit_code=2)
+    assert refused == "error: --dummy '-1': must be at least 0\n"
 
 
 def test_a_column_takes_one_file(changed, tmp_path):

@@ -80,7 +80,10 @@ def test_a_cell_of_ours_is_configured_as_before_there_were_others():
             {"kernels": "rope+linear-cross-entropy", "user": UserCode("mine.py:build", loss="mine.py:loss")},
             "linear-cross-entropy cannot compute --loss mine.py:loss; leave one of them out",
         ),
-        ({"state_dtype": "split", "optimizer": "adamw", "precision": "bf16"}, "--state-dtype split keeps weights"),
+        (
+            {"state_dtype": "split", "optimizer": "adamw", "precision": "bf16"},
+            "--state-dtype split: keeps the weights that --kernels fused",
+        ),
         ({"optimizer": "none"}, "unknown optimizer 'none'"),
     ],
 )

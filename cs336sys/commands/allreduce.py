@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 from cs336sys.accounting.communication import COLLECTIVES
+from cs336sys.commands.options.bytes import byte_count
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import byte_count, choice, split_list
+from cs336sys.commands.options.reading import choice, split_list
 from cs336sys.commands.options.training import DeviceOption
 from cs336sys.commands.sweep.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes
 from cs336sys.commands.sweep.run import run_sweep, show_plan

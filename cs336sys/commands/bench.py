@@ -9,21 +9,19 @@ from cs336sys.commands.faults import say
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, OUTPUT, choice
+from cs336sys.commands.options.reading import choice
 from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, configuration_key
+from cs336sys.settings import MEASURING, OUTPUT
 from cs336sys.workload import COMPARED_SETTINGS, Workload
 
-_COMPARED = tuple(setting.replace("_", "-") for setting in COMPARED_SETTINGS)
+_COMPARED = tuple(name.replace("_", "-") for name in COMPARED_SETTINGS)
 
 
 def bench(
-    model: options.TrainedModelOptions = options.TrainedModelOptions(),
+    training: options.TrainingOptions = options.TrainingOptions(),
     mode: options.ModesOption = ["train"],
-    precision: options.PrecisionOptions = options.PrecisionOptions(),
-    implementation: options.ImplementationOptions = options.ImplementationOptions(),
-    steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=10),
     rounds: Annotated[int, setting(help="Repeat the sweep so often.", min=1, rich_help_panel=MEASURING)] = 1,
     interleave: Annotated[
         str | None, choice(_COMPARED, "Alternate steps of its values: attention.", rich_help_panel=MEASURING)
@@ -38,7 +36,6 @@ def bench(
     plot: Annotated[
         Path | None, writes_file(help="Draw times by phase, and speed-ups.", rich_help_panel=OUTPUT)
     ] = None,
-    run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
@@ -49,7 +46,7 @@ def bench(
     """
     import cs336sys.report.bench as report
 
-    workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
+    workloads = training.workloads(mode)
     report.baseline_values(over := baseline or "", [workload.configuration() for workload in workloads])
     output.check(plot=plot)
     if interleave is None:
@@ -60,9 +57,9 @@ def bench(
         notes = [f"All values of {interleave} hold parameters and optimizer states together: add the other rows'."]
     if dry_run:
         plan = partial(report.bench_plan, workloads, "bench", notes)
-        show_plan("bench", plan, sweeping, output, run.device, plot=plot)
+        show_plan("bench", plan, sweeping, output, training.device, plot=plot)
         return
-    tell_what_does_not_fit(workloads, run.device)
+    tell_what_does_not_fit(workloads, training.device)
     if rounds > 1:
         # A round goes through all of them, so that what is compared is measured side by side.
         configurations = [
@@ -71,9 +68,9 @@ def bench(
     tables = partial(report.bench_tables, percentiles=percentiles, baseline=over)
     output.check_selection("bench", tables)
     is_study = len({workload.warmup for workload in workloads}) > 1
-    is_wanted = None if interleave == "attention" else _is_other_attention
+    skips = {} if interleave == "attention" else {"is_wanted": _is_other_attention}
     function = f"cs336sys.experiments.bench:{measure}"
-    sweep = run_sweep("bench", function, configurations, sweeping, fresh_worker=is_study, is_wanted=is_wanted)
+    sweep = run_sweep("bench", function, configurations, sweeping, fresh_worker=is_study, **skips)
     for warning in report.gate_warnings(sweep.cells) if sweeping.save and sweep.interruption is None else ():
         say(f"warning: {warning}")
     sweep.report(tables, output, (plot, partial(report.plot_bench, baseline=over)), pooled=report.pool_bench_rounds)
@@ -111,7 +108,7 @@ def _interleaved_configurations(workloads: Sequence[Workload], option: str) -> l
     if any(len(group) < 2 for group in together.values()):
         raise UsageError(f"--interleave {option}: give --{option} two values or more")
     return [
-        configuration | {"interleave": setting, "interleaved": ",".join(member[setting] for member in group)}
+        configuration | {"interleave": setting, "interleaved": ",".join(str(member[setting]) for member in group)}
         for group in together.values()
         for configuration in group
     ]

@@ -1,7 +1,7 @@
 """``cs336sys ddp``: data parallel training, its strategies, and how much of the communication each hides."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -11,19 +11,21 @@ from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, between, choice
+from cs336sys.commands.options.reading import between, choice
 from cs336sys.commands.sweep.run import in_rounds, run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.processes import is_first_rank
+from cs336sys.settings import MEASURING
 from cs336sys.sizes import PRECISIONS
-from cs336sys.workload import BUCKETED, DATA_PARALLEL_STRATEGIES, TRANSPORTS, ParallelWorkload, Workload
+from cs336sys.workload.parallel import BUCKETED, DATA_PARALLEL_STRATEGIES, TRANSPORTS, ParallelWorkload
+from cs336sys.workload.training import Workload
 
 _ONLY_BUCKETED = f"only mode {BUCKETED} has buckets of a size; add it to --mode"
 
 
 @dataclass(frozen=True)
-class DataParallelOptions(across_ranks.ParallelTraining):
-    """Strategies, what they send gradients by, and what is kept and drawn of them."""
+class StrategyOptions:
+    """Strategies, and what they send gradients by."""
 
     mode: Annotated[
         Sequence[str],
@@ -36,21 +38,35 @@ class DataParallelOptions(across_ranks.ParallelTraining):
             help=f"For {BUCKETED}: the most gradients in one all-reduce, in 1e6 bytes; {WHOLE_BLOCKS}: whole blocks.",
         ),
     ] = (WHOLE_BLOCKS,)
-    world_size: across_ranks.WorldSizeOption = field(default_factory=list)
-    backend: across_ranks.BackendOption = "auto"
     gradient_dtype: Annotated[Sequence[str], choice(PRECISIONS, f"Gradients are sent in {', '.join(PRECISIONS)}.")] = (
         "fp32",
     )
-    high_priority: across_ranks.HighPriorityOption = False
     transport: Annotated[
         Sequence[str], choice(TRANSPORTS, "What sends buckets: collectives, or the copy-engines of two GPUs.")
     ] = ("collectives",)
-    timeout: across_ranks.TimeoutOption = 120.0
-    check_layers: across_ranks.CheckLayersOption = None
+
+    def strategies(self) -> list[tuple[str, float | str | None, str]]:
+        """Modes with their bucket sizes and what sends them, where they have any."""
+        if BUCKETED not in self.mode and [*self.transport] != ["collectives"]:
+            listed = ",".join(self.transport)
+            raise UsageError(f"--transport {listed}: only mode bucketed has the choice; add it to --mode")
+        if BUCKETED not in self.mode and [*self.bucket_mb] != [WHOLE_BLOCKS]:
+            listed = ",".join(size if isinstance(size, str) else f"{size:g}" for size in self.bucket_mb)
+            raise UsageError(f"--bucket-mb {listed}: {_ONLY_BUCKETED}")
+        return [
+            (strategy, bucket, sent_by)
+            for strategy in self.mode
+            for bucket in (self.bucket_mb if strategy == BUCKETED else [None])
+            for sent_by in (self.transport if strategy == BUCKETED else ["collectives"])
+        ]
+
+
+@dataclass(frozen=True)
+class DataParallelOptions(across_ranks.ParallelTraining, StrategyOptions):
+    """Strategies on ranks, and what is drawn of them."""
+
     plot: Annotated[Path | None, writes_file(help="Draw timelines of computing and communication.")] = None
     plot_buckets: Annotated[Path | None, writes_file(help="Draw bucket sizes and their model.")] = None
-    plot_scaling: across_ranks.PlotScalingOption = None
-    trace: across_ranks.TraceOption = None
 
     def cells(self, trainings: Sequence[Workload]) -> list[ParallelWorkload]:
         """A cell for each number of ranks, workload, dtype of gradients and strategy.
@@ -64,7 +80,7 @@ class DataParallelOptions(across_ranks.ParallelTraining):
                 training, strategy, ranks, bucket_mb=bucket, gradient_dtype=sent_in, transport=sent_by, **self.settings
             )
             for ranks, training, sent_in in product(world_sizes, trainings, self.gradient_dtype)
-            for strategy, bucket, sent_by in self._strategies()
+            for strategy, bucket, sent_by in self.strategies()
         ]
 
     @property
@@ -83,32 +99,13 @@ class DataParallelOptions(across_ranks.ParallelTraining):
             raise UsageError(f"--plot-buckets {self.plot_buckets}: {_ONLY_BUCKETED}")
         self.check_rank_outputs(cells)
 
-    def _strategies(self) -> list[tuple[str, float | str | None, str]]:
-        """Modes with their bucket sizes and what sends them, where they have any."""
-        if BUCKETED not in self.mode and [*self.transport] != ["collectives"]:
-            listed = ",".join(self.transport)
-            raise UsageError(f"--transport {listed}: only mode bucketed has the choice; add it to --mode")
-        if BUCKETED not in self.mode and [*self.bucket_mb] != [WHOLE_BLOCKS]:
-            listed = ",".join(size if isinstance(size, str) else f"{size:g}" for size in self.bucket_mb)
-            raise UsageError(f"--bucket-mb {listed}: {_ONLY_BUCKETED}")
-        return [
-            (strategy, bucket, sent_by)
-            for strategy in self.mode
-            for bucket in (self.bucket_mb if strategy == BUCKETED else [None])
-            for sent_by in (self.transport if strategy == BUCKETED else ["collectives"])
-        ]
-
 
 def ddp(
     data_parallel: DataParallelOptions = DataParallelOptions(),
-    model: options.SharedModelOptions = options.SharedModelOptions(),
-    precision: options.PrecisionOptions = options.PrecisionOptions(),
-    implementation: options.ImplementationOptions = options.ImplementationOptions(),
-    steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=10),
+    training: options.TrainingOptions = options.TrainingOptions(),
     rounds: Annotated[
         int, setting(help="Repeat all cells, every second time backwards.", min=1, rich_help_panel=MEASURING)
     ] = 1,
-    run: options.RunOptions = options.RunOptions(),
     dry_run: Annotated[bool, setting("--dry-run", help="Print cells and memory of state alone.")] = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
@@ -124,14 +121,14 @@ def ddp(
     from cs336sys.report.ddp import ddp_plan, ddp_tables, plot_buckets, plot_timelines, pool_ddp_rounds
     from cs336sys.report.scaling import plot_scaling, with_scaling
 
-    chosen = data_parallel.cells(options.expand_workloads(model, ["train"], precision, implementation, steps, run))
+    chosen = data_parallel.cells(training.workloads())
     if is_first_rank():
         data_parallel.check(output, chosen)
     if dry_run:
         written = data_parallel.pictures | {"trace": data_parallel.trace}
-        show_plan("ddp", lambda _: ddp_plan(chosen), sweeping, output, run.device, across_ranks=True, **written)
+        show_plan("ddp", lambda _: ddp_plan(chosen), sweeping, output, training.device, across_ranks=True, **written)
         return
-    tell_what_does_not_fit(chosen, run.device)
+    tell_what_does_not_fit(chosen, training.device)
     measure = "cs336sys.experiments.parallel.measurement:measure_parallel_training"
     configurations = [workload.configuration() for workload in chosen]
     if rounds > 1:

@@ -10,9 +10,8 @@ from cs336sys.commands.faults import say
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import writes_file
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import name_or_code
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.workload import OPTIMIZERS
+from cs336sys.workload import Workload
 
 if TYPE_CHECKING:
     from cs336sys.measure.diagnosis import Check
@@ -20,12 +19,8 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    model: options.ModelOption = None,
-    loss: options.LossOption = None,
-    batch: options.BatchOption = None,
-    optimizer: Annotated[str, name_or_code(OPTIMIZERS, "As of bench.")] = "course",
-    blocks: options.BlocksOption = None,
-    debug: options.DebugOption = False,
+    code: options.UserCodeOptions = options.UserCodeOptions(),
+    optimizer: Annotated[str, options.option_of(Workload, "optimizer", help="As of bench.")] = "course",
     ceilings: Annotated[
         Path | None,
         writes_file(help="Measure products, copies, launches and links of this GPU, and write them to this file."),
@@ -48,12 +43,12 @@ def doctor(
 
     output.check()
     if ceilings is not None:
-        if model is not None:
+        if code.model is not None:
             raise UsageError("--ceilings are those of a GPU, not of a model: leave out --model, or --ceilings")
         output.emit([_measured_ceilings(ceilings)])
         return
-    if model is None:
-        of_models = {"--loss": loss, "--batch": batch, "--blocks": blocks}
+    if code.model is None:
+        of_models = {"--loss": code.loss, "--batch": code.batch, "--blocks": code.blocks}
         of_models["--optimizer"] = None if optimizer == "course" else optimizer
         for option, value in of_models.items():
             if value is not None:
@@ -62,10 +57,7 @@ def doctor(
 
         checks, subject = diagnose(), "here"
     else:
-        settings = options.ModelOptions(
-            ["tiny"], [32], [2], model=model, loss=loss, batch=batch, blocks=blocks, debug=debug
-        )
-        checks, subject = _check_user_model(settings, optimizer), f"in {model}"
+        checks, subject = _check_user_model(code, optimizer), f"in {code.model}"
     verdicts = [check.verdict for check in checks]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("ok", "warn", "missing"))
     columns = (Column("name", "check"), Column("verdict", "verdict"), Column("found", "found"), Column("fix", "fix"))
@@ -75,12 +67,12 @@ def doctor(
         raise typer.Exit(CapabilityError.exit_code)
 
 
-def _check_user_model(model: options.ModelOptions, optimizer: str) -> list["Check"]:
+def _check_user_model(code: options.UserCodeOptions, optimizer: str) -> list["Check"]:
     from cs336sys.experiments.checks.user_model import check_model
 
-    precision, implementation = options.PrecisionOptions(["fp32"]), options.ImplementationOptions(optimizer=[optimizer])
-    steps, run = options.StepsOptions([0], 1), options.RunOptions(device="cpu")
-    (workload,) = options.expand_workloads(model, ["train"], precision, implementation, steps, run)
+    size = {"size": ["tiny"], "context": [32], "batch_size": [2], "precision": ["fp32"]}
+    steps = {"optimizer": [optimizer], "warmup": [0], "steps": 1, "device": "cpu"}
+    (workload,) = options.TrainingOptions(**size, **steps, **asdict(code)).workloads()
     return check_model(workload)
 
 

@@ -10,14 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from cs336sys.commands.options.effects import setting, writes_file
+from cs336sys.commands.options.operations import OperationOptions
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import BaselineOption, KernelOption, check_baseline, choice, goes_before
+from cs336sys.commands.options.reading import choice
 from cs336sys.commands.options.training import DeviceOption, DryRunOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.errors import UsageError
-from cs336sys.sizes import PRECISIONS
-from cs336sys.user_code import digest
-from cs336sys.workload import IMPLEMENTATIONS, AttentionWorkload
+from cs336sys.workload.operations import IMPLEMENTATIONS, AttentionWorkload
 
 # The shapes that the handouts ask for: every cell of flash_benchmarking, and the 2025 leaderboard's one.
 GRIDS: dict[str, dict[str, list[Any]]] = {
@@ -39,7 +38,6 @@ class FlashOptions:
     implementation: Annotated[
         Sequence[str], choice(IMPLEMENTATIONS, f"Any of {', '.join(IMPLEMENTATIONS)}.", show_default="all")
     ] = IMPLEMENTATIONS
-    kernel: KernelOption = None
     batch_size: Annotated[Sequence[int], setting(help="Batch sizes.", min=1)] = (1,)
     num_heads: Annotated[Sequence[int], setting(help="Numbers of heads.", min=1)] = (16,)
     kv_heads: Annotated[
@@ -48,24 +46,17 @@ class FlashOptions:
     ] = None
     head_dim: Annotated[Sequence[int], setting(help="Head dimensions, 1 to 256.", min=1, max=256)] = (64,)
     context: Annotated[Sequence[int], setting(help="Sequence lengths.", min=1)] = (1024, 4096)
-    dtype: Annotated[Sequence[str], choice(PRECISIONS)] = ("bf16",)
     causal: Annotated[bool, setting("--causal/--full", help="Mask what follows a query, or nothing.")] = True
     window: Annotated[
         Sequence[int] | None,
         setting(help="Keys that a query sees, its own the last of them.", show_default="all", min=1),
     ] = None
     grid: Annotated[str | None, choice(GRIDS, "Shapes of the handouts instead: course or board.")] = None
-    baseline: BaselineOption = None
-    warmup_ms: Annotated[float, setting(help="Warm-up of each measurement.", min=0)] = 25.0
-    repetition_ms: Annotated[float, setting(help="Duration of each measurement.", min=1)] = 100.0
     rounds: Annotated[int, setting(help="Times to go through a shape's implementations, samples pooled.", min=1)] = 1
 
-    @property
-    def names(self) -> list[str]:
-        """Every implementation, the user's last."""
-        return [*self.implementation, *(self.kernel or ())]
-
-    def configurations(self, ctx: typer.Context, device: str, seed: int) -> list[dict[str, Any]]:
+    def configurations(
+        self, ctx: typer.Context, timing: OperationOptions, device: str, seed: int
+    ) -> list[dict[str, Any]]:
         """A cell for each shape and implementation.
 
         A round goes through all implementations of a shape, so that what is compared is measured side by side.
@@ -73,16 +64,16 @@ class FlashOptions:
         Raises:
             UsageError: ``--grid`` meets a shape of the user's, or no attention has such a shape.
         """
-        shapes: Iterable[Sequence[Any]] = self.batch_size, self.num_heads, self.context, self.head_dim, self.dtype
+        shapes: Iterable[Sequence[Any]] = self.batch_size, self.num_heads, self.context, self.head_dim, timing.dtype
         if self.grid is not None:
             for option in (*GRIDS[self.grid], "causal"):
-                if goes_before(ctx, option, "grid"):
+                if _goes_before(ctx, option, "grid"):
                     name = "--causal and --full" if option == "causal" else f"--{option.replace('_', '-')}"
                     raise UsageError(f"--grid {self.grid}: has shapes of its own; leave it out, or {name}")
             shapes = GRIDS[self.grid].values()
         causal = self.causal or self.grid is not None
-        times = self.warmup_ms, self.repetition_ms
-        codes = {reference: {"code": digest([reference])} for reference in self.kernel or ()}
+        times = timing.warmup_ms, timing.repetition_ms
+        codes = timing.codes
         numbers = [{"round": number} for number in range(1, self.rounds + 1)] if self.rounds > 1 else [{}]
         return [
             AttentionWorkload(
@@ -93,13 +84,24 @@ class FlashOptions:
             for size, heads, length, width, precision in product(*shapes)
             for shared, seen in product(self.kv_heads or (None,), self.window or (None,))
             for number in numbers
-            for name in self.names
+            for name in (*self.implementation, *codes)
         ]
+
+
+_SOURCES = ("DEFAULT", "DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")
+
+
+def _goes_before(context: typer.Context, option: str, other: str) -> bool:
+    """Return whether an option is given where it precedes another, or next to it: the line, variables, the file."""
+    option_source, other_source = (context.get_parameter_source(name) for name in (option, other))
+    ranks = [0 if source is None else _SOURCES.index(source.name) for source in (option_source, other_source)]
+    return ranks[0] > 0 and ranks[0] >= ranks[1]
 
 
 def flash(
     ctx: typer.Context,
     attention: FlashOptions = FlashOptions(),
+    timing: OperationOptions = OperationOptions(),
     plot: Annotated[Path | None, writes_file(help="Draw TFLOP/s over the context.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
@@ -121,16 +123,16 @@ def flash(
     """
     from cs336sys.report.attention import attention_plan, flash_tables, plot_flash, pool_flash_rounds
 
-    over = check_baseline(attention.baseline, attention.names)
+    over = timing.checked_baseline(attention.implementation)
     output.check(plot=plot)
-    configurations = attention.configurations(ctx, device, seed)
+    configurations = attention.configurations(ctx, timing, device, seed)
     if dry_run:
         plan = partial(attention_plan, "flash", configurations)
         show_plan("flash", plan, sweeping, output, device, plot=plot)
         return
     tables = partial(flash_tables, baseline=over)
     output.check_selection("flash", tables)
-    measure = "measure_own_attention" if attention.kernel else "measure_flash"
+    measure = "measure_own_attention" if timing.kernel else "measure_flash"
     run_sweep("flash", f"cs336sys.experiments.attention.measurement:{measure}", configurations, sweeping).report(
         tables, output, (plot, plot_flash), pooled=pool_flash_rounds
     )

@@ -90,13 +90,10 @@ class _Command(_OwnOptions, TyperCommand):
 
     def parse_args(self, ctx, args):
         if ctx.default_map:
-            ctx.default_map = settings_file.defaults_of(ctx, self.get_params(ctx))
+            typed = {text.partition("=")[0].removeprefix("--") for text in (ctx.obj.values if ctx.obj else args)}
+            ctx.default_map = settings_file.defaults_of(ctx, self.get_params(ctx), typed)
         try:
             rest = super().parse_args(ctx, list(args))
-            if overruled := settings_file.overruled_settings(ctx):
-                ctx.default_map = {name: value for name, value in ctx.default_map.items() if name not in overruled}
-                ctx.params.clear()
-                rest = super().parse_args(ctx, list(args))
         except UsageError:
             # A value that cannot be may be one of the file's.
             settings_file.tell_settings(ctx)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cs336sys.commands.options.effects import setting, writes_file
+from cs336sys.commands.options.operations import OperationOptions
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import BaselineOption, KernelOption, check_baseline, choice
+from cs336sys.commands.options.reading import choice
 from cs336sys.commands.options.training import DeviceOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
-from cs336sys.sizes import PRECISIONS
-from cs336sys.user_code import digest
-from cs336sys.workload import KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload
+from cs336sys.workload.operations import KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload
 
 # What is measured unless it is said: a layer of an 8B model at 32k, and what Triton's interpreter computes in seconds.
 DEFAULT_SHAPES = {"cuda": (32768, 4096, 151936), "cpu": (32, 128, 97)}
@@ -30,7 +29,6 @@ class KernelOptions:
         Sequence[str],
         choice(KERNEL_IMPLEMENTATIONS, f"Any of {', '.join(KERNEL_IMPLEMENTATIONS)}.", show_default="all"),
     ] = KERNEL_IMPLEMENTATIONS
-    kernel: KernelOption = None
     tokens: Annotated[
         Sequence[int] | None, setting(help="Numbers of rows.", show_default="32768, on a CPU 32", min=1)
     ] = None
@@ -42,12 +40,8 @@ class KernelOptions:
         Sequence[int] | None,
         setting(help="Vocabularies of linear-cross-entropy.", show_default="151936, on a CPU 97", min=2),
     ] = None
-    dtype: Annotated[Sequence[str], choice(PRECISIONS)] = ("bf16",)
-    baseline: BaselineOption = None
-    warmup_ms: Annotated[float, setting(help="Warm-up of each measurement.", min=0)] = 25.0
-    repetition_ms: Annotated[float, setting(help="Duration of each measurement.", min=1)] = 100.0
 
-    def configurations(self, device: str, seed: int) -> list[dict[str, Any]]:
+    def configurations(self, timing: OperationOptions, device: str, seed: int) -> list[dict[str, Any]]:
         """A cell for each op, shape and implementation.
 
         Raises:
@@ -63,8 +57,7 @@ class KernelOptions:
         ):
             if is_chosen and name not in self.op:
                 raise UsageError(f"{option} only affects {name}: add {name} to --op, or leave it out")
-        codes = {reference: {"code": digest([reference])} for reference in self.kernel or ()}
-        times = self.warmup_ms, self.repetition_ms
+        codes, times = timing.codes, (timing.warmup_ms, timing.repetition_ms)
         head_dims = {name: self.head_dim for name in self.op if KERNELS[name].has_heads}
         shapes = self.tokens or [default_tokens], self.width or [default_width]
         configurations = [
@@ -72,7 +65,7 @@ class KernelOptions:
                 name, competitor, count, length, precision, head_dims.get(name), vocabulary, device, seed, *times
             ).configuration()
             | codes.get(competitor, {})
-            for name, count, length, precision in product(self.op, *shapes, self.dtype)
+            for name, count, length, precision in product(self.op, *shapes, timing.dtype)
             for vocabulary in (self.vocab_size or [default_vocab_size] if KERNELS[name].has_vocabulary else [None])
             for competitor in (*self.implementation, *codes)
             if competitor in (*KERNELS[name].implementations, *codes)
@@ -85,6 +78,7 @@ class KernelOptions:
 
 def kernels(
     chosen: KernelOptions = KernelOptions(),
+    timing: OperationOptions = OperationOptions(),
     plot: Annotated[Path | None, writes_file(help="Draw shares of the copy rate.")] = None,
     device: DeviceOption = "auto",
     seed: SeedOption = 0,
@@ -99,13 +93,13 @@ def kernels(
     """
     from cs336sys.report.kernels import kernel_tables, plot_kernels
 
-    kernel = chosen.kernel or ()
+    kernel = timing.kernel
     if kernel and (len(chosen.op) > 1 or chosen.op == ["adamw"]):
         raise UsageError(f"--kernel {kernel[0]}: stands beside one op, a function; name it by --op, and not adamw")
-    over = check_baseline(chosen.baseline, [*chosen.implementation, *kernel])
+    over = timing.checked_baseline(chosen.implementation)
     output.check(plot=plot)
     tables = partial(kernel_tables, baseline=over)
     output.check_selection("kernels", tables)
-    configurations = chosen.configurations(device, seed)
+    configurations = chosen.configurations(timing, device, seed)
     measure = f"cs336sys.experiments.kernels.measurement:measure_{'own_kernel' if kernel else 'kernel'}"
     run_sweep("kernels", measure, configurations, sweeping).report(tables, output, (plot, plot_kernels))

@@ -16,14 +16,11 @@ def losses(
     text: Annotated[
         list[Path], reads_file(help="A file to learn from, or a folder with .md and .txt: bytes are tokens.")
     ] = [],
-    model: options.TrainedModelOptions = options.TrainedModelOptions(),
-    precision: options.PrecisionOptions = options.PrecisionOptions(),
-    implementation: options.ImplementationOptions = options.ImplementationOptions(),
+    training: options.UntimedTrainingOptions = options.UntimedTrainingOptions(),
     steps: Annotated[int, setting(help="Steps, each on a batch of its own.", min=1)] = 300,
-    learning_rate: Annotated[float, setting(help="Learning rate, constant.")] = 3e-4,
-    weight_decay: Annotated[float, setting(help="Weight decay.", min=0)] = 0.1,
+    learning_rate: Annotated[float, options.option_of(LossWorkload, "learning_rate")] = 3e-4,
+    weight_decay: Annotated[float, options.option_of(LossWorkload, "weight_decay")] = 0.1,
     plot: Annotated[Path | None, writes_file(help="Draw the curves to this picture file.")] = None,
-    run: options.RunOptions = options.RunOptions(),
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -37,15 +34,11 @@ def losses(
     if not text:
         raise UsageError("--text: give a file to learn from, or a folder of them; several with --text again")
     for path in text:
-        if not path.exists():
-            raise UsageError(f"--text {path}: there is no such file or folder")
         if "," in str(path):
             raise UsageError(f"--text {path}: the results file separates files by commas; rename this one")
-    workloads = options.expand_workloads(
-        model, ["train"], precision, implementation, options.StepsOptions(warmup=[0], steps=steps), run
-    )
+    workloads = training.workloads(warmup=[0], steps=steps)
     paths = ",".join(map(str, text))
-    tell_what_does_not_fit(workloads, run.device)
+    tell_what_does_not_fit(workloads, training.device)
     digest = text_digest(paths)
     configurations = [
         LossWorkload(workload, paths, learning_rate, weight_decay, digest).configuration() for workload in workloads

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cs336sys.accounting.checkpointing import parse_checkpointing
+from cs336sys.choices import MODES
 from cs336sys.commands.faults import say
 from cs336sys.commands.options import training as options
+from cs336sys.commands.options.bytes import read_memory_limit
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, read_memory_limit, refuse_given
+from cs336sys.commands.options.reading import refuse_given
 from cs336sys.commands.sweep.run import check_planned, run_sweep, tell_what_does_not_fit
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell
-from cs336sys.workload import LARGEST_ALLOCATIONS, MODES, MemoryWorkload, Workload
+from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload, Workload
 
 if TYPE_CHECKING:
     from cs336sys.measure.allocations.diagnosis import MemoryDiagnosis
@@ -72,27 +73,14 @@ class SnapshotOptions:
         output.emit(tables)
 
 
-@dataclass(frozen=True)
-class RecordingOptions:
+@options.setting_options(MemoryWorkload, "checkpointing", "micro_batches", "plan", "memory", "top", "snapshot", "trace")
+class RecordingOptions(options.OptionGroup):
     """How a step saves memory, and what is recorded of it."""
 
-    checkpoint: Annotated[
-        Sequence[str],
-        choice(
-            ("none", "block", "every=", "sublayer", "attention", "ffn", "nested"),
-            "none; block: every block; every=K: K blocks; sublayer: attention and feed-forward each, or attention, "
-            "ffn alone; nested: halves within halves.",
-            parser=parse_checkpointing,
-        ),
-    ] = ("none",)
-    micro_batches: Annotated[
-        Sequence[int], setting(help="Cut the batch into so many parts, whose gradients add up.", min=1)
-    ] = (1,)
     plan: Annotated[bool, setting("--plan", help="Find the cheapest changes that fit into --memory.")] = False
     memory: Annotated[str | None, setting(help="What --plan may use: 80GiB.")] = None
     top: Annotated[int, setting(help="Largest allocations shown.", min=1, max=LARGEST_ALLOCATIONS)] = 5
     snapshot: Annotated[Path | None, writes_file(help="Write timelines, pages and snapshots to this folder.")] = None
-    predict: Annotated[bool, setting("--predict/--no-predict", help="Also predict by fake tensors.")] = True
 
     def workloads(self, trainings: Sequence[Workload], modes: Sequence[str]) -> list[MemoryWorkload]:
         """A cell for each workload, mode, checkpointing and number of micro-batches.
@@ -118,13 +106,9 @@ class RecordingOptions:
 def memprof(
     ctx: typer.Context,
     saved: SnapshotOptions = SnapshotOptions(),
-    model: options.TrainedModelOptions = options.TrainedModelOptions(),
-    mode: Annotated[list[str], choice(MODES, f"Phases of a step: {', '.join(MODES)}.")] = ["train"],
-    precision: options.PrecisionOptions = options.PrecisionOptions(),
-    implementation: options.ImplementationOptions = options.ImplementationOptions(),
+    training: options.TrainingOptions = options.TrainingOptions(warmup=[1], steps=3),
+    mode: options.ModesOption = ["train"],
     recording: RecordingOptions = RecordingOptions(),
-    steps: options.StepsOptions = options.StepsOptions(warmup=[1], steps=3),
-    run: options.RunOptions = options.RunOptions(),
     dry_run: options.DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
@@ -150,19 +134,17 @@ def memprof(
         saved.show(top, snapshot, output)
         return
     refuse_given(ctx, ["against", "html"], "is for snapshots that --from reads")
-    workloads = recording.workloads(
-        options.expand_workloads(model, mode[:1], precision, implementation, steps, run), mode
-    )
+    workloads = recording.workloads(training.workloads(mode[:1]), mode)
     output.check()
     if recording.plan or recording.memory is not None:
         _measure_plan(workloads, recording, sweeping, output)
         return
     if dry_run:
-        check_planned(sweeping, run.device, snapshot=snapshot)
+        check_planned(sweeping, training.device, snapshot=snapshot)
         _predict(workloads, recording, sweeping, output)
         return
     check_directory(snapshot, (workload.name for workload in workloads))
-    tell_what_does_not_fit(workloads, run.device)
+    tell_what_does_not_fit(workloads, training.device)
     tables = partial(memory_tables, top=top)
     output.check_selection("memprof", tables)
     configurations = [workload.configuration() for workload in workloads]

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +12,10 @@ import typer
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, refuse_given, split_list
+from cs336sys.commands.options.reading import refuse_given, split_list
 from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.workload import PROFILERS, ProfileWorkload, Workload
+from cs336sys.workload import ProfileWorkload, Workload
 
 # What can be asked of a report; everything else says what to run.
 _OF_REPORTS = ("source", "range_names", "top", "full_names", "plot", *(field.name for field in fields(OutputOptions)))
@@ -26,11 +26,10 @@ _NOT_UNDER_NSYS = (
 )
 
 
-@dataclass(frozen=True)
-class ProfilerOptions:
+@options.setting_options(ProfileWorkload, "profiler")
+class ProfilerOptions(options.OptionGroup):
     """The profiler, its files, and what is shown of them."""
 
-    profiler: Annotated[Sequence[str], choice(PROFILERS, "nsys, torch; auto: nsys if it is there.")] = ("auto",)
     keep: Annotated[Path | None, writes_file(help="Keep the profiler's files in this folder.")] = None
     top: Annotated[int, setting(help="Kernels shown of each phase.", min=1)] = 5
     full_names: Annotated[bool, setting("--full-names", help="Show the whole names of kernels.")] = False
@@ -41,15 +40,11 @@ def nsys(
     ctx: typer.Context,
     source: Annotated[list[Path], reads_file("--from", help="Read this: .nsys-rep, .sqlite, torch's .json.")] = [],
     range_names: Annotated[list[str], setting("--range", help="Ranges that are the phases of that report.")] = [],
-    model: options.TrainedModelOptions = options.TrainedModelOptions(),
+    training: options.TrainingOptions = options.TrainingOptions(steps=5),
     mode: options.ModesOption = ["train"],
-    precision: options.PrecisionOptions = options.PrecisionOptions(),
     compare_precision: Annotated[
         bool, setting("--compare-precision", help="Run fp32 and bf16, and compare phases.")
     ] = False,
-    implementation: options.ImplementationOptions = options.ImplementationOptions(),
-    steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=5),
-    run: options.RunOptions = options.RunOptions(),
     profiling: ProfilerOptions = ProfilerOptions(),
     dry_run: options.DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
@@ -73,18 +68,18 @@ def nsys(
         return
     refuse_given(ctx, ["range_names"], "a run has its own phases, other ranges are chosen with --from")
     if compare_precision:
-        if precision.precisions() != [None]:
+        if training.precisions() != [None]:
             raise UsageError("--compare-precision runs fp32 and bf16: leave --precision, --bf16 and --fp16 out")
-        precision = options.PrecisionOptions(["fp32", "bf16"])
-    workloads = options.expand_workloads(model, mode, precision, implementation, steps, run)
+        training = replace(training, precision=["fp32", "bf16"])
+    workloads = training.workloads(mode)
     if dry_run:
         plan = partial(bench_plan, workloads, "nsys", ())
-        show_plan("nsys", plan, sweeping, output, run.device, plot=profiling.plot, keep=profiling.keep)
+        show_plan("nsys", plan, sweeping, output, training.device, plot=profiling.plot, keep=profiling.keep)
     elif is_profiled():
         refuse_given(ctx, _NOT_UNDER_NSYS, "this process runs under nsys, which writes a report for --from to read")
         _run_under_nsys(workloads, profiling.profiler)
     else:
-        tell_what_does_not_fit(workloads, run.device)
+        tell_what_does_not_fit(workloads, training.device)
         _profile(workloads, profiling, sweeping, output, compare_precision=compare_precision)
 
 

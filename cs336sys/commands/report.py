@@ -12,14 +12,16 @@ import typer
 
 from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.commands.faults import say
+from cs336sys.commands.options.bytes import read_memory_limit
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
-from cs336sys.commands.options.reading import OUTPUT, among, choice, one_of, read_memory_limit, split_list
+from cs336sys.commands.options.reading import among, choice, one_of, split_list
 from cs336sys.commands.options.training import DeviceOption
 from cs336sys.errors import CapabilityError, UsageError, require_known
 from cs336sys.processes.parent import Guarded, python_module
 from cs336sys.report.course.handouts import why_not
 from cs336sys.report.course.problem import Command, Problem, Target
 from cs336sys.results.model import Results, passed_over_words, read_results
+from cs336sys.settings import OUTPUT
 from cs336sys.sizes import SIZES
 
 # Formats by what a file's name ends in.

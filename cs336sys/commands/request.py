@@ -29,6 +29,9 @@ class Request:
     command: tuple[str, ...]
     values: Mapping[str, Any]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "values", {name: value for name, value in self.values.items() if value is not None})
+
 
 def keyword_of(parameter: Any) -> str:
     """Return the name of an option in Python: ``batch_size`` of ``--batch-size``, ``from_`` of ``--from``."""
@@ -44,8 +47,7 @@ class RequestParser:
     _opt_prefixes: frozenset[str] = frozenset()
 
     def __init__(self, request: Request, parameters: Sequence[Any]):
-        self.command = request.command[0]
-        self.values = {name: value for name, value in request.values.items() if value is not None}
+        self.request = request
         self.parameters = {keyword_of(parameter): parameter for parameter in parameters}
 
     def parse_args(self, args: list[str]) -> tuple[dict[str, Any], list[str], list[Any]]:
@@ -56,7 +58,7 @@ class RequestParser:
         """
         options: dict[str, Any] = {}
         arguments: list[str] = []
-        for name, value in self.values.items():
+        for name, value in self.request.values.items():
             if name not in self.parameters:
                 raise UsageError(f"no such option: {name}{did_you_mean(name, self.parameters)}")
             parameter = self.parameters[name]
@@ -76,7 +78,7 @@ class RequestParser:
             options[parameter.name] = texts if is_list else texts[0]
             arguments += [f"{parameter.opts[0]}={text}" for text in texts] if is_option else texts
         if (recording := current_recording()) is not None:
-            recording.arguments = (self.command, *arguments)
+            recording.arguments = (self.request.command[0], *arguments)
         return options, [], []
 
     def _text(self, name: str, value: Any) -> str:
@@ -89,7 +91,7 @@ class RequestParser:
             return f"{module.__name__ if '.' in module.__name__ else file}:{object_name}"
         if callable(value):
             sentence = f"{name}: {a_value(value)} that worker processes cannot find by name"
-            if self.command not in _MEASURED_HERE:
+            if self.request.command[0] not in _MEASURED_HERE:
                 raise UsageError(f"{sentence}; {TO_FILE}")
             say(f"note: {sentence}: it is measured in this process, and nothing ends a cell that takes too long")
             return name_object(value)

@@ -1,7 +1,7 @@
 """``cs336sys shard``: who holds which part of the training state, what memory that saves, and what it costs a step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,34 +15,34 @@ from cs336sys.accounting.sharding.partition import mesh_ranks, read_mesh, strate
 from cs336sys.accounting.sharding.selective_checkpointing import choose_kept_blocks, kept_peak, kept_step
 from cs336sys.commands.faults import say
 from cs336sys.commands.options import training as options
+from cs336sys.commands.options.bytes import read_memory_limit
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, is_given, read_memory_limit
-from cs336sys.commands.options.training import ImplementationOptions, StepsOptions
+from cs336sys.commands.options.reading import choice, is_given
 from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.measure.system import gpu_capacity
 from cs336sys.processes import is_first_rank
 from cs336sys.strategies import STRATEGIES
-from cs336sys.workload import (
+from cs336sys.workload.parallel import (
     BLOCK_CHECKPOINTING,
     CONTEXT_STRATEGIES,
     SHARD_STRATEGIES,
     SHARDING_STRATEGIES,
     TENSOR_STRATEGIES,
     ParallelWorkload,
-    Workload,
 )
+from cs336sys.workload.training import Workload
 
 # What is fastest for a step that fills its GPUs, by strategy and option: of this project's parts, and of torch's alone.
-_IMPLEMENTATION = {
+_IMPLEMENTATION: dict[str, dict[str, Any]] = {
     "fsdp": {"attention": ["flash"], "kernels": ["fused"], "optimizer": ["adamw"], "state_dtype": ["bf16"]},
     "torch-fsdp": {"attention": ["sdpa"], "compile": ["block"], "optimizer": ["fused"]},
 }
 _CHECKPOINTING = {"fsdp": "auto", "torch-fsdp": "keep=0"}
 
 # The handout's benchmark repeats steps for 10 s of warm-up and then for 30 s: at 4.2 s a step 2 and 7.
-_WARMUP, _STEPS = [2], 7
+_BOARD_STEPS = {"warmup": [2], "steps": 7}
 
 # How much of a GPU's memory tensors may be predicted to fill: an H200 of 140.4 GiB had 5.5 left when they took 129.9.
 _FILLED = 0.925
@@ -155,23 +155,19 @@ class ShardingOptions:
 
 
 def _chosen_for_board(
-    context: typer.Context, sharding: ShardingOptions, implementation: ImplementationOptions, steps: StepsOptions
-) -> tuple[ShardingOptions, ImplementationOptions, StepsOptions]:
+    context: typer.Context, sharding: ShardingOptions, training: options.TrainingOptions
+) -> tuple[ShardingOptions, options.TrainingOptions]:
     """The options of a board's cell: what was not asked for is what is fastest."""
     strategy = sharding.strategy if is_given(context, "strategy") else ["fsdp"]
     if len(strategy) != 1 or strategy[0] not in _IMPLEMENTATION:
         raise UsageError(
             f"--board --strategy {','.join(strategy)}: a board has one strategy, {' or '.join(_IMPLEMENTATION)}"
         )
-    fastest = _IMPLEMENTATION[strategy[0]]
+    fastest = _IMPLEMENTATION[strategy[0]] | _BOARD_STEPS
     checkpoint = sharding.checkpoint if is_given(context, "checkpoint") else [_CHECKPOINTING[strategy[0]]]
     return (
         replace(sharding, strategy=strategy, checkpoint=checkpoint),
-        replace(implementation, **{name: value for name, value in fastest.items() if not is_given(context, name)}),
-        StepsOptions(
-            steps.warmup if is_given(context, "warmup") else _WARMUP,
-            steps.steps if is_given(context, "steps") else _STEPS,
-        ),
+        replace(training, **{name: value for name, value in fastest.items() if not is_given(context, name)}),
     )
 
 
@@ -235,34 +231,25 @@ def chosen_by_memory(
 
 
 def completed(
-    context: typer.Context, sharding: ShardingOptions, implementation: ImplementationOptions, steps: StepsOptions
-) -> tuple[ShardingOptions, ImplementationOptions, StepsOptions]:
+    context: typer.Context, sharding: ShardingOptions, training: options.TrainingOptions
+) -> tuple[ShardingOptions, options.TrainingOptions]:
     """The options with what a board or a mesh chooses where nothing was asked for.
 
     Raises:
-        UsageError: the mesh, the memory limit or the strategy of a board is none.
+        UsageError: the mesh or the strategy of a board is none.
     """
     if sharding.board:
-        sharding, implementation, steps = _chosen_for_board(context, sharding, implementation, steps)
-    if sharding.memory_limit is not None:
-        read_memory_limit(sharding.memory_limit)
+        sharding, training = _chosen_for_board(context, sharding, training)
     if sharding.mesh is not None and not is_given(context, "strategy"):
         sharding = replace(sharding, strategy=[strategy_of_mesh(sharding.mesh)])
-    return sharding, implementation, steps
+    return sharding, training
 
 
 @dataclass(frozen=True)
 class ShardedRanksOptions(across_ranks.ParallelTraining):
     """The ranks, and what is checked, kept and drawn of them."""
 
-    world_size: across_ranks.WorldSizeOption = field(default_factory=list)
-    backend: across_ranks.BackendOption = "auto"
-    high_priority: across_ranks.HighPriorityOption = False
-    timeout: across_ranks.TimeoutOption = 120.0
-    check_layers: across_ranks.CheckLayersOption = None
     plot: Annotated[Path | None, writes_file(help="Draw a rank's memory at six moments.")] = None
-    plot_scaling: across_ranks.PlotScalingOption = None
-    trace: across_ranks.TraceOption = None
 
     def check(self, output: OutputOptions, cells: Sequence[ParallelWorkload]) -> dict[str, Path | None]:
         """Return the pictures by their options; errors of the first rank if anything cannot be written."""
@@ -277,11 +264,7 @@ def shard(
     ctx: typer.Context,
     sharding: ShardingOptions = ShardingOptions(),
     ranks: ShardedRanksOptions = ShardedRanksOptions(),
-    model: options.SharedModelOptions = options.SharedModelOptions(),
-    precision: options.PrecisionOptions = options.PrecisionOptions(),
-    implementation: options.ImplementationOptions = options.ImplementationOptions(),
-    steps: options.StepsOptions = options.StepsOptions(warmup=[5], steps=10),
-    run: options.RunOptions = options.RunOptions(),
+    training: options.TrainingOptions = options.TrainingOptions(),
     dry_run: Annotated[bool, setting("--dry-run", help="Print cells and predicted memory alone.")] = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
@@ -305,13 +288,13 @@ def shard(
     from cs336sys.report.shard import plot_memory, shard_plan
 
     if sharding.board:
-        _refuse_beside_board(model.model, sharding.mesh, ranks.plot)
-    sharding, implementation, steps = completed(ctx, sharding, implementation, steps)
+        _refuse_beside_board(training.model, sharding.mesh, ranks.plot)
+    sharding, training = completed(ctx, sharding, training)
     ranks_of_mesh = [] if sharding.mesh is None else [mesh_ranks(read_mesh(sharding.mesh))]
     chosen = sharding.cells(
-        options.expand_workloads(model, ["train"], precision, implementation, steps, run),
+        training.workloads(),
         across_ranks.choose_world_sizes(ranks.world_size or ranks_of_mesh),
-        run.device,
+        training.device,
         keeps_gathered=not is_given(ctx, "keep_gathered"),
         tells=is_first_rank(),
         **ranks.settings,
@@ -319,10 +302,12 @@ def shard(
     pictures = ranks.check(output, chosen)
     if dry_run:
         written = pictures | {"trace": ranks.trace}
-        show_plan("shard", lambda _: shard_plan(chosen), sweeping, output, run.device, across_ranks=True, **written)
+        show_plan(
+            "shard", lambda _: shard_plan(chosen), sweeping, output, training.device, across_ranks=True, **written
+        )
         return
     if not sharding.board:
-        tell_what_does_not_fit(chosen, run.device)
+        tell_what_does_not_fit(chosen, training.device)
     # Cells of a board are others than those that shard measures of the same workload.
     measure, mark = ("measure_board", {"board": True}) if sharding.board else ("measure_parallel_training", {})
     configurations = [workload.configuration() | mark for workload in chosen]

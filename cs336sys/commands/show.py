@@ -4,7 +4,7 @@ import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -16,7 +16,7 @@ from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import choice, one_of, split_list
 from cs336sys.errors import UsageError
-from cs336sys.results.model import Cell, Results, Status, passed_over_words, read_results
+from cs336sys.results.model import Cell, Status, passed_over_words, read_results
 
 if TYPE_CHECKING:
     from cs336sys.report.registry import Invocation, Pictures, Presentation
@@ -66,13 +66,14 @@ def show(
 
     output.check(plot=plot)
     check_page(html)
-    sound, faults = _sound_cells(ctx, _chosen_invocations(files, command), status)
+    presentation = saved_presentations(ctx.parent)
+    sound, faults = _sound_cells(presentation, _chosen_invocations(files, command), status)
     names = Counter(invocation.command for invocation, _, _ in sound)
     tables = output.chosen(
         [marked(invocation, built) if names[invocation.command] > 1 else built for invocation, _, built in sound]
     )
-    is_drawn = plot is not None or html is not None
-    pictures = [saved_pictures(invocation, cells) if is_drawn else {} for invocation, cells, _ in sound]
+    drawable = [] if plot is None and html is None else sound
+    pictures = [saved_pictures(invocation, cells, presentation(invocation)) for invocation, cells, _ in drawable]
     drawn = list(drawings(pictures, plot, names)) if plot is not None else []
     if html is None or output.output is not None:
         output.write([table for group in tables for table in group])
@@ -93,7 +94,11 @@ def show(
 def _chosen_invocations(files: Sequence[Path], commands: Sequence[str]) -> list["Invocation"]:
     from cs336sys.report.registry import invocations
 
-    saved = invocations([_read_shown(path) for path in files])
+    read = {path: read_results(path) for path in files}
+    for path, results in read.items():
+        for sentence in passed_over_words(results):
+            say(f"warning: {path}: {sentence}")
+    saved = invocations(list(read.values()))
     measured = list(dict.fromkeys(invocation.command for invocation in saved))
     if not measured:
         raise UsageError(f"{', '.join(map(str, files))}: no cell was measured")
@@ -104,12 +109,11 @@ def _chosen_invocations(files: Sequence[Path], commands: Sequence[str]) -> list[
 
 
 def _sound_cells(
-    ctx: typer.Context, saved: Sequence["Invocation"], status: Sequence[str]
+    presentation: Callable[["Invocation"], "Presentation"], saved: Sequence["Invocation"], status: Sequence[str]
 ) -> tuple[list[tuple["Invocation", list[Cell], list["Table"]]], list[UsageError]]:
     """Return each invocation that has cells of this status, with these and their tables, and why others have none."""
     from cs336sys.report.registry import sound_cells_and_tables
 
-    presentation = _saved_presentations(ctx)
     sound = []
     faults: list[UsageError] = []
     for invocation in saved:
@@ -127,29 +131,18 @@ def _sound_cells(
     return sound, faults
 
 
-def _read_shown(path: Path) -> Results:
-    results = read_results(path)
-    for sentence in passed_over_words(results):
-        say(f"warning: {path}: {sentence}")
-    return results
+def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
+    """Return a function that reads from saved arguments how a command of the context's was asked to show its cells.
 
-
-def _saved_presentations(ctx: typer.Context) -> Callable[["Invocation"], "Presentation"]:
-    """Return a function that reads from saved arguments how a command was asked to show its cells.
-
-    Options that the command no longer has are ignored. Equal command lines, and all without such an option, are parsed
-    once: a file may hold thousands of runs.
+    Options that the command no longer has are ignored. Equal command lines are parsed once.
     """
     from cs336sys.report.registry import SAVED_COMMANDS, Presentation
-
-    default = Presentation()
 
     @functools.cache
     def presenting(name: str) -> Any:
         """Return the command with the options about presentation alone."""
-        assert ctx.parent is not None
-        assert isinstance(ctx.parent.command, LazyGroup)
-        command = ctx.parent.command.get_command(ctx.parent, name)
+        assert isinstance(ctx.command, LazyGroup)
+        command = ctx.command.get_command(ctx, name)
         names = {field.name for field in fields(Presentation)}
         command.params = [parameter for parameter in command.params if parameter.name in names]
         return command
@@ -160,15 +153,13 @@ def _saved_presentations(ctx: typer.Context) -> Callable[["Invocation"], "Presen
         context = presenting(name).make_context(
             name, list(arguments), resilient_parsing=True, ignore_unknown_options=True, allow_extra_args=True
         )
-        return replace(default, **{name: value for name, value in context.params.items() if value})
+        return Presentation(**{name: value for name, value in context.params.items() if value})
 
     def presentation(invocation: "Invocation") -> Presentation:
         if invocation.command not in SAVED_COMMANDS:
-            return default
+            return Presentation()
         name, *arguments = (invocation.runs[-1].arguments if invocation.runs else ()) or ("",)
-        options = {option for parameter in presenting(invocation.command).params for option in parameter.opts}
-        is_asked = any(argument.partition("=")[0] in options for argument in arguments)
-        return parsed(invocation.command, tuple(arguments) if is_asked and name == invocation.command else ())
+        return parsed(invocation.command, tuple(arguments) if name == invocation.command else ())
 
     return presentation
 

@@ -16,8 +16,8 @@ from cs336sys.accounting.sharding.partition import mesh_ranks, read_mesh
 from cs336sys.commands.faults import say
 from cs336sys.commands.invocation import LazyGroup
 from cs336sys.commands.options.effects import Effect, effect_of, runs_code, setting, writes_file
-from cs336sys.commands.options.reading import OUTPUT
 from cs336sys.errors import UsageError, choose_from
+from cs336sys.settings import OUTPUT
 
 _SAVING = ("bench", "nsys", "memprof", "attn", "flash", "kernels", "allreduce", "ddp", "shard", "losses", "precision")
 # Commands whose --dry-run starts no process.

@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,12 +16,14 @@ from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.accounting.step_time.space import STRATEGIES, Space, refusal, training_with_batch
 from cs336sys.commands.faults import say
 from cs336sys.commands.options import training as options
+from cs336sys.commands.options.bytes import read_memory_limit
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import MEASURING, OUTPUT, WHAT_RUNS, among, choice, is_given, read_memory_limit
+from cs336sys.commands.options.reading import among, choice, is_given
 from cs336sys.commands.sweep.run import in_rounds, run_sweep
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.results.model import Cell, configuration_key
+from cs336sys.settings import MEASURING, OUTPUT, WHAT_RUNS
 from cs336sys.workload import ParallelWorkload, Workload
 
 if TYPE_CHECKING:
@@ -123,7 +125,9 @@ class SearchOptions:
             name: list(getattr(implementation, name)) for name in _SINGLE_SETTINGS if is_given(ctx, name)
         }
         if is_given(ctx, "optimizer") or is_given(ctx, "state_dtype"):
-            fixed["optimizer"] = [(name, dtype) for name, dtype, _ in implementation.optimizers()]
+            fixed["optimizer"] = list(
+                dict.fromkeys((ways["optimizer"], ways["state_dtype"]) for ways in implementation.combinations())
+            )
         if is_given(ctx, "update"):
             raise UsageError("--update: tune updates in a step of its own; leave it out")
         if on_cpu:
@@ -164,12 +168,8 @@ class SearchOptions:
 
 def tune(
     ctx: typer.Context,
-    model: options.TrainedModelOptions = options.TrainedModelOptions(),
-    precision: options.PrecisionOptions = options.PrecisionOptions(),
-    implementation: options.ImplementationOptions = options.ImplementationOptions(),
+    training: options.TrainingOptions = options.TrainingOptions(warmup=[3], steps=5),
     search: SearchOptions = SearchOptions(),
-    steps: options.StepsOptions = options.StepsOptions(warmup=[3], steps=5),
-    run: options.RunOptions = options.RunOptions(),
     plot: Annotated[Path | None, writes_file(help="Draw tokens/s over memory.", rich_help_panel=OUTPUT)] = None,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
@@ -184,26 +184,26 @@ def tune(
     """
     from cs336sys.report.tune import choice_tables, plot_front
 
-    plain = _plain_workload(model, precision, steps, run)
+    plain = _plain_workload(training)
     output.check(plot=plot)
     if sweeping.save is not None and not search.measure:
         raise UsageError(f"--save {sweeping.save}: nothing is measured; add --measure")
-    on_cpu = search.is_on_cpu(run.device)
+    on_cpu = search.is_on_cpu(training.device)
     if on_cpu:
         plain = replace(plain, device="cpu")
-    limit = search.limit_bytes(run.device)
-    fixed = search.fixed_settings(ctx, implementation, on_cpu=on_cpu)
+    limit = search.limit_bytes(training.device)
+    fixed = search.fixed_settings(ctx, training, on_cpu=on_cpu)
     tokens_per_step = search.tokens_per_step
-    if model.batch_size and not search.micro_batch:
+    if training.batch_size and not search.micro_batch:
         # The batch of a step of all ranks, as in other commands.
-        tokens_per_step = tokens_per_step or model.batch_size[0] * plain.size.context
+        tokens_per_step = tokens_per_step or training.batch_size[0] * plain.size.context
     if not plain.is_ours and fixed.get("kernels", ["reference"]) != ["reference"]:
         raise UsageError("--kernels: tune predicts --model with reference only: leave it out, or measure with bench")
     counted = None if plain.is_ours else _counted_model(plain)
     if counted is not None:
         fixed = _fixed_of_users(fixed, counted, search.world_size)
     space = Space(plain, search.world_size, fixed, tokens_per_step)
-    rates = search.gpu_rates(run.device, plain, on_cpu=on_cpu)
+    rates = search.gpu_rates(training.device, plain, on_cpu=on_cpu)
     predictor = _Predictor(space, rates, limit, None if search.launch_us is None else search.launch_us / 1e6, counted)
     choices = predictor.choose(space)
     if not choices.fitting:
@@ -222,13 +222,8 @@ def tune(
     race.run(predicted, sweeping, output)
 
 
-def _plain_workload(
-    model: options.TrainedModelOptions,
-    precision: options.PrecisionOptions,
-    steps: options.StepsOptions,
-    run: options.RunOptions,
-) -> Workload:
-    workloads = options.expand_workloads(model, ["train"], precision, options.ImplementationOptions(), steps, run)
+def _plain_workload(training: options.TrainingOptions) -> Workload:
+    workloads = replace(training, **asdict(options.ImplementationOptions())).workloads()
     if len(workloads) > 1:
         raise UsageError("tune chooses for one model: give one --size, --context, --batch-size and --precision")
     return workloads[0]
@@ -322,8 +317,8 @@ class _Predictor:
         from cs336sys.accounting.step_time.prediction import StepConfiguration
 
         fixed, training = self.space.fixed, self.space.training
-        attention = "reference" if self.counted is None else "sdpa"
-        defaults = {"compile": "off", "attention": attention, "kernels": "reference", "cuda_graph": "off"}
+        defaults = {name: Workload.settings()[name].default for name in _SINGLE_SETTINGS}
+        defaults |= {} if self.counted is None else {"attention": "sdpa"}
         settings = {name: (fixed.get(name) or [value])[0] for name, value in defaults.items()}
         optimizer, state_dtype = (fixed.get("optimizer") or [("course", "fp32")])[0]
         batches = dict(self.space.micro_batches)

@@ -1,7 +1,7 @@
 """``cs336sys verify``: is my parallel training the same training as that of one process."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -15,17 +15,20 @@ from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.processes import is_first_rank
 from cs336sys.results.model import Cell, Run
+from cs336sys.settings import MODEL
+from cs336sys.sizes import SIZES, ModelSize
 from cs336sys.user_code import digest, is_user_code
 from cs336sys.workload import Workload
 from cs336sys.workload.verification import CASES, GRADIENTS, SEQUENCES, SMALL, WRAPS, VerifiedWorkload
 
 
-@dataclass(frozen=True)
-class VerifiedModelOptions(options.SharedModelOptions):
-    """Options for the model whose training is compared."""
+@options.setting_options(ModelSize, "size")
+class VerifiedModelOptions(options.RunOptions, options.UserCodeOptions, options.SizeOptions):
+    """Options for the model whose training is compared, and for the device."""
 
     size: Annotated[
-        Sequence[str], choice(options.SIZES, "As of bench, of short texts. Default: 2 blocks of width 32.")
+        Sequence[str],
+        choice(SIZES, "As of bench, of short texts. Default: 2 blocks of width 32.", rich_help_panel=MODEL),
     ] = ()
 
 
@@ -46,7 +49,7 @@ class VerificationOptions:
     backend: BackendOption = "auto"
     timeout: Annotated[float, setting(help="Seconds after which ranks that wait count as hanging.", min=1)] = 20.0
 
-    def workloads(self, model: VerifiedModelOptions, run: options.RunOptions) -> list[VerifiedWorkload]:
+    def workloads(self, model: VerifiedModelOptions) -> list[VerifiedWorkload]:
         """Every case of every wrap and number of ranks, the cases of one after another.
 
         Raises:
@@ -59,12 +62,12 @@ class VerificationOptions:
         return [
             VerifiedWorkload(training, name, ranks, case, self.mesh or WRAPS.get(name, "data"), *settings, codes[name])
             for name, ranks in product(self.wrap, choose_world_sizes(self.world_size))
-            for training in [_training(model, run, ranks)]
+            for training in [_training(model, ranks)]
             for case in self.case
         ]
 
 
-def _training(model: VerifiedModelOptions, run: options.RunOptions, ranks: int) -> Workload:
+def _training(model: VerifiedModelOptions, ranks: int) -> Workload:
     """Return the model's workload, small unless a size is given, with sequences for every rank."""
     settings = asdict(model)
     if not model.size:
@@ -74,16 +77,13 @@ def _training(model: VerifiedModelOptions, run: options.RunOptions, ranks: int) 
         if not model.size or name in ("context", "vocab_size"):
             settings[name] = settings[name] or ([value] if name == "context" else value)
     settings["batch_size"] = settings["batch_size"] or [SEQUENCES * ranks]
-    precision, steps = options.PrecisionOptions(["fp32"]), options.StepsOptions([0], 1)
-    implementation = options.ImplementationOptions()
-    (training,) = options.expand_workloads(replace(model, **settings), ["train"], precision, implementation, steps, run)
+    (training,) = options.UntimedTrainingOptions(**settings, precision=["fp32"]).workloads(warmup=[0], steps=1)
     return training
 
 
 def verify(
     verification: VerificationOptions = VerificationOptions(),
     model: VerifiedModelOptions = VerifiedModelOptions(),
-    run: options.RunOptions = options.RunOptions(),
     html: Annotated[Path | None, writes_file("--html", help="Write the tables to this page, too.")] = None,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
@@ -105,7 +105,7 @@ def verify(
     if is_first_rank():
         output.check()
         check_page(html)
-    configurations = [workload.configuration() for workload in verification.workloads(model, run)]
+    configurations = [workload.configuration() for workload in verification.workloads(model)]
 
     def tables(cells: Sequence[Cell], machine: Run | None) -> list[Table]:
         built = with_rows(*verify_tables(cells, machine))

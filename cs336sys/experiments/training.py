@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336sys.accounting.fused import BLOCKS_BESIDE
-from cs336sys.choices import CUDA_GRAPHS_MODULE, FUSED_KERNELS_MODULE, WARM_UP_STEPS
+from cs336sys.choices import CUDA_GRAPHS_MODULE, FUSED_KERNELS_MODULE, MODES, WARM_UP_STEPS
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.models import blocks_of, build_model, make_batch
@@ -25,7 +25,7 @@ from cs336sys.measure.cells import Progress
 from cs336sys.measure.device import DTYPES
 from cs336sys.measure.timing import time_phases
 from cs336sys.results.model import Samples
-from cs336sys.workload import MODES, Workload
+from cs336sys.workload import Workload
 
 AUTOCAST_DTYPES = {name: DTYPES[name] for name in ("bf16", "fp16")}
 

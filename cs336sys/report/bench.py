@@ -3,12 +3,12 @@
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import GIB
+from cs336sys.choices import MODES
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.measure.system import SLOWDOWNS, Capacity
 from cs336sys.report import titles
@@ -18,7 +18,7 @@ from cs336sys.report.table import Column, Table, fill_row, named_columns
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import SAME_PERCENT, Interval, compare_sides, ratio_of_pairs
 from cs336sys.results.statistics import ratio as ratio_of_medians
-from cs336sys.workload import COMPARED_SETTINGS, MODES, Workload
+from cs336sys.workload import COMPARED_SETTINGS, Workload
 
 # A clock that is lower by more than this makes what computing limits slower by as much, more than the spread of steps.
 _FALLEN_PART = 0.03
@@ -106,9 +106,6 @@ _REPLAYED = (
 
 _ALWAYS_SHOWN = ("context", "precision", "compile")
 _PHASES = MODES["train"].phases
-
-# What a setting is compared with where it was measured and no other baseline was chosen.
-_DEFAULTS = {field.name: field.default for field in fields(Workload)}
 
 _STEADIER = "--interleave SETTING, --rounds 5 or more --steps"
 
@@ -339,7 +336,7 @@ def speedup_pairs(
     axes = [name for name in compared if name in settings and len({cell.configuration.get(name) for cell in cells}) > 1]
     if not axes:
         return [], []
-    preferred = _DEFAULTS | baseline_values(baseline)
+    preferred = {name: Workload.settings()[name].default for name in axes} | baseline_values(baseline)
     values = {name: [cell.configuration.get(name) for cell in cells] for name in axes}
     expected = {name: preferred[name] if preferred[name] in values[name] else values[name][0] for name in axes}
     baselines: dict[int, Cell] = {}

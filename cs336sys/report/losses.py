@@ -6,15 +6,14 @@ from pathlib import Path
 
 from cs336sys.report import titles
 from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, by_key, named_columns
+from cs336sys.report.table import Column, Table
 from cs336sys.results.model import Cell, Run
+from cs336sys.workload import LossWorkload
 
 # The loss of one step depends on its batch: means are of so many steps, where there are as many.
 _AVERAGED = 20
 
-_SETTINGS = titles.SETTING_COLUMNS | by_key(
-    *named_columns("learning_rate", "weight_decay", "text"), Column("text_digest", "its digest")
-)
+_SETTINGS = titles.columns_of(LossWorkload)
 _ALWAYS_SHOWN = ("precision", "compile", "kernels", "optimizer")
 
 

@@ -26,9 +26,12 @@ from cs336sys.workload import MemoryWorkload
 
 @dataclass(frozen=True)
 class Presentation:
-    """The options of commands about how cells are shown, with their names and defaults."""
+    """The options of commands about how cells are shown, with their names and defaults.
 
-    baseline: str = "eager"
+    Without a ``baseline``, ``bench`` compares with the defaults of settings, other commands with eager.
+    """
+
+    baseline: str = ""
     percentiles: Sequence[float] = ()
     top: int = 5
     full_names: bool = False
@@ -47,12 +50,12 @@ class SavedCommand:
 
     Attributes:
         tables: of cells that ``pooled`` has returned.
-        pictures: those that such cells have data for.
+        pictures: those that such cells have data for, drawn as these options ask.
         pooled: joins the rounds of ``--rounds``.
     """
 
     tables: TableBuilder
-    pictures: Callable[[Sequence[Cell], Run | None], Pictures] = lambda cells, run: {}
+    pictures: Callable[[Sequence[Cell], Run | None, Presentation], Pictures] = lambda cells, run, options: {}
     pooled: Callable[[Sequence[Cell]], list[Cell]] = list
 
 
@@ -63,16 +66,16 @@ def _of_run(build: Callable[[Sequence[Cell], Run | None], list[Table]]) -> Table
 
 def _picture(
     name: str, draw: Callable[[Sequence[Cell], Path], None]
-) -> Callable[[Sequence[Cell], Run | None], Pictures]:
+) -> Callable[[Sequence[Cell], Run | None, Presentation], Pictures]:
     """One picture of all cells, if any was measured."""
-    return lambda cells, run: {name: partial(draw, cells)} if _measured_cells(cells) else {}
+    return lambda cells, run, options: {name: partial(draw, cells)} if _measured_cells(cells) else {}
 
 
 def _measured_cells(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if cell.status == "ok"]
 
 
-def _ddp_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
+def _ddp_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation) -> Pictures:
     timelines = any(cell.derived["timeline"] is not None for cell in _measured_cells(cells))
     pictures: dict[str, Callable[[Path], None]] = {"timelines": partial(ddp.plot_timelines, cells)} if timelines else {}
     if ddp.bucket_sweeps(cells):
@@ -80,9 +83,10 @@ def _ddp_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
     return {**pictures, **_scaling_picture(cells)}
 
 
-def _shard_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
-    memory = _picture("memory", shard.plot_memory)([cell for cell in cells if not board.is_of_board(cell)], run)
-    gathering = [cell for cell in _measured_cells(cells) if cell.derived.get("gathers") and not board.is_of_board(cell)]
+def _shard_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation) -> Pictures:
+    of_ranks = [cell for cell in cells if not board.is_of_board(cell)]
+    memory = _picture("memory", shard.plot_memory)(of_ranks, run, options)
+    gathering = [cell for cell in _measured_cells(of_ranks) if cell.derived.get("gathers")]
     timelines = {"timelines": partial(ddp.plot_timelines, gathering)} if gathering else {}
     return {**memory, **timelines, **_scaling_picture(cells)}
 
@@ -91,7 +95,7 @@ def _scaling_picture(cells: Sequence[Cell]) -> Pictures:
     return {"scaling": partial(scaling.plot_scaling, cells, option="--plot")} if scaling.scaling_curves(cells) else {}
 
 
-def _memory_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
+def _memory_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation) -> Pictures:
     return {
         MemoryWorkload.from_configuration(cell.configuration).name: partial(
             plot_timeline, cell.derived, timeline_title(cell, run), option="--plot"
@@ -103,7 +107,9 @@ def _memory_pictures(cells: Sequence[Cell], run: Run | None) -> Pictures:
 SAVED_COMMANDS: dict[str, SavedCommand] = {
     "bench": SavedCommand(
         lambda cells, run, options: bench.bench_tables(cells, run, options.percentiles, options.baseline),
-        _picture("bench", bench.plot_bench),
+        lambda cells, run, options: (
+            {"bench": partial(bench.plot_bench, cells, baseline=options.baseline)} if _measured_cells(cells) else {}
+        ),
         bench.pool_bench_rounds,
     ),
     "tune": SavedCommand(_of_run(tune.tune_tables)),
@@ -117,12 +123,12 @@ SAVED_COMMANDS: dict[str, SavedCommand] = {
     "memprof": SavedCommand(lambda cells, run, options: memory_tables(cells, run, options.top), _memory_pictures),
     "attn": SavedCommand(_of_run(attention.attn_tables), _picture("attn", attention.plot_attn)),
     "flash": SavedCommand(
-        lambda cells, run, options: attention.flash_tables(cells, run, options.baseline),
+        lambda cells, run, options: attention.flash_tables(cells, run, options.baseline or "eager"),
         _picture("flash", attention.plot_flash),
         attention.pool_flash_rounds,
     ),
     "kernels": SavedCommand(
-        lambda cells, run, options: kernels.kernel_tables(cells, run, options.baseline),
+        lambda cells, run, options: kernels.kernel_tables(cells, run, options.baseline or "eager"),
         _picture("kernels", kernels.plot_kernels),
     ),
     "allreduce": SavedCommand(_of_run(allreduce.allreduce_tables), _picture("allreduce", allreduce.plot_collectives)),
@@ -273,13 +279,15 @@ def _plain(table: Table) -> Table:
     return table
 
 
-def saved_pictures(invocation: Invocation, cells: Sequence[Cell]) -> Pictures:
+def saved_pictures(
+    invocation: Invocation, cells: Sequence[Cell], presentation: Presentation = Presentation()
+) -> Pictures:
     """The pictures that an invocation's :func:`shown_cells` have data for.
 
     This and drawing one raise a UsageError where the cells lack what that needs.
     """
     draw = SAVED_COMMANDS[invocation.command].pictures
-    pictures = _build_checked(invocation, lambda: draw(cells, invocation.run))
+    pictures = _build_checked(invocation, lambda: draw(cells, invocation.run, presentation))
     return {name: partial(_draw, invocation, name, draw_picture) for name, draw_picture in pictures.items()}
 
 

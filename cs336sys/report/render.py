@@ -15,9 +15,8 @@ from cs336sys.report import outputs
 from cs336sys.report.numbers import Value
 from cs336sys.report.table import Grid, Table, grid_of, one_line
 from cs336sys.results.foreign import printable
-from cs336sys.results.model import Samples
+from cs336sys.results.model import TABLES_SCHEMA_VERSION, Samples
 from cs336sys.results.recording import current_recording
-from cs336sys.results.schema import TABLES_SCHEMA_VERSION
 from cs336sys.results.statistics import Interval
 
 # What --output calls standard output, as everywhere.

@@ -4,7 +4,7 @@ Titles and varying columns are for eyes; csv, json and data frames have the same
 table of a command, so that two files can be put together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cs336sys import workload
@@ -15,18 +15,18 @@ from cs336sys.results.model import ORIGIN, Cell, Run
 _ORIGIN_COLUMNS = tuple(Column(name, name.replace("_", " ")) for name in ORIGIN)
 
 # The settings of each command's cells, in their order: the fields of a workload, and what the command adds.
-_SETTINGS: dict[str, tuple[str, ...]] = {
-    "bench": (*workload.Workload.setting_names(), "rounds", "interleave", "interleaved"),
-    "losses": workload.LossWorkload.setting_names(),
-    "nsys": workload.ProfileWorkload.setting_names(),
-    "memprof": workload.MemoryWorkload.setting_names(),
-    "attn": workload.AttentionWorkload.setting_names(),
-    "flash": (*workload.AttentionWorkload.setting_names(), "rounds"),
-    "kernels": workload.KernelWorkload.setting_names(),
-    "allreduce": workload.CollectiveWorkload.setting_names(),
-    "tune": (*workload.ParallelWorkload.setting_names(), "accumulation"),
-    "ddp": (*workload.ParallelWorkload.setting_names(), "rounds"),
-    "shard": (*workload.ParallelWorkload.setting_names(), "board"),
+_SETTINGS: dict[str, Iterable[str]] = {
+    "bench": (*workload.Workload.settings(), "rounds", "interleave", "interleaved"),
+    "losses": workload.LossWorkload.settings(),
+    "nsys": workload.ProfileWorkload.settings(),
+    "memprof": workload.MemoryWorkload.settings(),
+    "attn": workload.AttentionWorkload.settings(),
+    "flash": (*workload.AttentionWorkload.settings(), "rounds"),
+    "kernels": workload.KernelWorkload.settings(),
+    "allreduce": workload.CollectiveWorkload.settings(),
+    "tune": (*workload.ParallelWorkload.settings(), "accumulation"),
+    "ddp": (*workload.ParallelWorkload.settings(), "rounds"),
+    "shard": (*workload.ParallelWorkload.settings(), "board"),
     "precision": ("precision", "loss_function", "accumulation", "device"),
 }
 

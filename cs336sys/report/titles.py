@@ -2,34 +2,31 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from cs336sys.report.table import Column, by_key, named_columns
+from cs336sys.report.table import Column
 from cs336sys.results.model import Cell, Run, Samples, configuration_key
-from cs336sys.workload import UserCode, Workload
+from cs336sys.settings import Configured
+from cs336sys.workload import LossWorkload, MemoryWorkload, ProfileWorkload, UserCode, Workload
 from cs336sys.workload.course_package import course_package
 
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
 
+
+def columns_of(kind: type[Configured]) -> dict[str, Column]:
+    """Return the columns of settings for people, in their order; of a workload with training."""
+    settings = kind.settings()
+    names = dict.fromkeys((*UserCode.settings(), "mode", "batch_size", "vocab_size", "context", *settings))
+    headers = {name: settings[name].header for name in names}
+    return {
+        name: Column(name, header or name.replace("_", " ")) for name, header in headers.items() if header is not None
+    }
+
+
 # Settings that get a column only where the sweep varies them; the others stand in the title.
-SETTING_COLUMNS = by_key(
-    *named_columns("model", "loss"),
-    Column("batch", "batch by"),
-    Column("blocks", "blocks"),
-    Column("code_digest", "code"),
-    Column("mode", "mode"),
-    Column("batch_size", "batch"),
-    Column("vocab_size", "vocabulary"),
-    *named_columns("context", "precision", "compile", "attention", "kernels", "optimizer"),
-    Column("state_dtype", "state"),
-    Column("update", "update"),
-    Column("cuda_graph", "CUDA graph"),
-    Column("warmup", "warm-up"),
-    Column("tf32", "TF32"),
-    *named_columns("synchronize", "seed"),
-)
+SETTING_COLUMNS = columns_of(Workload)
 
 
 def setting_columns(names: Iterable[str]) -> list[Column]:
@@ -39,20 +36,17 @@ def setting_columns(names: Iterable[str]) -> list[Column]:
 
 # Values that a title does not name: what everybody assumes.
 _UNNAMED = {
-    "kernels": ("reference",),
-    "state_dtype": ("fp32",),
-    "update": ("step",),
-    "mesh": (None,),
-    "keep_gathered": (0,),
-    "prefetch": (None,),
-    "high_priority": (False,),
-    "transport": ("collectives",),
-    "kv_heads": (None,),
-    "window": (None,),
-    "text_digest": (None,),
-    "tf32": (False,),
-    "synchronize": ("step",),
-    "seed": (0,),
+    "mesh": None,
+    "keep_gathered": 0,
+    "prefetch": None,
+    "high_priority": False,
+    "transport": "collectives",
+    "kv_heads": None,
+    "window": None,
+} | {
+    name: setting.default
+    for name, setting in (LossWorkload.settings() | ProfileWorkload.settings() | MemoryWorkload.settings()).items()
+    if not setting.in_titles
 }
 
 
@@ -70,8 +64,7 @@ WALL_COLUMN = Column("wall_ms", "CPU wall", "ms", spread="samples")
 
 def plan_settings(workloads: Sequence[Workload], settings: Mapping[str, Column]) -> list[Column]:
     """The columns of cells that are planned: all settings of memory, those of the user's code where there is any."""
-    user_settings = {field.name for field in fields(UserCode)}
-    unset = user_settings.difference(*(workload.user.configuration() for workload in workloads))
+    unset = UserCode.settings().keys() - {name for workload in workloads for name in workload.user.configuration()}
     # The last three change nothing about the memory that is planned for.
     return [column for name, column in settings.items() if name not in (*unset, "tf32", "synchronize", "seed")]
 
@@ -147,7 +140,7 @@ def title(
         for name, column in settings.items()
         if name not in shown
         and name in cells[0].configuration
-        and cells[0].configuration.get(name) not in _UNNAMED.get(name, ())
+        and (name not in _UNNAMED or cells[0].configuration[name] != _UNNAMED[name])
     ]
     return f"{command}: {', '.join([*extra, *constant, *machine_words(run)])}"
 

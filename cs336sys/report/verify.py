@@ -68,4 +68,4 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Table("verify", heading, (*shown.values(), *_CASE_COLUMNS), rows, notes if dtypes else notes[1:]),
         Table("diagnosis", "What is wrong", (*shown.values(), *_DIAGNOSIS_COLUMNS), wrong, meanings),
     )
-    return [replace(table, settings=setting_columns(VerifiedWorkload.setting_names())) for table in tables]
+    return [replace(table, settings=setting_columns(VerifiedWorkload.settings())) for table in tables]

@@ -27,6 +27,8 @@ from cs336sys.results.gzip_members import GZIP_MAGIC, TooLargeError, is_compress
 from cs336sys.results.recording import current_recording
 
 SCHEMA_VERSION = 1
+# Of the documents that ``--format json`` prints.
+TABLES_SCHEMA_VERSION = 1
 
 Status = Literal["ok", "oom", "timeout", "unsupported", "error", "wrong"]
 

@@ -5,10 +5,7 @@ import typing
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from cs336sys.results.model import SCHEMA_VERSION, Cell, Run, Samples
-
-# Of the documents that ``--format json`` prints.
-TABLES_SCHEMA_VERSION = 1
+from cs336sys.results.model import SCHEMA_VERSION, TABLES_SCHEMA_VERSION, Cell, Run, Samples
 
 _NAMES = {str: "string", type(None): "null"}
 

@@ -6,12 +6,9 @@
 - ``operations.py``: one operation by itself.
 """
 
-from cs336sys.accounting.sharding.partition import WHOLE_BLOCKS
 from cs336sys.workload.operations import (
     COLLECTIVE_DTYPES,
     FLASH_ATTENTION_4,
-    IMPLEMENTATIONS,
-    KERNEL_IMPLEMENTATIONS,
     KERNELS,
     PLAIN_ATTENTION,
     AttentionWorkload,
@@ -20,20 +17,15 @@ from cs336sys.workload.operations import (
 )
 from cs336sys.workload.parallel import (
     BACKENDS,
-    BLOCK_CHECKPOINTING,
-    BUCKETED,
     CONTEXT_STRATEGIES,
     DATA_PARALLEL_STRATEGIES,
     SHARD_STRATEGIES,
     SHARDING_STRATEGIES,
-    TENSOR_STRATEGIES,
-    TRANSPORTS,
     ParallelWorkload,
     bucket_name,
 )
 from cs336sys.workload.profiling_options import (
     LARGEST_ALLOCATIONS,
-    PROFILERS,
     LossWorkload,
     MemoryWorkload,
     ProfileWorkload,
@@ -41,17 +33,7 @@ from cs336sys.workload.profiling_options import (
 from cs336sys.workload.training import (
     ATTENTION,
     COMPARED_SETTINGS,
-    COMPILE_MODES,
-    CUDA_GRAPH,
-    DEVICES,
-    FUSED_KERNELS,
-    MODEL_KERNELS,
-    MODES,
-    OPTIMIZERS,
     STATE_DTYPES,
-    SYNCHRONIZE,
-    UPDATES,
     UserCode,
     Workload,
-    parse_kernels,
 )

@@ -1,7 +1,6 @@
 """A training workload that is watched: its memory recorded, its loss followed, its kernels profiled."""
 
 import hashlib
-import math
 import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 from cs336sys.accounting.checkpointing import SUBLAYERS, parse_checkpointing
 from cs336sys.accounting.memory import PeakMemory, accumulating
 from cs336sys.errors import UsageError
-from cs336sys.workload.training import Configured, Workload, check_choices
+from cs336sys.settings import Configured, Needs, setting
+from cs336sys.workload.training import Workload
 
 # Kept by a cell of memprof: every allocation worth a look.
 LARGEST_ALLOCATIONS = 40
@@ -22,29 +22,49 @@ class MemoryWorkload(Configured):
 
     Attributes:
         checkpointing: a strategy of :mod:`cs336sys.accounting.checkpointing`.
-        trace: also predict the step on fake tensors.
         snapshot: a directory for the recorded step's pictures and files.
-        micro_batches: passes of as many equal parts of the batch, whose gradients add up before the optimizer's step.
     """
 
     training: Workload
-    checkpointing: str = "none"
-    trace: bool = True
-    snapshot: str | None = None
-    micro_batches: int = 1
+    checkpointing: str = setting(
+        "none",
+        "none; block: every block; every=K: K blocks; sublayer: attention and feed-forward each, or attention, "
+        "ffn alone; nested: halves within halves.",
+        choices=("none", "block", "every=", "sublayer", "attention", "ffn", "nested"),
+        parse=parse_checkpointing,
+        several=True,
+        option="checkpoint",
+        in_titles=True,
+        needs=(
+            Needs("compile", ("off", "block"), "--compile {} leaves no blocks to put checkpoints around; choose block"),
+            Needs("compile", ("off",), "--compile {} leaves no blocks to look into; choose off", SUBLAYERS),
+            Needs("kernels", ("reference",), "--kernels {} computes a block as a whole; choose reference", SUBLAYERS),
+        ),
+    )
+    trace: bool = setting(True, "Also predict by fake tensors.", option="predict", header=None)
+    snapshot: str | None = setting(None, header=None)
+    micro_batches: int = setting(
+        1,
+        "Cut the batch into so many parts, whose gradients add up.",
+        minimum=1,
+        several=True,
+        header="micro-batches",
+        needs=(
+            Needs("mode", ("train",), "adds gradients up for the optimizer, and mode '{}' has none; choose train"),
+            Needs("update", ("step",), "updates once all parts are done; choose --update step"),
+            Needs("cuda_graph", ("off",), "is launched, not captured; choose --cuda-graph off"),
+        ),
+    )
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "checkpointing", parse_checkpointing(self.checkpointing))
-        except UsageError as error:
-            raise UsageError(f"--checkpoint '{self.checkpointing}': {error}") from error
+        self.check_settings()
         self.training.require_known_memory()
-        if self.micro_batches != 1:
-            self._check_micro_batches()
-        if self.checkpointing != "none" and self.training.is_compiled_whole:
-            raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")
-        if self.checkpointing in SUBLAYERS:
-            self._check_sublayers()
+        if self.training.size.batch_size % self.micro_batches:
+            batch = self.training.size.batch_size
+            raise UsageError(f"--micro-batches {self.micro_batches}: must divide the batch of {batch}")
+        if self.checkpointing in SUBLAYERS and not self.training.is_ours:
+            option = f"--checkpoint {self.checkpointing}"
+            raise UsageError(f"{option} supports only this project's blocks: choose none or block")
 
     def configuration(self) -> dict[str, Any]:
         """Return the settings; of whole batches as before there were others."""
@@ -52,18 +72,6 @@ class MemoryWorkload(Configured):
         if self.micro_batches == 1:
             del settings["micro_batches"]
         return settings
-
-    def _check_micro_batches(self) -> None:
-        training, option = self.training, f"--micro-batches {self.micro_batches}"
-        batch = training.size.batch_size
-        if self.micro_batches < 1 or batch % self.micro_batches:
-            raise UsageError(f"{option}: must divide the batch of {batch}")
-        if not training.updates_parameters:
-            raise UsageError(f"{option} adds gradients up for the optimizer: mode '{training.mode}' has none")
-        if training.update != "step":
-            raise UsageError(f"{option} updates once all parts are done: choose --update step")
-        if training.cuda_graph != "off":
-            raise UsageError(f"{option} is launched, not captured: choose --cuda-graph off")
 
     @property
     def part(self) -> Workload:
@@ -77,17 +85,6 @@ class MemoryWorkload(Configured):
         if self.micro_batches == 1:
             return moments
         return accumulating(moments, self.training.size, self.training.precision, self.micro_batches)
-
-    def _check_sublayers(self) -> None:
-        training, option = self.training, f"--checkpoint {self.checkpointing}"
-        if not training.is_ours:
-            raise UsageError(f"{option} supports only this project's blocks: choose none or block")
-        if training.is_compiled:
-            raise UsageError(f"{option} looks into blocks: --compile {training.compile} leaves none to see; choose off")
-        if training.fused_kernels:
-            raise UsageError(
-                f"{option} looks into blocks: --kernels {training.kernels} computes each as a whole; choose reference"
-            )
 
     @property
     def name(self) -> str:
@@ -113,26 +110,21 @@ class LossWorkload(Configured):
     Attributes:
         training: ``steps`` of it are taken, each on a batch of its own.
         text: files, separated by commas, whose bytes are the tokens.
-        learning_rate, weight_decay: of the optimizer, constant.
         text_digest: of what those files held.
     """
 
     training: Workload
-    text: str
-    learning_rate: float = 3e-4
-    weight_decay: float = 0.1
-    text_digest: str | None = None
+    text: str = setting(in_titles=True)
+    learning_rate: float = setting(3e-4, "Learning rate, constant.", minimum=1e-12, maximum=1e6, in_titles=True)
+    weight_decay: float = setting(0.1, "Weight decay.", minimum=0, in_titles=True)
+    text_digest: str | None = setting(None, header="its digest")
 
     def __post_init__(self) -> None:
+        self.check_settings()
         if not self.training.updates_parameters:
             raise UsageError(f"mode '{self.training.mode}': a model that learns can only train")
         if self.training.user.batch is not None:
             raise UsageError(f"--batch {self.training.user.batch}: losses takes its batches from --text; leave it out")
-        if not 0 < self.learning_rate < math.inf:
-            raise UsageError(f"--learning-rate {self.learning_rate:g}: must be a positive number")
-
-
-PROFILERS = ("auto", "nsys", "torch")
 
 
 @dataclass(frozen=True)
@@ -140,18 +132,22 @@ class ProfileWorkload(Configured):
     """A training workload that is run under a profiler.
 
     Attributes:
-        profiler: ``nsys``, ``torch`` (torch.profiler), or ``auto``: nsys for a GPU where it is installed.
         keep: a directory for the profiler's files.
     """
 
     training: Workload
-    profiler: str = "auto"
-    keep: str | None = None
+    profiler: str = setting(
+        "auto",
+        "nsys, torch; auto: nsys if it is there.",
+        choices=("auto", "nsys", "torch"),
+        several=True,
+        in_titles=True,
+        needs=(Needs("device", ("auto", "cuda"), "traces a GPU, and device {} is none; choose torch", ("nsys",)),),
+    )
+    keep: str | None = setting(None, header=None)
 
     def __post_init__(self) -> None:
-        check_choices(self, {"profiler": PROFILERS})
-        if self.profiler == "nsys" and self.training.device == "cpu":
-            raise UsageError("profiler 'nsys' traces work on a GPU: with device cpu choose torch")
+        self.check_settings()
 
 
 # A byte is a token: a step of 4 x 512 has read so many after 500,000.

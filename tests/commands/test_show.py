@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import cs336sys
 from cs336sys.cli import COMMANDS, app
 from cs336sys.report.registry import (
     SAVED_COMMANDS,
@@ -158,6 +159,17 @@ def test_options_of_the_measuring_command_hold_for_its_saved_cells(monkeypatch):
     assert cudnn["end_to_end_speedup"] == 1.0, "it was measured with --baseline sdpa-cudnn"
     names = [table["name"] for table in tables(show(RESULTS / "nsys-h200.jsonl.gz", "--format", "json"))]
     assert "precisions" in names, "it was measured with --compare-precision"
+
+
+def test_pictures_of_bench_keep_its_saved_baseline(tmp_path, monkeypatch):
+    """They were drawn over the defaults, next to tables over the baseline."""
+    path, drawn = tmp_path / "saved.jsonl", []
+    arguments = b'"arguments": ["bench", "--baseline", "compile=block"]'
+    path.write_bytes(re.sub(rb'"arguments": \[.*?\]', arguments, gzip.decompress(BENCH.read_bytes())))
+    monkeypatch.setattr("cs336sys.report.bench.plot_bench", lambda cells, path, baseline: drawn.append(baseline))
+    assert show(path, "--plot", tmp_path / "bench.png", "--output", tmp_path / "bench.md").exit_code == 0
+    cs336sys.read(path).plot(tmp_path / "bench.png")
+    assert drawn == ["compile=block"] * 2
 
 
 def test_parts_of_the_tables_in_another_order():

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 import cs336sys
 from cs336sys.cli import app
-from cs336sys.commands.options.training import RunOptions
 from cs336sys.commands.verify import VerificationOptions, VerifiedModelOptions
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
@@ -78,7 +77,7 @@ def test_error_of_the_users_model_is_said_once(tmp_path):
 def test_a_size_names_the_model_alone_and_leaves_texts_short():
     def size_of(**settings):
         model = VerifiedModelOptions(size=["tiny"], **settings)
-        (workload,) = VerificationOptions(wrap=["ddp"], case=["step"]).workloads(model, RunOptions())
+        (workload,) = VerificationOptions(wrap=["ddp"], case=["step"]).workloads(model)
         return workload.training.size
 
     assert (size_of().d_model, size_of().context, size_of().vocab_size) == (128, 16, 64)

@@ -18,7 +18,8 @@ from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.fuse import KERNELS, fused_kernels
 from cs336sys.parity.weights import plainly_trained
 from cs336sys.sizes import ModelSize, choose_size
-from cs336sys.workload import FUSED_KERNELS, MemoryWorkload, ParallelWorkload, ProfileWorkload, Workload
+from cs336sys.workload import MemoryWorkload, ParallelWorkload, ProfileWorkload, Workload
+from cs336sys.workload.training import FUSED_KERNELS
 
 # Where kernels run: on a CPU in the interpreter, where there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

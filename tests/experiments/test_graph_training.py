@@ -11,7 +11,7 @@ from cs336_basics.optimizer import AdamW
 from fake_cuda_graph import OperatorRecorder
 
 from cs336sys import cuda_graphs
-from cs336sys.choices import OPTIMIZERS, Optimizer
+from cs336sys.choices import MODES, OPTIMIZERS, Optimizer
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments import bench
 from cs336sys.experiments.bench import measure_interleaved, measure_training
@@ -24,7 +24,7 @@ from cs336sys.experiments.profiling import measure_profile
 from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.cells import guarded, release_memory
 from cs336sys.sizes import choose_size
-from cs336sys.workload import MODES, LossWorkload, MemoryWorkload, ProfileWorkload, Workload
+from cs336sys.workload import LossWorkload, MemoryWorkload, ProfileWorkload, Workload
 
 SIZE = choose_size("tiny", context=8, batch_size=2, vocab_size=50, d_model=32, d_ff=64, num_heads=2)
 CPU = torch.device("cpu")

@@ -4,12 +4,13 @@ import sys
 import pytest
 import torch
 
+from cs336sys.choices import MODES
 from cs336sys.errors import CapabilityError
 from cs336sys.experiments.bench import measure_training
 from cs336sys.experiments.training import TrainStep
 from cs336sys.measure.device import choose_device
 from cs336sys.sizes import choose_size
-from cs336sys.workload import MODES, Workload
+from cs336sys.workload import Workload
 
 SIZE = choose_size("tiny", context=16, batch_size=2, vocab_size=50)
 CPU = torch.device("cpu")

@@ -6,8 +6,11 @@ once by one formula, in the order in which a reader needs them. A text at each c
 
 import ast
 import functools
+import os
 import re
 from pathlib import Path
+
+from cs336sys.workload import LossWorkload, MemoryWorkload, ProfileWorkload
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,8 +46,32 @@ COMPUTED = {
     "report/profile/kernels.py": 1,
     "report/table.py": 1,
     "report/tidy.py": 1,
-    "report/titles.py": 1,
+    "report/titles.py": 2,
 }
+WRITTEN = "<!-- CS336SYS_WRITE_DOCS=1 pytest tests/report/test_columns.py -k settings -->"
+
+
+def settings_rows() -> str:
+    """Return the table of settings of cells that train, a row a field that has an option."""
+    rows = ["| setting | default | |", "|---|---|---|"]
+    for kind in (LossWorkload, ProfileWorkload, MemoryWorkload):
+        for name, member in kind.settings().items():
+            default = {"None": "", "True": "yes", "False": "no"}.get(str(member.default), member.default)
+            text = (member.help or ", ".join(member.choices)).removesuffix(" Default: by size.")
+            row = f"| `{name}` | {'by size' if member.is_by_size else default} | {text} |"
+            if text and row not in rows:
+                rows.append(row)
+    return "\n".join(rows)
+
+
+def test_table_of_settings_is_that_of_their_fields():
+    path = ROOT / "docs/columns.md"
+    before, _, rest = path.read_text().partition(WRITTEN)
+    _, marker, after = rest.partition("<!-- end -->")
+    text = f"{before}{WRITTEN}\n{settings_rows()}\n{marker}{after}"
+    if os.environ.get("CS336SYS_WRITE_DOCS"):
+        path.write_text(text)
+    assert path.read_text() == text
 
 
 def explained() -> dict[str, set[str]]:

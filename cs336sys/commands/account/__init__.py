@@ -5,7 +5,6 @@ from typing import ClassVar
 import typer
 
 from cs336sys.commands.invocation import LazyGroup
-from cs336sys.errors import UsageError
 
 # Subjects, and the commands that each module has.
 _MODULES = {
@@ -37,17 +36,5 @@ def _account() -> None:
     """
 
 
-def require_positive(value: float | None, option: str) -> None:
-    """Raise a UsageError for a rate that is 0 or less."""
-    if value is not None and value <= 0:
-        raise UsageError(f"{option} {value:g}: must be positive")
-
-
 # All meshes of a number of devices are tried: at 10^12 that goes on for hours.
-_MOST_DEVICES = 1_000_000
-
-
-def require_triable(devices: int) -> None:
-    """Raise a UsageError for more devices than whose meshes can be tried in seconds."""
-    if devices > _MOST_DEVICES:
-        raise UsageError(f"--devices {devices}: must be at most {_MOST_DEVICES}, whose meshes take seconds to try")
+MOST_DEVICES = 1_000_000

@@ -7,10 +7,11 @@ from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer, Mesh
 from cs336sys.accounting.xxl import XXL, FeedForwardStack, TpuMesh
-from cs336sys.commands.account import require_positive, require_triable
+from cs336sys.commands.account import MOST_DEVICES
+from cs336sys.commands.options.bytes import byte_count
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import byte_count, choice, read_value
+from cs336sys.commands.options.reading import choice, read_value
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size
 
@@ -26,8 +27,8 @@ def buckets(
     gradients: Annotated[str | None, setting(help="All gradients, s, instead of the size's: 8GB.")] = None,
     gradient_dtype: Annotated[str, choice(PRECISIONS, "What gradients are sent in.")] = "fp32",
     bucket_mb: Annotated[list[float], setting(help="Bucket sizes, 1e6 bytes.", min=1e-6, max=1e6)] = [1, 10, 100, 1000],
-    bandwidth: Annotated[float, setting(help="Algorithm bandwidth of the all-reduce in bytes/s, w.")] = 320e9,
-    call_us: Annotated[float, setting(help="Cost of a communication call in microseconds, o.")] = 20.0,
+    bandwidth: Annotated[float, setting(help="Algorithm bandwidth of the all-reduce in bytes/s, w.", min=1)] = 320e9,
+    call_us: Annotated[float, setting(help="Cost of a communication call in microseconds, o.", min=1e-3)] = 20.0,
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Find the bucket size with the least wait after the backward pass of data parallel training, and that wait.
@@ -42,8 +43,6 @@ def buckets(
     else:
         total = float(read_value(gradients, "--gradients", byte_count))
         title = gradients
-    require_positive(bandwidth, "--bandwidth")
-    require_positive(call_us, "--call-us")
     output.check()
     output.emit(bucket_tables(total, [1e6 * value for value in bucket_mb], bandwidth, 1e-6 * call_us, title))
 
@@ -64,7 +63,9 @@ def parallel(
         reads_file(help="Results of bench and allreduce, for C and W, and of ddp and shard, to compare their steps."),
     ] = [],
     dtype: Annotated[str, choice(PRECISIONS, "Of weights, gradients and activations.")] = "fp16",
-    devices: Annotated[int | None, setting(help="Devices, N. Default: the mesh's, or 8.", min=1)] = None,
+    devices: Annotated[
+        int | None, setting(help="Devices, N. Default: the mesh's, or 8.", min=1, max=MOST_DEVICES)
+    ] = None,
     mesh: Annotated[str | None, setting(help="N_FSDPxN_TP of fsdp-tp, such as 4x2. Default: the fastest one.")] = None,
     plot: Annotated[Path | None, writes_file(help="Also draw the times over the devices to this picture file.")] = None,
     output: OutputOptions = OutputOptions(),
@@ -86,7 +87,6 @@ def parallel(
     layer = Layer(tokens, d_model, d_ff, *rates, ELEMENT_BYTES[dtype])
     asked_mesh = None if mesh is None else _read_mesh(mesh, devices)
     count = devices if devices is not None else asked_mesh.devices if asked_mesh else 8
-    require_triable(count)
     output.check(plot=plot)
     output.emit([*parallel_tables(strategy, layer, count, asked_mesh), *compared])
     if plot is not None:
@@ -98,6 +98,8 @@ def _read_mesh(text: str, devices: int | None) -> Mesh:
     if not (fsdp.isdecimal() and tp.isdecimal()):
         raise UsageError(f"--mesh '{text}': must be N_FSDPxN_TP, such as 4x2")
     mesh = Mesh(fsdp=int(fsdp), tp=int(tp))
+    if mesh.devices > MOST_DEVICES:
+        raise UsageError(f"--mesh {text}: must have at most {MOST_DEVICES} devices, whose meshes take seconds to try")
     if devices not in (None, mesh.devices):
         raise UsageError(f"--mesh {text} is {mesh.devices} devices: its axes must multiply to --devices {devices}")
     return mesh

@@ -10,13 +10,13 @@ from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
 from cs336sys.commands.options.reading import choice
 from cs336sys.sizes import ELEMENT_BYTES, MOST_RANKS, PRECISIONS
-from cs336sys.workload import ATTENTION, MODES
+from cs336sys.workload.training import ATTENTION, MODES
 
 _IMPLEMENTATIONS = ("eager", "flash")
 
 
 def memory(
-    model: options.SharedSizeOptions = options.SharedSizeOptions(["xl"]),
+    model: options.SizeOptions = options.SizeOptions(["xl"]),
     world_size: Annotated[list[int], setting(help="Numbers of ranks.", min=1, max=MOST_RANKS)] = [2],
     strategy: Annotated[list[str], choice(OWN_SHARDING_STRATEGIES)] = list(OWN_SHARDING_STRATEGIES),
     mode: Annotated[list[str], choice(MODES)] = ["train"],

@@ -5,10 +5,11 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.account import require_positive, require_triable
+from cs336sys.commands.account import MOST_DEVICES
+from cs336sys.commands.options.bytes import read_memory_limit
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import choice, is_given, read_memory_limit
+from cs336sys.commands.options.reading import choice, is_given
 from cs336sys.errors import UsageError
 from cs336sys.sizes import PRECISIONS, SIZES, choose_size
 from cs336sys.workload import STATE_DTYPES
@@ -26,7 +27,7 @@ def scaling(
     precision: Annotated[str, choice(PRECISIONS, "What is computed in.")] = "bf16",
     gradient_dtype: Annotated[str, choice(PRECISIONS, "What ddp sends gradients in.")] = "fp32",
     state_dtype: Annotated[str, choice(STATE_DTYPES, f"AdamW's state: {', '.join(STATE_DTYPES)}.")] = "fp32",
-    devices: Annotated[list[int], setting(help="Numbers of devices.", min=1)] = _DEVICES,
+    devices: Annotated[list[int], setting(help="Numbers of devices.", min=1, max=MOST_DEVICES)] = _DEVICES,
     scaling: Annotated[list[str], choice(_SCALINGS, "strong: one batch; weak: one a device.")] = list(_SCALINGS),
     mesh: Annotated[list[str], choice(_MESHES, "any: the fastest; ddp, fsdp, tp: all devices in one.")] = ["any"],
     batch_size: Annotated[int, setting(help="Sequences of all devices, for strong scaling.", min=1)] = 4096,
@@ -41,9 +42,11 @@ def scaling(
     ] = [],
     flops: Annotated[float | None, setting(help="FLOP/s of a device, without --measured. Default: 4e+14.")] = None,
     bandwidth: Annotated[
-        float | None, setting(help="Bytes/s to devices of the node. Default: as measured, else 4.5e11.")
+        float | None, setting(help="Bytes/s to devices of the node. Default: as measured, else 4.5e11.", min=1)
     ] = None,
-    node_bandwidth: Annotated[float, setting(help="Bytes/s that a device sends to other nodes; 400 Gbit/s.")] = 50e9,
+    node_bandwidth: Annotated[
+        float, setting(help="Bytes/s that a device sends to other nodes; 400 Gbit/s.", min=1)
+    ] = 50e9,
     node_size: Annotated[int, setting(help="Devices of a node.", min=1)] = 8,
     memory_limit: Annotated[str, setting(help="What a rank may hold: 130GiB or 140GB.")] = "135GiB",
     plot: Annotated[Path | None, writes_file(help="Also draw tokens/s and memory over the devices.")] = None,
@@ -60,9 +63,6 @@ def scaling(
     from cs336sys.report.account.scaling import plot_simulated_scaling, scaling_table, simulate_scaling
 
     model = choose_size(size, context=context)
-    require_triable(max(devices))
-    require_positive(bandwidth, "--bandwidth")
-    require_positive(node_bandwidth, "--node-bandwidth")
     scalings = _scalings(ctx, scaling, {"strong": batch_size, "weak": device_batch_size})
     if plot is not None and "any" not in mesh:
         raise UsageError(f"--plot {plot} compares the fastest mesh with others: add --mesh any")

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from cs336sys.commands.faults import say
 from cs336sys.commands.options.effects import connects, setting, writes_file
-from cs336sys.commands.options.reading import LONGEST_S, MEASURING, OUTPUT, among, choice
+from cs336sys.commands.options.reading import LONGEST_S, among, choice
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMAT_OF_ENDING, FORMATS, read_output
 from cs336sys.results.file import check_name
+from cs336sys.settings import MEASURING, OUTPUT
 
 if TYPE_CHECKING:
     from cs336sys.report.table import Table
@@ -130,7 +131,11 @@ class SweepOptions:
     cell_timeout: Annotated[
         float | None,
         setting(
-            help="Give a cell up after this many seconds.", metavar="<s>", max=LONGEST_S, rich_help_panel=MEASURING
+            help="Give a cell up after this many seconds.",
+            metavar="<s>",
+            min=1e-3,
+            max=LONGEST_S,
+            rich_help_panel=MEASURING,
         ),
     ] = None
     cool_down: Annotated[
@@ -147,8 +152,6 @@ class SweepOptions:
 
     def __post_init__(self) -> None:
         """Refuse what means nothing, whether or not anything is measured."""
-        if self.cell_timeout is not None and self.cell_timeout <= 0:
-            raise UsageError(f"--cell-timeout {self.cell_timeout:g}: must be more than 0 seconds")
         if self.resumes and self.save is None:
             raise UsageError("--resume needs --save: the file that holds the cells to skip")
         if self.save is not None:

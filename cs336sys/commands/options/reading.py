@@ -5,7 +5,6 @@ import functools
 import inspect
 import math
 import os
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -17,15 +16,6 @@ from typer.models import OptionInfo
 from cs336sys.commands.options.effects import Effect, effect_of, runs_code, setting
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.user_code import is_user_code, read_reference
-
-# Panels of the help, besides that of the command's own options.
-MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output"
-
-BaselineOption = Annotated[str | None, setting(help="Which of them speed-ups are over. Default: eager.")]
-
-KernelOption = Annotated[
-    list[str] | None, runs_code(help="Yours, too: FILE.py:NAME (docs/own_kernel.md).", parser=read_reference)
-]
 
 # Beyond these no option means anything: no machine holds as many tokens, or does as many FLOP/s.
 LARGEST_WHOLE_NUMBER = 10**12
@@ -48,18 +38,21 @@ def with_read_options(command: Callable[..., None]) -> Callable[..., None]:
     ``declared`` has each option's declaration by the name of its parameter, its ``parameters`` types and defaults.
     """
     groups: dict[str, Any] = {}
-    options, plain = [], {}
+    options: list[inspect.Parameter] = []
+    plain: dict[str, inspect.Parameter] = {}
     for parameter in inspect.signature(command).parameters.values():
+        members = {parameter.name: parameter}
         if is_dataclass(parameter.annotation):
             groups[parameter.name] = parameter.annotation
-            for field in fields(parameter.annotation):
-                default = getattr(parameter.default, field.name)
-                option = parameter.replace(name=field.name, annotation=field.type, default=default)
-                plain[field.name] = option
-                options.append(_read_by_callback(option, getattr(parameter.annotation, "panel", None)))
-        else:
-            plain[parameter.name] = parameter
-            options.append(_read_by_callback(parameter, None))
+            members = {
+                field.name: parameter.replace(
+                    name=field.name, annotation=field.type, default=getattr(parameter.default, field.name)
+                )
+                for field in fields(parameter.annotation)
+            }
+        plain |= members
+        panel = getattr(parameter.annotation, "panel", None)
+        options += [_read_by_callback(option, panel) for option in members.values()]
 
     declared = {option.name: get_args(option.annotation)[1] for option in options if get_args(option.annotation)}
 
@@ -96,16 +89,6 @@ def is_given(context: typer.Context, option: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-_SOURCES = ("DEFAULT", "DEFAULT_MAP", "ENVIRONMENT", "COMMANDLINE")
-
-
-def goes_before(context: typer.Context, option: str, other: str) -> bool:
-    """Return whether an option is given where it precedes another, or next to it: the line, variables, the file."""
-    option_source, other_source = (context.get_parameter_source(name) for name in (option, other))
-    ranks = [0 if source is None else _SOURCES.index(source.name) for source in (option_source, other_source)]
-    return ranks[0] > 0 and ranks[0] >= ranks[1]
-
-
 def _refuse_one_file_for_two(values: Mapping[str, Any], declared: Mapping[str, Any]) -> None:
     """Raise a UsageError where an option would write the file of another: the table over the results, or the text."""
     written: dict[str, str] = {}
@@ -139,11 +122,13 @@ def choice(
     return declare(help=help, autocompletion=among(names), **{"parser": one_of(names)} | settings)
 
 
-def name_or_code(names: Collection[str], help: str) -> Any:
+def name_or_code(names: Collection[str], help: str, **settings: Any) -> Any:
     """An option that takes one of the names, or several, and functions of the user's; the names are harmless."""
-    option = choice(
-        names, help, runs_code, parser=lambda text: read_reference(text) if is_user_code(text) else one_of(names)(text)
-    )
+
+    def read(text: str) -> str:
+        return read_reference(text) if is_user_code(text) else one_of(names)(text)
+
+    option = choice(names, help, runs_code, parser=read, **settings)
     option.harmless_values = names
     return option
 
@@ -242,17 +227,6 @@ def read_value(text: str, option: str, convert: Callable[[str], Value]) -> Value
         raise UsageError(f"{option} '{text}': {rule}") from error
 
 
-def check_baseline(baseline: str | None, chosen: Sequence[str]) -> str:
-    """The implementation that ratios are over: ``--baseline``, or else eager, which need not be measured.
-
-    Raises:
-        UsageError: the baseline that was asked for is not measured, so that there would be no ratio.
-    """
-    if baseline is not None and baseline not in chosen:
-        raise UsageError(f"--baseline '{baseline}': is not measured: {choose_from(baseline, chosen)}")
-    return baseline or "eager"
-
-
 def one_of(names: Collection[str]) -> Callable[[str], str]:
     """A converter for :func:`split_list` that takes only the given names."""
 
@@ -266,29 +240,16 @@ def one_of(names: Collection[str]) -> Callable[[str], str]:
 
 def at_least(minimum: int, most: int = LARGEST_WHOLE_NUMBER) -> Callable[[str], int]:
     """A converter for :func:`split_list` that takes whole numbers from ``minimum`` on, ``1e3`` and ``1000``."""
-
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            exact = _read_finite(text)
-            value = int(exact)
-            if value != exact:
-                raise UsageError("must be a whole number") from None
-        if value < minimum and most == LARGEST_WHOLE_NUMBER:
-            raise UsageError(f"must be at least {minimum}")
-        if not minimum <= value <= most:
-            raise UsageError(f"must be between {minimum} and {most:g}")
-        return value
-
-    return convert
+    return between(minimum, most, _read_whole)
 
 
-def between(lowest: float, highest: float) -> Callable[[str], float]:
-    """A converter for :func:`split_list` that takes numbers from ``lowest`` to ``highest``."""
+def between(lowest: float, highest: float, read: Callable[[str], Any] | None = None) -> Callable[[str], Any]:
+    """A converter for :func:`split_list` that takes numbers from ``lowest`` to ``highest``, which ``read`` reads."""
 
-    def convert(text: str) -> float:
-        value = _read_finite(text)
+    def convert(text: str) -> Any:
+        value = (read or _read_finite)(text)
+        if value < lowest and highest in (LARGEST_WHOLE_NUMBER, LARGEST_NUMBER):
+            raise UsageError(f"must be at least {lowest:g}")
         if not lowest <= value <= highest:
             raise UsageError(f"must be between {lowest:g} and {highest:g}")
         return value
@@ -296,39 +257,21 @@ def between(lowest: float, highest: float) -> Callable[[str], float]:
     return convert
 
 
+def _read_whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        exact = _read_finite(text)
+        if int(exact) != exact:
+            raise UsageError("must be a whole number") from None
+        return int(exact)
+
+
 def _read_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise UsageError("must be a finite number")
     return value
-
-
-_BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_BYTE_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def byte_count(text: str) -> int:
-    """A converter for :func:`split_list` that takes ``512``, ``8B``, ``1.5MB`` (1,500,000) and ``1MiB`` (1,048,576)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?I?B?)", text.upper())
-    if match is None or match[2] not in _BYTE_UNITS:
-        raise UsageError("write a size as 8B, 10KB, 1MB (1e6 bytes) or 1MiB (2^20 bytes)")
-    count = float(match[1]) * _BYTE_UNITS[match[2]]
-    if not 1 <= count <= LARGEST_NUMBER or count != int(count):
-        raise UsageError("must be a whole number of bytes, between 1 and 1e18")
-    return int(count)
-
-
-def read_memory_limit(text: str, option: str = "--memory-limit") -> float:
-    """Bytes of ``130GiB``, ``140GB`` or ``80G`` (GiB, as Slurm and Docker count), a value of that option.
-
-    Raises:
-        UsageError: it is none.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?([KMGT])(I?B)?", text.strip().upper())
-    value = float(match[1]) if match is not None else 0.0
-    if match is None or not 0 < value < math.inf:
-        raise UsageError(f"{option} '{text}': give a size such as 130GiB, 140GB, 512MiB or 80G (GiB)")
-    return value * _BYTE_UNITS[match[2] + (match[3] or "IB")]
 
 
 # What a shell offers where a value is to be typed, called with what stands there so far; it offers files itself.

@@ -116,8 +116,11 @@ def check_tables(ctx: Any, commands: Collection[str]) -> None:
             raise UsageError(f"{place}{name}: must be a table of the options of {name}")
 
 
-def defaults_of(ctx: Any, parameters: Sequence[Any]) -> dict[str, Any]:
+def defaults_of(ctx: Any, parameters: Sequence[Any], typed: Collection[str] = ()) -> dict[str, Any]:
     """The settings of the context's command by the names of its parameters, as texts, read as from the command line.
+
+    Args:
+        typed: the names of options that the user gave, which another may stand in for in the file.
 
     Raises:
         UsageError: a key is no option of the command, or its value cannot be one.
@@ -151,6 +154,9 @@ def defaults_of(ctx: Any, parameters: Sequence[Any]) -> dict[str, Any]:
             defaults[option.name] = [_option_text(f"{place}{key}", item) for item in values]
         else:
             defaults[option.name] = _option_text(f"{place}{key}", value)
+    for names in _ALTERNATIVES:
+        if any(name in typed or os.environ.get(_variable(ctx, name)) for name in names):
+            defaults = {name: value for name, value in defaults.items() if name not in names}
     return defaults
 
 
@@ -184,16 +190,6 @@ def _option_text(key: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UsageError(f"{key} = {value!r}: must be a text or a number, or a list of them where the option takes one")
     return str(value)
-
-
-def overruled_settings(ctx: Any) -> set[str]:
-    """Parameters of the file that another on the command line, or its variable, stands in for."""
-    overruled: set[str] = set()
-    for names in _ALTERNATIVES:
-        sources = {name: source.name for name in names if (source := ctx.get_parameter_source(name)) is not None}
-        if {"COMMANDLINE", "ENVIRONMENT"} & set(sources.values()):
-            overruled |= {name for name, source in sources.items() if source == "DEFAULT_MAP"}
-    return overruled
 
 
 # The variable of every option: ``CS336SYS_BENCH_NUM_LAYERS`` is ``bench --num-layers``. These are no option's: whether

@@ -20,8 +20,9 @@ import os
 import pickle
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.reading import LONGEST_S, choice
@@ -41,14 +42,7 @@ WorldSizeOption = Annotated[
 
 BackendOption = Annotated[str, choice(BACKENDS, f"{', '.join(BACKENDS)}; auto: by device.")]
 
-PlotScalingOption = Annotated[Path | None, writes_file(help="Draw speed and memory over the ranks.")]
-HighPriorityOption = Annotated[bool, setting("--high-priority", help="Let NCCL's kernels go before others.")]
-
-TraceOption = Annotated[Path | None, writes_file(help="Keep a Chrome trace of each cell in this folder.")]
-
 TimeoutOption = Annotated[float, setting(help="Seconds to wait for other ranks.", min=1, max=LONGEST_S)]
-
-CheckLayersOption = Annotated[int | None, setting(help="Blocks of the check, at most. Default: all.")]
 
 # How long ranks that failed wait for rank 0 to print what was measured: their exit makes torchrun end it. A failed run
 # must be over within 10 s.
@@ -64,15 +58,17 @@ def choose_world_sizes(values: list[int]) -> list[int]:
     return values or [identity.world_size if identity else 2]
 
 
+@dataclass(frozen=True)
 class ParallelTraining:
-    """What ``ddp`` and ``shard`` do alike with their options of these names."""
+    """Options that ``ddp`` and ``shard`` have in common: the ranks, and what is checked, drawn and kept of them."""
 
-    backend: str
-    high_priority: bool
-    timeout: float
-    check_layers: int | None
-    plot_scaling: Path | None
-    trace: Path | None
+    world_size: WorldSizeOption = field(default_factory=list)
+    backend: BackendOption = "auto"
+    high_priority: Annotated[bool, setting("--high-priority", help="Let NCCL's kernels go before others.")] = False
+    timeout: TimeoutOption = 120.0
+    check_layers: Annotated[int | None, setting(help="Blocks of the check, at most. Default: all.")] = None
+    plot_scaling: Annotated[Path | None, writes_file(help="Draw speed and memory over the ranks.")] = None
+    trace: Annotated[Path | None, writes_file(help="Keep a Chrome trace of each cell in this folder.")] = None
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -100,7 +96,7 @@ class JoinedWorker:
     """Stands in for :class:`cs336sys.measure.cells.Worker` where this process is itself one of the ranks."""
 
     def __init__(
-        self, measure: str, arguments: tuple[str, ...], identity: RankIdentity, join_timeout_s: float = _JOIN_S
+        self, measure: str, arguments: tuple[str, ...], identity: RankIdentity, cells: Collection[dict[str, Any]] = ()
     ):
         module, function = measure.split(":")
         with telling_import_errors():
@@ -108,19 +104,8 @@ class JoinedWorker:
         self._arguments = arguments
         self.identity = identity
         self.is_first = identity.rank == 0
-        self._join_timeout_s = join_timeout_s
-
-    @classmethod
-    def of_cells(
-        cls,
-        measure: str,
-        arguments: tuple[str, ...],
-        identity: RankIdentity,
-        configurations: Collection[dict[str, Any]],
-    ) -> Self:
-        """Wait for other ranks at first as long as the most patient of the cells."""
-        timeouts_s = (configuration.get("timeout_s", _JOIN_S) for configuration in configurations)
-        return cls(measure, arguments, identity, max(timeouts_s, default=_JOIN_S))
+        # As long as the most patient of the cells.
+        self._join_timeout_s = max((cell.get("timeout_s", _JOIN_S) for cell in cells), default=_JOIN_S)
 
     @functools.cached_property
     def run(self) -> Run:

@@ -101,16 +101,9 @@ def known_cells(
 
 def shown_run(cells: Sequence[Cell], results: Results, run: Run) -> Run | None:
     """The run whose machine a title may name: that of the cells; None where they are of several machines."""
-    runs = {run.run_id: run} | {
-        cell.run_id: results.runs.get(cell.run_id) for cell in cells if cell.run_id != run.run_id
-    }
-    measured_in = [runs[cell.run_id] for cell in cells] or [run]
-    first = measured_in[0]
-    return (
-        first
-        if first and all(source_run and source_run.machine == first.machine for source_run in measured_in)
-        else None
-    )
+    runs = [run if cell.run_id == run.run_id else results.runs.get(cell.run_id) for cell in cells] or [run]
+    machines = [None if source is None else source.machine for source in runs]
+    return runs[0] if all(machine == machines[0] for machine in machines) else None
 
 
 def _left_files(cell: Cell, configuration: Mapping[str, Any]) -> bool:
@@ -240,42 +233,40 @@ def run_sweep(
     measure: str,
     configurations: Sequence[dict[str, Any]],
     options: SweepOptions = SweepOptions(),
-    *,
-    fresh_worker: bool = False,
-    across_ranks: bool = False,
-    is_wanted: Callable[[Mapping[str, Any], Sequence[Cell]], bool] | None = None,
-    predictions: Mapping[str, Mapping[str, Any]] | None = None,
+    **settings: Any,
 ) -> Sweep:
     """Measure every configuration with ``measure`` (``module:function``, see :class:`Worker`).
 
     Args:
-        fresh_worker: start a new process for every cell, so that none finds a GPU warmed up by another.
-        across_ranks: ``measure`` runs its cells on ranks, see :mod:`cs336sys.commands.sweep.ranks`; where torchrun or
-            Slurm started these, ``fresh_worker`` has no effect.
-        is_wanted: asked before each configuration, with the cells so far; where it says no, that one is left out.
-        predictions: derived columns by :func:`configuration_key`, kept next to those that were measured.
+        settings: others of :class:`_RunningSweep`.
 
     Raises:
         UsageError: ``options.save`` cannot be written or, on ``--resume``, read.
         CapabilityError: the measuring process, or a tracker, does not start.
     """
-    return _RunningSweep(
-        command, measure, configurations, options, fresh_worker, across_ranks, is_wanted, predictions or {}
-    ).finish()
+    return _RunningSweep(command, measure, configurations, options, **settings).finish()
 
 
 @dataclass
 class _RunningSweep:
-    """A sweep between its plan and its :class:`Sweep`: each method is one step of it."""
+    """A sweep between its plan and its :class:`Sweep`: each method is one step of it.
+
+    Attributes:
+        fresh_worker: start a new process for every cell, so that none finds a GPU warmed up by another.
+        across_ranks: ``measure`` runs its cells on ranks, see :mod:`cs336sys.commands.sweep.ranks`; where torchrun or
+            Slurm started these, ``fresh_worker`` has no effect.
+        is_wanted: asked before each configuration, with the cells so far; where it says no, that one is left out.
+        predictions: derived columns by :func:`configuration_key`, kept next to those that were measured.
+    """
 
     command: str
     measure: str
     configurations: Sequence[dict[str, Any]]
     options: SweepOptions
-    fresh_worker: bool
-    across_ranks: bool
-    is_wanted: Callable[[Mapping[str, Any], Sequence[Cell]], bool] | None
-    predictions: Mapping[str, Mapping[str, Any]]
+    fresh_worker: bool = False
+    across_ranks: bool = False
+    is_wanted: Callable[[Mapping[str, Any], Sequence[Cell]], bool] = lambda configuration, cells: True
+    predictions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         configurations, options = self.configurations, self.options
@@ -289,8 +280,7 @@ class _RunningSweep:
         _refuse_timeout(options, identity)
         self.ranks: Any = None
         if identity is not None:
-            joined = import_named(_JOINED_WORKER)
-            self.ranks = joined.of_cells(self.measure, command_line(), identity, configurations)
+            self.ranks = import_named(_JOINED_WORKER)(self.measure, command_line(), identity, configurations)
         self.is_shown = self.ranks is None or self.ranks.is_first
         save, trackers = (options.save, options.track) if self.is_shown else (None, ())
         self.tracking: Any = None
@@ -361,7 +351,7 @@ class _RunningSweep:
         self.run = self.worker.run
         resumed = self._resumed_cells()
         for configuration in self.configurations:
-            if self.is_wanted is not None and not self.is_wanted(configuration, self.cells):
+            if not self.is_wanted(configuration, self.cells):
                 continue
             cell, took_s = resumed.get(configuration_key(configuration)), None
             if cell is None:

@@ -6,11 +6,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from cs336sys.commands.faults import say
 from cs336sys.errors import CapabilityError, OutputError
@@ -46,18 +46,8 @@ class TrackedCell:
     is_failed: bool
 
 
-class Tracker(Protocol):
-    """The place where cells are tracked."""
-
-    def track(self, cell: TrackedCell) -> None:
-        """Make a run of the cell, whole when this returns."""
-
-    def close(self) -> None:
-        """End what the tracker has started."""
-
-
 class _Mlflow:
-    """Runs of MLflow: in its own local store, or where ``MLFLOW_TRACKING_URI`` says."""
+    """Runs of MLflow: in its own local store, or where ``MLFLOW_TRACKING_URI`` says. A run is whole once tracked."""
 
     def __init__(self, command: str):
         from mlflow import MlflowClient
@@ -122,7 +112,8 @@ class _WeightsAndBiases:
         self._wandb.teardown()
 
 
-_TRACKERS: dict[str, Callable[[str], Tracker]] = {"mlflow": _Mlflow, "wandb": _WeightsAndBiases}
+Tracker: TypeAlias = _Mlflow | _WeightsAndBiases
+_TRACKERS: dict[str, type[Tracker]] = {"mlflow": _Mlflow, "wandb": _WeightsAndBiases}
 
 
 class Tracking:

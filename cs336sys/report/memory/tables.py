@@ -11,7 +11,7 @@ from cs336sys.measure.range_names import STEP_PHASES
 from cs336sys.report import titles
 from cs336sys.report.bench import PEAK_COLUMNS
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.table import Column, Table, by_key, fill_row, named_columns, with_rows
+from cs336sys.report.table import Column, Table, fill_row, named_columns, with_rows
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.workload import MemoryWorkload, Workload
 
@@ -110,9 +110,7 @@ def best_strategy(training: Workload) -> str:
     )
 
 
-MEMORY_SETTINGS = titles.SETTING_COLUMNS | by_key(
-    Column("checkpointing", "checkpointing"), Column("micro_batches", "micro-batches")
-)
+MEMORY_SETTINGS = titles.columns_of(MemoryWorkload)
 _ALWAYS_SHOWN = ("context", "mode", "precision", "compile", "checkpointing")
 
 # A block's largest saved tensors are listed one by one, the others together.

@@ -15,7 +15,7 @@ from cs336sys.report.profile.kernels import MeasuredProfile, kernel_table, plot_
 from cs336sys.report.profile.trace import part_table, verdict_table
 from cs336sys.report.profile.verdict import verdict
 from cs336sys.report.table import Column, Table, with_rows
-from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, method_notes, shown_settings, title
+from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, columns_of, method_notes, shown_settings, title
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.workload import ProfileWorkload, Workload
 
@@ -215,7 +215,7 @@ def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
 
 # Beside the number of kernels that a phase launched.
 _MODEL_KERNELS = Column("model_kernels", "kernels of the model")
-_SETTINGS = SETTING_COLUMNS | {"kernels": _MODEL_KERNELS, "profiler": Column("profiler", "profiler")}
+_SETTINGS = columns_of(ProfileWorkload) | {"kernels": _MODEL_KERNELS}
 _ALWAYS_SHOWN = ("context", "precision")
 
 
