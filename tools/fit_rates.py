@@ -374,7 +374,7 @@ def _exposed(step: MeasuredStep, rates: Rates) -> float:
     assert step.without_s is not None
     configuration = step.configuration
     saved_s = 0.0
-    if configuration.shares_updates:
+    if configuration.strategy_record.shares_updates:
         whole = optimizer_work(configuration.training)
         saved_s = (1 - 1 / configuration.world_size) * sum(n * rates.seconds[term] for term, n in whole.items())
     return (step.seconds - (step.without_s - saved_s)) / step.communication_s

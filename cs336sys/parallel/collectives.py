@@ -81,11 +81,15 @@ class _Launched:
 
     def __init__(self, contents: str, group: dist.ProcessGroup | None = None):
         self.contents = contents
-        self._group = process_group(group)
+        self._given_group = group
         # NCCL reads tensors on a stream of its own: if they were freed before it has finished, their memory would be
         # reused.
         self._tensors: Sequence[Tensor] = ()
         self._works: Sequence[Any] = ()
+
+    @functools.cached_property
+    def _group(self) -> dist.ProcessGroup:
+        return process_group(self._given_group)
 
     def wait(self) -> None:
         """Return when the results may be used: on a GPU, as soon as the current stream has been told to wait for them.
@@ -125,10 +129,19 @@ class _Mean(_Launched):
     ):
         super().__init__(contents, group)
         self._dtype = dtype
-        backend, is_cuda = dist.get_backend(self._group), device.type == "cuda"
-        self._averages_inside = "nccl" in backend if is_cuda else "gloo" in backend and dtype != torch.float16
+        self._device_type = device.type
+
+    @functools.cached_property
+    def _averages_inside(self) -> bool:
+        backend = dist.get_backend(self._group)
+        if self._device_type == "cuda":
+            return "nccl" in backend
+        return "gloo" in backend and self._dtype != torch.float16
+
+    @functools.cached_property
+    def _coalesces(self) -> bool:
         # Gloo can on the CPU only.
-        self._coalesces = not is_cuda or "nccl" in backend
+        return self._device_type != "cuda" or "nccl" in dist.get_backend(self._group)
 
     def _prepare(self, tensors: list[Tensor]) -> dist.ReduceOp:
         """The reduce operation that gives the mean; if that is a sum, the tensors are divided here."""

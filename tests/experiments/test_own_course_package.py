@@ -81,7 +81,7 @@ def theirs(monkeypatch, tmp_path):
 def test_attention_that_cannot_be_replaced_is_refused(theirs, monkeypatch):
     models.use_attention(Workload(SIZE, attention="sdpa"))
     models._require_replaceable_attention.cache_clear()
-    monkeypatch.setattr(models, "_plain_model", lambda workload: Silent().parameters())
+    monkeypatch.setattr(models, "_plain_model", lambda workload: Silent())
     models.use_attention(Workload(SIZE))
     for attention in ("sdpa", "flash"):
         with pytest.raises(
@@ -107,5 +107,5 @@ class WithoutDefault(torch.optim.SGD):
 def test_blocks_and_learning_rates_of_other_names_are_found(monkeypatch):
     assert list(models.blocks_of(Workload(SIZE), Silent())) == ["parts.0", "parts.1"]
     monkeypatch.setitem(OPTIMIZERS, "course", Optimizer(f"{__name__}.WithoutDefault"))
-    assert build_optimizer(Workload(SIZE), Silent().parameters()).defaults["lr"] == 1e-3
+    assert build_optimizer(Workload(SIZE), Silent()).defaults["lr"] == 1e-3
     assert build_optimizer(Workload(SIZE), Silent().parameters(), lr=0.5).defaults["lr"] == 0.5

@@ -94,7 +94,7 @@ def test_peaks_of_a_board_are_those_of_its_gpus():
 def test_without_several_numbers_of_ranks_there_is_neither_table_nor_picture():
     cells = [cell("fsdp", 2, 4, 50.0), cell("none", 2, 8, 50.0)]
     assert with_rows(*scaling_tables(cells)) == []
-    assert "scaling" not in SAVED_COMMANDS["shard"].pictures(cells, None)
+    assert "scaling" not in SAVED_COMMANDS["shard"].pictures(cells, None, Presentation())
 
 
 @pytest.mark.parametrize("command", ["ddp", "shard"])
@@ -105,7 +105,7 @@ def test_saved_cells_are_shown_by_ranks(command):
         one.derived.update(gradient_calls=1, communicated_bytes=1e6, link_latency_s=1e-5, link_bytes_per_s=1e9)
     saved = SAVED_COMMANDS[command]
     assert saved.tables(cells, None, Presentation())[-1].name == "scaling"
-    assert "scaling" in saved.pictures(cells, None)
+    assert "scaling" in saved.pictures(cells, None, Presentation())
 
 
 def test_the_picture_draws_every_curve_beside_its_line(tmp_path, monkeypatch):

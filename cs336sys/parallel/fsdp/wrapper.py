@@ -9,7 +9,7 @@ Parameter Models" (2020), stage 3; Zhao et al., "PyTorch FSDP: Experiences on Sc
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 
 from cs336sys.errors import UsageError
 from cs336sys.lazy_dynamo import importing_no_compiler
-from cs336sys.parallel.buckets import GradientBucket, divide_into_buckets
+from cs336sys.parallel.buckets import GradientBucket
 from cs336sys.parallel.checkpoint_state import StateDictOfSlices, mark_share
 from cs336sys.parallel.collectives import process_group, require_process_group
 from cs336sys.parallel.fsdp.calls import UnitCall, compute_in_own_dtype
@@ -367,10 +367,7 @@ class FSDP(StateDictOfSlices):
             for unit in plan.units
         )
         self._runner.run(self.units)
-        replicated = [(name, tensor) for name, tensor in self.replicated_parameters.items() if tensor.requires_grad]
-        self._runner.replicated = [
-            GradientBucket(named, self._gradient_dtype, self.group) for named in divide_into_buckets(replicated, None)
-        ]
+        self._runner.replicated = _buckets(plan.replicated, self._gradient_dtype, self.group)
         for unit in self.units:
             unit.refresh()
         self._calls = [
@@ -465,3 +462,14 @@ def _shown_whole(module: nn.Module, cut: Mapping[int, ShardedParameter]) -> Iter
     finally:
         for parameters_of_part, attribute, parameter in places:
             parameters_of_part[attribute] = parameter.shard
+
+
+def _buckets(
+    replicated: Sequence[PlannedParameter], gradient_dtype: torch.dtype | None, group: dist.ProcessGroup
+) -> list[GradientBucket]:
+    """The replicated parameters that are trained, in one bucket for each dtype and device."""
+    by_kind: dict[Any, dict[str, nn.Parameter]] = {}
+    for entry in replicated:
+        if entry.held.requires_grad:
+            by_kind.setdefault((entry.held.dtype, entry.held.device), {})[entry.names[0]] = entry.held
+    return [GradientBucket(named, gradient_dtype, group) for named in by_kind.values()]

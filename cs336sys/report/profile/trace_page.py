@@ -93,18 +93,18 @@ def _lanes(timeline: Timeline, label: str, begin: int, end: int, first: float, l
 
 
 @dataclass
-class _Bar:
+class _LaneBar:
     left: float
     width: float
     kind: str
     text: str
 
 
-def _bars(timeline: Timeline, chosen: np.ndarray, first: float, length: float) -> list[_Bar]:
+def _bars(timeline: Timeline, chosen: np.ndarray, first: float, length: float) -> list[_LaneBar]:
     """The bars of a lane; where there are too many, neighbours are one."""
     scale = _WIDTH / max(length, 1.0)
     least = _WIDTH / _MOST_BARS if len(chosen) > _MOST_BARS else 0.0
-    bars: list[_Bar] = []
+    bars: list[_LaneBar] = []
     for number in chosen.tolist():
         left = (float(timeline.start[number]) - first) * scale
         width = max(float(timeline.stop[number] - timeline.start[number]) * scale, 0.5)
@@ -114,7 +114,7 @@ def _bars(timeline: Timeline, chosen: np.ndarray, first: float, length: float) -
             continue
         name, us = timeline.texts[timeline.name[number]], (timeline.stop[number] - timeline.start[number]) / 1e3
         text = f"{short_name(name)}, {format_number(float(us), 'us')} us"
-        bars.append(_Bar(left, width, category_of(name), text))
+        bars.append(_LaneBar(left, width, category_of(name), text))
     return bars
 
 

@@ -128,8 +128,6 @@ def test_fresh_worker_measures_every_cell_in_a_process_of_its_own():
 def test_bad_settings_are_refused_before_anything_is_measured(tmp_path):
     with pytest.raises(UsageError, match="cannot write results"):
         sweep(("measure",), save=tmp_path)
-    with pytest.raises(UsageError, match="--cell-timeout 0: must be more than 0 seconds"):
-        sweep(("measure",), cell_timeout=0)
     with pytest.raises(UsageError, match="--resume needs --save"):
         sweep(("measure",), resume=True)
 

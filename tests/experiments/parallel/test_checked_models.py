@@ -12,7 +12,7 @@ import training_ranks
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.experiments.parallel.measurement import measure_parallel_training
 from cs336sys.experiments.parallel.rank import telling_errors_of_rank
-from cs336sys.experiments.parallel.sharded_strategies import _torch_fsdp
+from cs336sys.experiments.parallel.sharded_strategies import torch_fsdp
 from cs336sys.experiments.training import TrainStep
 from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.sizes import choose_size
@@ -143,4 +143,4 @@ def test_batch_norm_in_half_precision_under_torchs_fully_shard_is_one_sentence()
     user = UserCode(f"{FILE}:Classifier", batch=f"{FILE}:images", loss=f"{FILE}:classes")
     training = Workload(SIZE, device="cpu", precision="bf16", user=user)
     with pytest.raises(CapabilityError, match="combines batch norm weights in half precision with statistics in fp32"):
-        _torch_fsdp(ParallelWorkload(training, "torch-fsdp"), torch.device("cpu"), None)
+        torch_fsdp(ParallelWorkload(training, "torch-fsdp"), torch.device("cpu"), None)
