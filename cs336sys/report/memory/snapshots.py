@@ -23,7 +23,7 @@ _CATEGORIES = {name: Column(f"{name.replace(' ', '_')}_bytes", name, "bytes") fo
 
 
 def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Table]:
-    """The verdict first; then who holds what, the largest kinds and lines, causes, and what can be saved."""
+    """The verdict first; then causes and how sure they are, who holds what, the largest kinds and lines."""
     diagnosed = verdicts(diagnoses)
     rows = [{"snapshot": verdict.diagnosis.name, "verdict": verdict.sentence} for verdict in diagnosed]
     ordered = [verdict.diagnosis for verdict in diagnosed]
@@ -31,7 +31,7 @@ def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Tabl
         Table("verdict", "why memory ran out", (_SNAPSHOT, Column("verdict", "verdict")), rows),
         *with_rows(
             _cause_table(diagnosed), _holders(ordered), _ranks_table(ordered), _kinds(ordered, top),
-            _line_table(ordered, top), _provable(ordered),
+            _line_table(ordered, top),
         ),
     ]  # fmt: skip
 
@@ -72,7 +72,7 @@ def _holders(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
         Column("steps", "steps", "count", lambda diagnosis: len(diagnosis.moment.inference.steps) or None),
     )
     rows: list[dict[str, Any]] = []
-    notes: dict[str, None] = {}
+    notes = {"For a model that is there, memprof --memory 80GiB --plan finds the cheapest change that fits.": None}
     for diagnosis in diagnoses:
         row = fill_row(columns, diagnosis)
         if (failure := diagnosis.moment.failure) is not None:
@@ -162,32 +162,6 @@ def _line_table(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
             row = {"snapshot": diagnosis.name, "code": code or "no stack", "total_bytes": size}
             rows.append(row | {"share_percent": 100 * size / max(1, diagnosis.size)})
     return Table("lines", "memory by the line of code that made it", columns, rows)
-
-
-def _provable(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
-    """Return what lifetimes alone prove about changes; how much each would save in a run only --plan can say."""
-    columns = (
-        _SNAPSHOT,
-        Column("change", "change"),
-        Column("at_most_bytes", "saves at most", "bytes"),
-        Column("proof", "because"),
-    )
-    offered = (
-        ("activations", "checkpoint the layers", "they are kept from the forward to the backward pass"),
-        ("optimizer state", "shard or offload it", "it is used in the optimizer's step alone"),
-        ("gradients", "update parameters within the backward pass", "they outlive it until the step"),
-    )
-    rows: list[dict[str, Any]] = [
-        {"snapshot": diagnosis.name, "change": change, "at_most_bytes": size, "proof": proof}
-        for diagnosis in diagnoses
-        for category, change, proof in offered
-        if (size := diagnosis.by_category[category])
-    ]
-    note = (
-        "From a snapshot alone. For a model that is there, memprof --memory 80GiB --plan predicts what each change "
-        "saves, and finds the cheapest that fits."
-    )
-    return Table("provable", "what lifetimes prove could be saved", columns, rows, notes=(note,))
 
 
 def snapshot_difference_tables(
