@@ -80,7 +80,7 @@ def _variant(default: str, help: str = "", **description: Any) -> Any:
     return setting(default, help, **{"several": True, "panel": WHAT_RUNS, "in_titles": True} | description)
 
 
-_IN_ADAMW = Needs("optimizer", ("adamw",), "optimizer '{}' has no choice; choose adamw")
+_IN_ADAMW = Needs("optimizer", ("adamw",), "is a choice of adamw, and optimizer '{}' has none; choose adamw")
 _STATE_NEEDS = (
     _IN_ADAMW,
     Needs("kernels", ("fused",), "keeps the weights that --kernels fused computes with; choose fused", ("split",)),

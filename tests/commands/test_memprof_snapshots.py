@@ -144,7 +144,7 @@ def test_hostile_file_runs_nothing(tmp_path):
         (["--plan", "--memory", "much"], "--memory 'much': give a size such as 130GiB, 140GB, 512MiB or 80G (GiB)"),
         (["--plan", "--memory", "80"], "--memory '80': give a size such as 130GiB"),
         (["--micro-batches", "3"], "--micro-batches 3: must divide the batch of 4"),
-        (["--micro-batches", "2", "--cuda-graph", "on"], "--micro-batches 2 is launched, not captured"),
+        (["--micro-batches", "2", "--cuda-graph", "on"], "--micro-batches 2: is launched, not captured"),
     ],
 )
 def test_bad_input_is_one_sentence(folder, tmp_path, arguments, sentence):

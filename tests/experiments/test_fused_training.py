@@ -163,17 +163,17 @@ def test_fused_kernels_need_less_memory(name):
     [
         (
             {"state_dtype": "bf16", "optimizer": "course"},
-            "--state-dtype bf16: optimizer 'course' has none; choose adamw",
+            "--state-dtype bf16: is a choice of adamw, and optimizer 'course' has none; choose adamw",
         ),
         (
             {"state_dtype": "split", "precision": "fp32"},
-            "split keeps weights in bf16: precision 'fp32' has none; choose bf16",
+            "--state-dtype split: keeps weights in bf16, and precision 'fp32' has none; choose bf16",
         ),
         (
             {"state_dtype": "split", "kernels": "reference"},
-            "split keeps the weights that --kernels fused computes with",
+            "--state-dtype split: keeps the weights that --kernels fused computes with; choose fused",
         ),
-        ({"update": "backward", "optimizer": "fused"}, "--update backward: optimizer 'fused' cannot; choose adamw"),
+        ({"update": "backward", "optimizer": "fused"}, "--update backward: is a choice of adamw, and optimizer 'fused' has none; choose adamw"),
         ({"update": "backward", "mode": "forward"}, "--update backward: mode 'forward' updates nothing; choose train"),
         ({"update": "backward", "precision": "fp16"}, "--update backward: fp16 looks at all gradients before"),
     ],

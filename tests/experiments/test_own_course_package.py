@@ -107,5 +107,5 @@ class WithoutDefault(torch.optim.SGD):
 def test_blocks_and_learning_rates_of_other_names_are_found(monkeypatch):
     assert list(models.blocks_of(Workload(SIZE), Silent())) == ["parts.0", "parts.1"]
     monkeypatch.setitem(OPTIMIZERS, "course", Optimizer(f"{__name__}.WithoutDefault"))
-    assert build_optimizer(Workload(SIZE), Silent()).defaults["lr"] == 1e-3
+    assert build_optimizer(Workload(SIZE), Silent().parameters()).defaults["lr"] == 1e-3
     assert build_optimizer(Workload(SIZE), Silent().parameters(), lr=0.5).defaults["lr"] == 0.5

@@ -65,6 +65,9 @@ class FakeEvent:
     def record(self):
         pass
 
+    def wait(self):
+        pass
+
 
 @pytest.fixture
 def two_ranks(monkeypatch):
