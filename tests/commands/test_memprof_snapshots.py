@@ -37,7 +37,7 @@ def tables(*arguments):
 
 def test_verdict_comes_first_and_the_failure_before_peaks(folder):
     found = tables("--from", folder, "--top", 10)
-    assert list(found) == ["verdict", "causes", "memory", "ranks", "kinds", "lines"]
+    assert list(found) == ["verdict", "causes", "memory", "ranks", "kinds"]
     assert [row["snapshot"] for row in found["verdict"]["rows"]] == ["failed.pickle", "b.pickle", "a.pickle"]
     failed, leaking, healthy = (row["verdict"] for row in found["verdict"]["rows"])
     assert re.search(r"An allocation of [\d.]+ MiB at .*memory_causes.py:\d+ run failed with [\d.]+ MiB held", failed)

@@ -173,7 +173,10 @@ def test_fused_kernels_need_less_memory(name):
             {"state_dtype": "split", "kernels": "reference"},
             "--state-dtype split: keeps the weights that --kernels fused computes with; choose fused",
         ),
-        ({"update": "backward", "optimizer": "fused"}, "--update backward: is a choice of adamw, and optimizer 'fused' has none; choose adamw"),
+        (
+            {"update": "backward", "optimizer": "fused"},
+            "--update backward: is a choice of adamw, and optimizer 'fused' has none; choose adamw",
+        ),
         ({"update": "backward", "mode": "forward"}, "--update backward: mode 'forward' updates nothing; choose train"),
         ({"update": "backward", "precision": "fp16"}, "--update backward: fp16 looks at all gradients before"),
     ],

@@ -1,6 +1,5 @@
 """The tables, the page and the pictures of ``memprof --from``: snapshots of any program."""
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -23,17 +22,14 @@ _CATEGORIES = {name: Column(f"{name.replace(' ', '_')}_bytes", name, "bytes") fo
 
 
 def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Table]:
-    """The verdict first; then causes and how sure they are, who holds what, the largest kinds and lines."""
+    """The verdict first; then causes and how sure they are, who holds what, the largest kinds."""
     diagnosed = verdicts(diagnoses)
     rows = [{"snapshot": verdict.diagnosis.name, "verdict": verdict.sentence} for verdict in diagnosed]
     ordered = [verdict.diagnosis for verdict in diagnosed]
     return [
         Table("verdict", "why memory ran out", (_SNAPSHOT, Column("verdict", "verdict")), rows),
-        *with_rows(
-            _cause_table(diagnosed), _holders(ordered), _ranks_table(ordered), _kinds(ordered, top),
-            _line_table(ordered, top),
-        ),
-    ]  # fmt: skip
+        *with_rows(_cause_table(diagnosed), _holders(ordered), _ranks_table(ordered), _kinds(ordered, top)),
+    ]
 
 
 def _cause_table(diagnosed: Sequence[Verdict]) -> Table:
@@ -144,24 +140,6 @@ def _kinds(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
         for kind in diagnosis.kinds[:top]
     ]
     return Table("kinds", f"the {top} largest kinds of memory", columns, rows)
-
-
-def _line_table(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
-    columns = (
-        _SNAPSHOT,
-        Column("code", "code"),
-        Column("total_bytes", "holds", "bytes"),
-        Column("share_percent", "share", "percent"),
-    )
-    rows: list[dict[str, Any]] = []
-    for diagnosis in diagnoses:
-        bytes_by_line: Counter[str] = Counter()
-        for kind in diagnosis.kinds:
-            bytes_by_line[kind.code] += kind.total
-        for code, size in bytes_by_line.most_common(top):
-            row = {"snapshot": diagnosis.name, "code": code or "no stack", "total_bytes": size}
-            rows.append(row | {"share_percent": 100 * size / max(1, diagnosis.size)})
-    return Table("lines", "memory by the line of code that made it", columns, rows)
 
 
 def snapshot_difference_tables(

@@ -132,7 +132,10 @@ def test_checkpoints_inside_blocks_hold_what_is_predicted(size, attention, preci
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [({"compile": "block"}, "--compile block leaves no blocks to look into"), ({"kernels": "fused"}, "--kernels fused computes")],
+    [
+        ({"compile": "block"}, "--compile block leaves no blocks to look into"),
+        ({"kernels": "fused"}, "--kernels fused computes"),
+    ],
 )
 def test_checkpoints_inside_blocks_need_blocks_to_look_into(settings, reason):
     with pytest.raises(UsageError, match=f"--checkpoint ffn: {reason}"):
