@@ -95,17 +95,18 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
 
     visit(module, "", None, in_list=False, in_block=False)
     units = list(roots.values())
+    order = {unit: position for position, unit in enumerate(units)}
     parameters = _module_parameters(module)
     sharded, replicated = [], []
     for entry in parameters:
         # A module outside of all units may hold it, too, and gets it whole when it uses it.
-        used_in = set().union(*(homes[owner] for owner, _ in entry.owners)) - {None}
+        used_in = {unit for owner, _ in entry.owners for unit in homes[owner] if unit is not None}
         can_be_cut = entry.held.dim() > 0 and entry.held.numel() > 0
         if not (can_be_cut and used_in and any(_owns_matrix(owner) for owner, _ in entry.owners)):
             replicated.append(entry)
         else:
             sharded.append(entry)
-            first, *others = (unit for unit in units if unit in used_in)
+            first, *others = sorted(used_in, key=order.__getitem__)
             for other in others:
                 first.modules += other.modules
                 units.remove(other)
@@ -114,9 +115,10 @@ def plan_sharding(module: nn.Module, unit_modules: Collection[nn.Module] | None 
     for entry in sharded:
         unit = next(unit for owner, _ in entry.owners for unit in homes[owner] if unit is not None)
         unit.sharded.append(entry)
+    unit_of = {module: unit for unit in units for module in unit.modules}
     for unit in units:
-        inside = {part for module in unit.modules for part in module.modules()}
-        unit.contains_units = any(part in inside for other in units if other is not unit for part in other.modules)
+        inside = (part for module in unit.modules for part in module.modules())
+        unit.contains_units = any(unit_of.get(part, unit) is not unit for part in inside)
     return ShardingPlan([unit for unit in units if unit.sharded], replicated)
 
 

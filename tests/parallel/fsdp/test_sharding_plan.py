@@ -1,5 +1,8 @@
 """Which parameters are sharded, and which are gathered together."""
 
+import cProfile
+import pstats
+
 import pytest
 import torch
 from cs336_basics.model import BasicsTransformerLM
@@ -136,3 +139,10 @@ def test_units_may_be_chosen():
     assert {name: len(sharded) for name, sharded in units.items()} == {"0": 4, "1": 2}
     units, _ = planned(module, unit_modules=[module])
     assert list(units) == [""]
+
+
+def test_calls_grow_with_the_units():
+    few, many = cProfile.Profile(), cProfile.Profile()
+    few.runcall(plan_sharding, nn.ModuleList(nn.Linear(2, 2) for _ in range(60)))
+    many.runcall(plan_sharding, nn.ModuleList(nn.Linear(2, 2) for _ in range(240)))
+    assert pstats.Stats(many).total_calls < 5 * pstats.Stats(few).total_calls
