@@ -368,6 +368,10 @@ def other_arguments(vocab_size, context):
     raise AssertionError("never called")
 
 
+def no_such_field(size):
+    return nn.Linear(size.n_embd, 1)
+
+
 def no_module(size):
     return [size]
 

@@ -384,6 +384,14 @@ def test_an_optimizer_of_the_users_keeps_its_groups():
     assert user_models.optimizer_class(f"{FILE}:sgd")[1]["momentum"] == 0.9
 
 
+def test_logits_come_first_in_a_tuple():
+    logits, targets = torch.zeros(2, 16, 50), torch.zeros(2, 16, dtype=torch.int64)
+    assert user_models.token_logits((logits, None), targets, "mine.py:build", 50) is logits
+    for output in ((), (None, logits), [logits]):
+        with pytest.raises(UserCodeError, match=r"it should return logits, \(logits, \.\.\.\) or something with"):
+            user_models.token_logits(output, targets, "mine.py:build", 50)
+
+
 LINES = FILE.read_text().splitlines()
 
 
@@ -397,10 +405,21 @@ def line_with(text):
         ("missing", {}, f"{FILE} has no missing; it has "),
         ("NOT_CALLABLE", {}, "NOT_CALLABLE is an int, and should be a function"),
         ("other_arguments", {}, f"{FILE}:other_arguments failed: TypeError: other_arguments() missing 1 required"),
-        ("no_module", {}, "returned a list: it should return a torch.nn.Module"),
+        (
+            "other_arguments",
+            {},
+            "it should take one size and return a torch.nn.Module; a size has name, d_model, d_ff,",
+        ),
+        ("no_such_field", {}, "'ModelSize' object has no attribute 'n_embd'; it should take one size and return"),
+        ("no_module", {}, "returned a list: it should take one size and return a torch.nn.Module"),
         ("no_parameters", {}, "returned an Identity without parameters to train"),
         ("raises", {}, f"user_models.py, line {line_with('no such size')}: KeyError: 'no such size'"),
         ("OfTheLastToken", {}, "returned logits of shape (2, 1, 50), and (2, 16, 50) (batch, context, vocabulary)"),
+        (
+            "OfTheLastToken",
+            {},
+            "with def forward(self, tokens): return super().forward(tokens, tokens)[0] in a subclass",
+        ),
         ("InPlace", {}, "the backward pass needs a tensor that was changed in place; doctor --model names the line"),
         ("Encoder", {"loss": f"{FILE}:of_each"}, "of_each returned a tensor of shape (32,): a loss is one number"),
         ("Encoder", {"loss": f"{FILE}:without_gradients"}, "the loss depends on no parameter"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -30,6 +31,11 @@ from cs336sys.workload.course_package import PACKAGE, first_folder
 
 # Of files of the user's that were loaded. Elsewhere they come last on ``sys.path``.
 user_folders: list[str] = []
+
+_BUILD_CONTRACT = (
+    "it should take one size and return a torch.nn.Module; a size has "
+    f"{', '.join(field.name for field in dataclasses.fields(ModelSize))}"
+)
 
 # The user's, once it has been imported: found again by what is imported later, while functions run.
 _theirs: dict[str, ModuleType] = {}
@@ -222,11 +228,16 @@ def build(reference: str, size: ModelSize) -> nn.Module:
         UserCodeError: the function raises or returns no module, or there is nothing to train.
     """
     function = load(reference)
-    with _telling([reference], f"{reference} failed"), their_course_package():
-        # A module that the caller has built is trained as it is, and stays so.
-        model = copy.deepcopy(function) if isinstance(function, nn.Module) else function(size)
+    try:
+        with _telling([reference], f"{reference} failed"), their_course_package():
+            # A module that the caller has built is trained as it is, and stays so.
+            model = copy.deepcopy(function) if isinstance(function, nn.Module) else function(size)
+    except UserCodeError as error:
+        if isinstance(error.__cause__, AttributeError | TypeError):
+            raise UserCodeError(f"{error}; {_BUILD_CONTRACT}") from error.__cause__
+        raise
     if not isinstance(model, nn.Module):
-        raise UserCodeError(f"{reference} returned {a_value(model)}: it should return a torch.nn.Module")
+        raise UserCodeError(f"{reference} returned {a_value(model)}: {_BUILD_CONTRACT}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserCodeError(f"{reference} returned {a_value(model)} without parameters to train")
     return model.train()
@@ -265,22 +276,26 @@ def first_part(value: Any) -> Any:
 
 
 def token_logits(output: Any, targets: Tensor, reference: str, vocab_size: int) -> Tensor:
-    """The logits in what a model of tokens returned.
+    """The logits in what a model of tokens returned: itself, its ``.logits``, or the first of nanoGPT's (logits, loss).
 
     Raises:
         UserCodeError: they are not (batch, context, vocabulary).
     """
-    logits = getattr(output, "logits", output)
+    logits = getattr(output, "logits", output[0] if isinstance(output, tuple) and output else output)
     if not isinstance(logits, Tensor):
         raise UserCodeError(
-            f"{reference}: its model returned {a_value(output)}: it should return logits, or something with "
-            ".logits; or give --loss"
+            f"{reference}: its model returned {a_value(output)}: it should return logits, (logits, ...) or something "
+            "with .logits; or give --loss"
         )
     # Some pad the vocabulary.
     if logits.shape[:-1] != targets.shape or logits.shape[-1] < vocab_size:
+        # As nanoGPT does where it is given no targets.
+        is_last = logits.shape[1:2] == (1,)
+        wrapper = "with def forward(self, tokens): return super().forward(tokens, tokens)[0] in a subclass; "
         raise UserCodeError(
             f"{reference}: its model returned logits of shape {tuple(logits.shape)}, and "
-            f"{(*targets.shape, vocab_size)} (batch, context, vocabulary) was expected; or give --loss"
+            f"{(*targets.shape, vocab_size)} (batch, context, vocabulary) was expected: {wrapper * is_last}or give "
+            "--loss"
         )
     return logits
 
