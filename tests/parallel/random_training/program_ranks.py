@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from one_process import SCALARS, OneProcess, models_of, parameters_of
-from random_models import Attention, Raised, RandomModel, whole_attention
+from random_models import LIMIT, Attention, Limited, Raised, RandomModel, whole_attention
 from random_programs import OPTIMIZERS, Action, Program
 from small_models import PlainBlocks
 from torch import Tensor, nn
@@ -554,7 +554,7 @@ class _Run:
             self._refused(where, text, is_promised)
             if name in _LAST_WHEN_REFUSED:
                 raise _EndError
-            self._take_buffers()
+            self._take_changes()
         elif is_last_of_leg:
             if dist.get_rank() == 0:
                 self._process.save(folder / "process")
@@ -588,14 +588,21 @@ class _Run:
         if is_promised:
             raise _WrongError(f"{where}: refused: {text}")
 
-    def _take_buffers(self) -> None:
-        """A pass that was refused in its middle may have changed buffers."""
+    def _take_changes(self) -> None:
+        """A pass that was refused in its middle may have changed buffers, and brought weights within their bounds."""
         assert self._rank is not None, "it was started"
         for model, other in zip(self._rank.models, self._process.models, strict=True):
             for buffer, of_rank in zip(other.buffers(), model.buffers(), strict=True):
                 if not torch.equal(buffer.double(), of_rank.double()):
                     # A pass in one process may have saved the others, as it does a rotation's, for its backward pass.
                     buffer.copy_(of_rank)
+            limited = [
+                [part.weight for part in module.modules() if isinstance(part, Limited)] for module in (other, model)
+            ]
+            for weight, of_rank in zip(*limited, strict=True):
+                within = weight.detach().clamp(-LIMIT, LIMIT)
+                if within.shape == of_rank.shape and torch.equal(within.double(), of_rank.detach().double()):
+                    weight.data.copy_(within)
 
     def _count(self, what: str) -> None:
         self.counts[what] = self.counts.get(what, 0) + 1

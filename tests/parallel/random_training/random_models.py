@@ -195,6 +195,9 @@ class Counted(nn.Module):
         return self.linear(x) / (1 + 0.1 * self.passes)
 
 
+LIMIT = 0.4
+
+
 class Limited(nn.Module):
     """The weight is brought within bounds by the forward pass, as ``max_norm`` of an embedding does."""
 
@@ -205,8 +208,8 @@ class Limited(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor, choice: int) -> Tensor:
         with torch.no_grad():
             # Where there is nothing to do the version must stay: other passes may have saved it.
-            if (self.weight.abs() > 0.4).any():
-                self.weight.clamp_(-0.4, 0.4)
+            if (self.weight.abs() > LIMIT).any():
+                self.weight.clamp_(-LIMIT, LIMIT)
         return x @ self.weight
 
 

@@ -231,6 +231,14 @@ REGRESSIONS: tuple[Program, ...] = (
         wrapper="optimizer-flat",
         actions=(("forward", 30), ("backward", "first", True), ("replace", 0, "Counted", 26)),
     ),
+    # Or other weights, where the first of two models runs and the second is refused.
+    Program(
+        wrapper="bucketed",
+        actions=(("add", "InPlace", 10), ("forward", 97), ("step",)),
+        seed=7300002223,
+        kinds=("Limited", "Dense"),
+        towers=2,
+    ),
     # Norms of roots of gradients that are zero but for rounding.
     Program(
         wrapper="flat",
