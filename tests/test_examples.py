@@ -10,6 +10,8 @@ import pytest
 from forked_processes import run_scripts
 from two_agents import run_two_ranks
 
+from cs336sys import compare, read
+
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
 
@@ -46,6 +48,17 @@ def test_own_attention_stands_beside_ours(tmp_path):
     assert done.exit_code == 0, done.stderr
     (row,) = [line for line in done.stdout.splitlines() if "own_kernel.py:attention" in line]
     assert "ok" in row
+
+
+def test_steps_of_a_trainer_are_shown_and_compared(tmp_path):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    for name in ("first", "second"):
+        done = run(EXAMPLES / "trainer_callback.py", f"{name}.jsonl", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    (row,) = read(tmp_path / "first.jsonl")
+    assert row["tokens_per_s"] == pytest.approx(64 * 1000 / row["step_ms_mean"])
+    assert compare(tmp_path / "first.jsonl", tmp_path / "second.jsonl").ok
 
 
 @pytest.mark.nightly
