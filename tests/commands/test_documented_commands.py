@@ -21,6 +21,7 @@ from cs336sys.results.statistics import fewest_samples
 REPOSITORY = Path(__file__).parents[2]
 PAGES = (
     "README.md",
+    "AGENTS.md",
     *(f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))),
     *(f"docs/guides/{path.name}" for path in sorted((REPOSITORY / "docs/guides").glob("*.md"))),
 )
