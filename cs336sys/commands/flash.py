@@ -15,7 +15,8 @@ from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import choice
 from cs336sys.commands.options.training import DeviceOption, DryRunOption, SeedOption
 from cs336sys.commands.sweep.run import run_sweep, show_plan
-from cs336sys.errors import UsageError
+from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.triton_package import why_no_triton
 from cs336sys.workload.operations import IMPLEMENTATIONS, AttentionWorkload
 
 # The shapes that the handouts ask for: every cell of flash_benchmarking, and the 2025 leaderboard's one.
@@ -53,6 +54,9 @@ class FlashOptions:
     ] = None
     grid: Annotated[str | None, choice(GRIDS, "Shapes of the handouts instead: course or board.")] = None
     rounds: Annotated[int, setting(help="Times to go through a shape's implementations, samples pooled.", min=1)] = 1
+    keep_settings: Annotated[
+        bool, writes_file("--keep-settings", help="First choose settings of triton's kernels by time, and keep them.")
+    ] = False
 
     def configurations(
         self, ctx: typer.Context, timing: OperationOptions, device: str, seed: int
@@ -62,7 +66,8 @@ class FlashOptions:
         A round goes through all implementations of a shape, so that what is compared is measured side by side.
 
         Raises:
-            UsageError: ``--grid`` meets a shape of the user's, or no attention has such a shape.
+            UsageError: ``--grid`` meets a shape of the user's, no attention has such a shape, or ``--keep-settings``
+                meets kernels that are not measured.
         """
         shapes: Iterable[Sequence[Any]] = self.batch_size, self.num_heads, self.context, self.head_dim, timing.dtype
         if self.grid is not None:
@@ -73,18 +78,24 @@ class FlashOptions:
             shapes = GRIDS[self.grid].values()
         causal = self.causal or self.grid is not None
         times = timing.warmup_ms, timing.repetition_ms
-        codes = timing.codes
+        names, additions = [*self.implementation, *timing.kernel], dict[str, dict[str, Any]](timing.codes)
+        if self.keep_settings:
+            if "triton" not in names:
+                raise UsageError("--keep-settings is about implementation triton: add it to --implementation")
+            # First, so that the others of a shape are measured with what was kept.
+            names.sort(key=lambda name: name != "triton")
+            additions["triton"] = {"keep_settings": True}
         numbers = [{"round": number} for number in range(1, self.rounds + 1)] if self.rounds > 1 else [{}]
         return [
             AttentionWorkload(
                 name, size, heads, length, width, precision, causal, device, seed, *times, shared, seen
             ).configuration()
             | number
-            | codes.get(name, {})
+            | additions.get(name, {})
             for size, heads, length, width, precision in product(*shapes)
             for shared, seen in product(self.kv_heads or (None,), self.window or (None,))
             for number in numbers
-            for name in (*self.implementation, *codes)
+            for name in names
         ]
 
 
@@ -120,6 +131,8 @@ def flash(
     cs336sys flash --kernel mine.py:attention --implementation auto,sdpa-flash --baseline sdpa-flash
 
     cs336sys flash --num-heads 32 --kv-heads 8 --window 512,1024 --implementation auto,flex,fa4 --baseline flex
+
+    cs336sys flash --batch-size 4 --context 512 --implementation triton,sdpa-flash --keep-settings
     """
     from cs336sys.report.attention import attention_plan, flash_tables, plot_flash, pool_flash_rounds
 
@@ -132,7 +145,11 @@ def flash(
         return
     tables = partial(flash_tables, baseline=over)
     output.check_selection("flash", tables)
-    measure = "measure_own_attention" if timing.kernel else "measure_flash"
-    run_sweep("flash", f"cs336sys.experiments.attention.measurement:{measure}", configurations, sweeping).report(
+    measure = f"measurement:{'measure_own_attention' if timing.kernel else 'measure_flash'}"
+    if attention.keep_settings:
+        if why_no_triton() is not None:
+            raise CapabilityError(f"--keep-settings needs {why_no_triton()}")
+        measure = "keeping:measure_and_keep"
+    run_sweep("flash", f"cs336sys.experiments.attention.{measure}", configurations, sweeping).report(
         tables, output, (plot, plot_flash), pooled=pool_flash_rounds
     )

@@ -1,4 +1,4 @@
-"""Caches of compiled code, from folders that no other user can write to. No torch."""
+"""Caches of compiled code and of its settings, from folders that no other user can write to. No torch."""
 
 import getpass
 import grp
@@ -25,7 +25,7 @@ def use_private_caches() -> None:
     """
     default = Path(tempfile.gettempdir(), f"torchinductor_{_user_name()}")
     if _INDUCTOR_VARIABLE not in os.environ:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torchinductor")
+        folder = user_cache() / "torchinductor"
         if not folder.is_absolute() or not _can_write(folder):
             folder = default
         os.environ[_INDUCTOR_VARIABLE] = str(folder)
@@ -36,8 +36,12 @@ def use_private_caches() -> None:
     require_private(Path(os.environ.get("TRITON_CACHE_DIR") or f"{triton_home}/.triton/cache"), "TRITON_CACHE_DIR")
 
 
+def user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+
+
 def require_private(folder: Path, variable: str) -> None:
-    """Make a folder for compiled code unless it is there, and refuse one that another user can write to.
+    """Make a folder for cached files unless it is there, and refuse one that another user can write to.
 
     Args:
         variable: names another folder.
@@ -62,7 +66,7 @@ def require_private(folder: Path, variable: str) -> None:
         else:
             continue
         raise CapabilityError(
-            f"{folder}: compiled code is not loaded from this folder, because {reason}; set {variable} to a folder "
+            f"{folder}: cached files are not loaded from this folder, because {reason}; set {variable} to a folder "
             "that only you can write to"
         )
 

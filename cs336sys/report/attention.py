@@ -23,6 +23,7 @@ _SHAPE_COLUMNS = by_key(
     *named_columns("context", "head_dim", "dtype", "causal", "window", "seed", "rounds"),
 )
 _PARTS = ("forward", "backward", "end_to_end")
+_KEPT_NOTE = "our Triton kernels had settings kept by --keep-settings (where: cs336sys doctor)"
 
 
 def pool_flash_rounds(cells: Sequence[Cell]) -> list[Cell]:
@@ -64,6 +65,7 @@ def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[
     notes = [
         titles.ERROR_NOTE,
         *titles.interpreted_notes(cells, run),
+        *([_KEPT_NOTE] if run is not None and "attention_settings" in run.environment else []),
         *titles.found_in_user_code(cells),
         *titles.reasons(cells, "implementation"),
     ]

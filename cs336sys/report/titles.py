@@ -201,7 +201,7 @@ def steps_words(cells: Sequence[Cell]) -> str:
 
 
 # Settings in which an implementation may differ from the one that its speed-up is over.
-OF_IMPLEMENTATION = ("implementation", "code", "rounds")
+OF_IMPLEMENTATION = ("implementation", "code", "keep_settings", "rounds")
 
 ERROR_NOTE = "medians; error is the relative difference from a float64 reference, ||x - reference|| / ||reference||"
 

@@ -12,7 +12,7 @@ from cs336sys.cli import app
 from cs336sys.measure.cells import Worker
 from cs336sys.measure.system import Capacity
 from cs336sys.report.attention import attn_tables, flash_tables, plot_flash, pool_flash_rounds
-from cs336sys.results.model import Cell, Samples, read_results
+from cs336sys.results.model import Cell, Run, Samples, read_results
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
@@ -128,6 +128,38 @@ def test_heads_of_keys_and_windows_are_swept_and_shown():
     # 2 heads of 32 queries that see 5 keys, the first of them fewer.
     flops = 4 * 2 * 16 * (32**2 - 27**2) // 2
     assert row["forward_tflops"] == pytest.approx(flops / row["forward_ms"] / 1e9)
+
+
+def test_settings_are_kept_of_triton_alone_and_before_others_of_a_shape_are_measured(tmp_path):
+    names = ("--implementation", "eager,triton", "--context", "32,64")
+    plan = tables(invoke(*FLASH, "--keep-settings", *names, "--dry-run", "--format", "json"))["plan"]
+    assert [row["implementation"] for row in plan["rows"]] == ["triton", "eager"] * 2
+    refused = invoke(*FLASH, "--keep-settings", "--implementation", "eager,tiled")
+    assert refused.exit_code == 2
+    assert "--keep-settings is about implementation triton: add it to --implementation" in refused.stderr
+
+
+def test_no_settings_are_kept_where_no_gpu_runs_the_kernels(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = ("--implementation", "triton", "--num-heads", "1", "--repetition-ms", "1", "--warmup-ms", "0")
+    refused = invoke(*FLASH, *names, "--keep-settings")
+    assert refused.exit_code == 3
+    assert "--keep-settings needs kernels that run on a GPU, got cpu: leave it out" in refused.stderr
+    assert not (tmp_path / "cs336sys").exists()
+
+
+def test_flash_says_that_kept_settings_were_there_and_compares_cells_that_kept_them():
+    cells = [flash_cell("triton", 1.0), flash_cell("eager", 4.0)]
+    cells[0] = replace(cells[0], configuration=cells[0].configuration | {"keep_settings": True})
+    kept = Run(
+        "1", "2026-11-29T08:00:00+00:00", ("flash",), {"gpu": "H200"}, {"attention_settings": "0123456789abcdef"}
+    )
+    (table,) = flash_tables(cells, kept, "eager")
+    assert table.rows[0]["forward_speedup"].estimate == 4.0
+    note = "our Triton kernels had settings kept by --keep-settings (where: cs336sys doctor)"
+    assert note in table.notes
+    (table,) = flash_tables(cells, replace(kept, environment={}), "eager")
+    assert note not in table.notes
 
 
 def test_attn_measures_eager_and_the_models_own(tmp_path):

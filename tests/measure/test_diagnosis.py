@@ -473,45 +473,38 @@ def test_a_variable_that_names_no_compiler(only_a_c_compiler, monkeypatch, varia
     )
 
 
-def native_probe_answers(monkeypatch, **answer):
+def test_attention_says_how_it_is_called_and_whose_settings_it_has(monkeypatch):
     pretend_gpus(monkeypatch, 1)
+    reason = "through Python: there is no C++ compiler"
+    answer = {"attention calls": (reason, "`apt-get install g++`."), "attention settings": ("built-in settings", None)}
     monkeypatch.setattr(software, "run_tool", lambda command, **_: f"a warning\n{json.dumps(answer)}")
+    assert software.check_attention() == [
+        Check("attention calls", reason, "warn", "`apt-get install g++`."),
+        Check("attention settings", "built-in settings"),
+    ]
 
 
-def test_attention_calls_run_in_cpp(monkeypatch):
-    native_probe_answers(monkeypatch, found="in C++, compiled by g++", fix=None)
-    assert software.check_attention_calls() == Check("attention calls", "in C++, compiled by g++")
-
-
-def test_attention_calls_through_python_say_why(monkeypatch):
-    native_probe_answers(monkeypatch, found="through Python: there is no C++ compiler", fix="`apt-get install g++`.")
-    assert software.check_attention_calls() == Check(
-        "attention calls", "through Python: there is no C++ compiler", "warn", "`apt-get install g++`."
-    )
-
-
-def test_attention_calls_of_a_probe_that_dies(monkeypatch):
+def test_attention_of_a_probe_that_dies(monkeypatch):
     pretend_gpus(monkeypatch, 1)
     monkeypatch.setattr(software, "run_tool", lambda command, **_: None)
-    assert software.check_attention_calls() == Check(
-        "attention calls",
-        "no answer",
-        "warn",
-        "See the whole error: `python -m cs336sys.kernels.attention.native_probe`.",
-    )
+    fix = "See the whole error: `python -m cs336sys.kernels.attention.native_probe`."
+    assert software.check_attention() == [Check("attention calls", "no answer", "warn", fix)]
 
 
-def test_attention_calls_without_a_gpu(monkeypatch):
+def test_attention_without_a_gpu(monkeypatch):
     pretend_gpus(monkeypatch, 0)
-    assert software.check_attention_calls() == Check("attention calls", "no CUDA GPU to launch kernels on")
+    assert software.check_attention() == [Check("attention calls", "no CUDA GPU to launch kernels on")]
 
 
-def test_the_probe_of_attention_calls_answers(monkeypatch):
+def test_the_probe_of_attention_answers(monkeypatch):
     pretend_gpus(monkeypatch, 1)
     monkeypatch.setenv("CXX", "c++-of-the-test")
-    assert software.check_attention_calls() == Check(
-        "attention calls", "in C++, which c++-of-the-test compiles in the background at the first call"
-    )
+    # No GPU to ask for its name.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert software.check_attention() == [
+        Check("attention calls", "in C++, which c++-of-the-test compiles in the background at the first call"),
+        Check("attention settings", "built-in settings"),
+    ]
 
 
 def test_too_little_memory_and_disk(tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ def test_a_cache_that_others_can_write_to_is_refused_before_a_start(variable, fo
             path.symlink_to(home / "target")
         os.chown(path, 4711, 4711, follow_symlinks=False)
     with pytest.raises(
-        CapabilityError, match=f"compiled code is not loaded from this folder, because .* set {variable}"
+        CapabilityError, match=f"cached files are not loaded from this folder, because .* set {variable}"
     ):
         call_guarded("os:getpid")
 

@@ -80,11 +80,10 @@ def setting_options(owner: type[Configured], *names: str, **changes: Any) -> Cal
     return add
 
 
-def _rounded_size(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
-
-
-_SIZES = ", ".join(f"{name} {_rounded_size(count_parameters(size))}" for name, size in SIZES.items())
+_SIZES = ", ".join(
+    f"{name} {count / 1e9:.1f}B" if count >= 1e9 else f"{name} {count / 1e6:.0f}M"
+    for name, count in zip(SIZES, map(count_parameters, SIZES.values()), strict=True)
+)
 
 ModesOption = Annotated[list[str], option_of(Workload, "mode")]
 DeviceOption = Annotated[str, option_of(Workload, "device")]
@@ -178,7 +177,8 @@ class UntimedTrainingOptions(RunOptions, ImplementationOptions, PrecisionOptions
             # Read by the processes that measure.
             os.environ[DEBUG_VARIABLE] = "1"
         precisions = self.precisions()
-        sizes = (self if self.size else replace(self, size=[_default_size(self.device)])).sizes()
+        has_gpu = self.device != "cpu" and shutil.which("nvidia-smi") is not None
+        sizes = (self if self.size else replace(self, size=["small" if has_gpu else "tiny"])).sizes()
         user = self._user_code()
         names = [member.name for member in fields(self) if member.name in Workload.__dataclass_fields__]
         lists = {name: getattr(self, name) for name in names if name != "size"} | {"mode": modes} | settings
@@ -212,8 +212,3 @@ def _combinations(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     lists = {name: values[name] if settings[name].several else [values[name]] for name in settings}
     cells = [Workload.compatible(dict(zip(lists, cell, strict=True)), lists) for cell in product(*lists.values())]
     return [dict(cell) for cell in dict.fromkeys(tuple(cell.items()) for cell in cells)]
-
-
-def _default_size(device: str) -> str:
-    """The model where none is asked for: ``small``, or ``tiny`` without a GPU."""
-    return "tiny" if device == "cpu" or shutil.which("nvidia-smi") is None else "small"

@@ -1,4 +1,4 @@
-"""Prints whether attention's calls run in C++ here, with a fix if they do not: one line of JSON, for ``doctor``.
+"""Prints two findings for ``doctor``, each with its fix, in one line of JSON: calls in C++, and kept settings.
 
 It neither compiles the C++, which the first call does, nor launches a kernel.
 Usage: ``python -m cs336sys.kernels.attention.native_probe``.
@@ -6,8 +6,11 @@ Usage: ``python -m cs336sys.kernels.attention.native_probe``.
 
 import json
 
+import torch
+
 from cs336sys.errors import CapabilityError
 from cs336sys.kernels.attention import native_call
+from cs336sys.kernels.attention.triton import kept_settings
 
 
 def found_and_fix() -> tuple[str, str | None]:
@@ -29,5 +32,12 @@ def found_and_fix() -> tuple[str, str | None]:
     return f"in C++, compiled by {native_call.compiler()}", None
 
 
+def kept_and_fix() -> tuple[str, str | None]:
+    try:
+        return kept_settings.read_settings(torch.device("cuda"))[1], None
+    except CapabilityError as error:
+        return f"built-in settings: {error}", "`cs336sys flash --keep-settings` measures again."
+
+
 if __name__ == "__main__":
-    print(json.dumps(dict(zip(("found", "fix"), found_and_fix(), strict=True)), allow_nan=False))
+    print(json.dumps({"attention calls": found_and_fix(), "attention settings": kept_and_fix()}, allow_nan=False))

@@ -238,47 +238,9 @@ def _tiled_forward(query: Tensor, key: Tensor, value: Tensor, rule: Scores) -> t
     return out, logsumexp
 
 
-def _backward_operands(
-    query: Tensor, key: Tensor, value: Tensor, logsumexp: Tensor, grad_out: Tensor, delta: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what equations 13 to 19 read, in the logsumexp's dtype: scale Q, K, V, L, dO and D."""
-    dtype = logsumexp.dtype
-    return (
-        _grouped(query.to(dtype) * scale, key),
-        key.to(dtype),
-        value.to(dtype),
-        _grouped(logsumexp.unsqueeze(-1), key),
-        _grouped(grad_out.to(dtype), key),
-        _grouped(delta.to(dtype).unsqueeze(-1), key),
-    )
-
-
 def _output_products(out: Tensor, logsumexp: Tensor, grad_out: Tensor) -> Tensor:
     """D = rowsum(dO * O), in the logsumexp's dtype."""
     return (grad_out.to(logsumexp.dtype) * out).sum(dim=-1)
-
-
-def _attention_gradients(
-    scaled_query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    logsumexp: Tensor,
-    grad_out: Tensor,
-    delta: Tensor,
-    rows: slice,
-    columns: slice,
-    rule: Scores,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what one tile of scores adds to the gradients of its queries, keys and values."""
-    grad_out_tile = _score_rows(grad_out, rows)
-    scores = _tile_scores(scaled_query, key, rows, columns, rule)  # equation 13
-    probabilities = torch.exp(scores - _finite_or_zero(_score_rows(logsumexp, rows)))  # equation 14
-    grad_value = probabilities.mT @ grad_out_tile  # equation 15
-    grad_probabilities = grad_out_tile @ value[..., columns, :].mT  # equation 16
-    grad_scores = probabilities * (grad_probabilities - _score_rows(delta, rows))  # equation 17
-    grad_query = grad_scores @ key[..., columns, :] * rule.scale  # equation 18
-    grad_key = grad_scores.mT @ _score_rows(scaled_query, rows)  # equation 19
-    return grad_query, grad_key, grad_value
 
 
 def tiled_backward(
@@ -292,37 +254,34 @@ def tiled_backward(
     tile: tuple[int, int] | None = None,
 ) -> tuple[Tensor, ...]:
     """Algorithm 2: the gradients of query, key and value, in the inputs' dtype; ``delta`` is D = rowsum(dO * O)."""
-    operands = _backward_operands(query, key, value, logsumexp, grad_out, delta, rule.scale)
+    dtype, result_dtype = logsumexp.dtype, query.dtype
     grad_query, grad_key, grad_value = (
-        torch.zeros(tensor.shape, dtype=logsumexp.dtype, device=tensor.device) for tensor in (query, key, value)
+        torch.zeros(tensor.shape, dtype=dtype, device=tensor.device) for tensor in (query, key, value)
     )
+    scaled_query, grad_out = _grouped(query.to(dtype) * rule.scale, key), _grouped(grad_out.to(dtype), key)
+    logsumexp, delta = (_grouped(tensor.to(dtype).unsqueeze(-1), key) for tensor in (logsumexp, delta))
+    key, value = key.to(dtype), value.to(dtype)
     grouped_grad_query = _grouped(grad_query, key)
     group = grouped_grad_query.shape[-3]
     query_tile, key_tile = tile or _tile_shape(query.device)
     for rows in _tile_ranges(query.shape[-2], query_tile):
+        grad_out_tile = _score_rows(grad_out, rows)
         for columns in _column_tiles(rows, key.shape[-2], key_tile, rule):
-            grad_query_tile, grad_key_tile, grad_value_tile = _attention_gradients(*operands, rows, columns, rule)
+            scores = _tile_scores(scaled_query, key, rows, columns, rule)  # equation 13
+            probabilities = torch.exp(scores - _finite_or_zero(_score_rows(logsumexp, rows)))  # equation 14
+            grad_value[..., columns, :] += probabilities.mT @ grad_out_tile  # equation 15
+            grad_probabilities = grad_out_tile @ value[..., columns, :].mT  # equation 16
+            grad_scores = probabilities * (grad_probabilities - _score_rows(delta, rows))  # equation 17
+            grad_query_tile = grad_scores @ key[..., columns, :] * rule.scale  # equation 18
             grouped_grad_query[..., rows, :] += grad_query_tile.unflatten(-2, (group, -1))
-            grad_key[..., columns, :] += grad_key_tile
-            grad_value[..., columns, :] += grad_value_tile
-    return tuple(gradient.to(query.dtype) for gradient in (grad_query, grad_key, grad_value))
-
-
-def _untiled_backward(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, grad_out: Tensor, rule: Scores
-) -> tuple[Tensor, ...]:
-    """The gradients of query, key and value from one tile that is the whole matrix."""
-    delta = _output_products(out, logsumexp, grad_out)
-    operands = _backward_operands(query, key, value, logsumexp, grad_out, delta, rule.scale)
-    whole = slice(0, query.shape[-2]), slice(0, key.shape[-2])
-    grad_query, grad_key, grad_value = _attention_gradients(*operands, *whole, rule)
-    return tuple(gradient.to(query.dtype) for gradient in (grad_query.view(query.shape), grad_key, grad_value))
+            grad_key[..., columns, :] += grad_scores.mT @ _score_rows(scaled_query, rows)  # equation 19
+    return tuple(gradient.to(result_dtype) for gradient in (grad_query, grad_key, grad_value))
 
 
 @functools.cache
 def _compiled_backward() -> Callable[..., tuple[Tensor, ...]]:
     # Not at import: torch.compile loads the compiler, which takes seconds.
-    return torch.compile(_untiled_backward)
+    return torch.compile(tiled_backward)
 
 
 class FlashAttentionTorch(torch.autograd.Function):
@@ -375,5 +334,9 @@ class FlashAttentionCompiledBackward(FlashAttentionTorch):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, logsumexp = ctx.saved_tensors
+        matrix = max(1, query.shape[-2]), max(1, key.shape[-2])
         with torch.autocast(grad_out.device.type, enabled=False):
-            return *_compiled_backward()(*ctx.saved_tensors, grad_out, ctx.rule), *(None,) * 5
+            delta = _output_products(out, logsumexp, grad_out)
+            gradients = _compiled_backward()(query, key, value, logsumexp, grad_out, delta, ctx.rule, matrix)
+        return *gradients, None, None, None, None, None

@@ -21,6 +21,6 @@ def diagnose() -> list[Check]:
         checks += [*gpu.check_triton_kernel(), software.check_triton_interpreter()]
     checks.append(software.check_compiler())
     if installed_version("triton") is not None:
-        checks.append(software.check_attention_calls())
+        checks += software.check_attention()
     checks += [*profilers.check_nsys(), profilers.check_ncu()]
     return checks + software.check_host()

@@ -135,20 +135,19 @@ def _compiler(variable: str, *names: str) -> str | None:
     return None
 
 
-def check_attention_calls() -> Check:
-    """Return whether calls of the attention kernels run in C++, which costs the CPU less than Python."""
+def check_attention() -> list[Check]:
+    """Say whether calls of the attention kernels run in C++, which costs the CPU less, and whose settings they have."""
     import torch
 
-    name = "attention calls"
     if not torch.cuda.is_available():
-        return Check(name, "no CUDA GPU to launch kernels on")
+        return [Check("attention calls", "no CUDA GPU to launch kernels on")]
     # By name and in a process of its own: nothing of measure/ imports kernels/.
     module = "cs336sys.kernels.attention.native_probe"
     output = run_tool(python_module(module), timeout_s=PROBE_TIMEOUT_S, starts_others=True)
     if not output:
-        return Check(name, "no answer", "warn", f"See the whole error: `python -m {module}`.")
-    answer = json.loads(output.splitlines()[-1])
-    return Check(name, answer["found"], "ok" if answer["fix"] is None else "warn", answer["fix"])
+        return [Check("attention calls", "no answer", "warn", f"See the whole error: `python -m {module}`.")]
+    answers = json.loads(output.splitlines()[-1])
+    return [Check(name, state, "ok" if fix is None else "warn", fix) for name, (state, fix) in answers.items()]
 
 
 def required(package: str, *, by: str) -> SpecifierSet:

@@ -192,7 +192,7 @@ EFFECTS = {
     Effect.READS_FILE: {"--from", "--against", "--allreduce", "--measured", "--rates", "--text", "trace --ceilings"},
     Effect.WRITES_FILE: {
         *("--output", "--save", "--plot", "--plot-buckets", "--plot-scaling", "--html", "--snapshot", "--keep"),
-        *("--trace", "--folder", "--run", "doctor --ceilings"),
+        *("--trace", "--folder", "--run", "--keep-settings", "doctor --ceilings"),
     },
     Effect.RUNS_CODE: {
         *("--model", "--loss", "--batch", "--optimizer", "--wrap", "--finish", "--kernel", "--setup", "--sbatch"),

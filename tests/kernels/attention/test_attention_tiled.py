@@ -245,7 +245,7 @@ def test_second_derivative_and_function_transforms_are_refused(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(65, 33), (17, 65)])
 def test_untiled_backward(num_queries, num_keys, dtype, is_causal, device, monkeypatch):
-    monkeypatch.setattr(reference, "_compiled_backward", lambda: reference._untiled_backward)
+    monkeypatch.setattr(reference, "_compiled_backward", lambda: reference.tiled_backward)
     inputs = random_inputs((2, 2), num_queries, num_keys, 16, dtype, device)
     assert_matches_float64(inputs, is_causal, attention=FlashAttentionCompiledBackward)
 

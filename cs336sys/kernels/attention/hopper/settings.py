@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from cs336sys.kernels.attention.problem import AMD, AttentionProblem, gpu_capability
-from cs336sys.triton_package import why_no_triton
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,6 @@ def _items_per_multiprocessor(problem: AttentionProblem, num_rows: int, item_row
 
 HEAD_DIMS = (16, 32, 64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
-OLDEST_TRITON = (3, 6)
 
 
 def why_unavailable(query: torch.Tensor) -> str | None:
@@ -204,10 +202,6 @@ def why_unavailable(query: torch.Tensor) -> str | None:
         name, (major, minor) = torch.cuda.get_device_name(query.device), capability
         reason = f"{name} is AMD's" if capability == AMD else f"{name} has {major}.{minor}"
         return f"implementation 'hopper' needs a GPU of compute capability 9.0 (H100, H200), {reason}"
-    version = _triton_version()
-    if version < OLDEST_TRITON:
-        installed = ".".join(map(str, version)) if version else "none"
-        return f"implementation 'hopper' needs triton {'.'.join(map(str, OLDEST_TRITON))} or later, found {installed}"
     if query.dtype not in DTYPES:
         return f"implementation 'hopper' takes float16 and bfloat16, got {query.dtype}"
     if query.shape[-1] not in HEAD_DIMS:
@@ -217,11 +211,3 @@ def why_unavailable(query: torch.Tensor) -> str | None:
     if num_sequences * (query.shape[-2] + 256) >= 2**31:
         return f"implementation 'hopper' addresses fewer than 2^31 rows, got {num_sequences} x {query.shape[-2]}"
     return None
-
-
-def _triton_version() -> tuple[int, ...]:
-    if why_no_triton() is not None:
-        return ()
-    import triton
-
-    return tuple(int(part) for part in triton.__version__.split(".")[:2])

@@ -27,6 +27,7 @@ from cs336sys.kernels.attention.triton.forward import (
     combine_kernel,
     forward_kernel,
 )
+from cs336sys.kernels.attention.triton.kept_settings import kept_settings
 from cs336sys.kernels.attention.triton.settings import BackwardPass, TileSettings, backward_settings, forward_settings
 
 # A program of the two elementwise backward kernels takes this many elements, 32 in each of its 128 threads.
@@ -75,7 +76,7 @@ class ForwardPlan(Plan):
     def __init__(self, problem: AttentionProblem, operands: Sequence[Operand], device: torch.device):
         """``operands``: query, key, value and output."""
         super().__init__(device)
-        settings = forward_settings(problem)
+        settings = kept_settings("forward", problem, device) or forward_settings(problem)
         tile, num_splits = settings.tile, settings.num_splits
         block_dim = _block_dim(problem)
         num_heads, out_strides = operands[0].shape[1], operands[3].row_strides
@@ -154,7 +155,8 @@ class BackwardPlan(Plan):
         self._add_launches(deterministic)
 
     def _add_launches(self, deterministic: bool) -> None:
-        settings = backward_settings(self._problem, deterministic)
+        kept = None if deterministic else kept_settings("backward", self._problem, self._device)
+        settings = kept or backward_settings(self._problem, deterministic)
         self.fused, self._num_splits = settings.fused, settings.num_splits
         self._prepared = settings.prepared or self._delta_given
         self._pad(

@@ -4,7 +4,10 @@ Nothing is tuned at run time, so the first call of a kernel compiles one variant
 """
 
 import functools
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -27,6 +30,10 @@ class TileSettings:
     use_tma: bool = False
     max_registers: int | None = None
 
+    def __str__(self) -> str:
+        text = f"{self.query_rows}x{self.key_rows}, {self.num_warps} warps, {self.num_stages} stages"
+        return text + ", TMA" * self.use_tma + (f", {self.max_registers} registers" if self.max_registers else "")
+
 
 @dataclass(frozen=True)
 class ForwardSettings:
@@ -34,6 +41,9 @@ class ForwardSettings:
 
     tile: TileSettings
     num_splits: int = 1
+
+    def __str__(self) -> str:
+        return str(self.tile)
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,10 @@ class BackwardSettings:
     fused: bool = False
     num_splits: int = 1
     prepared: bool = True
+
+    def __str__(self) -> str:
+        form = "fused" if self.fused else "separate" if len(self.passes) > 1 else "joint" if self.prepared else "single"
+        return "; ".join([form, *(str(backward_pass.tile) for backward_pass in self.passes)])
 
 
 def fused(tile: TileSettings, num_splits: int = 1) -> BackwardSettings:
@@ -339,3 +353,41 @@ def _few_programs(problem: AttentionProblem, rows: int, each: int = 1) -> bool:
 def _is_short(problem: AttentionProblem) -> bool:
     """Return whether the CPU takes longer to launch the kernels than the GPU to run them."""
     return _few_programs(problem, 128) and max(problem.num_queries, problem.num_keys) <= 1024
+
+
+# The most settings that are tried for a pass, the built-in ones among them.
+MAX_CANDIDATES = 6
+
+
+def problem_class(problem: AttentionProblem) -> AttentionProblem:
+    """Return the largest of the problems that share a measurement: their sizes round up to the same powers of two."""
+    names = "num_sequences", "num_queries", "num_keys", "window"
+    sizes = {name: size for name in names if (size := getattr(problem, name))}
+    return replace(problem, **{name: 1 << (size - 1).bit_length() for name, size in sizes.items()})
+
+
+def candidates(settings_of: Callable[[AttentionProblem], Any], problem: AttentionProblem) -> dict[str, Any]:
+    """The settings to try for a problem's class, by their texts: the built-in, H200's and A100's, and neighbours.
+
+    ``settings_of``: returns the built-in ones of a problem.
+    """
+    largest = problem_class(problem)
+    built_in = settings_of(largest)
+    changes: tuple[Callable[[TileSettings], TileSettings], ...] = (
+        lambda tile: replace(tile, num_warps=12 - tile.num_warps, max_registers=None),
+        lambda tile: replace(tile, query_rows=min(128, 2 * tile.query_rows), num_warps=8, max_registers=None),
+        lambda tile: replace(tile, use_tma=problem.tma_allowed and not tile.use_tma),
+        lambda tile: replace(tile, num_stages=tile.num_stages + 1),
+        lambda tile: replace(tile, num_stages=max(1, tile.num_stages - 1)),
+    )
+    other_gpus = [settings_of(replace(largest, capability=capability)) for capability in ((9, 0), (8, 0))]
+    by_text: dict[str, Any] = {}
+    for settings in (built_in, *other_gpus, *(_with_tiles(built_in, change) for change in changes)):
+        by_text.setdefault(str(settings), settings)
+    return dict(itertools.islice(by_text.items(), MAX_CANDIDATES))
+
+
+def _with_tiles(settings: Any, change: Callable[[TileSettings], TileSettings]) -> Any:
+    if isinstance(settings, ForwardSettings):
+        return replace(settings, tile=change(settings.tile))
+    return replace(settings, passes=tuple(replace(each, tile=change(each.tile)) for each in settings.passes))

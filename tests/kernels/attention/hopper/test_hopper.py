@@ -82,12 +82,6 @@ def test_other_gpus_are_refused_by_name(monkeypatch, pretend_hopper):
     )
 
 
-@pytest.mark.parametrize(("version", "found"), [((3, 5), "3.5"), ((), "none")])
-def test_old_triton_is_refused(version, found, monkeypatch, pretend_hopper):
-    monkeypatch.setattr(settings, "_triton_version", lambda: version)
-    assert settings.why_unavailable(pretend_query()).endswith(f"needs triton 3.6 or later, found {found}")
-
-
 def test_refusal_reaches_the_user():
     query = torch.randn(1, 4, 64, dtype=torch.float16)
     with pytest.raises(CapabilityError, match="'hopper' runs on CUDA tensors, got cpu"):
