@@ -83,6 +83,11 @@ class Strategy:
     def communicates(self) -> bool:
         return bool(self.command)
 
+    @property
+    def leaves_mean_gradients(self) -> bool:
+        """Return whether ranks hold mean gradients, of all or of their rows, until the optimizer steps."""
+        return self.communicates and not self.shares and not self.reduces_slices
+
     def load(self, function: str) -> Callable[..., Any]:
         """Import one of the functions above, by the field that names it."""
         return import_named(getattr(self, function))
@@ -106,13 +111,7 @@ _context = functools.partial(
     sends="cs336sys.accounting.sharding.step.context_bytes",
     unsynchronized=_RING,
 )
-_fully_sharded_context = functools.partial(
-    _context, outer="fsdp", gathers_ahead=True, shards_weights=True, shares_updates=True
-)
 _tensor = functools.partial(Strategy, "cs336sys.experiments.parallel.tensor_strategies.tensor_parallel", shares="tp")
-_fully_sharded_tensor = functools.partial(
-    _tensor, outer="fsdp", gathers_ahead=True, shards_weights=True, shares_updates=True
-)
 _torch_tensor = functools.partial(
     Strategy,
     "cs336sys.experiments.parallel.tensor_strategies.torch_tensor",
@@ -124,6 +123,7 @@ _torch_tensor = functools.partial(
 _sequence: dict[str, Any] = {"is_sequence_parallel": True, "unsynchronized": "tensor-sequence-unsynchronized"}
 _layers: dict[str, Any] = {"unsynchronized": "tensor-unsynchronized"}
 _heads: dict[str, Any] = {"trades_heads": True, "unsynchronized": _ALL_TO_ALL}
+_sharded: dict[str, Any] = {"gathers_ahead": True, "shards_weights": True, "shares_updates": True}
 
 STRATEGIES: dict[str, Strategy] = {
     "naive": _replicated(wrapper="cs336sys.parallel.ddp.NaiveDDP"),
@@ -144,10 +144,8 @@ STRATEGIES: dict[str, Strategy] = {
         "cs336sys.experiments.parallel.sharded_strategies.fully_sharded",
         holds="cs336sys.accounting.sharding.step.sliced_state",
         sends="cs336sys.accounting.sharding.step.fully_sharded_bytes",
-        gathers_ahead=True,
         keeps_gathered=True,
-        shards_weights=True,
-        shares_updates=True,
+        **_sharded,
     ),
     "torch-zero": _optimizer(
         "cs336sys.experiments.parallel.sharded_strategies.torch_zero", is_torchs=True, uses_torch_ddp=True
@@ -174,14 +172,14 @@ STRATEGIES: dict[str, Strategy] = {
         is_torchs=True,
         unsynchronized=_RING,
     ),
-    "fsdp+context-ring": _fully_sharded_context(),
-    "fsdp+context-all-to-all": _fully_sharded_context(**_heads),
+    "fsdp+context-ring": _context(outer="fsdp", **_sharded),
+    "fsdp+context-all-to-all": _context(outer="fsdp", **_sharded, **_heads),
     "tensor": _tensor(**_layers),
     "tensor-sequence": _tensor(**_sequence),
     "ddp+tensor": _tensor(outer="ddp", **_layers),
     "ddp+tensor-sequence": _tensor(outer="ddp", **_sequence),
-    "fsdp+tensor": _fully_sharded_tensor(**_layers),
-    "fsdp+tensor-sequence": _fully_sharded_tensor(**_sequence),
+    "fsdp+tensor": _tensor(outer="fsdp", **_sharded, **_layers),
+    "fsdp+tensor-sequence": _tensor(outer="fsdp", **_sharded, **_sequence),
     "torch-tensor": _torch_tensor(**_layers),
     "torch-tensor-sequence": _torch_tensor(**_sequence),
     "unsynchronized": Strategy(

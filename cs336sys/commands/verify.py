@@ -69,14 +69,11 @@ class VerificationOptions:
 
 def _training(model: VerifiedModelOptions, ranks: int) -> Workload:
     """Return the model's workload, small unless a size is given, with sequences for every rank."""
-    settings = asdict(model)
-    if not model.size:
-        settings["size"] = ["tiny"]
+    defaults = SMALL | {"size": ["tiny"], "context": [SMALL["context"]], "batch_size": [SEQUENCES * ranks]}
     # A size names the model alone: what a wrap forgets does not depend on how long texts are, or how many words.
-    for name, value in SMALL.items():
-        if not model.size or name in ("context", "vocab_size"):
-            settings[name] = settings[name] or ([value] if name == "context" else value)
-    settings["batch_size"] = settings["batch_size"] or [SEQUENCES * ranks]
+    names = ("context", "vocab_size", "batch_size") if model.size else tuple(defaults)
+    settings = asdict(model)
+    settings |= {name: settings[name] or defaults[name] for name in names}
     (training,) = options.UntimedTrainingOptions(**settings, precision=["fp32"]).workloads(warmup=[0], steps=1)
     return training
 

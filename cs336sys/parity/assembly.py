@@ -13,20 +13,15 @@ def model_name(name: str, plain_names: Sequence[str]) -> str | None:
     """The name in the plain model of a parameter of the wrapped one; None if it is none of its."""
     if name in plain_names:
         return name
-    parts = name.split(".")
-    cleaned = ".".join(part for part in parts if part not in _OF_WRAPPERS)
-    candidates = [
-        plain_name
-        for plain_name in plain_names
-        if ".".join(p for p in plain_name.split(".") if p not in _OF_WRAPPERS) == cleaned
+    cleaned = _without_wrappers(name)
+    candidates = [plain for plain in plain_names if _without_wrappers(plain) == cleaned] or [
+        plain for plain in plain_names if plain.endswith(f".{cleaned}") or cleaned.endswith(f".{plain}")
     ]
-    if not candidates:
-        candidates = [
-            plain_name
-            for plain_name in plain_names
-            if plain_name.endswith(f".{cleaned}") or cleaned.endswith(f".{plain_name}")
-        ]
     return candidates[0] if len(candidates) == 1 else None
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _OF_WRAPPERS)
 
 
 def assemble(
@@ -45,10 +40,7 @@ def assemble(
         for rank, tensors in enumerate(rank_tensors):
             if name not in tensors:
                 continue
-            if tensors[name].shape == shape:
-                whole[rank][name] = tensors[name]
-                continue
-            joined = None
+            joined = tensors[name] if tensors[name].shape == shape else None
             for group in groups:
                 if rank in group and joined is None:
                     joined = _join_slices([rank_tensors[other].get(name) for other in group], shape)

@@ -4,8 +4,9 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from cs336sys.measure.allocations.recorder import DispatchMode
 
-_NAMESPACES = ("c10d", "_c10d_functional")
+# torch's functional collectives, which torch.compile knows.
+FUNCTIONAL = "_c10d_functional"
 
-_NO_LAUNCH = ("wait_tensor", "_wrap_tensor_autograd")
 # Ranks may launch parts of different sizes of these.
 _UNEQUAL_PARTS = ("alltoall_", "alltoall_base_", "all_to_all_single", "gather_", "scatter_")
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
@@ -68,38 +69,62 @@ class CollectiveLaunch:
         return f"{self.name.strip('_').removesuffix('_base')} of {self.elements:,} {self.dtype}{where}"
 
 
-def _group_ranks(args: tuple) -> tuple[int, ...]:
-    """The ranks of the process group among a collective's arguments, where it is by name or as an object."""
-    resolve: Any = dist.distributed_c10d._resolve_process_group
-    for arg in reversed(args):
-        with contextlib.suppress(RuntimeError, ValueError, LookupError):
-            if isinstance(arg, str):
-                group = resolve(arg)
-            elif isinstance(arg, torch.ScriptObject):
-                group = dist.ProcessGroup.unbox(arg)
-            else:
-                continue
-            return tuple(dist.get_process_group_ranks(group))
-    return ()
+def call_parameters(operator: Any) -> list[str]:
+    """Return the names of an operator's arguments."""
+    return [parameter.name for parameter in operator._schema.arguments]
 
 
-@dataclass(frozen=True)
-class Disagreement:
-    """The first collective that the ranks of a group do not launch alike.
+def operator_name(operator: Any) -> str:
+    """Return an operator's name without namespace and overload: ``allreduce_``."""
+    return operator.name().partition("::")[2].partition(".")[0]
 
-    Attributes:
-        meaning: what the ranks launch, in a sentence.
-        launch: of a rank that launches one.
+
+def group_of_collective(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
+    """Return the process group of a collective's arguments, which is an object there or a name."""
+    if "group_name" in arguments:
+        return dist.distributed_c10d._resolve_process_group(arguments["group_name"])
+    return dist.ProcessGroup.unbox(arguments["process_group"])
+
+
+class CollectiveMode(DispatchMode):
+    """Calls :meth:`before` and :meth:`after` around every collective that goes through torch's dispatcher, those of the
+    C++ reducer of torch's DDP too.
     """
 
-    meaning: str
-    launch: CollectiveLaunch
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Otherwise code that is compiled already would run uncompiled.
+        return True
+
+    def before(self, operator: Any, arguments: dict[str, Any]) -> None:
+        """Take a collective's arguments by name."""
+
+    def after(self, operator: Any, arguments: dict[str, Any] | None, result: Any) -> None:
+        """Take the result of any operator; ``arguments`` is None if it is no collective."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs, arguments = kwargs or {}, None
+        if any(issubclass(kind, Tensor) and hasattr(kind, "to_local") for kind in types):
+            # DTensors launch theirs below: let them, and see what they launch.
+            return NotImplemented
+        # Operators without a result only check something, functional ones without a group wait for others.
+        if operator.namespace in ("c10d", FUNCTIONAL) and operator._schema.returns:
+            names = call_parameters(operator)
+            if operator.namespace == "c10d" or "group_name" in names:
+                arguments = dict(zip(names, args, strict=False)) | kwargs
+                self.before(operator, arguments)
+        result = operator(*args, **kwargs)
+        self.after(operator, arguments, result)
+        return result
 
 
-def first_disagreement(rank_launches: Sequence[Sequence[CollectiveLaunch]]) -> Disagreement | None:
+def first_disagreement(rank_launches: Sequence[Sequence[CollectiveLaunch]]) -> tuple[str, CollectiveLaunch] | None:
     """Compare the collectives of all ranks, group by group, in the order of their launches.
 
     Sends and receives are left out: two ranks that launch other ones may meet.
+
+    Returns:
+        what the ranks of a group launch first that is not the same, in a sentence, and the launch of a rank there.
     """
     everyone = tuple(range(len(rank_launches)))
     by_group: dict[tuple[int, ...], dict[int, list[CollectiveLaunch]]] = {}
@@ -115,23 +140,18 @@ def first_disagreement(rank_launches: Sequence[Sequence[CollectiveLaunch]]) -> D
     return None
 
 
-def _disagreement(launched: dict[int, CollectiveLaunch | None]) -> Disagreement:
-    present = {rank: launch for rank, launch in launched.items() if launch is not None}
+def _disagreement(launched: dict[int, CollectiveLaunch | None]) -> tuple[str, CollectiveLaunch]:
     missing = ", ".join(str(rank) for rank, launch in launched.items() if launch is None)
-    last = list(present.values())[-1]
+    launches = [f"rank {rank} launches {launch.description}" for rank, launch in launched.items() if launch]
+    last = [launch for launch in launched.values() if launch][-1]
+    meaning = f"the ranks' collectives differ: {', '.join(launches)}"
     if missing:
-        meaning = (
-            f"rank {missing} does not launch the {last.description} of {last.phase} in step {last.step + 1} that the "
-            "others wait in"
-        )
-    else:
-        meaning = "the ranks' collectives differ: " + ", ".join(
-            f"rank {rank} launches {launch.description}" for rank, launch in present.items()
-        )
-    return Disagreement(meaning, last)
+        where = f"the {last.description} of {last.phase} in step {last.step + 1}"
+        meaning = f"rank {missing} does not launch {where} that the others wait in"
+    return meaning, last
 
 
-class CollectiveWatcher(DispatchMode):
+class CollectiveWatcher(CollectiveMode):
     """Records collectives, makes this rank late before them, and notes the lowest precision of matrix products.
 
     Args:
@@ -155,46 +175,36 @@ class CollectiveWatcher(DispatchMode):
         self._is_late = is_late
         self._delays: dict[tuple[int, str], int] = {}
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(issubclass(kind, Tensor) and hasattr(kind, "to_local") for kind in types):
-            # DTensors launch theirs below.
-            return NotImplemented
-        name = str(operator)
-        if (
-            self.phase != OBSERVED
-            and operator.namespace in _NAMESPACES
-            and not any(operation in name for operation in _NO_LAUNCH)
-        ):
-            self._see(operator, args)
-        result = operator(*args, **(kwargs or {}))
+    def after(self, operator: Any, arguments: dict[str, Any] | None, result: Any) -> None:
         if self.phase != "wrap" and operator._schema.name in _PRODUCTS and isinstance(result, Tensor):
             self.dtypes.add(("compute", result.dtype))
-        return result
 
-    def _see(self, operator: Any, args: tuple) -> None:
+    def before(self, operator: Any, arguments: dict[str, Any]) -> None:
+        if self.phase == OBSERVED:
+            return
         moment = self.step, self.phase
         if self._is_late and self._delays.get(moment, 0) < _MOST_DELAYS:
             self._delays[moment] = self._delays.get(moment, 0) + 1
             time.sleep(LATE_S)
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        name = operator.name().partition("::")[2].partition(".")[0]
+        parts = [[leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in arguments.values()]
+        tensors = list(itertools.chain(*parts))
+        name = operator_name(operator)
         if name == "barrier" or not tensors:
             return
         if self.phase != "wrap":
             self.dtypes |= {("send", tensor.dtype) for tensor in tensors if tensor.is_floating_point()}
         dtype = str(tensors[0].dtype).removeprefix("torch.")
-        elements = max(sum(leaf.numel() for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args)
-        incomplete, ranks = self._incomplete(tensors), _group_ranks(args)
-        self.launches.append(CollectiveLaunch(name, elements, dtype, *moment, self._line(), incomplete, ranks))
+        elements = max(sum(tensor.numel() for tensor in part) for part in parts)
+        ranks: tuple[int, ...] = ()
+        with contextlib.suppress(RuntimeError, ValueError, LookupError):
+            ranks = tuple(dist.get_process_group_ranks(group_of_collective(arguments)))
+        line, incomplete = self._line(), self._incomplete(tensors)
+        self.launches.append(CollectiveLaunch(name, elements, dtype, *moment, line, incomplete, ranks))
 
     def _line(self) -> str:
         if self._folder is None:
             return ""
-        frame: Any = sys._getframe(3)
+        frame: Any = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename.startswith(self._folder):
                 return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
@@ -205,23 +215,16 @@ class CollectiveWatcher(DispatchMode):
         if self.phase != "backward" or not self.waiting:
             return ()
         sent = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
-        return tuple(
-            name
-            for name, parameter in self.waiting.items()
-            if parameter.grad is not None
-            and not hasattr(parameter.grad, "to_local")
-            and parameter.grad.untyped_storage().data_ptr() in sent
-        )
+        gradients = {name: parameter.grad for name, parameter in self.waiting.items() if parameter.grad is not None}
+        plain = {name: gradient for name, gradient in gradients.items() if not hasattr(gradient, "to_local")}
+        return tuple(name for name, gradient in plain.items() if gradient.untyped_storage().data_ptr() in sent)
 
     def expect(self, named: dict[str, torch.nn.Parameter]) -> list[Any]:
         """Watch the gradients of the next backward pass; handles to remove."""
         self.waiting = dict(named)
+        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        return [parameter.register_hook(partial(self._complete, name)) for name, parameter in trained.items()]
 
-        def complete(name: str) -> Any:
-            def done(gradient: Tensor) -> None:
-                # What a hook returns would be the gradient.
-                self.waiting.pop(name, None)
-
-            return done
-
-        return [parameter.register_hook(complete(name)) for name, parameter in named.items() if parameter.requires_grad]
+    def _complete(self, name: str, gradient: Tensor) -> None:
+        # What a hook returns would be the gradient.
+        self.waiting.pop(name, None)

@@ -9,6 +9,7 @@ import operator
 import random
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def train_in_order(step: Any, model: nn.Module, warmup: int, order: Order) -> Tr
             if parameter.grad is not None:
                 gradients[name] = parameter.grad.detach().to_dense().to("cpu", copy=True)
 
-    losses = run_steps(step, warmup, begin=passes.begin, before_update=keep_gradients)
+    losses = run_steps(step, warmup, begin=partial(setattr, passes, "number"), before_update=keep_gradients)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return Trained(weights, losses, gradients, passes.draws, start)
 
@@ -84,17 +85,15 @@ class _Passes:
     """The passes of a step, of one part of the batch after another, whose gradients are averaged.
 
     Attributes:
+        number: of the step, from 1.
         draws: whether they drew random numbers.
     """
 
     def __init__(self, step: Any, order: Order):
         self._step, self._order = step, order
-        self._number = 0
+        self.number = 0
         self.draws = False
         step.phases = {"passes": self.run, "optimizer": step.optimizer_step}
-
-    def begin(self, number: int) -> None:
-        self._number = number
 
     def run(self) -> None:
         step = self._step
@@ -109,7 +108,7 @@ class _Passes:
                 step.inputs, step.targets = tree_map_only(Tensor, lambda tensor: tensor.flip(0), whole)
             before = None
             if not step.workload.is_ours:
-                draw_alike(self._number, rank)
+                draw_alike(self.number, rank)
                 before = random_state(step.device)
             step.forward()
             losses.append(step.loss.detach())
@@ -139,9 +138,6 @@ def draw_alike(step: int, rank: int) -> None:
 def random_state(device: torch.device) -> Any:
     """Identify the random numbers drawn so far."""
     numpy = sys.modules.get("numpy")
-    return (
-        torch.get_rng_state().tolist(),
-        torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None,
-        random.getstate(),
-        str(numpy.random.get_state()) if numpy is not None else None,
-    )
+    of_gpu = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
+    of_numpy = str(numpy.random.get_state()) if numpy is not None else None
+    return torch.get_rng_state().tolist(), of_gpu, random.getstate(), of_numpy

@@ -112,14 +112,18 @@ def _checked_step(workload: Workload, device: torch.device, progress: Progress) 
         import_module(CUDA_GRAPHS_MODULE).require_graphs(device)
     launched = replace(workload, cuda_graph="off")
     kernels = weights = None
-    if plainly_trained(launched) != launched:
-        kernels, weights = _check_kernels(launched, workload, device, progress)
+    plain = plainly_trained(launched)
+    if plain != launched:
+        is_attention = replace(plain, attention=launched.attention, compile=launched.compile) == launched
+        pair = (_of_one_block(launched), _of_one_block(plain)) if is_attention else (launched, plain)
+        kernels, weights = _check_launched(*pair, workload, device, progress)
         if not kernels.relative <= tolerance(workload):
             return Checked(kernels), _wrong("with our kernels", Checked(kernels), kernels, workload)
         if kernels.num_layers != workload.size.num_layers or workload.cuda_graph == "off":
             weights = None
     elif _counts_otherwise(workload, launched):
-        off = _check_counting(launched, workload, device, progress)
+        small = _of_one_block(launched) if launched.is_ours else launched
+        off, _ = _check_launched(small, small, workload, device, progress)
         if not off.relative <= tolerance(workload):
             return Checked(off), _wrong("counting on the GPU, as for a graph", Checked(off), off, workload)
     if workload.cuda_graph == "off":
@@ -132,18 +136,15 @@ def _checked_step(workload: Workload, device: torch.device, progress: Progress) 
     return checked, _wrong("replayed", checked, replayed, workload)
 
 
-def _check_kernels(
-    launched: Workload, optimizer_workload: Workload, device: torch.device, progress: Progress
+def _check_launched(
+    launched: Workload, plain: Workload, optimizer_workload: Workload, device: torch.device, progress: Progress
 ) -> tuple[WeightDifference, dict[str, Tensor]]:
-    """Return how far our kernels are off PyTorch's operations, and what they trained."""
-    plain = plainly_trained(launched)
-    if replace(plain, attention=launched.attention, compile=launched.compile) == launched:
-        launched, plain = _of_one_block(launched), _of_one_block(plain)
-    progress("checking: PyTorch's operations")
-    build_plain = functools.partial(build_compared_model, launched, device)
-    train_plainly = functools.partial(_trained_for_check, plain, device, build_plain)
+    """Return how far launched steps are off ``plain`` ones, and what they trained."""
+    build = functools.partial(build_compared_model, launched, device) if plain != launched else None
+    progress("checking: PyTorch's operations" if build else "checking: launched steps")
+    train_plainly = functools.partial(_trained_for_check, plain, device, build)
     expected = _free_for_training(train_plainly(), launched, device)
-    progress("checking: our kernels")
+    progress("checking: our kernels" if build else "checking: the optimizer")
     trained = _trained_for_check(launched, device, optimizer_workload=optimizer_workload)
     return _compare_weights(launched, device, expected, trained, train_plainly), trained
 
@@ -154,18 +155,6 @@ def _counts_otherwise(workload: Workload, launched: Workload) -> bool:
         return False
     optimizer_class, settings = choose_optimizer(workload)
     return settings != choose_optimizer(launched)[1] and not optimizer_class.__module__.startswith("torch.")
-
-
-def _check_counting(
-    launched: Workload, workload: Workload, device: torch.device, progress: Progress
-) -> WeightDifference:
-    """An optimizer as graphs have it compared with the same in launched steps; both launched."""
-    if launched.is_ours:
-        launched = _of_one_block(launched)
-    progress("checking: the optimizer")
-    train_launched = functools.partial(_trained_for_check, launched, device)
-    expected = _free_for_training(train_launched(), launched, device)
-    return _compare_weights(launched, device, expected, train_launched(optimizer_workload=workload), train_launched)
 
 
 def _check_replays(

@@ -12,17 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import DeviceType
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from cs336sys.capture import taxonomy
-from cs336sys.measure.allocations.recorder import DispatchMode
 from cs336sys.measure.device import synchronize
 from cs336sys.measure.timing import TorchProfiler, activities_on, covered, elapsed_ms, mark
+from cs336sys.parity.collectives import FUNCTIONAL, CollectiveMode, call_parameters, group_of_collective, operator_name
 from cs336sys.processes.atomic_write import written_whole
-
-# torch's functional collectives, which torch.compile knows.
-_FUNCTIONAL = "_c10d_functional"
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ class Communication:
         """
         sizes = self._arguments.get("input_split_sizes")
         if sizes:
-            kept_elements = sizes[_process_group(self._arguments).rank()]
+            kept_elements = sizes[group_of_collective(self._arguments).rank()]
             return self._arguments["input"].bytes * (sum(sizes) - kept_elements) / sum(sizes)
         times = 2 if self.name.startswith(("allreduce", "all_reduce")) else 1
         return times * (self.ranks - 1) / self.ranks * self.bytes
@@ -95,39 +91,23 @@ class Communication:
                     tensors[position, leaf] = leaf.allocate()
                 leaves[position] = tensors[position, leaf]
         arguments = tree_unflatten(leaves, structure)
-        if "async_op" in _call_parameters(self._operator):
+        if "async_op" in call_parameters(self._operator):
             # Where the step waited at once, as fully_shard does, NCCL would return a null pointer, and waiting for that
             # crashes.
             arguments["async_op"] = True
         return lambda: _work(self._operator(**arguments))
 
 
-class _Watcher(DispatchMode):
-    """Calls ``launched`` with the operator, the arguments by name and the result of every collective that goes through
-    torch's dispatcher, those of the C++ reducer of torch's DDP too.
-    """
+class _Watcher(CollectiveMode):
+    """Calls ``launched`` with the operator, the arguments by name and the result of every collective."""
 
     def __init__(self, launched: Callable[[Any, dict[str, Any], Any], None]) -> None:
         super().__init__()
         self._launched = launched
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        # Otherwise code that is compiled already would run uncompiled.
-        return True
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if any(issubclass(kind, Tensor) and hasattr(kind, "to_local") for kind in types):
-            # DTensors launch theirs below: let them, and see what they launch.
-            return NotImplemented
-        result = operator(*args, **kwargs)
-        # Operators without a result only check something, functional ones without a group wait for others.
-        if operator.namespace in ("c10d", _FUNCTIONAL) and result is not None:
-            arguments = dict(zip(_call_parameters(operator), args, strict=False)) | kwargs
-            if operator.namespace == "c10d" or "group_name" in arguments:
-                self._launched(operator, arguments, result)
-        return result
+    def after(self, operator: Any, arguments: dict[str, Any] | None, result: Any) -> None:
+        if arguments is not None:
+            self._launched(operator, arguments, result)
 
 
 @contextmanager
@@ -166,10 +146,6 @@ def run_alone(launchers: Sequence[Callable[[], Any]]) -> None:
         work.wait()
 
 
-def _call_parameters(operator: Any) -> list[str]:
-    return [parameter.name for parameter in operator._schema.arguments]
-
-
 @dataclass(frozen=True)
 class _Arriving:
     tensors: Any
@@ -186,20 +162,14 @@ def _work(result: Any) -> Any:
     return result[-1] if isinstance(result, tuple) else result
 
 
-def _process_group(arguments: dict[str, Any]) -> dist.ProcessGroup:
-    if "group_name" in arguments:
-        return _resolve_process_group(arguments["group_name"])
-    return dist.ProcessGroup.unbox(arguments["process_group"])
-
-
 def _without_memory(operator: Any, arguments: dict[str, Any]) -> Communication:
     arguments = tree_map_only(
         Tensor, lambda tensor: _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device), arguments
     )
     layouts = [[leaf for leaf in tree_leaves(argument) if isinstance(leaf, _Layout)] for argument in arguments.values()]
-    name = operator.name().partition("::")[2].partition(".")[0]
-    ranks, most = _process_group(arguments).size(), max(sum(layout.bytes for layout in part) for part in layouts)
-    if operator.namespace == _FUNCTIONAL and name.startswith("all_gather"):
+    name = operator_name(operator)
+    ranks, most = group_of_collective(arguments).size(), max(sum(layout.bytes for layout in part) for part in layouts)
+    if operator.namespace == FUNCTIONAL and name.startswith("all_gather"):
         # It returns what the others are given.
         most *= ranks
     dtypes = [str(layout.dtype).removeprefix("torch.") for part in layouts for layout in part]

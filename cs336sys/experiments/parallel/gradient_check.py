@@ -6,7 +6,6 @@ one GPU can hold in fp32.
 """
 
 import gc
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +26,7 @@ from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.collectives import gather_numbers
 from cs336sys.parallel.ranks.launch import Ranks
 from cs336sys.parity.rounding import GRADIENT_TOLERANCES, LOSS_TOLERANCES
+from cs336sys.parity.weights import relative_difference
 from cs336sys.workload import ParallelWorkload
 
 # Blocks of the model that is checked, of at most so many.
@@ -134,8 +134,7 @@ def _relative(gradient: Tensor | None, expected: Tensor, rows: range | None) -> 
     off = expected_rows if gradient is None else gradient.float() - expected_rows
     squares = torch.stack((off.square().sum(), expected_rows.square().sum()))
     dist.all_reduce(squares)
-    relative = (squares[0] / squares[1]).sqrt().item()
-    return math.inf if math.isnan(relative) else relative
+    return relative_difference(*squares.sqrt().tolist())
 
 
 def _alone(

@@ -22,7 +22,7 @@ from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.fsdp.calls import cast_floating, compute_in_own_dtype
 from cs336sys.parallel.fsdp.plan import plan_sharding
 from cs336sys.parity.orders import Order, Trained, draw_alike, train_in_order
-from cs336sys.parity.rounding import LEARNING_RATES, MEAN_LOSS, parallel_tolerance, stay_near
+from cs336sys.parity.rounding import LARGEST_ROUNDING, LEARNING_RATES, MEAN_LOSS, parallel_tolerance, stay_near
 from cs336sys.parity.training import SCALES, run_steps
 from cs336sys.parity.weights import (
     OPTIMIZER_SETTINGS,
@@ -60,16 +60,6 @@ def mean_gradients(model: nn.Module, *, is_sharded: bool) -> dict[str, tuple[Ten
         whole = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
         gradients[name] = whole, None
     return gradients
-
-
-# What rounding can do to all gradients of a model together, relatively: with weights in bf16 1 to 4 % were seen.
-# More is another computation.
-_LARGEST_ROUNDING = 0.2
-
-# Whose ranks hold mean gradients, of all or of their own rows, between backward pass and optimizer step.
-_HOLD_GRADIENTS = frozenset(
-    ("naive", "flat", "overlap", "bucketed", "torch", "none", "optimizer", "torch-zero", "fsdp", "torch-fsdp")
-)
 
 
 @dataclass
@@ -272,7 +262,7 @@ class _Comparison:
 
     def train(self) -> None:
         workload, trained = self.workload, self.reference.trained
-        holds = workload.strategy in _HOLD_GRADIENTS
+        holds = workload.strategy_record.leaves_mean_gradients
         if holds and workload.training.cuda_graph == "on":
             # Replays cannot be looked into: gradients are those of launched steps.
             self._train(replace(workload, training=replace(workload.training, cuda_graph="off")), compares=True)
@@ -367,7 +357,7 @@ class _Comparison:
                 if not abs(of_parts - whole) <= bound * abs(whole):
                     # Another sum, not the same one rounded otherwise.
                     reference.of_parts = of_parts
-                elif _total(reference.trained.gradients, trained.gradients) <= _LARGEST_ROUNDING:
+                elif _total(reference.trained.gradients, trained.gradients) <= LARGEST_ROUNDING:
                     reference.others.append(trained)
         return reference.others
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.errors import CapabilityError
@@ -110,30 +111,27 @@ OVERFLOWN_STEP = 2
 SAVED_AFTER = 2
 
 
-class Switch:
-    """Turns layers' parameters off and on: of a layer whose input needs no gradient, computed without any.
-
-    Attributes:
-        is_off: whether the layer's parameters are unused now.
-    """
-
-    is_off = False
-
-
-@dataclass(frozen=True)
+@dataclass
 class Subject:
     """A model as a case trains it.
 
     Attributes:
-        switch: of the layer that is unused in turn.
-        frozen: the name of the parameter that is frozen; None without one.
         tied: the name of the parameter that two layers share; None without one.
+        is_off: whether the parameters of the program's unused layer are unused now.
     """
 
     model: nn.Module
-    switch: Switch
-    frozen: str | None
     tied: str | None
+    is_off: bool = False
+
+    @contextlib.contextmanager
+    def turned_off(self, is_off: bool) -> Iterator[None]:
+        """Within this, the parameters of the unused layer are unused if ``is_off``."""
+        self.is_off = is_off
+        try:
+            yield
+        finally:
+            self.is_off = False
 
 
 def build_subject(
@@ -154,12 +152,11 @@ def build_subject(
     if workload.case != "dropout":
         _drop_nothing(model)
     tied = _shared_name(model)
-    if program.tied and tied is None:
-        tied = _tie(workload, model)
-    frozen = _freeze(model) if program.frozen else None
-    switch = Switch()
+    subject = Subject(model, _tie(model) if program.tied and tied is None else tied)
+    if program.frozen:
+        _freeze(model)
     if program.unused:
-        _make_switchable(workload, model, switch, dtype)
+        _make_switchable(workload, subject, dtype)
     if program.checkpoint or program.compile:
         blocks = blocks_of(training, model)
         if not blocks:
@@ -170,7 +167,7 @@ def build_subject(
             else:
                 # The wrap is what is asked about, not the code that a compiler writes.
                 block.compile(backend="aot_eager" if device.type == "cpu" else "inductor", dynamic=False)
-    return Subject(model, switch, frozen, tied)
+    return subject
 
 
 def _drop_nothing(model: nn.Module) -> None:
@@ -182,61 +179,54 @@ def _drop_nothing(model: nn.Module) -> None:
 
 def _shared_name(model: nn.Module) -> str | None:
     """The name of a parameter that several modules hold."""
-    once = {name for name, _ in model.named_parameters()}
-    every = [(name, id(parameter)) for name, parameter in model.named_parameters(remove_duplicate=False)]
-    again = {identity for name, identity in every if name not in once}
-    return next((name for name, identity in every if identity in again), None)
+    every = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return next((name for name, parameter in model.named_parameters() if every[id(parameter)] > 1), None)
 
 
-def _tie(workload: VerifiedWorkload, model: nn.Module) -> str:
-    holders = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(weight := module._parameters.get("weight"), nn.Parameter) and weight.dim() == 2
-    ]
-    embeddings = [(name, module) for name, module in holders if "embed" in type(module).__name__.lower()]
-    for (name, embedding), (other, module) in itertools.product(embeddings, reversed(holders)):
-        if other != name and module.weight.shape == embedding.weight.shape and "embed" not in other.lower():
-            module.weight = embedding.weight
+def _tie(model: nn.Module) -> str:
+    weights = {name: module._parameters.get("weight") for name, module in model.named_modules()}
+    holders = [name for name, weight in weights.items() if weight is not None and weight.dim() == 2]
+    embeddings = [name for name in holders if "embed" in type(model.get_submodule(name)).__name__.lower()]
+    for name, other in itertools.product(embeddings, reversed(holders)):
+        weight, replaced = weights[name], weights[other]
+        if other != name and replaced.shape == weight.shape and "embed" not in other.lower():
+            model.get_submodule(other).weight = weight
             return f"{name}.weight"
     raise CapabilityError("no weight of the model has the shape of an embedding to be tied to")
 
 
-def _freeze(model: nn.Module) -> str:
-    matrices = [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
+def _freeze(model: nn.Module) -> None:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     if len(matrices) < 3:
         raise CapabilityError("the model has fewer than three matrices, so none is frozen")
-    name = matrices[len(matrices) // 2]
-    model.get_parameter(name).requires_grad_(False)
-    return name
+    matrices[len(matrices) // 2].requires_grad_(False)
 
 
-def _make_switchable(workload: VerifiedWorkload, model: nn.Module, switch: Switch, dtype: torch.dtype) -> None:
+def _make_switchable(workload: VerifiedWorkload, subject: Subject, dtype: torch.dtype) -> None:
+    """Let a layer whose input needs no gradient be computed without any while the subject is off."""
     if workload.data_ranks == 1:
         raise CapabilityError("the ranks share each sequence, so a parameter that one of them uses all do")
-    independent_modules: list[nn.Module] = []
+    model, independent_layers = subject.model, list[nn.Module]()
 
     def look(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors and not any(tensor.requires_grad for tensor in tensors):
-            independent_modules.append(module)
+            independent_layers.append(module)
 
-    handles = [
-        module.register_forward_pre_hook(look, with_kwargs=True)
-        for module in model.modules()
-        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-    ]
-    inputs, _ = batch_of(workload, next(model.parameters()).device, dtype, 0)
-    user_models.call_model(model, inputs)
-    for handle in handles:
-        handle.remove()
-    if not independent_modules:
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+                handle = module.register_forward_pre_hook(look, with_kwargs=True)
+                hooks.callback(handle.remove)
+        inputs, _ = batch_of(workload, next(model.parameters()).device, dtype, 0)
+        user_models.call_model(model, inputs)
+    if not independent_layers:
         raise CapabilityError("every layer with parameters depends on others, so none can be unused by itself")
-    layer = independent_modules[0]
+    layer = independent_layers[0]
     forward = layer.forward
 
     def switchable(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad() if switch.is_off else contextlib.nullcontext():
+        with torch.no_grad() if subject.is_off else contextlib.nullcontext():
             return forward(*args, **kwargs)
 
     layer.forward = switchable
@@ -294,13 +284,3 @@ def loss_of(workload: VerifiedWorkload, output: Any, targets: Any) -> Tensor:
         logits = logits.full_tensor()
     logits = user_models.token_logits(logits, targets, user.model or workload.wrap, size.vocab_size)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
-
-
-@contextlib.contextmanager
-def turned_off(switch: Switch, is_off: bool) -> Iterator[None]:
-    """Within this, the switch is off if ``is_off``."""
-    switch.is_off = is_off
-    try:
-        yield
-    finally:
-        switch.is_off = False

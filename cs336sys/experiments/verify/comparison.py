@@ -1,7 +1,7 @@
 """Compare ranks with one process, moment by moment: find the first tensor that is off, and by how much."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,11 +10,43 @@ from torch import Tensor
 from cs336sys.experiments.verify.cases import OVERFLOWN_STEP, Program
 from cs336sys.experiments.verify.rank import RankReport
 from cs336sys.experiments.verify.record import Record
-from cs336sys.experiments.verify.reference import Reference
+from cs336sys.experiments.verify.reference import OneProcess, Reference
+from cs336sys.experiments.verify.wraps import line_of_wrap
 from cs336sys.parity.assembly import assemble
+from cs336sys.parity.collectives import CollectiveLaunch
 from cs336sys.parity.rounding import rounding_in
 from cs336sys.parity.weights import norm, relative_difference
 from cs336sys.workload.verification import VerifiedWorkload
+
+_Tensors = dict[str, Tensor]
+_Launches = Sequence[CollectiveLaunch]
+
+# Parts explain a gradient whose rest is smaller than this, relatively.
+EXPLAINED = 1e-3
+
+# Phases in which gradients are sent.
+GRADIENT_PHASES = ("backward", "finish", "optimizer")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Diagnosis of a fault.
+
+    Attributes:
+        cause: one word or two for programs, as in ``docs/verify.md``.
+        meaning: a sentence for people.
+        ratio: of what was found to what is right; None where they are not in proportion.
+        collective: the one that is missing, early, or that others do not launch; empty where none is to blame.
+        line: of the user's code: of the collective, else of the wrap.
+        first: kind, step and name of the first finding.
+    """
+
+    cause: str
+    meaning: str
+    ratio: float | None = None
+    collective: str = ""
+    line: str = ""
+    first: tuple[str, int, str] = ("", 0, "")
 
 
 @dataclass(frozen=True)
@@ -66,44 +98,22 @@ def format_relative(relative: float) -> str:
     return "more than its size" if not math.isfinite(relative) else f"{100 * relative:.3g} %"
 
 
-@dataclass
-class ComparedCase:
-    """All that is off in a case, in the order of time.
-
-    Attributes:
-        records: of each rank, with whole tensors.
-        largest: of all that agrees, the largest relative difference, and of what.
-        unknown: parameters of which the ranks' slices do not make a whole.
-        not_compared: what the case could not look at, in words.
-    """
-
-    findings: list[Finding]
-    records: list[Record]
-    largest: float
-    largest_of: str
-    unknown: tuple[str, ...]
-    not_compared: tuple[str, ...]
-
-
 def rank_groups(workload: VerifiedWorkload) -> list[list[int]]:
     """Ranks that may hold slices of one tensor: those along each dimension of the mesh, then all."""
     sizes = list(workload.dimensions.values())
     ranks = torch.arange(workload.world_size).view(sizes)
-    groups = []
-    for dimension in reversed(range(len(sizes))):
-        if sizes[dimension] > 1:
-            groups += ranks.movedim(dimension, -1).reshape(-1, sizes[dimension]).tolist()
-    return [*groups, list(range(workload.world_size))]
+    along = [ranks.movedim(number, -1).reshape(-1, size).tolist() for number, size in reversed(list(enumerate(sizes)))]
+    return [group for groups in along for group in groups if len(group) > 1] + [list(range(workload.world_size))]
 
 
-def moments(record: Record, first: int = 0) -> dict[tuple[str, int], dict[str, Tensor]]:
+def moments(record: Record, first: int = 0) -> dict[tuple[str, int], _Tensors]:
     """All that a record holds but buffers, by kind and step in the order of time; numbers have an empty name.
 
     Args:
         first: steps that others have trained before.
     """
 
-    def number(series: Sequence[float], index: int) -> dict[str, Tensor]:
+    def number(series: Sequence[float], index: int) -> _Tensors:
         return {"": torch.tensor(series[index], dtype=torch.float64)} if index < len(series) else {}
 
     tensors = {("start", 0): record.weights.get(0, {})}
@@ -124,80 +134,114 @@ def moments(record: Record, first: int = 0) -> dict[tuple[str, int], dict[str, T
     return tensors
 
 
-class CaseComparison:
-    """Compares a case's ranks with one process."""
+class ComparedCase:
+    """A case's ranks, compared with one process.
 
-    def __init__(
-        self, workload: VerifiedWorkload, program: Program, reference: Reference, reports: Sequence[RankReport]
-    ):
-        self.workload, self.program, self.reference, self.reports = workload, program, reference, reports
-        self.groups = rank_groups(workload)
+    Attributes:
+        findings: all that is off, in the order of time.
+        records: of each rank, with whole tensors.
+        largest: of all that agrees, the largest relative difference, and ``largest_of`` what.
+        unknown: parameters of which the ranks' slices do not make a whole.
+        watched: of the case run again, with its collectives recorded; empty where it was not.
+        is_new: whether the plain step is right.
+    """
+
+    watched: Sequence[RankReport] = ()
+    is_new = True
+
+    def __init__(self, process: OneProcess, program: Program, reference: Reference, reports: Sequence[RankReport]):
+        self.process, self.program, self.reference, self.reports = process, program, reference, reports
+        self.workload = process.workload
+        self.groups = rank_groups(self.workload)
         self.shapes = {name: value.shape for name, value in reference.record.weights[0].items()}
+        self.rounding = rounding_in(reference.dtype, reference.half)
         self.findings: list[Finding] = []
         self.largest, self.largest_of = 0.0, ""
         self.unknown: set[str] = set()
-        self.compared_kinds: set[str] = set()
-        self.rounding = rounding_in(reference.dtype, reference.half)
+        self._compared_kinds: set[str] = set()
         self.records = [replace(report.record, gradients=[], weights={}) for report in reports]
-
-    def compare(self, first: int = 0) -> ComparedCase:
-        """Compare everything that ranks have, which others have trained ``first`` steps before."""
-        reference, *others = (moments(record) for record in (self.reference.record, *self.reference.others))
-        ranks = [moments(report.record, first) for report in self.reports]
-        for moment, expected in reference.items():
-            _, step = moment
-            if not 0 < step <= first:
-                rank_tensors = [rank.get(moment, {}) for rank in ranks]
-                self._moment(*moment, expected, [other[moment] for other in others], rank_tensors)
+        first = program.first_step
+        expected, *others = (moments(record) for record in (reference.record, *reference.others))
+        ranks = [moments(report.record, first) for report in reports]
+        for moment, tensors in expected.items():
+            if not 0 < moment[1] <= first:
+                self._moment(moment, tensors, [run[moment] for run in others], [run.get(moment, {}) for run in ranks])
         self._buffers()
-        unknown = tuple(sorted(self.unknown))
-        return ComparedCase(
-            self.findings, self.records, self.largest, self.largest_of, unknown, self._not_compared(unknown)
-        )
 
-    def _not_compared(self, unknown: Sequence[str]) -> tuple[str, ...]:
+    @property
+    def explained(self) -> float:
+        """How much of a gradient may be left, relatively, where others explain it."""
+        return EXPLAINED if self.reference.half is None else 8 * torch.finfo(self.reference.half).eps
+
+    def launches(self, phases: Sequence[str], step: int | None = None) -> list[CollectiveLaunch]:
+        """Collectives of the first rank in these phases."""
+        watched_launches = self.watched[0].launches if self.watched else []
+        return [launch for launch in watched_launches if launch.phase in phases and step in (None, launch.step)]
+
+    def conclude(
+        self, cause: str, meaning: str, sent: _Launches | None = None, ratio: float | None = None
+    ) -> Diagnosis:
+        """Blame the last of the collectives ``sent``, and its line; without any the wrap.
+
+        Args:
+            sent: None is those that send the gradient that is the first finding.
+        """
+        first = self.findings[0]
+        if sent is None:
+            sent = self.launches(GRADIENT_PHASES, first.step - 1) if first.kind == "gradient" else ()
+        collective, line = (sent[-1].description, sent[-1].line) if sent else ("", "")
+        line = line or line_of_wrap(self.workload)
+        return Diagnosis(cause, meaning, ratio, collective, line, (first.kind, first.step, first.name))
+
+    def ignore_gradients(self) -> None:
+        """Count gradients as not compared."""
+        self.findings = [finding for finding in self.findings if finding.kind != "gradient"]
+        self._compared_kinds.discard("gradient")
+
+    @property
+    def not_compared(self) -> list[str]:
+        """What the case could not look at, in words."""
         record = self.reference.record
-        labels = {"loss": "losses", "gradient": "gradients", "weight": "weights"}
-        labels |= {"state": "optimizer state"} if any(record.states.values()) else {}
-        labels |= {"norm": "norms"} if record.norms else {}
-        labels |= {"evaluation": "evaluations"} if record.evaluations else {}
-        labels |= {"buffer": "buffers"} if record.buffers else {}
+        labels = {
+            "gradient": ("gradients", True),
+            "loss": ("losses", True),
+            "weight": ("weights", True),
+            "state": ("optimizer state", any(record.states.values())),
+            "norm": ("norms", record.norms),
+            "evaluation": ("evaluations", record.evaluations),
+            "buffer": ("buffers", record.buffers),
+        }
+        unseen = [label for kind, (label, exists) in labels.items() if exists and kind not in self._compared_kinds]
+        unknown = sorted(self.unknown)
         slices = [f"slices of {', '.join(unknown[:3])}{', ...' if unknown[3:] else ''}"] if unknown else []
-        return (*(label for kind, label in labels.items() if kind not in self.compared_kinds), *slices)
+        return unseen + slices
 
     def _moment(
-        self,
-        kind: str,
-        step: int,
-        expected: dict[str, Tensor],
-        others: Sequence[Mapping[str, Tensor]],
-        rank_tensors: Sequence[Mapping[str, Tensor]],
+        self, moment: tuple[str, int], expected: _Tensors, others: list[_Tensors], ranks: list[_Tensors]
     ) -> None:
+        kind, step = moment
         required: Collection[str] = ()
         scale = 0.0
         if kind == "gradient":
             required, scale = expected.keys(), math.hypot(*map(norm, expected.values()))
-            dtype = self.reference.dtype
-            expected = {
-                name: expected.get(name, torch.zeros(shape, dtype=dtype)) for name, shape in self.shapes.items()
-            }
+            zeros = {name: torch.zeros(shape, dtype=self.reference.dtype) for name, shape in self.shapes.items()}
+            expected = {name: expected.get(name, zero) for name, zero in zeros.items()}
         elif kind in ("loss", "evaluation"):
             # Nothing of a sum that lacks a part.
-            parts = [tensors[""] for tensors in rank_tensors] if all(rank_tensors) else []
-            rank_tensors = [{"": self._added(parts)}] if parts else []
+            ranks = [{"": self._added([part[""] for part in ranks])}] if all(ranks) else []
         elif kind == "start" and self.workload.case == "start":
             others = [expected]
-        whole, unknown = assemble(rank_tensors, {name: value.shape for name, value in expected.items()}, self.groups)
-        if kind == "gradient":
-            for record, tensors in zip(self.records, whole, strict=True):
+        whole, unknown = assemble(ranks, {name: value.shape for name, value in expected.items()}, self.groups)
+        for record, tensors in zip(self.records, whole, strict=False):
+            if kind == "gradient":
                 record.gradients.append(tensors)
-            if self.program.scale and step == OVERFLOWN_STEP:
-                return
-        elif kind in ("start", "weight"):
+            elif kind in ("start", "weight"):
+                record.weights[step] = tensors
+        if kind in ("start", "weight"):
             # Shapes of slices are known from the first moment on.
             self.unknown |= unknown
-            for record, tensors in zip(self.records, whole, strict=True):
-                record.weights[step] = tensors
+        if kind == "gradient" and self.program.scale and step == OVERFLOWN_STEP:
+            return
         for name, value in expected.items() if any(whole) else ():
             if name in unknown:
                 continue
@@ -205,31 +249,25 @@ class CaseComparison:
             power = 2 if kind == "state" and bool((value >= 0).all()) else 1
             rounding = self._rounding(value, [other.get(name, value) for other in others], scale, power)
             for rank, tensors in enumerate(whole):
-                is_missing = name not in tensors
                 is_compared = kind not in ("gradient", "state") or name.partition(" ")[0] in self.reports[rank].owned
                 # Of pipeline stages each has some parameters.
-                if is_compared and (not is_missing or name in required):
-                    actual = tensors.get(name, torch.zeros_like(value))
-                    self._compare(kind, step, name, rank, actual, value, rounding, is_missing=is_missing)
+                if is_compared and (name in tensors or name in required):
+                    self._compare(kind, step, name, rank, tensors.get(name), value, rounding)
 
     def _buffers(self) -> None:
-        if not self.reference.is_whole:
-            # Statistics are those of the sequences that a rank has seen.
-            return
-        for name, value in self.reference.record.buffers.items():
+        others_of = [record.buffers for record in self.reference.others]
+        steps = self.program.steps
+        # Else statistics are those of the sequences that a rank has seen.
+        for name, value in self.reference.record.buffers.items() if self.reference.is_whole else ():
+            others = [buffers[name] for buffers in others_of]
+            # What depends on how a batch is cut is each rank's own.
+            if not torch.equal(torch.nan_to_num(value), torch.nan_to_num(others[0])) and steps:
+                continue
+            rounding = self._rounding(value, others) if value.is_floating_point() else 0.0
             for rank, record in enumerate(self.records):
                 buffer = record.buffers.get(name)
-                if buffer is None or buffer.shape != value.shape:
-                    continue
-                others = [other_record.buffers[name] for other_record in self.reference.others]
-                steps = self.program.steps
-                if not value.is_floating_point():
-                    self.compared_kinds.add("buffer")
-                    if not torch.equal(buffer, value) and torch.equal(value, others[0]):
-                        self.findings.append(Finding("buffer", steps, name, rank, math.inf, 0.0, buffer, value))
-                elif torch.equal(torch.nan_to_num(value), torch.nan_to_num(others[0])) or not steps:
-                    # What depends on how a batch is cut is each rank's own.
-                    self._compare("buffer", steps, name, rank, buffer, value, self._rounding(value, others))
+                if buffer is not None and buffer.shape == value.shape:
+                    self._compare("buffer", steps, name, rank, buffer, value, rounding)
 
     def _added(self, numbers: Sequence[Tensor]) -> Tensor:
         """The loss of the batch from those of ranks, each weighted by its sequences."""
@@ -247,22 +285,15 @@ class CaseComparison:
         return self.rounding.allowed(size, repeated, power)
 
     def _compare(
-        self,
-        kind: str,
-        step: int,
-        name: str,
-        rank: int,
-        actual: Tensor,
-        expected: Tensor,
-        rounding: float,
-        *,
-        is_missing: bool = False,
+        self, kind: str, step: int, name: str, rank: int, tensor: Tensor | None, expected: Tensor, rounding: float
     ) -> None:
-        self.compared_kinds.add(kind)
-        size, off = norm(expected), norm(actual.to(expected.dtype) - expected)
+        self._compared_kinds.add(kind)
+        actual = torch.zeros_like(expected) if tensor is None else tensor
+        size, off = norm(expected), norm(actual.double() - expected.double())
         relative = relative_difference(off, size)
         if not off <= rounding:
             allowed = rounding / size if size else 0.0
-            self.findings.append(Finding(kind, step, name, rank, relative, allowed, actual, expected, is_missing))
+            finding = Finding(kind, step, name, rank, relative, allowed, actual, expected, is_missing=tensor is None)
+            self.findings.append(finding)
         elif relative > self.largest and size:
             self.largest, self.largest_of = relative, f"{kind} {name}".strip()

@@ -94,18 +94,15 @@ def verify(
     for name in cases or ():
         require_known("case", name, CASES)
     user = UserCode(model=model, loss=loss, batch=batch, blocks=blocks)
-    settings = {"gradients": gradients, "finish": finish, "timeout_s": timeout_s}
+    settings: dict[str, Any] = {"world_size": world_size, "mesh": mesh, "gradients": gradients, "finish": finish}
     verifications = {}
     try:
         for name in CASES if cases is None else cases:
-            workload = small_workload(
-                wrap, name, user, world_size=world_size, mesh=mesh, device=device, seed=seed, **settings
-            )
+            workload = small_workload(wrap, name, user, device=device, seed=seed, timeout_s=timeout_s, **settings)
             outcome = measure_case(workload.configuration(), lambda stage: None)
-            keys = ("verdict", "cause", "line", "not_compared")
-            verdict, cause, line, unseen = (str(outcome.derived.get(key) or "") for key in keys)
-            reason = outcome.reason or ""
-            verifications[name] = VerifiedCase(name, verdict or outcome.status, cause, line, reason, unseen)
+            columns = {key: str(outcome.derived.get(key) or "") for key in ("cause", "line", "not_compared")}
+            verdict = str(outcome.derived.get("verdict") or outcome.status)
+            verifications[name] = VerifiedCase(name, verdict, reason=outcome.reason or "", **columns)
     finally:
         launch.end_kept()
     return Verification(verifications)

@@ -11,7 +11,7 @@ import torch
 from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
 from cs336sys.experiments import user_models
 from cs336sys.experiments.verify.cases import CONDITIONS, PROGRAMS, Program, build_subject
-from cs336sys.experiments.verify.comparison import CaseComparison, ComparedCase
+from cs336sys.experiments.verify.comparison import ComparedCase, Diagnosis
 from cs336sys.experiments.verify.diagnosis import (
     diagnose_case,
     diagnose_groups,
@@ -20,9 +20,8 @@ from cs336sys.experiments.verify.diagnosis import (
     diagnose_order,
     merged_spec,
 )
-from cs336sys.experiments.verify.gradient_diagnosis import Diagnosis, FaultEvidence
 from cs336sys.experiments.verify.rank import RankReport, RankSettings, is_sound, train_on_rank
-from cs336sys.experiments.verify.record import default_optimizer, group_of_one
+from cs336sys.experiments.verify.record import ADAMW_SETTINGS, group_of_one
 from cs336sys.experiments.verify.reference import OneProcess, Reference
 from cs336sys.experiments.verify.wraps import line_of_wrap
 from cs336sys.measure.cells import Outcome, Progress
@@ -36,11 +35,8 @@ from cs336sys.user_code import is_user_code
 from cs336sys.workload import UserCode
 from cs336sys.workload.verification import VerifiedWorkload
 
-# Plain steps after which no other case of the same wrap can say more, with why.
-_unusable_wraps: dict[VerifiedWorkload, str] = {}
-
-# Models of users that fail in one process, which is said once.
-_unusable_models: set[tuple[UserCode, ModelSize]] = set()
+# Why no other case is run: of plain steps that say all of a wrap, and of models of users that fail in one process.
+_not_run_because: dict[VerifiedWorkload | tuple[UserCode, ModelSize], str] = {}
 
 # Plain steps of wraps that raise errors in float64, and none in float32.
 _float32_only: set[VerifiedWorkload] = set()
@@ -71,10 +67,9 @@ def measure_case(configuration: dict[str, Any], progress: Progress) -> Outcome:
     plain = replace(workload, case="step")
     training = workload.training
     model = training.user, replace(training.size, batch_size=1)
-    if model in _unusable_models:
-        return _refused("not run: the model or its loss fails in one process, see the first case")
-    if workload.case != "step" and plain in _unusable_wraps:
-        return _refused(f"not run: {_unusable_wraps[plain]}")
+    for key in (model, plain):
+        if key in _not_run_because and key != workload:
+            return _refused(f"not run: {_not_run_because[key]}")
     progress("one process: precision and learning rate")
     try:
         with OwnedFolder() as folder, group_of_one(_device_of(workload)), user_models.telling_user_errors(training):
@@ -83,10 +78,11 @@ def measure_case(configuration: dict[str, Any], progress: Progress) -> Outcome:
         return _refused(str(error), "does not apply")
     except UserCodeError:
         # The model or its loss, not the wrap.
-        _unusable_models.add(model)
+        _not_run_because[model] = "the model or its loss fails in one process, see the first case"
         raise
-    if workload.case == "step" and outcome.derived.get("cause") in ("hang", "died", "raises"):
-        _unusable_wraps[plain] = f"the plain step {_UNUSABLE_BECAUSE[outcome.derived['cause']]}"
+    cause = outcome.derived.get("cause")
+    if workload.case == "step" and cause in _UNUSABLE_BECAUSE:
+        _not_run_because[plain] = f"the plain step {_UNUSABLE_BECAUSE[cause]}"
     return outcome
 
 
@@ -101,6 +97,16 @@ _UNUSABLE_BECAUSE = {"hang": "hangs", "died": "ends a rank", "raises": "fails"}
 
 def _least_precise(lower: Iterable[tuple[str, torch.dtype]]) -> torch.dtype:
     return max((dtype for _, dtype in lower), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _ok(not_compared: str, notes: Sequence[str] = (), **derived: object) -> Outcome:
+    derived |= {"verdict": "ok", "not_compared": not_compared or None, "notes": list(notes)}
+    return Outcome("ok", derived=derived)
+
+
+def _ok_as_compared(compared: ComparedCase, notes: Sequence[str]) -> Outcome:
+    off = {"relative_difference": compared.largest, "farthest": compared.largest_of}
+    return _ok(", ".join(compared.not_compared), notes, **off, **compared.reference.columns())
 
 
 def _refused(reason: str, verdict: str = "refused") -> Outcome:
@@ -139,7 +145,7 @@ class _Case:
             with contextlib.suppress(UserCodeError):
                 user_models.load(workload.wrap)
         # They start while this process trains.
-        self.start_ranks(workload.timeout_s)
+        self.ranks()
         dtype = torch.float32 if self.plain in _float32_only else None
         process = OneProcess.choose(workload, self.device, dtype)
         self.process = process.clipping() if self.program.clip else process
@@ -148,9 +154,8 @@ class _Case:
         if self.workload.case == "late":
             # Who is late may be right while those who wait are not.
             outcome = self._outcome_of(replace(self.program, late=0))
-            if outcome.status != "ok":
-                return outcome
-            return self._outcome_of(replace(self.program, late=self.workload.world_size - 1))
+            last = replace(self.program, late=self.workload.world_size - 1)
+            return self._outcome_of(last) if outcome.status == "ok" else outcome
         if self.workload.case == "order":
             return self._order()
         outcome = self._outcome_of(self.program)
@@ -177,47 +182,41 @@ class _Case:
             return self._groups(reports)
         self.progress(f"{self.workload.case}: one process")
         reference = self.reference(program, reports)
-        first = program.first_step
-        compared = self._compare(program, reference, reports)
-        others = [finding for finding in compared.findings if finding.kind != "gradient"]
-        if reports[0].runs_steps and len(others) < len(compared.findings) and _leaves_unused_gradients(compared):
-            compared.findings = others
-            compared.not_compared = tuple(dict.fromkeys(("gradients", *compared.not_compared)))
-        if program.start and compared.findings and any(report.is_sliced for report in reports):
-            return _refused("its slices are of what each rank starts with: build all from one seed", "does not apply")
-        unmatched = sorted({name for report in reports for name in report.unmatched})
-        missing = sorted(
-            set(reference.record.weights[0])
-            - {name for record in compared.records for name in record.weights.get(first, record.weights.get(0, {}))}
-        )
-        if not compared.findings and missing and first == 0 and not set(missing) <= set(compared.unknown):
-            return _refused(
-                f"the wrapped module has no parameter that is the model's {missing[0]}"
-                + (f"; {unmatched[0]} is none of the model's" if unmatched else "")
-            )
-        if not compared.findings and "weights" in compared.not_compared:
+        compared = ComparedCase(self.process, program, reference, reports)
+        has_gradients = any(finding.kind == "gradient" for finding in compared.findings)
+        if reports[0].runs_steps and has_gradients and _leaves_unused_gradients(compared):
+            compared.ignore_gradients()
+        if compared.findings:
+            if program.start and any(report.is_sliced for report in reports):
+                reason = "its slices are of what each rank starts with: build all from one seed"
+                return _refused(reason, "does not apply")
+            return self._wrong(compared)
+        seen = {name for record in compared.records for weights in record.weights.values() for name in weights}
+        missing = sorted(reference.record.weights[0].keys() - seen)
+        if missing and not set(missing) <= compared.unknown:
+            unmatched = sorted({name for report in reports for name in report.unmatched})
+            reason = f"the wrapped module has no parameter that is the model's {missing[0]}"
+            return _refused("; ".join([reason, *(f"{name} is none of the model's" for name in unmatched[:1])]))
+        if "weights" in compared.not_compared:
             return _refused(f"nothing of the weights could be compared: {', '.join(compared.not_compared)}")
-        if not compared.findings:
-            return self._agreeing(reference, compared, reports)
-        return self._wrong(program, reference, reports, compared)
+        return _ok_as_compared(compared, self._notes(reports, ()))
 
     @property
     def backend(self) -> str | None:
-        if self.workload.backend == "auto":
-            return "gloo" if self.device.type == "cpu" else None
-        return self.workload.backend
+        automatic = "gloo" if self.device.type == "cpu" else None
+        return automatic if self.workload.backend == "auto" else self.workload.backend
 
-    def start_ranks(self, timeout_s: float) -> launch.Ranks:
+    def ranks(self, timeout_s: float | None = None) -> launch.Ranks:
         """The ranks of the last case, or new ones, which start while this process goes on."""
+        timeout_s = timeout_s or self.workload.timeout_s
         return launch.kept(self.workload.world_size, backend=self.backend, timeout_s=timeout_s)
 
     def run(self, program: Program, *, watch: bool = False, timeout_s: float | None = None) -> list[RankReport] | Lost:
         """Run the program on ranks, which are started where there are none."""
         process = self.process
         settings = RankSettings(process.dtype, process.learning_rate, process.max_norm, watch, self.folder)
-        timeout_s = timeout_s or self.workload.timeout_s
         try:
-            ranks = self.start_ranks(timeout_s)
+            ranks = self.ranks(timeout_s)
             reports = ranks.run(train_on_rank, self.workload, program, settings)
             if any(report.failure for report in reports) and not self._is_sound(ranks, reports):
                 launch.end_kept()
@@ -253,21 +252,19 @@ class _Case:
 
     def reference(self, program: Program, reports: Sequence[RankReport]) -> Reference:
         # Ranks that loaded what others saved may be fewer than at first.
-        self.process = replace(self.process, workload=self.workload, optimizer=merged_spec(reports))
+        optimizer = merged_spec(reports)
+        self.process = replace(self.process, workload=self.workload, optimizer=optimizer)
         try:
             return self.process.reference(program)
         except (CapabilityError, UserCodeError):
             raise
         except Exception as error:
-            if self.process.optimizer is None:
+            if optimizer is None:
                 raise
-            name = self.process.optimizer.optimizer_class.__name__
             raise CapabilityError(
-                f"{name} fails in one process, so nothing is compared: {type(error).__name__}: {error!s:.160}"
+                f"{optimizer.optimizer_class.__name__} fails in one process, so nothing is compared: "
+                f"{type(error).__name__}: {error!s:.160}"
             ) from error
-
-    def _compare(self, program: Program, reference: Reference, reports: Sequence[RankReport]) -> ComparedCase:
-        return CaseComparison(self.workload, program, reference, reports).compare(program.first_step)
 
     def _refusal(self, reports: Sequence[RankReport]) -> Outcome | None:
         failed = [(rank, report) for rank, report in enumerate(reports) if report.failure]
@@ -276,71 +273,50 @@ class _Case:
         rank, first = next(((rank, report) for rank, report in failed if not report.is_timeout), failed[0])
         if not first.applies:
             return _refused(first.failure, "does not apply")
-        where = "" if len(failed) == len(reports) else f" (on rank {rank})"
-        reason = f"{first.failure}{where}"
+        reason = first.failure if len(failed) == len(reports) else f"{first.failure} (on rank {rank})"
         if self.workload.case == "step":
             return Outcome("wrong", derived={"verdict": "wrong", "cause": "raises", "when": first.at}, reason=reason)
         return _refused(reason)
 
     def _notes(self, reports: Sequence[RankReport], lower: Collection[tuple[str, torch.dtype]]) -> list[str]:
         """Say what ranks do in ``lower`` precision, and what a wrap's own steps are compared with."""
-        notes = []
+        notes, wrap = [], self.workload.wrap
         if reports[0].hides_optimizer:
-            defaults = default_optimizer([torch.zeros(1, requires_grad=True)], self.process.learning_rate).defaults
-            settings = ", ".join(f"{name} {defaults[name]:g}" for name in ("lr", "eps", "weight_decay"))
+            settings = {"lr": self.process.learning_rate, **ADAMW_SETTINGS}
+            described = ", ".join(f"{name} {value:g}" for name, value in settings.items())
             notes.append(
-                f"{self.workload.wrap}: its optimizer cannot be built in one process, so its steps are compared with "
-                f"those of AdamW ({settings}); return one torch.optim.Optimizer, or an object that has it as optimizer"
+                f"{wrap}: its optimizer cannot be built in one process, so its steps are compared with those of AdamW "
+                f"({described}); return one torch.optim.Optimizer, or an object that has it as optimizer"
             )
         if lower:
             lowest = _least_precise(lower)
             uses = " and ".join(sorted(use for use, dtype in lower if dtype == lowest))
-            notes.append(
-                f"{self.workload.wrap}: ranks {uses} in {str(lowest).removeprefix('torch.')}, so they may be as far "
-                "off as one process in it"
-            )
+            dtype = str(lowest).removeprefix("torch.")
+            notes.append(f"{wrap}: ranks {uses} in {dtype}, so they may be as far off as one process in it")
         return notes
-
-    def _agreeing(
-        self,
-        reference: Reference,
-        compared: ComparedCase,
-        reports: Sequence[RankReport],
-        lower: Collection[tuple[str, torch.dtype]] = (),
-    ) -> Outcome:
-        derived = {
-            "verdict": "ok",
-            "relative_difference": compared.largest,
-            "farthest": compared.largest_of,
-            "not_compared": ", ".join(compared.not_compared) or None,
-            **reference.columns(),
-            "notes": self._notes(reports, lower),
-        }
-        return Outcome("ok", derived=derived)
 
     def _agreed(self, diagnosis: Diagnosis | None, not_compared: Sequence[str] = ()) -> Outcome:
         if diagnosis is not None:
-            return self._diagnosed(replace(diagnosis, line=diagnosis.line or line_of_wrap(self.workload)))
-        return Outcome("ok", derived={"verdict": "ok", "not_compared": "; ".join(not_compared) or None, "notes": []})
+            return _diagnosed(replace(diagnosis, line=diagnosis.line or line_of_wrap(self.workload)))
+        return _ok("; ".join(not_compared))
 
     def _order(self) -> Outcome:
-        reports_of, not_compared = {}, []
+        not_compared = []
         for condition, program in CONDITIONS.items():
             self.progress(f"order: {condition}")
-            reports = self.run(program, watch=True)
+            reports, reason = self.run(program, watch=True), ""
             if isinstance(reports, Lost):
                 # That they hang or die is what the case of this condition reports.
-                launched = any(report.launches for report in reports.reports)
-                failures, reports = [] if launched else [reports.reason], list(reports.reports)
-            else:
-                failures = [report.failure for report in reports if report.failure]
-            if failures or not any(report.launches for report in reports):
-                not_compared.append(f"{condition}: {failures[0] if failures else 'no collective was seen'}")
-            else:
-                reports_of[condition] = reports
-        if not reports_of:
+                reason, reports = reports.reason, list(reports.reports)
+            elif failures := [report.failure for report in reports if report.failure]:
+                reason, reports = failures[0], []
+            if not any(report.launches for report in reports):
+                not_compared.append(f"{condition}: {reason or 'no collective was seen'}")
+            elif (diagnosis := diagnose_order(condition, reports)) is not None:
+                return self._agreed(diagnosis)
+        if len(not_compared) == len(CONDITIONS):
             return _refused("; ".join(not_compared))
-        return self._agreed(diagnose_order(reports_of), not_compared)
+        return self._agreed(None, not_compared)
 
     def _groups(self, reports: Sequence[RankReport]) -> Outcome:
         if merged_spec(reports) is None:
@@ -353,48 +329,43 @@ class _Case:
         not_compared = []
         if in_one_process.failure:
             not_compared.append(f"the groups of one process, in which the wrap fails: {in_one_process.failure}")
-        subject = build_subject(self.workload, self.program, torch.device("cpu"), self.process.dtype)
-        shapes = {name: parameter.shape for name, parameter in subject.model.named_parameters()}
-        diagnosis = diagnose_groups(reports, in_one_process, shapes)
-        seen = {name: shape for report in reports for name, shape in report.optimizer_shapes.items()}
-        flattened = [name for name, shape in seen.items() if len(shape) < len(shapes[name])]
-        if flattened:
-            not_compared.append(
-                f"whether groups are chosen by shapes: the optimizer sees slices, {flattened[0]} with "
-                f"{len(seen[flattened[0]])} dimension(s) instead of {len(shapes[flattened[0]])}"
-            )
-        return self._agreed(diagnosis, not_compared)
+        model = build_subject(self.workload, self.program, torch.device("cpu"), self.process.dtype).model
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        for name, shape in (pair for report in reports for pair in report.optimizer_shapes.items()):
+            if len(shape) < len(shapes[name]):
+                not_compared.append(
+                    f"whether groups are chosen by shapes: the optimizer sees slices, {name} with {len(shape)} "
+                    f"dimension(s) instead of {len(shapes[name])}"
+                )
+                break
+        return self._agreed(diagnose_groups(reports, in_one_process, shapes), not_compared)
 
-    def _wrong(
-        self, program: Program, reference: Reference, reports: Sequence[RankReport], compared: ComparedCase
-    ) -> Outcome:
-        self.progress(f"{self.workload.case}: diagnosis")
-        plain_diagnosis = _plain_step_diagnoses.get(replace(self.workload, case="step"))
+    def _wrong(self, compared: ComparedCase) -> Outcome:
+        program, reference, reports = compared.program, compared.reference, compared.reports
+        workload, is_loaded_by_others = self.workload, program.resume == "ranks"
+        self.progress(f"{workload.case}: diagnosis")
+        plain_diagnosis = _plain_step_diagnoses.get(replace(workload, case="step"))
         again: list[RankReport] | Lost = []
-        if plain_diagnosis is None or self.workload.case == "late":
-            again = self.run(program, watch=True) if program.resume != "ranks" else []
+        if is_loaded_by_others:
+            # Others than these have trained what was loaded: they show their precision in the plain step.
+            again = _Case(self.plain, self.folder, self.progress).run(PROGRAMS["step"], watch=True)
+        elif plain_diagnosis is None or workload.case == "late":
+            again = self.run(program, watch=True)
         watched = [] if isinstance(again, Lost) else again
         lower = {pair for report in (*reports, *watched) for pair in report.dtypes}
-        if program.resume == "ranks":
-            # Others than these have trained what was loaded: they show their precision in the plain step.
-            step = _Case(self.plain, self.folder, self.progress).run(PROGRAMS["step"], watch=True)
-            lower |= set() if isinstance(step, Lost) else {pair for report in step for pair in report.dtypes}
         if lower and reference.half is None:
             reference = self.process.in_half_precision(reference, program, _least_precise(lower))
-            compared = self._compare(program, reference, reports)
+            compared = ComparedCase(self.process, program, reference, reports)
             if not compared.findings:
-                return self._agreeing(reference, compared, reports, lower)
-        is_new = plain_diagnosis is None
-        case = FaultEvidence(
-            self.workload, program, reference, compared, reports, watched, line_of_wrap(self.workload), is_new
-        )
-        diagnosis = diagnose_case(case, plain_diagnosis)
+                return _ok_as_compared(compared, self._notes(reports, lower))
+        compared.watched, compared.is_new = [] if is_loaded_by_others else watched, plain_diagnosis is None
+        diagnosis = diagnose_case(compared, plain_diagnosis)
         notes = self._notes(reports, lower)
         if diagnosis.cause == "optimizer" and reports[0].hides_optimizer:
             diagnosis = replace(diagnosis, meaning=f"{diagnosis.meaning}; {notes[0].partition(': ')[2]}")
-        if self.workload.case == "step":
-            _plain_step_diagnoses[self.workload] = diagnosis
-        return self._diagnosed(diagnosis, compared, reference, notes)
+        if workload.case == "step":
+            _plain_step_diagnoses[workload] = diagnosis
+        return _diagnosed(diagnosis, compared, notes)
 
     def _lost(self, program: Program, lost: Lost) -> Outcome:
         self.progress(f"{self.workload.case}: diagnosis")
@@ -403,27 +374,22 @@ class _Case:
             # That they hang is known; what they compile is in its caches by now.
             again = self.run(program, watch=True, timeout_s=self.workload.timeout_s / 4)
             reports = again.reports if isinstance(again, Lost) else tuple(again)
-        return self._diagnosed(diagnose_lost_ranks(lost.reason, lost.is_hang, reports, line_of_wrap(self.workload)))
+        return _diagnosed(diagnose_lost_ranks(lost.reason, lost.is_hang, reports, line_of_wrap(self.workload)))
 
-    def _diagnosed(
-        self,
-        diagnosis: Diagnosis,
-        compared: ComparedCase | None = None,
-        reference: Reference | None = None,
-        notes: Sequence[str] = (),
-    ) -> Outcome:
-        derived: dict[str, Any] = {"verdict": "wrong", **diagnosis.columns(), "notes": list(notes)}
-        first = ""
-        if compared is not None and compared.findings:
-            finding = compared.findings[0]
-            first = f"{finding.message}; "
-            derived |= {
-                "relative_difference": min(finding.relative, 1e300),
-                "allowed_difference": min(finding.allowed, 1e300),
-                "farthest": f"{finding.kind} {finding.name}".strip(),
-                "at_step": finding.step,
-                "off": len({(difference.kind, difference.name) for difference in compared.findings}),
-            }
-        if reference is not None:
-            derived |= reference.columns()
-        return Outcome("wrong", derived=derived, reason=f"{first}{diagnosis.meaning}")
+
+def _diagnosed(diagnosis: Diagnosis, case: ComparedCase | None = None, notes: Sequence[str] = ()) -> Outcome:
+    columns = {name: getattr(diagnosis, name) for name in ("cause", "meaning", "ratio", "collective", "line")}
+    derived: dict[str, Any] = {"verdict": "wrong", **columns, "notes": list(notes)}
+    reason = diagnosis.meaning
+    if case is not None:
+        first = case.findings[0]
+        reason = f"{first.message}; {reason}"
+        derived |= {
+            "relative_difference": min(first.relative, 1e300),
+            "allowed_difference": min(first.allowed, 1e300),
+            "farthest": f"{first.kind} {first.name}".strip(),
+            "at_step": first.step,
+            "off": len({(finding.kind, finding.name) for finding in case.findings}),
+            **case.reference.columns(),
+        }
+    return Outcome("wrong", derived=derived, reason=reason)

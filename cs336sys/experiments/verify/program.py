@@ -10,16 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336sys.experiments import user_models
-from cs336sys.experiments.verify.cases import (
-    OVERFLOWN_STEP,
-    Program,
-    Share,
-    Subject,
-    batch_of,
-    loss_of,
-    shares_of,
-    turned_off,
-)
+from cs336sys.experiments.verify.cases import OVERFLOWN_STEP, Program, Share, Subject, batch_of, loss_of, shares_of
 from cs336sys.experiments.verify.record import Record, clone, cloned_gradients
 from cs336sys.experiments.verify.wraps import Wrapped
 from cs336sys.parity.collectives import OBSERVED, CollectiveWatcher
@@ -126,7 +117,7 @@ class ProgramRun:
 
     def unused_turned_off(self, share: Share) -> AbstractContextManager[None]:
         """Within this, a layer is unused if the program and the share say so."""
-        return turned_off(self.subject.switch, self.program.unused and share.data == self.workload.data_ranks - 1)
+        return self.subject.turned_off(self.program.unused and share.data == self.workload.data_ranks - 1)
 
     def call(self, inputs: Any) -> Any:
         return user_models.call_model(self.wrapped.module, inputs)

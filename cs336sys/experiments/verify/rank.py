@@ -1,6 +1,7 @@
 """Run a case on a rank, and record its tensors at each moment."""
 
 import contextlib
+import functools
 import random
 import traceback
 from dataclasses import dataclass, field
@@ -106,17 +107,10 @@ class RankSettings:
     saved_ranks: int = 0
 
 
-_meshes: dict[Any, DeviceMesh] = {}
-
-
-def mesh_of(workload: VerifiedWorkload, device: torch.device) -> DeviceMesh:
-    """The mesh of all ranks; groups are made once."""
-    sizes = workload.dimensions
-    key = (dist.group.WORLD, device.type, tuple(sizes.items()))
-    if key not in _meshes:
-        _meshes.clear()
-        _meshes[key] = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return _meshes[key]
+@functools.lru_cache(maxsize=1)
+def _mesh_of_ranks(world: Any, device_type: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+    """The mesh of all ranks, the group ``world``; its groups are made once."""
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
 def is_sound(expected: int) -> bool:
@@ -132,14 +126,19 @@ def train_on_rank(workload: VerifiedWorkload, program: Program, settings: RankSe
     """Run the program on this rank. Whatever is raised comes back as a failure."""
     report = RankReport()
     run = _RankRun(workload, program, settings, report)
+    is_watched = settings.watch or program.late is not None
     try:
-        with user_models.nothing_dropped() if workload.case != "dropout" else contextlib.nullcontext(), run.watched():
+        with contextlib.ExitStack() as stack:
+            if workload.case != "dropout":
+                stack.enter_context(user_models.nothing_dropped())
+            if is_watched:
+                stack.enter_context(run.watcher)
             run.all_steps()
     except CapabilityError as error:
         report.failure, report.applies = str(error), False
     except Exception as error:
         report.is_timeout = _is_timeout(error)
-        report.failure = str(error) if isinstance(error, UsageError | UserCodeError) else _sentence(workload, error)
+        report.failure = str(error) if isinstance(error, UsageError | UserCodeError) else _sentence(run.folder, error)
     report.at = f"step {run.watcher.step + 1}, {run.watcher.phase}"
     report.launches = run.watcher.launches
     precise = torch.finfo(settings.dtype).eps
@@ -150,20 +149,15 @@ def train_on_rank(workload: VerifiedWorkload, program: Program, settings: RankSe
 
 def _is_timeout(error: BaseException | None) -> bool:
     lost = ("timed out", "timeout", "connection reset", "connection closed", "broken pipe", "socket")
-    while error is not None:
-        if any(word in str(error).lower() for word in lost):
-            return True
-        error = error.__cause__
-    return False
+    return error is not None and (any(text in str(error).lower() for text in lost) or _is_timeout(error.__cause__))
 
 
-def _sentence(workload: VerifiedWorkload, error: Exception) -> str:
+def _sentence(folder: Path | None, error: Exception) -> str:
+    """Write an error in one sentence, with the last line of its traceback in the ``folder`` of the user's file."""
     first_line = next(iter(str(error).strip().splitlines()), "")
-    where = ""
-    if is_user_code(workload.wrap):
-        folder = str(source_file(workload.wrap).resolve().parent)
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(folder)]
-        where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}: " if frames else ""
+    frames = [] if folder is None else traceback.extract_tb(error.__traceback__)
+    lines = [(frame.filename, frame.lineno) for frame in frames if frame.filename.startswith(str(folder))]
+    where = f"{Path(lines[-1][0]).name}, line {lines[-1][1]}: " if lines else ""
     return f"{where}{type(error).__name__}: {first_line}"
 
 
@@ -175,34 +169,28 @@ class _RankRun(ProgramRun):
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         super().__init__(workload, program, device, settings.dtype, report.record)
         self.settings, self.report, self.max_norm = settings, report, settings.max_norm
-        self.mesh = mesh_of(workload, device)
+        ranks = workload.dimensions
+        self.mesh = _mesh_of_ranks(dist.group.WORLD, device.type, tuple(ranks), tuple(ranks.values()))
         self.rank = dist.get_rank()
-        names: Any = self.mesh.mesh_dim_names
-        place = dict(zip(names, self.mesh.get_coordinate() or (), strict=True))
+        place = dict(zip(ranks, self.mesh.get_coordinate() or (), strict=True))
         self.data, self.context = place.get("data", 0), place.get("context", 0)
         self.step_shares = self.shares(program.micro)
         # Of a mean over the ranks, a rank's loss counts as much as its sequences.
-        sums, ranks = workload.gradients == "sum", workload.dimensions
-        self.loss_factor = 1 / ranks.get("context", 1) if sums else ranks.get("data", 1)
-        folder = source_file(workload.wrap).resolve().parent if is_user_code(workload.wrap) else None
-        self.watcher = CollectiveWatcher(folder, is_late=program.late == self.rank)
+        self.loss_factor = 1 / ranks.get("context", 1) if workload.gradients == "sum" else ranks.get("data", 1)
+        self.folder = source_file(workload.wrap).resolve().parent if is_user_code(workload.wrap) else None
+        self.watcher = CollectiveWatcher(self.folder, is_late=program.late == self.rank)
         # Dtypes of what the optimizer updates, which may be a copy of the weights.
         self.updated_dtypes: set[tuple[str, torch.dtype]] = set()
-
-    def watched(self) -> contextlib.AbstractContextManager[Any]:
-        if self.settings.watch or self.program.late is not None:
-            return self.watcher
-        return contextlib.nullcontext()
 
     def prepare(self, seed_shift: int) -> None:
         workload, settings = self.workload, self.settings
         self.watcher.phase = "wrap"
         self.subject = build_subject(workload, self.program, self.device, settings.dtype, seed_shift)
         model = self.subject.model
-        parameters = dict(model.named_parameters())
-        self.shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        # They live until the wrapped ones are named: an identity is unique among living objects.
+        plain_parameters = dict(model.named_parameters())
+        self.shapes = {name: parameter.shape for name, parameter in plain_parameters.items()}
         buffers = [name for name, _ in model.named_buffers()]
-        identities = {id(parameter): name for name, parameter in parameters.items()}
         # Other masks on ranks that have other sequences.
         torch.manual_seed(workload.training.seed + _OTHER_SEED * (self.data or 0))
         random.seed(workload.training.seed)
@@ -211,36 +199,31 @@ class _RankRun(ProgramRun):
         self.report.runs_steps = self.wrapped.step is not None
         module = self.wrapped.module
         with user_models.telling_errors_of(workload.wrap) if is_user_code(workload.wrap) else contextlib.nullcontext():
-            self.optimizer = self.wrapped.optimizer or default_optimizer(
-                list(module.parameters()), settings.learning_rate
-            )
-        wrapped = dict(module.named_parameters())
-        plain_names = {
-            name: identities.get(id(parameter)) or model_name(name, list(parameters))
-            for name, parameter in wrapped.items()
+            parameters = list(module.parameters())
+            self.optimizer = self.wrapped.optimizer or default_optimizer(parameters, settings.learning_rate)
+        plain_names = {id(parameter): name for name, parameter in plain_parameters.items()}
+        named = {
+            name: (plain_names.get(id(parameter)) or model_name(name, list(self.shapes)), parameter)
+            for name, parameter in module.named_parameters()
         }
-        self.named = {plain: wrapped[name] for name, plain in plain_names.items() if plain is not None}
-        self.buffers = {
-            plain_name: buffer
-            for name, buffer in module.named_buffers()
-            if (plain_name := model_name(name, buffers)) is not None
-        }
+        self.named = {plain: parameter for plain, parameter in named.values() if plain is not None}
+        of_plain = {model_name(name, buffers): buffer for name, buffer in module.named_buffers()}
+        self.buffers = {name: buffer for name, buffer in of_plain.items() if name is not None}
         self.names = {id(parameter): name for name, parameter in self.named.items()}
-        self.report.unmatched = tuple(name for name, plain in plain_names.items() if plain is None)
-        self.report.is_sliced = any(
-            hasattr(parameter, "to_local") or parameter.shape != self.shapes[name]
-            for name, parameter in self.named.items()
-        )
         groups = getattr(self.inner, "param_groups", [{"params": self.named.values()}])
         updated = [parameter for group in groups for parameter in group["params"]]
         self.updated_dtypes |= {
             ("update weights", parameter.dtype) for parameter in updated if parameter.is_floating_point()
         }
-        self.report.owned = tuple(self.names[id(parameter)] for parameter in updated if id(parameter) in self.names)
-        if self.wrapped.optimizer is not None:
-            self.report.optimizer = self._spec()
-        has_optimizer = self.wrapped.step is not None or self.wrapped.optimizer is not None
-        self.report.hides_optimizer = has_optimizer and self.report.optimizer is None
+        report, wrapped = self.report, self.wrapped
+        report.unmatched = tuple(name for name, (plain, _) in named.items() if plain is None)
+        report.is_sliced = self._has_dtensors or any(
+            parameter.shape != self.shapes[name] for name, parameter in self.named.items()
+        )
+        report.owned = tuple(self.names[id(parameter)] for parameter in updated if id(parameter) in self.names)
+        report.optimizer = None if wrapped.optimizer is None else self._spec()
+        has_optimizer = wrapped.step is not None or wrapped.optimizer is not None
+        report.hides_optimizer = has_optimizer and report.optimizer is None
 
     @property
     def inner(self) -> Any:
@@ -290,42 +273,49 @@ class _RankRun(ProgramRun):
         ]
 
     def all_steps(self) -> None:
-        program, record = self.program, self.report.record
-        if self.settings.saved_ranks:
+        program, record, saved_ranks = self.program, self.record, self.settings.saved_ranks
+        if saved_ranks:
             # What was trained before is another program's.
             self.prepare(_OTHER_SEED)
-            self._load_from_others(self.settings.folder)
-            first = SAVED_AFTER
+            folder = self.settings.folder
+            if Path(folder, "dcp").exists():
+                self._checkpoint(f"{folder}/dcp", loads=True)
+            else:
+                self._load_state_dicts(torch.load(f"{folder}/rank{self.rank % saved_ranks}.pt", weights_only=False))
         else:
             self.prepare(_OTHER_SEED * self.rank if program.start else 0)
             record.weights[0] = self.weights()
             record.buffers = {name: clone(buffer) for name, buffer in self.buffers.items()}
-            first = 0
         if self.workload.case == "dropout":
             self._look_at_masks()
             return
         self.scaler = self.wrapped.scaler_class(
             self.device.type, init_scale=LOSS_SCALE, growth_interval=10**6, enabled=program.scale
         )
-        self.train(first)
+        self.train(SAVED_AFTER if saved_ranks else 0)
 
     def ends_after(self, step: int) -> bool:
-        if self.program.resume is None or self.settings.saved_ranks or step + 1 != SAVED_AFTER:
+        resume = self.program.resume
+        if resume is None or self.settings.saved_ranks or step + 1 != SAVED_AFTER:
             return False
         self.watcher.phase = "save"
-        if self.program.resume == "ranks":
-            self._save_for_others(self.settings.folder)
-            return True
-        if self.program.resume == "dcp":
-            # The first rank's, on every rank: those that torchrun started each have made one.
-            folders = [self.settings.folder]
+        # The first rank's, on every rank: those that torchrun started each have made one.
+        folders = [self.settings.folder]
+        if resume == "dcp":
             dist.broadcast_object_list(folders)
-            self._checkpoint(folders[0])
-            self.prepare(_OTHER_SEED)
-            self._checkpoint(folders[0], loads=True)
+        # Other ranks load DTensors from a checkpoint, and all else from each rank's own state.
+        saves_checkpoint = resume == "dcp" or (resume == "ranks" and self._has_dtensors)
+        state = None if saves_checkpoint else self._state_dicts()
+        if saves_checkpoint:
+            self._checkpoint(f"{folders[0]}/dcp")
+        elif resume == "ranks":
+            torch.save(state, f"{folders[0]}/rank{self.rank}.pt")
+        if resume == "ranks":
+            return True
+        self.prepare(_OTHER_SEED)
+        if saves_checkpoint:
+            self._checkpoint(f"{folders[0]}/dcp", loads=True)
         else:
-            state = self._state_dicts()
-            self.prepare(_OTHER_SEED)
             self._load_state_dicts(state)
         return False
 
@@ -406,10 +396,8 @@ class _RankRun(ProgramRun):
 
     def _state_dicts(self) -> Any:
         """A copy of the state dicts of module and optimizer, or of the object that has them."""
-        if self._owner_saves_all("state_dict"):
-            state = self.wrapped.owner.state_dict()
-        else:
-            state = {"model": self.wrapped.module.state_dict(), "optimizer": self._optimizer_state()}
+        saves_all = self._owner_saves_all("state_dict")
+        state = self.wrapped.owner.state_dict() if saves_all else self._state_of_parts()
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
 
     def _load_state_dicts(self, state: Any) -> None:
@@ -425,15 +413,14 @@ class _RankRun(ProgramRun):
         method = getattr(owner, name, None)
         return not isinstance(owner, nn.Module) and method is not None and getattr(method, "__self__", owner) is owner
 
-    def _optimizer_state(self) -> Any:
-        if not hasattr(self.optimizer, "consolidate_state_dict"):
-            return self.optimizer.state_dict()
-        state = None
+    def _state_of_parts(self) -> dict[str, Any]:
+        state = {"model": self.wrapped.module.state_dict()}
+        consolidate = getattr(self.optimizer, "consolidate_state_dict", lambda to: None)
         for rank in range(dist.get_world_size()):
             # Another rank's is forgotten by the next.
-            self.optimizer.consolidate_state_dict(to=rank)
+            consolidate(to=rank)
             if rank == self.rank:
-                state = self.optimizer.state_dict()
+                state["optimizer"] = self.optimizer.state_dict()
         return state
 
     def _checkpoint(self, folder: str, *, loads: bool = False) -> None:
@@ -448,8 +435,7 @@ class _RankRun(ProgramRun):
         if not isinstance(self.inner, torch.optim.Optimizer) or (self.report.is_sliced and not self._has_dtensors):
             raise CapabilityError("torch.distributed.checkpoint cannot know its slices, which are no DTensors")
         objects = self.wrapped.module, self.inner
-        model, optimizer = get_state_dict(*objects)
-        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        state: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(*objects), strict=True))
         if loads:
             checkpoint.load(state, checkpoint_id=folder)
             set_state_dict(*objects, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -459,17 +445,3 @@ class _RankRun(ProgramRun):
     @property
     def _has_dtensors(self) -> bool:
         return any(hasattr(parameter, "to_local") for parameter in self.named.values())
-
-    def _save_for_others(self, folder: str) -> None:
-        """Save for another number of ranks: DTensors as a checkpoint, all else as each rank's own state."""
-        if self._has_dtensors:
-            self._checkpoint(f"{folder}/dcp")
-        else:
-            torch.save(self._state_dicts(), f"{folder}/rank{self.rank}.pt")
-
-    def _load_from_others(self, folder: str) -> None:
-        if Path(folder, "dcp").exists():
-            self._checkpoint(f"{folder}/dcp", loads=True)
-        else:
-            saved_by = self.rank % self.settings.saved_ranks
-            self._load_state_dicts(torch.load(f"{folder}/rank{saved_by}.pt", weights_only=False))

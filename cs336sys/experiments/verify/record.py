@@ -124,9 +124,13 @@ def group_of_one(device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+# With an eps this large AdamW's steps are proportional to the gradients: weights are off by as much as these.
+ADAMW_SETTINGS: dict[str, Any] = {"eps": 1.0, "weight_decay": 0.01}
+
+
 def default_optimizer(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW whose steps are proportional to the gradients, by a large eps: weights are off by as much as gradients."""
-    return torch.optim.AdamW(parameters, lr=learning_rate, eps=1.0, weight_decay=0.01)
+    """Build the optimizer of wraps that have none."""
+    return torch.optim.AdamW(parameters, lr=learning_rate, **ADAMW_SETTINGS)
 
 
 @dataclass

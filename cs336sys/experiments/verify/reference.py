@@ -1,7 +1,7 @@
 """One process that trains the whole batch: what ranks are compared with, and how far rounding alone takes it."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,22 +13,12 @@ from torch.utils._pytree import tree_map_only
 
 from cs336sys.errors import UserCodeError
 from cs336sys.experiments import user_models
-from cs336sys.experiments.verify.cases import (
-    PROGRAMS,
-    Program,
-    Share,
-    batch_of,
-    build_subject,
-    loss_of,
-    shares_of,
-    turned_off,
-)
+from cs336sys.experiments.verify.cases import PROGRAMS, Program, Share, build_subject, shares_of
 from cs336sys.experiments.verify.program import ProgramRun
 from cs336sys.experiments.verify.record import (
     OptimizerSpec,
     Record,
     captured_outputs,
-    cloned_gradients,
     default_optimizer,
 )
 from cs336sys.experiments.verify.wraps import Wrapped
@@ -99,8 +89,8 @@ class _Alone(ProgramRun):
         return functional_call(model, copies, arguments, named, tie_weights=False)
 
 
-_dtypes: dict[Any, torch.dtype] = {}
-_learning_rates: dict[Any, float] = {}
+# Dtype and learning rate of a workload on a device.
+_choices: dict[Any, tuple[torch.dtype, float]] = {}
 _references: dict[Any, Reference] = {}
 
 
@@ -126,27 +116,21 @@ class OneProcess:
 
         The dtype is float64 where the model computes in it, else float32; twenty steps show whether losses stay.
         """
-        process = cls(workload, device, dtype or cls._dtype(workload, device))
         key = (workload.training, device)
-        if key not in _learning_rates:
-            for rate in LEARNING_RATES:
-                _learning_rates[key] = rate
-                if stay_near(replace(process, learning_rate=rate).train(PROGRAMS["run"], keeps=False).losses):
-                    break
-        return replace(process, learning_rate=_learning_rates[key])
-
-    @classmethod
-    def _dtype(cls, workload: VerifiedWorkload, device: torch.device) -> torch.dtype:
-        key = (workload.training, device)
-        if key not in _dtypes:
-            _dtypes[key] = torch.float64
+        if key not in _choices:
+            process = cls(workload, device, torch.float64)
             try:
-                cls(workload, device, torch.float64).train(Program(steps=1))
+                process.train(Program(steps=1))
             except UserCodeError:
                 raise
             except (RuntimeError, TypeError, NotImplementedError):
-                _dtypes[key] = torch.float32
-        return _dtypes[key]
+                process = replace(process, dtype=torch.float32)
+            for rate in LEARNING_RATES:
+                if stay_near(replace(process, learning_rate=rate).train(PROGRAMS["run"], keeps=False).losses):
+                    break
+            _choices[key] = process.dtype, rate
+        chosen, rate = _choices[key]
+        return cls(workload, device, dtype or chosen, rate)
 
     def clipping(self) -> "OneProcess":
         """Return the same with ``max_norm`` at half the norm of the first step's gradients."""
@@ -162,6 +146,7 @@ class OneProcess:
         keeps: bool = True,
         half: torch.dtype | None = None,
         casts_weights: bool = False,
+        only: tuple[int, Mapping[str, Tensor]] | None = None,
     ) -> Record:
         """Train in this process, the shares of each batch one after another.
 
@@ -171,6 +156,7 @@ class OneProcess:
             keeps: record tensors, not losses alone.
             half: computes in this dtype: matrix products, or with ``casts_weights`` everything, with copies of the
                 weights.
+            only: a step to run alone, and the weights before it; None runs all.
         """
         run = _Alone(self.workload, program, self.device, self.dtype, Record())
         run.step_shares = shares or self._whole_batch(program)
@@ -180,8 +166,29 @@ class OneProcess:
             run.prepare(self)
             if outputs:
                 run.outputs = captured_outputs(run.subject.model, run.record.outputs)
-            run.train()
+            if only is None:
+                run.train()
+            else:
+                step, weights = only
+                with torch.no_grad():
+                    for name, value in weights.items():
+                        run.named[name].copy_(value)
+                run.one_step(step)
         return run.record
+
+    def gradients_of_shares(
+        self, program: Program, step: int, weights: Mapping[str, Tensor]
+    ) -> dict[tuple[int, int], dict[str, Tensor]]:
+        """The part of a step's gradients that each micro-batch of each data rank adds to those of the whole batch.
+
+        Args:
+            weights: before the step.
+        """
+        process, alone = replace(self, optimizer=None), program.trained_alone
+        return {
+            (share.data, share.micro): process.train(alone, [share], only=(step, weights)).gradients[0]
+            for share in shares_of(self.workload, program, program.micro)
+        }
 
     def _whole_batch(self, program: Program) -> list[Share]:
         size = self.workload.training.size.batch_size
@@ -225,28 +232,3 @@ class OneProcess:
         with contextlib.suppress(RuntimeError, NotImplementedError):
             others.append(train(half=half, casts_weights=True))
         return replace(reference, others=[*reference.others, *others], half=half)
-
-
-def parts_of_gradients(
-    workload: VerifiedWorkload, program: Program, device: torch.device, dtype: torch.dtype, step: int, at: Record
-) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """The gradients that each micro-batch of each rank has by itself in a step, of its own mean loss.
-
-    Args:
-        at: has the weights before the step; those before the first are taken where it has none.
-    """
-    parts: dict[tuple[int, int], dict[str, Tensor]] = {}
-    with user_models.nothing_dropped():
-        subject = build_subject(workload, program, device, dtype)
-        named = dict(subject.model.named_parameters())
-        with torch.no_grad():
-            for name, value in at.weights.get(step, at.weights[0]).items():
-                named[name].copy_(value)
-        batch = batch_of(workload, device, dtype, step)
-        for share in shares_of(workload, program, program.micro):
-            subject.model.zero_grad()
-            inputs, targets = share.of(batch)
-            with turned_off(subject.switch, program.unused and share.data == workload.data_ranks - 1):
-                loss_of(workload, user_models.call_model(subject.model, inputs), targets).backward()
-            parts[share.data, share.micro] = cloned_gradients(named)
-    return parts

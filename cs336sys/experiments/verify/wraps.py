@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +20,13 @@ from cs336sys.errors import CapabilityError, UserCodeError, a_value, choose_from
 from cs336sys.experiments import user_models
 from cs336sys.experiments.models import blocks_of, torch_linear
 from cs336sys.experiments.verify.cases import loss_of
-from cs336sys.experiments.verify.record import GROUP_NAMES, Together, added_to_environment, default_optimizer
+from cs336sys.experiments.verify.record import (
+    ADAMW_SETTINGS,
+    GROUP_NAMES,
+    Together,
+    added_to_environment,
+    default_optimizer,
+)
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.user_code import is_user_code
 from cs336sys.workload.verification import VerifiedWorkload
@@ -65,7 +73,11 @@ class Wrapped:
                 takes_module = len(inspect.signature(candidate.no_sync).parameters) > 0
                 return candidate.no_sync(self.module) if takes_module else candidate.no_sync()
         if hasattr(self.module, "set_requires_gradient_sync"):
-            return _switched(self.module.set_requires_gradient_sync)
+            switch: Any = self.module.set_requires_gradient_sync
+            switch(False)
+            stack = contextlib.ExitStack()
+            stack.callback(switch, True)
+            return stack
         raise CapabilityError("it has no no_sync()")
 
     def clip(self, optimizer: Any, max_norm: float) -> float:
@@ -77,15 +89,6 @@ class Wrapped:
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-@contextlib.contextmanager
-def _switched(switch: Any) -> Iterator[None]:
-    switch(False)
-    try:
-        yield
-    finally:
-        switch(True)
-
-
 def wrap(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
     """Wrap the model on this rank. All ranks call it together.
 
@@ -94,45 +97,41 @@ def wrap(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learnin
         CapabilityError: a ready wrap is not installed, or does not fit the model.
     """
     if not is_user_code(workload.wrap):
-        return READY[workload.wrap](workload, model, mesh, learning_rate)
-    function = user_models.load(workload.wrap)
-    with user_models.telling_errors_of(workload.wrap):
-        returned = _call_wrap(function, model, mesh)
+        returned = READY[workload.wrap](WrapCall(workload, model, mesh, learning_rate))
+    else:
+        function = user_models.load(workload.wrap)
+        with user_models.telling_errors_of(workload.wrap):
+            returned = _call_wrap(function, model, mesh)
     return _returned_parts(workload, returned, model)
 
 
 def _call_wrap(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> Any:
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:
-        return function(model)
+    others: list[inspect.Parameter] = []
+    # Python does not know the parameters of some functions in C.
+    with contextlib.suppress(ValueError):
+        others = list(inspect.signature(function).parameters.values())[1:]
     group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
     values: dict[str, Any] = dict.fromkeys(GROUP_NAMES, group) | dict.fromkeys(_MESH_NAMES, mesh)
-    for parameter in parameters[1:]:
+    for parameter in others:
         if parameter.name in values:
             return function(model, **{parameter.name: values[parameter.name]})
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [parameter for parameter in parameters if parameter.kind in kinds]
-    if len(positional) > 1 and positional[1].default is inspect.Parameter.empty:
-        return function(model, mesh)
-    return function(model)
+    takes_second = bool(others) and others[0].kind in kinds and others[0].default is inspect.Parameter.empty
+    return function(model, mesh) if takes_second else function(model)
 
 
 def _returned_parts(workload: VerifiedWorkload, returned: Any, model: nn.Module) -> Wrapped:
+    if isinstance(returned, Wrapped):
+        return returned
     name = workload.wrap
     optimizer = step = None
-    if returned is None:
-        # Wrapped in place.
-        returned = model
+    # Without anything returned, it is wrapped in place.
+    owner = module = model if returned is None else returned
     if isinstance(returned, tuple) and len(returned) == 2:
         owner, optimizer = returned
         module = owner
-    elif isinstance(returned, nn.Module):
-        owner = module = returned
-    else:
-        owner = returned
-        module = getattr(returned, "module", None)
-        optimizer, step = getattr(returned, "optimizer", None), getattr(returned, "step", None)
+    elif not isinstance(owner, nn.Module):
+        module, optimizer, step = (getattr(owner, part, None) for part in ("module", "optimizer", "step"))
     if not isinstance(module, nn.Module):
         raise UserCodeError(
             f"{name} returned {a_value(returned)}: it should return the module to call, (module, optimizer), or an "
@@ -168,53 +167,43 @@ def innermost(optimizer: Any) -> Any:
     return Together(map(innermost, several)) if len(several) > 1 else optimizer
 
 
-Ready = Callable[[VerifiedWorkload, nn.Module, DeviceMesh, float], Wrapped]
+@dataclass(frozen=True)
+class WrapCall:
+    """Arguments of a ready wrap, which returns what a user's may return, or the parts themselves."""
+
+    workload: VerifiedWorkload
+    model: nn.Module
+    mesh: DeviceMesh
+    learning_rate: float
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(blocks_of(self.workload.training, self.model).values())
+
+    @property
+    def optimizer_settings(self) -> dict[str, Any]:
+        return {"lr": self.learning_rate, **ADAMW_SETTINGS}
 
 
-def _ddp(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
-    module = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group(), find_unused_parameters=True)
-    return Wrapped(module, module)
+def _ddp(call: WrapCall) -> nn.Module:
+    group = call.mesh.get_group()
+    return nn.parallel.DistributedDataParallel(call.model, process_group=group, find_unused_parameters=True)
 
 
-def _fsdp2(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+def _fsdp2(call: WrapCall) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
-    for block in blocks_of(workload.training, model).values():
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return Wrapped(model, model)
+    for module in (*call.blocks, call.model):
+        fully_shard(module, mesh=call.mesh)
+    return call.model
 
 
-def _zero(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+def _zero(call: WrapCall) -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    module = _ddp(workload, model, mesh, learning_rate).module
-    optimizer = ZeroRedundancyOptimizer(
-        module.parameters(), torch.optim.AdamW, process_group=mesh.get_group(), **_wrap_settings(learning_rate)
-    )
-    return Wrapped(module, module, optimizer)
-
-
-def _wrap_settings(learning_rate: float) -> dict[str, Any]:
-    names = ("lr", "eps", "weight_decay")
-    defaults = default_optimizer([nn.Parameter(torch.zeros(1))], learning_rate).defaults
-    return {name: defaults[name] for name in names}
-
-
-def _torch_tensor_parallel(
-    workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float
-) -> Wrapped:
-    """torch's ``parallelize_module``: every pair of matrices in a block that fits is cut by columns, then by rows."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    plan = _tensor_plan(workload, model, mesh.size())
-    for name in plan:
-        module = model.get_submodule(name)
-        # torch's styles know its own linear layers alone.
-        if not isinstance(module, nn.Linear) and isinstance(module.weight, nn.Parameter):
-            model.set_submodule(name, torch_linear(module.weight))
-    styles: Any = {name: ColwiseParallel() if kind == "columns" else RowwiseParallel() for name, kind in plan.items()}
-    return Wrapped(model, parallelize_module(model, mesh, styles))
+    module, settings = _ddp(call), call.optimizer_settings
+    group = call.mesh.get_group()
+    return module, ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, process_group=group, **settings)
 
 
 # Feed-forward layers by their names in cs336_basics, Llama, GPT-2 and torch's own Transformer.
@@ -227,96 +216,97 @@ _PAIRS = (
 )
 
 
-def _tensor_plan(workload: VerifiedWorkload, model: nn.Module, ranks: int) -> dict[str, str]:
-    plan: dict[str, str] = {}
-    for name, module in model.named_modules():
+def _torch_tensor_parallel(call: WrapCall) -> nn.Module:
+    """torch's ``parallelize_module``: every pair of matrices in a block that fits is cut by columns, then by rows."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {}
+    for name, module in call.model.named_modules():
         children = dict(module.named_children())
         for *columns, rows in _PAIRS:
-            if all(layer_name in children for layer_name in (*columns, rows)):
-                width = children[rows].weight.shape[-1]
-                if isinstance(width, int) and width % ranks == 0:
-                    plan |= {f"{name}.{layer_name}".lstrip("."): "columns" for layer_name in columns}
-                    plan[f"{name}.{rows}".lstrip(".")] = "rows"
+            layers = {layer_name: children[layer_name] for layer_name in (*columns, rows) if layer_name in children}
+            width = layers[rows].weight.shape[-1] if len(layers) == len(columns) + 1 else None
+            if not isinstance(width, int) or width % call.mesh.size():
+                continue
+            for layer_name, layer in layers.items():
+                # torch's styles know its own linear layers alone.
+                if not isinstance(layer, nn.Linear) and isinstance(layer.weight, nn.Parameter):
+                    setattr(module, layer_name, torch_linear(layer.weight))
+                style = RowwiseParallel if layer_name == rows else ColwiseParallel
+                plan[f"{name}.{layer_name}".lstrip(".")] = style()
     if not plan:
         listed = "; ".join(", ".join(pair) for pair in _PAIRS)
         raise CapabilityError(
-            f"tensor-parallel: the model has no feed-forward layers of the names {listed} whose width {ranks} ranks "
-            "divide; give a wrap of yours"
+            f"tensor-parallel: the model has no feed-forward layers of the names {listed} whose width "
+            f"{call.mesh.size()} ranks divide; give a wrap of yours"
         )
-    return plan
+    return parallelize_module(call.model, call.mesh, plan)
 
 
-def _ours(class_name: str, *arguments: Any) -> Ready:
-    def prepare(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+def _averaging(class_name: str, *arguments: Any) -> Callable[[WrapCall], nn.Module]:
+    def wrap(call: WrapCall) -> nn.Module:
         from cs336sys.parallel import ddp
 
-        return _of_ours(getattr(ddp, class_name)(model, *arguments))
+        return getattr(ddp, class_name)(call.model, *arguments)
 
-    return prepare
-
-
-def _of_ours(module: Any, **settings: Any) -> Wrapped:
-    return Wrapped(module, module, finish=module.finish_gradient_synchronization, **settings)
+    return wrap
 
 
-def _optimizer(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
-    from cs336sys.parallel.ddp import BucketedDDP
+def _optimizer(call: WrapCall) -> Any:
     from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
-    module = BucketedDDP(model, "block")
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, **_wrap_settings(learning_rate))
-    return _of_ours(module, optimizer=optimizer)
+    module = _averaging("BucketedDDP", "block")(call)
+    return module, ShardedOptimizer(call.model.parameters(), torch.optim.AdamW, **call.optimizer_settings)
 
 
-def _flat_optimizer(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+def _flat_optimizer(call: WrapCall) -> Any:
     from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
-    optimizer = ShardedOptimizer(
-        model.parameters(), torch.optim.AdamW, flat=True, module=model, **_wrap_settings(learning_rate)
-    )
-    return Wrapped(model, model, optimizer, optimizer.finish_gradient_synchronization, scaler_class=ShardedGradScaler)
+    model, settings = call.model, call.optimizer_settings
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, flat=True, module=model, **settings)
+    return SimpleNamespace(module=model, optimizer=optimizer, scaler_class=ShardedGradScaler)
 
 
-def _fsdp(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+def _fsdp(call: WrapCall) -> Any:
     from cs336sys.parallel.fsdp import FSDP
 
-    training = workload.training
-    blocks = None if training.is_ours else list(blocks_of(training, model).values()) or None
-    return _of_ours(FSDP(model, unit_modules=blocks), scaler_class=ShardedGradScaler)
+    blocks = None if call.workload.training.is_ours else call.blocks or None
+    return SimpleNamespace(module=FSDP(call.model, unit_modules=blocks), scaler_class=ShardedGradScaler)
 
 
-def _tensor(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+def _tensor(call: WrapCall) -> Any:
     from cs336sys.parallel.tensor_parallel import TensorParallel
 
-    module = TensorParallel(model, mesh)
-    return _of_ours(module, loss=module.loss, scaler_class=ShardedGradScaler)
+    module = TensorParallel(call.model, call.mesh)
+    return SimpleNamespace(module=module, loss=module.loss, scaler_class=ShardedGradScaler)
 
 
 def _as_torchrun() -> AbstractContextManager[None]:
     """Set what torchrun sets, which some libraries look at though the ranks have met already."""
-    met = {"RANK": dist.get_rank(), "WORLD_SIZE": dist.get_world_size(), "LOCAL_RANK": dist.get_rank()}
-    variables = {name: str(value) for name, value in met.items()}
-    return added_to_environment(variables | {"MASTER_PORT": "0", "MASTER_ADDR": "localhost"})
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    met = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": "0", "MASTER_ADDR": "localhost"}
+    return added_to_environment(met)
 
 
-def _accelerate(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
-    """Hugging Face's ``Accelerator.prepare``, as its examples use it."""
+def _optional(package: str) -> Any:
     try:
-        from accelerate import Accelerator  # type: ignore[import-not-found]  # optional
+        return importlib.import_module(package)
     except ImportError as error:
-        raise CapabilityError("--wrap accelerate needs accelerate: pip install accelerate") from error
+        raise CapabilityError(f"--wrap {package} needs {package}: pip install {package}") from error
+
+
+def _accelerate(call: WrapCall) -> Wrapped:
+    """Hugging Face's ``Accelerator.prepare``, as its examples use it."""
+    model, package = call.model, _optional("accelerate")
     with _as_torchrun():
-        accelerator = Accelerator(cpu=next(model.parameters()).device.type == "cpu")
-    module, optimizer = accelerator.prepare(model, default_optimizer(model.parameters(), learning_rate))
+        accelerator = package.Accelerator(cpu=next(model.parameters()).device.type == "cpu")
+    module, optimizer = accelerator.prepare(model, default_optimizer(model.parameters(), call.learning_rate))
     return Wrapped(module, module, optimizer, backward=accelerator.backward)
 
 
-def _deepspeed(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learning_rate: float) -> Wrapped:
+def _deepspeed(call: WrapCall) -> Wrapped:
     """DeepSpeed's engine with ZeRO of stage 1, whose ``step()`` also sets gradients to zero."""
-    try:
-        import deepspeed  # type: ignore[import-not-found]  # optional
-    except ImportError as error:
-        raise CapabilityError("--wrap deepspeed needs deepspeed: pip install deepspeed") from error
+    deepspeed = _optional("deepspeed")
     settings = {
         # Of a batch, it takes what it is given.
         "train_micro_batch_size_per_gpu": 1,
@@ -326,37 +316,35 @@ def _deepspeed(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, l
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
+    optimizer = default_optimizer(call.model.parameters(), call.learning_rate)
     with _as_torchrun():
         engine, optimizer, _, _ = deepspeed.initialize(
-            model=model,
-            optimizer=default_optimizer(model.parameters(), learning_rate),
-            dist_init_required=False,
-            config=settings,
+            model=call.model, optimizer=optimizer, dist_init_required=False, config=settings
         )
 
     def step(batch: tuple[Any, Any]) -> Tensor:
         inputs, targets = batch
-        loss = loss_of(workload, user_models.call_model(engine, inputs), targets)
+        loss = loss_of(call.workload, user_models.call_model(engine, inputs), targets)
         sequences = torch.tensor(float(len(targets)), device=loss.device)
         whole = sequences.clone()
-        dist.all_reduce(whole, group=mesh.get_group())
+        dist.all_reduce(whole, group=call.mesh.get_group())
         # It takes the mean over ranks, of which some have fewer sequences.
-        engine.backward(loss * sequences * mesh.size() / whole)
+        engine.backward(loss * sequences * call.mesh.size() / whole)
         engine.step()
         return loss.detach()
 
     return Wrapped(engine, engine, optimizer, step=step)
 
 
-READY: dict[str, Ready] = {
+READY: dict[str, Callable[[WrapCall], Any]] = {
     "ddp": _ddp,
     "fsdp2": _fsdp2,
     "zero": _zero,
     "tensor-parallel": _torch_tensor_parallel,
-    "naive": _ours("NaiveDDP"),
-    "flat": _ours("FlatDDP"),
-    "overlap": _ours("OverlappedDDP"),
-    "bucketed": _ours("BucketedDDP", "block"),
+    "naive": _averaging("NaiveDDP"),
+    "flat": _averaging("FlatDDP"),
+    "overlap": _averaging("OverlappedDDP"),
+    "bucketed": _averaging("BucketedDDP", "block"),
     "optimizer": _optimizer,
     "optimizer-flat": _flat_optimizer,
     "fsdp": _fsdp,

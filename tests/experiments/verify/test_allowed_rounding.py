@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cs336sys.experiments.verify.comparison import CaseComparison
+from cs336sys.experiments.verify.comparison import ComparedCase
 from cs336sys.parity.rounding import rounding_in
 from cs336sys.parity.weights import TensorComparison
 
@@ -19,7 +19,7 @@ def test_rounding_explains_little(dtype, half, most, repeated):
     value = torch.ones(100, dtype=dtype)
     comparison = SimpleNamespace(rounding=rounding_in(dtype, half), shapes={"w": value.shape})
     others = [value, value * (1 + repeated), value * (1 + repeated / 2)]
-    allowed = CaseComparison._rounding(comparison, value, others)
+    allowed = ComparedCase._rounding(comparison, value, others)
     relative = allowed / torch.linalg.vector_norm(value).item()
     assert repeated < relative <= most + 20 * repeated
     assert relative > torch.finfo(half or dtype).eps / 2

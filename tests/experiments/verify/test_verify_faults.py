@@ -64,6 +64,12 @@ def test_bug_of_a_public_project_is_found_and_its_cause_is_named(bug):
     assert outcome.derived["cause"] == bug.cause, outcome.reason
 
 
+def test_method_that_a_ready_wrap_lacks_is_refused():
+    outcome = outcome_of("bucketed", "step", finish="finish_gradients")
+    assert outcome.derived["cause"] == "raises"
+    assert "did you mean finish_gradient_synchronization?" in outcome.reason
+
+
 AUDIT = audit_faults.__file__
 
 
