@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -290,6 +291,19 @@ def test_no_module_imports_one_that_imports_it():
 
 def test_a_circle_is_found():
     assert list(circles({"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": set()})) == ["b is in a circle of b, c"]
+
+
+def test_wheel_has_every_file_that_is_no_python():
+    """What pages, write-ups and compiled calls read: a file that no pattern names is missing once it is installed."""
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packed = {
+        path
+        for package, patterns in settings["package-data"].items()
+        for pattern in patterns
+        for path in (PACKAGE.parent / package.replace(".", "/")).glob(pattern)
+    }
+    files = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert files <= packed
 
 
 def test_help_imports_no_torch():

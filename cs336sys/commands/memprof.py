@@ -48,10 +48,11 @@ class SnapshotOptions:
         from cs336sys.report.memory.page import check_directory
         from cs336sys.report.memory.snapshots import (
             snapshot_difference_tables,
+            snapshot_page,
             snapshot_tables,
             write_snapshot_files,
-            write_snapshot_page,
         )
+        from cs336sys.report.outputs import write_file
         from cs336sys.report.page import check_page
 
         output.check()
@@ -61,13 +62,12 @@ class SnapshotOptions:
         if self.against:
             before = _diagnoses(self.against)
             if len(before) > 1 and len(diagnoses) > 1:
-                counts = f"--against {len(before)} snapshots and --from {len(diagnoses)}"
-                raise UsageError(f"{counts}: one of them must be one")
+                raise UsageError(f"--against {len(before)}, --from {len(diagnoses)} snapshots: one of them must be one")
             tables = snapshot_difference_tables(before, diagnoses, top)
         else:
             tables = snapshot_tables(diagnoses, top)
         if self.html is not None:
-            write_snapshot_page(diagnoses, tables, self.html)
+            write_file(self.html, snapshot_page(diagnoses, tables).encode(), "--html")
         if snapshot is not None:
             write_snapshot_files(diagnoses, top, snapshot)
         output.emit(tables)
@@ -207,15 +207,15 @@ def _diagnoses(paths: Sequence[Path]) -> list["MemoryDiagnosis"]:
             )
         files += snapshots
     names = [path.name for path in files]
-    found_in = []
+    diagnoses = []
     # Millions of values that stay: the collector would look at them again and again.
     gc.disable()
     try:
         for path in files:
             name = path.name if names.count(path.name) == 1 else str(path)
-            found_in += [diagnose_memory(name, record) for record in read_dump(path)]
+            diagnoses += [diagnose_memory(name, record) for record in read_dump(path)]
     finally:
         gc.enable()
-    if not found_in:
+    if not diagnoses:
         raise UsageError(f"{', '.join(map(str, files))}: no device holds anything, and none did")
-    return found_in
+    return diagnoses

@@ -130,15 +130,15 @@ def test_largest_allocations_put_blocks_together():
     spans = [Span(0, 1, scores[0]), Span(1, 2, scores[1]), Span(3, 4, Origin("head", "mm", "model.py:2 g"))]
     timeline = build_timeline(events, regions=[Region("forward", 0, 6)], spans=spans)
     head, both = largest_allocations(timeline, 5)
-    assert (head.size, head.count, head.peak_count, head.module) == (60, 1, 1, "head")
-    assert (both.size, both.count, both.peak_count, both.module) == (50, 2, 1, "layers.*.attn")
-    assert (both.phase, both.operation, both.code) == ("forward", "bmm", "model.py:1 f")
-    assert [group.size for group in largest_allocations(timeline, 1)] == [60]
+    assert (head["size"], head["count"], head["peak_count"], head["module"]) == (60, 1, 1, "head")
+    assert (both["size"], both["count"], both["peak_count"], both["module"]) == (50, 2, 1, "layers.*.attn")
+    assert (both["phase"], both["operation"], both["code"]) == ("forward", "bmm", "model.py:1 f")
+    assert [group["size"] for group in largest_allocations(timeline, 1)] == [60]
 
 
 def test_one_block_keeps_its_number_and_a_gradient_its_parameters_module():
     timeline = step_timeline(spans=[Span(0, 1, Origin("layers.3.ffn.w1", "mm", ""))])
-    modules = {group.category: group.module for group in largest_allocations(timeline, 10)}
+    modules = {group["category"]: group["module"] for group in largest_allocations(timeline, 10)}
     assert modules["activations"] == "layers.3.ffn.w1"
     assert modules["gradients"] == "layers.*.ffn.w1"
 

@@ -11,9 +11,10 @@ from snapshot_programs import KINDS, Program, program
 from torch import nn
 
 from cs336sys.errors import UsageError
-from cs336sys.measure.allocations.diagnosis import changes, diagnose_memory, totals
+from cs336sys.measure.allocations.diagnosis import changes, diagnose_memory
 from cs336sys.measure.allocations.dump import Block, Frame, parse_dump, read_dump
 from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES, FORWARD, NOTHING, code_of, role
+from cs336sys.measure.allocations.timeline import held_bytes
 from cs336sys.report.memory.verdict import verdicts
 
 
@@ -95,6 +96,19 @@ def test_leak_in_a_cut_ring_buffer_is_found(last):
     assert (cause.name, cause.step_bytes) == ("leak", 24 * MIB)
 
 
+def test_metadata_that_is_no_text_names_no_step():
+    p = Program(0)
+    p.free(p.allocate(MIB))
+    nested = []
+    for _ in range(100_000):
+        nested = [nested]
+    p.trace[1]["user_metadata"] = nested
+    (record,) = parse_dump(p.snapshot())
+    assert record.step_marks == []
+    while nested:
+        nested = nested.pop()
+
+
 def test_user_metadata_names_steps():
     p = Program(0)
     p.build()
@@ -143,9 +157,33 @@ def test_peak_is_that_of_the_allocator():
         torch.empty(5 * MIB, dtype=torch.uint8)
         kept.append(torch.empty(MIB, dtype=torch.uint8))
     (record,) = parse_dump(allocator.snapshot())
-    held = totals(record)
+    held = held_bytes(record.blocks, record.length)
     assert max(held) == 8 * MIB
     assert held[:5] == [0, 3 * MIB, 8 * MIB, 3 * MIB, 4 * MIB]
+
+
+def mosaic_peak(snapshot):
+    """The peak by the rules of facebookresearch/mosaic: blocks of no event, and the most that allocations hold."""
+    (trace,) = snapshot["device_traces"]
+    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+    touched = {entry["addr"] for entry in trace if entry["action"] in ("alloc", "free_requested", "free_completed")}
+    older = (block for block in blocks if block["state"] == "active_allocated" and block["address"] not in touched)
+    live, held, peak = set(), 0, 0
+    for entry in trace:
+        if entry["action"] == "alloc":
+            live.add(entry["addr"])
+            held += entry["size"]
+        elif entry["action"] == "free_completed" and entry["addr"] in live:
+            live.remove(entry["addr"])
+            held -= entry["size"]
+        peak = max(peak, held)
+    return peak + sum(block["size"] for block in older)
+
+
+@pytest.mark.parametrize(("name", "last"), [*((name, None) for name in KINDS), ("list_of_outputs", 400)])
+def test_peak_is_that_of_mosaic(name, last):
+    snapshot = program(name, 3).snapshot(last)
+    assert diagnose_memory("s", *parse_dump(snapshot)).peak == mosaic_peak(snapshot)
 
 
 def test_failure_right_after_a_free_counts_what_is_left():
@@ -285,6 +323,10 @@ def test_differences_add_up():
         ({"segments": [], "device_traces": {}}, "its device_traces are no lists"),
         ({"segments": [{"device": 0}]}, "a segment has no address"),
         ({"segments": [3]}, "a segment has no device"),
+        (
+            {"segments": [{"device": -2, "address": 0, "total_size": 512}], "device_traces": [[]]},
+            "a segment has no device",
+        ),
         ({"segments": [], "device_traces": [[{"action": "alloc", "size": "4", "addr": 1}]]}, "entry 0 of device 0"),
         ({"segments": [], "device_traces": [[{"action": "jump", "size": 4, "addr": 1}]]}, "entry 0 of device 0"),
         ({"segments": [], "device_traces": [[{"action": "alloc", "size": -4, "addr": 1}]]}, "entry 0 of device 0"),

@@ -160,33 +160,35 @@ class _Planner:
         if base is None:
             raise CapabilityError(self._failed)
         changes = memory_changes.possible_changes(self._workload)
-        rows = []
-        usable = []
+        peaks: dict[SettingChange, int] = {}
         for change in changes:
             progress(f"predicting {change.option}")
-            peak_bytes = self._bytes((change,))
-            if peak_bytes is not None:
-                rows.append(asdict(change) | {"peak_bytes": peak_bytes, "saved_bytes": base - peak_bytes})
-                usable.append(change)
-        plan = () if base <= self._limit else self._cheapest(usable)
+            if (peak_bytes := self._bytes((change,))) is not None:
+                peaks[change] = peak_bytes
+        plan = () if base <= self._limit else self._cheapest(list(peaks))
+        # What is held once a change and those before it are made.
+        chosen = plan or ()
+        steps = [asdict(change) | {"peak_bytes": self._bytes(chosen[:i])} for i, change in enumerate(chosen, 1)]
         derived: dict[str, Any] = {
             "limit_bytes": self._limit,
             "base_bytes": base,
-            "changes": rows,
-            "plan": None if plan is None else self._steps(plan),
+            "changes": [asdict(c) | {"peak_bytes": peak, "saved_bytes": base - peak} for c, peak in peaks.items()],
+            "plan": None if plan is None else steps,
             "by_formula": self._by_formula,
             "least_bytes": min((size for size in self._known.values() if size is not None), default=base),
             "tried": len(self._known),
         }
-        if plan is not None and not any(change.setting == "ranks" for change in plan):
-            planned = memory_changes.changed(self._workload, plan) or self._workload
-            derived["command"] = hide_home(memory_changes.command_line(planned))
-        elif plan:
-            *other_changes, ranks = plan
-            single = memory_changes.changed(self._workload, other_changes) or self._workload
-            command = hide_home(memory_changes.command_line(single)).split(" ")
-            derived["command"] = " ".join([*command[:1], ranks.option, *command[2:]])
+        if plan is not None:
+            planned, ranks = self._changed(plan)
+            command = hide_home(memory_changes.command_line(planned or self._workload))
+            program, memprof, rest = command.split(" ", 2)
+            derived["command"] = " ".join([program, memprof if ranks is None else ranks.option, rest])
         return derived
+
+    def _changed(self, plan: Sequence[SettingChange]) -> tuple[MemoryWorkload | None, SettingChange | None]:
+        """Return the workload with the plan's changes, None where they exclude each other, and the change of ranks."""
+        ranks = next((change for change in plan if change.setting == "ranks"), None)
+        return memory_changes.changed(self._workload, [change for change in plan if change is not ranks]), ranks
 
     def _cheapest(self, changes: Sequence[SettingChange]) -> tuple[SettingChange, ...] | None:
         for plan in memory_changes.plans(changes):
@@ -197,26 +199,18 @@ class _Planner:
                 return tuple(sorted(plan, key=lambda change: change.setting == "ranks"))
         return None
 
-    def _steps(self, plan: Sequence[SettingChange]) -> list[dict[str, Any]]:
-        """The plan's changes, each with what is held once it and those before it are made."""
-        return [asdict(change) | {"peak_bytes": self._bytes(plan[: i + 1])} for i, change in enumerate(plan)]
-
     def _bytes(self, plan: Sequence[SettingChange]) -> int | None:
-        ranks = next((change for change in plan if change.setting == "ranks"), None)
-        workload = memory_changes.changed(self._workload, [change for change in plan if change is not ranks])
-        if workload is None:
+        workload, ranks = self._changed(plan)
+        # A shared step of a user's model takes one micro-batch.
+        is_ours = self._workload.training.is_ours
+        if workload is None or (ranks is not None and not is_ours and workload.micro_batches > 1):
             return None
-        if ranks is not None and workload.training.is_ours:
+        if ranks is not None and is_ours:
             return memory_changes.sharded_bytes(workload, ranks)
-        if ranks is not None and workload.micro_batches > 1:
-            # A shared step takes one micro-batch.
-            return None
         key = workload, ranks
-        if key not in self._known:
-            if self._traces >= MOST_TRACES:
-                return None
+        if key not in self._known and self._traces < MOST_TRACES:
             self._known[key] = self._predicted(workload, ranks)
-        return self._known[key]
+        return self._known.get(key)
 
     def _predicted(self, workload: MemoryWorkload, ranks: SettingChange | None) -> int | None:
         if self._by_formula:

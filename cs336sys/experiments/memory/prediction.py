@@ -31,9 +31,6 @@ from cs336sys.measure.without_values import DecisionsRead, WithoutValues
 from cs336sys.triton_package import why_no_triton
 from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload, Workload
 
-# What a cell keeps of its timeline: enough for a picture a page wide.
-TIMELINE_POINTS = 400
-
 
 @dataclass(frozen=True)
 class PhasePeak:
@@ -74,9 +71,9 @@ def summary(
         "predicted_gib": predicted and predicted.total_gib,
         "predicted_moment": predicted and predicted.moment,
         "lost_events": timeline.lost_events,
-        "largest": [asdict(group) for group in largest_allocations(timeline, LARGEST_ALLOCATIONS)],
+        "largest": largest_allocations(timeline, LARGEST_ALLOCATIONS),
         "block": block if workload.checkpointing == "none" else None,
-        "timeline": thinned(timeline, TIMELINE_POINTS),
+        "timeline": thinned(timeline),
         "regions": [asdict(region) for region in timeline.phases()],
     }
 
@@ -189,7 +186,9 @@ def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedSt
     workload = replace(workload, training=training, snapshot=None)
     decisions = _decisions(workload)
     with (
-        mock.patch.dict(ATTENTION_FUNCTIONS, flash=_traced_flash),
+        mock.patch.dict(
+            ATTENTION_FUNCTIONS, flash=lambda Q, K, V, mask=None: _flash_of_a_gpu(Q, K, V, is_causal=mask is not None)
+        ),
         mock.patch.object(user_models.attention, "_flash_attention", _flash_of_a_gpu),
         user_models.copied_code(),
         _adamw_without_kernels(training),
@@ -237,18 +236,14 @@ def predicted_timeline(
         return traced_timeline(workload, follow_operations=follow_operations, progress=progress)
     # It tells its failures on standard error, too.
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
     try:
-        with telling_user_errors(training):
+        with mock.patch.object(logger, "disabled", True), telling_user_errors(training):
             return traced_timeline(workload, follow_operations=follow_operations, progress=progress)
     except UserCodeError as error:
         raise CapabilityError(
             f"{training.user.model}: no memory is predicted, as its step does not run on tensors without values "
             f"({error!s:.300}); doctor --model says whether it runs with them"
         ) from error
-    finally:
-        logger.setLevel(level)
 
 
 def _decisions(workload: MemoryWorkload) -> dict[str, bool]:
@@ -284,10 +279,6 @@ def _decided_as_with_values() -> AbstractContextManager[Any]:
 def _give_data(tensor: Tensor, other: Tensor) -> None:
     """In the place of ``torch.utils.swap_tensors``, which refuses fake tensors: their mode holds weak references."""
     tensor.data = other.data
-
-
-def _traced_flash(Q, K, V, mask=None):
-    return _flash_of_a_gpu(Q, K, V, is_causal=mask is not None)
 
 
 def _flash_of_a_gpu(query, key, value, is_causal):

@@ -72,7 +72,7 @@ class MemoryStep(TrainStep):
     def run_phases(
         self,
         around: Callable[[str], AbstractContextManager[None]],
-        all_around: AbstractContextManager[Any] | None = None,
+        all_around: AbstractContextManager[Any] = contextlib.nullcontext(),
     ) -> None:
         """One step, with the loss as a phase of its own, launched or, where the workload says so, captured.
 
@@ -84,20 +84,18 @@ class MemoryStep(TrainStep):
         """
         with contextlib.ExitStack() as outer:
             if self.workload.cuda_graph == "off":
-                outer.enter_context(all_around or contextlib.nullcontext())
+                outer.enter_context(all_around)
                 for name, phase in self._all_passes():
                     with around(name):
                         phase()
                 return
 
-            entered = False
+            # The warm-up of the capture runs before the first phase, and is not part of the record.
+            pending = [all_around]
 
             def around_captured(name: str) -> AbstractContextManager[None]:
-                # The warm-up of the capture runs before the first phase, and is not part of the record.
-                nonlocal entered
-                if not entered and all_around is not None:
-                    outer.enter_context(all_around)
-                entered = True
+                while pending:
+                    outer.enter_context(pending.pop())
                 return around(name)
 
             self.capture(with_loss=True, around=around_captured)

@@ -32,6 +32,7 @@ from cs336sys.measure.allocations.inference import (
     is_telling,
     operation_of,
 )
+from cs336sys.measure.allocations.timeline import held_bytes
 
 # What grows is named where it holds at least this part of the memory; free pieces and logits, ten times that.
 _LEAST_LEAK, _LEAST_SHARE = 0.01, 0.10
@@ -105,10 +106,6 @@ class Moment:
     free: FreePieces
 
     @property
-    def blocks(self) -> list[Block]:
-        return [self.record.blocks[index] for index in self.live]
-
-    @property
     def begins_empty(self) -> bool:
         """Whether the record has the device's memory from its first allocation on."""
         return all(block.start for block in self.record.blocks)
@@ -150,7 +147,9 @@ def find_causes(moment: Moment) -> list[MemoryCause]:
 def _state_twice(moment: Moment) -> MemoryCause | None:
     """Find lines of an optimizer that made state of the same parameters in two steps, or called from two places."""
     record, inference = moment.record, moment.inference
-    parameters, is_certain = inference.parameter_sizes()
+    blocks = inference.blocks_of("parameters")
+    parameters, is_certain = Counter(block.requested for block in blocks), all(block.stack for block in blocks)
+    made_gradients = inference.blocks_of("gradients")
     by_line: dict[Frame, dict[tuple[int, int], list[Block]]] = defaultdict(lambda: defaultdict(list))
     for index in moment.live:
         block = record.blocks[index]
@@ -160,7 +159,8 @@ def _state_twice(moment: Moment) -> MemoryCause | None:
     doubled, calls = 0, set()
     for sets in (sets for sets in by_line.values() if len(sets) > 1):
         counts = [Counter(block.requested for block in blocks) for blocks in sets.values()]
-        gradients = [inference.gradient_sizes(blocks[0].start) for blocks in sets.values()]
+        starts = [blocks[0].start for blocks in sets.values()]
+        gradients = [Counter(b.requested for b in made_gradients if b.start <= start < b.end) for start in starts]
         # State has the parameters' dtype, or fp32 for half precision.
         for ratio in (1, 2):
             again = 0
@@ -188,7 +188,6 @@ class _GrowingLine:
 
     stack: int
     size: int
-    step_bytes: float
     steps: int
     is_single: bool
 
@@ -208,29 +207,24 @@ def _growing_lines(moment: Moment, steps: Sequence[int]) -> list[_GrowingLine]:
     last = bisect_right(ends, moment.position) - 1
     if min(len(ends), last + 1) < _LEAK_STEPS:
         return []
-    changes: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    blocks_of_lines: dict[tuple[int, int], list[Block]] = defaultdict(list)
     for block in moment.record.blocks:
+        # By steps in the place of positions.
         first, after = bisect_left(ends, block.start), bisect_left(ends, block.end)
         if block.start and first < after:
-            changes[block.stack, 0 if block.stack else block.size].append((first, after, block.size))
+            key = block.stack, 0 if block.stack else block.size
+            blocks_of_lines[key].append(block._replace(start=first, end=after))
     lines = []
-    for (stack, _), spans in changes.items():
-        sizes, counts = [0] * (len(ends) + 1), [0] * (len(ends) + 1)
-        for first, after, size in spans:
-            sizes[first] += size
-            sizes[after] -= size
-            counts[first] += 1
-            counts[after] -= 1
-        for step in range(1, len(ends)):
-            sizes[step] += sizes[step - 1]
-            counts[step] += counts[step - 1]
-        rises = [later - earlier for earlier, later in pairwise([0, *sizes[:-1]])]
+    for (stack, _), blocks in blocks_of_lines.items():
+        if len(blocks) < _LEAK_STEPS:
+            continue
+        sizes = held_bytes(blocks, len(ends) - 1)
+        rises = [later - earlier for earlier, later in pairwise([0, *sizes])]
         start = next((step for step, rise in enumerate(rises) if rise > 0), last)
-        is_single = counts[-2] == counts[start]
+        counts = {sum(block.start <= step < block.end for block in blocks) for step in (start, len(ends) - 1)}
+        is_single = len(counts) == 1
         if start < last and _is_growing(rises[start:], is_single, moment.inference.roles[stack] == OPTIMIZER):
-            before = sizes[start - 1] if start else 0
-            grown = sizes[last] - before
-            lines.append(_GrowingLine(stack, grown, grown / (last - start + 1), last - start + 1, is_single))
+            lines.append(_GrowingLine(stack, sum(rises[start : last + 1]), last - start + 1, is_single))
     return sorted(lines, key=lambda line: -line.size)
 
 
@@ -250,12 +244,8 @@ def _grown(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool) -> Me
     """Say what growing lines are: a graph, if they are most lines of a forward pass."""
     record, inference = moment.record, moment.inference
     forward = [line.stack for line in lines if inference.roles[line.stack] == FORWARD]
-    categorized = zip(record.blocks, inference.categories, strict=True)
-    saved = {
-        block.stack
-        for block, category in categorized
-        if category == "activations" and block.start and moment.role(block) == FORWARD
-    }
+    activations = inference.blocks_of("activations")
+    saved = {block.stack for block in activations if block.start and moment.role(block) == FORWARD}
     kept_lines, saved_lines = ({moment.line(stack) for stack in stacks} for stacks in (forward, saved))
     code = moment.line(lines[0].stack)[0]
     name = "growing cache" if lines[0].is_single else "leak"
@@ -268,7 +258,7 @@ def _grown(moment: Moment, lines: Sequence[_GrowingLine], is_proved: bool) -> Me
         sum(line.size for line in lines),
         code,
         is_proved,
-        step_bytes=round(sum(line.step_bytes for line in lines)),
+        step_bytes=round(sum(line.size / line.steps for line in lines)),
         steps=max(line.steps for line in lines),
     )
 
@@ -324,7 +314,8 @@ def _longer_than_before(moment: Moment) -> MemoryCause | None:
         return None
     start = steps[current - 1]
     ratio = _common_ratio(_largest_of_lines(moment, start), [_largest_of_lines(moment, 1, start)])
-    activations = sum(block.size for block in moment.blocks if block.start >= start and moment.role(block) in _COMPUTED)
+    blocks = [moment.record.blocks[index] for index in moment.live]
+    activations = sum(block.size for block in blocks if block.start >= start and moment.role(block) in _COMPUTED)
     more = int(activations * (1 - 1 / ratio))
     return MemoryCause("longer batch", more, ratio=ratio) if more >= max(1, _LEAST_LEAK * moment.size) else None
 

@@ -3,12 +3,12 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from statistics import median
 
 from cs336sys.measure.allocations.causes import MemoryCause, Moment, find_causes, free_pieces, longer_ratio
 from cs336sys.measure.allocations.dump import DeviceRecord
 from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES, Inference, code_of, operation_of
+from cs336sys.measure.allocations.timeline import held_bytes
 
 # Ranks hold the same model, or shards of it that are rounded.
 _SAME_PARAMETERS = 0.02
@@ -66,20 +66,11 @@ class MemoryDiagnosis:
         return self.moment.size
 
 
-def totals(record: DeviceRecord) -> list[int]:
-    """Bytes held at every position 0..length."""
-    changes = [0] * (record.length + 2)
-    for block in record.blocks:
-        changes[block.start] += block.size
-        changes[block.end] -= block.size
-    return list(accumulate(changes[:-1]))
-
-
 def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
     """Look at the last failure of a device, or at its peak."""
     inference = Inference(record)
-    totals_bytes = totals(record)
-    highest = max(range(len(totals_bytes)), key=totals_bytes.__getitem__)
+    totals = held_bytes(record.blocks, record.length)
+    highest = max(range(len(totals)), key=totals.__getitem__)
     failure = record.failures[-1] if record.failures else None
     position = highest if failure is None else failure.position
     live = [index for index, block in enumerate(record.blocks) if block.start <= position < block.end]
@@ -97,12 +88,12 @@ def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
     kinds.sort(key=lambda kind: (-kind.total, -kind.size, kind.code))
     segments = record.segments_at(record.entries[position] if failure is None else failure.entry)
     free = free_pieces([record.blocks[index] for index in live], segments, None if failure is None else failure.stream)
-    moment = Moment(record, inference, position, failure, live, totals_bytes[position], free)
+    moment = Moment(record, inference, position, failure, live, totals[position], free)
     return MemoryDiagnosis(
         source,
         moment,
         "" if failure is None else codes[failure.stack],
-        totals_bytes[highest],
+        totals[highest],
         by_category,
         kinds,
         find_causes(moment),

@@ -11,8 +11,9 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from cs336sys.errors import UsageError
 from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline
@@ -88,6 +89,10 @@ class Segment(NamedTuple):
     pool: tuple[int, int]
     is_expandable: bool
 
+    @property
+    def end(self) -> int:
+        return self.address + self.size
+
 
 @dataclass
 class DeviceRecord:
@@ -95,7 +100,7 @@ class DeviceRecord:
 
     Attributes:
         stacks: of all blocks; the first is empty.
-        length: the last position.
+        segments: by address.
         entries: for each position, the number of the trace's entry that led to it.
         segment_events: entries that changed segments: their numbers, 1 or -1, and the segment.
         unknown_frees: of memory older than the record.
@@ -108,11 +113,15 @@ class DeviceRecord:
     failures: list[FailedAllocation] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     stacks: list[tuple[Frame, ...]] = field(default_factory=lambda: [()])
-    length: int = 0
     entries: list[int] = field(default_factory=lambda: [-1])
     segment_events: list[tuple[int, int, Segment]] = field(default_factory=list)
     unknown_frees: int = 0
     step_marks: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """The last position."""
+        return len(self.entries) - 1
 
     @property
     def has_stacks(self) -> bool:
@@ -120,22 +129,20 @@ class DeviceRecord:
 
     def segments_at(self, entry: int) -> list[Segment]:
         """The segments after an entry of the trace: those of the end, with later changes undone."""
-        ranges = {(segment.address, segment.address + segment.size): segment for segment in self.segments}
+        segments = list(self.segments)
         for when, sign, segment in reversed(self.segment_events):
             if when <= entry:
                 break
-            wanted = (segment.address, segment.address + segment.size)
+            index = bisect_right(segments, segment.address, key=attrgetter("address"))
             if sign < 0:
-                ranges[wanted] = segment
-                continue
-            # What is an own segment goes; a part of an expandable one is cut out.
-            around = next((bounds for bounds in ranges if bounds[0] <= wanted[0] and wanted[1] <= bounds[1]), None)
-            if around is not None:
-                whole = ranges.pop(around)
-                for start, end in ((around[0], wanted[0]), (wanted[1], around[1])):
-                    if start < end:
-                        ranges[start, end] = whole._replace(address=start, size=end - start)
-        return sorted(segment._replace(address=start, size=end - start) for (start, end), segment in ranges.items())
+                segments.insert(index, segment)
+            elif index and segment.end <= (whole := segments[index - 1]).end:
+                # A segment goes; a part of an expandable one is cut out.
+                pieces = ((whole.address, segment.address), (segment.end, whole.end))
+                segments[index - 1 : index] = [
+                    whole._replace(address=start, size=end - start) for start, end in pieces if start < end
+                ]
+        return segments
 
 
 def read_dump(path: Path) -> list[DeviceRecord]:
@@ -152,6 +159,9 @@ def read_dump(path: Path) -> list[DeviceRecord]:
         return parse_dump(snapshot)
     except _NoSnapshotError as error:
         raise UsageError(f"{path} is no snapshot of torch.cuda.memory._dump_snapshot: {error}") from None
+
+
+_Entries: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class _NoSnapshotError(ValueError):
@@ -179,13 +189,7 @@ def parse_dump(snapshot: Any) -> list[DeviceRecord]:
 
 
 class _Parser:
-    def __init__(
-        self,
-        device: int,
-        segments: Sequence[Mapping[str, Any]],
-        trace: Sequence[Mapping[str, Any]],
-        annotations: Any,
-    ):
+    def __init__(self, device: int, segments: _Entries, trace: _Entries, annotations: Any):
         self._record = DeviceRecord(device)
         self._segments = segments
         self._trace = trace
@@ -194,19 +198,18 @@ class _Parser:
         self._by_identity: dict[int, int] = {}
         self._frames: dict[int, Frame] = {}
         self._stacks: dict[tuple[Frame, ...], int] = {(): 0}
-        self._pools: list[tuple[int, int, tuple[int, int]]] = []
 
     def parse(self) -> DeviceRecord:
         record = self._record
         at_end = list(self._read_segments())
+        record.segments.sort()
         live = self._read_trace()
-        length = record.length
         record.step_marks = self._step_marks()
-        record.blocks += [block._replace(end=length + 1) for block in live.values()]
-        touched = {block.address for block in record.blocks}
+        touched = {block.address for block in record.blocks} | live.keys()
         # What is there at the end and was never spoken of was there before.
-        record.blocks += [block._replace(start=0, end=length + 1) for block in at_end if block.address not in touched]
-        if not self._trace_has_pools:
+        left = [*live.values(), *(block for block in at_end if block.address not in touched)]
+        record.blocks += [block._replace(end=record.length + 1) for block in left]
+        if not self._trace_has_pools and any(segment.pool != DEFAULT_POOL for segment in record.segments):
             record.blocks = [block._replace(pool=self._pool(block.address)) for block in record.blocks]
         return record
 
@@ -219,8 +222,6 @@ class _Parser:
             pool = _pool_id(segment.get("segment_pool_id"))
             is_expandable = segment.get("is_expandable") is True
             self._record.segments.append(Segment(address, size, stream, pool, is_expandable))
-            if pool != DEFAULT_POOL:
-                self._pools.append((address, address + size, pool))
             blocks = segment.get("blocks", [])
             if not isinstance(blocks, list):
                 raise _NoSnapshotError("a segment's blocks are no list")
@@ -237,7 +238,6 @@ class _Parser:
         blocks = record.blocks
         completes = any(isinstance(entry, dict) and entry.get("action") == "free_completed" for entry in self._trace)
         freed = "free_completed" if completes else "free_requested"
-        position = 0
         for number, entry in enumerate(self._trace):
             try:
                 action, size = entry["action"], entry["size"]
@@ -248,29 +248,26 @@ class _Parser:
                 raise _NoSnapshotError(
                     f"entry {number:,} of device {record.device} has no action, addr or size"
                 ) from None
-            if action == "alloc":
-                position += 1
+            if action in ("alloc", freed):
                 record.entries.append(number)
+            if action == "alloc":
                 stack, pool = self._stack(entry.get("frames")), _pool_id(entry.get("pool_id"))
-                live[address] = Block(address, size, position, 0, stack, _stream(entry), pool, size)
+                live[address] = Block(address, size, record.length, 0, stack, _stream(entry), pool, size)
                 self._trace_has_pools |= entry.get("pool_id") is not None
             elif action == freed:
-                position += 1
-                record.entries.append(number)
                 block = live.pop(address, None)
                 if block is None:
                     record.unknown_frees += 1
                     block = Block(address, size, 0, 0, 0, 0, DEFAULT_POOL, size)
-                blocks.append(block._replace(end=position))
+                blocks.append(block._replace(end=record.length))
             elif action == "oom":
                 stack = self._stack(entry.get("frames"))
-                record.failures.append(FailedAllocation(position, number, size, address, stack, _stream(entry)))
+                record.failures.append(FailedAllocation(record.length, number, size, address, stack, _stream(entry)))
             elif action.startswith("segment"):
                 sign = 1 if action in ("segment_alloc", "segment_map") else -1
                 is_expandable = action in ("segment_map", "segment_unmap")
                 segment = Segment(address, size, _stream(entry), _pool_id(entry.get("pool_id")), is_expandable)
                 record.segment_events.append((number, sign, segment))
-        record.length = position
         return live
 
     def _step_marks(self) -> list[int]:
@@ -284,7 +281,7 @@ class _Parser:
                     others.get("device", self._record.device) == self._record.device
                 ):
                     ends.setdefault(re.sub(r"\d+", "#", name), []).append(bisect_right(times, time) + 1)
-        labels = [str(entry.get("user_metadata") or "") for entry in entries]
+        labels = [label if isinstance(label := entry.get("user_metadata"), str) else "" for entry in entries]
         for position, (label, later) in enumerate(pairwise(labels), start=2):
             if label != later and (name := re.sub(r"\d+", "#", later)) == re.sub(r"\d+", "#", label):
                 ends.setdefault(name, []).append(position)
@@ -292,24 +289,20 @@ class _Parser:
         return min(recurring, key=len, default=[])
 
     def _pool(self, address: int) -> tuple[int, int]:
-        return next((pool for start, end, pool in self._pools if start <= address < end), DEFAULT_POOL)
+        index = bisect_right(self._record.segments, address, key=attrgetter("address"))
+        segment = self._record.segments[index - 1]
+        return segment.pool if index and address < segment.end else DEFAULT_POOL
 
     def _stack(self, frames: Any) -> int:
-        if not frames:
-            return 0
-        index = self._by_identity.get(id(frames))
-        if index is None:
-            index = self._by_identity[id(frames)] = self._new_stack(frames)
-        return index
-
-    def _new_stack(self, frames: Any) -> int:
+        if not frames or id(frames) in self._by_identity:
+            return self._by_identity.get(id(frames), 0)
         if not isinstance(frames, list):
             raise _NoSnapshotError("frames are no list")
         for frame in frames:
             if id(frame) not in self._frames:
                 self._frames[id(frame)] = _frame(frame)
         stack = tuple(self._frames[id(frame)] for frame in frames)
-        index = self._stacks.setdefault(stack, len(self._stacks))
+        index = self._by_identity[id(frames)] = self._stacks.setdefault(stack, len(self._stacks))
         if index == len(self._record.stacks):
             self._record.stacks.append(stack)
         return index
@@ -328,7 +321,7 @@ def _frame_text(value: Any) -> str:
 
 def _integer_field(values: Any, key: str, owner: str, default: int | None = None) -> int:
     value = values.get(key, default) if isinstance(values, dict) else None
-    if type(value) is not int:
+    if type(value) is not int or value < 0:
         raise _NoSnapshotError(f"{owner} has no {key}")
     return value
 
@@ -345,9 +338,7 @@ def _pool_id(value: Any) -> tuple[int, int]:
 
 
 def write_snapshot(snapshot: Mapping[str, Any], path: Path) -> None:
-    """Raises:
-    UsageError: the file cannot be written.
-    """
+    """Write a snapshot atomically, or raise a UsageError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as whole, whole.open("wb") as file:
@@ -379,20 +370,9 @@ def as_snapshot(timeline: AllocationTimeline) -> dict[str, Any]:
         blocks.append(block | {"state": "active_allocated" if is_left else "inactive"})
         address += allocation.size
         live_bytes += is_left * allocation.size
-    segment = {
-        "device": 0,
-        "address": 0,
-        "total_size": address,
-        "allocated_size": live_bytes,
-        "active_size": live_bytes,
-        "requested_size": live_bytes,
-        "stream": 0,
-        "segment_type": "large",
-        "segment_pool_id": (0, 0),
-        "is_expandable": False,
-        "frames": [],
-        "blocks": blocks,
-    }
+    segment: dict[str, Any] = {"device": 0, "address": 0, "total_size": address, "stream": 0, "segment_type": "large"}
+    segment |= dict.fromkeys(("allocated_size", "active_size", "requested_size"), live_bytes)
+    segment |= {"segment_pool_id": DEFAULT_POOL, "is_expandable": False, "frames": [], "blocks": blocks}
     return {"segments": [segment], "device_traces": [sorted(events, key=lambda event: event["time_us"])]}
 
 

@@ -24,7 +24,7 @@ ones in multiples of them are optimizer state; where sizes contradict each other
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -39,13 +39,9 @@ INITIAL, FORWARD, BACKWARD, RECOMPUTATION, OPTIMIZER, USER, NOTHING = (
 )  # fmt: skip
 
 # What memprof's outermost frames name, on a CPU.
-_PHASES = {
-    "forward": FORWARD,
-    "loss": FORWARD,
-    "backward": BACKWARD,
-    "optimizer": OPTIMIZER,
-    "before the step": INITIAL,
-}
+_PHASES = dict.fromkeys(("forward", "loss"), FORWARD) | {
+    "backward": BACKWARD, "optimizer": OPTIMIZER, "before the step": INITIAL,
+}  # fmt: skip
 
 # The least part of the forward pass's memory that is freed while a backward pass runs.
 _FREED_BY_BACKWARD = 0.3
@@ -87,11 +83,10 @@ def role(stack: Sequence[Frame]) -> str:
 
 def code_of(stack: Sequence[Frame]) -> str:
     """Name the innermost line of the user's own code, else of any: ``src/train.py:88 train_step``."""
-    python = [frame for frame in stack if is_telling(frame)]
-    user_frames = (frame for frame in python if is_own(frame))
-    frame = next(user_frames, python[0] if python else stack[0] if stack else None)
-    if frame is None:
+    if not stack:
         return ""
+    python = [frame for frame in stack if is_telling(frame)]
+    frame = next(filter(is_own, python), (python or stack)[0])
     return f"{'/'.join(frame.filename.replace(chr(92), '/').split('/')[-2:])}:{frame.line} {frame.name}"
 
 
@@ -127,21 +122,18 @@ class Inference:
             stack[0].line == stack[-1].line == 0 and stack[0].filename in MEMORY_CATEGORIES
             for stack in record.stacks[1:]
         )
-        has_stacks = sum(block.stack > 0 for block in record.blocks if block.start) > 0
         if self.is_recorded:
             self.roles = [_PHASES.get(stack[-1].filename, NOTHING) if stack else NOTHING for stack in record.stacks]
         else:
             self.roles = [role(stack) for stack in record.stacks]
-            if has_stacks and FORWARD in self.roles:
+            if FORWARD in self.roles and any(block.stack for block in record.blocks if block.start):
                 self.roles = [BACKWARD if stack_role == NOTHING else stack_role for stack_role in self.roles]
+        self._failures = [failure.position for failure in record.failures]
         allocated = sorted((block.start, self.roles[block.stack]) for block in record.blocks if block.start)
         self._made = [start for start, _ in allocated]
-        self._at = {
-            name: [start for start, allocating_role in allocated if allocating_role == name]
-            for name in (BACKWARD, RECOMPUTATION, OPTIMIZER)
-        }
-        self._backward = sorted(self._at[BACKWARD] + self._at[RECOMPUTATION])
         parts = [BACKWARD if part == RECOMPUTATION else part for _, part in allocated]
+        self._backward = [start for start, part in zip(self._made, parts, strict=True) if part == BACKWARD]
+        self._backward.append(record.length + 1)
         # Allocations that follow one another in one part of training: the part, and their positions.
         runs = [
             (part, [start for _, start in run])
@@ -160,21 +152,8 @@ class Inference:
         self.categories = [self._category(block) for block in record.blocks]
         self._name_what_was_there()
 
-    def parameter_sizes(self) -> tuple[Counter[int], bool]:
-        """Return how many parameters there are of each size, and whether their stacks say so, not sizes alone."""
-        blocks = [block for block, category in self._categorized() if category == "parameters"]
-        return Counter(block.requested for block in blocks), bool(blocks) and all(block.stack for block in blocks)
-
-    def gradient_sizes(self, position: int) -> Counter[int]:
-        """Return how many gradients of each size are there at a position."""
-        return Counter(
-            block.requested
-            for block, category in self._categorized()
-            if category == "gradients" and block.start <= position < block.end
-        )
-
-    def _categorized(self) -> Iterator[tuple[Block, str]]:
-        return zip(self._record.blocks, self.categories, strict=True)
+    def blocks_of(self, category: str) -> list[Block]:
+        return [block for block, name in zip(self._record.blocks, self.categories, strict=True) if name == category]
 
     def name_of(self, block: Block) -> tuple[str, str]:
         """Code and operation of a block that ``memprof`` recorded on a CPU."""
@@ -203,35 +182,27 @@ class Inference:
                 step = since
         return optimizer_ends if len(optimizer_ends) > 1 else backward_ends
 
-    def _run_end(self, start: int) -> int:
-        return self._ends_of_runs[bisect_left(self._made, start)]
-
     def _category(self, block: Block) -> str:
         if block.pool != DEFAULT_POOL:
             return "graph pools"
         part = self.roles[block.stack]
         length = self._record.length
+        made_by = {OPTIMIZER: "optimizer state", INITIAL: "parameters", FORWARD: "activations"}
         if block.start == 0:
-            made_by = {OPTIMIZER: "optimizer state", INITIAL: "parameters", FORWARD: "activations"}
             return made_by.get(part, "unknown") if block.stack else "unknown"
-        if part == INITIAL:
-            return "parameters" if block.end > self._run_end(block.start) else "temporary"
-        if part == OPTIMIZER:
-            return "optimizer state" if block.end > self._run_end(block.start) else "temporary"
         if part == NOTHING:
             return "unknown"
-        # The next allocation of a backward pass, and the failure that came before it, if one did.
-        index = bisect_right(self._backward, block.start)
-        goes_on = self._backward[index] if index < len(self._backward) else length + 1
-        failed = next(
-            (failure.position for failure in self._record.failures if block.start <= failure.position < goes_on), None
-        )
+        run_end = self._ends_of_runs[bisect_left(self._made, block.start)]
+        if part in (INITIAL, OPTIMIZER):
+            return made_by[part] if block.end > run_end else "temporary"
+        goes_on = self._backward[bisect_right(self._backward, block.start)]
         if part in (FORWARD, RECOMPUTATION):
-            if failed is not None or goes_on > length:
-                return "activations" if block.end > (length if failed is None else failed) else "temporary"
-            return "activations" if block.end > goes_on else "temporary"
+            # A failure can come before the backward pass goes on.
+            index = bisect_left(self._failures, block.start)
+            needed = min(goes_on, length, *self._failures[index : index + 1])
+            return "activations" if block.end > needed else "temporary"
         if part == BACKWARD:
-            last = self._backward[bisect_left(self._backward, self._run_end(block.start)) - 1]
+            last = self._backward[bisect_left(self._backward, run_end) - 1]
             return "gradients" if block.end > last + 1 else "temporary"
         # The user's own code: what it computes the loss with, or keeps from step to step.
         following = bisect_right(self.steps, block.start)
@@ -242,7 +213,7 @@ class Inference:
     def _name_what_was_there(self) -> None:
         """Find parameters and optimizer state in memory older than the record, by the sizes of gradients."""
         blocks = self._record.blocks
-        gradients = _one_backward([block for block, category in self._categorized() if category == "gradients"])
+        gradients = _one_backward(self.blocks_of("gradients"))
         by_size: dict[int, list[int]] = defaultdict(list)
         for index, block in enumerate(blocks):
             if block.start == 0 and self.categories[index] == "unknown" and block.end > self._record.length:

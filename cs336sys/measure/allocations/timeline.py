@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from cs336sys.measure.range_names import STEP_PHASES
 
@@ -113,15 +114,23 @@ class AllocationTimeline:
 
     def bytes_by_category(self) -> dict[str, list[int]]:
         """Bytes held at every position 0..length, by category."""
-        changes = {category: [0] * (self.length + 2) for category in self.categories}
+        parts: dict[str, list[Allocation]] = {category: [] for category in self.categories}
         for allocation in self.allocations:
-            changes[allocation.category][allocation.start] += allocation.size
-            changes[allocation.category][allocation.end] -= allocation.size
-        return {category: list(accumulate(deltas[:-1])) for category, deltas in changes.items()}
+            parts[allocation.category].append(allocation)
+        return {category: held_bytes(blocks, self.length) for category, blocks in parts.items()}
 
     def totals(self) -> list[int]:
         """Bytes held at every position 0..length."""
-        return [sum(parts) for parts in zip(*self.bytes_by_category().values(), strict=True)]
+        return held_bytes(self.allocations, self.length)
+
+
+def held_bytes(blocks: Iterable[Any], length: int) -> list[int]:
+    """Return the bytes of blocks, each with ``size``, ``start`` and ``end``, at every position 0..length."""
+    changes = [0] * (length + 2)
+    for block in blocks:
+        changes[block.start] += block.size
+        changes[block.end] -= block.size
+    return list(accumulate(changes[:-1]))
 
 
 def peak_position(totals: Sequence[int], region: Region) -> int:
@@ -226,27 +235,13 @@ def _parameter(allocation: Allocation, gradients: Sequence[Gradient]) -> str:
     return gradients[index].parameter if is_gradient else ""
 
 
-@dataclass(frozen=True)
-class AllocationGroup:
-    """Allocations of one size that the same code made in the same phase, for one block after another.
+def largest_allocations(timeline: AllocationTimeline, limit: int) -> list[dict[str, Any]]:
+    """Return the ``limit`` largest groups of allocations, by the size of one; each is of one line in one phase.
 
-    Attributes:
-        module: with ``*`` instead of the block's number where there are several.
-        peak_count: how many of them are alive when the step holds the most memory.
+    Returns:
+        of each ``size``, ``count``, ``peak_count`` (how many are alive when the step holds the most memory), ``phase``,
+        ``category``, ``module`` (``*`` instead of the block's number where there are several), ``operation``, ``code``.
     """
-
-    size: int
-    count: int
-    peak_count: int
-    phase: str
-    category: str
-    module: str
-    operation: str
-    code: str
-
-
-def largest_allocations(timeline: AllocationTimeline, limit: int) -> list[AllocationGroup]:
-    """The ``limit`` largest groups of allocations that the step made, by the size of one allocation."""
     totals = timeline.totals()
     peak = max(range(len(totals)), key=totals.__getitem__)
     groups: dict[tuple, list[Allocation]] = {}
@@ -256,28 +251,25 @@ def largest_allocations(timeline: AllocationTimeline, limit: int) -> list[Alloca
             module = module_pattern(origin.module or allocation.parameter.rpartition(".")[0])
             key = (allocation.size, allocation.phase, allocation.category, module, origin.operation, origin.code)
             groups.setdefault(key, []).append(allocation)
-    largest = sorted(groups.items(), key=lambda item: (-item[0][0], -len(item[1])))[:limit]
-    return [
-        AllocationGroup(
-            size=size,
-            count=len(members),
-            peak_count=sum(member.start <= peak < member.end for member in members),
-            phase=phase,
-            category=category,
-            module=members[0].origin.module if len(members) == 1 and members[0].origin.module else module,
-            operation=operation,
-            code=code,
-        )
-        for (size, phase, category, module, operation, code), members in largest
-    ]
+    largest = []
+    for key, members in sorted(groups.items(), key=lambda item: (-item[0][0], -len(item[1])))[:limit]:
+        peak_count = sum(member.start <= peak < member.end for member in members)
+        group: dict[str, Any] = {"size": key[0], "count": len(members), "peak_count": peak_count}
+        group |= zip(("size", "phase", "category", "module", "operation", "code"), key, strict=True)
+        if len(members) == 1 and members[0].origin.module:
+            group["module"] = members[0].origin.module
+        largest.append(group)
+    return largest
 
 
 def module_pattern(module: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in module.split("."))
 
 
-def thinned(timeline: AllocationTimeline, points: int) -> Mapping[str, list[int]]:
+def thinned(timeline: AllocationTimeline, points: int = 400) -> Mapping[str, list[int]]:
     """Bytes by category at about ``points`` positions: of equal stretches, where each holds the most.
+
+    As many as are the default are enough for a picture a page wide.
 
     Returns:
         ``{"position": [...], "parameters": [...], ...}``, the first and last positions among them.

@@ -87,8 +87,7 @@ def timeline_figure(derived: Mapping[str, Any], title: str) -> "Figure":
     highest = max(range(len(totals)), key=totals.__getitem__)
     peak, unit = in_shown_unit(totals[highest], "bytes")
     scale = peak / totals[highest] if totals[highest] else 1.0
-    scaled = {category: [scale * size for size in timeline[category]] for category in categories}
-    shown = {category: sizes for category, sizes in scaled.items() if any(sizes)}
+    shown = {name: [scale * size for size in timeline[name]] for name in categories if any(timeline[name])}
     if shown:
         for area, category in zip(
             axes.stackplot(positions, *shown.values(), labels=list(shown), linewidth=0), shown, strict=True

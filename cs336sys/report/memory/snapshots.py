@@ -1,6 +1,7 @@
 """The tables, the page and the pictures of ``memprof --from``: snapshots of any program."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -11,13 +12,11 @@ from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES
 from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline, Region, thinned
 from cs336sys.report.memory.page import timeline_page, write_timeline
 from cs336sys.report.memory.verdict import Verdict, size_words, verdicts
-from cs336sys.report.outputs import write_file
-from cs336sys.report.table import Column, Table, fill_row, named_columns, with_rows
+from cs336sys.report.table import Column, Table, named_columns, with_rows
 
-_TIMELINE_POINTS = 400
 _MOST_REGIONS = 30
 
-_SNAPSHOT = Column("snapshot", "snapshot", value=lambda diagnosis: diagnosis.name)
+(_SNAPSHOT,) = named_columns("snapshot")
 _CATEGORIES = {name: Column(f"{name.replace(' ', '_')}_bytes", name, "bytes") for name in FOREIGN_CATEGORIES}
 
 
@@ -34,15 +33,14 @@ def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Tabl
 
 def _cause_table(diagnosed: Sequence[Verdict]) -> Table:
     columns = (
-        _SNAPSHOT,
-        Column("cause", "cause", value=lambda cause: cause.name),
-        Column("certainty", "how sure", value=lambda cause: cause.certainty),
-        Column("cause_bytes", "holds", "bytes", lambda cause: cause.size),
-        Column("why", "why", value=lambda cause: cause.why),
-        Column("advice", "what to do", value=lambda cause: cause.advice),
+        *named_columns("snapshot", "cause"),
+        Column("certainty", "how sure"),
+        Column("cause_bytes", "holds", "bytes"),
+        Column("why", "why"),
+        Column("advice", "what to do"),
     )
     rows = [
-        {"snapshot": verdict.diagnosis.name} | fill_row(columns[1:], cause)
+        vars(cause) | {"snapshot": verdict.diagnosis.name, "cause": cause.name, "cause_bytes": cause.size}
         for verdict in diagnosed
         for cause in verdict.causes
     ]
@@ -51,56 +49,59 @@ def _cause_table(diagnosed: Sequence[Verdict]) -> Table:
 
 def _holders(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
     columns = (
-        _SNAPSHOT,
-        Column("moment", "moment", value=_moment_name),
-        Column("held_bytes", "held", "bytes", lambda diagnosis: diagnosis.size),
+        *named_columns("snapshot", "moment", "held_bytes"),
         *_CATEGORIES.values(),
-        Column("peak_bytes", "peak", "bytes", lambda diagnosis: diagnosis.peak),
-        Column("reserved_bytes", "reserved", "bytes", lambda diagnosis: diagnosis.moment.free.reserved or None),
-        Column("free_bytes", "free in segments", "bytes", lambda diagnosis: diagnosis.moment.free.usable),
-        Column("largest_free_bytes", "largest piece", "bytes", lambda diagnosis: diagnosis.moment.free.largest),
-        Column(
-            "elsewhere_bytes", "free for others", "bytes", lambda diagnosis: diagnosis.moment.free.elsewhere or None
-        ),
+        *named_columns("peak_bytes", "reserved_bytes"),
+        Column("free_bytes", "free in segments", "bytes"),
+        Column("largest_free_bytes", "largest piece", "bytes"),
+        Column("elsewhere_bytes", "free for others", "bytes"),
         Column("asked_bytes", "asked for", "bytes"),
         Column("device_free_bytes", "free of the device", "bytes"),
-        Column("events", "events", "count", lambda diagnosis: diagnosis.moment.record.length),
-        Column("steps", "steps", "count", lambda diagnosis: len(diagnosis.moment.inference.steps) or None),
+        Column("events", "events", "count"),
+        Column("steps", "steps", "count"),
     )
     rows: list[dict[str, Any]] = []
     notes = {"For a model that is there, memprof --memory 80GiB --plan finds the cheapest change that fits.": None}
     for diagnosis in diagnoses:
-        row = fill_row(columns, diagnosis)
-        if (failure := diagnosis.moment.failure) is not None:
-            row |= {"asked_bytes": failure.size, "device_free_bytes": failure.device_free}
-        row |= {_CATEGORIES[category].key: size or None for category, size in diagnosis.by_category.items()}
-        rows.append(row)
-        notes[_how_known(diagnosis)] = None
-        if pools := diagnosis.by_category["graph pools"]:
-            notes[
-                f"{diagnosis.name}: private pools, as of CUDA graphs, hold {size_words(pools)}; what for cannot be told"
-            ] = None
-        if diagnosis.moment.record.unknown_frees and not diagnosis.moment.inference.is_recorded:
-            notes[
-                f"{diagnosis.name}: {diagnosis.moment.record.unknown_frees} blocks are older than the record and freed "
-                "within it; they count from its beginning"
-            ] = None
+        moment, free = diagnosis.moment, diagnosis.moment.free
+        row = {
+            "snapshot": diagnosis.name,
+            "moment": _moment_name(diagnosis),
+            "held_bytes": diagnosis.size,
+            "peak_bytes": diagnosis.peak,
+            "reserved_bytes": free.reserved or None,
+            "free_bytes": free.usable,
+            "largest_free_bytes": free.largest,
+            "elsewhere_bytes": free.elsewhere or None,
+            "events": moment.record.length,
+            "steps": len(moment.inference.steps) or None,
+        }
+        if moment.failure is not None:
+            row |= {"asked_bytes": moment.failure.size, "device_free_bytes": moment.failure.device_free}
+        rows.append(row | {_CATEGORIES[name].key: size or None for name, size in diagnosis.by_category.items()})
+        notes |= dict.fromkeys(_notes(diagnosis))
     return Table("memory", "who holds memory at that moment", columns, rows, notes=tuple(notes))
 
 
-def _how_known(diagnosis: MemoryDiagnosis) -> str:
+def _notes(diagnosis: MemoryDiagnosis) -> Iterator[str]:
+    """Yield how categories are known, and what is not."""
+    record = diagnosis.moment.record
     if diagnosis.moment.inference.is_recorded:
-        return "Categories are those that memprof has recorded."
-    if not diagnosis.moment.record.has_stacks:
-        return (
-            f"{diagnosis.name}: no stacks were recorded, so categories are unknown: record with "
-            "_record_memory_history(stacks='python')"
+        yield "Categories are those that memprof has recorded."
+    elif not record.has_stacks:
+        advice = "record with _record_memory_history(stacks='python')"
+        yield f"{diagnosis.name}: no stacks were recorded, so categories are unknown: {advice}"
+    else:
+        yield (
+            "Categories are inferred from stacks (optimizer, module construction, forward; autograd's threads have "
+            "none) and lifetimes (what outlives the forward pass, the backward pass, the step). Memory older than the "
+            "record is parameters or optimizer state where gradients of its sizes exist."
         )
-    return (
-        "Categories are inferred from stacks (optimizer, module construction, forward; autograd's threads have none) "
-        "and lifetimes (what outlives the forward pass, the backward pass, the step). Memory older than the record is "
-        "parameters or optimizer state where gradients of its sizes exist."
-    )
+    if pools := diagnosis.by_category["graph pools"]:
+        yield f"{diagnosis.name}: private pools, as of CUDA graphs, hold {size_words(pools)}; what for cannot be told"
+    if record.unknown_frees and not diagnosis.moment.inference.is_recorded:
+        blocks = f"{record.unknown_frees} blocks are older than the record and freed within it"
+        yield f"{diagnosis.name}: {blocks}; they count from its beginning"
 
 
 def _ranks_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table | None:
@@ -125,17 +126,15 @@ def _ranks_table(diagnoses: Sequence[MemoryDiagnosis]) -> Table | None:
 def _kinds(diagnoses: Sequence[MemoryDiagnosis], top: int) -> Table:
     columns = (
         _SNAPSHOT,
-        Column("size_bytes", "size of one", "bytes", lambda kind: kind.size),
-        Column("count", "alive", "count", lambda kind: kind.count),
-        Column("total_bytes", "all", "bytes", lambda kind: kind.total),
-        Column("share_percent", "share", "percent"),
-        Column("category", "category", value=lambda kind: kind.category),
-        Column("operation", "operation", value=lambda kind: kind.operation or None),
-        Column("code", "code", value=lambda kind: kind.code or None),
+        Column("size_bytes", "size of one", "bytes"),
+        Column("count", "alive", "count"),
+        Column("total_bytes", "all", "bytes"),
+        *named_columns("share_percent", "category", "operation", "code"),
     )
     rows = [
-        fill_row(columns[1:], kind)
-        | {"snapshot": diagnosis.name, "share_percent": 100 * kind.total / max(1, diagnosis.size)}
+        {key: value or None for key, value in vars(kind).items()}
+        | {"snapshot": diagnosis.name, "size_bytes": kind.size, "total_bytes": kind.total}
+        | {"share_percent": 100 * kind.total / max(1, diagnosis.size)}
         for diagnosis in diagnoses
         for kind in diagnosis.kinds[:top]
     ]
@@ -152,15 +151,18 @@ def snapshot_difference_tables(
     for old, new in pairs:
         size_changes = changes(old, new)
         name = f"{old.name} to {new.name}"
-        for change in size_changes[:top]:
-            rows.append(_block_change_row(name, change.what, change.category, change.code, change.before, change.after))
-        rest = size_changes[top:]
+        shown, rest = size_changes[:top], size_changes[top:]
+        sizes = [(change.what, change.category, change.code, change.before, change.after) for change in shown]
         if rest:
-            sizes = [sum(change.before for change in rest), sum(change.after for change in rest)]
-            rows.append(_block_change_row(name, f"{len(rest)} more", "", "", *sizes))
+            label = f"{len(rest)} more"
+            sizes.append((label, "", "", sum(change.before for change in rest), sum(change.after for change in rest)))
         same = old.size - sum(change.before for change in size_changes)
-        rows.append(_block_change_row(name, "the same", "", "", same, same))
-        rows.append(_block_change_row(name, "all", "", "", old.size, new.size))
+        sizes += [("the same", "", "", same, same), ("all", "", "", old.size, new.size)]
+        rows += [
+            {"snapshot": name, "what": label, "category": category or None, "code": code or None}
+            | {"before_bytes": old_bytes, "after_bytes": new_bytes, "difference_bytes": new_bytes - old_bytes}
+            for label, category, code, old_bytes, new_bytes in sizes
+        ]
         most = size_changes[0] if size_changes else None
         sentence = f"{size_words(new.size)} is held after {size_words(old.size)}"
         if most is not None:
@@ -175,29 +177,22 @@ def snapshot_difference_tables(
     return [verdict, Table("against", "memory by category and line, before and after", columns, rows, notes=(note,))]
 
 
-def _block_change_row(name: str, label: str, category: str, code: str, before: int, after: int) -> dict[str, Any]:
-    return {
-        "snapshot": name, "what": label, "category": category or None, "code": code or None,
-        "before_bytes": before, "after_bytes": after, "difference_bytes": after - before,
-    }  # fmt: skip
-
-
 def timeline_data(diagnosis: MemoryDiagnosis) -> dict[str, Any]:
     """Return the data of a snapshot's picture: bytes by category after each event, and where steps begin."""
-    categories = diagnosis.moment.inference.categories
+    record, inference = diagnosis.moment.record, diagnosis.moment.inference
     allocations = [
         Allocation(block.address, block.size, block.start, block.end, "", category)
-        for block, category in zip(diagnosis.moment.record.blocks, categories, strict=True)
+        for block, category in zip(record.blocks, inference.categories, strict=True)
     ]
-    starts = diagnosis.moment.inference.steps if len(diagnosis.moment.inference.steps) < _MOST_REGIONS else []
-    bounds = [0, *starts, diagnosis.moment.record.length]
+    starts = inference.steps if len(inference.steps) < _MOST_REGIONS else []
+    bounds = [0, *starts, record.length]
     regions = [
         Region(f"step {number}", start, end) for number, (start, end) in enumerate(pairwise(bounds), 1) if starts
     ]
-    timeline = AllocationTimeline(allocations, diagnosis.moment.record.length, regions, categories=FOREIGN_CATEGORIES)
+    timeline = AllocationTimeline(allocations, record.length, regions, categories=FOREIGN_CATEGORIES)
     return {
-        "timeline": thinned(timeline, _TIMELINE_POINTS),
-        "regions": [{"name": region.name, "start": region.start, "end": region.end} for region in regions],
+        "timeline": thinned(timeline),
+        "regions": [asdict(region) for region in regions],
         "moment": {"position": diagnosis.moment.position, "name": _moment_name(diagnosis)},
     }
 
@@ -213,11 +208,6 @@ def snapshot_page(diagnoses: Sequence[MemoryDiagnosis], tables: Sequence[Table])
     title = "memory: " + ", ".join(diagnosis.name for diagnosis in diagnoses)
     shown = [table for table in tables if table.name not in ("verdict", "causes")]
     return timeline_page(timelines, title, shown, diagnosed)
-
-
-def write_snapshot_page(diagnoses: Sequence[MemoryDiagnosis], tables: Sequence[Table], path: Path) -> None:
-    """Write all tables and the timeline of each snapshot as one page, or raise an OutputError."""
-    write_file(path, snapshot_page(diagnoses, tables).encode(), "--html")
 
 
 def write_snapshot_files(diagnoses: Sequence[MemoryDiagnosis], top: int, directory: Path) -> None:

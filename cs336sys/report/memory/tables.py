@@ -39,12 +39,11 @@ _PREDICTED = (
 def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     """Compare strategies, if there are several: memory, and time over the first that was measured."""
     cells = [cell for cell in cells if cell.configuration["mode"] != "forward"]
-    if len({cell.configuration["checkpointing"] for cell in cells}) < 2:
-        cells = []
+    has_several = len({cell.configuration["checkpointing"] for cell in cells}) > 1
     firsts: dict[str, Cell] = {}
     rows = []
     notes: dict[str, None] = {}
-    for cell in cells:
+    for cell in cells if has_several else ():
         workload = _workload(cell)
         row = cell.configuration | {"status": cell.status}
         if cell.status == "ok":
@@ -57,11 +56,11 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
         rows.append(row)
     columns = (
         *identity,
-        Column("peak_gib", "peak", "gib"),
+        *named_columns("peak_gib"),
         *_PREDICTED,
-        Column("step_ms", "step", "ms", spread="samples"),
+        *named_columns("step_ms", spread="samples"),
         Column("step_ratio", "step over the first", "ratio"),
-        Column("status", "status"),
+        *named_columns("status"),
     )
     return Table("checkpointing", "what checkpointing holds and costs", columns, rows, notes=tuple(notes))
 
@@ -71,12 +70,10 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table:
 
     No rows where no workload has checkpoints: nobody asked.
     """
-    trainings = {workload.training: None for workload in workloads if workload.checkpointing != "none"}
+    trainings = dict.fromkeys(workload.training for workload in workloads if workload.checkpointing != "none")
     rows = []
     notes: dict[str, None] = {}
-    for training in trainings:
-        if not training.has_backward or not training.is_ours:
-            continue
+    for training in (training for training in trainings if training.has_backward and training.is_ours):
         layers = training.size.num_layers
         best = best_group_size(training.size, training.precision, training.mode, training.attention).best
         sizes = {k for k in range(1, layers + 1) if layers % k == 0 or abs(k - best) <= 1}
@@ -86,25 +83,23 @@ def predicted_strategies_table(workloads: Sequence[MemoryWorkload]) -> Table:
             rows.append(workload.configuration() | fill_row(_PREDICTED, workload))
         notes[best_strategy(training)] = None
     settings = ("context", "batch_size", "mode", "precision", "attention", "checkpointing")
-    columns = (Column("size", "size"), *(MEMORY_SETTINGS[name] for name in settings), *_PREDICTED)
+    columns = (*named_columns("size"), *(MEMORY_SETTINGS[name] for name in settings), *_PREDICTED)
     return Table("strategies", "checkpointing strategies on paper", columns, rows, notes=tuple(notes))
 
 
 def best_strategy(training: Workload) -> str:
     """The answer to which strategy without nesting holds the least, by trying all and by the formula."""
     size = training.size
-    optimum = best_group_size(size, training.precision, training.mode, training.attention)
-    strategy = "block" if optimum.best == 1 else f"every={optimum.best}"
     settings = (size, training.precision, training.mode, training.attention)
-    peak, smaller = (predicted_peak(*settings, candidate).total_gib for candidate in (strategy, "sublayer"))
-    if smaller < peak:
-        strategy = "sublayer"
+    optimum = best_group_size(*settings)
+    groups = "block" if optimum.best == 1 else f"every={optimum.best}"
+    peak, smaller = (predicted_peak(*settings, strategy).total_gib for strategy in (groups, "sublayer"))
     return (
         f"{size.name}, context {size.context}, {training.precision}, {training.attention} attention, {training.mode}: "
-        f"without nesting {strategy} is predicted to hold the least. Checkpoints of K blocks hold about N s / K + K b "
-        f"bytes, least at sqrt(N s / b) = {optimum.rule:.2g} with N = {size.num_layers} blocks, a block's input "
-        f"s = {format_quantity(optimum.block_input, 'bytes')} and its activations "
-        f"b = {format_quantity(optimum.block_activations, 'bytes')}. Groups of {optimum.best} peak at "
+        f"without nesting {'sublayer' if smaller < peak else groups} is predicted to hold the least. Checkpoints of K "
+        f"blocks hold about N s / K + K b bytes, least at sqrt(N s / b) = {optimum.rule:.2g} with N = "
+        f"{size.num_layers} blocks, a block's input s = {format_quantity(optimum.block_input, 'bytes')} and its "
+        f"activations b = {format_quantity(optimum.block_activations, 'bytes')}. Groups of {optimum.best} peak at "
         f"{format_quantity(peak, 'gib')}, checkpoints around attention and feed-forward layers each at "
         f"{format_quantity(smaller, 'gib')}"
     )
@@ -136,7 +131,7 @@ def memory_tables(cells: Sequence[Cell], run: Run | None, top: int) -> list[Tabl
 
 def identity_columns(cells: Sequence[Cell]) -> tuple[Column, ...]:
     """Return the columns that tell the sweep's cells apart."""
-    return Column("size", "size"), *titles.shown_settings(cells, MEMORY_SETTINGS, _ALWAYS_SHOWN).values()
+    return *named_columns("size"), *titles.shown_settings(cells, MEMORY_SETTINGS, _ALWAYS_SHOWN).values()
 
 
 def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
@@ -144,16 +139,15 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
     columns = (
         *titles.SIZE_COLUMNS,
         *settings.values(),
-        *(Column(f"{phase}_gib", phase, "gib") for phase in STEP_PHASES),
-        Column("peak_gib", "peak", "gib"),
+        *named_columns(*(f"{phase}_gib" for phase in STEP_PHASES), "peak_gib"),
         Column("peak_phase", "phase of the peak"),
-        Column("reserved_gib", "reserved", "gib"),
+        *named_columns("reserved_gib"),
         Column("predicted_gib", "predicted peak", "gib"),
         Column("predicted_over_measured", "predicted / measured", "ratio"),
         Column("traced_gib", "traced peak", "gib"),
-        Column("step_ms", "step", "ms", spread="samples"),
+        *named_columns("step_ms", spread="samples"),
         *titles.GRAPH_COLUMNS,
-        Column("status", "status"),
+        *named_columns("status"),
     )
     rows = []
     for cell in cells:
@@ -168,8 +162,8 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
                 row[name] = max(row.get(name, 0), phase["allocated"] / GIB)
             if row["predicted_gib"] is not None:
                 row["predicted_over_measured"] = row["predicted_gib"] / row["peak_gib"]
-            traced = [phase["allocated"] for phase in cell.derived.get("traced", ())]
-            row["traced_gib"] = max(traced) / GIB if traced else None
+            if traced := cell.derived.get("traced"):
+                row["traced_gib"] = max(phase["allocated"] for phase in traced) / GIB
         rows.append(row)
     notes = [*titles.method_notes(cells), *titles.package_notes(cells, run), *_warnings(cells)]
     if any(row["status"] == "ok" and row["warmup"] == 0 and row["mode"] == "train" for row in rows):
@@ -211,7 +205,7 @@ def phases_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         *identity,
         *named_columns("phase", "allocated_gib", "reserved_gib"),
         Column("traced_gib", "traced peak", "gib"),
-        *(Column(f"{category.replace(' ', '_')}_gib", category, "gib") for category in MEMORY_CATEGORIES),
+        *named_columns(*(f"{category.replace(' ', '_')}_gib" for category in MEMORY_CATEGORIES)),
     )
     rows = []
     for cell in cells:
@@ -236,7 +230,7 @@ def allocations_table(cells: Sequence[Cell], identity: Sequence[Column], top: in
         *named_columns("phase", "category", "module", "operation", "code"),
     )
     rows = [
-        cell.configuration | group | {"size_bytes": group["size"], "size": cell.configuration["size"]}
+        group | {"size_bytes": group["size"]} | cell.configuration
         for cell in cells
         for group in cell.derived["largest"][:top]
     ]
@@ -261,10 +255,9 @@ def _block_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     for cell in cells:
         training = _workload(cell).training
         size = training.size
-        stream = 4 * size.batch_size * size.context * size.d_model
         row = dict(cell.configuration)
         if training.is_ours:
-            row["stream_bytes"] = stream
+            row["stream_bytes"] = 4 * size.batch_size * size.context * size.d_model
             row["stream_derivation"] = f"{size.batch_size} x {size.context} x {size.d_model} x 4"
         if training.has_backward:
             row["saved_bytes"] = sum(tensor["size"] for tensor in cell.derived["saved_tensors"])
@@ -304,7 +297,7 @@ def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
         ]
         for tensor in listed if total else ():
             share = {"size_bytes": tensor["size"], "share_percent": 100 * tensor["size"] / total}
-            rows.append(cell.configuration | tensor | share | {"size": cell.configuration["size"]})
+            rows.append(tensor | share | cell.configuration)
     note = (
         "Every storage once; the block's parameters, and views of them, do not count. Listed are single tensors, where "
         "account activations adds up all tensors of a kind."
@@ -342,12 +335,12 @@ def _plan_table(cells: Sequence[Cell]) -> Table:
         *PEAK_COLUMNS,
         Column("traced_peak_gib", "traced peak", "gib"),
         Column("traced_phase", "phase of the traced peak"),
-        Column("status", "status"),
+        *named_columns("status"),
     )
     rows = []
     for cell, workload in zip(cells, workloads, strict=True):
-        parameters = cell.derived.get("parameters", workload.training.parameters)
-        row = cell.configuration | {"parameters": parameters, "status": None if cell.status == "ok" else cell.status}
+        row = cell.configuration | {"status": None if cell.status == "ok" else cell.status}
+        row["parameters"] = cell.derived.get("parameters", workload.training.parameters)
         if workload.training.is_ours:
             row |= fill_row(PEAK_COLUMNS, workload.peak)
         if cell.derived:

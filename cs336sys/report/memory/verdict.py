@@ -10,7 +10,7 @@ from cs336sys.measure.allocations.causes import MemoryCause, Moment
 from cs336sys.measure.allocations.diagnosis import MemoryDiagnosis, longer_batch
 from cs336sys.report.memory.tables import identity_columns
 from cs336sys.report.numbers import format_quantity
-from cs336sys.report.table import Column, Table, with_rows
+from cs336sys.report.table import Column, Table, named_columns, with_rows
 from cs336sys.report.titles import reasons
 from cs336sys.results.model import Cell
 
@@ -91,15 +91,17 @@ def verdicts(diagnoses: Sequence[MemoryDiagnosis]) -> list[Verdict]:
         event, advice = _event(diagnosis), ""
         if not causes and diagnosis.kinds and not diagnosis.moment.inference.is_recorded:
             without_cause, advice = next(texts for test, *texts in _NO_CAUSE if test(diagnosis.moment))
-            event = f"{event} {without_cause} {_largest_kind(diagnosis)}"
+            kind = diagnosis.kinds[0]
+            origin = f" from {kind.code}" if kind.code else ""
+            largest = f"{kind.count} x {size_words(kind.size)} of {kind.category}{origin}"
+            event = f"{event} {without_cause} No cause is proved; the largest kind is {largest}."
         result.append(Verdict(diagnosis, event, causes, advice))
     return result
 
 
 def _event(diagnosis: MemoryDiagnosis) -> str:
     moment = diagnosis.moment
-    sizes = [(size, category) for category, size in diagnosis.by_category.items() if size]
-    sizes.sort(reverse=True)
+    sizes = sorted(((size, category) for category, size in diagnosis.by_category.items() if size), reverse=True)
     parts = ", ".join(f"{category} {size_words(size)}" for size, category in sizes[:_LISTED])
     total = size_words(diagnosis.size)
     if moment.failure is None:
@@ -109,13 +111,6 @@ def _event(diagnosis: MemoryDiagnosis) -> str:
         where = f" at {diagnosis.failed_at}" if diagnosis.failed_at else backward
         event = f"An allocation of {size_words(moment.failure.size)}{where} failed with {total} held"
     return f"{event}: {parts}." if parts else f"{event}."
-
-
-def _largest_kind(diagnosis: MemoryDiagnosis) -> str:
-    kind = diagnosis.kinds[0]
-    origin = f" from {kind.code}" if kind.code else ""
-    largest = f"{kind.count} x {size_words(kind.size)} of {kind.category}{origin}"
-    return f"No cause is proved; the largest kind is {largest}."
 
 
 _RECORD = "Record with torch.cuda.memory._record_memory_history(stacks='python') from before the model is built."
@@ -139,17 +134,18 @@ def memory_plan_tables(cells: Sequence[Cell]) -> list[Table]:
     """The answer first, then the plan step by step, and each change by itself."""
     identity = identity_columns(cells)
     planned = [cell for cell in cells if cell.status == "ok"]
-    answers = [cell.configuration | {"status": None if cell.status == "ok" else cell.status} for cell in cells]
-    for row, cell in zip(answers, cells, strict=True):
-        if cell.status == "ok":
-            row["answer"] = _plan_answer(cell.derived)
-            row["command"] = cell.derived.get("command")
-    columns = (*identity, Column("answer", "answer"), Column("command", "command"), Column("status", "status"))
+    answers = [
+        cell.configuration | {"answer": _plan_answer(cell.derived), "command": cell.derived.get("command")}
+        if cell.status == "ok"
+        else cell.configuration | {"status": cell.status}
+        for cell in cells
+    ]
+    columns = (*identity, *named_columns("answer", "command", "status"))
     notes = [*_plan_notes(planned), *reasons(cells)]
     answer = Table("answer", "what would fit", columns, answers, notes=notes)
-    steps = [_change_row(cell, step) for cell in planned for step in cell.derived["plan"] or ()]
-    changes = [_change_row(cell, change) for cell in planned for change in cell.derived["changes"]]
-    common = (Column("peak_bytes", "then holds", "bytes"), Column("cost", "cost"))
+    steps = [cell.configuration | step for cell in planned for step in cell.derived["plan"] or ()]
+    changes = [cell.configuration | change for cell in planned for change in cell.derived["changes"]]
+    common = (Column("peak_bytes", "then holds", "bytes"), *named_columns("cost"))
     identity = (*identity, Column("option", "change"))
     step_columns = (*identity, *common, Column("pytorch", "in PyTorch"))
     change_columns = (*identity, Column("saved_bytes", "saves", "bytes"), *common)
@@ -189,10 +185,3 @@ def _plan_notes(cells: Sequence[Cell]) -> list[str]:
     if any("model" in cell.configuration for cell in cells):
         notes.append("Not predicted for a model of yours: fsdp (shard --model measures it).")
     return notes
-
-
-def _change_row(cell: Cell, values: dict[str, Any]) -> dict[str, Any]:
-    """A row with the cell's settings and a change, whose own setting is told by its option."""
-    return cell.configuration | {
-        key: values.get(key) for key in ("option", "peak_bytes", "saved_bytes", "cost", "pytorch")
-    }
