@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -32,10 +31,8 @@ from cs336sys.workload.course_package import PACKAGE, first_folder
 # Of files of the user's that were loaded. Elsewhere they come last on ``sys.path``.
 user_folders: list[str] = []
 
-_BUILD_CONTRACT = (
-    "it should take one size and return a torch.nn.Module; a size has "
-    f"{', '.join(field.name for field in dataclasses.fields(ModelSize))}"
-)
+_SIZE_FIELDS = ", ".join(ModelSize.__match_args__)
+_BUILD_CONTRACT = f"it should take one size and return a torch.nn.Module; a size has {_SIZE_FIELDS}"
 
 # The user's, once it has been imported: found again by what is imported later, while functions run.
 _theirs: dict[str, ModuleType] = {}
@@ -289,13 +286,11 @@ def token_logits(output: Any, targets: Tensor, reference: str, vocab_size: int) 
         )
     # Some pad the vocabulary.
     if logits.shape[:-1] != targets.shape or logits.shape[-1] < vocab_size:
-        # As nanoGPT does where it is given no targets.
-        is_last = logits.shape[1:2] == (1,)
-        wrapper = "with def forward(self, tokens): return super().forward(tokens, tokens)[0] in a subclass; "
+        # What nanoGPT needs, which computes the last logits alone where it is given no targets.
+        wrapper = "with def forward(self, tokens): return super().forward(tokens, tokens)[0] in a subclass, "
         raise UserCodeError(
-            f"{reference}: its model returned logits of shape {tuple(logits.shape)}, and "
-            f"{(*targets.shape, vocab_size)} (batch, context, vocabulary) was expected: {wrapper * is_last}or give "
-            "--loss"
+            f"{reference}: its model returned logits of shape {tuple(logits.shape)}, and {(*targets.shape, vocab_size)} "
+            f"(batch, context, vocabulary) was expected; {wrapper * (logits.shape[1:2] == (1,))}or give --loss"
         )
     return logits
 
