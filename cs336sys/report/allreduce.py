@@ -32,10 +32,7 @@ class MessageSweep(NamedTuple):
 
 
 _GROUP_COLUMNS = by_key(
-    Column("backend", "backend"),
-    Column("world_size", "ranks"),
-    Column("dtype", "type"),
-    Column("collective", "collective"),
+    *named_columns("backend", world_size="ranks", dtype="type", collective="collective"),
 )
 _SIZE_COLUMNS = (Column("size_bytes", "size", "decimal_bytes"), Column("elements", "count", "count"))
 
@@ -120,9 +117,7 @@ def allreduce_plan(workloads: Sequence[CollectiveWorkload]) -> Table:
     columns = (
         *_GROUP_COLUMNS.values(),
         *_SIZE_COLUMNS,
-        Column("tensors_bytes", "tensors of a rank", "bytes"),
-        Column("all_ranks_bytes", "of all ranks", "bytes"),
-        Column("reason", "reason"),
+        *named_columns(tensors_bytes="tensors of a rank", all_ranks_bytes="of all ranks", reason="reason"),
     )
     notes = tuple(_less_than_asked(rows))
     return Table("plan", "allreduce: cells and the memory of their tensors (nothing was run)", columns, rows, notes)
@@ -210,11 +205,10 @@ def _fit_table(cells: Sequence[Cell], varying: dict[str, Column]) -> Table:
             rows.append(row)
     columns = (
         *varying.values(),
-        Column("timing", "calls"),
-        *named_columns("latency_us", "bandwidth_gbps", "bus_bandwidth_gbps"),
+        *named_columns(timing="calls", latency_us="latency", bandwidth_gbps="bandwidth"),
+        *named_columns(bus_bandwidth_gbps="bus bandwidth"),
         Column("half_bandwidth_bytes", "half bandwidth at", "decimal_bytes"),
-        Column("average_busbw_gbps", "average busbw", "gbps"),
-        Column("deviation_percent", "largest deviation", "percent"),
+        *named_columns("average_busbw_gbps", deviation_percent="largest deviation"),
     )
     note = (
         "time = latency + size / bandwidth, the least sum of relative deviations from the medians of all sizes; off "

@@ -17,10 +17,8 @@ from cs336sys.results.statistics import ratio
 from cs336sys.workload import PLAIN_ATTENTION, AttentionWorkload
 
 _SHAPE_COLUMNS = by_key(
-    Column("batch_size", "batch"),
-    Column("heads", "heads"),
-    Column("kv_heads", "KV heads"),
-    *named_columns("context", "head_dim", "dtype", "causal", "window", "seed", "rounds"),
+    *named_columns(batch_size="batch", heads="heads", kv_heads="KV heads", context="context", head_dim="head dim"),
+    *named_columns(dtype="dtype", causal="causal", window="window", seed="seed", rounds="rounds"),
 )
 _PARTS = ("forward", "backward", "end_to_end")
 _KEPT_NOTE = "our Triton kernels had settings kept by --keep-settings (where: cs336sys doctor)"
@@ -52,8 +50,7 @@ def flash_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[
         *varying.values(),
         Column("implementation", "implementation"),
         *(Column(f"{part}_ms", part.replace("_", "-"), "ms") for part in _PARTS),
-        Column("end_to_end_p20_ms", "p20", "ms"),
-        Column("end_to_end_p80_ms", "p80", "ms"),
+        *named_columns(end_to_end_p20_ms="p20", end_to_end_p80_ms="p80"),
         *(Column(f"{part}_tflops", part.replace("_", "-"), "tflops") for part in _PARTS),
         *(
             Column(f"{part}_speedup", f"{part.replace('_', '-')} over {baseline}", "ratio", spread="interval")
@@ -177,10 +174,8 @@ def _growth(cells: Sequence[Cell]) -> Table:
             growth["held_ratio"] = cell.derived["held_gib"] / shorter[previous].derived["held_gib"]
             rows.append(cell.configuration | growth)
     columns = (
-        *named_columns("implementation", "head_dim"),
-        Column("contexts", "context"),
-        Column("context_ratio", "context grows", "ratio"),
-        Column("held_ratio", "held memory grows", "ratio"),
+        *named_columns("implementation", "head_dim", contexts="context", context_ratio="context grows"),
+        *named_columns(held_ratio="held memory grows"),
     )
     note = "Near the square of the context's growth the probabilities dominate; FlashAttention holds none of them."
     return Table("growth", "attn: memory held before backward, against the context", columns, rows, notes=(note,))

@@ -61,16 +61,10 @@ def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     columns = (
         *SIZE_COLUMNS,
         *setting_columns,
-        Column("wall_ms", "step", "ms", spread="samples"),
-        Column("median_ms", "median", "ms"),
-        Column("tokens_per_s", "tokens/s", "tokens_per_s"),
-        Column("mfu_percent", "MFU", "percent"),
-        Column("hfu_percent", "with recomputation", "percent"),
-        Column("peaks", "peak of each GPU, GiB"),
-        Column("predicted_gib", "predicted peak", "gib"),
-        Column("ready_s", "ready", "s"),
-        Column("relative_difference_percent", "gradients off", "percent"),
-        Column("status", "status"),
+        *named_columns(wall_ms="step", spread="samples"),
+        *named_columns("median_ms", tokens_per_s="tokens/s", mfu_percent="MFU", hfu_percent="with recomputation"),
+        *named_columns(peaks="peak of each GPU, GiB", predicted_gib="predicted peak", ready_s="ready"),
+        *named_columns(relative_difference_percent="gradients off", status="status"),
     )
     return [
         Table("board", heading, columns, rows, (*notes, *method_notes(cells))),

@@ -1,7 +1,7 @@
 """The table of ``doctor --ceilings``."""
 
 from cs336sys.accounting.hardware import Ceilings, datasheet, peak_tflops
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, named_columns
 
 
 def ceilings_table(ceilings: Ceilings) -> Table:
@@ -16,11 +16,10 @@ def ceilings_table(ceilings: Ceilings) -> Table:
     rows.append({"what": "launch of a small kernel, CPU time", "measured": ceilings.launch_us, "unit": "us"})
     rows.append({"what": "copy to another GPU, one way", "measured": ceilings.link_gbps, "unit": "GB/s"})
     columns = (
-        Column("what", "what"),
+        *named_columns("what"),
         Column("measured", "measured", "value"),
         Column("datasheet", "datasheet", "value"),
-        Column("datasheet_percent", "of the datasheet", "percent"),
-        Column("unit", "unit"),
+        *named_columns(datasheet_percent="of the datasheet", unit="unit"),
     )
     notes = ("medians of repetitions, of random numbers; products: the faster of squares of 4096 and 8192",)
     return Table("ceilings", f"doctor: what {ceilings.gpu} reaches at most", columns, rows, notes)

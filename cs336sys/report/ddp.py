@@ -11,7 +11,7 @@ from cs336sys.accounting.memory import GIB, training_state
 from cs336sys.report import titles
 from cs336sys.report.numbers import format_number, format_quantity, format_value
 from cs336sys.report.outputs import Axes, new_axes, write_figure
-from cs336sys.report.table import Column, Table, by_key
+from cs336sys.report.table import Column, Table, by_key, named_columns
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval, difference, ratio
 from cs336sys.workload import CONTEXT_STRATEGIES, DATA_PARALLEL_STRATEGIES, ParallelWorkload, bucket_name
@@ -19,9 +19,7 @@ from cs336sys.workload import CONTEXT_STRATEGIES, DATA_PARALLEL_STRATEGIES, Para
 PARALLEL_SETTING_COLUMNS = by_key(
     Column("world_size", "ranks"),
     *(column for name, column in titles.SETTING_COLUMNS.items() if name != "mode"),
-    Column("gradient_dtype", "gradients sent in"),
-    Column("high_priority", "high priority"),
-    Column("transport", "sent by"),
+    *named_columns(gradient_dtype="gradients sent in", high_priority="high priority", transport="sent by"),
 )
 _ALWAYS_SHOWN = ("precision", "compile")
 
@@ -76,17 +74,14 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     heading = titles.title("ddp", cells, run, settings, shown)
     columns = (
         *identity,
-        Column("step_ms", "step", "ms", spread="samples"),
-        Column("unsynchronized_ms", "without communication", "ms", spread="samples"),
-        Column("exposed_ms", "exposed", "ms", spread="interval"),
-        Column("exposed_percent", "of the step", "percent", spread="interval"),
-        Column("communication_ms", "communication alone", "ms", spread="samples"),
-        Column("running_ms", "as it ran", "ms"),
-        Column("hidden_percent", "hidden", "percent", spread="interval"),
-        Column("speedup", "over naive", "ratio", spread="interval"),
+        *named_columns("step_ms", unsynchronized_ms="without communication", spread="samples"),
+        *named_columns("exposed_ms", exposed_percent="of the step", spread="interval"),
+        *named_columns(communication_ms="communication alone", spread="samples"),
+        *named_columns(running_ms="as it ran"),
+        *named_columns("hidden_percent", speedup="over naive", spread="interval"),
         Column("calls", "calls", "count"),
         Column("communicated_bytes", "communicated", "decimal_bytes"),
-        Column("peak_gib", "peak", "gib"),
+        *named_columns("peak_gib"),
     )
     tables = [parallel_step_table("ddp", heading, cells, run, columns, rows, _step_notes(cells), _STEADIER)]
     tables.append(parallel_phase_table(rows, (Column("size", "size"), *identity), "torch's DDP does"))
@@ -108,8 +103,7 @@ def parallel_step_table(
         *titles.SIZE_COLUMNS,
         *columns,
         *titles.RATE_COLUMNS,
-        Column("largest_difference", "largest difference"),
-        Column("relative_difference_percent", "relative", "percent"),
+        *named_columns("largest_difference", relative_difference_percent="relative"),
         *titles.GRAPH_COLUMNS,
         Column("status", "status"),
     )
@@ -266,11 +260,8 @@ def _optimum(sweep: Sequence[Cell]) -> str:
 def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     """Build the table of ``--dry-run``: each cell with the memory of a rank's training state."""
     columns = (
-        Column("strategy", "mode"),
-        Column("bucket_mb", "bucket, MB"),
-        Column("share", "sequences a rank"),
-        Column("state_gib", "parameters, gradients and optimizer of a rank", "gib"),
-        Column("gradients_gib", "gradients to average", "gib"),
+        *named_columns(strategy="mode", bucket_mb="bucket, MB", share="sequences a rank"),
+        *named_columns(state_gib="parameters, gradients and optimizer of a rank", gradients_gib="gradients to average"),
     )
 
     def memory(workload: ParallelWorkload) -> dict[str, Any]:

@@ -11,9 +11,7 @@ from cs336sys.results.model import Cell, Run
 from cs336sys.results.statistics import ratio
 
 _SHAPE_COLUMNS = by_key(
-    *named_columns("op", "tokens", "width", "head_dim"),
-    Column("vocab_size", "vocabulary"),
-    *named_columns("dtype", "seed"),
+    *named_columns("op", "tokens", "width", "head_dim", vocab_size="vocabulary", dtype="dtype", seed="seed"),
 )
 PARTS = ("forward", "backward", "end_to_end")
 
@@ -35,9 +33,7 @@ def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list
         *(Column(f"{part}_copy_percent", f"{_words(part)} of a copy", "percent") for part in PARTS),
         Column("end_to_end_tflops", _words("end_to_end"), "tflops"),
         Column("end_to_end_speedup", f"end-to-end over {baseline}", "ratio", spread="interval"),
-        Column("over_inputs_gib", "over inputs", "gib"),
-        Column("error", "largest error"),
-        Column("status", "status"),
+        *named_columns("over_inputs_gib", error="largest error", status="status"),
     ]
     rows = list(map(_kernel_row, cells, baselines))
     rates = titles.known_values(cells, "copy_gbps")

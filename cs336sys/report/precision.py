@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cs336sys.report.table import Column, Table, named_columns
+from cs336sys.report.table import Table, named_columns
 from cs336sys.results.model import Cell, Run
 
 _ACCUMULATION_NOTES = (
@@ -24,14 +24,9 @@ _AUTOCAST_NOTES = (
 )
 
 _AUTOCAST_COLUMNS = (
-    Column("precision", "autocast"),
-    *named_columns("loss_function", "parameters"),
-    Column("fc1", "fc1 output"),
-    Column("layer_norm", "layer norm output"),
-    Column("rms_norm", "RMSNorm in its place"),
-    *named_columns("logits", "loss"),
-    Column("loss_outside", "loss outside autocast"),
-    *named_columns("gradients", "status", "reason"),
+    *named_columns(precision="autocast", loss_function="loss function", parameters="parameters", fc1="fc1 output"),
+    *named_columns(layer_norm="layer norm output", rms_norm="RMSNorm in its place", logits="logits", loss="loss"),
+    *named_columns(loss_outside="loss outside autocast", gradients="gradients", status="status", reason="reason"),
 )
 
 

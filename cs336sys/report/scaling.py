@@ -95,13 +95,10 @@ def scaling_tables(cells: Sequence[Cell]) -> list[Table]:
     columns = (
         *named_columns("scaling", "size"),
         *settings.values(),
-        Column("strategy", "strategy"),
-        Column("world_size", "ranks"),
-        Column("batch_size", "batch"),
-        Column("step_ms", "step", "ms", spread="samples"),
+        *named_columns("strategy", world_size="ranks", batch_size="batch"),
+        *named_columns("step_ms", spread="samples"),
         *RATE_COLUMNS,
-        Column("linear_percent", "of linear", "percent", spread="interval"),
-        Column("exposed_percent", "exposed", "percent", spread="interval"),
+        *named_columns(linear_percent="of linear", exposed_percent="exposed", spread="interval"),
         *named_columns("peak_gib", "predicted_peak_gib"),
     )
     notes = (

@@ -32,11 +32,9 @@ from cs336sys.sizes import ELEMENT_BYTES
 from cs336sys.workload import ParallelWorkload
 
 SHARDING_SETTING_COLUMNS = by_key(
-    Column("world_size", "ranks"),
-    Column("mesh", "mesh"),
+    *named_columns(world_size="ranks", mesh="mesh"),
     *(column for name, column in SETTING_COLUMNS.items() if name != "mode"),
-    Column("checkpointing", "checkpointing"),
-    Column("keep_gathered", "blocks that stay gathered"),
+    *named_columns("checkpointing", keep_gathered="blocks that stay gathered"),
 )
 _ALWAYS_SHOWN = ("precision", "compile")
 STRATEGY_COLUMNS = (Column("strategy", "strategy"), Column("prefetch", "prefetch"))
@@ -232,9 +230,8 @@ def _gather_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
             )
     columns = (
         *identity,
-        Column("unit", "unit"),
-        Column("forward_late_ms", "late in the forward pass", "ms"),
-        Column("backward_late_ms", "late in the backward pass", "ms"),
+        *named_columns("unit", forward_late_ms="late in the forward pass"),
+        *named_columns(backward_late_ms="late in the backward pass"),
     )
     return Table("gathers", "gather end against use", columns, rows, tuple(dict.fromkeys(notes)))
 

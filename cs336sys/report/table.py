@@ -43,17 +43,22 @@ class Column:
         return self.header if self.header.endswith(label) else f"{self.header}, {label}"
 
 
-# Units that a column's key may end with, as ``step_ms`` does; ``tokens_per_s`` is a unit of its own.
-_KEY_UNITS = frozenset({"us", "ms", "s", "bytes", "gib", "percent", "gbps", "tflops"})
+# Units by what a column's key may end with, as ``step_ms`` does; rates are units of their own.
+_KEY_UNITS = {unit: unit for unit in ("us", "ms", "s", "bytes", "gib", "percent", "gbps", "tflops", "ratio")}
+_KEY_UNITS["speedup"] = "ratio"
+_RATES = ("tokens_per_s", "examples_per_s")
 
 
-def named_columns(*keys: str, spread: str = "") -> tuple[Column, ...]:
-    """Return columns headed by their keys: ``head dim`` for ``head_dim``, ``held`` in GiB for ``held_gib``."""
+def named_columns(*keys: str, spread: str = "", **headers: str) -> tuple[Column, ...]:
+    """Return columns headed by their keys, ``head dim`` for ``head_dim``, and after them those with other headers.
+
+    The unit is the key's ending, GiB of ``held_gib``.
+    """
     columns = []
-    for key in keys:
-        name, _, unit = key.rpartition("_")
-        header, shown_unit = (name, unit) if name and unit in _KEY_UNITS else (key, None)
-        columns.append(Column(key, header.replace("_", " "), shown_unit, spread=spread))
+    for key, header in (dict.fromkeys(keys, "") | headers).items():
+        name, _, ending = key.rpartition("_")
+        unit = key if key in _RATES else _KEY_UNITS.get(ending) if name or header else None
+        columns.append(Column(key, header or (name if unit else key).replace("_", " "), unit, spread=spread))
     return tuple(columns)
 
 

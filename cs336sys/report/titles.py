@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from cs336sys.report.table import Column
+from cs336sys.report.table import Column, named_columns
 from cs336sys.results.model import Cell, Run, Samples, configuration_key
 from cs336sys.settings import Configured
 from cs336sys.workload import LossWorkload, MemoryWorkload, ProfileWorkload, UserCode, Workload
@@ -54,10 +54,7 @@ _UNNAMED = {
 GRAPH_COLUMNS = (Column("capture_s", "capture", "s"), Column("graph_pool_gib", "graphs' memory", "gib"))
 
 # Batches that need not be tokens have examples.
-RATE_COLUMNS = (
-    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
-    Column("examples_per_s", "examples/s", "examples_per_s"),
-)
+RATE_COLUMNS = named_columns(tokens_per_s="tokens/s", examples_per_s="examples/s")
 
 WALL_COLUMN = Column("wall_ms", "CPU wall", "ms", spread="samples")
 

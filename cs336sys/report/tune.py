@@ -190,12 +190,9 @@ def tune_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     columns = (
         *named_columns("configuration", "status"),
         Column("rounds", "rounds", "count"),
-        *named_columns("predicted_ms", "step_ms", "off_percent"),
-        Column("tokens_per_s", "tokens/s", "tokens_per_s"),
-        Column("slower_percent", "slower than the best", "percent"),
-        Column("verdict", "verdict"),
-        Column("predicted_gib", "predicted memory", "gib"),
-        Column("peak_gib", "memory of a rank", "gib"),
+        *named_columns("predicted_ms", "step_ms", "off_percent", tokens_per_s="tokens/s"),
+        *named_columns(slower_percent="slower than the best", verdict="verdict", predicted_gib="predicted memory"),
+        *named_columns(peak_gib="memory of a rank"),
     )
     return [Table("measured", title, columns, rows, [*notes, *reasons], steadier="more --budget")]
 

@@ -10,10 +10,7 @@ from cs336sys.results.model import Cell, Run
 from cs336sys.workload.verification import CASES, VerifiedWorkload
 
 _SETTINGS = by_key(
-    Column("wrap", "wrap"),
-    Column("world_size", "ranks"),
-    *named_columns("mesh", "gradients"),
-    Column("finish", "finished by"),
+    *named_columns("wrap", world_size="ranks", mesh="mesh", gradients="gradients", finish="finished by"),
     *(SETTING_COLUMNS[name] for name in ("model", "loss", "batch", "context", "batch_size", "seed")),
     Column("size", "size"),
 )
@@ -22,21 +19,14 @@ _SETTINGS = by_key(
 _DEFAULTS = {"mesh": "data", "gradients": "mean", "seed": 0}
 
 _CASE_COLUMNS = (
-    *named_columns("case", "verdict"),
-    Column("relative_difference", "off, relative"),
-    Column("farthest", "what is farthest off"),
-    Column("not_compared", "not compared"),
-    Column("reason", "why"),
+    *named_columns("case", "verdict", relative_difference="off, relative", farthest="what is farthest off"),
+    *named_columns(not_compared="not compared", reason="why"),
 )
 
 _DIAGNOSIS_COLUMNS = (
-    *named_columns("case", "cause"),
-    Column("at_step", "step"),
-    Column("farthest", "first off"),
-    Column("relative_difference", "off, relative"),
-    Column("allowed_difference", "by rounding"),
-    *named_columns("ratio", "collective", "line"),
-    Column("meaning", "what it means"),
+    *named_columns("case", "cause", at_step="step", farthest="first off", relative_difference="off, relative"),
+    *named_columns(allowed_difference="by rounding", ratio="ratio", collective="collective", line="line"),
+    *named_columns(meaning="what it means"),
 )
 
 

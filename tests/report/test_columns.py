@@ -93,7 +93,9 @@ def columns() -> list[tuple[str, str | None, int]]:
         for node in ast.walk(ast.parse(text)) if "Column(" in text or "named_columns(" in text else ():
             function = getattr(node.func, "id", None) if isinstance(node, ast.Call) else None
             if function == "named_columns":
-                found += [(file, ast.literal_eval(key), node.lineno) for key in node.args]
+                named = [keyword.arg for keyword in node.keywords if keyword.arg != "spread"]
+                keys = [pattern_of(getattr(getattr(key, "value", None), "elt", key)) for key in node.args]
+                found += [(file, key, node.lineno) for key in (*keys, *named)]
             elif function == "Column":
                 found.append((file, pattern_of(node.args[0]), node.lineno))
     return found

@@ -288,9 +288,10 @@ def token_logits(output: Any, targets: Tensor, reference: str, vocab_size: int) 
     if logits.shape[:-1] != targets.shape or logits.shape[-1] < vocab_size:
         # What nanoGPT needs, which computes the last logits alone where it is given no targets.
         wrapper = "with def forward(self, tokens): return super().forward(tokens, tokens)[0] in a subclass, "
+        expected = f"{(*targets.shape, vocab_size)} (batch, context, vocabulary)"
         raise UserCodeError(
-            f"{reference}: its model returned logits of shape {tuple(logits.shape)}, and {(*targets.shape, vocab_size)} "
-            f"(batch, context, vocabulary) was expected; {wrapper * (logits.shape[1:2] == (1,))}or give --loss"
+            f"{reference}: its model returned logits of shape {tuple(logits.shape)}, and {expected} was expected; "
+            f"{wrapper * (logits.shape[1:2] == (1,))}or give --loss"
         )
     return logits
 

@@ -13,7 +13,7 @@ from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.accounting.xxl import FeedForwardStack, TpuMesh, batch_answers, memory_answers
 from cs336sys.report.numbers import Value, format_operand, in_shown_unit
 from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, fill_row
+from cs336sys.report.table import Column, Table, fill_row, named_columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,10 +55,7 @@ def bucket_tables(
         rows.append(row | {"calls_ms": 1e3 * (overhead_s - transfer_s), "overhead_ms": 1e3 * overhead_s})
     columns = (
         Column("bucket_mb", "bucket", "MB"),
-        Column("buckets", "buckets"),
-        Column("transfer_ms", "last transfer", "ms"),
-        Column("calls_ms", "calls", "ms"),
-        Column("overhead_ms", "overhead", "ms"),
+        *named_columns("buckets", transfer_ms="last transfer", calls_ms="calls", overhead_ms="overhead"),
     )
     notes = (
         "Assumed, as the handout does: computing a bucket's gradients takes as long as communicating them.",

@@ -15,7 +15,7 @@ from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_p
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, fill_row
+from cs336sys.report.table import Column, Table, fill_row, named_columns
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
 _COLUMNS = (
@@ -27,13 +27,8 @@ _COLUMNS = (
     Column("world_size", "ranks", value=lambda step: step.world_size),
     Column("strategy", "strategy", value=lambda step: step.strategy),
     Column("parameters_gib", "parameters", "gib", lambda step: fullest_state(step).parameters / GIB),
-    Column("gradients_gib", "gradients", "gib"),
-    Column("optimizer_state_gib", "optimizer state", "gib"),
-    Column("master_parameters_gib", "master parameters", "gib"),
-    Column("after_initialization_gib", "after initialization", "gib"),
-    Column("before_first_step_gib", "before first step", "gib"),
-    Column("first_peak_gib", "most until then", "gib"),
-    Column("after_first_step_gib", "after first step", "gib"),
+    *named_columns("gradients_gib", "optimizer_state_gib", "master_parameters_gib", "after_initialization_gib"),
+    *named_columns("before_first_step_gib", first_peak_gib="most until then", after_first_step_gib="after first step"),
     Column(
         "activations_gib", "activations and buffers at the peak", "gib", lambda step: rank_peak(step).activations / GIB
     ),
@@ -180,13 +175,8 @@ def attention_tables(
                 row |= {"context_ratio": context / shorter, "held_ratio": held_ratio}
             rows.append(row)
     columns = (
-        Column("implementation", "implementation"),
-        Column("head_dim", "head dim"),
-        Column("context", "context"),
-        Column("held_gib", "held before backward", "gib"),
-        Column("context_ratio", "context grows", "ratio"),
-        Column("held_ratio", "held memory grows", "ratio"),
-        Column("peak_gib", "peak", "gib"),
+        *named_columns("implementation", "head_dim", "context", held_gib="held before backward"),
+        *named_columns(context_ratio="context grows", held_ratio="held memory grows", peak_gib="peak"),
         Column("fits", f"fits {capacity_bytes / GIB:g} GiB"),
     )
     title = f"Attention alone: batch {batch}, {dtype}, {'causal' if causal else 'full'}"

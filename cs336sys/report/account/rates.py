@@ -13,7 +13,7 @@ from cs336sys.accounting.scaling import DeviceTime, Dtypes
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import Value
 from cs336sys.report.shard import sharding_sent_bytes
-from cs336sys.report.table import Column, Table, fill_row
+from cs336sys.report.table import Column, Table, fill_row, named_columns
 from cs336sys.results.model import Cell, Results, read_several
 from cs336sys.sizes import SIZES, ModelSize
 from cs336sys.strategies import STRATEGIES
@@ -283,15 +283,11 @@ def measured_steps_table(cells: Sequence[Cell], flops: MeasuredRate, bandwidth: 
     rows = [row for cell in steps if (row := _measured_step_row(cell, flops, bandwidth))]
     columns = (
         *_STEP_COLUMNS,
-        Column("predicted_computing_ms", "computing at C", "ms"),
-        Column("computing_ms", "computing, measured", "ms"),
+        *named_columns(predicted_computing_ms="computing at C", computing_ms="computing, measured"),
         Column("sent_bytes", "sent", "decimal_bytes"),
-        Column("communication_ms", "communication at W", "ms"),
-        Column("overlapped_ms", "step, overlapped", "ms"),
-        Column("in_turn_ms", "step, not overlapped", "ms"),
-        Column("step_ms", "step, measured", "ms"),
-        Column("off_percent", "off the nearer", "percent"),
-        Column("verdict", "what the model misses"),
+        *named_columns(communication_ms="communication at W", overlapped_ms="step, overlapped"),
+        *named_columns(in_turn_ms="step, not overlapped", step_ms="step, measured", off_percent="off the nearer"),
+        *named_columns(verdict="what the model misses"),
     )
     notes = (
         f"C is {flops.value / 1e12:.4g} TFLOP/s ({flops.source}); W is {bandwidth.value / 1e9:.4g} GB/s "

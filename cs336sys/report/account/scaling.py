@@ -11,14 +11,13 @@ from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.errors import UsageError
 from cs336sys.report.numbers import Value
 from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, fill_row
+from cs336sys.report.table import Column, Table, fill_row, named_columns
 
 # A step, and the fastest one if memory were no matter; None where no mesh divides batch and heads.
 Simulated = Mapping[tuple[str, int], tuple[SimulatedStep, SimulatedStep] | None]
 
 _COLUMNS = (
-    Column("scaling", "scaling"),
-    Column("devices", "devices"),
+    *named_columns("scaling", "devices"),
     Column("mesh", "mesh", value=lambda step: step.mesh.text),
     Column("batch_size", "batch", value=lambda step: step.batch_size),
     Column("accumulation", "passes", value=lambda step: step.accumulation),
@@ -29,8 +28,7 @@ _COLUMNS = (
     Column("tensor_ms", "tp", "ms", lambda step: 1e3 * step.tensor_s),
     Column("optimizer_ms", "optimizer", "ms", lambda step: 1e3 * step.optimizer_s),
     Column("tokens_per_s", "tokens/s", "count"),
-    Column("efficiency_percent", "of one device's rate", "percent"),
-    Column("tflops", "a device", "tflops"),
+    *named_columns(efficiency_percent="of one device's rate", tflops="a device"),
     Column("memory_gib", "peak of a rank", "gib", lambda step: step.memory_gib),
     Column("limit", "what limits"),
 )

@@ -12,7 +12,7 @@ from cs336sys.accounting.step_time.public_steps import public_note
 from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
 from cs336sys.accounting.step_time.work import TERMS
 from cs336sys.report.numbers import Value
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Column, Table, named_columns
 
 # What each term counts, for a step of several phases: names as in the docstring of accounting/step_time/work.py.
 FORMULAS = {
@@ -33,27 +33,17 @@ FORMULAS = {
 }
 
 _TERM_COLUMNS = (
-    Column("term", "term"),
+    *named_columns("term"),
     Column("amount", "amount", "value"),
     Column("rate", "rate", "value"),
-    Column("unit", "unit"),
-    Column("time_ms", "time", "ms"),
-    Column("step_percent", "of the step", "percent"),
-    Column("formula", "counted"),
+    *named_columns("unit", "time_ms", step_percent="of the step", formula="counted"),
 )
 
-PREDICTED_COLUMNS = (
-    Column("step_ms", "step", "ms"),
-    Column("tokens_per_s", "tokens/s", "tokens_per_s"),
-    Column("mfu_percent", "MFU", "percent"),
-    Column("peak_gib", "memory of a rank", "gib"),
-    Column("limit", "set by"),
+PREDICTED_COLUMNS = named_columns(
+    "step_ms", tokens_per_s="tokens/s", mfu_percent="MFU", peak_gib="memory of a rank", limit="set by"
 )
 _STEP_COLUMNS = (
-    Column("configuration", "configuration"),
-    Column("gpu_ms", "GPU", "ms"),
-    Column("launches_ms", "launches", "ms"),
-    Column("exposed_ms", "exposed communication", "ms"),
+    *named_columns("configuration", gpu_ms="GPU", launches_ms="launches", exposed_ms="exposed communication"),
     *PREDICTED_COLUMNS,
 )
 

@@ -133,10 +133,12 @@ _NO_MULTICAST = {"NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1"}
 
 
 def environment_words(runs: Iterable[Run]) -> list[str]:
-    """Name the variables under which ranks communicated, one sentence, or none."""
+    """Name the variables under which ranks communicated, one sentence, or none; ranks of a CPU have Gloo alone."""
     of_ranks = [run for run in runs if run.arguments and run.arguments[0] in _WITH_RANKS]
     names = sorted(
-        {f"{name}={value}" for run in of_ranks for name, value in run.environment.items() if _VARIABLES.match(name)}
+        f"{name}={value}"
+        for name, value in {item for run in of_ranks for item in run.environment.items()}
+        if _VARIABLES.match(name) and (name.startswith("GLOO_") or any(run.machine.get("gpu") for run in of_ranks))
     )
     multicast = ", which turns NVLink multicast off" if _NO_MULTICAST & {*names} else ""
     return [f"with {', '.join(names)}{multicast}"] if names else []

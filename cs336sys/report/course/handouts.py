@@ -20,7 +20,7 @@ from cs336sys.report.course.problems import mixed_precision as mixed
 from cs336sys.report.course.problems import nsys_profile as nsys
 from cs336sys.report.course.problems import pytorch_attention as attention
 from cs336sys.report.numbers import format_duration
-from cs336sys.report.table import Column, Table, named_columns
+from cs336sys.report.table import Table, named_columns
 
 _YEARS = (2025, 2026)
 
@@ -191,14 +191,7 @@ def why_not(command: Command, target: Target) -> str | None:
     return None
 
 
-_PLAN_COLUMNS = (
-    *named_columns("command"),
-    Column("seconds", "about"),
-    Column("memory_gib", "memory", "gib"),
-    Column("gpus", "GPUs"),
-    *named_columns("note"),
-    Column("problems", "for"),
-)
+_PLAN_COLUMNS = named_columns("command", seconds="about", memory_gib="memory", gpus="GPUs", note="note", problems="for")
 
 
 def plan_table(plan: Sequence[tuple[Command, Sequence[str]]], target: Target) -> Table:

@@ -51,12 +51,12 @@ def _holders(diagnoses: Sequence[MemoryDiagnosis]) -> Table:
     columns = (
         *named_columns("snapshot", "moment", "held_bytes"),
         *_CATEGORIES.values(),
-        *named_columns("peak_bytes", "reserved_bytes"),
-        Column("free_bytes", "free in segments", "bytes"),
-        Column("largest_free_bytes", "largest piece", "bytes"),
-        Column("elsewhere_bytes", "free for others", "bytes"),
-        Column("asked_bytes", "asked for", "bytes"),
-        Column("device_free_bytes", "free of the device", "bytes"),
+        *named_columns(
+            "peak_bytes", "reserved_bytes", free_bytes="free in segments", largest_free_bytes="largest piece"
+        ),
+        *named_columns(
+            elsewhere_bytes="free for others", asked_bytes="asked for", device_free_bytes="free of the device"
+        ),
         Column("events", "events", "count"),
         Column("steps", "steps", "count"),
     )

@@ -59,8 +59,7 @@ def strategies_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table
         *named_columns("peak_gib"),
         *_PREDICTED,
         *named_columns("step_ms", spread="samples"),
-        Column("step_ratio", "step over the first", "ratio"),
-        *named_columns("status"),
+        *named_columns(step_ratio="step over the first", status="status"),
     )
     return Table("checkpointing", "what checkpointing holds and costs", columns, rows, notes=tuple(notes))
 
@@ -139,12 +138,10 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
     columns = (
         *titles.SIZE_COLUMNS,
         *settings.values(),
-        *named_columns(*(f"{phase}_gib" for phase in STEP_PHASES), "peak_gib"),
-        Column("peak_phase", "phase of the peak"),
-        *named_columns("reserved_gib"),
-        Column("predicted_gib", "predicted peak", "gib"),
+        *named_columns(*(f"{phase}_gib" for phase in STEP_PHASES), "peak_gib", peak_phase="phase of the peak"),
+        *named_columns("reserved_gib", predicted_gib="predicted peak"),
         Column("predicted_over_measured", "predicted / measured", "ratio"),
-        Column("traced_gib", "traced peak", "gib"),
+        *named_columns(traced_gib="traced peak"),
         *named_columns("step_ms", spread="samples"),
         *titles.GRAPH_COLUMNS,
         *named_columns("status"),
@@ -203,8 +200,7 @@ def phases_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     """The widest moment of every phase, by category."""
     columns = (
         *identity,
-        *named_columns("phase", "allocated_gib", "reserved_gib"),
-        Column("traced_gib", "traced peak", "gib"),
+        *named_columns("phase", "allocated_gib", "reserved_gib", traced_gib="traced peak"),
         *named_columns(*(f"{category.replace(' ', '_')}_gib" for category in MEMORY_CATEGORIES)),
     )
     rows = []
@@ -241,15 +237,11 @@ def _block_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     """One residual-stream activation, and what one block in the middle saves, frees and emits."""
     columns = (
         *identity,
-        Column("stream_bytes", "residual stream", "bytes"),
-        Column("stream_derivation", "batch x context x d_model x bytes"),
-        Column("saved_bytes", "a block saves", "bytes"),
-        Column("saved_predicted_bytes", "predicted", "bytes"),
-        Column("forward_growth_bytes", "forward adds", "bytes"),
-        Column("backward_change_bytes", "backward changes", "bytes"),
-        Column("gradients_by_difference_bytes", "backward + saved", "bytes"),
-        Column("gradients_bytes", "gradients emitted", "bytes"),
-        Column("gradients_expected_bytes", "4 x parameters", "bytes"),
+        *named_columns(stream_bytes="residual stream", stream_derivation="batch x context x d_model x bytes"),
+        *named_columns(saved_bytes="a block saves", saved_predicted_bytes="predicted"),
+        *named_columns(forward_growth_bytes="forward adds", backward_change_bytes="backward changes"),
+        *named_columns(gradients_by_difference_bytes="backward + saved", gradients_bytes="gradients emitted"),
+        *named_columns(gradients_expected_bytes="4 x parameters"),
     )
     rows = []
     for cell in cells:
@@ -278,9 +270,8 @@ def _block_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
 def _saved_tensors(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
     columns = (
         *identity,
-        *named_columns("tensor", "shape", "dtype"),
-        Column("size_bytes", "saved", "bytes"),
-        *named_columns("share_percent", "operation", "module", "code"),
+        *named_columns("tensor", "shape", "dtype", size_bytes="saved", share_percent="share", operation="operation"),
+        *named_columns(module="module", code="code"),
     )
     rows = []
     for cell in cells:
@@ -333,9 +324,7 @@ def _plan_table(cells: Sequence[Cell]) -> Table:
         *titles.SIZE_COLUMNS,
         *titles.plan_settings(trainings, MEMORY_SETTINGS),
         *PEAK_COLUMNS,
-        Column("traced_peak_gib", "traced peak", "gib"),
-        Column("traced_phase", "phase of the traced peak"),
-        *named_columns("status"),
+        *named_columns("traced_peak_gib", traced_phase="phase of the traced peak", status="status"),
     )
     rows = []
     for cell, workload in zip(cells, workloads, strict=True):

@@ -12,7 +12,7 @@ from cs336sys.capture.taxonomy import Category, category_of, short_name
 from cs336sys.measure.range_names import STEP
 from cs336sys.report.numbers import format_number
 from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, fill_row
+from cs336sys.report.table import Column, Table, fill_row, named_columns
 from cs336sys.results.model import Cell, Samples
 
 if TYPE_CHECKING:
@@ -173,8 +173,7 @@ def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -
                 )
     columns = (
         *labels,
-        Column("phase", "phase"),
-        Column("kernel_ms", "kernels", "ms"),
+        *named_columns("phase", kernel_ms="kernels"),
         *(Column(share_key(category), category, "percent") for category in Category),
     )
     notes = [

@@ -14,7 +14,7 @@ from cs336sys.report.bench import LAUNCH_BOUND_IDLE_PERCENT
 from cs336sys.report.profile.kernels import MeasuredProfile, kernel_table, plot_shares, share_table, top_kernel_table
 from cs336sys.report.profile.trace import part_table, verdict_table
 from cs336sys.report.profile.verdict import verdict
-from cs336sys.report.table import Column, Table, with_rows
+from cs336sys.report.table import Column, Table, named_columns, with_rows
 from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, columns_of, method_notes, shown_settings, title
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.workload import ProfileWorkload, Workload
@@ -31,17 +31,10 @@ def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
     ]
     columns = (
         *labels,
-        Column("scores_ms", "Q K^T", "ms"),
-        Column("final_ms", "P V", "ms"),
-        Column("softmax_ms", "softmax", "ms"),
-        Column("other_ms", "scale, mask, copies", "ms"),
-        Column("time_ratio", "softmax / matmuls: time", "ratio"),
-        Column("flops_ratio", "FLOPs", "ratio"),
-        Column("bytes_ratio", "bytes", "ratio"),
-        Column("matmul_tflops", "matmuls", "tflops"),
-        Column("softmax_tflops", "softmax", "tflops"),
-        Column("matmul_gbps", "matmuls", "gbps"),
-        Column("softmax_gbps", "softmax", "gbps"),
+        *named_columns(scores_ms="Q K^T", final_ms="P V", softmax_ms="softmax", other_ms="scale, mask, copies"),
+        *named_columns(time_ratio="softmax / matmuls: time", flops_ratio="FLOPs", bytes_ratio="bytes"),
+        *named_columns(matmul_tflops="matmuls", softmax_tflops="softmax", matmul_gbps="matmuls"),
+        *named_columns(softmax_gbps="softmax"),
     )
     notes = (
         "kernel time of all layers in a forward pass; FLOPs: 4 B H S^2 D for the matmuls, 5 B H S^2 for the softmax; "
@@ -98,16 +91,13 @@ def phase_table(
     work = "kernels" if on_gpu else "operations"
     columns = (
         *labels,
-        Column("phase", "phase"),
-        Column("gpu", "GPU"),
-        Column("unprofiled_ms", "without profiler", "ms", spread="samples"),
-        Column("annotated_ms", "annotated", "ms"),
-        Column("wall_ms", "CPU wall", "ms"),
+        *named_columns("phase", gpu="GPU"),
+        *named_columns(unprofiled_ms="without profiler", spread="samples"),
+        *named_columns("annotated_ms", wall_ms="CPU wall"),
         Column("span_ms", "GPU span" if on_gpu else "span", "ms"),
         Column("busy_ms", "GPU busy" if on_gpu else "busy", "ms"),
         Column("kernel_ms", f"sum of {work}", "ms"),
-        Column("idle_percent", "idle", "percent"),
-        Column("launch_bound", "launch-bound"),
+        *named_columns("idle_percent", launch_bound="launch-bound"),
         Column("kernels", work),
         Column("status", "status"),
     )
@@ -201,13 +191,8 @@ def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
             rows.append(row)
     columns = (
         *labels,
-        Column("phase", "phase"),
-        Column("fp32_busy_ms", "busy in fp32", "ms"),
-        Column("bf16_busy_ms", "busy in bf16", "ms"),
-        Column("busy_speedup", "busy speed-up", "ratio"),
-        Column("fp32_ms", "without profiler in fp32", "ms"),
-        Column("bf16_ms", "without profiler in bf16", "ms"),
-        Column("speedup", "speed-up", "ratio"),
+        *named_columns("phase", fp32_busy_ms="busy in fp32", bf16_busy_ms="busy in bf16", busy_speedup="busy speed-up"),
+        *named_columns(fp32_ms="without profiler in fp32", bf16_ms="without profiler in bf16", speedup="speed-up"),
     )
     note = "Where kernels gain more than the phase they belong to, the CPU does not launch them fast enough."
     return Table("precisions", "nsys: fp32 against bf16", columns, rows, notes=(note,))

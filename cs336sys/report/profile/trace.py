@@ -14,7 +14,7 @@ from cs336sys.capture.ranks import RanksFound, local_ms
 from cs336sys.capture.taxonomy import Category, short_name
 from cs336sys.report.profile.kernels import shown_names
 from cs336sys.report.profile.verdict import verdict
-from cs336sys.report.table import Column, Table, fill_row, fill_rows, with_rows
+from cs336sys.report.table import Column, Table, fill_row, fill_rows, named_columns, with_rows
 from cs336sys.results.model import Samples
 
 _MOST_STEPS = 30
@@ -108,50 +108,33 @@ def _part_column(part: str) -> Column:
     return Column(f"{part.replace(' ', '_')}_ms", part, "ms")
 
 
+_TIMES = named_columns(count="times a step", ms="a step", share_percent="share of kernel time", own_ms="of the step")
+
+
 def _group_kernels(
     analysis: Analysis, key: Callable[[KernelGroup], str]
-) -> list[tuple[str, list[KernelGroup], float, float, float]]:
-    """Kernels by a key: the key, its groups, and count, duration and own time of a step; the longest first."""
+) -> list[tuple[str, list[KernelGroup], dict[str, Any]]]:
+    """Kernels by a key: the key, its groups, and the GPU with the times of a step; the longest first."""
     groups: dict[str, list[KernelGroup]] = {}
     for kernel in analysis.kernels:
         groups.setdefault(key(kernel), []).append(kernel)
-
-    def of_step(kernels: Sequence[KernelGroup], quantity: str) -> float:
-        return sum(sum(getattr(kernel, quantity)) for kernel in kernels) / len(analysis.step_ms)
-
-    rows = [
-        (name, kernels, of_step(kernels, "count"), of_step(kernels, "ms"), of_step(kernels, "own_ms"))
-        for name, kernels in groups.items()
-    ]
-    return sorted(rows, key=lambda row: -row[3])
-
-
-_TIMES = (
-    Column("count", "times a step"),
-    Column("ms", "a step", "ms"),
-    Column("share_percent", "share of kernel time", "percent"),
-    Column("own_ms", "of the step", "ms"),
-)
-
-
-def _time_values(analysis: Analysis, row: tuple[str, list[KernelGroup], float, float, float]) -> dict[str, Any]:
-    total = sum(sum(kernel.ms) for kernel in analysis.kernels) / len(analysis.step_ms)
-    _, _, count, ms, exclusive_ms = row
-    return {
-        "gpu": analysis.label or None,
-        "count": count,
-        "ms": ms,
-        "own_ms": exclusive_ms,
-        "share_percent": 100 * ms / total if total else None,
-    }
+    steps = len(analysis.step_ms)
+    total = sum(sum(kernel.ms) for kernel in analysis.kernels) / steps
+    rows = []
+    for name, kernels in groups.items():
+        times: dict[str, Any] = {"gpu": analysis.label or None}
+        for column in ("count", "ms", "own_ms"):
+            times[column] = sum(sum(getattr(kernel, column)) for kernel in kernels) / steps
+        rows.append((name, kernels, times | {"share_percent": 100 * times["ms"] / total if total else None}))
+    return sorted(rows, key=lambda row: -row[2]["ms"])
 
 
 def kind_table(analyses: Sequence[Analysis]) -> Table:
     """Kernels by kind."""
     rows = [
-        {**_time_values(analysis, row), "category": row[0]}
+        times | {"category": kind}
         for analysis in analyses
-        for row in _group_kernels(analysis, lambda kernel: kernel.kind)
+        for kind, _, times in _group_kernels(analysis, lambda kernel: kernel.kind)
     ]
     unknown = {
         short_name(kernel.name): sum(kernel.ms)
@@ -168,10 +151,10 @@ def kind_table(analyses: Sequence[Analysis]) -> Table:
 def module_table(analyses: Sequence[Analysis], top: int) -> Table:
     """Kernels by the module, or the range, that launched them."""
     rows = [
-        {**_time_values(analysis, row), "module": row[0] or "(none)"}
+        times | {"module": module or "(none)"}
         for analysis in analyses
         if any(kernel.module for kernel in analysis.kernels)
-        for row in _group_kernels(analysis, lambda kernel: kernel.module)[:top]
+        for module, _, times in _group_kernels(analysis, lambda kernel: kernel.module)[:top]
     ]
     notes = ["in the backward pass, the module of the forward operator; without recorded modules, the innermost range"]
     return Table("modules", "trace: kernels by module", (_GPU, Column("module", "module"), *_TIMES), rows, notes=notes)
@@ -182,11 +165,11 @@ def kernel_rows(analyses: Sequence[Analysis], shown: DisplayOptions) -> Table:
     rows = []
     for analysis in analyses:
         groups = _group_kernels(analysis, lambda kernel: kernel.name)[: shown.top]
-        names = shown_names([row[0] for row in groups], shown.full_names)
-        for row, name in zip(groups, names, strict=True):
-            mean_us = 1e3 * row[3] / row[2] if row[2] else None
-            rows.append({**_time_values(analysis, row), "mean_us": mean_us, "category": row[1][0].kind, "kernel": name})
-    columns = (_GPU, *_TIMES, Column("mean_us", "mean", "us"), Column("category", "kind"), Column("kernel", "kernel"))
+        names = shown_names([name for name, _, _ in groups], shown.full_names)
+        for name, (_, kernels, times) in zip(names, groups, strict=True):
+            mean_us = 1e3 * times["ms"] / times["count"] if times["count"] else None
+            rows.append(times | {"mean_us": mean_us, "category": kernels[0].kind, "kernel": name})
+    columns = (_GPU, *_TIMES, *named_columns("mean_us", category="kind", kernel="kernel"))
     return Table("kernels", f"trace: the {shown.top} kernels that take most time", columns, rows)
 
 
@@ -196,13 +179,12 @@ def operator_table(analyses: Sequence[Analysis], shown: DisplayOptions) -> Table
     sources: dict[str, None] = {}
     for analysis in analyses:
         groups = _group_kernels(analysis, lambda kernel: f"{kernel.operator}\0{kernel.shape}" if kernel.shape else "")
-        for row in [row for row in groups if row[0]][: shown.top]:
-            operator, _, shape = row[0].partition("\0")
-            values = {**_time_values(analysis, row), "operator": operator, "shapes": shape_words(shape)}
-            launches = _calls(row[1])
+        for key, kernels, times in [group for group in groups if group[0]][: shown.top]:
+            operator, _, shape = key.partition("\0")
+            values = times | {"operator": operator, "shapes": shape_words(shape)}
             work = operator_work(operator, shape)
-            if work is not None and row[3]:
-                seconds = row[3] / 1e3 / launches
+            if work is not None and times["ms"]:
+                seconds = times["ms"] / 1e3 / _calls(kernels)
                 values |= {"tflops": work.flops / seconds / 1e12 or None, "gbps": work.bytes / seconds / 1e9}
                 if shown.roofline:
                     line = roofline(work, seconds, analysis.gpu_name, shown.ceilings)
@@ -212,12 +194,8 @@ def operator_table(analyses: Sequence[Analysis], shown: DisplayOptions) -> Table
     columns = (
         _GPU,
         *_TIMES,
-        Column("tflops", "FLOPs", "tflops"),
-        Column("gbps", "bytes", "gbps"),
-        Column("peak_percent", "of the roofline", "percent"),
-        Column("bound", "bound by"),
-        Column("operator", "operator"),
-        Column("shapes", "shapes of inputs"),
+        *named_columns(tflops="FLOPs", gbps="bytes", peak_percent="of the roofline", bound="bound by"),
+        *named_columns(operator="operator", shapes="shapes of inputs"),
     )
     notes = ["bytes: each input and output once; FLOPs: of products and attention, by their shapes"] if rows else []
     if any(str(row["operator"]).startswith("triton_") for row in rows):
@@ -266,11 +244,9 @@ def copy_table(analyses: Sequence[Analysis]) -> Table:
     ]
     columns = (
         _GPU,
-        Column("copy", "copy"),
-        Column("count", "times a step"),
+        *named_columns("copy", count="times a step"),
         Column("bytes", "bytes a step", "decimal_bytes"),
-        Column("ms", "a step", "ms"),
-        Column("gbps", "bandwidth", "gbps"),
+        *named_columns(ms="a step", gbps="bandwidth"),
     )
     return Table("copies", "trace: copies", columns, rows)
 
@@ -318,16 +294,11 @@ def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | N
             )
     columns = (
         _GPU,
-        Column("collective", "collective"),
-        Column("group", "group"),
+        *named_columns("collective", "group"),
         Column("ranks", "ranks", "count"),
         Column("bytes", "size", "decimal_bytes"),
-        Column("count", "times a step"),
-        Column("ms", "a step", "ms"),
-        Column("waiting_ms", "of it waiting for the last rank", "ms"),
-        Column("busbw_gbps", "bus bandwidth", "gbps"),
-        Column("alone_busbw_gbps", "allreduce measured", "gbps"),
-        Column("of_alone_percent", "of that", "percent"),
+        *named_columns(count="times a step", ms="a step", waiting_ms="of it waiting for the last rank"),
+        *named_columns(busbw_gbps="bus bandwidth", alone_busbw_gbps="allreduce measured", of_alone_percent="of that"),
     )
     notes = []
     if bandwidths is not None and rows and not any(row["alone_busbw_gbps"] for row in rows):
@@ -347,11 +318,8 @@ def capture_table(analyses: Sequence[Analysis]) -> Table:
         Column("profiler", "profiler", value=lambda analysis: analysis.profiler),
         Column("steps", "steps", "count", lambda analysis: len(analysis.step_ms) if analysis.has_steps else None),
         Column("events", "kernels and copies", "count"),
-        Column("kernel_ms", "sum of kernels", "ms"),
-        Column("busy_ms", "busy", "ms"),
-        Column("computing_ms", "computing", "ms"),
-        Column("communication_ms", "communication", "ms"),
-        Column("span_ms", "span", "ms"),
+        *named_columns(kernel_ms="sum of kernels", busy_ms="busy", computing_ms="computing"),
+        *named_columns(communication_ms="communication", span_ms="span"),
         Column(
             "peak_gib", "peak memory of tensors", "gib", lambda analysis: (analysis.peak_bytes or 0) / 2**30 or None
         ),

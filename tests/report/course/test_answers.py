@@ -105,6 +105,7 @@ def test_slow_first_step_of_any_size_needs_more_warm_up():
     files = changed(saved("warmup-h200"), is_large_after_one, stalled)
     text = words(answers(2025, files, "benchmarking_script", "c"))
     assert "2.00x, 1.00x and 1.00x the median: some of that is still to be done after 1." in text
+    assert "all that is done once" not in text
 
 
 def test_parts_of_a_sharded_step_stand_next_to_it():
@@ -745,6 +746,33 @@ def test_variables_that_change_communication_stand_next_to_the_machine():
     )
     (block,) = answers(2025, saved("bench-h200"), "benchmarking_script", "b")
     assert "NCCL" not in block.machine
+
+
+def test_variables_of_nccl_do_not_stand_next_to_ranks_of_a_cpu():
+    """Gloo on a CPU was measured "with NVLink multicast off"."""
+    (file,) = saved("allreduce-ranks-h200")
+    runs = {key: replace(run, machine=run.machine | {"gpu": None, "cpu": "Some CPU"}) for key, run in file.runs.items()}
+    (block,) = answers(2025, [Results(runs, file.cells)], "distributed_communication_single_node")
+    assert block.machine == "Some CPU, torch 2.11.0+cu130"
+
+
+def test_size_that_was_never_compiled_is_said_to_be_too_large():
+    files = saved("compile-h200")
+    text = words(answers(2026, files, "torch_compile", "b"))
+    assert "10b is left out: by the accounting a step of it needs 199.1 GiB before it is compiled." in text
+    assert "is left out" not in words(answers(2025, files, "torch_compile", "b"))
+
+
+def test_share_of_products_in_the_whole_step_has_its_reason():
+    text = words(answers(2025, saved("nsys-h200", "nsys-forward-h200"), "nsys_profile", "d"))
+    assert "AdamW's kernels 2.52 %: the share of products rises, as the backward pass has more of them." in text
+    text = words(answers(2026, saved("nsys-2.7b-long-h200"), "nsys_profile", "d"))
+    assert "AdamW's kernels 2.75 %: the share of products falls, as AdamW has none of them." in text
+
+
+def test_reason_why_few_warm_up_steps_may_not_be_enough_stands_where_one_was():
+    text = words(answers(2025, saved("warmup-h200"), "benchmarking_script", "c"))
+    assert "So 1 warm-up step did all that is done once. The result could still differ where a second step" in text
 
 
 def test_idle_time_says_where_its_formula_is_negative():

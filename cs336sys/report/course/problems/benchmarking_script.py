@@ -13,7 +13,8 @@ def script(answer: Answer) -> None:
     answer.write("benchmarking_script.script")
 
 
-def _needed_gib(size: str, context: int) -> float:
+def needed_gib(size: str, context: int) -> float:
+    """Return the peak of a plain step by the accounting, GiB."""
     return predicted_peak(choose_size(size, context=context), "fp32", "train", "reference").total_gib
 
 
@@ -22,7 +23,7 @@ timings = measured(
     *("bench", "benchmarking_script.timings", {"bench": (*_COLUMNS, "gpu_busy_ms", "peak_gib", "status")}),
     wanted=lambda handout: {"size": handout.sizes, **_AS_ASKED},
     grid=lambda handout: {"size": handout.sizes},
-    facts=lambda answer, groups: {"needed_gib": _needed_gib},
+    facts=lambda answer, groups: {"needed_gib": needed_gib},
 )
 
 
