@@ -114,4 +114,4 @@ def write_settings(gpu: str, settings: dict[str, str]) -> None:
         return
     require_private(path.parent, "XDG_CACHE_HOME")
     with written_whole(path) as partial:
-        partial.write_text(json.dumps({"gpu": gpu, "settings": settings}, indent=2) + "\n")
+        partial.write_text(json.dumps({"gpu": gpu, "settings": settings}, indent=2, allow_nan=False) + "\n")
