@@ -199,7 +199,7 @@ class HasStrategy:
 
     @property
     def strategy_record(self) -> Strategy:
-        """What the strategy holds, sends and shares.
+        """Return what the strategy holds, sends and shares.
 
         Raises:
             UsageError: the strategy is unknown.

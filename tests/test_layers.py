@@ -306,22 +306,20 @@ def test_wheel_has_every_file_that_is_no_python():
     assert files <= packed
 
 
-def test_help_imports_no_torch():
-    script = (
-        "import sys, importlib, cs336sys.cli as cli\n"
-        "[importlib.import_module(f'cs336sys.commands.{name}') for name in cli.COMMANDS]\n"
-        "print([name for name in ('torch', 'triton', 'matplotlib', 'scipy', 'tabulate') if name in sys.modules])"
-    )
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == "[]"
+HELP = (
+    "import sys, importlib, cs336sys.cli as cli\n"
+    "[importlib.import_module(f'cs336sys.commands.{name}') for name in cli.COMMANDS]\n"
+    "print([name for name in ('torch', 'triton', 'matplotlib', 'scipy', 'tabulate') if name in sys.modules])"
+)
+# ``bench`` measures by this module; what only some cells need is imported by them.
+PLAIN_STEP = (
+    "import sys, cs336sys.commands.bench, cs336sys.experiments.bench\n"
+    "late = ('cs336sys.kernels', 'cs336sys.parallel', 'cs336sys.cuda_graphs', 'cs336sys.commands.sweep.ranks')\n"
+    "print([name for name in sys.modules if name.startswith((*late, 'triton'))])"
+)
 
 
-def test_a_plain_step_imports_no_kernels_graphs_or_ranks():
-    """``bench`` measures by this module; what only some cells need is imported by them."""
-    script = (
-        "import sys, cs336sys.commands.bench, cs336sys.experiments.bench\n"
-        "late = ('cs336sys.kernels', 'cs336sys.parallel', 'cs336sys.cuda_graphs', 'cs336sys.commands.sweep.ranks')\n"
-        "print([name for name in sys.modules if name.startswith((*late, 'triton'))])"
-    )
+@pytest.mark.parametrize("script", [HELP, PLAIN_STEP], ids=["help", "plain step"])
+def test_what_is_needed_later_is_imported_later(script):
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"

@@ -258,12 +258,12 @@ class LossOptions(NamedTuple):
 
     @property
     def is_deferred(self) -> bool:
-        """Whether gradients wait for backward, which has a factor for each token."""
+        """Return whether gradients wait for backward, which has a factor for each token."""
         return self.reduction == "none" and self.grad_loss is None
 
     @property
     def makes_gradients(self) -> tuple[bool, bool]:
-        """Whether this call makes the gradient of hidden and that of the weight."""
+        """Return whether this call makes the gradient of hidden and that of the weight."""
         return self.needs_grad_hidden and not self.is_deferred, self.needs_grad_weight and not self.is_deferred
 
 

@@ -15,11 +15,11 @@ import torch
 
 import cs336sys
 from cs336sys.measure.system import cpu_cores, cpu_model, installed_version, read_gpus, run_tool
-from cs336sys.processes.caches import user_cache
+from cs336sys.processes.caches import kept_settings_file
 from cs336sys.results.model import Run
 from cs336sys.workload.course_package import course_package
 
-# Variables that change what runs, how fast, or in how much memory, with all that begin so.
+# Variables that change what runs, how fast, or in how much memory; a name ending in "_" stands for all that begin so.
 RELEVANT_VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_LAUNCH_BLOCKING",
@@ -76,7 +76,7 @@ def describe_environment(*, seed: int | None = None) -> dict[str, Any]:
     """Everything else worth knowing later, as JSON scalars; None for what cannot be found out.
 
     The source revision and digest, matmul precision and TF32, threads, the seed, every variable of
-    :data:`RELEVANT_VARIABLES` that is set, a digest of kept attention settings, and each GPU's state.
+    :data:`RELEVANT_VARIABLES` that is set, the state of each visible GPU now, and a digest of its attention settings.
     """
     commit, dirty = source_revision()
     precision = None
@@ -141,11 +141,12 @@ def nccl_version() -> str | None:
 
 
 def _relevant_variables() -> dict[str, str]:
+    prefixes = tuple(name for name in RELEVANT_VARIABLES if name.endswith("_"))
     return {
         # A path would name this machine's folders or its user.
         name: "(a path)" if "/" in value else value
         for name, value in sorted(os.environ.items())
-        if name.startswith(RELEVANT_VARIABLES)
+        if name in RELEVANT_VARIABLES or name.startswith(prefixes)
     }
 
 
@@ -160,5 +161,6 @@ def _gpu_states() -> dict[str, Any]:
             for name in ("sm_clock_mhz", "max_sm_clock_mhz", "temperature_c", "power_w", "power_limit_w"):
                 description[f"gpu{index}_{name}"] = getattr(gpu, name)
             description[f"gpu{index}_clock_limits"] = ", ".join(gpu.clock_limits)
-    kept = b"".join(path.read_bytes() for path in sorted(user_cache().glob("cs336sys/attention-*.json")))
-    return description | ({"attention_settings": hashlib.sha256(kept).hexdigest()[:16]} if kept else {})
+        if (kept := kept_settings_file(torch.cuda.get_device_name(index))).exists():
+            description["attention_settings"] = hashlib.sha256(kept.read_bytes()).hexdigest()[:16]
+    return description

@@ -25,7 +25,7 @@ def use_private_caches() -> None:
     """
     default = Path(tempfile.gettempdir(), f"torchinductor_{_user_name()}")
     if _INDUCTOR_VARIABLE not in os.environ:
-        folder = user_cache() / "torchinductor"
+        folder = _user_cache() / "torchinductor"
         if not folder.is_absolute() or not _can_write(folder):
             folder = default
         os.environ[_INDUCTOR_VARIABLE] = str(folder)
@@ -36,8 +36,13 @@ def use_private_caches() -> None:
     require_private(Path(os.environ.get("TRITON_CACHE_DIR") or f"{triton_home}/.triton/cache"), "TRITON_CACHE_DIR")
 
 
-def user_cache() -> Path:
+def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+
+
+def kept_settings_file(gpu_name: str) -> Path:
+    """Return where ``flash --keep-settings`` keeps settings of a GPU, which need not be there."""
+    return _user_cache() / f"cs336sys/attention-{re.sub('[^A-Za-z0-9]+', '-', gpu_name)}.json"
 
 
 def require_private(folder: Path, variable: str) -> None:

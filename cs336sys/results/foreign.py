@@ -25,12 +25,7 @@ def printable(text: str) -> str:
     """The text with control characters spelled out: ESC becomes ``\\x1b``. Tabs and newlines stay."""
     if text.isascii() and text.isprintable():
         return text
-    return _UNSEEN.sub(_spelled, text.replace("\r\n", "\n"))
-
-
-def _spelled(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return _UNSEEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
 
 
 # What a saved line may hold, so that nothing that shows it needs guards of its own. The largest file in docs/results

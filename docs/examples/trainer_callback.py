@@ -34,10 +34,14 @@ class StepTimes(TrainerCallback):
         self.times.append(1000 * (time.perf_counter() - self.begin))
 
     def on_train_end(self, args, state, control, model, **_):
+        if len(self.times) <= self.warmup or not state.is_world_process_zero:
+            return
         step = Samples("ms", "wall clock", tuple(self.times[self.warmup :]), tuple(self.times[: self.warmup]))
         shape, precision = model.config, "bf16" if args.bf16 else "fp32"
         widths = shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers, shape.num_attention_heads
-        size = ModelSize("custom", *widths, shape.vocab_size, self.context, args.per_device_train_batch_size)
+        # Of all ranks and micro-batches, as one step has them.
+        batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        size = ModelSize("custom", *widths, shape.vocab_size, self.context, batch_size)
         code = UserCode(model=f"transformers:{type(model).__name__}")
         workload = Workload(size, precision=precision, optimizer="torch.optim:AdamW", user=code)
         settings = {"device": args.device.type, "warmup": self.warmup, "steps": len(step.measured)}

@@ -408,10 +408,10 @@ def line_with(text):
         (
             "other_arguments",
             {},
-            "it should take one size and return a torch.nn.Module; a size has name, d_model, d_ff,",
+            "it should take a size and return a torch.nn.Module; a size has name, d_model, d_ff,",
         ),
-        ("no_such_field", {}, "'ModelSize' object has no attribute 'n_embd'; it should take one size and return"),
-        ("no_module", {}, "returned a list: it should take one size and return a torch.nn.Module"),
+        ("no_such_field", {}, "'ModelSize' object has no attribute 'n_embd'; it should take a size and return"),
+        ("no_module", {}, "returned a list: it should take a size and return a torch.nn.Module"),
         ("no_parameters", {}, "returned an Identity without parameters to train"),
         ("raises", {}, f"user_models.py, line {line_with('no such size')}: KeyError: 'no such size'"),
         ("OfTheLastToken", {}, "returned logits of shape (2, 1, 50), and (2, 16, 50) (batch, context, vocabulary)"),

@@ -16,6 +16,7 @@ from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, put_nvidia_smi
 
 import cs336sys
 from cs336sys.measure.environment import describe_environment, describe_machine, new_run, source_digest, source_revision
+from cs336sys.processes.caches import kept_settings_file
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import read_results
 
@@ -105,6 +106,14 @@ def test_gpu_state_is_that_of_the_visible_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: visible)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept_settings_file("NVIDIA A100").parent.mkdir()
+    kept_settings_file("NVIDIA A100").write_text("of another GPU")
+    assert "attention_settings" not in describe_environment()
+    kept_settings_file("NVIDIA H200").write_text("of this one")
+    first = describe_environment()["attention_settings"]
+    kept_settings_file("NVIDIA H200").write_text("measured again")
+    assert describe_environment()["attention_settings"] != first
     states = {name: value for name, value in describe_environment().items() if name.startswith("gpu")}
     assert states == {
         "gpu0_sm_clock_mhz": 1155,

@@ -341,5 +341,5 @@ def torch_gathered_bytes(step: ShardedStep) -> float:
 
 
 def context_bytes(step: ShardedStep) -> float:
-    """What attention sends, and the all-reduce of gradients."""
+    """Return what attention sends, and the all-reduce of gradients."""
     return context.context_sent_bytes(step.strategy, step.size, step.world_size, step.precision, step.checkpointing)

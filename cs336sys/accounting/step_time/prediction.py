@@ -64,7 +64,7 @@ class StepConfiguration(Configured):
 
     @property
     def strategy_record(self) -> Strategy:
-        """What the strategy holds and sends; one rank holds all."""
+        """Return what the strategy holds and sends; one rank holds all."""
         return STRATEGIES[self.strategy or "none"]
 
     @property

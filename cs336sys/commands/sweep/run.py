@@ -83,9 +83,10 @@ def known_cells(
     apart = 0
     for in_turn in together.values():
         keys = [configuration_key(configuration) for configuration in in_turn]
+        # Of cells that left their files where they are asked for, if they are.
         present = [
-            [run_id for run_id, cell in measured.get(key, {}).items() if _left_files(cell, configuration)]
-            for key, configuration in zip(keys, in_turn, strict=True)
+            [name for name, cell in measured.get(key, {}).items() if folders <= folders_of(cell.configuration).items()]
+            for key, folders in zip(keys, (folders_of(part).items() for part in in_turn), strict=True)
         ]
         complete = [run_id for run_id in present[0] if all(run_id in runs for runs in present)]
         same = [run_id for run_id in complete if not differences[run_id]]
@@ -104,11 +105,6 @@ def shown_run(cells: Sequence[Cell], results: Results, run: Run) -> Run | None:
     runs = [run if cell.run_id == run.run_id else results.runs.get(cell.run_id) for cell in cells] or [run]
     machines = [None if source is None else source.machine for source in runs]
     return runs[0] if all(machine == machines[0] for machine in machines) else None
-
-
-def _left_files(cell: Cell, configuration: Mapping[str, Any]) -> bool:
-    """Return whether a cell left its files where they are asked for, if they are."""
-    return folders_of(configuration).items() <= folders_of(cell.configuration).items()
 
 
 def _differences(then: Run | None, now: Run) -> dict[str, tuple[Any, Any]]:

@@ -31,8 +31,9 @@ from cs336sys.workload.course_package import PACKAGE, first_folder
 # Of files of the user's that were loaded. Elsewhere they come last on ``sys.path``.
 user_folders: list[str] = []
 
-_SIZE_FIELDS = ", ".join(ModelSize.__match_args__)
-_BUILD_CONTRACT = f"it should take one size and return a torch.nn.Module; a size has {_SIZE_FIELDS}"
+_BUILD_CONTRACT = (
+    f"it should take a size and return a torch.nn.Module; a size has {', '.join(ModelSize.__match_args__)}"
+)
 
 # The user's, once it has been imported: found again by what is imported later, while functions run.
 _theirs: dict[str, ModuleType] = {}

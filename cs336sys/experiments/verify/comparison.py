@@ -170,7 +170,7 @@ class ComparedCase:
 
     @property
     def explained(self) -> float:
-        """How much of a gradient may be left, relatively, where others explain it."""
+        """Return how much of a gradient may be left, relatively, where others explain it."""
         return EXPLAINED if self.reference.half is None else 8 * torch.finfo(self.reference.half).eps
 
     def launches(self, phases: Sequence[str], step: int | None = None) -> list[CollectiveLaunch]:
@@ -200,7 +200,7 @@ class ComparedCase:
 
     @property
     def not_compared(self) -> list[str]:
-        """What the case could not look at, in words."""
+        """Return what the case could not look at, in words."""
         record = self.reference.record
         labels = {
             "gradient": ("gradients", True),

@@ -47,7 +47,7 @@ class Reference:
     half: torch.dtype | None = None
 
     def columns(self) -> dict[str, object]:
-        """How it was trained, as derived columns of a cell."""
+        """Return how it was trained, as derived columns of a cell."""
         return {"reference_dtype": str(self.dtype).removeprefix("torch."), "learning_rate": self.learning_rate}
 
 

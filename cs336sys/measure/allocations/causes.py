@@ -107,7 +107,7 @@ class Moment:
 
     @property
     def begins_empty(self) -> bool:
-        """Whether the record has the device's memory from its first allocation on."""
+        """Return whether the record has the device's memory from its first allocation on."""
         return all(block.start for block in self.record.blocks)
 
     def role(self, block: Block | FailedAllocation) -> str:

@@ -22,7 +22,7 @@ from cs336sys.errors import CapabilityError
 from cs336sys.kernels.attention.problem import AttentionProblem
 from cs336sys.kernels.attention.triton.settings import backward_settings, candidates, forward_settings, problem_class
 from cs336sys.processes.atomic_write import written_whole
-from cs336sys.processes.caches import require_private, user_cache
+from cs336sys.processes.caches import kept_settings_file, require_private
 
 # What chooses the built-in settings of a pass; gradients may be added up in any order.
 BUILT_IN: dict[str, Callable[[AttentionProblem], Any]] = {
@@ -64,7 +64,7 @@ def describe_gpu(device: torch.device) -> str | None:
 
 
 def _file_of(gpu: str) -> Path:
-    return user_cache() / f"cs336sys/attention-{re.sub('[^A-Za-z0-9]+', '-', gpu.partition(',')[0])}.json"
+    return kept_settings_file(gpu.partition(",")[0])
 
 
 @functools.cache
