@@ -518,7 +518,7 @@ def test_a_model_with_our_kernels_is_traced(tmp_path):
         "        x = self.embedding(tokens)\n"
         "        return self.head(swiglu(x, x))\n"
     )
-    cell = replace(workload("ours"), user=UserCode(f"{tmp_path}/with_ours.py:Model"))
+    cell = replace(workload("ours", device=DEVICE.type), user=UserCode(f"{tmp_path}/with_ours.py:Model"))
     traced = predicted_timeline(MemoryWorkload(cell)).timeline
     assert max(traced.totals()) > 3 * 4 * 16 * 2 * SIZE.vocab_size
 

@@ -355,11 +355,7 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
         progress("building the inputs")
         base = 0
         if device.type == "cuda":
-            # A thread's first matrix product allocates a workspace that all its later ones use: autograd's has its own,
-            # and so have batched products.
-            warm_up = torch.ones(2, 16, 16, device=device, requires_grad=True)
-            (warm_up[0].mm(warm_up[1]).sum() + warm_up.bmm(warm_up).sum()).backward()
-            del warm_up
+            _differentiate_products(device)
             base = torch.cuda.memory_allocated(device)
         inputs = random_inputs(workload, device)
         out: Tensor | None = None
@@ -380,9 +376,21 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
         derived |= {"held_gib": None, "peak_gib": None}
         if peak_gib is not None:
             derived["peak_gib"] = peak_gib - base / GIB
+            _differentiate_products(device)
             forward()
             derived["held_gib"] = (torch.cuda.memory_allocated(device) - base) / GIB
     return Outcome("ok", samples, derived)
+
+
+def _differentiate_products(device: torch.device) -> None:
+    """Make the memory in use on a GPU that of the tensors that are alive.
+
+    A thread's first matrix product allocates a workspace that all its later ones use: autograd's has its own, and so
+    have batched products. And autograd's thread may hold the last pass's gradients for a while after that has returned,
+    but not once it has taken up the next pass.
+    """
+    ones = torch.ones(2, 16, 16, device=device, requires_grad=True)
+    (ones[0].mm(ones[1]).sum() + ones.bmm(ones).sum()).backward()
 
 
 # Attention of the user's, beside ours: ``flash --kernel FILE.py:NAME``.

@@ -184,7 +184,7 @@ def _traced_whole(workload: MemoryWorkload, follow_operations: bool) -> TracedSt
     if training.scales_loss:
         training = replace(training, precision="bf16")
     workload = replace(workload, training=training, snapshot=None)
-    decisions = _decisions(workload)
+    decisions = _decisions(workload, torch.device("cpu" if on_cpu or not torch.cuda.is_available() else "cuda"))
     with (
         mock.patch.dict(
             ATTENTION_FUNCTIONS, flash=lambda Q, K, V, mask=None: _flash_of_a_gpu(Q, K, V, is_causal=mask is not None)
@@ -246,17 +246,20 @@ def predicted_timeline(
         ) from error
 
 
-def _decisions(workload: MemoryWorkload) -> dict[str, bool]:
-    """Record what a user's model decides by values of tensors, at a tiny size, where they are real."""
+def _decisions(workload: MemoryWorkload, device: torch.device) -> dict[str, bool]:
+    """Record what a user's model decides by values of tensors, at a tiny size, where they are real.
+
+    On a GPU where there is one: a model's own kernels may run nowhere else.
+    """
     training = workload.training
     if training.is_ours:
         return {}
     sequences = min(training.size.batch_size // workload.micro_batches, _FEW)
     for size in user_models.tiny_sizes(training.size):
-        tiny = replace(training, size=replace(size, batch_size=sequences))
+        tiny = replace(training, size=replace(size, batch_size=sequences), device=device.type)
         try:
-            with telling_user_errors(training), user_models.copied_code(), torch.random.fork_rng(devices=[]):
-                step = MemoryStep(replace(workload, training=tiny, micro_batches=1), torch.device("cpu"))
+            with telling_user_errors(training), user_models.copied_code(), torch.random.fork_rng():
+                step = MemoryStep(replace(workload, training=tiny, micro_batches=1), device)
                 with DecisionsRead() as read:
                     step.forward()
                     if training.has_backward:

@@ -15,6 +15,8 @@ from cs336sys.kernels.attention.triton import kept_settings, settings
 from cs336sys.results.model import Samples
 from cs336sys.workload import AttentionWorkload
 
+# Where kernels run: on a CPU in the interpreter, where there is no GPU.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TIMES_MS = {None: 1.0, "fast": 0.9, "faster and wrong": 0.5, "too large": 0.4, "as fast": 0.98}
 
 
@@ -65,15 +67,16 @@ def kept_file(tmp_path, monkeypatch):
 
 
 def test_winners_of_both_passes_are_kept_in_a_file_that_later_processes_read(kept_file, monkeypatch, capfd):
-    """Triton's interpreter computes with each of the settings; all but the built-in ones are pretended to be fast."""
-    in_force = kept_settings.settings_on(torch.device("cpu"))
+    """The kernels compute with each of the settings; all but the built-in ones are pretended to be fast."""
+    device = torch.empty(0, device=DEVICE).device
+    in_force = kept_settings.settings_on(device)
     monkeypatch.setattr(settings, "MAX_CANDIDATES", 3)
 
     def time_calls(call, device, warmup_ms, repetition_ms):
         return Samples("ms", "clock of the test", (1.0 - 0.2 * len(in_force),))
 
     monkeypatch.setattr(keeping, "time_calls", time_calls)
-    workload = AttentionWorkload("triton", 1, 1, 32, 16, "fp32", device="cpu", repetition_ms=1, warmup_ms=0)
+    workload = AttentionWorkload("triton", 1, 1, 32, 16, "fp32", device=DEVICE.type, repetition_ms=1, warmup_ms=0)
     configuration = workload.configuration() | {"keep_settings": True}
     forward, backward = measure_and_keep(configuration, print).derived["notes"]
     kept = json.loads(kept_file.read_text())["settings"]

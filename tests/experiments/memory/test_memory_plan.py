@@ -105,9 +105,9 @@ def test_our_own_refusal_is_not_taken_for_a_model_that_does_not_run_tiny(monkeyp
     cell = workload(ONE_BLOCK, user=user("Encoder"))
     monkeypatch.setattr(prediction, "MemoryStep", functools.partial(step, refusal))
     with pytest.raises(refusal):
-        prediction._decisions(cell)
+        prediction._decisions(cell, torch.device("cpu"))
     monkeypatch.setattr(prediction, "MemoryStep", functools.partial(step, ValueError))
-    assert prediction._decisions(cell) == {}
+    assert prediction._decisions(cell, torch.device("cpu")) == {}
 
 
 @pytest.mark.parametrize("passes", [2, 4])
