@@ -116,10 +116,15 @@ _IEEE_TILES = {
 }
 
 
+def _is_beyond_hopper(problem: AttentionProblem) -> bool:
+    return problem.capability is not None and problem.capability >= (10, 0)
+
+
 def _holds_operands_in_registers(problem: AttentionProblem) -> bool:
     """Return whether products read their operands from registers: on 10.x and 11.0 those of fp32 alone."""
-    is_beyond_hopper = problem.capability is not None and problem.capability >= (10, 0)
-    return not has_hopper_resources(problem.capability) or (problem.dtype == torch.float32 and is_beyond_hopper)
+    return not has_hopper_resources(problem.capability) or (
+        problem.dtype == torch.float32 and _is_beyond_hopper(problem)
+    )
 
 
 def _tiles_by_registers(problem: AttentionProblem) -> tuple[TileSettings, TileSettings]:
@@ -221,6 +226,9 @@ def _float32_forward(problem: AttentionProblem) -> TileSettings:
     if _few_programs(problem, 64):
         # 1x1x8192x64: 0.3125, 32x64 0.3531, 64x64 0.5484. 1x1x1024x128: 0.0580, 32x32 0.1082.
         return TileSettings(16, 64, num_warps=4, num_stages=2)
+    if problem.head_dim <= 64 and _few_programs(problem, 64, each=2):
+        # 1x16x1024x64: 0.073, 64x64 0.092.
+        return TileSettings(32, 64, num_warps=4, num_stages=2)
     if problem.head_dim <= 64:
         # 1x1x65536x64: 11.45, 32x64 12.71, 16x64 17.63.
         return TileSettings(64, 64, num_warps=4, num_stages=2)
@@ -261,7 +269,7 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
         # 1x1x8192x16: 0.046, without splits 0.118. 1x1x32768x16: 0.431, 0.691. With 32, 128 registers let four programs
         # share a multiprocessor. 1x1x16384x32: 0.155, 0.404. 1x1x32768x32: 0.516, 1.055. 1x1x65536x32: 1.962, three
         # stages without the limit 2.470. 1x16x4096x32: 0.156, with two splits 0.170, joint 0.174.
-        limit = 128 if problem.head_dim > 16 else None
+        limit = 128 if problem.head_dim > 16 and not _is_beyond_hopper(problem) else None
         tile = TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True, max_registers=limit)
         return _fused_with_splits(problem, tile, each=6)
     if not tma:
@@ -281,8 +289,9 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
     # dQ, 1x16x16384x128: 2.555, 128x64 3.14 to 3.25, 64x64 2.783.
     query = TileSettings(128, 32, num_warps=8, num_stages=3, use_tma=True)
     if problem.group_size > 1 and problem.window is not None:
-        # 64 queries spill.
-        return separate(TileSettings(32, 64, num_warps=4, num_stages=2, use_tma=True), query)
+        # 64 queries spill, and beyond 9.0 four warps.
+        num_warps = 8 if _is_beyond_hopper(problem) else 4
+        return separate(TileSettings(32, 64, num_warps=num_warps, num_stages=2, use_tma=True), query)
     if problem.num_queries <= 4096 or problem.group_size > 1:
         # dK, dV, 8x16x2048x128: 0.513, 128x64 0.554.
         return separate(TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True), query)
@@ -292,19 +301,23 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
 
 def _backward_by_registers(problem: AttentionProblem, deterministic: bool) -> BackwardSettings:
     _, tile = _tiles_by_registers(problem)
-    if problem.dtype != torch.float32 and problem.head_dim <= 128:
-        if _is_short(problem):
-            # A single launch, as on the H200; with windows or groups D computed in the passes would spill registers.
-            return joint(tile, prepared=problem.window is not None or problem.group_size > 1)
-        if problem.head_dim <= 32 and not deterministic:
-            return _fused_with_splits(problem, TileSettings(64, 64, num_warps=4, num_stages=2), each=4)
+    if problem.head_dim > 128:
+        return joint(tile)
+    if problem.dtype == torch.float32:
+        # On an H200, with the A100's tiles: 1x16x4096x64 2.309, joint 3.165; x128 8.560, 12.784; by ieee 22.41, 42.55.
+        is_joint = deterministic or problem.capability == AMD
+        return joint(tile) if is_joint else _fused_with_splits(problem, tile, each=4)
+    if _is_short(problem):
+        # A single launch, as on the H200; with windows or groups D computed in the passes would spill registers.
+        return joint(tile, prepared=problem.window is not None or problem.group_size > 1)
+    if problem.head_dim <= 32 and not deterministic:
+        return _fused_with_splits(problem, TileSettings(64, 64, num_warps=4, num_stages=2), each=4)
     return joint(tile)
 
 
 def _wide_backward(problem: AttentionProblem) -> BackwardSettings:
-    assert problem.capability is not None, "the interpreter has settings of its own"
     # On 10.x, where other instructions multiply, these tiles need 257 and 240 KiB: more than there is.
-    if problem.tma_allowed and problem.capability < (10, 0):
+    if problem.tma_allowed and not _is_beyond_hopper(problem):
         # dK, dV, 1x16x16384x256: 13.88, by ptr 15.66, 32x64 19.05, with four stages 17.80.
         key_value = TileSettings(64, 64, num_warps=8, num_stages=2, use_tma=True)
         if problem.window is not None or problem.group_size > 1:

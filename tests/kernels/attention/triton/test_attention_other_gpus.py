@@ -39,17 +39,17 @@ def compiled(tier, tmp_path_factory):
 
 
 def most_spilled_bytes(gpu, kernel):
-    """Bytes of a thread's registers that may go to memory; None for settings that were measured with what they spill.
+    """Bytes of a thread's registers that may go to memory; None on 9.0, for settings measured with what they spill.
 
-    Those of 9.0 have limits in test_attention_compile_gate.py.
+    Those have limits in test_attention_compile_gate.py.
     """
-    if gpu == "sm_90" or (gpu == "sm_100" and "float32" not in kernel["configuration"]):
+    if gpu == "sm_90":
         return None
     head_dim = int(kernel["configuration"].split()[0].split("x")[-1])
     if "float32" not in kernel["configuration"]:
         return 64
-    # Two tiles of 16 x 256 that a product reads take all registers.
-    return 1200 if head_dim > 128 and kernel["kernel"] != "forward" else 88
+    # Two tiles of 16 x 256 that a product reads take all registers; on 10.0 larger tiles and fewer warps spill more.
+    return 1300 if head_dim > 128 and kernel["kernel"] != "forward" else 88
 
 
 def test_kernels_fit_into_registers_and_shared_memory(compiled):
@@ -109,7 +109,8 @@ def test_gpus_with_as_much_shared_memory_get_the_settings_of_9_0(capability):
             assert all_settings(problem) == all_settings(smallest), problem
             continue
         assert forward_settings(problem) == forward_settings(on_hopper)
-        if problem.head_dim <= 128:
+        # At 32 the H200 limits registers, by its own measurement.
+        if problem.head_dim <= 128 and problem.head_dim != 32:
             assert all_settings(problem) == all_settings(on_hopper), problem
 
 
