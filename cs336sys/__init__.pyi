@@ -14,21 +14,21 @@ from cs336sys.experiments.verify.library import verify as verify
 
 __version__: str
 
-def allreduce(*, backend: str | Iterable[str] = [], collective: str | Iterable[str] = ['all_reduce'], message: str |
-    Iterable[str] = [], factor: float = 2.0, world_size: int | Iterable[int] = [], dtype: str | Iterable[str] =
-    ['fp32'], warmup: int = 5, steps: int = 20, timeout: float = 120.0, device: str = 'auto', plot: str | Path |
+def allreduce(*, backend: str | Iterable[str] = (), collective: str | Iterable[str] = ('all_reduce',), message: str
+    | Iterable[str] = (), factor: float = 2.0, world_size: int | Iterable[int] = (), dtype: str | Iterable[str] =
+    ('fp32',), warmup: int = 5, steps: int = 20, timeout: float = 120.0, device: str = 'auto', plot: str | Path |
     None = None, dry_run: bool = False, save: str | Path | None = None, track: str | Iterable[str] = (),
     cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path | None
     = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool
     = False
 ) -> Results: ...
-def attn(*, implementation: str | Iterable[str] = ['eager', 'compiled'], batch_size: int = 8, head_dim: int |
-    Iterable[int] = [16, 32, 64, 128], context: int | Iterable[int] = [256, 1024, 4096, 8192, 16384], dtype: str |
-    Iterable[str] = ['fp32'], causal: bool = False, warmup: int = 10, steps: int = 100, plot: str | Path | None =
-    None, device: str = 'auto', seed: int = 0, dry_run: bool = False, save: str | Path | None = None, track: str |
-    Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None,
-    output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str
-    | None = None, wide: bool = False
+def attn(*, implementation: str | Iterable[str] = ('eager', 'compiled'), batch_size: int | Iterable[int] = (8,),
+    head_dim: int | Iterable[int] = (16, 32, 64, 128), context: int | Iterable[int] = (256, 1024, 4096, 8192,
+    16384), dtype: str | Iterable[str] = ('fp32',), causal: bool = False, warmup: int = 10, steps: int = 100, plot:
+    str | Path | None = None, device: str = 'auto', seed: int = 0, dry_run: bool = False, save: str | Path | None =
+    None, track: str | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str |
+    None = None, output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] =
+    (), sort: str | None = None, wide: bool = False
 ) -> Results: ...
 def bench(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, size:
     str | Iterable[str] = (), context: int | Iterable[int] = (), batch_size: int | Iterable[int] = (), vocab_size:
@@ -47,23 +47,24 @@ def bench(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[...,
     Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
 ) -> Results: ...
 def ddp(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, mode: str
-    | Iterable[str] = ('naive', 'flat', 'overlap', 'bucketed', 'torch'), bucket_mb: str | Iterable[str] =
-    ('block',), gradient_dtype: str | Iterable[str] = ('fp32',), transport: str | Iterable[str] = ('collectives',),
-    world_size: int | Iterable[int] = [], backend: str = 'auto', high_priority: bool = False, timeout: float =
-    120.0, check_layers: int | None = None, plot_scaling: str | Path | None = None, trace: str | Path | None = None,
-    plot: str | Path | None = None, plot_buckets: str | Path | None = None, size: str | Iterable[str] = (), context:
-    int | Iterable[int] = (), batch_size: int | Iterable[int] = (), vocab_size: int | None = None, d_model: int |
-    None = None, d_ff: int | None = None, num_layers: int | None = None, num_heads: int | None = None, model: str |
-    Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None, batch: str | Callable[..., Any]
-    | None = None, blocks: str | None = None, debug: bool = False, precision: str | Iterable[str] = (), bf16: bool =
-    False, fp16: bool = False, compile: str | Iterable[str] = ('off',), attention: str | Iterable[str] =
-    ('reference',), kernels: str | Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] |
-    Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str |
-    Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',), device: str = 'auto', seed: int = 0,
-    tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int] = (5,), steps: int = 10, rounds: int
-    = 1, dry_run: bool = False, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float
-    | None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str |
-    Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
+    | Iterable[str] = ('naive', 'flat', 'overlap', 'bucketed', 'torch'), bucket_mb: str | float | Iterable[str |
+    float] = ('block',), gradient_dtype: str | Iterable[str] = ('fp32',), transport: str | Iterable[str] =
+    ('collectives',), world_size: int | Iterable[int] = (), backend: str = 'auto', high_priority: bool = False,
+    timeout: float = 120.0, check_layers: int | None = None, plot_scaling: str | Path | None = None, trace: str |
+    Path | None = None, plot: str | Path | None = None, plot_buckets: str | Path | None = None, size: str |
+    Iterable[str] = (), context: int | Iterable[int] = (), batch_size: int | Iterable[int] = (), vocab_size: int |
+    None = None, d_model: int | None = None, d_ff: int | None = None, num_layers: int | None = None, num_heads: int
+    | None = None, model: str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None,
+    batch: str | Callable[..., Any] | None = None, blocks: str | None = None, debug: bool = False, precision: str |
+    Iterable[str] = (), bf16: bool = False, fp16: bool = False, compile: str | Iterable[str] = ('off',), attention:
+    str | Iterable[str] = ('reference',), kernels: str | Iterable[str] = ('reference',), optimizer: str |
+    Callable[..., Any] | Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str | Iterable[str] =
+    ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',), device: str =
+    'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int] = (5,), steps:
+    int = 10, rounds: int = 1, dry_run: bool = False, save: str | Path | None = None, track: str | Iterable[str] =
+    (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path |
+    None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide:
+    bool = False
 ) -> Results: ...
 def doctor(*, model: str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None, batch:
     str | Callable[..., Any] | None = None, blocks: str | None = None, debug: bool = False, optimizer: str |
@@ -73,15 +74,15 @@ def doctor(*, model: str | Callable[..., Any] | None = None, loss: str | Callabl
 ) -> Results: ...
 def flash(*, implementation: str | Iterable[str] = ('auto', 'triton', 'hopper', 'deterministic', 'tiled', 'eager',
     'compiled', 'sdpa-flash', 'sdpa-cudnn', 'sdpa-efficient', 'flex', 'fa4', 'fa4-deterministic'), batch_size: int |
-    Iterable[int] = (1,), num_heads: int | Iterable[int] = (16,), kv_heads: int | Iterable[int] | None = None,
-    head_dim: int | Iterable[int] = (64,), context: int | Iterable[int] = (1024, 4096), causal: bool = True, window:
-    int | Iterable[int] | None = None, grid: str | None = None, rounds: int = 1, keep_settings: bool = False,
-    kernel: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = (), dtype: str | Iterable[str] =
-    ('bf16',), baseline: str | None = None, warmup_ms: float = 25.0, repetition_ms: float = 100.0, plot: str | Path
-    | None = None, device: str = 'auto', seed: int = 0, dry_run: bool = False, save: str | Path | None = None,
-    track: str | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None =
-    None, output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (),
-    sort: str | None = None, wide: bool = False
+    Iterable[int] = (1,), num_heads: int | Iterable[int] = (16,), kv_heads: int | Iterable[int] = (), head_dim: int
+    | Iterable[int] = (64,), context: int | Iterable[int] = (1024, 4096), causal: bool = True, window: int |
+    Iterable[int] = (), grid: str | None = None, rounds: int = 1, keep_settings: bool = False, kernel: str |
+    Callable[..., Any] | Iterable[str | Callable[..., Any]] = (), dtype: str | Iterable[str] = ('bf16',), baseline:
+    str | None = None, warmup_ms: float = 25.0, repetition_ms: float = 100.0, plot: str | Path | None = None,
+    device: str = 'auto', seed: int = 0, dry_run: bool = False, save: str | Path | None = None, track: str |
+    Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None,
+    output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str
+    | None = None, wide: bool = False
 ) -> Results: ...
 def losses(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, text:
     str | Path | Iterable[str | Path] = [], size: str | Iterable[str] = (), context: int | Iterable[int] = (),
@@ -141,7 +142,7 @@ def shard(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[...,
     strategy: str | Iterable[str] = ('none', 'optimizer', 'optimizer-flat', 'fsdp', 'torch-zero', 'torch-fsdp'),
     prefetch: int | Iterable[int] = (1,), keep_gathered: int | Iterable[int] = (0,), checkpoint: str | Iterable[str]
     = ('none',), memory_limit: str | None = None, board: bool = False, mesh: str | None = None, world_size: int |
-    Iterable[int] = [], backend: str = 'auto', high_priority: bool = False, timeout: float = 120.0, check_layers:
+    Iterable[int] = (), backend: str = 'auto', high_priority: bool = False, timeout: float = 120.0, check_layers:
     int | None = None, plot_scaling: str | Path | None = None, trace: str | Path | None = None, plot: str | Path |
     None = None, size: str | Iterable[str] = (), context: int | Iterable[int] = (), batch_size: int | Iterable[int]
     = (), vocab_size: int | None = None, d_model: int | None = None, d_ff: int | None = None, num_layers: int | None

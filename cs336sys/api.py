@@ -343,8 +343,8 @@ def _annotation(declared: Parameter) -> Any:
     value: Any = next(part for part in (bool, int, float, Path, str) if part in types)
     if effect_of(declaration) is Effect.RUNS_CODE:
         value = _CODE
-    elif value is Path:
-        value = str | Path
+    elif value is Path or str in types:
+        value = str | value
     value = value | Iterable[value] if {list, Sequence} & types else value
     return value | None if declared.default is None else value
 

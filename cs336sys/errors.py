@@ -7,8 +7,7 @@ INTERRUPTED = 130
 READER_LEFT = 141
 TERMINATED = 143
 
-# Set where the tracebacks of the user's own code are asked for, and of lost processes: a sentence stands for them
-# otherwise.
+# Set where tracebacks are asked for, of the user's code and of lost processes: otherwise a sentence stands for them.
 DEBUG_VARIABLE = "CS336SYS_DEBUG"
 
 
@@ -82,6 +81,8 @@ SYNONYMS = {
     "steps": "iterations iters max-steps num-iters num-steps repeats",
     "checkpoint": "activation-checkpointing checkpointing gradient-checkpointing recompute",
     "micro-batches": "accumulation grad-accum gradient-accumulation gradient-accumulation-steps",
+    "mode": "strategy",
+    "strategy": "mode",
     "bucket-mb": "bucket-cap-mb bucket-size",
     "cuda": "gpu nvidia",
     "fp32": "f32 float float32 full",
@@ -97,15 +98,14 @@ def nearest_name(value: str, names: Collection[str]) -> str | None:
 
     by_word = {name.lower().lstrip("-").replace("_", "-"): name for name in names}
     word = value.lower().lstrip("-").replace("_", "-")
-    meant = [name for name in by_word if word in SYNONYMS.get(name, "").split()]
-    nearest = meant or difflib.get_close_matches(word, by_word, n=1)
+    nearest = [name for name in by_word if word in SYNONYMS.get(name, "").split()]
+    nearest = nearest or difflib.get_close_matches(word, by_word, n=1)
     return by_word[nearest[0]] if nearest else None
 
 
 def did_you_mean(value: str, names: Collection[str]) -> str:
     """``; did you mean bf16?``, or nothing if no name is near."""
-    nearest = nearest_name(value, names)
-    return "" if nearest is None else f"; did you mean {nearest}?"
+    return f"; did you mean {nearest}?" if (nearest := nearest_name(value, names)) else ""
 
 
 def a_value(value: object) -> str:

@@ -7,10 +7,14 @@ entry in a cell's configuration, columns and titles, the signature of the Python
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
+from itertools import product
 from typing import Any, Self
 
 from cs336sys.errors import UsageError, require_known
 from cs336sys.user_code import is_user_code
+
+# Of options that are times to wait: 11 days. Above 24.8 days poll(2) overflows.
+LONGEST_S = 1e6
 
 # Panels of the help, besides that of the command's own options.
 MODEL, WHAT_RUNS, MEASURING, OUTPUT = "Model", "What runs", "Measuring", "Output"
@@ -42,11 +46,15 @@ class Setting:
         several: the option takes a list, and a sweep has a cell for each of its values.
         panel: the panel of help.
         option: the option's name as a parameter, if that is not the field's.
+        option_default: of the option, if that is not the field's; cells that cannot have it have the field's.
+        shown_default: what help says of it.
+        off: the option that turns a switch off, if that is not ``--no-NAME``.
         key: the name in configurations, if that is not the field's; None: it is no setting.
         header: of the column for people, if that is not the name; None: people get no column.
         is_by_size: the option has no default, the size of the model decides.
         in_titles: titles name the value even if it is the default.
         needs: what other settings must be.
+        is_required: where they are so, the default is refused.
         name, type, default: of the field.
     """
 
@@ -59,11 +67,15 @@ class Setting:
     several: bool = False
     panel: str = ""
     option: str = ""
+    option_default: Any = None
+    shown_default: str = ""
+    off: str = ""
     key: str | None = ""
     header: str | None = ""
     is_by_size: bool = False
     in_titles: bool = False
     needs: Sequence[Needs] = ()
+    is_required: bool = False
     name: str = ""
     type: Any = None
     default: Any = None
@@ -83,7 +95,7 @@ class Setting:
             raise UsageError(f"{self.flag} {value}: must be at least {self.minimum}")
         if value is not None and self.maximum is not None and value > self.maximum:
             raise UsageError(f"{self.flag} {value}: must be at most {self.maximum:,}")
-        if self.parse is not None:
+        if self.parse is not None and value is not None:
             try:
                 return self.parse(value)
             except UsageError as error:
@@ -96,10 +108,29 @@ class Setting:
         """Return what a value needs; the default needs nothing."""
         return [need for need in self.needs if value in need.values or (value != self.default and not need.values)]
 
+    def yields(self, value: Any, cell: Mapping[str, Any], lists: Mapping[str, Sequence[Any]]) -> bool:
+        """Return whether a cell of a sweep has the default in place of a value, which needs what other cells have.
+
+        Args:
+            cell: the values of settings by the names of fields; ``lists``: those of all cells.
+        """
+        return any(
+            cell[need.other] not in need.allowed
+            and (value == self.option_default or not set(need.allowed).isdisjoint(lists[need.other]))
+            for need in self.needs_of(value)
+            if need.other in cell
+        )
+
 
 def setting(default: Any = MISSING, help: str = "", **description: Any) -> Any:
     """Declare a field of a :class:`Configured` that is described as :class:`Setting` says."""
     return field(default=default, metadata={"setting": Setting(help, **description)})
+
+
+def same_setting(owner: Any, name: str, default: Any = None) -> Any:
+    """Declare a field as another class does, with a default of its own where one is named."""
+    described = owner.__dataclass_fields__[name]
+    return field(default=described.default if default is None else default, metadata=described.metadata)
 
 
 def _described_fields(kind: Any) -> tuple[Setting, ...]:
@@ -117,6 +148,10 @@ def _described_fields(kind: Any) -> tuple[Setting, ...]:
 
 
 _settings: Callable[[Any], tuple[Setting, ...]] = functools.cache(_described_fields)
+
+
+def _is_nested(setting: Setting) -> bool:
+    return isinstance(setting.type, type) and issubclass(setting.type, Configured)
 
 
 @dataclass(frozen=True)
@@ -139,11 +174,17 @@ class Configured:
         """Return all settings that a :meth:`configuration` can have, by their keys in it."""
         flat: dict[str, Setting] = {}
         for setting in _settings(cls):
-            if isinstance(setting.type, type) and issubclass(setting.type, Configured):
+            if _is_nested(setting):
                 flat |= setting.type.settings()
             elif setting.key is not None:
                 flat[setting.key] = setting
         return flat
+
+    @classmethod
+    def direct_settings(cls) -> dict[str, Setting]:
+        """Return the settings that are fields, without those of nested settings, by the fields' names."""
+        described = _settings(cls)
+        return {setting.name: setting for setting in described if setting.key and not _is_nested(setting)}
 
     @classmethod
     def in_panel(cls, panel: str) -> tuple[str, ...]:
@@ -155,7 +196,7 @@ class Configured:
         """Return the inverse of :meth:`configuration`; other entries, like the number of a round, are ignored."""
         values: dict[str, Any] = {}
         for setting in _settings(cls):
-            if isinstance(setting.type, type) and issubclass(setting.type, Configured):
+            if _is_nested(setting):
                 values[setting.name] = setting.type.from_configuration(configuration)
             elif setting.key is not None and (setting.key in configuration or setting.default is MISSING):
                 values[setting.name] = configuration[setting.key]
@@ -172,31 +213,36 @@ class Configured:
         for setting in _settings(type(self)):
             value = getattr(self, setting.name)
             for need in setting.needs_of(value):
-                other = self.configuration()[need.other]
+                other = self.configuration().get(need.other)
                 if other not in need.allowed:
-                    raise UsageError(f"{setting.flag} {value}: {need.reason.format(other)}")
+                    text = f"{value:g}" if isinstance(value, float) else value
+                    raise UsageError(f"{setting.flag} {text}: {need.reason.format(other)}")
+            for need in setting.needs if setting.is_required and value == setting.default else ():
+                other = self.configuration()[need.other]
+                if other in need.allowed:
+                    raise UsageError(f"{setting.flag}: {need.other} '{other}' needs one")
 
     @classmethod
-    def compatible(cls, values: Mapping[str, Any], offered: Mapping[str, Collection[Any]]) -> dict[str, Any]:
-        """Return a cell's values with defaults for those that need a value which other cells of its sweep have.
+    def combinations(cls, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return every combination of lists and single values, each once.
+
+        A value that needs another is the default in cells that lack this, unless all cells do and refuse it.
 
         Args:
-            values: by the names of fields; ``offered``: the values of all cells, by the same names.
+            values: by the names of fields, the one first that changes slowest; lists where a sweep has several, of
+                which an empty one is the default.
         """
-        compatible = dict(values)
-        for name, setting in cls.settings().items():
-            for need in setting.needs_of(values.get(name, setting.default)):
-                lacks = need.other in values and values[need.other] not in need.allowed
-                if lacks and not set(need.allowed).isdisjoint(offered[need.other]):
-                    compatible[name] = setting.default
-        return compatible
+        described = cls.direct_settings()
+        lists = {
+            name: (value or [described[name].default]) if described[name].several else [value]
+            for name, value in values.items()
+        }
+        cells = [dict(zip(lists, combination, strict=True)) for combination in product(*lists.values())]
+        for cell in cells:
+            yielding = [name for name, value in cell.items() if described[name].yields(value, cell, lists)]
+            cell |= {name: described[name].default for name in yielding}
+        return [dict(items) for items in dict.fromkeys(tuple(cell.items()) for cell in cells)]
 
     def is_default(self, name: str) -> bool:
         """Return whether a setting has its default."""
         return bool(getattr(self, name) == self.settings()[name].default)
-
-
-def check_choices(workload: Configured, choices: Mapping[str, Collection[str]]) -> None:
-    """Raise a UsageError for a field whose value is none of its choices."""
-    for name, names in choices.items():
-        require_known(name, getattr(workload, name), names)

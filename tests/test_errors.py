@@ -20,6 +20,8 @@ def test_a_value_is_called_by_its_type_with_the_right_article(value, called):
         ("kernels", "--precision", "--dtype"),
         ("bench", "--amp", "--precision"),
         ("ddp", "--gpus", "--world-size"),
+        ("ddp", "--strategy", "--mode"),
+        ("shard", "--mode", "--strategy"),
         ("losses", "--lr", "--learning-rate"),
         ("bench", "--n_embd", "--d-model"),
         ("bench", "--block_size", "--context"),

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from cs336sys.results.model import read_results
+
 PACKAGE = Path(__file__).parents[1] / "cs336sys"
 COMMAND = (sys.executable, "-m", "cs336sys")
 PLAN = ("bench", "--size", "tiny", "--device", "cpu", "--dry-run", "--format", "csv")
@@ -25,6 +27,29 @@ OPTION = {
     # Where it is used.
     "experiments/bench.py": {
         "        **surroundings,\n    }": '        "notes": [f"doubled {2 * workload.dummy}"],\n',
+    },
+}
+# Of an option of attn, of kernels and of ddp: the field, its place in help, and where it is used.
+FIELD = '    dummy: int = setting(7, "None.", minimum=0, several=True, header="dummies")\n'
+OPTION_OF_ATTN = {
+    "workload/operations.py": {"    kv_heads: int | None = setting(": FIELD},
+    "commands/attn.py": {'"warmup", "steps", "plot"': '"dummy", '},
+    "experiments/attention/measurement.py": {
+        '        derived |= {"held_gib": None': '        derived["doubled"] = 2 * workload.dummy\n',
+    },
+}
+OPTION_OF_KERNELS = {
+    "workload/operations.py": {"    vocab_size: int | None = setting(": FIELD},
+    "commands/kernels.py": {'"head_dim", "vocab_size", *OPERATION_OPTIONS': '"dummy", '},
+    "experiments/kernels/measurement.py": {
+        '        derived["over_inputs_gib"]': '        derived["doubled"] = 2 * workload.dummy\n',
+    },
+}
+OPTION_OF_DDP = {
+    "workload/parallel.py": {"    transport: str = setting(": FIELD},
+    "commands/ddp.py": {'"gradient_dtype", "transport")\nclass': '"dummy", '},
+    "experiments/parallel/measurement.py": {
+        "    derived = with_notes(right | _derived(": '    right["doubled"] = 2 * workload.dummy\n',
     },
 }
 COLUMN = {
@@ -114,6 +139,65 @@ def test_an_option_of_training_takes_its_field_and_its_use(changed):
     assert [row["dummy"] for row in shown] == ["1", "2"]
     refused = run(folder, *COMMAND, "bench", "--dummy", "-1", exit_code=2)
     assert refused == "error: --dummy '-1': must be at least 0\n"
+
+
+@pytest.fixture
+def with_options(changed):
+    additions = {}
+    for option in (OPTION_OF_ATTN, OPTION_OF_KERNELS, OPTION_OF_DDP):
+        assert len(option) <= 3
+        for file, texts in option.items():
+            additions.setdefault(file, {}).update(texts)
+    return changed(additions)
+
+
+# All in one process, which imports the package once.
+ASKED = """
+import inspect, os
+from typer.testing import CliRunner
+import cs336sys.api as api
+from cs336sys.cli import app
+os.environ["COLUMNS"] = "80"
+for command in ("attn", "kernels", "ddp"):
+    assert "--dummy <a,b>" in CliRunner().invoke(app, [command, "--help"]).output
+    refused = CliRunner().invoke(app, [command, "--dummy", "-1"])
+    assert (refused.exit_code, refused.output) == (2, "error: --dummy '-1': must be at least 0\\n")
+    print(inspect.signature(getattr(api, command)).parameters["dummy"])
+"""
+
+
+def test_an_option_of_an_operation_or_of_ddp_takes_three_files(with_options):
+    named = inspect.Parameter("dummy", 3, default=(7,), annotation=int | Iterable[int])
+    assert run(with_options, sys.executable, "-c", ASKED).splitlines() == [str(named)] * 3
+    (with_options / "settings.toml").write_text("attn.dummy = 5\n")
+    planned = (*COMMAND, "--config", "settings.toml", "attn", "--dry-run", "--device", "cpu")
+    assert "dummies 5" in run(with_options, *planned)
+    assert {row["dummy"] for row in rows_of(run(with_options, *planned, "--format", "csv"))} == {"5"}
+    ddp = (*COMMAND, "ddp", "--mode", "naive,bucketed", "--size", "tiny", "--device", "cpu", "--dry-run")
+    rows = rows_of(run(with_options, *ddp, "--dummy", "1,2", "--format", "csv"))
+    assert [(row["strategy"], row["bucket_mb"], row["dummy"]) for row in rows] == [
+        (strategy, bucket, dummy) for strategy, bucket in (("naive", ""), ("bucketed", "block")) for dummy in ("1", "2")
+    ]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("command", "shape"),
+    [
+        ("attn", "--implementation eager --context 8 --head-dim 4 --warmup 0 --steps 1"),
+        ("kernels", "--implementation eager --op adamw --tokens 4 --width 8 --warmup-ms 0 --repetition-ms 1"),
+        ("ddp", "--mode naive --context 16 --batch-size 2 --vocab-size 64 --warmup 1 --steps 2"),
+    ],
+)
+def test_a_new_option_reaches_its_cells(with_options, command, shape):
+    settings = ("--device", "cpu", *shape.split(), "--dummy", "1,2", "--save", "cells.jsonl")
+    assert "dummies" in run(with_options, *COMMAND, command, *settings)
+    cells = read_results(with_options / "cells.jsonl").cells
+    assert [(cell.status, cell.configuration["dummy"], cell.derived["doubled"]) for cell in cells] == [
+        ("ok", dummy, 2 * dummy) for dummy in (1, 2)
+    ]
+    shown = rows_of(run(with_options, *COMMAND, "show", "cells.jsonl", "--format", "csv", "--sort", "-dummy"))
+    assert [row["dummy"] for row in shown] == ["2", "1"]
 
 
 def test_a_column_takes_one_file(changed, tmp_path):

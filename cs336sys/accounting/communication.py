@@ -12,14 +12,13 @@ from typing import Any, Self
 from cs336sys.accounting.derivation import Derived, Number, minimum, number_of, symbol
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.results.model import Cell
+from cs336sys.workload.operations import COLLECTIVES
 
 # Collective operations: one call, the memory and bandwidth it needs, and a line through measured times.
 #
 # The size of a message, ``S``, is that of the whole array: what one rank contributes to an all-reduce or broadcasts,
 # what an all-gather delivers to each rank, what each rank brings to a reduce-scatter. Source of sizes and bandwidths:
 # NVIDIA/nccl-tests, ``doc/PERFORMANCE.md``.
-
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 # Those of which nccl-tests define a bus bandwidth.
 WITH_BUS_BANDWIDTH = (*COLLECTIVES, "all_to_all", "reduce")

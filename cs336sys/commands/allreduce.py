@@ -1,24 +1,20 @@
 """``cs336sys allreduce``: what communication costs on this machine's links."""
 
 import math
-from itertools import product
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cs336sys.accounting.communication import COLLECTIVES
 from cs336sys.commands.options.bytes import byte_count
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, split_list
-from cs336sys.commands.options.training import DeviceOption
-from cs336sys.commands.sweep.ranks import TimeoutOption, WorldSizeOption, choose_world_sizes
+from cs336sys.commands.options.reading import split_list
+from cs336sys.commands.options.training import DeviceOption, OptionGroup, setting_options
+from cs336sys.commands.sweep.ranks import choose_world_sizes
 from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.errors import UsageError
 from cs336sys.processes import is_first_rank
-from cs336sys.workload import COLLECTIVE_DTYPES, CollectiveWorkload
-
-# The tensors of each backend are on one kind of device.
-BACKEND_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
+from cs336sys.workload.operations import BACKEND_DEVICES, CollectiveWorkload
 
 # From where latency is everything to where bandwidth is; 1 MB to 1 GB are the handout's. The CPU's take seconds.
 DEFAULT_MESSAGES = {"gloo": "1KB,10KB,100KB,1MB,10MB", "nccl": "1KB,10KB,100KB,1MB,10MB,100MB,1GB"}
@@ -27,18 +23,40 @@ DEFAULT_MESSAGES = {"gloo": "1KB,10KB,100KB,1MB,10MB", "nccl": "1KB,10KB,100KB,1
 _MOST_SIZES = 1000
 
 
+@setting_options(
+    CollectiveWorkload,
+    *("backend", "collective", "message", "factor", "world_size", "dtype", "warmup", "iterations", "timeout_s"),
+)
+class CollectiveOptions(OptionGroup):
+    """Collectives, ranks and messages, and how often each is timed."""
+
+    collective, world_size, dtype = ("all_reduce",), (), ("fp32",)
+    message: Annotated[
+        Sequence[str], setting(help="Sizes of the whole array: 1MB (1e6 bytes), 1MiB (2^20), 8B:1GB.", parser=str)
+    ] = ()
+    factor: Annotated[float, setting(help="From one size of a range FROM:TO to the next.")] = 2.0
+
+    def workloads(self, device: str) -> list[CollectiveWorkload]:
+        """A cell for each backend, number of ranks, dtype, collective and size.
+
+        Raises:
+            UsageError: a message has no such size, or the device not that backend.
+        """
+        world_sizes = choose_world_sizes(self.world_size)
+        # Before torch is imported, which takes seconds.
+        messages = message_sizes(self.message, self.factor) if self.message else []
+        backends = _backends(self.backend, device)
+        messages = messages or message_sizes([DEFAULT_MESSAGES["nccl" if "nccl" in backends else "gloo"]], self.factor)
+        # Backend and world size outermost: for each of them ranks are started.
+        order = "backend", "world_size", "dtype", "collective"
+        cells = self.combinations(
+            CollectiveWorkload, *order, backend=backends, world_size=world_sizes, message_bytes=messages
+        )
+        return [CollectiveWorkload(**cell) for cell in cells]
+
+
 def allreduce(
-    backend: Annotated[
-        list[str], choice(BACKEND_DEVICES, "gloo (tensors on the CPU), nccl (on GPUs). Default: the device's.")
-    ] = [],
-    collective: Annotated[list[str], choice(COLLECTIVES)] = ["all_reduce"],
-    message: Annotated[list[str], setting(help="Sizes of the whole array: 1MB (1e6 bytes), 1MiB (2^20), 8B:1GB.")] = [],
-    factor: Annotated[float, setting(help="From one size of a range FROM:TO to the next.")] = 2.0,
-    world_size: WorldSizeOption = [],
-    dtype: Annotated[list[str], choice(COLLECTIVE_DTYPES)] = ["fp32"],
-    warmup: Annotated[int, setting(help="Warm-up calls in each way of timing.", min=0)] = 5,
-    steps: Annotated[int, setting(help="Measured calls, back to back and synchronized.", min=1)] = 20,
-    timeout: TimeoutOption = 120.0,
+    timed: CollectiveOptions = CollectiveOptions(),
     device: DeviceOption = "auto",
     plot: Annotated[Path | None, writes_file(help="Draw time and bandwidth.")] = None,
     dry_run: Annotated[bool, setting("--dry-run", help="Print cells and memory of tensors alone.")] = False,
@@ -55,18 +73,9 @@ def allreduce(
     """
     from cs336sys.report.allreduce import allreduce_plan, allreduce_tables, plot_collectives
 
-    world_sizes = choose_world_sizes(world_size)
     if is_first_rank():
         output.check(plot=plot)
-    # Before torch is imported, which takes seconds.
-    messages = message_sizes(message, factor) if message else []
-    backends = _backends(backend, device)
-    messages = messages or message_sizes([DEFAULT_MESSAGES["nccl" if "nccl" in backends else "gloo"]], factor)
-    # Backend and world size outermost: for each of them ranks are started.
-    workloads = [
-        CollectiveWorkload(name, kind, ranks, type_, size, warmup, steps, timeout)
-        for name, ranks, type_, kind, size in product(backends, world_sizes, dtype, collective, messages)
-    ]
+    workloads = timed.workloads(device)
     if dry_run:
         show_plan(
             "allreduce", lambda _: allreduce_plan(workloads), sweeping, output, device, across_ranks=True, plot=plot
@@ -80,7 +89,7 @@ def allreduce(
     )
 
 
-def message_sizes(values: list[str], factor: float) -> list[int]:
+def message_sizes(values: Sequence[str], factor: float) -> list[int]:
     """The values of ``--message`` in bytes; ``8B:1KB`` is a range from 8 bytes up, each ``factor`` times the last.
 
     Raises:
@@ -106,7 +115,7 @@ def message_sizes(values: list[str], factor: float) -> list[int]:
     return list(dict.fromkeys(size for sizes in ranges for size in sizes))
 
 
-def _backends(values: list[str], device: str) -> list[str]:
+def _backends(values: Sequence[str], device: str) -> Sequence[str]:
     for backend in values:
         if device not in ("auto", BACKEND_DEVICES[backend]):
             raise UsageError(

@@ -1,31 +1,39 @@
 """``cs336sys attn``: time and memory of plain PyTorch attention."""
 
+from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import choice
-from cs336sys.commands.options.training import DeviceOption, DryRunOption, SeedOption
+from cs336sys.commands.options.training import DryRunOption, OptionGroup, option_of, setting_options
 from cs336sys.commands.sweep.run import run_sweep, show_plan
-from cs336sys.sizes import PRECISIONS
-from cs336sys.workload import PLAIN_ATTENTION, AttentionWorkload
+from cs336sys.workload.operations import PLAIN_ATTENTION, AttentionWorkload
+
+
+@setting_options(
+    AttentionWorkload,
+    *("implementation", "batch_size", "head_dim", "context", "dtype", "causal", "warmup", "steps", "plot"),
+    *("device", "seed"),
+)
+class PlainAttentionOptions(OptionGroup):
+    """Implementations and shapes, and how often each is timed."""
+
+    implementation: Annotated[Sequence[str], choice(PLAIN_ATTENTION)] = ("eager", "compiled")
+    batch_size: Annotated[
+        Sequence[int], option_of(AttentionWorkload, "batch_size", help="Batch sizes; there is one head.")
+    ] = (8,)
+    dtype, causal = ("fp32",), False
+    head_dim, context = (16, 32, 64, 128), (256, 1024, 4096, 8192, 16384)
+    warmup: Annotated[int, setting(help="Warm-up passes.", min=0)] = 10
+    steps: Annotated[int, setting(help="Measured passes, forward and backward each.", min=1)] = 100
+    plot: Annotated[Path | None, writes_file(help="Draw time and memory over the context.")] = None
 
 
 def attn(
-    implementation: Annotated[list[str], choice(PLAIN_ATTENTION)] = ["eager", "compiled"],
-    batch_size: Annotated[int, setting(help="Batch size; there is one head.", min=1)] = 8,
-    head_dim: Annotated[list[int], setting(help="Head dimensions.", min=1)] = [16, 32, 64, 128],
-    context: Annotated[list[int], setting(help="Sequence lengths.", min=1)] = [256, 1024, 4096, 8192, 16384],
-    dtype: Annotated[list[str], choice(PRECISIONS)] = ["fp32"],
-    causal: Annotated[bool, setting("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
-    warmup: Annotated[int, setting(help="Warm-up passes.", min=0)] = 10,
-    steps: Annotated[int, setting(help="Measured passes, forward and backward each.", min=1)] = 100,
-    plot: Annotated[Path | None, writes_file(help="Draw time and memory over the context.")] = None,
-    device: DeviceOption = "auto",
-    seed: SeedOption = 0,
+    attention: PlainAttentionOptions = PlainAttentionOptions(),
     dry_run: DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
@@ -36,16 +44,14 @@ def attn(
     """
     from cs336sys.report.attention import attention_plan, attn_tables, plot_attn
 
-    output.check(plot=plot)
-    configurations = [
-        AttentionWorkload(name, batch_size, 1, tokens, dimension, chosen_dtype, causal, device, seed).configuration()
-        | {"warmup": warmup, "steps": steps}
-        for tokens, dimension, chosen_dtype, name in product(context, head_dim, dtype, implementation)
-    ]
+    output.check(plot=attention.plot)
+    cells = attention.combinations(AttentionWorkload, "batch_size", "context", "head_dim", "dtype", heads=[1])
+    counts = {"warmup": attention.warmup, "steps": attention.steps}
+    configurations = [AttentionWorkload(**cell).configuration() | counts for cell in cells]
     if dry_run:
         plan = partial(attention_plan, "attn", configurations)
-        show_plan("attn", plan, sweeping, output, device, plot=plot)
+        show_plan("attn", plan, sweeping, output, attention.device, plot=attention.plot)
         return
     measure = "cs336sys.experiments.attention.measurement:measure_attn"
     output.check_selection("attn", attn_tables)
-    run_sweep("attn", measure, configurations, sweeping).report(attn_tables, output, (plot, plot_attn))
+    run_sweep("attn", measure, configurations, sweeping).report(attn_tables, output, (attention.plot, plot_attn))

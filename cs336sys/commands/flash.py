@@ -1,19 +1,17 @@
 """``cs336sys flash``: our FlashAttention kernels against every implementation that the machine has."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cs336sys.commands.options.effects import setting, writes_file
-from cs336sys.commands.options.operations import OperationOptions
+from cs336sys.commands.options.operations import OPERATION_OPTIONS, OperationOptions
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import choice
-from cs336sys.commands.options.training import DeviceOption, DryRunOption, SeedOption
+from cs336sys.commands.options.training import DryRunOption, option_of, setting_options
 from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.triton_package import why_no_triton
@@ -32,35 +30,29 @@ GRIDS: dict[str, dict[str, list[Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class FlashOptions:
+@setting_options(
+    AttentionWorkload,
+    *("implementation", "batch_size", "heads", "kv_heads", "head_dim", "context", "causal", "window"),
+    *("grid", "rounds", "keep_settings", *OPERATION_OPTIONS),
+)
+class FlashOptions(OperationOptions):
     """Implementations, shapes, and how long each is timed."""
 
     implementation: Annotated[
         Sequence[str], choice(IMPLEMENTATIONS, f"Any of {', '.join(IMPLEMENTATIONS)}.", show_default="all")
     ] = IMPLEMENTATIONS
-    batch_size: Annotated[Sequence[int], setting(help="Batch sizes.", min=1)] = (1,)
-    num_heads: Annotated[Sequence[int], setting(help="Numbers of heads.", min=1)] = (16,)
-    kv_heads: Annotated[
-        Sequence[int] | None,
-        setting(help="Heads of keys and values, divisors of --num-heads.", show_default="all", min=1),
-    ] = None
-    head_dim: Annotated[Sequence[int], setting(help="Head dimensions, 1 to 256.", min=1, max=256)] = (64,)
-    context: Annotated[Sequence[int], setting(help="Sequence lengths.", min=1)] = (1024, 4096)
-    causal: Annotated[bool, setting("--causal/--full", help="Mask what follows a query, or nothing.")] = True
-    window: Annotated[
-        Sequence[int] | None,
-        setting(help="Keys that a query sees, its own the last of them.", show_default="all", min=1),
-    ] = None
+    head_dim: Annotated[
+        Sequence[int], option_of(AttentionWorkload, "head_dim", help="Head dimensions, 1 to 256.", max=256)
+    ] = (64,)
+    context = (1024, 4096)
     grid: Annotated[str | None, choice(GRIDS, "Shapes of the handouts instead: course or board.")] = None
     rounds: Annotated[int, setting(help="Times to go through a shape's implementations, samples pooled.", min=1)] = 1
     keep_settings: Annotated[
         bool, writes_file("--keep-settings", help="First choose settings of triton's kernels by time, and keep them.")
     ] = False
+    plot: Annotated[Path | None, writes_file(help="Draw TFLOP/s over the context.")] = None
 
-    def configurations(
-        self, ctx: typer.Context, timing: OperationOptions, device: str, seed: int
-    ) -> list[dict[str, Any]]:
+    def configurations(self, ctx: typer.Context) -> list[dict[str, Any]]:
         """A cell for each shape and implementation.
 
         A round goes through all implementations of a shape, so that what is compared is measured side by side.
@@ -69,31 +61,26 @@ class FlashOptions:
             UsageError: ``--grid`` meets a shape of the user's, no attention has such a shape, or ``--keep-settings``
                 meets kernels that are not measured.
         """
-        shapes: Iterable[Sequence[Any]] = self.batch_size, self.num_heads, self.context, self.head_dim, timing.dtype
+        shapes: dict[str, Any] = {}
         if self.grid is not None:
             for option in (*GRIDS[self.grid], "causal"):
                 if _goes_before(ctx, option, "grid"):
                     name = "--causal and --full" if option == "causal" else f"--{option.replace('_', '-')}"
                     raise UsageError(f"--grid {self.grid}: has shapes of its own; leave it out, or {name}")
-            shapes = GRIDS[self.grid].values()
-        causal = self.causal or self.grid is not None
-        times = timing.warmup_ms, timing.repetition_ms
-        names, additions = [*self.implementation, *timing.kernel], dict[str, dict[str, Any]](timing.codes)
+            shapes = {name.replace("num_heads", "heads"): values for name, values in GRIDS[self.grid].items()}
+            shapes["causal"] = True
+        names, additions = [*self.implementation, *self.kernel], dict[str, dict[str, Any]](self.codes)
         if self.keep_settings:
             if "triton" not in names:
                 raise UsageError("--keep-settings is about implementation triton: add it to --implementation")
             # First, so that the others of a shape are measured with what was kept.
             names.sort(key=lambda name: name != "triton")
             additions["triton"] = {"keep_settings": True}
+        order = "batch_size", "heads", "context", "head_dim", "dtype", "kv_heads", "window"
         numbers = [{"round": number} for number in range(1, self.rounds + 1)] if self.rounds > 1 else [{}]
         return [
-            AttentionWorkload(
-                name, size, heads, length, width, precision, causal, device, seed, *times, shared, seen
-            ).configuration()
-            | number
-            | additions.get(name, {})
-            for size, heads, length, width, precision in product(*shapes)
-            for shared, seen in product(self.kv_heads or (None,), self.window or (None,))
+            AttentionWorkload(**shape | {"implementation": name}).configuration() | number | additions.get(name, {})
+            for shape in self.combinations(AttentionWorkload, *order, implementation=[None], **shapes)
             for number in numbers
             for name in names
         ]
@@ -112,10 +99,6 @@ def _goes_before(context: typer.Context, option: str, other: str) -> bool:
 def flash(
     ctx: typer.Context,
     attention: FlashOptions = FlashOptions(),
-    timing: OperationOptions = OperationOptions(),
-    plot: Annotated[Path | None, writes_file(help="Draw TFLOP/s over the context.")] = None,
-    device: DeviceOption = "auto",
-    seed: SeedOption = 0,
     dry_run: DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
@@ -136,16 +119,16 @@ def flash(
     """
     from cs336sys.report.attention import attention_plan, flash_tables, plot_flash, pool_flash_rounds
 
-    over = timing.checked_baseline(attention.implementation)
+    over, plot = attention.checked_baseline, attention.plot
     output.check(plot=plot)
-    configurations = attention.configurations(ctx, timing, device, seed)
+    configurations = attention.configurations(ctx)
     if dry_run:
         plan = partial(attention_plan, "flash", configurations)
-        show_plan("flash", plan, sweeping, output, device, plot=plot)
+        show_plan("flash", plan, sweeping, output, attention.device, plot=plot)
         return
     tables = partial(flash_tables, baseline=over)
     output.check_selection("flash", tables)
-    measure = f"measurement:{'measure_own_attention' if timing.kernel else 'measure_flash'}"
+    measure = f"measurement:{'measure_own_attention' if attention.kernel else 'measure_flash'}"
     if attention.keep_settings:
         if why_no_triton() is not None:
             raise CapabilityError(f"--keep-settings needs {why_no_triton()}")

@@ -1,17 +1,15 @@
 """``cs336sys kernels``: our fused kernels against other implementations, and against the rate of a copy."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
-from cs336sys.commands.options.effects import setting, writes_file
-from cs336sys.commands.options.operations import OperationOptions
+from cs336sys.commands.options.effects import writes_file
+from cs336sys.commands.options.operations import OPERATION_OPTIONS, OperationOptions
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import choice
-from cs336sys.commands.options.training import DeviceOption, SeedOption
+from cs336sys.commands.options.training import setting_options
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.workload.operations import KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload
@@ -20,28 +18,20 @@ from cs336sys.workload.operations import KERNEL_IMPLEMENTATIONS, KERNELS, Kernel
 DEFAULT_SHAPES = {"cuda": (32768, 4096, 151936), "cpu": (32, 128, 97)}
 
 
-@dataclass(frozen=True)
-class KernelOptions:
+@setting_options(
+    KernelWorkload, *("op", "implementation", "tokens", "width", "head_dim", "vocab_size", *OPERATION_OPTIONS)
+)
+class KernelOptions(OperationOptions):
     """Ops, implementations, shapes, and how long each is timed."""
 
-    op: Annotated[Sequence[str], choice(KERNELS, f"Any of {', '.join(KERNELS)}.", show_default="all")] = tuple(KERNELS)
+    op = tuple(KERNELS)
     implementation: Annotated[
         Sequence[str],
         choice(KERNEL_IMPLEMENTATIONS, f"Any of {', '.join(KERNEL_IMPLEMENTATIONS)}.", show_default="all"),
     ] = KERNEL_IMPLEMENTATIONS
-    tokens: Annotated[
-        Sequence[int] | None, setting(help="Numbers of rows.", show_default="32768, on a CPU 32", min=1)
-    ] = None
-    width: Annotated[
-        Sequence[int] | None, setting(help="Lengths of a row.", show_default="4096, on a CPU 128", min=1)
-    ] = None
-    head_dim: Annotated[int, setting(help="Of the heads that rope rotates.", min=2)] = 64
-    vocab_size: Annotated[
-        Sequence[int] | None,
-        setting(help="Vocabularies of linear-cross-entropy.", show_default="151936, on a CPU 97", min=2),
-    ] = None
+    plot: Annotated[Path | None, writes_file(help="Draw shares of the copy rate.")] = None
 
-    def configurations(self, timing: OperationOptions, device: str, seed: int) -> list[dict[str, Any]]:
+    def configurations(self) -> list[dict[str, Any]]:
         """A cell for each op, shape and implementation.
 
         Raises:
@@ -49,26 +39,16 @@ class KernelOptions:
         """
         from cs336sys.measure.device import choose_device
 
-        default_tokens, default_width, default_vocab_size = DEFAULT_SHAPES[choose_device(device).type]
-        vocabularies = ",".join(map(str, self.vocab_size or ()))
-        for option, is_chosen, name in (
-            (f"--head-dim {self.head_dim}", self.head_dim != 64, "rope"),
-            (f"--vocab-size {vocabularies}", bool(self.vocab_size), "linear-cross-entropy"),
-        ):
-            if is_chosen and name not in self.op:
-                raise UsageError(f"{option} only affects {name}: add {name} to --op, or leave it out")
-        codes, times = timing.codes, (timing.warmup_ms, timing.repetition_ms)
-        head_dims = {name: self.head_dim for name in self.op if KERNELS[name].has_heads}
-        shapes = self.tokens or [default_tokens], self.width or [default_width]
+        tokens, width, vocab_size = DEFAULT_SHAPES[choose_device(self.device).type]
+        shapes = {"tokens": self.tokens or [tokens], "width": self.width or [width]}
+        has_vocabulary = any(KERNELS[name].has_vocabulary for name in self.op)
+        shapes["vocab_size"] = self.vocab_size or [vocab_size if has_vocabulary else None]
+        codes, order = self.codes, ("op", "tokens", "width", "dtype", "vocab_size", "implementation")
+        implementations = *self.implementation, *codes
         configurations = [
-            KernelWorkload(
-                name, competitor, count, length, precision, head_dims.get(name), vocabulary, device, seed, *times
-            ).configuration()
-            | codes.get(competitor, {})
-            for name, count, length, precision in product(self.op, *shapes, timing.dtype)
-            for vocabulary in (self.vocab_size or [default_vocab_size] if KERNELS[name].has_vocabulary else [None])
-            for competitor in (*self.implementation, *codes)
-            if competitor in (*KERNELS[name].implementations, *codes)
+            KernelWorkload(**cell).configuration() | codes.get(cell["implementation"], {})
+            for cell in self.combinations(KernelWorkload, *order, implementation=implementations, **shapes)
+            if cell["implementation"] in (*KERNELS[cell["op"]].implementations, *codes)
         ]
         if not configurations:
             listed = ",".join(self.implementation)
@@ -78,10 +58,6 @@ class KernelOptions:
 
 def kernels(
     chosen: KernelOptions = KernelOptions(),
-    timing: OperationOptions = OperationOptions(),
-    plot: Annotated[Path | None, writes_file(help="Draw shares of the copy rate.")] = None,
-    device: DeviceOption = "auto",
-    seed: SeedOption = 0,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -93,13 +69,13 @@ def kernels(
     """
     from cs336sys.report.kernels import kernel_tables, plot_kernels
 
-    kernel = timing.kernel
+    kernel, plot = chosen.kernel, chosen.plot
     if kernel and (len(chosen.op) > 1 or chosen.op == ["adamw"]):
         raise UsageError(f"--kernel {kernel[0]}: stands beside one op, a function; name it by --op, and not adamw")
-    over = timing.checked_baseline(chosen.implementation)
+    over = chosen.checked_baseline
     output.check(plot=plot)
     tables = partial(kernel_tables, baseline=over)
     output.check_selection("kernels", tables)
-    configurations = chosen.configurations(timing, device, seed)
+    configurations = chosen.configurations()
     measure = f"cs336sys.experiments.kernels.measurement:measure_{'own_kernel' if kernel else 'kernel'}"
     run_sweep("kernels", measure, configurations, sweeping).report(tables, output, (plot, plot_kernels))

@@ -1,15 +1,13 @@
 """``cs336sys shard``: who holds which part of the training state, what memory that saves, and what it costs a step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import cs336sys.commands.sweep.ranks as across_ranks
-from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.partition import mesh_ranks, read_mesh, strategy_of_mesh
 from cs336sys.accounting.sharding.selective_checkpointing import choose_kept_blocks, kept_peak, kept_step
@@ -20,17 +18,14 @@ from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import choice, is_given
 from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
-from cs336sys.errors import UsageError, choose_from
+from cs336sys.errors import UsageError
 from cs336sys.measure.system import gpu_capacity
 from cs336sys.processes import is_first_rank
-from cs336sys.strategies import STRATEGIES
 from cs336sys.workload.parallel import (
-    BLOCK_CHECKPOINTING,
-    CONTEXT_STRATEGIES,
     SHARD_STRATEGIES,
     SHARDING_STRATEGIES,
-    TENSOR_STRATEGIES,
     ParallelWorkload,
+    parse_block_checkpointing,
 )
 from cs336sys.workload.training import Workload
 
@@ -50,14 +45,10 @@ _FILLED = 0.925
 _LIMIT_BYTES = 130 * GIB
 
 
-def _read_checkpointing(text: str) -> str:
-    if text != "auto" and kept_blocks(text) is None and text not in BLOCK_CHECKPOINTING:
-        raise UsageError(choose_from(text, (*BLOCK_CHECKPOINTING, "keep=N", "auto")))
-    return text
-
-
-@dataclass(frozen=True)
-class ShardingOptions:
+@options.setting_options(
+    ParallelWorkload, *("strategy", "prefetch", "keep_gathered", "checkpoint", "memory_limit", "board", "mesh")
+)
+class ShardStrategyOptions(options.OptionGroup):
     """Strategies, and what is chosen with them."""
 
     strategy: Annotated[
@@ -68,39 +59,32 @@ class ShardingOptions:
             show_default=False,
         ),
     ] = SHARDING_STRATEGIES
-    prefetch: Annotated[Sequence[int], setting(help="For fsdp: blocks gathered ahead of use.", min=0)] = (1,)
-    keep_gathered: Annotated[
-        Sequence[int],
-        setting(help="For fsdp: last blocks that stay gathered. --checkpoint auto: as many as fit.", min=0),
-    ] = (0,)
     checkpoint: Annotated[
         Sequence[str],
         choice(
-            (*BLOCK_CHECKPOINTING, "auto"),
+            ("none", "block", "auto"),
             "none; block: inputs are kept; keep=N: of N blocks gate and up, too; auto: as many as fit.",
-            parser=_read_checkpointing,
+            parser=lambda text: parse_block_checkpointing(text, "auto"),
         ),
     ] = ("none",)
     memory_limit: Annotated[str | None, setting(help="130GiB, for --checkpoint auto. Default: by GPU.")] = None
     board: Annotated[bool, setting("--board", help="The leaderboard's step, by the fastest parts.")] = False
-    mesh: Annotated[str | None, setting(help="Ranks in two dimensions: fsdp=2,tp=2; cp: sequences.")] = None
 
-    def cells(
-        self,
-        trainings: Sequence[Workload],
-        world_sizes: Sequence[int],
-        device: str,
-        *,
-        keeps_gathered: bool,
-        tells: bool,
-        **settings: Any,
+
+@options.setting_options(ParallelWorkload)
+class ShardingOptions(across_ranks.ParallelTraining, ShardStrategyOptions):
+    """Strategies on ranks, and what is drawn of them."""
+
+    plot: Annotated[Path | None, writes_file(help="Draw a rank's memory at six moments.")] = None
+
+    def workloads(
+        self, trainings: Sequence[Workload], device: str, *, keeps_gathered: bool, tells: bool
     ) -> list[ParallelWorkload]:
         """A cell for each number of ranks, workload, checkpointing and strategy.
 
         Args:
             device: whose memory ``--checkpoint auto`` fills without ``--memory-limit``.
             keeps_gathered, tells: as of :func:`chosen_by_memory`.
-            settings: of every cell.
 
         Raises:
             UsageError: settings do not go together.
@@ -109,49 +93,19 @@ class ShardingOptions:
         if self.board:
             for training in trainings:
                 _require_for_board(training)
-        self._refuse_what_nothing_uses()
-        # Beside strategies that have a mesh, others may be measured on as many ranks.
-        grouped = {*self.strategy} & {*TENSOR_STRATEGIES, *CONTEXT_STRATEGIES}
-        chosen = []
-        for ranks, training, checkpointing, (name, ahead, staying) in product(
-            world_sizes, trainings, self.checkpoint, self._strategies()
-        ):
-            workload = ParallelWorkload(
-                training,
-                name,
-                ranks,
-                prefetch=ahead,
-                keep_gathered=staying,
-                checkpointing="keep=0" if checkpointing == "auto" else checkpointing,
-                mesh=self.mesh if name in grouped or not grouped else None,
-                **settings,
-            )
-            if checkpointing == "auto":
-                room_bytes = room_for_tensors(device) if limit_bytes is None else limit_bytes
-                workload = chosen_by_memory(workload, room_bytes, keeps_gathered=keeps_gathered, tells=tells)
-            chosen.append(workload)
-        return chosen
-
-    def _refuse_what_nothing_uses(self) -> None:
-        """Raise a UsageError for an option that none of the strategies, or no checkpointing, looks at."""
-        strategies = self._strategies()
-        if [*self.prefetch] != [1] and all(ahead is None for _, ahead, _ in strategies):
-            listed = ",".join(map(str, self.prefetch))
-            raise UsageError(f"--prefetch {listed}: only strategies with fsdp gather ahead; add one to --strategy")
-        if [*self.keep_gathered] != [0] and not any(STRATEGIES[name].keeps_gathered for name in self.strategy):
-            listed = ",".join(map(str, self.keep_gathered))
-            raise UsageError(f"--keep-gathered {listed}: only fsdp keeps weights; add it to --strategy")
         if self.memory_limit is not None and "auto" not in self.checkpoint:
             raise UsageError(f"--memory-limit {self.memory_limit}: is for --checkpoint auto; add that, or leave it out")
-
-    def _strategies(self) -> list[tuple[str, int | None, int]]:
-        """Strategies with how far they gather ahead and what stays gathered; only ``fsdp`` lets that be chosen."""
-        return [
-            (name, units, blocks)
-            for name in self.strategy
-            for units in (self.prefetch if STRATEGIES[name].gathers_ahead else [None])
-            for blocks in (self.keep_gathered if STRATEGIES[name].keeps_gathered else [0])
-        ]
+        ranks_of_mesh = [] if self.mesh is None else [mesh_ranks(read_mesh(self.mesh))]
+        world_sizes = across_ranks.choose_world_sizes(self.world_size or ranks_of_mesh)
+        chosen = []
+        for cell in self.cells(trainings, world_sizes, "checkpointing", "strategy", "prefetch", "keep_gathered"):
+            if cell["checkpointing"] == "auto":
+                room_bytes = room_for_tensors(device) if limit_bytes is None else limit_bytes
+                workload = ParallelWorkload(**cell | {"checkpointing": "keep=0"})
+                chosen.append(chosen_by_memory(workload, room_bytes, keeps_gathered=keeps_gathered, tells=tells))
+            else:
+                chosen.append(ParallelWorkload(**cell))
+        return chosen
 
 
 def _chosen_for_board(
@@ -245,25 +199,9 @@ def completed(
     return sharding, training
 
 
-@dataclass(frozen=True)
-class ShardedRanksOptions(across_ranks.ParallelTraining):
-    """The ranks, and what is checked, kept and drawn of them."""
-
-    plot: Annotated[Path | None, writes_file(help="Draw a rank's memory at six moments.")] = None
-
-    def check(self, output: OutputOptions, cells: Sequence[ParallelWorkload]) -> dict[str, Path | None]:
-        """Return the pictures by their options; errors of the first rank if anything cannot be written."""
-        pictures = {"plot": self.plot, "plot_scaling": self.plot_scaling}
-        if is_first_rank():
-            output.check(**pictures)
-            self.check_rank_outputs(cells)
-        return pictures
-
-
 def shard(
     ctx: typer.Context,
     sharding: ShardingOptions = ShardingOptions(),
-    ranks: ShardedRanksOptions = ShardedRanksOptions(),
     training: options.TrainingOptions = options.TrainingOptions(),
     dry_run: Annotated[bool, setting("--dry-run", help="Print cells and predicted memory alone.")] = False,
     sweeping: SweepOptions = SweepOptions(),
@@ -288,20 +226,15 @@ def shard(
     from cs336sys.report.shard import plot_memory, shard_plan
 
     if sharding.board:
-        _refuse_beside_board(training.model, sharding.mesh, ranks.plot)
+        _refuse_beside_board(training.model, sharding.mesh, sharding.plot)
     sharding, training = completed(ctx, sharding, training)
-    ranks_of_mesh = [] if sharding.mesh is None else [mesh_ranks(read_mesh(sharding.mesh))]
-    chosen = sharding.cells(
-        training.workloads(),
-        across_ranks.choose_world_sizes(ranks.world_size or ranks_of_mesh),
-        training.device,
-        keeps_gathered=not is_given(ctx, "keep_gathered"),
-        tells=is_first_rank(),
-        **ranks.settings,
+    keeps_gathered = not is_given(ctx, "keep_gathered")
+    chosen = sharding.workloads(
+        training.workloads(), training.device, keeps_gathered=keeps_gathered, tells=is_first_rank()
     )
-    pictures = ranks.check(output, chosen)
+    sharding.check(output, chosen)
     if dry_run:
-        written = pictures | {"trace": ranks.trace}
+        written = sharding.pictures | {"trace": sharding.trace}
         show_plan(
             "shard", lambda _: shard_plan(chosen), sweeping, output, training.device, across_ranks=True, **written
         )
@@ -315,5 +248,5 @@ def shard(
     tables = with_scaling(sharding_tables)
     output.check_selection("shard", tables)
     run_sweep("shard", measure, configurations, sweeping, across_ranks=True).report(
-        tables, output, *zip(pictures.values(), (plot_memory, plot_scaling), strict=True)
+        tables, output, *zip(sharding.pictures.values(), (plot_memory, plot_scaling), strict=True)
     )

@@ -72,7 +72,9 @@ class SearchOptions:
     strategy: Annotated[
         Sequence[str], choice(dict.fromkeys(name for name, _ in STRATEGIES), rich_help_panel=WHAT_RUNS)
     ] = ()
-    gradient_dtype: Annotated[str | None, setting(help="What buckets are sent in: fp32, bf16. Default: both.")] = None
+    gradient_dtype: Annotated[
+        str | None, choice(("fp32", "bf16"), "What buckets are sent in: fp32, bf16. Default: both.")
+    ] = None
     memory: Annotated[str | None, setting(help="What a rank may hold: 80GiB. Default: 95 % of the GPU.")] = None
     gpu: Annotated[
         str | None, choice(GPUS, f"Predict for {', '.join(GPUS)}. Default: this machine's GPU, or h200.")
@@ -126,7 +128,7 @@ class SearchOptions:
         }
         if is_given(ctx, "optimizer") or is_given(ctx, "state_dtype"):
             fixed["optimizer"] = list(
-                dict.fromkeys((ways["optimizer"], ways["state_dtype"]) for ways in implementation.combinations())
+                dict.fromkeys((ways["optimizer"], ways["state_dtype"]) for ways in implementation.implementations())
             )
         if is_given(ctx, "update"):
             raise UsageError("--update: tune updates in a step of its own; leave it out")

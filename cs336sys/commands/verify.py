@@ -1,16 +1,15 @@
 """``cs336sys verify``: is my parallel training the same training as that of one process."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import product
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from cs336sys.commands.options import training as options
-from cs336sys.commands.options.effects import runs_code, setting, writes_file
+from cs336sys.commands.options.effects import writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import choice, name_or_code
-from cs336sys.commands.sweep.ranks import BackendOption, WorldSizeOption, choose_world_sizes
+from cs336sys.commands.sweep.ranks import choose_world_sizes
 from cs336sys.commands.sweep.run import run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.processes import is_first_rank
@@ -19,7 +18,7 @@ from cs336sys.settings import MODEL
 from cs336sys.sizes import SIZES, ModelSize
 from cs336sys.user_code import digest, is_user_code
 from cs336sys.workload import Workload
-from cs336sys.workload.verification import CASES, GRADIENTS, SEQUENCES, SMALL, WRAPS, VerifiedWorkload
+from cs336sys.workload.verification import CASES, SEQUENCES, SMALL, WRAPS, VerifiedWorkload
 
 
 @options.setting_options(ModelSize, "size")
@@ -32,22 +31,17 @@ class VerifiedModelOptions(options.RunOptions, options.UserCodeOptions, options.
     ] = ()
 
 
-@dataclass(frozen=True)
-class VerificationOptions:
+@options.setting_options(
+    VerifiedWorkload, *("wrap", "world_size", "case", "mesh", "gradients", "finish", "backend", "timeout_s")
+)
+class VerificationOptions(options.OptionGroup):
     """What makes the model parallel, on which ranks, and the cases that are compared."""
 
     wrap: Annotated[
         Sequence[str], name_or_code(WRAPS, f"Yours: FILE.py:NAME, module:NAME. Ready: {', '.join(WRAPS)}.")
     ] = ()
-    world_size: WorldSizeOption = field(default_factory=list)
+    world_size, mesh = (), None
     case: Annotated[Sequence[str], choice(CASES, f"{', '.join(CASES)}.", show_default=False)] = tuple(CASES)
-    mesh: Annotated[str | None, setting(help="What ranks share: data, context, tensor, pipeline; data=2,tensor=2.")] = (
-        None
-    )
-    gradients: Annotated[str, choice(GRADIENTS, "Ranks' gradients become their mean, or sum.")] = "mean"
-    finish: Annotated[str | None, runs_code(help="Method that finishes gradients. Default: found.")] = None
-    backend: BackendOption = "auto"
-    timeout: Annotated[float, setting(help="Seconds after which ranks that wait count as hanging.", min=1)] = 20.0
 
     def workloads(self, model: VerifiedModelOptions) -> list[VerifiedWorkload]:
         """Every case of every wrap and number of ranks, the cases of one after another.
@@ -57,13 +51,16 @@ class VerificationOptions:
         """
         if not self.wrap:
             raise UsageError(f"--wrap: name what makes a model parallel: FILE.py:NAME, or {', '.join(WRAPS)}")
-        settings = self.backend, self.finish, self.gradients, self.timeout
+        world_sizes = choose_world_sizes(self.world_size)
+        trainings = {ranks: _training(model, ranks) for ranks in world_sizes}
         codes = {name: digest([name]) if is_user_code(name) else None for name in self.wrap}
+        cells = self.combinations(VerifiedWorkload, "wrap", "world_size", "case", world_size=world_sizes)
         return [
-            VerifiedWorkload(training, name, ranks, case, self.mesh or WRAPS.get(name, "data"), *settings, codes[name])
-            for name, ranks in product(self.wrap, choose_world_sizes(self.world_size))
-            for training in [_training(model, ranks)]
-            for case in self.case
+            VerifiedWorkload(
+                trainings[cell["world_size"]],
+                **cell | {"mesh": self.mesh or WRAPS.get(cell["wrap"], "data"), "wrap_digest": codes[cell["wrap"]]},
+            )
+            for cell in cells
         ]
 
 

@@ -12,7 +12,7 @@ from cs336sys.report.outputs import Axes, new_axes, write_figure
 from cs336sys.report.table import Column, Table, by_key, fill_row, named_columns
 from cs336sys.report.titles import reasons, shown_settings, title
 from cs336sys.results.model import Cell, Run
-from cs336sys.workload import CollectiveWorkload
+from cs336sys.workload.operations import CollectiveWorkload
 
 # How calls were timed: the name in samples and derived columns, and in words.
 TIMINGS = {"back_to_back": "back to back", "synchronized": "synchronized"}

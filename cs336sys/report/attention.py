@@ -11,15 +11,12 @@ from cs336sys.measure.system import Capacity
 from cs336sys.report import titles
 from cs336sys.report.account.answers import answers_table
 from cs336sys.report.outputs import Axes, legend_columns, new_axes, write_figure
-from cs336sys.report.table import Column, Table, by_key, named_columns
+from cs336sys.report.table import Column, Table, named_columns
 from cs336sys.results.model import Cell, Run, Samples, configuration_key
 from cs336sys.results.statistics import ratio
-from cs336sys.workload import PLAIN_ATTENTION, AttentionWorkload
+from cs336sys.workload.operations import PLAIN_ATTENTION, AttentionWorkload
 
-_SHAPE_COLUMNS = by_key(
-    *named_columns(batch_size="batch", heads="heads", kv_heads="KV heads", context="context", head_dim="head dim"),
-    *named_columns(dtype="dtype", causal="causal", window="window", seed="seed", rounds="rounds"),
-)
+_SHAPE_COLUMNS = titles.columns_of(AttentionWorkload) | {"rounds": titles.ROUNDS_COLUMN}
 _PARTS = ("forward", "backward", "end_to_end")
 _KEPT_NOTE = "our Triton kernels had settings kept by --keep-settings (where: cs336sys doctor)"
 
@@ -100,11 +97,10 @@ def attention_plan(command: str, configurations: Sequence[Mapping[str, Any]], ca
         notes.append(
             f"{too_large} of {len(rows)} need more than the {capacity.memory_gib:.1f} GiB of {capacity.device}"
         )
-    columns = (
-        *titles.shown_settings(cells, _SHAPE_COLUMNS).values(),
-        *named_columns("implementation", "predicted_held_gib", "predicted_peak_gib"),
-    )
-    heading = titles.title(f"{command}: cells and predicted memory (nothing was run)", cells, None, _SHAPE_COLUMNS, {})
+    varying = titles.shown_settings(cells, _SHAPE_COLUMNS)
+    columns = (*varying.values(), *named_columns("implementation", "predicted_held_gib", "predicted_peak_gib"))
+    subject = f"{command}: cells and predicted memory (nothing was run)"
+    heading = titles.title(subject, cells, None, _SHAPE_COLUMNS, varying)
     return Table("plan", heading, columns, rows, notes)
 
 

@@ -11,16 +11,12 @@ from cs336sys.accounting.memory import GIB, training_state
 from cs336sys.report import titles
 from cs336sys.report.numbers import format_number, format_quantity, format_value
 from cs336sys.report.outputs import Axes, new_axes, write_figure
-from cs336sys.report.table import Column, Table, by_key, named_columns
+from cs336sys.report.table import Column, Table, named_columns
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval, difference, ratio
 from cs336sys.workload import CONTEXT_STRATEGIES, DATA_PARALLEL_STRATEGIES, ParallelWorkload, bucket_name
 
-PARALLEL_SETTING_COLUMNS = by_key(
-    Column("world_size", "ranks"),
-    *(column for name, column in titles.SETTING_COLUMNS.items() if name != "mode"),
-    *named_columns(gradient_dtype="gradients sent in", high_priority="high priority", transport="sent by"),
-)
+PARALLEL_SETTING_COLUMNS = titles.columns_of(ParallelWorkload, "mode", "mesh", "checkpointing", "keep_gathered")
 _ALWAYS_SHOWN = ("precision", "compile")
 
 # Settings by which the cells of one comparison differ.

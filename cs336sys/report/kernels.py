@@ -6,23 +6,17 @@ from typing import Any
 
 from cs336sys.report import titles
 from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, by_key, named_columns
+from cs336sys.report.table import Column, Table, named_columns
 from cs336sys.results.model import Cell, Run
 from cs336sys.results.statistics import ratio
+from cs336sys.workload.operations import KernelWorkload
 
-_SHAPE_COLUMNS = by_key(
-    *named_columns("op", "tokens", "width", "head_dim", vocab_size="vocabulary", dtype="dtype", seed="seed"),
-)
 PARTS = ("forward", "backward", "end_to_end")
 
 
 def kernel_tables(cells: Sequence[Cell], run: Run | None, baseline: str) -> list[Table]:
     """Times and rates of every implementation of every op, its largest error, and its speed-up over ``baseline``."""
-    settings = {
-        name: column
-        for name, column in _SHAPE_COLUMNS.items()
-        if any(cell.configuration.get(name) is not None for cell in cells)
-    }
+    settings = titles.columns_of(KernelWorkload)
     varying = titles.shown_settings(cells, settings)
     baselines, without_baseline = titles.find_baselines(cells, "implementation", baseline, titles.OF_IMPLEMENTATION)
     columns = [

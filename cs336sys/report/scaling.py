@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cs336sys.report.ddp import PARALLEL_SETTING_COLUMNS, STEADIER, exposure
+from cs336sys.report.ddp import STEADIER, exposure
 from cs336sys.report.outputs import Axes, new_axes, write_figure
-from cs336sys.report.shard import SHARDING_SETTING_COLUMNS, memory_of
+from cs336sys.report.shard import memory_of
 from cs336sys.report.table import Column, Table, by_key, named_columns
-from cs336sys.report.titles import RATE_COLUMNS, shown_settings
+from cs336sys.report.titles import RATE_COLUMNS, columns_of, shown_settings
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import Interval, ratio
+from cs336sys.workload import ParallelWorkload
 
 TableBuilder = Callable[[Sequence[Cell], Run | None], list[Table]]
 
@@ -23,11 +24,9 @@ _ALONG = ("world_size", "mesh", "trace")
 # Settings of a strategy: on one rank there is nothing that they could change.
 _OF_STRATEGIES = ("strategy", "prefetch", "keep_gathered", "bucket_mb")
 
-_SETTING_COLUMNS = {
-    name: column
-    for name, column in (PARALLEL_SETTING_COLUMNS | SHARDING_SETTING_COLUMNS).items()
-    if name not in (*_ALONG, "batch_size")
-} | by_key(Column("prefetch", "prefetch"), Column("bucket_mb", "bucket, MB"))
+_SETTING_COLUMNS = columns_of(ParallelWorkload, *_ALONG, "batch_size", "mode") | by_key(
+    Column("prefetch", "prefetch"), Column("bucket_mb", "bucket, MB")
+)
 
 
 @dataclass(frozen=True)

@@ -24,20 +24,16 @@ from cs336sys.accounting.sharding.tensor import TensorStep, tensor_moments
 from cs336sys.report.ddp import STEADIER, parallel_phase_table, parallel_plan, parallel_step_table, step_rows
 from cs336sys.report.numbers import format_quantity
 from cs336sys.report.outputs import Axes, legend_columns, new_axes, write_figure
-from cs336sys.report.table import Column, Table, by_key, named_columns
-from cs336sys.report.titles import SETTING_COLUMNS, shown_settings, title
+from cs336sys.report.table import Column, Table, named_columns
+from cs336sys.report.titles import columns_of, shown_settings, title
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.sizes import ELEMENT_BYTES
 from cs336sys.workload import ParallelWorkload
 
-SHARDING_SETTING_COLUMNS = by_key(
-    *named_columns(world_size="ranks", mesh="mesh"),
-    *(column for name, column in SETTING_COLUMNS.items() if name != "mode"),
-    *named_columns("checkpointing", keep_gathered="blocks that stay gathered"),
-)
+SHARDING_SETTING_COLUMNS = columns_of(ParallelWorkload, "mode", "gradient_dtype", "transport")
 _ALWAYS_SHOWN = ("precision", "compile")
-STRATEGY_COLUMNS = (Column("strategy", "strategy"), Column("prefetch", "prefetch"))
+STRATEGY_COLUMNS = (Column("strategy", "strategy"), Column("prefetch", "prefetch", usual=(None,)))
 
 # Settings by which the cells of one comparison differ.
 _COMPARED = ("strategy", "prefetch", "keep_gathered", "trace")

@@ -26,6 +26,7 @@ class Column:
             a value.
         exact, kind: where each row has its own unit, the keys under which rows hold the number to sort by, and what it
             is a number of; rows of one kind are sorted among themselves.
+        usual: of a setting, the values that titles do not name.
     """
 
     key: str
@@ -35,6 +36,7 @@ class Column:
     exact: str | None = None
     kind: str | None = None
     spread: str = ""
+    usual: Collection[Any] = ()
 
     @property
     def title(self) -> str:

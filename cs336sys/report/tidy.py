@@ -4,30 +4,30 @@ Titles and varying columns are for eyes; csv, json and data frames have the same
 table of a command, so that two files can be put together.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from cs336sys import workload
+from cs336sys.choices import import_named
 from cs336sys.report.table import Column, Table
 from cs336sys.report.titles import setting_columns
 from cs336sys.results.model import ORIGIN, Cell, Run
 
 _ORIGIN_COLUMNS = tuple(Column(name, name.replace("_", " ")) for name in ORIGIN)
 
-# The settings of each command's cells, in their order: the fields of a workload, and what the command adds.
-_SETTINGS: dict[str, Iterable[str]] = {
-    "bench": (*workload.Workload.settings(), "rounds", "interleave", "interleaved"),
-    "losses": workload.LossWorkload.settings(),
-    "nsys": workload.ProfileWorkload.settings(),
-    "memprof": workload.MemoryWorkload.settings(),
-    "attn": workload.AttentionWorkload.settings(),
-    "flash": (*workload.AttentionWorkload.settings(), "rounds"),
-    "kernels": workload.KernelWorkload.settings(),
-    "allreduce": workload.CollectiveWorkload.settings(),
-    "tune": (*workload.ParallelWorkload.settings(), "accumulation"),
-    "ddp": (*workload.ParallelWorkload.settings(), "rounds"),
-    "shard": (*workload.ParallelWorkload.settings(), "board"),
-    "precision": ("precision", "loss_function", "accumulation", "device"),
+# What a cell of each command is, imported for its tables, and what the command adds to its settings.
+_CELLS: dict[str, tuple[str, ...]] = {
+    "bench": ("cs336sys.workload.training.Workload", "rounds", "interleave", "interleaved"),
+    "losses": ("cs336sys.workload.profiling_options.LossWorkload",),
+    "nsys": ("cs336sys.workload.profiling_options.ProfileWorkload",),
+    "memprof": ("cs336sys.workload.profiling_options.MemoryWorkload",),
+    "attn": ("cs336sys.workload.operations.AttentionWorkload",),
+    "flash": ("cs336sys.workload.operations.AttentionWorkload", "rounds"),
+    "kernels": ("cs336sys.workload.operations.KernelWorkload",),
+    "allreduce": ("cs336sys.workload.operations.CollectiveWorkload",),
+    "tune": ("cs336sys.workload.parallel.ParallelWorkload", "accumulation"),
+    "ddp": ("cs336sys.workload.parallel.ParallelWorkload", "rounds"),
+    "shard": ("cs336sys.workload.parallel.ParallelWorkload", "board"),
+    "precision": ("", "precision", "loss_function", "accumulation", "device"),
 }
 
 
@@ -49,7 +49,8 @@ def tidy(
         cells: as :func:`with_origin` returns them; settings that only they have come after those of today.
         are_planned: rows are of cells that nothing has measured.
     """
-    names = dict.fromkeys(_SETTINGS.get(command, ()))
+    kind, *added = _CELLS.get(command, ("",))
+    names = dict.fromkeys((*(import_named(kind).settings() if kind else ()), *added))
     names |= dict.fromkeys(name for cell in cells for name in cell.configuration if name not in ORIGIN)
     if command == "nsys":
         # Next to the number of kernels that a phase launched.

@@ -9,19 +9,34 @@ from typing import Any
 from cs336sys.report.table import Column, named_columns
 from cs336sys.results.model import Cell, Run, Samples, configuration_key
 from cs336sys.settings import Configured
-from cs336sys.workload import LossWorkload, MemoryWorkload, ProfileWorkload, UserCode, Workload
+from cs336sys.workload import UserCode, Workload
 from cs336sys.workload.course_package import course_package
 
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
 
 
-def columns_of(kind: type[Configured]) -> dict[str, Column]:
-    """Return the columns of settings for people, in their order; of a workload with training."""
+# These columns come before those of other settings, in this order.
+_FIRST = (
+    "world_size",
+    "mesh",
+    *UserCode.settings(),
+    *("mode", "batch_size", "heads", "kv_heads", "vocab_size", "context"),
+)
+
+
+def columns_of(kind: type[Configured], *omitted: str) -> dict[str, Column]:
+    """Return the columns of settings for people, in their order, without those that are ``omitted``."""
     settings = kind.settings()
-    names = dict.fromkeys((*UserCode.settings(), "mode", "batch_size", "vocab_size", "context", *settings))
-    headers = {name: settings[name].header for name in names}
+    first = _FIRST if "context" in settings else ()
+    headers = {name: settings[name].header for name in dict.fromkeys((*first, *settings)) if name in settings}
     return {
-        name: Column(name, header or name.replace("_", " ")) for name, header in headers.items() if header is not None
+        name: Column(
+            name,
+            header or name.replace("_", " "),
+            usual=() if settings[name].in_titles else (settings[name].default,),
+        )
+        for name, header in headers.items()
+        if header is not None and name not in omitted
     }
 
 
@@ -32,22 +47,6 @@ SETTING_COLUMNS = columns_of(Workload)
 def setting_columns(names: Iterable[str]) -> list[Column]:
     """Return the columns of settings for programs."""
     return [SETTING_COLUMNS.get(name, Column(name, name.replace("_", " "))) for name in names]
-
-
-# Values that a title does not name: what everybody assumes.
-_UNNAMED = {
-    "mesh": None,
-    "keep_gathered": 0,
-    "prefetch": None,
-    "high_priority": False,
-    "transport": "collectives",
-    "kv_heads": None,
-    "window": None,
-} | {
-    name: setting.default
-    for name, setting in (LossWorkload.settings() | ProfileWorkload.settings() | MemoryWorkload.settings()).items()
-    if not setting.in_titles
-}
 
 
 # What steps in CUDA graphs cost.
@@ -135,9 +134,7 @@ def title(
     constant = [
         f"{column.header} {cells[0].configuration[name]}"
         for name, column in settings.items()
-        if name not in shown
-        and name in cells[0].configuration
-        and (name not in _UNNAMED or cells[0].configuration[name] != _UNNAMED[name])
+        if name not in shown and name in cells[0].configuration and cells[0].configuration[name] not in column.usual
     ]
     return f"{command}: {', '.join([*extra, *constant, *machine_words(run)])}"
 

@@ -3,18 +3,9 @@
 - ``training.py``: one model, its batch, and how its steps run; how a workload becomes a cell's configuration.
 - ``profiling_options.py``: the same, with memory recorded, loss followed or kernels profiled.
 - ``parallel.py``: the same, shared by several ranks.
-- ``operations.py``: one operation by itself.
+- ``operations.py``: one operation by itself; imported by name, for commands that train need none.
 """
 
-from cs336sys.workload.operations import (
-    COLLECTIVE_DTYPES,
-    FLASH_ATTENTION_4,
-    KERNELS,
-    PLAIN_ATTENTION,
-    AttentionWorkload,
-    CollectiveWorkload,
-    KernelWorkload,
-)
 from cs336sys.workload.parallel import (
     BACKENDS,
     CONTEXT_STRATEGIES,

@@ -1,14 +1,22 @@
 """One operation by itself: a collective, attention, or what a kernel of ours computes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
+from typing import Any
 
 from cs336sys.accounting.flops import attention_flops
-from cs336sys.errors import UsageError
+from cs336sys.errors import UsageError, require_known
 from cs336sys.results.model import Samples
+from cs336sys.settings import Configured, Needs, same_setting, setting
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS
 from cs336sys.user_code import is_user_code
-from cs336sys.workload.training import DEVICES, Configured, check_choices
+from cs336sys.workload.parallel import ParallelWorkload
+from cs336sys.workload.training import Workload
+
+# The tensors of each backend are on one kind of device.
+BACKEND_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 # Bytes an element, by the name of the dtype.
 COLLECTIVE_DTYPES = ELEMENT_BYTES | {"fp64": 8, "int32": 4}
@@ -18,23 +26,23 @@ COLLECTIVE_DTYPES = ELEMENT_BYTES | {"fp64": 8, "int32": 4}
 class CollectiveWorkload(Configured):
     """One collective on one size of message.
 
-    Attributes:
-        backend: ``nccl`` communicates GPU tensors, one GPU a rank, ``gloo`` CPU tensors.
-        collective: one of :data:`~cs336sys.accounting.communication.COLLECTIVES`.
-        dtype: one of :data:`COLLECTIVE_DTYPES`.
-        message_bytes: the whole array as asked for.
-        warmup, iterations: calls in each of the two ways of timing.
-        timeout_s: how long a rank waits for the others.
+    ``nccl`` communicates GPU tensors, one GPU a rank, ``gloo`` CPU tensors; ``message_bytes`` is the whole array as
+    asked for. Calls are timed in two ways.
     """
 
-    backend: str
-    collective: str
-    world_size: int
-    dtype: str
-    message_bytes: int
-    warmup: int = 5
-    iterations: int = 20
-    timeout_s: float = 120.0
+    backend: str = setting(
+        help="gloo (tensors on the CPU), nccl (on GPUs). Default: the device's.", choices=BACKEND_DEVICES, several=True
+    )
+    collective: str = setting(choices=COLLECTIVES, several=True)
+    world_size: int = same_setting(ParallelWorkload, "world_size", MISSING)
+    dtype: str = setting(choices=COLLECTIVE_DTYPES, several=True)
+    message_bytes: int = setting(minimum=1, several=True)
+    warmup: int = setting(5, "Warm-up calls in each way of timing.", minimum=0)
+    iterations: int = setting(20, "Measured calls, back to back and synchronized.", minimum=1, option="steps")
+    timeout_s: float = same_setting(ParallelWorkload, "timeout_s")
+
+    def __post_init__(self) -> None:
+        self.check_settings()
 
     @property
     def elements(self) -> int:
@@ -80,45 +88,60 @@ FLASH_ATTENTION_4 = ("fa4", "fa4-deterministic")
 PLAIN_ATTENTION = ("eager", "compiled", "model")
 
 
+def _varied(default: Any = MISSING, help: str = "", **description: Any) -> Any:
+    """Declare a setting of one operation, of which a sweep has several values and titles name the one."""
+    return setting(default, help, **{"several": True, "in_titles": True, "minimum": 1} | description)
+
+
 @dataclass(frozen=True)
 class AttentionWorkload(Configured):
     """One call of one attention implementation on random queries, keys and values (batch, heads, context, head_dim).
 
     Attributes:
-        implementation: one of :data:`IMPLEMENTATIONS`, or ``FILE.py:NAME`` of the user's;
+        implementation: one of :data:`IMPLEMENTATIONS` or :data:`PLAIN_ATTENTION`, or ``FILE.py:NAME`` of the user's;
             ``auto`` is what ``flash_attention`` chooses, ``triton`` and
             ``hopper`` are our kernels, ``deterministic`` is ``auto`` with gradients that repeat to the last bit,
             ``tiled`` FlashAttention-2 in PyTorch, ``eager`` plain PyTorch with the scores in memory and ``compiled``
             the same under torch.compile; ``fa4`` is the package flash-attn-4, ``fa4-deterministic``
             the same with gradients that repeat;
-            ``attn`` also has ``model``, the model's own attention, whose softmax is made of single operations.
-        heads: of queries.
-        causal: a query sees the keys up to its own position.
-        kv_heads: of keys and values, which so many heads of queries share; None for as many as of queries.
-        window: how many keys a query sees, its own and those before it; None for all.
-        warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
+            ``model`` is the model's own attention, whose softmax is made of single operations.
+        kv_heads: heads of queries share so many; None for as many as of queries.
+        window: the query's own key is the last of them; None for all.
     """
 
-    implementation: str
-    batch_size: int
-    heads: int
-    context: int
-    head_dim: int
-    dtype: str = "bf16"
-    causal: bool = True
-    device: str = "auto"
-    seed: int = 0
-    warmup_ms: float = 25.0
-    repetition_ms: float = 100.0
-    kv_heads: int | None = None
-    window: int | None = None
+    implementation: str = setting(several=True, header=None)
+    batch_size: int = _varied(1, "Batch sizes.", header="batch")
+    heads: int = _varied(16, "Numbers of heads.", option="num_heads")
+    context: int = _varied(1024, "Sequence lengths.")
+    head_dim: int = _varied(64, "Head dimensions.")
+    dtype: str = _varied("bf16", choices=PRECISIONS, minimum=None)
+    causal: bool = setting(True, "Mask what follows a query, or nothing.", off="--full", in_titles=True)
+    device: str = same_setting(Workload, "device")
+    seed: int = same_setting(Workload, "seed")
+    warmup_ms: float = setting(25.0, "Warm-up of each measurement.", minimum=0, header=None)
+    repetition_ms: float = setting(100.0, "Duration of each measurement.", minimum=1, header=None)
+    kv_heads: int | None = setting(
+        None,
+        "Heads of keys and values, divisors of --num-heads.",
+        minimum=1,
+        several=True,
+        shown_default="all",
+        header="KV heads",
+    )
+    window: int | None = setting(
+        None,
+        "Keys that a query sees, its own the last of them.",
+        minimum=1,
+        several=True,
+        shown_default="all",
+        needs=(Needs("causal", (True,), "counts keys back from the query's own, so it needs --causal"),),
+    )
 
     def __post_init__(self) -> None:
-        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
+        self.check_settings()
+        if self.kv_heads is not None and self.heads % self.kv_heads:
             choices = ", ".join(str(number) for number in range(1, self.heads + 1) if self.heads % number == 0)
             raise UsageError(f"--kv-heads {self.kv_heads}: must divide --num-heads {self.heads}, choose from {choices}")
-        if self.window is not None and not self.causal:
-            raise UsageError(f"--window {self.window}: counts keys back from the query's own, so it needs --causal")
 
     @property
     def key_heads(self) -> int:
@@ -156,6 +179,8 @@ KERNELS = {
     "adamw": FusedOperation(("ours", "eager", "fused")),
     "weighted-sum": FusedOperation(),
 }
+_WITH_HEADS = tuple(name for name, op in KERNELS.items() if op.has_heads)
+_WITH_VOCABULARY = tuple(name for name, op in KERNELS.items() if op.has_vocabulary)
 KERNEL_IMPLEMENTATIONS = tuple(dict.fromkeys(name for op in KERNELS.values() for name in op.implementations))
 
 
@@ -164,34 +189,43 @@ class KernelWorkload(Configured):
     """One call of one implementation of an op on random tensors of tokens x width elements.
 
     Attributes:
-        op: one of :data:`KERNELS`.
         implementation: ``FILE.py:NAME`` of the user's, ``ours``, ``eager`` PyTorch, the same ``compiled``, torch's
             ``fused`` optimizer, logits ``chunked`` and recomputed, or that of a package.
-        head_dim: of the heads into which ``rope`` splits the width; None for the others.
-        vocab_size: of ``linear-cross-entropy``; None for the others.
-        warmup_ms, repetition_ms: how long calls are repeated before and while they are measured.
+        head_dim, vocab_size: None for ops that have none.
     """
 
-    op: str
-    implementation: str
-    tokens: int
-    width: int
-    dtype: str = "bf16"
-    head_dim: int | None = None
-    vocab_size: int | None = None
-    device: str = "auto"
-    seed: int = 0
-    warmup_ms: float = 25.0
-    repetition_ms: float = 100.0
+    op: str = _varied(help=f"Any of {', '.join(KERNELS)}.", choices=KERNELS, minimum=None, shown_default="all")
+    implementation: str = setting(several=True, header=None)
+    tokens: int = _varied(help="Numbers of rows.", shown_default="32768, on a CPU 32")
+    width: int = _varied(help="Lengths of a row.", shown_default="4096, on a CPU 128")
+    dtype: str = same_setting(AttentionWorkload, "dtype")
+    head_dim: int | None = setting(
+        None,
+        "Of the heads that rope rotates.",
+        minimum=2,
+        option_default=64,
+        needs=(Needs("op", _WITH_HEADS, "only affects rope; add it to --op, or leave it out"),),
+        is_required=True,
+    )
+    vocab_size: int | None = setting(
+        None,
+        "Vocabularies of linear-cross-entropy.",
+        minimum=2,
+        several=True,
+        shown_default="151936, on a CPU 97",
+        header="vocabulary",
+        needs=(Needs("op", _WITH_VOCABULARY, "only affects linear-cross-entropy; add it to --op, or leave it out"),),
+        is_required=True,
+    )
+    device: str = same_setting(Workload, "device")
+    seed: int = same_setting(Workload, "seed")
+    warmup_ms: float = same_setting(AttentionWorkload, "warmup_ms")
+    repetition_ms: float = same_setting(AttentionWorkload, "repetition_ms")
 
     def __post_init__(self) -> None:
-        check_choices(self, {"op": KERNELS, "dtype": PRECISIONS, "device": DEVICES})
+        self.check_settings()
         if not is_user_code(self.implementation):
-            check_choices(self, {"implementation": KERNELS[self.op].implementations})
-        op, sizes = KERNELS[self.op], {"head dim": self.head_dim, "vocab size": self.vocab_size}
-        for (name, value), is_needed in zip(sizes.items(), (op.has_heads, op.has_vocabulary), strict=True):
-            if (value is not None) != is_needed:
-                raise UsageError(f"{name} {value}: op '{op}' needs one, and others have none")
+            require_known("implementation", self.implementation, KERNELS[self.op].implementations)
         if self.head_dim is not None and (self.head_dim % 2 or self.width % self.head_dim):
             raise UsageError(f"--head-dim {self.head_dim}: must be even and divide the width, {self.width}")
 

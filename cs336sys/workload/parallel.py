@@ -1,39 +1,76 @@
 """A training workload that several ranks share."""
 
+import contextlib
 from dataclasses import dataclass, replace
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.sharding.partition import (
+    WHOLE_BLOCKS,
     SequenceSplit,
     check_batch,
-    check_bucket_size,
     heads_refusal,
     mesh_ranks,
     mesh_text,
     read_mesh,
     require_heads,
 )
-from cs336sys.errors import UsageError
-from cs336sys.sizes import PRECISIONS, ModelSize
+from cs336sys.errors import UsageError, choose_from
+from cs336sys.settings import LONGEST_S, Configured, Needs, setting
+from cs336sys.sizes import MOST_RANKS, PRECISIONS, ModelSize
 from cs336sys.strategies import STRATEGIES, HasStrategy, strategies_of
-from cs336sys.workload.training import Configured, Workload, check_choices
+from cs336sys.workload.training import Workload
 
 BUCKETED = "bucketed"
+ONLY_BUCKETED = f"only mode {BUCKETED} has buckets of a size; add it to --mode"
 DATA_PARALLEL_STRATEGIES, SHARD_STRATEGIES = strategies_of("ddp"), strategies_of("shard")
-# Of those of shard: whose ranks split each sequence, share layers, or have sequences of their own.
+# Of those of shard: whose ranks split each sequence, or have sequences of their own.
 CONTEXT_STRATEGIES = tuple(name for name in SHARD_STRATEGIES if STRATEGIES[name].splits_sequences)
-TENSOR_STRATEGIES = tuple(name for name in SHARD_STRATEGIES if STRATEGIES[name].shares_layers)
 SHARDING_STRATEGIES = tuple(name for name in SHARD_STRATEGIES if not STRATEGIES[name].shares)
 BACKENDS = ("auto", "gloo", "nccl")
-BLOCK_CHECKPOINTING = ("none", "block")
-
-# What sends the gradients of buckets: collectives of the backend, or the copy engines of two GPUs.
-TRANSPORTS = ("collectives", "copy-engines")
 
 
 def bucket_name(bucket_mb: float | str) -> str:
     """Name a bucket size: ``25 MB``, ``blocks``."""
     return f"{bucket_mb}s" if isinstance(bucket_mb, str) else f"{bucket_mb:g} MB"
+
+
+def _with(ability: str) -> tuple[str, ...]:
+    """Return the names of strategies by a field of their records."""
+    return tuple(name for name, strategy in STRATEGIES.items() if getattr(strategy, ability))
+
+
+_LAYERS, _SEQUENCES = _with("shares_layers"), _with("splits_sequences")
+_STRATEGY_NEEDS = (
+    Needs("model", (None,), "shares layers of cs336_basics alone; leave out --model", _LAYERS),
+    Needs("model", (None,), "gives positions to attention of cs336_basics alone; leave out --model", _SEQUENCES),
+    Needs("kernels", ("reference",), "computes with the layers of cs336_basics; leave out --kernels {}", _LAYERS),
+    Needs("compile", ("off", "block"), "is compiled by blocks; choose --compile block or off", _LAYERS),
+)
+
+
+def parse_bucket(size: float | str) -> float | str:
+    """Read a size of buckets, whole blocks or megabytes.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if size == WHOLE_BLOCKS:
+        return size
+    with contextlib.suppress(ValueError):
+        if 1e-6 <= float(size) <= 1e6:
+            return float(size)
+    raise UsageError(f"must be {WHOLE_BLOCKS}, or a number between 1e-06 and 1e+06")
+
+
+def parse_block_checkpointing(text: str, *others: str) -> str:
+    """Read what ranks checkpoint: ``none``, ``block``, ``keep=N`` or one of the ``others``.
+
+    Raises:
+        UsageError: it is none of them.
+    """
+    if kept_blocks(text) is None and text not in ("none", "block", *others):
+        raise UsageError(choose_from(text, ("none", "block", "keep=N", *others)))
+    return text
 
 
 @dataclass(frozen=True)
@@ -43,100 +80,132 @@ class ParallelWorkload(Configured, HasStrategy):
     Attributes:
         training: its batch is that of all ranks together, each takes an equal part, or a slice of every sequence; its
             mode is ``train``.
-        strategy: one of :data:`~cs336sys.strategies.STRATEGIES`.
         backend: ``auto`` is NCCL on GPUs, one for each rank, and Gloo on CPUs.
-        bucket_mb: the most gradients in one all-reduce, in megabytes (1e6 bytes), or ``block``: those of whole blocks;
-            for :data:`BUCKETED`, else None.
-        gradient_dtype: what gradients are sent and summed in; they are kept in fp32, but see
-            :attr:`has_half_gradients`.
-        high_priority: let NCCL's kernels go before others that wait for the GPU.
-        transport: one of :data:`TRANSPORTS`; ``copy-engines`` for ``bucketed`` alone.
+        gradient_dtype: what gradients are summed in, too; they are kept in fp32, but see :attr:`has_half_gradients`.
         trace: a directory for the Chrome trace of one more step on rank 0.
-        timeout_s: how long a rank waits for the others.
-        prefetch: how many units to gather ahead of use; for ``fsdp``, else None.
         checkpointing: ``block`` keeps the input of each Transformer block alone and computes the rest again;
             ``keep=N`` all that is expensive to compute again but gate and up, and these in the last N blocks.
-        mesh: for strategies that share layers or sequences, sizes of dimensions, ``fsdp=2,tp=2``; None is one
-            dimension, or with two of them ``tp=2`` or ``cp=2``.
-        keep_gathered: for ``fsdp``, how many of the last blocks stay gathered between forward and backward pass.
-        check_layers: how many blocks at most the model has that is checked against one process; None: all that fit.
+        mesh: None is one dimension, or with two of them ``tp=2`` or ``cp=2``.
     """
 
     training: Workload
-    strategy: str
-    world_size: int = 2
-    backend: str = "auto"
-    bucket_mb: float | str | None = None
-    gradient_dtype: str = "fp32"
-    high_priority: bool = False
-    trace: str | None = None
-    timeout_s: float = 120.0
-    prefetch: int | None = None
-    checkpointing: str = "none"
-    mesh: str | None = None
-    keep_gathered: int = 0
-    check_layers: int | None = None
-    transport: str = "collectives"
+    strategy: str = setting(
+        help="--mode of ddp, --strategy of shard.", choices=STRATEGIES, several=True, header=None, needs=_STRATEGY_NEEDS
+    )
+    world_size: int = setting(
+        2,
+        "Numbers of ranks. Default: 2, or torchrun's.",
+        minimum=1,
+        maximum=MOST_RANKS,
+        several=True,
+        header="ranks",
+        in_titles=True,
+    )
+    backend: str = setting(
+        "auto",
+        f"{', '.join(BACKENDS)}; auto: by device.",
+        choices=BACKENDS,
+        header=None,
+        needs=(
+            Needs("device", ("auto", "cuda"), "communicates between GPUs; choose gloo, or --device cuda", ("nccl",)),
+        ),
+    )
+    bucket_mb: float | str | None = setting(
+        None,
+        f"For {BUCKETED}: the most gradients in one all-reduce, in 1e6 bytes; {WHOLE_BLOCKS}: whole blocks.",
+        parse=parse_bucket,
+        several=True,
+        option_default=WHOLE_BLOCKS,
+        header=None,
+        needs=(Needs("strategy", _with("has_buckets"), ONLY_BUCKETED),),
+        is_required=True,
+    )
+    gradient_dtype: str = setting(
+        "fp32",
+        f"Gradients are sent in {', '.join(PRECISIONS)}.",
+        choices=PRECISIONS,
+        several=True,
+        header="gradients sent in",
+        in_titles=True,
+    )
+    high_priority: bool = setting(False, "Let NCCL's kernels go before others.")
+    trace: str | None = setting(None, header=None)
+    timeout_s: float = setting(
+        120.0, "Seconds to wait for other ranks.", minimum=1, maximum=LONGEST_S, option="timeout", header=None
+    )
+    prefetch: int | None = setting(
+        None,
+        "For fsdp: blocks gathered ahead of use.",
+        minimum=0,
+        several=True,
+        option_default=1,
+        header=None,
+        needs=(
+            Needs("strategy", _with("gathers_ahead"), "only strategies with fsdp gather ahead; add one to --strategy"),
+        ),
+        is_required=True,
+    )
+    checkpointing: str = setting(
+        "none",
+        parse=parse_block_checkpointing,
+        several=True,
+        option="checkpoint",
+        in_titles=True,
+        needs=(
+            Needs("compile", ("off", "block"), "--compile {} leaves no blocks to put checkpoints around; choose block"),
+        ),
+    )
+    mesh: str | None = setting(
+        None,
+        "Ranks in two dimensions: fsdp=2,tp=2; cp: sequences.",
+        needs=(
+            Needs(
+                "strategy",
+                _with("shares"),
+                "the ranks of strategy '{}' have one dimension; leave it out, or choose a strategy that shares layers "
+                "or sequences",
+            ),
+        ),
+    )
+    keep_gathered: int = setting(
+        0,
+        "For fsdp: last blocks that stay gathered. --checkpoint auto: as many as fit.",
+        minimum=0,
+        several=True,
+        header="blocks that stay gathered",
+        needs=(Needs("strategy", _with("keeps_gathered"), "only fsdp keeps weights; add it to --strategy"),),
+    )
+    check_layers: int | None = setting(None, "Blocks of the check, at most. Default: all.", minimum=1, header=None)
+    transport: str = setting(
+        "collectives",
+        "What sends buckets: collectives, or the copy-engines of two GPUs.",
+        choices=("collectives", "copy-engines"),
+        several=True,
+        header="sent by",
+        needs=(Needs("strategy", _with("has_buckets"), f"only mode {BUCKETED} has the choice; add it to --mode"),),
+    )
 
     def __post_init__(self) -> None:
-        choices = {
-            "strategy": STRATEGIES,
-            "backend": BACKENDS,
-            "gradient_dtype": PRECISIONS,
-            "transport": TRANSPORTS,
-            "checkpointing": BLOCK_CHECKPOINTING,
-        }
-        if kept_blocks(self.checkpointing) is not None:
-            del choices["checkpointing"]
-            self._check_kept()
-        check_choices(self, choices)
+        self.check_settings()
         self.training.require_known_memory()
+        if kept_blocks(self.checkpointing) is not None:
+            self._check_kept()
         if self.training.device != "auto":
             self.backend_on(self.training.device)
         if not self.training.updates_parameters:
             raise UsageError(f"mode '{self.training.mode}': ranks that share a batch can only train")
-        if self.world_size < 1:
-            raise UsageError(f"--world-size {self.world_size}: must be at least 1")
-        self._check_buckets()
-        if self.checkpointing != "none" and self.training.is_compiled_whole:
-            raise UsageError("--checkpoint puts checkpoints around blocks: with --compile model there are none to see")
-        self._check_gathers()
-        if self.check_layers is not None and self.check_layers < 1:
-            raise UsageError(f"--check-layers {self.check_layers}: must be at least 1")
+        if self.training.is_ours and self.keep_gathered > self.training.size.num_layers:
+            raise UsageError(
+                f"--keep-gathered {self.keep_gathered}: the model has {self.training.size.num_layers} blocks"
+            )
         if self.strategy_record.shares:
             self._check_mesh(self.strategy_record.shares)
-        elif self.mesh is not None:
-            raise UsageError(
-                f"--mesh {self.mesh}: the ranks of strategy '{self.strategy}' have one dimension; leave it out, or "
-                "choose a strategy that shares layers or sequences"
-            )
         if self.strategy_record.splits_sequences:
             self._check_context()
         if self.strategy_record.shares_layers:
             self._check_tensor()
         sharing = "groups of ranks" if self.strategy_record.shares else "ranks"
         check_batch(self.training.size.batch_size, self.data_ranks, sharing)
-
-    def _check_buckets(self) -> None:
-        if (self.bucket_mb is not None) != self.strategy_record.has_buckets:
-            raise UsageError(f"bucket size {self.bucket_mb}: mode {BUCKETED} needs one, and others have none")
-        if self.uses_copy_engines and not self.strategy_record.has_buckets:
-            raise UsageError(
-                f"--transport copy-engines sends buckets, and mode '{self.strategy}' has none: choose bucketed"
-            )
-        check_bucket_size(self.bucket_mb)
-
-    def _check_gathers(self) -> None:
-        if (self.prefetch is not None) != self.strategy_record.gathers_ahead:
-            raise UsageError(f"prefetch {self.prefetch}: strategy 'fsdp' needs one, and others have none")
-        if self.keep_gathered and not self.strategy_record.keeps_gathered:
-            raise UsageError(f"--keep-gathered {self.keep_gathered}: strategy '{self.strategy}' gathers no blocks")
-        if self.keep_gathered < 0:
-            raise UsageError(f"--keep-gathered {self.keep_gathered}: must be at least 0")
-        if self.training.is_ours and self.keep_gathered > self.training.size.num_layers:
-            raise UsageError(
-                f"--keep-gathered {self.keep_gathered}: the model has {self.training.size.num_layers} blocks"
-            )
 
     def _check_mesh(self, inner: str) -> None:
         if self.mesh is None:
@@ -159,20 +228,6 @@ class ParallelWorkload(Configured, HasStrategy):
 
     def _check_tensor(self) -> None:
         training, tensor_ranks = self.training, self.group_ranks
-        if not training.is_ours:
-            raise UsageError(f"--strategy {self.strategy} shares layers of cs336_basics alone: leave out --model")
-        if training.fused_kernels:
-            raise UsageError(
-                f"--strategy {self.strategy} computes with the layers of cs336_basics: leave out --kernels "
-                f"{training.kernels}"
-            )
-        if kept_blocks(self.checkpointing) is not None:
-            raise UsageError(
-                f"--checkpoint {self.checkpointing} tells products apart by the widths of whole layers, and --strategy "
-                f"{self.strategy} shares them: choose none or block"
-            )
-        if training.is_compiled_whole:
-            raise UsageError(f"--strategy {self.strategy} is compiled by blocks: choose --compile block or off")
         refusal = heads_refusal(training.size.num_heads, tensor_ranks)
         if refusal is not None:
             raise UsageError(f"--strategy {self.strategy}: {refusal}")
@@ -184,15 +239,6 @@ class ParallelWorkload(Configured, HasStrategy):
 
     def _check_context(self) -> None:
         training = self.training
-        if not training.is_ours:
-            raise UsageError(
-                f"--strategy {self.strategy} gives positions to attention of cs336_basics alone: leave out --model"
-            )
-        if kept_blocks(self.checkpointing) is not None:
-            raise UsageError(
-                f"--checkpoint {self.checkpointing} does not support the attention of --strategy {self.strategy}: "
-                f"choose none or block"
-            )
         if self.strategy_record.trades_heads:
             require_heads(training.size.num_heads, self.group_ranks)
         # Refuses sequences of fewer tokens than chunks.
@@ -202,6 +248,11 @@ class ParallelWorkload(Configured, HasStrategy):
         training, blocks = self.training, kept_blocks(self.checkpointing)
         if not training.is_ours:
             raise UsageError(f"--checkpoint {self.checkpointing} supports only this project's model: choose block")
+        if self.strategy_record.shares:
+            raise UsageError(
+                f"--checkpoint {self.checkpointing} tells products of whole layers and sequences apart, and --strategy "
+                f"{self.strategy} shares them: choose none or block"
+            )
         if training.keeps_scores:
             raise UsageError(
                 f"--checkpoint {self.checkpointing} keeps attention's output and logsumexp: --attention reference has "
@@ -247,7 +298,7 @@ class ParallelWorkload(Configured, HasStrategy):
             UsageError: the backend, or the priority that is asked for, needs GPUs.
         """
         if self.backend == "nccl" and device == "cpu":
-            raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
+            raise UsageError("--backend nccl: communicates between GPUs; choose gloo, or --device cuda")
         backend = {"cpu": "gloo", "cuda": "nccl"}[device] if self.backend == "auto" else self.backend
         if self.high_priority and backend != "nccl":
             raise UsageError(

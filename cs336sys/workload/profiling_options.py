@@ -39,6 +39,7 @@ class MemoryWorkload(Configured):
             Needs("compile", ("off", "block"), "--compile {} leaves no blocks to put checkpoints around; choose block"),
             Needs("compile", ("off",), "--compile {} leaves no blocks to look into; choose off", SUBLAYERS),
             Needs("kernels", ("reference",), "--kernels {} computes a block as a whole; choose reference", SUBLAYERS),
+            Needs("model", (None,), "supports only this project's blocks; choose none or block", SUBLAYERS),
         ),
     )
     trace: bool = setting(True, "Also predict by fake tensors.", option="predict", header=None)
@@ -62,9 +63,6 @@ class MemoryWorkload(Configured):
         if self.training.size.batch_size % self.micro_batches:
             batch = self.training.size.batch_size
             raise UsageError(f"--micro-batches {self.micro_batches}: must divide the batch of {batch}")
-        if self.checkpointing in SUBLAYERS and not self.training.is_ours:
-            option = f"--checkpoint {self.checkpointing}"
-            raise UsageError(f"{option} supports only this project's blocks: choose none or block")
 
     def configuration(self) -> dict[str, Any]:
         """Return the settings; of whole batches as before there were others."""

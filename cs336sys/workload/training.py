@@ -14,10 +14,7 @@ from cs336sys.choices import ATTENTION, COMPILE_MODES, MODES, OPTIMIZERS, STATE_
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.results.model import Samples
 from cs336sys.settings import MEASURING, MODEL, WHAT_RUNS, Configured, Needs, setting
-from cs336sys.settings import check_choices as check_choices
 from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, ModelSize
-
-DEVICES = ("auto", "cuda", "cpu")
 
 UPDATES = ("step", "backward")
 # Kernels of ``cs336sys.kernels.fuse`` that a model can have one without the others.
@@ -125,7 +122,7 @@ class Workload(Configured, StepChoices):
     cuda_graph: str = _variant("off", "off, on: phases replayed from graphs.", choices=CUDA_GRAPH, header="CUDA graph")
     warmup: int = setting(5, "Warm-up steps, or several.", minimum=0, several=True, header="warm-up", in_titles=True)
     steps: int = setting(10, "Measured steps.", minimum=1, header=None)
-    device: str = setting("auto", choices=DEVICES, panel=MEASURING, header=None)
+    device: str = setting("auto", choices=("auto", "cuda", "cpu"), panel=MEASURING, header=None)
     seed: int = setting(0, "Seed of weights and batch.", minimum=0, maximum=2**63 - 1, panel=MEASURING)
     tf32: bool = setting(False, "Let fp32 matrix products use TF32.", panel=MEASURING, header="TF32")
     synchronize: str = setting("step", "step (waits), none.", choices=("step", "none"), panel=MEASURING)

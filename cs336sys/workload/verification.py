@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass
 
 from cs336sys.errors import UsageError, choose_from
+from cs336sys.settings import Configured, same_setting, setting
 from cs336sys.user_code import is_user_code
-from cs336sys.workload.parallel import BACKENDS
-from cs336sys.workload.training import Configured, Workload, check_choices
+from cs336sys.workload.parallel import ParallelWorkload
+from cs336sys.workload.training import Workload
 
 # The cases in the order of the table: name, and what happens in it.
 CASES = {
@@ -59,8 +60,6 @@ WRAPS = {
 # What the ranks along a dimension of the mesh share: sequences of the batch, tokens of each sequence, or the model.
 DIMENSIONS = ("data", "context", "tensor", "pipeline")
 
-GRADIENTS = ("mean", "sum")
-
 
 def read_verified_mesh(text: str, world_size: int) -> dict[str, int]:
     """Sizes of dimensions by name: ``data=2,tensor=2``; one dimension may be without its size.
@@ -92,33 +91,30 @@ class VerifiedWorkload(Configured):
     Attributes:
         training: its batch is that of all ranks together.
         wrap: one of :data:`WRAPS`, or a function of the user.
-        case: one of :data:`CASES`.
-        mesh: what ranks share, see :func:`read_verified_mesh`.
-        finish: the method that finishes gradients; None: ``finish_gradient_synchronization`` where there is one.
-        gradients: whether ranks' gradients are averaged or summed.
-        timeout_s: how long a rank waits for the others before the case counts as a hang.
+        mesh: see :func:`read_verified_mesh`.
+        finish: None: ``finish_gradient_synchronization`` where there is one.
         wrap_digest: of the files of the wrap.
     """
 
     training: Workload
-    wrap: str
-    world_size: int = 2
-    case: str = "step"
-    mesh: str = "data"
-    backend: str = "auto"
-    finish: str | None = None
-    gradients: str = "mean"
-    timeout_s: float = 20.0
+    wrap: str = setting(several=True)
+    world_size: int = same_setting(ParallelWorkload, "world_size")
+    case: str = setting("step", f"{', '.join(CASES)}.", choices=CASES, several=True)
+    mesh: str = setting("data", "What ranks share: data, context, tensor, pipeline; data=2,tensor=2.")
+    backend: str = same_setting(ParallelWorkload, "backend")
+    finish: str | None = setting(None, "Method that finishes gradients. Default: found.", takes_code=True)
+    gradients: str = setting("mean", "Ranks' gradients become their mean, or sum.", choices=("mean", "sum"))
+    timeout_s: float = setting(
+        20.0, "Seconds after which ranks that wait count as hanging.", minimum=1, option="timeout"
+    )
     wrap_digest: str | None = None
 
     def __post_init__(self) -> None:
-        check_choices(self, {"case": CASES, "backend": BACKENDS, "gradients": GRADIENTS})
+        self.check_settings()
         if not is_user_code(self.wrap) and self.wrap not in WRAPS:
             raise UsageError(
                 f"--wrap {self.wrap}: {choose_from(self.wrap, WRAPS)}; or yours: FILE.py:NAME, package.module:NAME"
             )
-        if self.backend == "nccl" and self.training.device == "cpu":
-            raise UsageError("backend 'nccl' communicates between GPUs: choose gloo, or device cuda")
         sizes = self.dimensions
         context = sizes.get("context", 1)
         if self.training.size.context % context:

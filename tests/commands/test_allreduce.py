@@ -13,7 +13,7 @@ from cs336sys.report.allreduce import allreduce_tables, fit_of, groups_of, plot_
 from cs336sys.report.render import render
 from cs336sys.report.table import with_rows
 from cs336sys.results.model import Cell, Samples, read_results
-from cs336sys.workload import CollectiveWorkload
+from cs336sys.workload.operations import CollectiveWorkload
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 

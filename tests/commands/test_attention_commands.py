@@ -42,6 +42,9 @@ def test_dry_run_lists_the_cells_with_the_memory_of_plain_attention(monkeypatch)
     n, s = 4 * 8 * 1024 * 64, 4 * 8 * 1024**2
     assert plan["rows"][0]["predicted_held_gib"] == (5 * n + s) / 2**30
     assert "2 of 4 need more than the 80.0 GiB of H100" in plan["notes"]
+    batches = tables(invoke("attn", "--implementation", "eager", "--batch-size", "1,2", *shape))["plan"]
+    assert [row["batch_size"] for row in batches["rows"]] == [1, 1, 2, 2]
+    assert batches["title"].endswith("(nothing was run): heads 1, head dim 64, dtype fp32, causal False")
     plan = tables(invoke("flash", "--implementation", "auto,eager", *shape))["plan"]
     assert [row["predicted_peak_gib"] is None for row in plan["rows"]] == [True, False] * 2
 

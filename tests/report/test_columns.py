@@ -8,9 +8,12 @@ import ast
 import functools
 import os
 import re
+from dataclasses import MISSING
 from pathlib import Path
 
-from cs336sys.workload import LossWorkload, MemoryWorkload, ProfileWorkload
+from cs336sys.settings import Configured
+from cs336sys.workload import LossWorkload, MemoryWorkload, ParallelWorkload, ProfileWorkload
+from cs336sys.workload.operations import AttentionWorkload, CollectiveWorkload, KernelWorkload
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,27 +51,39 @@ COMPUTED = {
     "report/tidy.py": 1,
     "report/titles.py": 2,
 }
-WRITTEN = "<!-- CS336SYS_WRITE_DOCS=1 pytest tests/report/test_columns.py -k settings -->"
+# Tables of settings, by the words that begin them; those of cells that train stand in the first alone.
+KINDS = {
+    "cells that train": (LossWorkload, ProfileWorkload, MemoryWorkload),
+    "kernels": (KernelWorkload,),
+    "flash and attn": (AttentionWorkload,),
+    "allreduce": (CollectiveWorkload,),
+    "ddp and shard": (ParallelWorkload,),
+}
+END = "<!-- end -->"
 
 
-def settings_rows() -> str:
-    """Return the table of settings of cells that train, a row a field that has an option."""
+def settings_rows(kinds: tuple[type[Configured], ...]) -> str:
+    """Return a table of settings, a row a field that has an option."""
+    trained = {} if MemoryWorkload in kinds else MemoryWorkload.settings()
     rows = ["| setting | default | |", "|---|---|---|"]
-    for kind in (LossWorkload, ProfileWorkload, MemoryWorkload):
-        for name, member in kind.settings().items():
-            default = {"None": "", "True": "yes", "False": "no"}.get(str(member.default), member.default)
-            text = (member.help or ", ".join(member.choices)).removesuffix(" Default: by size.")
-            row = f"| `{name}` | {'by size' if member.is_by_size else default} | {text} |"
-            if text and row not in rows:
-                rows.append(row)
+    for name, member in (item for kind in kinds for item in kind.settings().items()):
+        value = member.default if member.option_default is None else member.option_default
+        default = {"None": "", str(MISSING): "", "True": "yes", "False": "no"}.get(str(value), value)
+        default = f"{value:g}" if isinstance(value, float) else default
+        text = (member.help or ", ".join(member.choices)).removesuffix(" Default: by size.")
+        row = f"| `{name}` | {'by size' if member.is_by_size else member.shown_default or default} | {text} |"
+        if text and row not in rows and trained.get(name) != member:
+            rows.append(row)
     return "\n".join(rows)
 
 
-def test_table_of_settings_is_that_of_their_fields():
+def test_tables_of_settings_are_those_of_their_fields():
     path = ROOT / "docs/columns.md"
-    before, _, rest = path.read_text().partition(WRITTEN)
-    _, marker, after = rest.partition("<!-- end -->")
-    text = f"{before}{WRITTEN}\n{settings_rows()}\n{marker}{after}"
+    text = path.read_text()
+    for words, kinds in KINDS.items():
+        marker = f"<!-- settings of {words}: CS336SYS_WRITE_DOCS=1 pytest tests/report/test_columns.py -k settings -->"
+        before, _, rest = text.partition(marker)
+        text = f"{before}{marker}\n{settings_rows(kinds)}\n{END}{rest.partition(END)[2]}"
     if os.environ.get("CS336SYS_WRITE_DOCS"):
         path.write_text(text)
     assert path.read_text() == text

@@ -4,12 +4,15 @@ import pytest
 
 from cs336sys.report.attention import attn_tables, flash_tables
 from cs336sys.report.bench import bench_plan, bench_tables
+from cs336sys.report.ddp import ddp_tables
 from cs336sys.report.kernels import kernel_tables
 from cs336sys.report.losses import loss_tables
+from cs336sys.report.shard import shard_tables
 from cs336sys.report.titles import interpreted_notes, steps_words
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.sizes import choose_size
-from cs336sys.workload import AttentionWorkload, KernelWorkload, LossWorkload, Workload
+from cs336sys.workload import LossWorkload, ParallelWorkload, Workload
+from cs336sys.workload.operations import AttentionWorkload, KernelWorkload
 
 # What says how long is measured and not what; the size's name, which stands for its shape; where, which the machine's
 # name says.
@@ -66,6 +69,16 @@ def test_rows_that_differ_in_a_setting_show_it(command, name):
     column = next((column for column in table.columns if column.key == name), None)
     assert column is not None, [column.key for column in table.columns]
     assert [row.get(name) for row in table.rows] == [cell.configuration[name] for cell in cells]
+
+
+@pytest.mark.parametrize(("command", "tables_of"), [("ddp", ddp_tables), ("shard", shard_tables)])
+def test_cells_of_ranks_show_what_their_strategies_are_given(command, tables_of):
+    usual = ParallelWorkload(Workload(choose_size("tiny", batch_size=4)), "none", 2).configuration()
+    given = usual | {"high_priority": True}
+    assert "high priority True" in tables_of([failed(command, given)], None)[0].title
+    assert "high priority" not in tables_of([failed(command, usual)], None)[0].title
+    table = tables_of([failed(command, usual), failed(command, given)], None)[0]
+    assert "high_priority" in [column.key for column in table.columns]
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def step(
     output.check()
     shared = strategy or ("bucketed" if world_size > 1 else None)
     configurations = []
-    for size, dtype, settings in product(model.sizes(), precision.precisions(), implementation.combinations()):
+    for size, dtype, settings in product(model.sizes(), precision.precisions(), implementation.implementations()):
         training = Workload(size, "train", dtype or size.precision, **settings)
         passes = placement.checkpoint, placement.accumulation
         configuration = StepConfiguration(training, *passes, shared, world_size, placement.gradient_dtype)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from cs336sys.commands.faults import say
 from cs336sys.commands.options.effects import connects, setting, writes_file
-from cs336sys.commands.options.reading import LONGEST_S, among, choice
+from cs336sys.commands.options.reading import among, choice
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.report.outputs import FORMAT_OF_ENDING, FORMATS, read_output
 from cs336sys.results.file import check_name
-from cs336sys.settings import MEASURING, OUTPUT
+from cs336sys.settings import LONGEST_S, MEASURING, OUTPUT
 
 if TYPE_CHECKING:
     from cs336sys.report.table import Table

@@ -20,9 +20,8 @@ from cs336sys.user_code import is_user_code, read_reference
 # Beyond these no option means anything: no machine holds as many tokens, or does as many FLOP/s.
 LARGEST_WHOLE_NUMBER = 10**12
 LARGEST_NUMBER = 1e18
-
-# Of options that are times to wait: 11 days. Above 24.8 days poll(2) overflows.
-LONGEST_S = 1e6
+# A refusal of small numbers names no greatest one from here on.
+_OUT_OF_REACH = 1e9
 
 # What help calls the value of an option, by its type. A flag has none.
 _VALUE_WORDS = {list: "<a,b>", Sequence: "<a,b>", bool: " ", int: "<int>", float: "<number>", Path: "<file>"}
@@ -248,7 +247,7 @@ def between(lowest: float, highest: float, read: Callable[[str], Any] | None = N
 
     def convert(text: str) -> Any:
         value = (read or _read_finite)(text)
-        if value < lowest and highest in (LARGEST_WHOLE_NUMBER, LARGEST_NUMBER):
+        if value < lowest and highest >= _OUT_OF_REACH:
             raise UsageError(f"must be at least {lowest:g}")
         if not lowest <= value <= highest:
             raise UsageError(f"must be between {lowest:g} and {highest:g}")

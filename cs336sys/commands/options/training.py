@@ -7,8 +7,9 @@ fields of workloads.
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, replace
+from inspect import get_annotations
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
@@ -31,12 +32,14 @@ def option_of(owner: type[Configured], name: str, **changes: Any) -> Any:
     """
     described = owner.settings()[name]
     declared = {"help": described.help or None, "rich_help_panel": described.panel or None} | changes
+    if described.shown_default:
+        declared["show_default"] = described.shown_default
     if described.takes_code:
         return name_or_code(described.choices, **declared) if described.choices else runs_code(**declared)
     if described.choices:
         return choice(described.choices, parser=described.parse or one_of(described.choices), **declared)
-    names = (f"{described.flag}/--no-{described.flag[2:]}",) if described.type is bool else ()
-    return setting(*names, min=described.minimum, max=described.maximum, **declared)
+    names = [f"{described.flag}/{described.off or f'--no-{described.flag[2:]}'}"] if described.type is bool else []
+    return setting(*names, **{"min": described.minimum, "max": described.maximum, "parser": described.parse} | declared)
 
 
 class OptionGroup:
@@ -49,6 +52,17 @@ class OptionGroup:
 
         def __getattr__(self, name: str) -> Any: ...
 
+    def combinations(self, owner: type[Configured], *order: str, **values: Any) -> list[dict[str, Any]]:
+        """Return every combination of the options' values, as fields of a workload (:meth:`Configured.combinations`).
+
+        Args:
+            order: fields, the one first that changes slowest; others come after them.
+            values: of fields that are no options, or are not as the options say.
+        """
+        options = {name: described.option or name for name, described in owner.direct_settings().items()}
+        chosen = {name: getattr(self, option) for name, option in options.items() if hasattr(self, option)} | values
+        return owner.combinations({name: chosen[name] for name in dict.fromkeys((*order, *options)) if name in chosen})
+
 
 Group = TypeVar("Group", bound=OptionGroup)
 
@@ -56,24 +70,28 @@ Group = TypeVar("Group", bound=OptionGroup)
 def setting_options(owner: type[Configured], *names: str, **changes: Any) -> Callable[[type[Group]], type[Group]]:
     """Add the options of settings to a class, in this order, and make it a dataclass.
 
+    Defaults are attributes of the class, or else those of the settings.
+
     Args:
-        names: of the settings, or of options that the class declares itself.
+        names: of the settings, or of options that the class, or a base that is no dataclass, declares itself.
         changes: of the declarations, as of :func:`option_of`.
     """
 
     def add(group: type[Group]) -> type[Group]:
+        declared = {name: kind for base in group.__mro__ for name, kind in get_annotations(base).items()}
         annotations: dict[str, Any] = {}
         for name in names:
-            if name in group.__annotations__:
-                annotations[name] = group.__annotations__[name]
+            if name in declared:
+                annotations[name] = declared[name]
                 continue
             described = owner.settings()[name]
-            default = None if described.is_by_size else described.default
+            default = described.default if described.option_default is None else described.option_default
+            default = None if described.is_by_size or default is MISSING else default
             kind: Any = described.type | None if described.is_by_size else described.type
             if described.several:
-                kind, default = Sequence[described.type], () if described.is_by_size else (default,)  # type: ignore[name-defined]
+                kind, default = Sequence[described.type], () if default is None else (default,)  # type: ignore[name-defined]
             annotations[described.option or name] = Annotated[kind, option_of(owner, name, **changes)]
-            setattr(group, described.option or name, default)
+            setattr(group, described.option or name, vars(group).get(described.option or name, default))
         group.__annotations__ = annotations | group.__annotations__
         return dataclass(frozen=True)(group)
 
@@ -87,7 +105,6 @@ _SIZES = ", ".join(
 
 ModesOption = Annotated[list[str], option_of(Workload, "mode")]
 DeviceOption = Annotated[str, option_of(Workload, "device")]
-SeedOption = Annotated[int, option_of(Workload, "seed")]
 DryRunOption = Annotated[
     bool, setting("--dry-run", help="Print cells and predicted memory alone.", rich_help_panel=MEASURING)
 ]
@@ -145,9 +162,9 @@ class PrecisionOptions(OptionGroup):
 class ImplementationOptions(OptionGroup):
     """Options for implementations of the same computation."""
 
-    def combinations(self) -> list[dict[str, Any]]:
+    def implementations(self) -> list[dict[str, Any]]:
         """Return every combination, in the order of the lists, as settings of a workload."""
-        return _combinations({name: getattr(self, name) for name in COMPARED_SETTINGS[1:]})
+        return Workload.combinations({name: getattr(self, name) for name in COMPARED_SETTINGS[1:]})
 
 
 @setting_options(Workload, *Workload.in_panel(MEASURING))
@@ -180,12 +197,12 @@ class UntimedTrainingOptions(RunOptions, ImplementationOptions, PrecisionOptions
         has_gpu = self.device != "cpu" and shutil.which("nvidia-smi") is not None
         sizes = (self if self.size else replace(self, size=["small" if has_gpu else "tiny"])).sizes()
         user = self._user_code()
-        names = [member.name for member in fields(self) if member.name in Workload.__dataclass_fields__]
-        lists = {name: getattr(self, name) for name in names if name != "size"} | {"mode": modes} | settings
         return [
             Workload(size, **cell, user=user)
             for size in sizes
-            for cell in _combinations(lists | {"precision": [chosen or size.precision for chosen in precisions]})
+            for cell in self.combinations(
+                Workload, mode=modes, precision=[chosen or size.precision for chosen in precisions], **settings
+            )
         ]
 
     def _user_code(self) -> UserCode:
@@ -204,11 +221,3 @@ class UntimedTrainingOptions(RunOptions, ImplementationOptions, PrecisionOptions
 @setting_options(Workload, "warmup", "steps", rich_help_panel=MEASURING)
 class TrainingOptions(UntimedTrainingOptions):
     """Options for models that are trained here, and for the number of steps."""
-
-
-def _combinations(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return every combination of lists and single values, each once, of settings that go together."""
-    settings = {name: setting for name, setting in Workload.settings().items() if name in values}
-    lists = {name: values[name] if settings[name].several else [values[name]] for name in settings}
-    cells = [Workload.compatible(dict(zip(lists, cell, strict=True)), lists) for cell in product(*lists.values())]
-    return [dict(cell) for cell in dict.fromkeys(tuple(cell.items()) for cell in cells)]

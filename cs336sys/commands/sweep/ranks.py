@@ -19,30 +19,23 @@ import itertools
 import os
 import pickle
 import sys
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-from cs336sys.commands.options.effects import setting, writes_file
-from cs336sys.commands.options.reading import LONGEST_S, choice
+from cs336sys.commands.options import training as options
+from cs336sys.commands.options.effects import writes_file
+from cs336sys.commands.options.output import OutputOptions
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.processes import RankIdentity, started_outside
+from cs336sys.processes import RankIdentity, is_first_rank, started_outside
 from cs336sys.results.model import Run
-from cs336sys.sizes import MOST_RANKS
-from cs336sys.workload import BACKENDS, ParallelWorkload
 from cs336sys.workload.course_package import telling_import_errors
+from cs336sys.workload.parallel import ONLY_BUCKETED, ParallelWorkload
+from cs336sys.workload.training import Workload
 
 if TYPE_CHECKING:
     from cs336sys.measure.cells import Outcome, Progress
-
-WorldSizeOption = Annotated[
-    list[int], setting(help="Numbers of ranks. Default: 2, or torchrun's.", min=1, max=MOST_RANKS)
-]
-
-BackendOption = Annotated[str, choice(BACKENDS, f"{', '.join(BACKENDS)}; auto: by device.")]
-
-TimeoutOption = Annotated[float, setting(help="Seconds to wait for other ranks.", min=1, max=LONGEST_S)]
 
 # How long ranks that failed wait for rank 0 to print what was measured: their exit makes torchrun end it. A failed run
 # must be over within 10 s.
@@ -52,39 +45,53 @@ _REPORT_S = 5.0
 _JOIN_S = 120.0
 
 
-def choose_world_sizes(values: list[int]) -> list[int]:
+def choose_world_sizes(values: Sequence[int]) -> Sequence[int]:
     """The values of ``--world-size``; without any, the ranks that torchrun or Slurm started, or 2."""
     identity = started_outside()
     return values or [identity.world_size if identity else 2]
 
 
-@dataclass(frozen=True)
-class ParallelTraining:
+@options.setting_options(
+    ParallelWorkload,
+    *("world_size", "backend", "high_priority", "timeout_s", "check_layers", "plot_scaling", "trace"),
+)
+class ParallelTraining(options.OptionGroup):
     """Options that ``ddp`` and ``shard`` have in common: the ranks, and what is checked, drawn and kept of them."""
 
-    world_size: WorldSizeOption = field(default_factory=list)
-    backend: BackendOption = "auto"
-    high_priority: Annotated[bool, setting("--high-priority", help="Let NCCL's kernels go before others.")] = False
-    timeout: TimeoutOption = 120.0
-    check_layers: Annotated[int | None, setting(help="Blocks of the check, at most. Default: all.")] = None
+    world_size = ()
     plot_scaling: Annotated[Path | None, writes_file(help="Draw speed and memory over the ranks.")] = None
     trace: Annotated[Path | None, writes_file(help="Keep a Chrome trace of each cell in this folder.")] = None
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Return those that every cell has."""
-        return {
-            "backend": self.backend,
-            "high_priority": self.high_priority,
-            "trace": str(self.trace) if self.trace else None,
-            "timeout_s": self.timeout,
-            "check_layers": self.check_layers,
-        }
+    def cells(
+        self, trainings: Sequence[Workload], world_sizes: Sequence[int], *order: str, **settings: Any
+    ) -> list[dict[str, Any]]:
+        """Return a cell for each number of ranks, workload and :meth:`combinations`, as fields of workloads."""
+        settings["trace"] = str(self.trace) if self.trace else None
+        return [
+            {"training": training} | cell
+            for ranks, training in product(world_sizes, trainings)
+            for cell in self.combinations(ParallelWorkload, *order, world_size=[ranks], **settings)
+        ]
 
-    def check_rank_outputs(self, workloads: Iterable[ParallelWorkload]) -> None:
-        """Raise a UsageError for ``--plot-scaling`` of one number of ranks, or a ``--trace`` that cannot be written."""
+    @property
+    def pictures(self) -> dict[str, Path | None]:
+        """Return the picture files by the names of their options."""
+        names = "plot", "plot_buckets", "plot_scaling"
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+    def check(self, output: OutputOptions, workloads: Sequence[ParallelWorkload]) -> None:
+        """Find out on the first rank, before anything is measured, whether tables, pictures and traces can be written.
+
+        Raises:
+            UsageError: one of them cannot, or the cells have nothing to draw.
+        """
         from cs336sys.report.outputs import check_writable
 
+        if not is_first_rank():
+            return
+        output.check(**self.pictures)
+        if self.pictures.get("plot_buckets") and all(workload.bucket_mb is None for workload in workloads):
+            raise UsageError(f"--plot-buckets {self.plot_buckets}: {ONLY_BUCKETED}")
         if self.plot_scaling is not None and len({workload.world_size for workload in workloads}) == 1:
             option = f"--plot-scaling {self.plot_scaling}"
             raise UsageError(f"{option}: needs several numbers of ranks: give --world-size 1,2")

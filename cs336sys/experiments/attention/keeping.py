@@ -25,7 +25,7 @@ from cs336sys.measure.relative_error import why_wrong
 from cs336sys.measure.timing import time_calls
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import ratio_of_pairs
-from cs336sys.workload import AttentionWorkload
+from cs336sys.workload.operations import AttentionWorkload
 
 ROUNDS = 8
 # What is kept is faster than the built-in settings by so much at least, and beyond the noise between rounds.

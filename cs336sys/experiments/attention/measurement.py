@@ -32,7 +32,7 @@ from cs336sys.measure.timing import time_calls, time_phases
 from cs336sys.results.model import Samples
 from cs336sys.sizes import ELEMENT_BYTES
 from cs336sys.user_code import is_user_code
-from cs336sys.workload import FLASH_ATTENTION_4, AttentionWorkload
+from cs336sys.workload.operations import FLASH_ATTENTION_4, AttentionWorkload
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

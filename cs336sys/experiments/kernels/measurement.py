@@ -22,7 +22,7 @@ from cs336sys.measure.relative_error import RelativeError, judged, relative_erro
 from cs336sys.measure.timing import time_queued_calls
 from cs336sys.results.model import Samples
 from cs336sys.user_code import is_user_code
-from cs336sys.workload import KernelWorkload
+from cs336sys.workload.operations import KernelWorkload
 
 # Largest relative error of an output or a gradient, as a whole, that counts as right. bf16 rounds to 8 bits, fp16 to
 # 11: eager PyTorch rounds a few times. fp32 leaves room for the order of sums, and for torch's fused AdamW, whose

@@ -28,7 +28,7 @@ from cs336sys.kernels.rope import reference_rope, rope
 from cs336sys.kernels.swiglu import reference_swiglu, swiglu
 from cs336sys.kernels.weighted_sum import reference_weighted_sum, weighted_sum
 from cs336sys.measure.device import DTYPES, choose_device
-from cs336sys.workload import KernelWorkload
+from cs336sys.workload.operations import KernelWorkload
 
 # The op ``adamw`` of ``kernels``: one step of an optimizer.
 

@@ -199,7 +199,7 @@ def precision_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column
 
 
 # Beside the number of kernels that a phase launched.
-_MODEL_KERNELS = Column("model_kernels", "kernels of the model")
+_MODEL_KERNELS = Column("model_kernels", "kernels of the model", usual=("reference",))
 _SETTINGS = columns_of(ProfileWorkload) | {"kernels": _MODEL_KERNELS}
 _ALWAYS_SHOWN = ("context", "precision")
 

@@ -20,7 +20,7 @@ from cs336sys.experiments.attention.measurement import (
 )
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.attention.reference import reference_attention
-from cs336sys.workload import FLASH_ATTENTION_4, AttentionWorkload
+from cs336sys.workload.operations import FLASH_ATTENTION_4, AttentionWorkload
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from cs336sys.experiments.attention.keeping import LEAST_SPEEDUP, choose_setting
 from cs336sys.kernels.attention import operators
 from cs336sys.kernels.attention.triton import kept_settings, settings
 from cs336sys.results.model import Samples
-from cs336sys.workload import AttentionWorkload
+from cs336sys.workload.operations import AttentionWorkload
 
 # Where kernels run: on a CPU in the interpreter, where there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,7 +13,7 @@ from cs336sys.cli import app
 from cs336sys.experiments.attention import measurement
 from cs336sys.measure import relative_error
 from cs336sys.results.model import read_results
-from cs336sys.workload import AttentionWorkload
+from cs336sys.workload.operations import AttentionWorkload
 
 KERNELS = Path(__file__).with_name("cheating_kernels.py")
 

@@ -8,7 +8,7 @@ from cs336sys.experiments.kernels import measurement
 from cs336sys.experiments.kernels.measurement import TOLERANCES, kernel_errors, measure_kernel
 from cs336sys.experiments.kernels.operations import OPERATIONS
 from cs336sys.measure.timing import time_queued_calls
-from cs336sys.workload import KERNELS, KernelWorkload
+from cs336sys.workload.operations import KERNELS, KernelWorkload
 
 # Where our kernels run: compiled, or in the interpreter.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from cs336sys.cli import app
 from cs336sys.errors import UserCodeError
 from cs336sys.experiments.kernels import measurement
-from cs336sys.workload import KernelWorkload
+from cs336sys.workload.operations import KernelWorkload
 
 HONEST = """
 import torch, torch.nn.functional as F

@@ -114,7 +114,7 @@ def test_torchs_own_is_refused_where_it_has_no_kernels():
         ({"strategy": ALL_TO_ALL, "world_size": 3}, "3 ranks do not divide 4 heads; choose 1, 2 or 4 ranks, or ring"),
         ({"strategy": RING, "world_size": 40}, "a sequence of 37 tokens cannot be split over 40 ranks"),
         ({"strategy": RING, "checkpointing": "keep=1", "attention": "flash"}, "choose none or block"),
-        ({"strategy": RING, "user": UserCode("model.py:Model")}, "attention of cs336_basics alone: leave out --model"),
+        ({"strategy": RING, "user": UserCode("model.py:Model")}, "attention of cs336_basics alone; leave out --model"),
     ],
 )
 def test_workloads_that_cannot_be_are_refused(settings, sentence):

@@ -501,7 +501,7 @@ def test_configuration_is_the_workload():
     [
         (
             {"strategy": "naive", "transport": "copy-engines"},
-            "--transport copy-engines sends buckets, and mode 'naive' has none: choose bucketed",
+            "--transport copy-engines: only mode bucketed has the choice; add it to --mode",
         ),
         ({"strategy": "bucketed", "transport": "mail"}, "unknown transport 'mail': choose from collectives, copy-"),
         (
@@ -511,13 +511,20 @@ def test_configuration_is_the_workload():
         ({"world_size": 3}, "--batch-size 4: 3 ranks cannot share it equally; choose a multiple of 3"),
         ({"world_size": 0}, "--world-size 0: must be at least 1"),
         ({"check_layers": 0}, "--check-layers 0: must be at least 1"),
-        ({"strategy": "bucketed"}, "mode bucketed needs one"),
-        ({"bucket_mb": 1.0}, "and others have none"),
-        ({"strategy": "bucketed", "bucket_mb": 0.0}, "bucket size 0.0 MB: must be positive"),
-        ({"strategy": "bucketed", "bucket_mb": -2.0}, "bucket size -2.0 MB: must be positive"),
-        ({"strategy": "bucketed", "bucket_mb": float("nan")}, "bucket size nan MB: must be positive"),
+        ({"strategy": "bucketed"}, "--bucket-mb: strategy 'bucketed' needs one"),
+        ({"bucket_mb": 1.0}, "--bucket-mb 1: only mode bucketed has buckets of a size; add it to --mode"),
+        (
+            {"strategy": "bucketed", "bucket_mb": 0.0},
+            "--bucket-mb '0.0': must be block, or a number between 1e-06 and 1e.06",
+        ),
+        (
+            {"strategy": "bucketed", "bucket_mb": -2.0},
+            "--bucket-mb '-2.0': must be block, or a number between 1e-06 and 1e.06",
+        ),
+        ({"strategy": "bucketed", "bucket_mb": "all"}, "--bucket-mb 'all': must be block, or a number"),
+        ({"strategy": "bucketed", "bucket_mb": float("nan")}, "--bucket-mb 'nan': must be block, or a number"),
         ({"gradient_dtype": "fp8"}, "unknown gradient_dtype 'fp8': choose from fp32, bf16, fp16"),
-        ({"backend": "nccl"}, "backend 'nccl' communicates between GPUs"),
+        ({"backend": "nccl"}, "--backend nccl: communicates between GPUs"),
         ({"training": Workload(SIZE, mode="forward")}, "mode 'forward': ranks that share a batch can only train"),
     ],
 )

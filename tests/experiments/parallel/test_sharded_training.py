@@ -157,12 +157,15 @@ def test_model_compiled_as_a_whole_cannot_be_fully_sharded(strategy):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"strategy": "fsdp"}, "prefetch None: strategy 'fsdp' needs one"),
-        ({"strategy": "none", "prefetch": 1}, "and others have none"),
-        ({"strategy": "none", "checkpointing": "half"}, "unknown checkpointing 'half': choose from none, block"),
+        ({"strategy": "fsdp"}, "--prefetch: strategy 'fsdp' needs one"),
+        (
+            {"strategy": "none", "prefetch": 1},
+            "--prefetch 1: only strategies with fsdp gather ahead; add one to --strategy",
+        ),
+        ({"strategy": "none", "checkpointing": "half"}, "--checkpoint 'half': choose from none, block, keep=N"),
         (
             {"training": Workload(SIZE, compile="model"), "strategy": "none", "checkpointing": "block"},
-            "with --compile model there are none to see",
+            "--checkpoint block: --compile model leaves no blocks to put checkpoints around; choose block",
         ),
     ],
 )

@@ -138,7 +138,7 @@ def test_gpus_replay_strategies_that_share_layers_or_sequences(strategy, mesh, c
         ),
         ({"checkpointing": "keep=1", "attention": "sdpa"}, "shares them: choose none or block"),
         ({"kernels": "fused"}, "leave out --kernels fused"),
-        ({"compile": "model"}, "is compiled by blocks: choose --compile block or off"),
+        ({"compile": "model"}, "is compiled by blocks; choose --compile block or off"),
         (
             {"strategy": "tensor-sequence", "size": choose_size("tiny", context=15)},
             "--context 15: 2 ranks cannot share it equally; choose a multiple of 2, or a strategy without sequence",
