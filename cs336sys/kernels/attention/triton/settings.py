@@ -104,6 +104,7 @@ _HALF_TILES = {
     256: (TileSettings(64, 32, num_warps=8, num_stages=2), TileSettings(32, 32, num_warps=8, num_stages=1)),
 }
 _FLOAT32_TILES = {
+    32: (TileSettings(32, 64, num_warps=4, num_stages=2), TileSettings(32, 32, num_warps=4, num_stages=2)),
     64: (TileSettings(32, 64, num_warps=4, num_stages=2), TileSettings(32, 32, num_warps=4, num_stages=1)),
     128: (TileSettings(32, 32, num_warps=4, num_stages=2), TileSettings(16, 16, num_warps=4, num_stages=1)),
     256: (TileSettings(16, 16, num_warps=8, num_stages=1), TileSettings(16, 16, num_warps=8, num_stages=1)),
