@@ -17,7 +17,7 @@ from cs336sys.processes.folders import OwnedFolder
 from cs336sys.report.outputs import check_drawing, check_writable
 from cs336sys.report.table import Table, grid_of, one_line
 
-# Columns that fit a printed page only in smaller letters, and letters of a word that is broken there.
+# Columns that fit a printed page only in smaller letters, and letters of a word that is broken, of a text that wraps.
 _WIDE, _LONG = 12, 24
 
 
@@ -47,8 +47,9 @@ def html_table(table: Table, heading: str = "h2") -> str:
     grid = grid_of(table).map(html.escape)
     kinds = [' class="number"' if is_number else "" for is_number in grid.is_number]
     for number, column in enumerate(zip(*grid.rows, strict=True)):
-        if not kinds[number] and max(len(word) for cell in column for word in cell.split() or [""]) > _LONG:
-            kinds[number] = ' class="long"'
+        if not kinds[number] and max(map(len, column)) > _LONG:
+            is_broken = max(len(word) for cell in column for word in cell.split() or [""]) > _LONG
+            kinds[number] = ' class="long"' if is_broken else ' class="text"'
     wide = " wide" if len(grid.headers) >= _WIDE else ""
 
     def html_row(cells: Sequence[str], tag: str) -> str:

@@ -151,16 +151,17 @@ def _latex(table: Table) -> str:
     body = _tabulate(grid, "latex_booktabs").replace("{tabular}{}", f"{{tabular}}{{{'l' * len(grid.headers)}}}")
     # LaTeX would take a [ or * at a row's start for the option of the \\ before it.
     body = re.sub(r"(?m)^ *([\[*])", r" {\1}", body)
-    notes = [rf"\par\footnotesize {_escape_latex(one_line(note))}" for note in table.all_notes]
-    caption = rf"\caption{{{_escape_latex(one_line(table.title))}}}"
+    notes = [rf"\par\footnotesize {escape_latex(one_line(note))}" for note in table.all_notes]
+    caption = rf"\caption{{{escape_latex(one_line(table.title))}}}"
     lines = [r"\begin{table}", r"\centering", caption, body, *notes, r"\end{table}"]
     return "\n".join(lines).replace("±", r"$\pm$")
 
 
-def _escape_latex(text: str) -> str:
+def escape_latex(text: str) -> str:
+    """The text without LaTeX's commands."""
     from tabulate import LATEX_ESCAPE_RULES
 
-    return "".join(LATEX_ESCAPE_RULES.get(character, character) for character in text)
+    return "".join(LATEX_ESCAPE_RULES.get(character, character) for character in text).replace("±", r"$\pm$")
 
 
 def _typst(table: Table) -> str:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,11 +72,6 @@ def by_key(*columns: Column) -> dict[str, Column]:
 def fill_row(columns: Sequence[Column], item: Any) -> dict[str, Any]:
     """Return what the columns that compute a value make of an item."""
     return {column.key: column.value(item) for column in columns if column.value is not None}
-
-
-def fill_rows(columns: Sequence[Column], items: Iterable[Any]) -> list[dict[str, Any]]:
-    """Return a row for each item (:func:`fill_row`)."""
-    return [fill_row(columns, item) for item in items]
 
 
 @dataclass(frozen=True)
@@ -214,14 +209,17 @@ def select_in_groups(
 def select_columns(tables: Sequence[Table], names: Sequence[str]) -> list[Table]:
     """Return the tables with these columns alone, in this order; those that have none of them are left out.
 
-    A column is named by its key (``step_ms``), or by its header (``step``) in any case.
+    A column is named by its key (``step_ms``), or by its header (``step``) in any case. Notes of others are left out.
     """
-    chosen = [list(dict.fromkeys(column for name in names for column in _named(table, name))) for table in tables]
-    return [
-        replace(table, columns=columns, hidden=(), settings=(), origin=())
-        for table, columns in zip(tables, chosen, strict=True)
-        if columns
-    ]
+    selected = []
+    for table in tables:
+        columns = list(dict.fromkeys(column for name in names for column in _named(table, name)))
+        others = {column.header.split(",")[0] for column in table.columns if column not in columns}
+        others |= set() if any(column.key.endswith("speedup") for column in columns) else {"no speed-ups"}
+        parts = ([part for part in note.split("; ") if part.partition(":")[0] not in others] for note in table.notes)
+        notes = ["; ".join(kept) for kept in parts if kept]
+        selected.append(replace(table, columns=columns, notes=notes, hidden=(), settings=(), origin=()))
+    return [table for table in selected if table.columns]
 
 
 def _sorted(table: Table, order: str) -> Table:

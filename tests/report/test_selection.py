@@ -115,3 +115,12 @@ def test_groups_stay_apart_and_what_one_lacks_another_may_have():
     assert select_in_groups([[TIMES], [RATIOS]], keys=["ratio"])[0] == []
     with pytest.raises(UsageError, match="--table 'ratios': choose from times"):
         select_in_groups([[TIMES], []], ["ratios"])
+
+
+def test_notes_lose_what_they_say_of_columns_that_were_not_chosen():
+    notes = ["step: the median; error: against float64", "error: against float64", "no speed-ups: eager was not timed"]
+    (chosen,) = select_columns([replace(TIMES, notes=notes)], ["size", "step_ms"])
+    assert chosen.notes == ["step: the median"]
+    faster = replace(RATIOS, columns=[*RATIOS.columns, Column("speedup", "over eager", "ratio")], notes=notes)
+    (chosen,) = select_columns([faster], ["size", "speedup"])
+    assert notes[2] in chosen.notes

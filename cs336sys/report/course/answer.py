@@ -14,9 +14,9 @@ from cs336sys.report.account.answers import answers_table
 from cs336sys.report.course.evidence import PLAIN, Evidence, Selection, joined_selection
 from cs336sys.report.course.problem import Handout
 from cs336sys.report.numbers import format_number, format_quantity
-from cs336sys.report.table import Column, Table
+from cs336sys.report.table import Table, named_columns
 from cs336sys.results.model import Cell, Run, Samples
-from cs336sys.results.statistics import Interval, ratio, same_within
+from cs336sys.results.statistics import ratio, same_within
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Collection[Any]]
 OfHandout = Callable[[Handout], Settings]
 Rows = Sequence[Mapping[str, Any]]
-
-# Times that differ by less are called the same.
-ALIKE = 0.05
 
 
 def join_text(parts: Iterable[Any], conjunction: str = "and") -> str:
@@ -42,13 +39,6 @@ def times(value: float) -> str:
     return f"{value:#.3g}x".replace(".x", "x")
 
 
-def speed(faster: float, alike: float = ALIKE) -> str:
-    """A ratio of times, theirs over ours: ``2.1x as fast``, ``as fast within 5 %``, ``1.3x slower``."""
-    if abs(faster - 1) <= alike:
-        return f"as fast within {100 * alike:g} %"
-    return f"{times(faster)} as fast" if faster > 1 else f"{times(1 / faster)} slower"
-
-
 def compare_speed(before: Samples, after: Samples) -> str:
     """Return how much faster ``after`` is, as far as the samples can tell: ``1.28x as fast``."""
     speedup = ratio(before, after)
@@ -56,10 +46,11 @@ def compare_speed(before: Samples, after: Samples) -> str:
         return f"undecided; about {speedup.to_decide} steps would decide"
     if speedup.is_noise:
         return f"the {same_within(speedup.low, speedup.high)}"
-    if speedup.is_bound:
-        return f"at least {speed(speedup.low if speedup.low > 1 else speedup.high, alike=0.0)}"
+    bound = speedup.low if speedup.low > 1 else speedup.high
+    faster = bound if speedup.is_bound else speedup.estimate
     # Beyond the noise, a difference is one however small; three digits show half a percent.
-    return speed(speedup.estimate, alike=0.005)
+    exact = f"{times(faster)} as fast" if faster > 1 else f"{times(1 / faster)} slower"
+    return "at least " * speedup.is_bound + (exact if abs(faster - 1) > 0.005 else "as fast within 0.5 %")
 
 
 def trend(values: Sequence[float | Samples]) -> str:
@@ -81,29 +72,16 @@ def _spread(values: Sequence[float], unit: str = "times") -> str:
     return low if low == high else f"between {low} and {high}"
 
 
-def _cost(exposed: Interval) -> str:
-    """Phrase what communication adds to a step, as far as the noise allows."""
-    if exposed.is_undecided:
-        return f"{_WORDS['ms'](exposed.estimate)} (too few steps to tell from nothing at 5 %)"
-    if exposed.is_noise:
-        return f"less than {_WORDS['ms'](max(exposed.high, 0))}, below the noise"
-    return "{} ({} to {})".format(*map(_WORDS["ms"], (exposed.estimate, exposed.low, exposed.high)))
-
-
 # Filters of templates: of one value, joined for a list; then those of a list.
 _WORDS: dict[str, Callable[[Any], str]] = {
     **{unit: partial(format_quantity, unit=unit) for unit in ("ms", "bytes", "decimal_bytes")},
-    **{"times": times, "speed": speed, "cost": _cost},
+    "times": times,
     "gib": lambda gib: format_quantity(gib, "gib" if abs(gib) >= 0.1 or gib == 0 else "gib as mib"),
     "signed_gib": lambda gib: f"{'+' if gib > 0 else ''}{_WORDS['gib'](gib)}",
-    "before_after": lambda phase: (
-        f"{_WORDS['ms'](phase['before'])} to {_WORDS['ms'](phase['after'])} ({speed(phase['speedup'])})"
-    ),
     "us": lambda us: format_quantity(us, "us") if us < 1e3 else format_quantity(us / 1e3, "ms"),
     "percent": lambda value: f"{value:.2g} %" if abs(value) < 1 else f"{format_number(value, 'percent')} %",
     "deviation": lambda samples: 100 * samples.std / samples.mean,
     "calls": lambda count: f"{count:g} call{'s' * (count != 1)}",
-    "mb": lambda row: f"{row['bucket_mb']:g} MB",
     "plural": lambda count: "s" * (count != 1),
 }
 
@@ -139,9 +117,9 @@ def templates() -> "Environment":
     return environment
 
 
-def _each(items: Iterable[Any], caller: Callable[[Any], str], conjunction: str = "and") -> str:
+def _each(items: Iterable[Any], caller: Callable[[Any], str]) -> str:
     """Join what a block makes of each, ``{% call(row) each(rows) %}``."""
-    return join_text([caller(item).strip() for item in items], conjunction)
+    return join_text([caller(item).strip() for item in items])
 
 
 @dataclass
@@ -231,27 +209,24 @@ class Answer:
             keep: chooses the rows that are shown.
         """
         for group in [joined_selection(groups)] if join and groups else groups:
-            for selected, whole in group.tables(table, *columns):
-                shown = replace(_with_its_notes(selected, whole), rows=keep(selected.rows))
+            for selected in group.tables(table, *columns):
+                shown = replace(selected, rows=keep(selected.rows))
                 self.tables += [of_medians(shown) if medians else shown] if shown.rows else []
         self.measured_by(groups)
 
     def show_compared(
         self, rows: Sequence[dict], table: str, title: str, settings: Sequence[str], phases: Sequence[str], *more: str
     ) -> None:
-        """Add a table of :func:`compared` rows with these columns ``more``, and name the invocations."""
-        columns = []
-        for key in (
-            *settings,
-            *(f"{phase}_{end}" for phase in phases for end in ("before_ms", "ms", "speedup")),
-            *more,
-        ):
-            name, _, ending = key.rpartition("_")
-            unit = {"speedup": "ratio"}.get(ending, ending if ending in ("ms", "gib", "percent") else None)
-            header = "faster" if unit == "ratio" else name if unit else key
-            columns.append(Column(key, header.replace("_", " "), unit))
+        """Add a table of :func:`compared` rows with these columns ``more``, and name the invocations.
+
+        Args:
+            settings: columns that tell rows apart; a sentence for each value of the first says where it is faster.
+        """
+        keys = [*settings, *(f"{phase}_{end}" for phase in phases for end in ("before_ms", "ms", "speedup")), *more]
+        columns = named_columns(**{key: "faster" if key.endswith("_speedup") else "" for key in keys})
         self.tables.append(Table(table, title, columns, rows))
         self.measured_by(row["group"] for row in rows)
+        self.write("common.compared", rows=rows, by=settings[0], phases=phases)
 
     def draw(self, groups: Iterable[Selection], *names: str) -> None:
         """The pictures of all groups (of these names, if any is given), numbered where several have one of a name."""
@@ -259,16 +234,6 @@ class Answer:
             for name, draw in group.pictures(*names).items():
                 number = 1 + sum(picture.split(",")[0] == name for picture in self.pictures)
                 self.pictures[name if number == 1 else f"{name}, {number}"] = draw
-
-
-def _with_its_notes(table: Table, whole: Table) -> Table:
-    """A table without what notes say of columns that it has not (``hidden: ...; as it ran: ...``)."""
-    headers = {column.header for column in table.columns}
-    gone = {column.header.split(",")[0] for column in whole.columns if column.header not in headers}
-    has_speedups = any(column.key.endswith("speedup") for column in table.columns)
-    notes = [note for note in table.notes if has_speedups or not note.startswith("no speed-ups")]
-    kept = ("; ".join(part for part in note.split("; ") if part.partition(":")[0] not in gone) for note in notes)
-    return replace(table, notes=list(filter(None, kept)))
 
 
 def of_medians(table: Table) -> Table:
@@ -303,7 +268,7 @@ def measured(
 ) -> Callable[[Answer], None]:
     """Answer with a command's cells: its tables with some columns, and a block of a template.
 
-    The block gets ``cells``, all that were ``tried``, and ``rows`` of the command's tables by name.
+    The block, if any, gets ``cells``, all that were ``tried``, and ``rows`` of the command's tables by name.
 
     Args:
         wanted, required: settings of the cells, as :meth:`Evidence.find` takes them.
@@ -326,7 +291,8 @@ def measured(
         answer.draw(groups if draws else ())
         joined = joined_selection(groups)
         tried = list(map(facts_of, joined.cells))
-        answer.write(block, **{"cells": where(tried, status="ok"), "tried": tried, "rows": joined.rows, **more})
+        if block:
+            answer.write(block, **{"cells": where(tried, status="ok"), "tried": tried, "rows": joined.rows, **more})
         answer.lack_unmeasured(label, tried, grid(answer.handout))
 
     return answered
@@ -335,6 +301,9 @@ def measured(
 # Settings that a cell shares with the one that it is compared with.
 _SHARED = ("size", "mode", "context", "head_dim", "dtype", "precision", "compile", "implementation")
 
+# A speed-up whose interval is wider, its high end over its low end, rests on few samples and is no extreme.
+_SURE = 1.25
+
 
 def compared(
     groups: Iterable[Selection], setting: str, base: Any, phases: Sequence[str], *order: str
@@ -342,26 +311,25 @@ def compared(
     """Compare cells with those of their own invocation that have the base value of a setting.
 
     Returns:
-        rows in this order of settings, each with its ``group`` and, by phase, ``before``, ``after``, ``speedup`` and
-        its interval, and the table's columns ``PHASE_before_ms``, ``PHASE_ms`` and ``PHASE_speedup``. Of what several
+        rows in this order of settings, each with its ``group`` and, by phase, the columns ``PHASE_before_ms``,
+        ``PHASE_ms`` and ``PHASE_speedup``, an interval, and whether this is narrow, ``PHASE_is_sure``. Of what several
         invocations compared the first stands that has samples enough to tell, or else the first.
     """
     rows: dict[tuple, dict[str, Any]] = {}
     for group in groups:
         for cell in group.measured:
             names = {name: cell.configuration[name] for name in _SHARED if name in cell.configuration}
-            before = group.first(**names | {setting: base})
+            settings = {**names, setting: base}.items()
+            before = next((other for other in group.measured if settings <= other.configuration.items()), None)
             if before is None or cell.configuration[setting] == base:
                 continue
             row: dict[str, Any] = {**facts_of(cell), "group": group, "undecided": 0, "samples": math.inf}
             for phase in [phase for phase in phases if phase in cell.samples]:
                 first, second = before.samples[phase], cell.samples[phase]
                 speedup = ratio(first, second)
-                row[phase] = {"before": first.median, "after": second.median, "speedup": speedup.estimate}
-                row[phase] |= {"low": speedup.low, "high": speedup.high}
-                row |= {f"{phase}_before_ms": first.median, f"{phase}_ms": second.median}
+                row |= {f"{phase}_before_ms": first.median, f"{phase}_ms": second.median, f"{phase}_speedup": speedup}
                 row |= {f"{phase}_before_std_ms": first.std, f"{phase}_std_ms": second.std}
-                row[f"{phase}_speedup"] = speedup.estimate
+                row[f"{phase}_is_sure"] = speedup.high <= _SURE * speedup.low
                 row["samples"] = min(row["samples"], len(first.measured), len(second.measured))
                 row["undecided"] += speedup.is_undecided
             row["peak_before_gib"] = before.derived.get("peak_gib")

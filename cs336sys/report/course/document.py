@@ -1,6 +1,5 @@
 """The write-up as data: sections in the handout's order, with what each part of a problem shows."""
 
-import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -128,18 +127,16 @@ def _finished(answer: Answer, lines: Sequence[str], sources: Sequence[str]) -> A
 
 # Commands whose ranks communicate, and the variables that change how.
 _WITH_RANKS = ("allreduce", "ddp", "shard", "verify")
-_VARIABLES = re.compile(r"(?!.*_VERSION$)(NCCL_|TORCH_NCCL_|TORCH_SYMM_|GLOO_)")
+_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_", "GLOO_")
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1"}
 
 
 def environment_words(runs: Iterable[Run]) -> list[str]:
     """Name the variables under which ranks communicated, one sentence, or none; ranks of a CPU have Gloo alone."""
     of_ranks = [run for run in runs if run.arguments and run.arguments[0] in _WITH_RANKS]
-    names = sorted(
-        f"{name}={value}"
-        for name, value in {item for run in of_ranks for item in run.environment.items()}
-        if _VARIABLES.match(name) and (name.startswith("GLOO_") or any(run.machine.get("gpu") for run in of_ranks))
-    )
+    prefixes = _PREFIXES if any(run.machine.get("gpu") for run in of_ranks) else "GLOO_"
+    variables = {item for run in of_ranks for item in run.environment.items() if item[0].startswith(prefixes)}
+    names = sorted(f"{name}={value}" for name, value in variables if not name.endswith("_VERSION"))
     multicast = ", which turns NVLink multicast off" if _NO_MULTICAST & {*names} else ""
     return [f"with {', '.join(names)}{multicast}"] if names else []
 

@@ -57,32 +57,22 @@ class Selection:
     def _tables(self) -> list[Table]:
         return saved_tables(self.invocation, self.cells, Presentation())
 
-    def tables(self, name: str, *columns: str) -> list[tuple[Table, Table]]:
-        """The command's tables of this name, each next to the whole one.
-
-        Args:
-            columns: that the first of each pair has, after the settings that its cells differ in; all, without any.
-        """
+    def tables(self, name: str, *columns: str) -> list[Table]:
+        """The command's tables of this name, with the settings that its cells differ in and these columns, or all."""
         chosen = [table for table in self._tables if table.name == name and table.rows]
+        if not chosen or not columns:
+            return chosen
         keys = [column.key for table in chosen for column in table.columns]
         settings = [key for key in keys if key in self.cells[0].configuration and key != "kernels"]
-        wanted = [key for key in dict.fromkeys([*settings, *columns]) if key in keys]
-        return list(zip(select_columns(chosen, wanted) if chosen and columns else chosen, chosen, strict=True))
+        return select_columns(chosen, [key for key in dict.fromkeys([*settings, *columns]) if key in keys])
 
     def rows(self, table: str) -> list[dict[str, Any]]:
-        return [dict(row) for _, whole in self.tables(table) for row in whole.rows]
+        return [dict(row) for whole in self.tables(table) for row in whole.rows]
 
     def pictures(self, *names: str) -> Pictures:
         """The command's pictures of the cells, of these names alone if any is given."""
         drawn = saved_pictures(self.invocation, self.cells)
         return {name: draw for name, draw in drawn.items() if not names or name in names}
-
-    def of(self, **settings: Any) -> list[Cell]:
-        """The measured cells with these settings."""
-        return [cell for cell in self.measured if settings.items() <= cell.configuration.items()]
-
-    def first(self, **settings: Any) -> Cell | None:
-        return next(iter(self.of(**settings)), None)
 
     def by(self, setting: str) -> dict[Any, Cell]:
         """The measured cells by a setting, of equal ones the last."""

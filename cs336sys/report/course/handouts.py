@@ -10,119 +10,93 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.rates import rates_of
 from cs336sys.measure.system import cpu_cores, memory_gib, read_gpus
 from cs336sys.report.course.problem import Command, Handout, Part, Problem, Target, arithmetic
-from cs336sys.report.course.problems import benchmarking_script as script
-from cs336sys.report.course.problems import calculations, code, ddp, sharding
-from cs336sys.report.course.problems import distributed_communication as communication
-from cs336sys.report.course.problems import flash_benchmarking as flash
-from cs336sys.report.course.problems import gradient_checkpointing as checkpointing
-from cs336sys.report.course.problems import memory_profiling as memory
-from cs336sys.report.course.problems import mixed_precision as mixed
-from cs336sys.report.course.problems import nsys_profile as nsys
-from cs336sys.report.course.problems import pytorch_attention as attention
+from cs336sys.report.course.problems import attention, calculations, code, memory, nsys, ranks, steps
 from cs336sys.report.numbers import format_duration
 from cs336sys.report.table import Table, named_columns
 
 _YEARS = (2025, 2026)
 
 
-def _problem(name: str, title: str, *answers, commands=lambda target: (), letters: str = "", years=_YEARS):
+def _problem(name: str, *answers, commands=lambda target: (), letters: str = "", years=_YEARS):
     """A function for each letter (one without any), or a pair of it and its own commands; and the years that ask."""
     pairs = [answer if isinstance(answer, tuple) else (answer, commands) for answer in answers]
     parts = [Part(letter, *pair) for letter, pair in zip(letters or [""], pairs, strict=True)]
-    return years, Problem(name, title, parts)
+    return years, Problem(name, parts)
 
 
-def _calculations(name: str, title: str, strategy: str, letters: str, *first, mesh: str = ""):
+def _calculations(name: str, strategy: str, letters: str, *first, mesh: str = ""):
     answers = (*first, *calculations.parallel(name, strategy, letters[len(first) :]))
     commands = arithmetic(f"account parallel --strategy {strategy}{mesh}")
-    return _problem(name, title, *answers, commands=commands, letters=letters, years=(2026,))
+    return _problem(name, *answers, commands=commands, letters=letters, years=(2026,))
 
 
 _STREAM = (memory.residual_stream, arithmetic(f"account activations --size {memory.SIZE}"))
 _MEMORY = (memory.timelines, memory.peaks, memory.mixed_precision, _STREAM, memory.largest_allocations)
 # Where a plain step does not fit, the run with checkpoints has a block's saved tensors.
-_BLOCK = (memory.block, lambda target: [*memory.memory_commands(target), *checkpointing.checkpointing_commands(target)])
+_BLOCK = (memory.block, lambda target: [*memory.memory_commands(target), *memory.checkpointing_commands(target)])
 _SCRIPT = (
-    (script.script, arithmetic("bench --help")),
-    (script.timings, script.timing_commands),
-    (script.warmup, script.warmup_commands),
+    (steps.script, arithmetic("bench --help")),
+    (steps.timings, steps.timing_commands),
+    (steps.warmup, steps.warmup_commands),
 )
 _NSYS = (nsys.forward_time, nsys.top_kernel, nsys.other_kernels, nsys.whole_step, nsys.softmax)
-_MIXED = (mixed.dtypes, mixed.layer_norm, (mixed.by_size, script.timing_commands))
-_COMPILE = (attention.compiled_attention, (attention.compiled_model, attention.compiled_model_commands))
-_OVERLAP = ("ddp_overlap_individual_parameters", "DDP that overlaps individual parameters")
-_BUCKETS = (ddp.buckets, (ddp.bucket_equation, arithmetic("account buckets --size xl")))
-_SHARDING = (sharding.memory, sharding.speeds, (sharding.against_zero, arithmetic("account memory --size {xl}")))
+_MIXED = (steps.dtypes, steps.layer_norm, (steps.by_size, steps.timing_commands))
+_COMPILE = (attention.compiled_attention, (steps.compiled_model, steps.compiled_model_commands))
+_OVERLAP = "ddp_overlap_individual_parameters"
+_BUCKETS = (ranks.buckets, (ranks.bucket_equation, arithmetic("account buckets --size xl")))
+_SHARDING = (ranks.memory, ranks.speeds, (ranks.against_zero, arithmetic("account memory --size {xl}")))
 _FSDP = (
-    (sharding.fsdp_memory, arithmetic("account memory --size {xl} --strategy none,optimizer,fsdp")),
-    (sharding.fsdp_gathers, sharding.fsdp_commands),
+    (ranks.fsdp_memory, arithmetic("account memory --size {xl} --strategy none,optimizer,fsdp")),
+    (ranks.fsdp_gathers, ranks.fsdp_commands),
 )
 
 # The worked example and 2025's leaderboard are no problems of the handouts, and are asked for all the same.
 # fmt: off
 _ALL = [
-    _problem("benchmarking_script", "Benchmarking script", *_SCRIPT, letters="abc"),
-    _problem("nsys_profile", "Nsight Systems profiling", *_NSYS, commands=nsys.profile_commands, letters="abcde"),
-    _problem("mixed_precision_accumulation", "Mixed-precision accumulation",
-             mixed.accumulation, commands=mixed.precision_commands),
-    _problem("benchmarking_mixed_precision", "Benchmarking mixed precision",
-             *_MIXED, commands=mixed.precision_commands, letters="abc"),
-    _problem("memory_profiling", "Memory profiling",
-             *_MEMORY, commands=memory.memory_commands, letters="abcde", years=(2025,)),
-    _problem("memory_profiling", "Memory profiling",
-             *_MEMORY, _BLOCK, commands=memory.memory_commands, letters="abcdef", years=(2026,)),
-    _problem("gradient_checkpointing", "Memory-optimal gradient checkpointing",
-             checkpointing.nested, checkpointing.one_recomputation,
-             commands=checkpointing.checkpointing_commands, letters="ab", years=(2026,)),
-    _problem("pytorch_attention", "Benchmarking PyTorch attention",
-             attention.pytorch_attention, commands=attention.attention_commands, letters="a"),
-    _problem("torch_compile", "torch.compile", *_COMPILE, commands=attention.attention_commands, letters="ab"),
-    _problem("weighted_sum", "The worked example: weighted sum",
-             flash.weighted_sum, commands=flash.weighted_sum_commands),
-    _problem("flash_forward", "FlashAttention-2 forward pass",
-             code.TILED, code.TRITON, code.causal_forward, commands=code.few_shapes, letters="abc"),
-    _problem("flash_backward", "FlashAttention-2 backward pass", code.flash_backward, commands=code.few_shapes),
-    _problem("flash_benchmarking", "Benchmarking FlashAttention-2",
-             flash.flash_benchmarking, commands=flash.flash_commands, letters="a"),
-    _problem("leaderboard", "Leaderboard: FlashAttention-2",
-             flash.board, commands=flash.board_commands, years=(2025,)),
-    _problem("distributed_communication_single_node", "Distributed communication on a single node",
-             communication.all_reduce, commands=communication.all_reduce_commands),
-    _problem("naive_ddp", "Naive DDP", code.NAIVE),
-    _problem("naive_ddp_benchmarking", "Benchmarking naive DDP", ddp.naive, commands=ddp.ddp_commands),
-    _problem("minimal_ddp_flat_benchmarking", "Minimal DDP with flat gradients", ddp.flat, commands=ddp.ddp_commands),
-    _problem(*_OVERLAP, code.OVERLAPPED),
-    _problem(f"{_OVERLAP[0]}_benchmarking", f"Benchmarking {_OVERLAP[1]}",
-             ddp.overlapped, ddp.traces, commands=ddp.ddp_commands, letters="ab"),
-    _problem("ddp_overlap_bucketed", "DDP that overlaps buckets", code.BUCKETED, years=(2025,)),
-    _problem("ddp_bucketed_benchmarking", "Benchmarking bucketed DDP",
-             *_BUCKETS, commands=ddp.ddp_commands, letters="ab", years=(2025,)),
-    _problem("communication_accounting", "Communication accounting", *map(calculations.xxl, "abcd"),
+    _problem("benchmarking_script", *_SCRIPT, letters="abc"),
+    _problem("nsys_profile", *_NSYS, commands=nsys.profile_commands, letters="abcde"),
+    _problem("mixed_precision_accumulation", steps.accumulation, commands=steps.precision_commands),
+    _problem("benchmarking_mixed_precision", *_MIXED, commands=steps.precision_commands, letters="abc"),
+    _problem("memory_profiling", *_MEMORY, commands=memory.memory_commands, letters="abcde", years=(2025,)),
+    _problem("memory_profiling", *_MEMORY, _BLOCK, commands=memory.memory_commands, letters="abcdef", years=(2026,)),
+    _problem("gradient_checkpointing", memory.nested, memory.one_recomputation,
+             commands=memory.checkpointing_commands, letters="ab", years=(2026,)),
+    _problem("pytorch_attention", attention.pytorch_attention, commands=attention.attention_commands, letters="a"),
+    _problem("torch_compile", *_COMPILE, commands=attention.attention_commands, letters="ab"),
+    _problem("weighted_sum", attention.weighted_sum, commands=attention.weighted_sum_commands),
+    _problem("flash_forward", code.TILED, code.TRITON, code.causal_forward, commands=code.few_shapes, letters="abc"),
+    _problem("flash_backward", code.flash_backward, commands=code.few_shapes),
+    _problem("flash_benchmarking", attention.flash_benchmarking, commands=attention.flash_commands, letters="a"),
+    _problem("leaderboard", attention.board, commands=attention.board_commands, years=(2025,)),
+    _problem("distributed_communication_single_node",
+             ranks.all_reduce, commands=ranks.all_reduce_commands),
+    _problem("naive_ddp", code.NAIVE),
+    _problem("naive_ddp_benchmarking", ranks.naive, commands=ranks.ddp_commands),
+    _problem("minimal_ddp_flat_benchmarking", ranks.flat, commands=ranks.ddp_commands),
+    _problem(_OVERLAP, code.OVERLAPPED),
+    _problem(f"{_OVERLAP}_benchmarking", ranks.overlapped, ranks.traces, commands=ranks.ddp_commands, letters="ab"),
+    _problem("ddp_overlap_bucketed", code.BUCKETED, years=(2025,)),
+    _problem("ddp_bucketed_benchmarking", *_BUCKETS, commands=ranks.ddp_commands, letters="ab", years=(2025,)),
+    _problem("communication_accounting", *map(calculations.xxl, "abcd"),
              commands=arithmetic("account xxl"), letters="abcd", years=(2025,)),
-    _problem("optimizer_state_sharding", "Optimizer state sharding", code.SHARDED_OPTIMIZER),
-    _problem("optimizer_state_sharding_accounting", "Optimizer state sharding: accounting",
-             *_SHARDING, commands=sharding.shard_commands, letters="abc"),
-    _problem("fsdp", "Fully sharded data parallel", code.FSDP, years=(2026,)),
-    _problem("fsdp_accounting", "FSDP accounting", *_FSDP, letters="ab", years=(2026,)),
-    _problem("alternate_ring_all_reduce", "An alternate ring all-reduce",
-             calculations.ring, commands=communication.all_reduce_commands, years=(2026,)),
-    _calculations("data_parallel_calcs", "Data parallel calculations", "dp", "abc"),
-    _calculations("fsdp_calcs", "Fully sharded data parallel calculations", "fsdp", "abc"),
-    _calculations("tp_calcs", "Tensor parallel calculations", "tp", "abcd", calculations.tp_backward),
-    _calculations("fsdp_tp_calcs", "2D parallelism calculations", "fsdp-tp", "abcd", mesh=" --mesh 4x2"),
-    _problem("leaderboard", "Leaderboard: fastest training step",
-             code.training_step, commands=code.training_step_commands, years=(2026,)),
+    _problem("optimizer_state_sharding", code.SHARDED_OPTIMIZER),
+    _problem("optimizer_state_sharding_accounting", *_SHARDING, commands=ranks.shard_commands, letters="abc"),
+    _problem("fsdp", code.FSDP, years=(2026,)),
+    _problem("fsdp_accounting", *_FSDP, letters="ab", years=(2026,)),
+    _problem("alternate_ring_all_reduce", calculations.ring, years=(2026,)),
+    _calculations("data_parallel_calcs", "dp", "abc"),
+    _calculations("fsdp_calcs", "fsdp", "abc"),
+    _calculations("tp_calcs", "tp", "abcd", calculations.tp_backward),
+    _calculations("fsdp_tp_calcs", "fsdp-tp", "abcd", mesh=" --mesh 4x2"),
+    _problem("leaderboard", code.training_step, commands=code.training_step_commands, years=(2026,)),
 ]
 # fmt: on
 
-PROBLEMS: dict[int, tuple[Problem, ...]] = {
-    year: tuple(problem for years, problem in _ALL if year in years) for year in _YEARS
-}
+PROBLEMS = {year: tuple(problem for years, problem in _ALL if year in years) for year in _YEARS}
 
 # fp32 without tensor cores of a GPU that is in no table, and of a CPU core, in TFLOP/s.
 _GPU_TFLOPS = 20.0
 _CORE_TFLOPS = 0.03
-
 
 # Sizes whose ranks share a CPU, the largest first.
 _CPU_SIZES = ("small", "tiny")

@@ -186,5 +186,4 @@ class Problem:
     """A problem by the handout's name, ``nsys_profile``."""
 
     name: str
-    title: str
     parts: Sequence[Part]

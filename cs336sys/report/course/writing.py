@@ -14,7 +14,7 @@ from cs336sys.report.course.document import Document
 from cs336sys.report.outputs import write_file, writing_stdout
 from cs336sys.report.page import find_browser, html_page, html_picture, html_table, print_page
 from cs336sys.report.registry import FAULTS
-from cs336sys.report.render import STDOUT, escape_markdown, render, typst_string
+from cs336sys.report.render import STDOUT, escape_latex, escape_markdown, render, typst_string
 from cs336sys.report.table import Table, one_line
 from cs336sys.results.foreign import printable
 
@@ -33,15 +33,9 @@ def _fenced(lines: Sequence[str]) -> str:
 # Rows that fit a printed page; a LaTeX table is not broken across pages.
 _PAGE_ROWS = 40
 
-_LATEX_SPECIAL = {
-    **{character: f"\\{character}" for character in "&%$#{}"},
-    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-    **{"_": r"\_\allowbreak{}", "<": r"\textless{}", ">": r"\textgreater{}", "±": r"$\pm$"},
-}
-
 
 def _latex_markup(text: str) -> str:
-    return "".join(_LATEX_SPECIAL.get(character, character) for character in text)
+    return escape_latex(text).replace(r"\_", r"\_\allowbreak{}")
 
 
 def _latex_code(text: str) -> str:
@@ -56,7 +50,7 @@ def _latex_pages(table: Table) -> str:
         title = table.title if start == 0 else f"{table.title} (continued)"
         notes = table.notes if end >= len(table.rows) else ()
         text = render([replace(table, title=title, rows=table.rows[start:end], notes=notes)], "latex").strip()
-        text = text.replace(r"\begin{table}", r"\begin{table}[H]").replace("~", r"\textasciitilde{}")
+        text = text.replace(r"\begin{table}", r"\begin{table}[H]")
         # Made smaller where it is wider than the page.
         tabular = r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{\begin{tabular}"
         pages.append(text.replace(r"\begin{tabular}", tabular).replace(r"\end{tabular}", r"\end{tabular}}"))
@@ -73,13 +67,13 @@ def _typst_code(text: str) -> str:
 
 _LATEX_PICTURE = r"\includegraphics[width=\linewidth,height=0.85\textheight,keepaspectratio]{%s}"
 
-# By format, the markup of each kind of piece: text and code get plain text, a problem its name and title, a part its
+# By format, the markup of each kind of piece: text and code get plain text, a problem its name, a part its
 # problem's name and letter, a picture its file (or HTML) and caption, and the others text that is marked up already.
 _MARKUPS: dict[str, dict[str, Callable[..., str]]] = {
     "markdown": {
         "text": escape_markdown,
         "code": "`{}`".format,
-        "problem": "## {}: {}".format,
+        "problem": "## {}".format,
         "part": "### {} ({})".format,
         "machine": "**{}**".format,
         "commands": _fenced,
@@ -91,7 +85,7 @@ _MARKUPS: dict[str, dict[str, Callable[..., str]]] = {
     "latex": {
         "text": _latex_markup,
         "code": _latex_code,
-        "problem": lambda name, title: rf"\section*{{{_latex_markup(f'{name}: {title}')}}}",
+        "problem": lambda name: rf"\section*{{{_latex_markup(name)}}}",
         "part": lambda name, letter: rf"\subsection*{{{_latex_markup(f'{name} ({letter})')}}}",
         "machine": r"\textbf{{{}}}".format,
         "commands": lambda lines: "\n\n".join(map(_latex_code, lines)),
@@ -102,7 +96,7 @@ _MARKUPS: dict[str, dict[str, Callable[..., str]]] = {
     "typst": {
         "text": _typst_markup,
         "code": _typst_code,
-        "problem": lambda name, title: f"== {_typst_markup(f'{name}: {title}')}",
+        "problem": lambda name: f"== {_typst_markup(name)}",
         "part": lambda name, letter: f"=== {_typst_markup(f'{name} ({letter})')}",
         "machine": "*{}*".format,
         "commands": lambda lines: "\n\n".join(map(_typst_code, lines)),
@@ -113,7 +107,7 @@ _MARKUPS: dict[str, dict[str, Callable[..., str]]] = {
     "html": {
         "text": html.escape,
         "code": lambda text: f"<code>{html.escape(text)}</code>",
-        "problem": lambda name, title: f'<h2 id="{name}">{name} <small>{html.escape(title)}</small></h2>',
+        "problem": '<h2 id="{0}">{0}</h2>'.format,
         "part": lambda name, letter: f"<h3>({letter})</h3>",
         "machine": '<p class="machine">{}</p>'.format,
         "commands": lambda lines: "\n\n".join(f"<pre>{html.escape(line)}</pre>" for line in lines),
@@ -172,7 +166,7 @@ def _pieces(document: Document, draw: Drawn) -> Iterator[tuple]:
     yield "paragraph", "Every sentence is computed from the saved numbers by `cs336sys report`."
     yield "contents", [problem.name for problem, _ in document.problems]
     for problem, sections in document.problems:
-        yield "problem", problem.name, problem.title
+        yield "problem", problem.name
         for section in sections:
             if section.letter:
                 yield "part", problem.name, section.letter

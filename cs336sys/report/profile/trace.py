@@ -14,7 +14,7 @@ from cs336sys.capture.ranks import RanksFound, local_ms
 from cs336sys.capture.taxonomy import Category, short_name
 from cs336sys.report.profile.kernels import shown_names
 from cs336sys.report.profile.verdict import verdict
-from cs336sys.report.table import Column, Table, fill_row, fill_rows, named_columns, with_rows
+from cs336sys.report.table import Column, Table, fill_row, named_columns, with_rows
 from cs336sys.results.model import Samples
 
 _MOST_STEPS = 30
@@ -349,7 +349,7 @@ def rank_table(analyses: Sequence[Analysis], ranks: RanksFound | None) -> Table:
         if ranks.why_no_waits:
             notes.append(f"nobody can tell who waited: {ranks.why_no_waits}")
         notes += ranks.notes
-    return Table("ranks", "trace: each rank", columns, fill_rows(columns, analyses), notes=notes)
+    return Table("ranks", "trace: each rank", columns, [fill_row(columns, rank) for rank in analyses], notes=notes)
 
 
 def _waiting_ms(analysis: Analysis) -> float | None:

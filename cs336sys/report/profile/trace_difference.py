@@ -14,7 +14,7 @@ from cs336sys.capture.taxonomy import short_name
 from cs336sys.report.numbers import format_number
 from cs336sys.report.profile.trace import DisplayOptions, file_words, shape_words, trace_tables, verdict_table
 from cs336sys.report.profile.verdict import damage_sentences
-from cs336sys.report.table import Column, Table, fill_rows, with_rows
+from cs336sys.report.table import Column, Table, fill_row, with_rows
 from cs336sys.results.model import Cell, Samples
 from cs336sys.results.statistics import SAME_PERCENT
 
@@ -81,7 +81,7 @@ def difference_tables(difference: CaptureDifference, title: str, shown: DisplayO
         Column("operator", "operator", value=lambda change: change.operator or None),
         Column("shapes", "shapes of inputs", value=lambda change: shape_words(change.shape) or None),
     )
-    rows = fill_rows(columns, listed)
+    rows = [fill_row(columns, item) for item in listed]
     notes = [
         f"differs, new, gone: by the rank test at 99 %; same: the interval at 95 % is within {SAME_PERCENT:g} % of a "
         "step; undecided: more steps would decide"

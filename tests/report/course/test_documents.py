@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 from cs336sys.cli import app
 from cs336sys.errors import CapabilityError
 from cs336sys.report.course import problems
-from cs336sys.report.course.answer import speed, templates
+from cs336sys.report.course.answer import compare_speed, templates
 from cs336sys.report.course.document import typed_command
 from cs336sys.report.course.evidence import machine_name
 from cs336sys.report.course.handouts import PROBLEMS
 from cs336sys.report.course.writing import document_text
 from cs336sys.report.page import find_browser, print_page
 from cs336sys.report.table import grid_of
-from cs336sys.results.model import Results
+from cs336sys.results.model import Results, Samples
 
 # Names and letters as the handouts have them, 2025 (1.0.5) and 2026 (26.1): "Problem (name)", then "(a)", "(b)", ...
 ASKED = {
@@ -323,6 +323,13 @@ def test_commands_are_shown_without_where_their_results_went():
     )
 
 
-def test_ratios_in_words():
-    ratios = 2.5, 1.0, 0.5
-    assert [speed(ratio) for ratio in ratios] == ["2.50x as fast", "as fast within 5 %", "2x slower"]
+def test_speeds_in_words():
+    def of(*measured):
+        return Samples("ms", "cpu clock", measured)
+
+    base = of(*(10.0 + number * 7 % 10 / 1000 for number in range(10)))
+    again, half, double, near = (of(*(factor * v for v in base.measured[::-1])) for factor in (1.0, 0.5, 2.0, 0.997))
+    assert [compare_speed(base, other) for other in (half, double)] == ["2x as fast", "2x slower"]
+    assert compare_speed(base, again).startswith("the same within 0.0")
+    assert compare_speed(base, near) == "as fast within 0.5 %"
+    assert compare_speed(of(1.0, 9.0), of(2.0, 8.0)).startswith("undecided; about ")

@@ -26,12 +26,11 @@ _MESHES = {
 
 
 def _answer_of(
-    question: str, derive: Callable[[], Sequence[Derived]], block: str = "", **numbers: object
+    question: str, derived: Sequence[Derived], block: str = "", **numbers: object
 ) -> Callable[[Answer], None]:
     """The derived values that are marked as a part's answers, as a table, after a block of numbers."""
 
     def answered(answer: Answer) -> None:
-        derived = derive()
         steps = _with_definitions([value for value in derived if value.question == question], derived)
         if block:
             answer.write(f"calculations.{block}", **numbers)
@@ -52,16 +51,13 @@ def _with_definitions(answers: Sequence[Derived], derived: Sequence[Derived]) ->
 
 
 def xxl(letter: str) -> Callable[[Answer], None]:
-    def derived() -> list[Derived]:
-        if letter in "ab":
-            return memory_answers(XXL, _TOKENS, 80e9, 95e9)
-        return batch_answers(XXL, TpuMesh(16, 4, 2, 1, 4.6e14, 2 * 9e10))
-
+    mesh = TpuMesh(16, 4, 2, 1, 4.6e14, 2 * 9e10)
+    derived = memory_answers(XXL, _TOKENS, 80e9, 95e9) if letter in "ab" else batch_answers(XXL, mesh)
     block = {"a": "xxl_tokens", "b": "xxl_tokens", "d": "what_lowers_the_batch"}.get(letter, "")
     return _answer_of(f"communication_accounting ({letter})", derived, block, tokens=_TOKENS)
 
 
-ring = _answer_of("alternate_ring_all_reduce", lambda: ring_answers(1_000_000_000, _DEVICES, _LINK_BYTES_PER_S))
+ring = _answer_of("alternate_ring_all_reduce", ring_answers(1_000_000_000, _DEVICES, _LINK_BYTES_PER_S))
 
 
 def _layer() -> Layer:
@@ -72,17 +68,10 @@ def _layer() -> Layer:
 
 def parallel(problem: str, strategy: str, letters: str) -> list[Callable[[Answer], None]]:
     """The answers of these parts, the first with the numbers put in."""
-    layer = _layer()
-
-    def derived() -> list[Derived]:
-        return parallelism_answers(strategy, layer, _MESHES[strategy])
-
-    blocks = {letters[0]: "layer"}
+    layer, blocks = _layer(), {letters[0]: "layer"}
+    derived = parallelism_answers(strategy, layer, _MESHES[strategy])
     return [_answer_of(f"{problem} ({each})", derived, blocks.get(each, ""), layer=layer) for each in letters]
 
 
 def tp_backward(answer: Answer) -> None:
     answer.tables += [table for table in parallel_tables(["tp"], _layer(), _DEVICES) if table.name == "tp_backward"]
-    equations = [str(row["equation"]) for row in answer.tables[0].rows]
-    collectives = [equation for equation in equations if "all-reduce" in equation]
-    answer.write("calculations.tp_backward", steps=len(equations), collectives=collectives)

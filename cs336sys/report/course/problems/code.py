@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from cs336sys.report.course.answer import Answer, facts_of
 from cs336sys.report.course.evidence import cells_of, measured_of
 from cs336sys.report.course.problem import measurement, sized
-from cs336sys.report.course.problems.flash_benchmarking import flash_commands
+from cs336sys.report.course.problems.attention import flash_commands
 from cs336sys.results.model import Cell, Samples
 
 
@@ -28,8 +28,9 @@ class Code:
     def __call__(self, answer: Answer) -> None:
         tests = {name: outcome for name, outcome in answer.evidence.tests.items() if name.startswith(self.tests)}
         passed, failed = ([name for name in tests if tests[name] == kind] for kind in ("passed", "failed"))
-        selections = answer.find(self.command, **self.settings) if self.command else []
-        answer.measured_by([group for group in selections if group.measured][:1])
+        # Of one run, whose command stands above: in the model's own precision, if any was.
+        selections = answer.find(self.command, {"precision": ("fp32",)}, **self.settings)[:1]
+        answer.measured_by(selections)
         cells = list(map(facts_of, measured_of(selections)))
         figures = [(name, value) for cell in cells for name, value in cell.items()]
         errors = [value for name, value in figures if name.endswith("_error") and isinstance(value, float)]

@@ -1,14 +1,15 @@
-"""``memory_profiling``: where memory goes in inference and in a training step."""
+"""``memory_profiling`` and ``gradient_checkpointing``: where memory goes in a step, and what checkpoints save of it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cs336sys.accounting.checkpointing import predicted_peak
-from cs336sys.accounting.one_device import tensor_answers
-from cs336sys.report.course.answer import Answer, Settings, measured
-from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Selection
+from cs336sys.accounting.checkpointing import best_group_size, predicted_peak
+from cs336sys.accounting.one_device import checkpointing_answers, tensor_answers
+from cs336sys.report.course.answer import Answer, Settings, facts_of, measured
+from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Selection, cells_of
 from cs336sys.report.course.problem import Command, Handout, Target, training_sweep
 from cs336sys.sizes import SIZES, choose_size
+from cs336sys.workload import MemoryWorkload
 
 # The model that both handouts ask about.
 SIZE = "2.7b"
@@ -28,7 +29,7 @@ def _profiled(block: str, tables: Mapping[str, Sequence[str]], *modes: str, prec
     """Answer with steps of the model that both handouts ask about, without checkpoints."""
     settings = {"checkpointing": ("none",), "mode": modes or (*_CALLED,), "precision": precisions}
     options = {"wanted": _wanted, "required": {**PLAIN_OF_ANY_MODE, **settings}, **options}
-    return measured("memprof", f"memory_profiling.{block}", tables, **options)
+    return measured("memprof", f"memory.{block}", tables, **options)
 
 
 def _draw_timelines(answer: Answer, groups: list[Selection]) -> dict[str, Any]:
@@ -51,6 +52,20 @@ def _predicted(context: int, precision: str, mode: str) -> float:
     return predicted_peak(choose_size(SIZE, context=context), precision, mode, "reference").total_gib
 
 
+def _pairs(groups: list[Selection]) -> list[dict[str, Any]]:
+    """Peaks in fp32 and in bf16, both predicted where one did not fit."""
+    names = ("mode", "context", "precision")
+    cells = {tuple(cell.configuration[name] for name in names): cell for cell in cells_of(groups)}
+    pairs = []
+    for mode, context in dict.fromkeys(key[:2] for key in cells):
+        both = {precision: cells.get((mode, context, precision)) for precision in ("fp32", "bf16")}
+        peaks = {precision: cell and cell.derived.get("peak_gib") for precision, cell in both.items()}
+        pair = {"mode": mode, "context": context, "has_peaks": all(peaks.values())}
+        pair |= peaks if pair["has_peaks"] else {name: _predicted(context, name, mode) for name in peaks}
+        pairs += [pair | {"percent": 100 * abs(pair["bf16"] / pair["fp32"] - 1)}] if all(both.values()) else []
+    return pairs
+
+
 def _peaks(block: str, *precisions: str):
     """Peaks of a forward pass and of a training step, in these precisions, with those of what did not fit predicted."""
     steps = {"mode": (*_CALLED,), "precision": precisions}
@@ -60,7 +75,10 @@ def _peaks(block: str, *precisions: str):
         precisions=precisions,
         grid=lambda handout: {"context": handout.memory_contexts, **steps},
         label="{mode} at context {context} in {precision}",
-        facts=lambda answer, groups: {"called": _CALLED, "predicted": _predicted, "kinds": _KINDS},
+        facts=lambda answer, groups: {
+            **{"called": _CALLED, "predicted": _predicted, "kinds": _KINDS},
+            "pairs": _pairs(groups),
+        },
     )
 
 
@@ -94,3 +112,46 @@ def memory_commands(target: Target) -> list[Command]:
     contexts = sorted(target.handout.memory_contexts)
     flags = ("--no-predict", "--steps", "1")
     return [training_sweep(target, "memprof", (SIZE,), contexts, flags, steps=4, **options)]
+
+
+_COLUMNS = ("precision", "checkpointing", "peak_gib", "predicted_gib", "recomputed_percent", "step_ms", "step_ratio")
+
+
+def _checkpointed_runs(answer: Answer) -> list[Selection]:
+    wanted = {"size": (SIZE,), "context": (2048,)}
+    runs = answer.find("memprof", wanted, mode=("train",), **PLAIN_OF_ANY_MODE)
+    runs = [group for group in runs if len({cell.configuration["checkpointing"] for cell in group.cells}) > 1]
+    # Asked in the model's own precision.
+    return sorted(runs, key=lambda group: group.setting("precision") != "fp32")
+
+
+def nested(answer: Answer) -> None:
+    answers = checkpointing_answers(choose_size(SIZE, context=2048), "fp32", "reference")
+    answer.derive(answers, "rules", "what strategies hold")
+    runs = [group for group in _checkpointed_runs(answer) if "nested" in group.by("checkpointing")][:1]
+    answer.measured_by(runs)
+    # Only what one run measured is compared.
+    cells = [{name: facts_of(cell) for name, cell in group.by("checkpointing").items()} for group in runs]
+    answer.write("memory.nested", runs=cells)
+
+
+def one_recomputation(answer: Answer) -> None:
+    runs = _checkpointed_runs(answer)
+    answer.show(runs, "checkpointing", *_COLUMNS, "status")
+    for run in runs:
+        size = MemoryWorkload.from_configuration(run.cells[0].configuration).training.size
+        precision = run.setting("precision")
+        # The blocks of a checkpoint, a half where layers have one each.
+        blocks = {"sublayer": 0.5, "block": 1.0, **{f"every={count}": count for count in range(2, size.num_layers)}}
+        cells = [facts_of(cell) | {"blocks": blocks.get(cell.configuration["checkpointing"])} for cell in run.measured]
+        cells = sorted((cell for cell in cells if cell["blocks"]), key=lambda cell: cell["blocks"])
+        rule = best_group_size(size, precision, "train", "reference")
+        if cells:
+            answer.write("memory.one_recomputation", rule=rule, cells=cells, precision=precision)
+
+
+def checkpointing_commands(target: Target) -> list[Command]:
+    strategies = ("none", "block", "every=2", "every=3", "sublayer", "attention", "ffn", "nested")
+    options: dict[str, Any] = {"precision": ("fp32",), "checkpoint": strategies}
+    flags = ("--no-predict", "--steps", "1")
+    return [training_sweep(target, "memprof", (SIZE,), (2048,), flags, steps=5, **options)]

@@ -1,0 +1,60 @@
+"""``nsys_profile``: which kernels take the time, and how the passes, the step and attention differ in them."""
+
+from functools import partial
+from typing import Any
+
+from cs336sys.report.course.answer import Answer, Settings, longest, measured, where
+from cs336sys.report.course.evidence import PLAIN, Selection, joined_selection, measured_of
+from cs336sys.report.course.problem import Command, Handout, Target, training_sweep
+
+
+def _wanted(handout: Handout) -> Settings:
+    contexts = handout.profile_contexts if handout.year == 2025 else (256, 512, 1024, 2048, 4096, 8192)
+    return {"size": handout.profile_sizes, "context": contexts, "precision": ("fp32",)}
+
+
+# Plain steps in fp32 of the handout's sizes and contexts.
+_profiled = partial(measured, "nsys", wanted=_wanted, required=PLAIN)
+
+
+def _passes(answer: Answer, groups: list[Selection]) -> dict[str, Any] | None:
+    """The forward passes with their time under the profiler over that without."""
+    passes = []
+    for row in where(joined_selection(groups).rows("phases"), phase="forward"):
+        if row["unprofiled_ms"]:
+            ratio = row["span_ms"] / row["unprofiled_ms"].median
+            passes.append({**row, "ratio": ratio, "running_percent": 100 * row["busy_ms"] / row["span_ms"]})
+    near = [row for row in passes if abs(row["ratio"] - 1) <= 0.1]
+    return {"passes": passes, "far": [row for row in passes if row not in near]} if measured_of(groups) else None
+
+
+_PHASES = ("phase", "unprofiled_ms", "wall_ms", "span_ms", "busy_ms", "idle_percent", "status")
+forward_time = _profiled(
+    "nsys.forward_time",
+    {"phases": _PHASES},
+    medians=True,
+    draws=True,
+    facts=_passes,
+    keep=lambda rows: [row for row in rows if row.get("phase") in ("forward", None)],
+)
+top_kernel = _profiled("nsys.top_kernel", {"top kernel": ()})
+other_kernels = _profiled(
+    "nsys.other_kernels", {"other kernels": ()}, keep=lambda rows: longest(where(rows, phase="forward"))
+)
+whole_step = _profiled(
+    "nsys.whole_step",
+    {"shares": ()},
+    required={**PLAIN, "mode": ("train", "forward")},
+    keep=lambda rows: [row for row in rows if row["phase"] in ("forward", "backward", "step")],
+)
+
+
+_ATTENTION = ("scores_ms", "final_ms", "softmax_ms", "other_ms", "time_ratio", "flops_ratio", "bytes_ratio")
+softmax = _profiled("nsys.softmax", {"attention": (*_ATTENTION, "matmul_tflops", "softmax_gbps")})
+
+
+def profile_commands(target: Target) -> list[Command]:
+    contexts = target.handout.profile_contexts[-2 if target.is_small else 0 :]
+    # The profile itself and the steps without a profiler; nsys writes and exports its report.
+    sizes = target.handout.profile_sizes
+    return [training_sweep(target, "nsys", sizes, contexts, steps=25, mode=("train", "forward"))]

@@ -1,0 +1,261 @@
+"""All-reduces, and training by several ranks: naive, flat, overlapped, in buckets, and with shards."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from cs336sys.accounting.communication import bucket_answers
+from cs336sys.accounting.flops import count_parameters
+from cs336sys.accounting.memory import GIB, training_state
+from cs336sys.accounting.sharding.ideal import state_answers
+from cs336sys.report.allreduce import groups_of
+from cs336sys.report.course.answer import Answer, Rows, facts_of, where
+from cs336sys.report.course.evidence import Selection, cells_of, measured_of
+from cs336sys.report.course.problem import Command, Target, measurement, sized, training_sweep
+from cs336sys.report.ddp import bucket_sweeps, link_of
+from cs336sys.report.shard import COMPONENTS
+from cs336sys.sizes import SIZES
+
+_MESSAGES = (1_000_000, 10_000_000, 100_000_000, 1_000_000_000)
+_COLUMNS = ("backend", "world_size", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps", "wrong_elements", "status")
+_FITTED = ("backend", "world_size", "latency_us", "bandwidth_gbps", "deviation_percent")
+
+
+def all_reduce(answer: Answer) -> None:
+    groups = answer.find("allreduce", {"message_bytes": _MESSAGES}, collective=("all_reduce",), dtype=("fp32",))
+    if not groups:
+        return
+    answer.show(groups, "allreduce", *_COLUMNS, medians=True, join=True)
+    answer.tables = [replace(table, rows=list(map(_with_rates_of_median, table.rows))) for table in answer.tables]
+    answer.show(groups, "fit", *_FITTED, join=True, keep=lambda rows: where(rows, timing="back to back"))
+    answer.draw(groups[:1])
+    sweeps: list[dict[str, Any]] = []
+    for key, cells in (sweep for group in groups for sweep in groups_of(group.cells).items()):
+        smallest, largest = (cell.samples["back_to_back"] for cell in (cells[0], cells[-1]))
+        sizes = {"smallest": smallest, "largest": largest, "bytes": cells[-1].derived["size_bytes"]}
+        sweeps.append(key._asdict() | sizes)
+    sweeps.sort(key=lambda sweep: sweep["world_size"])
+    links = {cell.derived.get("link") or "" for cell in cells_of(groups)}
+    answer.write("ranks.all_reduce", sweeps=sweeps, links=sorted(links))
+    has_gpu = any(run.machine.get("gpu") for group in groups for run in group.invocation.runs)
+    backends = ["gloo"] * (answer.handout.year == 2025) + ["nccl"] * has_gpu
+    answer.lack_unmeasured("{backend} with {world_size} ranks", sweeps, {"backend": backends, "world_size": (2, 4, 6)})
+
+
+def _with_rates_of_median(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with the rates of its median call; the command's are those of the mean."""
+    algbw = row["size_bytes"] / row["time_us"] / 1e3 if row.get("time_us") else None
+    busbw = row["busbw_gbps"] / row["algbw_gbps"] * algbw if algbw and row.get("busbw_gbps") else None
+    return {**row, "algbw_gbps": algbw, "busbw_gbps": busbw}
+
+
+def _grid(target: Target) -> list[Command]:
+    planned: list[Command] = []
+    both = ("gloo", "nccl") if target.handout.year == 2025 else ("nccl",)
+    for backend in both if target.gpus else ("gloo",):
+        # Ranks of Gloo share what there is, NCCL wants a GPU for each.
+        ranks = [count for count in (2, 4, 6) if backend == "gloo" or count <= max(2, target.gpus)]
+        gpus = 1 if backend == "gloo" else max(ranks)
+        options = f"--backend {backend} --world-size {','.join(map(str, ranks))} --message 1MB,10MB,100MB,1GB"
+        planned += measurement(f"allreduce {options}", 60.0 * len(ranks), gpus)(target)
+    return planned
+
+
+_SMALL_GRID = "--backend gloo --world-size 2 --message 10KB,100KB,1MB --steps 5"
+all_reduce_commands = sized(_grid, measurement(f"allreduce {_SMALL_GRID}", 15))
+
+
+_STEP_COLUMNS = ("strategy", "bucket_mb", "step_ms", "unsynchronized_ms", "exposed_ms", "running_ms", "calls")
+
+_OPTIONAL: dict[str, Any] = {"timeline": None, "exposed_ms": None, "synchronize_ms": None}
+
+
+def _series(answer: Answer) -> Selection | None:
+    """The invocation that all problems of the series take.
+
+    It is the one with most of the strategies that the handout names, with the 10 steps that it asks for, launched
+    rather than in CUDA graphs.
+    """
+    plain = {"compile": ("off",), "precision": ("fp32",), "attention": ("reference",)}
+    wanted = {"size": (answer.handout.xl,), "world_size": (2,), "batch_size": (4,), "context": (512,)}
+    strategies = {"naive", "flat", "overlap"} | ({"bucketed"} if answer.handout.year == 2025 else set())
+
+    def lacking(group: Selection) -> tuple[int, int, bool]:
+        fewest = min((len(cell.samples["step"].measured) for cell in group.measured), default=0)
+        return len(strategies - group.by("strategy").keys()), max(10 - fewest, 0), group.setting("cuda_graph") == "on"
+
+    return min(answer.find_each("ddp", {**wanted, **plain, "gradient_dtype": ("fp32",)}), key=lacking, default=None)
+
+
+def _steps(block: str, *strategies: str, draws: str = "", needs: str = "strategy") -> Callable[[Answer], None]:
+    """Answer with the series' steps of these strategies, naive and the last of which are needed.
+
+    Args:
+        draws: the name of pictures.
+        needs: what each step must have.
+    """
+
+    def answered(answer: Answer) -> None:
+        series = _series(answer)
+        group = series and series.only(lambda cell: cell.configuration["strategy"] in strategies)
+        if group is None or not {"naive", strategies[-1]} <= group.by("strategy").keys():
+            return
+        rows = [{**_OPTIONAL, **row} for row in where(group.rows("ddp"), status="ok")]
+        for row in rows:
+            row["name"] = f"{row['bucket_mb']:g} MB" if row["strategy"] == "bucketed" else row["strategy"]
+        if all(row[needs] for row in rows):
+            answer.show([group], "ddp", *_STEP_COLUMNS, medians=True)
+            answer.show([group], "buckets", medians=True)
+            answer.draw([group] if draws else (), draws)
+            answer.write("common.stand_in", **group.cells[0].configuration)
+            answer.write(f"ranks.{block}", rows=rows, buckets=group.rows("buckets"))
+
+    return answered
+
+
+naive = _steps("steps", "naive")
+flat = _steps("steps", "naive", "flat")
+overlapped = _steps("steps", "naive", "flat", "overlap")
+traces = _steps("traces", "naive", "overlap", draws="timelines", needs="timeline")
+buckets = _steps("buckets", "naive", "flat", "overlap", "bucketed", draws="buckets")
+
+
+def xl_command(target: Target, command: str, *flags: str, cells: int, **options: Any) -> Command:
+    """A sweep of so many cells of the handout's xl on two ranks, and what a rank must hold for it."""
+    sizes = target.sizes((target.handout.xl,))
+    # As many as the handouts ask for are the commands' own.
+    warm = ("--warmup", "1", "--steps", "4") if target.is_small else ()
+    flags = (*flags[:2], "--world-size", "2", *warm, *flags[2:])
+    planned = training_sweep(target, command, sizes, flags=flags, steps=20 * cells, ranks=2, **options)
+    need = max(planned.memory_gib or 0.0, training_state(SIZES[sizes[0]], "fp32").total / GIB)
+    return replace(planned, seconds=planned.seconds + 15 * cells, memory_gib=need)
+
+
+def ddp_commands(target: Target) -> list[Command]:
+    """One sweep answers all of these problems: only cells of one run are compared."""
+    if target.handout.year == 2026:
+        return [xl_command(target, "ddp", "--mode", "naive,flat,overlap", cells=3)]
+    sizes = "0.05,0.1,1" if target.size == "tiny" else "1,10,100,1000"
+    flags = ("--mode", "naive,flat,overlap,bucketed", "--bucket-mb", sizes)
+    return [xl_command(target, "ddp", *flags, cells=4)]
+
+
+def bucket_equation(answer: Answer) -> None:
+    group = _series(answer)
+    setting = (4 * count_parameters(SIZES["xl"]), 100, 200e9, 20e-6)
+    if group is not None and (sweeps := bucket_sweeps(group.measured)):
+        link, derived = link_of(sweeps[0][0]), sweeps[0][0].derived
+        if link.has_bandwidth and link.latency_s:
+            setting = (derived["communicated_bytes"], derived["gradient_calls"], link.bytes_per_s, link.latency_s)
+            answer.measured_by([group])
+    answer.derive(bucket_answers(*setting), "formulas", "bucket sizes by the equation")
+    answer.write("ranks.bucket_equation", is_measured=bool(answer.runs))
+
+
+_FSDP_COLUMNS = ("strategy", "prefetch", "step_ms", "speedup", "exposed_ms", "calls", "sent_bytes", "bare_ms", "status")
+_MEMORY_COLUMNS = ("strategy", "moment", *(f"{part}_gib" for part in COMPONENTS), "total_gib")
+_SHARDED = ("optimizer", "optimizer-flat")
+
+
+def _shard_steps(answer: Answer, *strategies: str, cuda_graph: str = "off") -> list[Selection]:
+    """Find steps of the handout's xl by these strategies on two ranks."""
+    plain = {"compile": ("off",), "cuda_graph": (cuda_graph,), "checkpointing": ("none",)}
+    wanted = {"size": (answer.handout.xl,), "world_size": (2,), "context": (512,), "batch_size": (4,), **plain}
+    groups = answer.find("shard", wanted, strategy=strategies)
+    # Launched steps do not stand for those in graphs.
+    return [group for group in groups if cuda_graph == "off" or group.setting("cuda_graph") == "on"]
+
+
+def _is_as_asked(group: Selection) -> bool:
+    """Trained with the handout's own attention and AdamW."""
+    return (group.setting("attention"), group.setting("optimizer")) == ("reference", "course")
+
+
+def _sharded_steps(answer: Answer) -> list[Selection]:
+    """Find steps with and without a sharded optimizer, a precision each, launched ones before those in CUDA graphs."""
+    runs = [
+        Selection(group.invocation, [cell for cell in group.cells if cell.configuration["precision"] == precision])
+        for graph in ("off", "on")
+        for group in _shard_steps(answer, "none", *_SHARDED, cuda_graph=graph)
+        if group.setting("cuda_graph") == graph
+        for precision in dict.fromkeys(cell.configuration["precision"] for cell in group.cells)
+    ]
+    return [group for group in runs if "none" in group.by("strategy") and len(group.by("strategy")) > 1]
+
+
+def _show_memory(answer: Answer, group: Selection, **moment: Any) -> Rows:
+    """Show what a rank holds, at one moment or at all, titled by how its steps were measured."""
+    answer.show([group], "memory", *_MEMORY_COLUMNS, keep=lambda rows: where(rows, source="measured", **moment))
+    steps = group.tables("shard")[0].title
+    answer.tables[-1] = replace(answer.tables[-1], title=f"{answer.tables[-1].title}; {steps}")
+    answer.write("common.stand_in", **group.cells[0].configuration)
+    return where(group.rows("memory"), source="measured", **moment)
+
+
+def memory(answer: Answer) -> None:
+    runs = sorted(_sharded_steps(answer), key=lambda group: not _is_as_asked(group))
+    for group in [run for run in runs if run.invocation is runs[0].invocation]:
+        rows = _show_memory(answer, group)
+        answer.write("ranks.memory", rows=rows, plain=facts_of(group.by("strategy")["none"]))
+        answer.draw([group], "memory")
+
+
+def speeds(answer: Answer) -> None:
+    runs = [group for group in _sharded_steps(answer) if "optimizer" in group.by("strategy")]
+    runs.sort(key=lambda group: (not _is_as_asked(group), -group.setting("steps")))
+    groups = list({run.setting("precision"): run for run in reversed(runs)}.values())[::-1]
+    for group in groups:
+        answer.show([group], "shard", *_FSDP_COLUMNS, medians=True)
+        answer.show([group], "phases", medians=True)
+        answer.write("common.stand_in", **group.cells[0].configuration)
+        answer.write("ranks.speeds", cells=list(map(facts_of, group.measured)))
+    measured = [group.cells[0].configuration for group in groups]
+    answer.lack_unmeasured("the same in {precision}", measured, {"precision": ("fp32", "bf16")} if groups else {})
+
+
+def against_zero(answer: Answer) -> None:
+    answers = [a for strategy in _SHARDED for a in state_answers(SIZES[answer.handout.xl], 2, strategy)]
+    answer.derive([a for a in answers if a.question.endswith("(c)")], "sent", "what each sends, optimizer-flat second")
+    answer.write("ranks.against_zero")
+
+
+def shard_commands(target: Target) -> list[Command]:
+    flags = ("--strategy", "none,optimizer,optimizer-flat")
+    return [xl_command(target, "shard", *flags, cells=6, precision=("fp32", "bf16"))]
+
+
+def fsdp_memory(answer: Answer) -> None:
+    answers = state_answers(SIZES[answer.handout.xl], 2, "fsdp")
+    answer.derive(answers, "state", "training state of a rank, FSDP on 2 ranks")
+    runs = _shard_steps(answer, "none", "optimizer", "fsdp")
+    for group in [run for run in runs if {"none", "fsdp"} <= run.by("strategy").keys()][:1]:
+        peaks = {row["strategy"]: row for row in _show_memory(answer, group, moment="peak")}
+        # Bytes a parameter that FSDP shards and the other does not: parameters, gradients and AdamW's moments in fp32,
+        # or these but for the moments.
+        per_parameter = {name: count for name, count in (("none", 16), ("optimizer", 8)) if name in peaks}
+        facts = {"cell": facts_of(group.by("strategy")["fsdp"]), "peaks": peaks, "per_parameter": per_parameter}
+        answer.write("ranks.fsdp_memory", parts=COMPONENTS, **facts)
+
+
+def fsdp_gathers(answer: Answer) -> None:
+    runs = [run.only(lambda cell: cell.derived.get("gathers")) for run in _shard_steps(answer, "fsdp")]
+    for group in [run for run in runs if run.measured][:1]:
+        in_graphs = list(filter(_is_as_asked, _shard_steps(answer, "fsdp", cuda_graph="on")))
+        cells = sorted(map(facts_of, group.measured), key=lambda cell: cell["prefetch"])
+        settled = [cell for cell in map(facts_of, measured_of(in_graphs)) if cell.get("bare_ms")]
+        # Steps of one cell that differ by more have not settled, or something else ran.
+        unsettled = [cell for cell in cells if max(cell["step"].measured) > 1.1 * min(cell["step"].measured)]
+        # What communication costs follows from no unsettled steps.
+        columns = [name for name in _FSDP_COLUMNS if name not in ("speedup", "exposed_ms") or not unsettled]
+        answer.show([group], "gathers")
+        answer.show([group], "shard", *columns, medians=True)
+        answer.show(in_graphs, "shard", *_FSDP_COLUMNS, medians=True)
+        answer.draw([group], "timelines")
+        answer.write("common.stand_in", **group.cells[0].configuration)
+        answer.write("ranks.fsdp_gathers", cells=cells, unsettled=unsettled, settled=settled)
+        answer.lack_unmeasured("prefetch {prefetch}", cells, {"prefetch": (0, 1, 2)})
+
+
+def fsdp_commands(target: Target) -> list[Command]:
+    options = {"precision": ("bf16",), "prefetch": ("0", "1", "2")}
+    return [xl_command(target, "shard", "--strategy", "none,fsdp", cells=4, **options)]
