@@ -101,11 +101,7 @@ class _Passes:
         whole = step.inputs, step.targets
         losses = []
         for rank, part in enumerate(parts):
-            if len(parts) > 1:
-                index = slice(part[0], part[-1] + 1)
-                step.inputs, step.targets = tree_map_only(Tensor, operator.itemgetter(index), whole)
-            elif part != tuple(sorted(part)):
-                step.inputs, step.targets = tree_map_only(Tensor, lambda tensor: tensor.flip(0), whole)
+            step.inputs, step.targets = tree_map_only(Tensor, operator.itemgetter(list(part)), whole)
             before = None
             if not step.workload.is_ours:
                 draw_alike(self.number, rank)

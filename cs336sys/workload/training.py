@@ -188,6 +188,10 @@ class Workload(Configured, StepChoices):
             self.size, self.mode, self.precision, self.attention, self.optimizer, self.state_dtype, self.update
         )
 
+    def with_layers(self, most: int) -> "Workload":
+        """Return the same of at most so many layers."""
+        return replace(self, size=replace(self.size, num_layers=min(most, self.size.num_layers)))
+
     def predicted_peak(self, checkpointing: str = "none") -> PeakMemory:
         """The widest of them."""
         return max(self.widest_moments(checkpointing), key=lambda moment: moment.total)

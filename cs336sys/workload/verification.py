@@ -41,20 +41,14 @@ SEQUENCES = 4
 
 # Ready wraps by name, with how their ranks share the work.
 WRAPS = {
-    "ddp": "data",
-    "fsdp2": "data",
-    "zero": "data",
+    # torch's.
+    **dict.fromkeys(("ddp", "fsdp2", "zero"), "data"),
     "tensor-parallel": "tensor",
-    "naive": "data",
-    "flat": "data",
-    "overlap": "data",
-    "bucketed": "data",
-    "optimizer": "data",
-    "optimizer-flat": "data",
-    "fsdp": "data",
+    # Ours.
+    **dict.fromkeys(("naive", "flat", "overlap", "bucketed", "optimizer", "optimizer-flat", "fsdp"), "data"),
     "tensor": "tensor",
-    "accelerate": "data",
-    "deepspeed": "data",
+    # Other libraries'.
+    **dict.fromkeys(("accelerate", "deepspeed"), "data"),
 }
 
 # What the ranks along a dimension of the mesh share: sequences of the batch, tokens of each sequence, or the model.

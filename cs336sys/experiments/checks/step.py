@@ -92,7 +92,7 @@ def check_training(
     if plainly_trained(workload) == workload:
         return None, None
     if workload.is_ours and not workload.has_backward:
-        workload = _of_one_block(workload)
+        workload = workload.with_layers(1)
     if not workload.updates_parameters and (workload.has_backward or workload.is_ours):
         # Ours writes the copies of weights that fused kernels read, but does not scale gradients.
         is_ours = workload.optimizer_record.is_ours or (workload.is_fused and not workload.scales_loss)
@@ -115,14 +115,14 @@ def _checked_step(workload: Workload, device: torch.device, progress: Progress) 
     plain = plainly_trained(launched)
     if plain != launched:
         is_attention = replace(plain, attention=launched.attention, compile=launched.compile) == launched
-        pair = (_of_one_block(launched), _of_one_block(plain)) if is_attention else (launched, plain)
+        pair = (launched.with_layers(1), plain.with_layers(1)) if is_attention else (launched, plain)
         kernels, weights = _check_launched(*pair, workload, device, progress)
         if not kernels.relative <= tolerance(workload):
             return Checked(kernels), _wrong("with our kernels", Checked(kernels), kernels, workload)
         if kernels.num_layers != workload.size.num_layers or workload.cuda_graph == "off":
             weights = None
     elif _counts_otherwise(workload, launched):
-        small = _of_one_block(launched) if launched.is_ours else launched
+        small = launched.with_layers(1) if launched.is_ours else launched
         off, _ = _check_launched(small, small, workload, device, progress)
         if not off.relative <= tolerance(workload):
             return Checked(off), _wrong("counting on the GPU, as for a graph", Checked(off), off, workload)
@@ -232,19 +232,14 @@ def _compare_weights(
 def _free_for_training(trained: dict[str, Tensor], workload: Workload, device: torch.device) -> dict[str, Tensor]:
     """Choose where tensors wait while the workload trains: host memory, if a GPU may not have room for both."""
     _free_memory(device)
-    if device.type == "cuda" and workload.is_ours:
-        free, _ = torch.cuda.mem_get_info(device)
-        # How much of a GPU's free memory training may be predicted to take besides weights that wait there.
-        if workload.predicted_peak().total < 0.8 * free:
-            return trained
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    # How much of a GPU's free memory training may be predicted to take besides weights that wait there.
+    if free and workload.is_ours and workload.predicted_peak().total < 0.8 * free:
+        return trained
     aside = {name: value.cpu() for name, value in trained.items()}
     trained.clear()
     _free_memory(device)
     return aside
-
-
-def _of_one_block(workload: Workload) -> Workload:
-    return replace(workload, size=replace(workload.size, num_layers=1))
 
 
 def _wrong(how: str, checked: Checked, off: WeightDifference, workload: Workload) -> Outcome:
@@ -289,6 +284,7 @@ def _trained_for_check(
 
 
 def _free_memory(device: torch.device) -> None:
+    # Collecting garbage takes up to a second where the compiler is loaded, and gives nothing back on a CPU.
     if device.type == "cuda":
         free_gpu_memory()
 
@@ -307,8 +303,7 @@ def check_few_blocks(workload: Workload, device: torch.device, progress: Progres
     workload = replace(workload, warmup=0, steps=1)
     if workload.is_ours:
         # With two, a norm also computes the addition that ends a block.
-        few = min(2, workload.size.num_layers)
-        workload = replace(workload, size=replace(workload.size, num_layers=few))
+        workload = workload.with_layers(2)
     if workload not in _of_few_blocks:
         _of_few_blocks[workload] = check_training(workload, device, progress)
     checked, wrong = _of_few_blocks[workload]

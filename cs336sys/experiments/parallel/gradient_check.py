@@ -116,13 +116,12 @@ def with_few_blocks(workload: ParallelWorkload) -> ParallelWorkload:
 
     Likewise, the weights of at most one stay gathered.
     """
-    size = workload.training.size
-    size = replace(size, num_layers=min(CHECKED_LAYERS, workload.check_layers or CHECKED_LAYERS, size.num_layers))
+    training = workload.training.with_layers(min(CHECKED_LAYERS, workload.check_layers or CHECKED_LAYERS))
     kept = kept_blocks(workload.checkpointing)
     checkpointing = workload.checkpointing if kept is None else f"keep={min(kept, 1)}"
     return replace(
         workload,
-        training=replace(workload.training, size=size, warmup=0, steps=1),
+        training=replace(training, warmup=0, steps=1),
         checkpointing=checkpointing,
         keep_gathered=min(1, workload.keep_gathered),
     )

@@ -94,9 +94,7 @@ def verify_training(workload: ParallelWorkload) -> WeightDifference:
     device = rank_device(workload)
     if not workload.training.is_ours:
         user_models.without_dropout()
-    size = workload.training.size
-    layers = min(size.num_layers, workload.check_layers or size.num_layers)
-    training = replace(workload.training, size=replace(size, num_layers=layers))
+    training = workload.training.with_layers(workload.check_layers or workload.training.size.num_layers)
     workload = replace(workload, training=_fitting_batch(training, device))
     # Before a step is captured it is trained a little.
     warmup = warmup_of_capture(workload) if workload.training.cuda_graph == "on" else 0
@@ -118,18 +116,17 @@ def _fitting_batch(workload: Workload, device: torch.device) -> Workload:
     if device.type == "cpu":
         return workload
     free = min(gather_objects(torch.cuda.mem_get_info(device)[0]))
-    size = workload.size
-    while size.num_layers > 1:
+    while workload.size.num_layers > 1:
         if workload.is_ours:
-            peak = plainly_trained(replace(workload, size=size)).predicted_peak()
+            peak = plainly_trained(workload).predicted_peak()
             needed = peak.total + 2 * peak.parameters
         else:
             # Weights, gradients, two states and two copies more, in fp32; and as much again for activations.
-            needed = 2 * 6 * 4 * (count_step(replace(workload, size=size)).parameters or 0)
+            needed = 2 * 6 * 4 * (count_step(workload).parameters or 0)
         if needed < 0.9 * free:
             break
-        size = replace(size, num_layers=size.num_layers // 2)
-    return replace(workload, size=size)
+        workload = workload.with_layers(workload.size.num_layers // 2)
+    return workload
 
 
 def shares_of_ranks(parallel: ParallelWorkload, scale: float = 1.0) -> Order:
@@ -256,9 +253,12 @@ class _Comparison:
     device: torch.device
     warmup: int
     reference: _Reference
-    # None where no gradients are compared, and which rows of each they are.
-    _gradients: TensorComparison | None = None
     _rows: dict[str, slice] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._allowed = parallel_tolerance(self.workload)
+        # Of none, where no gradients are compared.
+        self._gradients = TensorComparison({}, {}, {}, self._allowed)
 
     def train(self) -> None:
         workload, trained = self.workload, self.reference.trained
@@ -271,7 +271,7 @@ class _Comparison:
         step = self._train(workload, compares=holds)
         weights, copies = step.weights(step.replica.whole_parameters())
         start = dict(starting_model(workload, self.device).named_parameters())
-        self._weights = TensorComparison(start, trained.weights, weights | copies, parallel_tolerance(workload))
+        self._weights = TensorComparison(start, trained.weights, weights | copies, self._allowed)
         # No rounding explains a copy that differs from its weight.
         for name in copies:
             self._weights.far.pop(name, None)
@@ -301,21 +301,19 @@ class _Comparison:
         if self.workload.training.scales_loss and not all(tensor.isfinite().all() for tensor in values):
             # Scaled, they may overflow in the first step, which is skipped then.
             return
-        self._gradients = TensorComparison({}, expected, trained, parallel_tolerance(self.workload))
+        self._gradients = TensorComparison({}, expected, trained, self._allowed)
 
     def judge(self) -> WeightDifference:
         """The parameter that is farthest off, those aside that the rounding of one process explains."""
-        allowed = parallel_tolerance(self.workload)
-        num_layers = self.workload.training.size.num_layers
+        allowed, num_layers = self._allowed, self.workload.training.size.num_layers
         weights, gradients = self._weights, self._gradients
         names = weights.explained(lambda name: (other.weights[name].cpu() for other in self._others()))
         difference = weights.farthest(num_layers, names)
-        if gradients is not None:
-            explained = gradients.explained(self._other_gradients)
-            of_gradients = gradients.farthest(num_layers, explained)
-            if of_gradients.relative > allowed >= difference.relative:
-                difference = replace(of_gradients, of_gradients=True)
-            names = list(dict.fromkeys([*names, *explained]))
+        explained = gradients.explained(self._other_gradients)
+        of_gradients = gradients.farthest(num_layers, explained)
+        if of_gradients.relative > allowed >= difference.relative:
+            difference = replace(of_gradients, of_gradients=True)
+        names = list(dict.fromkeys([*names, *explained]))
         notes: tuple[str, ...] = ()
         if names:
             notes = (f"{self.workload.strategy}: {rounding_note(names, len(weights.distances), allowed)}",)
@@ -337,7 +335,6 @@ class _Comparison:
 
     def _other_gradients(self, name: str) -> Iterator[Tensor]:
         """The rows of a gradient that one process has in other orders."""
-        assert self._gradients is not None
         for other in self._others():
             gradient = other.gradients.get(name)
             zeros = torch.zeros_like(self._gradients.far[name][0])
@@ -353,7 +350,7 @@ class _Comparison:
                 if trained.start != reference.trained.start:
                     reference.is_repeatable = False
                     return reference.others
-                bound = max(MEAN_LOSS[reference.trained.losses[0].dtype], parallel_tolerance(self.workload) / 10)
+                bound = max(MEAN_LOSS[reference.trained.losses[0].dtype], self._allowed / 10)
                 if not abs(of_parts - whole) <= bound * abs(whole):
                     # Another sum, not the same one rounded otherwise.
                     reference.of_parts = of_parts

@@ -27,6 +27,7 @@ from cs336sys.experiments.user_models.loading import (
     changeable,
     copied_code,
     first_part,
+    line_of,
     load,
     make_optimizer,
     make_user_batch,

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,11 +57,6 @@ class Program:
     late: int | None = None
     start: bool = False
     resume: str | None = None
-
-    @property
-    def first_step(self) -> int:
-        """Return the first step that ranks trained which loaded what others had saved; of other programs 0."""
-        return SAVED_AFTER if self.resume == "ranks" else 0
 
     @property
     def trained_alone(self) -> "Program":
@@ -124,15 +118,6 @@ class Subject:
     tied: str | None
     is_off: bool = False
 
-    @contextlib.contextmanager
-    def turned_off(self, is_off: bool) -> Iterator[None]:
-        """Within this, the parameters of the unused layer are unused if ``is_off``."""
-        self.is_off = is_off
-        try:
-            yield
-        finally:
-            self.is_off = False
-
 
 def build_subject(
     workload: VerifiedWorkload, program: Program, device: torch.device, dtype: torch.dtype, seed_shift: int = 0
@@ -146,9 +131,7 @@ def build_subject(
         CapabilityError: the case does not apply to this model.
     """
     training = replace(workload.training, seed=workload.training.seed + seed_shift)
-    with user_models.nothing_dropped() if workload.case != "dropout" else contextlib.nullcontext():
-        model = build_model(training, device)
-    model.to(dtype).train()
+    model = build_model(training, device).to(dtype).train()
     if workload.case != "dropout":
         _drop_nothing(model)
     tied = _shared_name(model)

@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cs336sys.experiments.verify.cases import OVERFLOWN_STEP, Program
+from cs336sys.experiments.verify.program import Reference, Training
 from cs336sys.experiments.verify.rank import RankReport
 from cs336sys.experiments.verify.record import Record
-from cs336sys.experiments.verify.reference import OneProcess, Reference
 from cs336sys.experiments.verify.wraps import line_of_wrap
 from cs336sys.parity.assembly import assemble
 from cs336sys.parity.collectives import CollectiveLaunch
@@ -54,7 +54,7 @@ class Finding:
     """Something that is off.
 
     Attributes:
-        kind: ``start``, ``loss``, ``gradient``, ``norm``, ``weight``, ``state``, ``buffer``, ``evaluation``.
+        kind: of a moment, see :data:`KINDS`.
         step: counted from 1; of weights and states, after which.
         name: of the parameter or buffer; of a state, ``layers.0.weight exp_avg``; empty for numbers.
         rank: the first rank on which it is off.
@@ -75,27 +75,24 @@ class Finding:
 
     @property
     def message(self) -> str:
-        subject = _SUBJECTS[self.kind].format(self.name)
-        by = "missing" if self.is_missing else f"off by {format_relative(self.relative)}"
+        subject, _ = KINDS[self.kind]
+        by = f"off by {100 * self.relative:.3g} %" if math.isfinite(self.relative) else "off by more than its size"
+        by = "missing" if self.is_missing else by
         when = "before the first step" if self.step == 0 else f"step {self.step}"
-        return f"{when}, rank {self.rank}: {subject} is {by}"
+        return f"{when}, rank {self.rank}: {subject.format(self.name)} is {by}"
 
 
-_SUBJECTS = {
-    "start": "{}, as it is wrapped,",
-    "loss": "the loss",
-    "gradient": "gradient of {}",
-    "norm": "the norm of all gradients",
-    "weight": "weight of {}",
-    "state": "optimizer state of {}",
-    "buffer": "buffer {}",
-    "evaluation": "the loss of the evaluation",
+# What is compared, in sentences about a tensor and about all of them.
+KINDS = {
+    "start": ("{}, as it is wrapped,", "weights as they are wrapped"),
+    "gradient": ("gradient of {}", "gradients"),
+    "loss": ("the loss", "losses"),
+    "weight": ("weight of {}", "weights"),
+    "state": ("optimizer state of {}", "optimizer state"),
+    "norm": ("the norm of all gradients", "norms"),
+    "evaluation": ("the loss of the evaluation", "evaluations"),
+    "buffer": ("buffer {}", "buffers"),
 }
-
-
-def format_relative(relative: float) -> str:
-    """Write a relative difference in percent."""
-    return "more than its size" if not math.isfinite(relative) else f"{100 * relative:.3g} %"
 
 
 def rank_groups(workload: VerifiedWorkload) -> list[list[int]]:
@@ -104,34 +101,6 @@ def rank_groups(workload: VerifiedWorkload) -> list[list[int]]:
     ranks = torch.arange(workload.world_size).view(sizes)
     along = [ranks.movedim(number, -1).reshape(-1, size).tolist() for number, size in reversed(list(enumerate(sizes)))]
     return [group for groups in along for group in groups if len(group) > 1] + [list(range(workload.world_size))]
-
-
-def moments(record: Record, first: int = 0) -> dict[tuple[str, int], _Tensors]:
-    """All that a record holds but buffers, by kind and step in the order of time; numbers have an empty name.
-
-    Args:
-        first: steps that others have trained before.
-    """
-
-    def number(series: Sequence[float], index: int) -> _Tensors:
-        return {"": torch.tensor(series[index], dtype=torch.float64)} if index < len(series) else {}
-
-    tensors = {("start", 0): record.weights.get(0, {})}
-    for index in range(len(record.losses)):
-        step = first + index + 1
-        states = record.states.get(step, {})
-        keys = sorted({key for state in states.values() for key in state})
-        tensors |= {
-            ("loss", step): number(record.losses, index),
-            ("gradient", step): record.gradients[index],
-            ("norm", step): number(record.norms, index),
-            ("evaluation", step): number(record.evaluations, index),
-            ("weight", step): record.weights.get(step, {}),
-            ("state", step): {
-                f"{name} {key}": state[key] for key in keys for name, state in states.items() if key in state
-            },
-        }
-    return tensors
 
 
 class ComparedCase:
@@ -149,24 +118,19 @@ class ComparedCase:
     watched: Sequence[RankReport] = ()
     is_new = True
 
-    def __init__(self, process: OneProcess, program: Program, reference: Reference, reports: Sequence[RankReport]):
-        self.process, self.program, self.reference, self.reports = process, program, reference, reports
-        self.workload = process.workload
+    def __init__(self, training: Training, program: Program, reference: Reference, reports: Sequence[RankReport]):
+        self.training, self.program, self.reference, self.reports = training, program, reference, reports
+        self.workload = training.workload
         self.groups = rank_groups(self.workload)
-        self.shapes = {name: value.shape for name, value in reference.record.weights[0].items()}
-        self.rounding = rounding_in(reference.dtype, reference.half)
+        self.shapes = {name: value.shape for name, value in reference.record.at("start", 0).items()}
+        self.rounding = rounding_in(training.dtype, reference.half)
         self.findings: list[Finding] = []
         self.largest, self.largest_of = 0.0, ""
         self.unknown: set[str] = set()
         self._compared_kinds: set[str] = set()
-        self.records = [replace(report.record, gradients=[], weights={}) for report in reports]
-        first = program.first_step
-        expected, *others = (moments(record) for record in (reference.record, *reference.others))
-        ranks = [moments(report.record, first) for report in reports]
-        for moment, tensors in expected.items():
-            if not 0 < moment[1] <= first:
-                self._moment(moment, tensors, [run[moment] for run in others], [run.get(moment, {}) for run in ranks])
-        self._buffers()
+        self.records = [Record() for _ in reports]
+        for (kind, step), expected in reference.record.moments.items():
+            self._compare_moment(kind, step, expected)
 
     @property
     def explained(self) -> float:
@@ -201,42 +165,33 @@ class ComparedCase:
     @property
     def not_compared(self) -> list[str]:
         """Return what the case could not look at, in words."""
-        record = self.reference.record
-        labels = {
-            "gradient": ("gradients", True),
-            "loss": ("losses", True),
-            "weight": ("weights", True),
-            "state": ("optimizer state", any(record.states.values())),
-            "norm": ("norms", record.norms),
-            "evaluation": ("evaluations", record.evaluations),
-            "buffer": ("buffers", record.buffers),
-        }
-        unseen = [label for kind, (label, exists) in labels.items() if exists and kind not in self._compared_kinds]
+        recorded = {kind for (kind, _), tensors in self.reference.record.moments.items() if tensors}
+        uncompared = recorded - self._compared_kinds - {"start"}
+        unseen = [label for kind, (_, label) in KINDS.items() if kind in uncompared]
         unknown = sorted(self.unknown)
         slices = [f"slices of {', '.join(unknown[:3])}{', ...' if unknown[3:] else ''}"] if unknown else []
         return unseen + slices
 
-    def _moment(
-        self, moment: tuple[str, int], expected: _Tensors, others: list[_Tensors], ranks: list[_Tensors]
-    ) -> None:
-        kind, step = moment
+    def _compare_moment(self, kind: str, step: int, expected: _Tensors) -> None:
+        """Compare what ranks have recorded; those that loaded what others saved have nothing of the first steps."""
+        others = [other.at(kind, step) for other in self.reference.others]
+        ranks = [report.record.at(kind, step) for report in self.reports]
         required: Collection[str] = ()
         scale = 0.0
         if kind == "gradient":
             required, scale = expected.keys(), math.hypot(*map(norm, expected.values()))
-            zeros = {name: torch.zeros(shape, dtype=self.reference.dtype) for name, shape in self.shapes.items()}
+            zeros = {name: torch.zeros(shape, dtype=self.training.dtype) for name, shape in self.shapes.items()}
             expected = {name: expected.get(name, zero) for name, zero in zeros.items()}
         elif kind in ("loss", "evaluation"):
             # Nothing of a sum that lacks a part.
             ranks = [{"": self._added([part[""] for part in ranks])}] if all(ranks) else []
-        elif kind == "start" and self.workload.case == "start":
+        elif kind == "start" and self.program.start:
             others = [expected]
+        elif kind == "buffer":
+            expected, ranks = self._comparable_buffers(expected, others[0], ranks)
         whole, unknown = assemble(ranks, {name: value.shape for name, value in expected.items()}, self.groups)
         for record, tensors in zip(self.records, whole, strict=False):
-            if kind == "gradient":
-                record.gradients.append(tensors)
-            elif kind in ("start", "weight"):
-                record.weights[step] = tensors
+            record.moments[kind, step] = tensors
         if kind in ("start", "weight"):
             # Shapes of slices are known from the first moment on.
             self.unknown |= unknown
@@ -254,20 +209,20 @@ class ComparedCase:
                 if is_compared and (name in tensors or name in required):
                     self._compare(kind, step, name, rank, tensors.get(name), value, rounding)
 
-    def _buffers(self) -> None:
-        others_of = [record.buffers for record in self.reference.others]
-        steps = self.program.steps
-        # Else statistics are those of the sequences that a rank has seen.
-        for name, value in self.reference.record.buffers.items() if self.reference.is_whole else ():
-            others = [buffers[name] for buffers in others_of]
-            # What depends on how a batch is cut is each rank's own.
-            if not torch.equal(torch.nan_to_num(value), torch.nan_to_num(others[0])) and steps:
-                continue
-            rounding = self._rounding(value, others) if value.is_floating_point() else 0.0
-            for rank, record in enumerate(self.records):
-                buffer = record.buffers.get(name)
-                if buffer is not None and buffer.shape == value.shape:
-                    self._compare("buffer", steps, name, rank, buffer, value, rounding)
+    def _comparable_buffers(
+        self, expected: _Tensors, other: _Tensors, ranks: list[_Tensors]
+    ) -> tuple[_Tensors, list[_Tensors]]:
+        """Leave out buffers that depend on how a batch is cut, which are each rank's, and slices of buffers."""
+        alike = {
+            name: value
+            for name, value in expected.items()
+            # Else statistics are those of the sequences that a rank has seen.
+            if self.reference.is_whole and torch.equal(torch.nan_to_num(value), torch.nan_to_num(other[name]))
+        }
+        shapes = {name: value.shape for name, value in alike.items()}
+        return alike, [
+            {name: buffer for name, buffer in rank.items() if buffer.shape == shapes.get(name)} for rank in ranks
+        ]
 
     def _added(self, numbers: Sequence[Tensor]) -> Tensor:
         """The loss of the batch from those of ranks, each weighted by its sequences."""
@@ -280,6 +235,8 @@ class ComparedCase:
 
     def _rounding(self, value: Tensor, others: Sequence[Tensor], scale: float = 0.0, power: int = 1) -> float:
         """The norm of a difference that rounding explains, of one of a group of tensors whose norm is ``scale``."""
+        if not value.is_floating_point():
+            return 0.0
         repeated = max((norm(other - value) for other in others), default=0.0)
         size = max(norm(value), scale / math.sqrt(max(len(self.shapes), 1)))
         return self.rounding.allowed(size, repeated, power)

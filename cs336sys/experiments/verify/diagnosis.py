@@ -60,7 +60,7 @@ def _attribute_to_case(case: ComparedCase, diagnosis: Diagnosis) -> Diagnosis:
     if diagnosis.cause != cause:
         return replace(diagnosis, cause=cause, meaning=f"{diagnosis.meaning}; it is right {when}")
     names = {finding.name for finding in case.findings if finding.kind == "gradient"}
-    if names == {build_subject(case.workload, case.program, torch.device("cpu"), case.reference.dtype).tied}:
+    if names == {build_subject(case.workload, case.program, torch.device("cpu"), case.training.dtype).tied}:
         meaning = f"only the weight that several layers share is off: {diagnosis.meaning}"
         return replace(diagnosis, cause="tied", meaning=meaning)
     return diagnosis
@@ -76,9 +76,9 @@ def _race(case: ComparedCase) -> Diagnosis | None:
         return case.conclude("race", meaning, sent)
     allowed = max(case.findings[0].allowed, 1e-12)
     for report, rerun in zip(case.reports, case.watched if math.isfinite(allowed) else (), strict=False):
-        for step, gradients in enumerate(zip(report.record.gradients, rerun.record.gradients, strict=False), 1):
-            for name, value in gradients[0].items():
-                other = gradients[1].get(name, value)
+        for (kind, step), tensors in report.record.moments.items():
+            for name, value in tensors.items() if kind == "gradient" else ():
+                other = rerun.record.at(kind, step).get(name, value)
                 if other.shape == value.shape and norm(other - value) > allowed * max(norm(value), 1e-300):
                     return case.conclude("race", f"the gradient of {name} in step {step} changes from run to run", sent)
     return None
@@ -106,7 +106,7 @@ def _holds_twice(values: Tensor) -> bool:
 
 def _diagnose_loss(case: ComparedCase, first: Finding) -> Diagnosis:
     if first.step > 1:
-        if not all(record.weights.get(first.step - 1) for record in case.records):
+        if not all(record.at("weight", first.step - 1) for record in case.records):
             meaning = f"the loss of step {first.step} is the first that is off; the weights before it are not compared"
             return case.conclude("forward", meaning)
         meaning = f"step {first.step} computes with other weights than the last step left: they are gathered too early"
@@ -119,9 +119,6 @@ def _diagnose_loss(case: ComparedCase, first: Finding) -> Diagnosis:
     if case.program.uneven:
         return case.conclude("uneven", "the loss counts ranks alike that have different numbers of sequences")
     return case.conclude("forward", "the loss is not that of one process, with the same weights and sequences")
-
-
-_PART_OF_SUM = "is a part of the sum on each rank: its all-reduce over ranks is missing"
 
 
 def _first_output_off(case: ComparedCase) -> tuple[str, str, float | None] | None:
@@ -154,11 +151,12 @@ def _first_output_off(case: ComparedCase) -> tuple[str, str, float | None] | Non
         if (ratio := proportion(output, wanted)) is not None:
             return "partial sum", f"{name} is {ratio:.3g} times what it should be", ratio
         return "forward", f"{name} is the first that is off", None
-    return ("partial sum", f"{partial} {_PART_OF_SUM}", None) if partial else None
+    meaning = f"{partial} is a part of the sum on each rank: its all-reduce over ranks is missing"
+    return ("partial sum", meaning, None) if partial else None
 
 
 def _diagnose_norm(case: ComparedCase, first: Finding) -> Diagnosis:
-    norms = [report.record.norms[first.step - 1] for report in case.reports]
+    norms = [report.record.at("norm", first.step)[""].item() for report in case.reports]
     expected = first.expected.item()
     if len(set(norms)) > 1:
         fits = (
@@ -175,7 +173,7 @@ def _diagnose_norm(case: ComparedCase, first: Finding) -> Diagnosis:
 def _diagnose_weight(case: ComparedCase, first: Finding) -> Diagnosis:
     program, step, ranks = case.program, first.step, len(case.reports)
     findings = [finding for finding in case.findings if finding.kind == "weight" and finding.step == step]
-    start, sent = case.reference.record.weights[0][first.name], case.launches(("optimizer",))
+    start, sent = case.reference.record.at("start", 0)[first.name], case.launches(("optimizer",))
     off_on = sorted({finding.rank for finding in findings if finding.name == first.name})
     ranks_off = sorted({finding.rank for finding in findings})
     names = ", ".join(list(dict.fromkeys(finding.name for finding in findings))[:3])
@@ -202,8 +200,7 @@ def _diagnose_weight(case: ComparedCase, first: Finding) -> Diagnosis:
         return case.conclude("scaling", meaning)
     if (schedule := _schedule(case, step)) is not None:
         return schedule
-    weights = case.reference.record.weights
-    before = weights.get(step - 1, weights[0])[first.name]
+    before = _weight_before(case, first)
     ratio = proportion(first.actual - before, first.expected - before)
     if program.clip:
         return case.conclude("clipping", "gradients are not clipped by the norm that was found", ratio=ratio)
@@ -212,26 +209,30 @@ def _diagnose_weight(case: ComparedCase, first: Finding) -> Diagnosis:
     if len(ranks_off) < ranks:
         who = ", ".join(map(str, ranks_off))
         return case.conclude("not sent", f"only rank {who} has wrong weights, {clause}: {names}", sent)
-    leaves_gradients = any(report.record.gradients and report.record.gradients[0] for report in case.reports)
+    leaves_gradients = any(report.record.at("gradient", 1) for report in case.reports)
     if case.watched and not leaves_gradients and not case.launches(GRADIENT_PHASES):
         return case.conclude("not synchronized", "no collective follows the backward pass")
     how = f"the step is {ratio:.4g} times too long" if ratio is not None else "the step is another"
     return case.conclude("optimizer", f"{how}, {clause}: {names}", sent, ratio)
 
 
+def _weight_before(case: ComparedCase, first: Finding) -> Tensor:
+    record = case.reference.record
+    return (record.weights_after(first.step - 1) or record.at("start", 0))[first.name]
+
+
 def _are_late(case: ComparedCase, first: Finding) -> bool:
     """Return whether a rank's weights after the next step are those that one process has now."""
-    weights, later = case.reference.record.weights, case.records[first.rank].weights.get(first.step + 1, {})
-    moved = first.expected - weights.get(first.step - 1, weights[0])[first.name]
+    later, moved = case.records[first.rank].at("weight", first.step + 1), first.expected - _weight_before(case, first)
     return first.name in later and norm(later[first.name] - first.expected) <= case.explained * norm(moved)
 
 
 def _schedule(case: ComparedCase, steps: int) -> Diagnosis | None:
     """Diagnose learning rates that are not those of one process, after any of the first ``steps``."""
-    for step, expected in enumerate(case.reference.record.rates[:steps], 1):
+    for step, expected in case.reference.record.rates.items():
         for rank, report in enumerate(case.reports):
-            rates = report.record.rates[step - 1] if step <= len(report.record.rates) else ()
-            if rates and expected and not is_near(max(rates), max(expected)):
+            rates = report.record.rates.get(step)
+            if step <= steps and rates and expected and not is_near(max(rates), max(expected)):
                 meaning = (
                     f"after step {step} the learning rate is {max(rates):.4g} on rank {rank}, and {max(expected):.4g} "
                     "in one process: the schedule counts other steps, as where it steps once a rank"
@@ -290,30 +291,19 @@ def diagnose_lost_ranks(reason: str, is_hang: bool, reports: Sequence[RankReport
 
 def diagnose_masks(workload: VerifiedWorkload, reports: Sequence[RankReport]) -> Diagnosis | None:
     """Say which ranks' dropout masks should be alike, or should not be."""
-    by_data: dict[int, list[Tensor]] = {}
-    for rank, report in enumerate(reports):
-        assert report.masks is not None
-        by_data.setdefault(workload.data_place(rank), []).append(report.masks)
-    reason = ""
-    if any(torch.equal(first, other) for (first, *_), (other, *_) in itertools.combinations(by_data.values(), 2)):
-        reason = "every rank drops the same elements of its own sequences: seed each rank by its number"
+    masks = [
+        (workload.data_place(rank), report.masks) for rank, report in enumerate(reports) if report.masks is not None
+    ]
+    pairs = list(itertools.combinations(masks, 2))
     if any(
-        mask.shape == first.shape and not torch.equal(mask, first) for first, *rest in by_data.values() for mask in rest
+        place == other_place and mask.shape == other.shape and not torch.equal(mask, other)
+        for (place, mask), (other_place, other) in pairs
     ):
-        reason = "ranks that share sequences drop different elements of them: seed them alike"
-    return Diagnosis("dropout", reason) if reason else None
-
-
-def diagnose_order(condition: str, reports: Sequence[RankReport]) -> Diagnosis | None:
-    """Say whether ranks launch different collectives where one of them alone meets a ``condition``."""
-    difference = first_disagreement(
-        [[launch for launch in report.launches if launch.phase != "wrap"] for report in reports]
-    )
-    if difference is None:
-        return None
-    meaning, launch = difference
-    meaning = f"with {condition}, {meaning}; all must launch the same, even where nothing hangs"
-    return Diagnosis("order", meaning, None, launch.description, launch.line)
+        return Diagnosis("dropout", "ranks that share sequences drop different elements of them: seed them alike")
+    if any(place != other_place and torch.equal(mask, other) for (place, mask), (other_place, other) in pairs):
+        meaning = "every rank drops the same elements of its own sequences: seed each rank by its number"
+        return Diagnosis("dropout", meaning)
+    return None
 
 
 def merged_spec(reports: Sequence[RankReport]) -> OptimizerSpec | None:
@@ -325,15 +315,24 @@ def merged_spec(reports: Sequence[RankReport]) -> OptimizerSpec | None:
 
 def diagnose_groups(
     reports: Sequence[RankReport], in_one_process: RankReport, shapes: Mapping[str, torch.Size]
-) -> Diagnosis | None:
+) -> tuple[Diagnosis | None, list[str]]:
     """Say which parameter has other settings of the optimizer than the same wrap gives it on one rank.
 
     Args:
         shapes: of the model's parameters.
+
+    Returns:
+        the diagnosis, and what could not be compared.
     """
     spec, expected = merged_spec(reports), in_one_process.optimizer
     assert spec is not None
     seen = {name: shape for report in reports for name, shape in report.optimizer_shapes.items()}
+    sliced = [name for name, shape in seen.items() if len(shape) < len(shapes[name])]
+    not_compared = [
+        f"whether groups are chosen by shapes: the optimizer sees slices, {name} with {len(seen[name])} dimension(s) "
+        f"instead of {len(shapes[name])}"
+        for name in sliced[:1]
+    ]
     for name, (_, settings) in spec.settings.items():
         right = {} if expected is None else expected.settings.get(name, (None, {}))[1]
         for key, value in settings.items():
@@ -342,12 +341,12 @@ def diagnose_groups(
                     f"{name} has {key} {value} on ranks and {right[key]} in one process: the optimizer sees "
                     f"{_shape(seen.get(name))} where the model has {_shape(shapes[name])}"
                 )
-                return Diagnosis("groups", meaning)
-    flattened = [name for name, shape in seen.items() if len(shape) < 2 <= len(shapes[name])]
+                return Diagnosis("groups", meaning), not_compared
+    flattened = [name for name in sliced if len(seen[name]) < 2]
     used = [settings for _, settings in spec.settings.values()]
     unused = [settings for settings in reports[0].empty_groups if settings not in used]
     if not flattened or not unused or any(report.empty_groups != reports[0].empty_groups for report in reports):
-        return None
+        return None, not_compared
     name = flattened[0]
     group = ", ".join(f"{key} {value}" for key, value in unused[0].items() if spec.settings[name][1].get(key) != value)
     meaning = (
@@ -355,7 +354,7 @@ def diagnose_groups(
         f"flattened slices: {name} of {_shape(shapes[name])} as {_shape(seen[name])}; group parameters before they are "
         "cut"
     )
-    return Diagnosis("groups", meaning)
+    return Diagnosis("groups", meaning), not_compared
 
 
 def _shape(shape: torch.Size | None) -> str:

@@ -1,18 +1,12 @@
 """Explain a wrong gradient as a combination of those that micro-batches have by themselves."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from cs336sys.experiments.verify.comparison import (
-    EXPLAINED,
-    GRADIENT_PHASES,
-    ComparedCase,
-    Diagnosis,
-    Finding,
-)
+from cs336sys.experiments.verify.comparison import EXPLAINED, GRADIENT_PHASES, ComparedCase, Diagnosis, Finding
 from cs336sys.parity.weights import norm
 
 # Relatively so near, coefficients are equal.
@@ -34,20 +28,21 @@ def is_near(value: float, other: float) -> bool:
 
 def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
     """Explain the first gradient that is off."""
-    step = first.step - 1
+    step = first.step
     early = [launch for launch in case.launches(("backward",)) if launch.incomplete]
     if early:
         meaning = f"the gradient of {early[0].incomplete[0]} was sent before the backward pass had completed it"
         return case.conclude("too early", meaning, early[:1])
     if first.is_missing:
-        every = all(first.name not in record.gradients[step] for record in case.records if record.gradients)
+        every = all(first.name not in record.at("gradient", step) for record in case.records)
         who = "on every rank" if every else f"on rank {first.rank}"
         return case.conclude("left out", f"{first.name} has no gradient {who}: the wrap leaves it out")
-    findings = [finding for finding in case.findings if finding.kind == "gradient" and finding.step == first.step]
+    findings = [finding for finding in case.findings if finding.kind == "gradient" and finding.step == step]
     diagnosis = diagnose_combination(case, step, findings)
     if diagnosis is not None:
         return diagnosis
-    for name, gradient in case.reference.record.gradients[step].items():
+    expected_gradients = case.reference.record.at("gradient", step)
+    for name, gradient in expected_gradients.items():
         is_alike = name != first.name and gradient.shape == first.expected.shape
         if is_alike and proportion(first.actual, gradient) is not None:
             return case.conclude("mixed up", f"{first.name} has the gradient of {name}")
@@ -61,7 +56,7 @@ def diagnose_gradient(case: ComparedCase, first: Finding) -> Diagnosis:
         if diagnosis is not None:
             meaning = f"{finding.name}, the first in the backward pass: {diagnosis.meaning}"
             return diagnosis if finding is first else replace(diagnosis, meaning=meaning)
-    correct = [name for name in case.reference.record.gradients[step] if name not in names]
+    correct = [name for name in expected_gradients if name not in names]
     near = f"; those of {', '.join(correct[-2:])} are right" if correct else ""
     meaning = f"{len(names)} gradients are off, the last one in the model that of {names[-1]}{near}"
     return case.conclude("partial sum" if shares_layers else "forward", meaning)
@@ -87,7 +82,7 @@ def diagnose_ratio(case: ComparedCase, ratio: float) -> Diagnosis:
 
 def _added_up(case: ComparedCase, first: Finding) -> Diagnosis | None:
     """Ranks that share layers and each have a part of a gradient's sum."""
-    parts = [record.gradients[first.step - 1].get(first.name) for record in case.records]
+    parts = [record.at("gradient", first.step).get(first.name) for record in case.records]
     present = [part for part in parts if part is not None and part.shape == first.expected.shape]
     ratio = proportion(torch.stack(present).sum(0), first.expected) if len(present) == len(parts) else None
     if ratio is None:
@@ -97,72 +92,57 @@ def _added_up(case: ComparedCase, first: Finding) -> Diagnosis | None:
     return case.conclude("partial sum", meaning)
 
 
-@dataclass(frozen=True)
-class _Mixture:
-    """A gradient as a combination of what it could be made of.
-
-    Attributes:
-        counts: how often each micro-batch is in it, by data rank and micro-batch; 1 is right. Those without such a
-            gradient are left out.
-        before: of the gradient of the step before.
-    """
-
-    counts: Mapping[tuple[int, int], float]
-    before: float
+# A gradient as a combination of what it could be made of: how often each micro-batch is in it, by data rank and
+# micro-batch, and the gradient of the step before. Those without such a gradient are left out.
+_Counts = Mapping[tuple[int, int], float]
+_BEFORE = (-1, -1)
 
 
 def diagnose_combination(case: ComparedCase, step: int, findings: Sequence[Finding]) -> Diagnosis | None:
     """Explain gradients as combinations of those that each rank's micro-batches have by themselves."""
-    weights = case.reference.record.weights
-    if case.workload.dimensions.get("data", 1) == 1 or case.program.clip or step not in weights:
+    weights = case.reference.record.weights_after(step - 1)
+    if case.workload.dimensions.get("data", 1) == 1 or case.program.clip or not weights:
         return None
-    parts = case.process.gradients_of_shares(case.program, step, weights[step])
+    parts = case.training.gradients_of_shares(case.program, step, weights)
+    parts[_BEFORE] = case.reference.record.at("gradient", step - 1)
     name = findings[0].name
+    columns = {key: gradients[name].flatten().double() for key, gradients in parts.items() if name in gradients}
     mixtures = {
-        finding.rank: _mixture(case, parts, finding, step)
+        finding.rank: _mixture(columns, finding.actual.flatten().double(), case.explained)
         for finding in findings
         if finding.name == name and not finding.is_missing
     }
-    explained = {rank: mixture for rank, mixture in mixtures.items() if mixture is not None and mixture.counts}
+    explained = {rank: counts for rank, counts in mixtures.items() if counts is not None and counts.keys() > {_BEFORE}}
     return diagnose_mixtures(case, name, explained) if explained and len(explained) == len(mixtures) else None
 
 
-def _mixture(
-    case: ComparedCase, parts: Mapping[tuple[int, int], Mapping[str, Tensor]], finding: Finding, step: int
-) -> _Mixture | None:
-    keys = [key for key in parts if finding.name in parts[key]]
-    columns = [parts[key][finding.name] for key in keys]
-    gradients = case.reference.record.gradients
-    if step > 0 and finding.name in gradients[step - 1]:
-        columns.append(gradients[step - 1][finding.name])
-    wanted = finding.actual.flatten().double()
-    if not columns or len(wanted) < len(columns) or not torch.isfinite(wanted).all():
+def _mixture(columns: Mapping[tuple[int, int], Tensor], gradient: Tensor, tolerance: float) -> _Counts | None:
+    if not columns or len(gradient) < len(columns) or not torch.isfinite(gradient).all():
         return None
-    matrix = torch.stack([column.flatten().double() for column in columns], 1)
-    solution = torch.linalg.lstsq(matrix, wanted[:, None]).solution[:, 0]
-    if norm(matrix @ solution - wanted) > case.explained * max(norm(wanted), 1e-300):
+    matrix = torch.stack([*columns.values()], 1)
+    solution = torch.linalg.lstsq(matrix, gradient[:, None]).solution[:, 0]
+    if norm(matrix @ solution - gradient) > tolerance * max(norm(gradient), 1e-300):
         return None
-    coefficients = [*solution.tolist(), 0.0]
-    return _Mixture(dict(zip(keys, coefficients, strict=False)), coefficients[len(keys)])
+    return {_BEFORE: 0.0} | dict(zip(columns, solution.tolist(), strict=True))
 
 
-def diagnose_mixtures(case: ComparedCase, name: str, mixtures: Mapping[int, _Mixture]) -> Diagnosis | None:
+def diagnose_mixtures(case: ComparedCase, name: str, mixtures: Mapping[int, _Counts]) -> Diagnosis | None:
     data, micro = case.workload.data_ranks, case.program.micro
     rank, mixture = next(iter(mixtures.items()))
-    values = list(mixture.counts.values())
-    if abs(mixture.before) > EQUAL:
+    values = [count for key, count in mixture.items() if key != _BEFORE]
+    if abs(mixture[_BEFORE]) > EQUAL:
         is_alone = all(abs(count) < EQUAL for count in values)
         origin = "is that of the step before" if is_alone else "has that of the step before in it"
         meaning = f"the gradient of {name} {origin}: it was not set to zero, or is sent late"
         return case.conclude("stale gradient", meaning, ())
     if all(is_near(count, values[0]) for count in values):
         return None if is_near(values[0], 1) else diagnose_ratio(case, values[0])
-    counts = torch.tensor([[mixture.counts.get((row, column), 0.0) for column in range(micro)] for row in range(data)])
+    counts = torch.tensor([[mixture.get((row, column), 0.0) for column in range(micro)] for row in range(data)])
     used = (counts.abs() > EQUAL).any(1).nonzero().flatten().tolist()
     if micro > 1 and len({round(count, 3) for count in values}) > 1 and len(used) == data:
         return case.conclude("accumulation", _uneven_micro_batches(counts))
     if len(used) == 1 and len(mixtures) > 1:
-        senders = {max(each.counts, key=lambda key: abs(each.counts[key]))[0] for each in mixtures.values()}
+        senders = {max(sent, key=lambda key: abs(sent[key]))[0] for sent in mixtures.values()}
         if len(senders) > 1:
             return _not_synchronized(case, name)
         sender = {data - 1: "the last rank", 0: "the first rank"}.get(used[0], f"rank {used[0]}")
@@ -193,7 +173,7 @@ def _uneven_micro_batches(counts: Tensor) -> str:
 
 
 def _not_synchronized(case: ComparedCase, name: str) -> Diagnosis:
-    total = sum(value.numel() for value in case.reference.record.gradients[0].values()) * case.program.micro
+    total = sum(value.numel() for value in case.reference.record.at("gradient", 1).values()) * case.program.micro
     sent = case.launches(GRADIENT_PHASES, case.findings[0].step - 1)
     fitting = [launch for launch in sent if "gather" not in launch.name]
     elements = sum(launch.elements for launch in fitting)

@@ -17,17 +17,17 @@ from cs336sys.experiments.verify.diagnosis import (
     diagnose_groups,
     diagnose_lost_ranks,
     diagnose_masks,
-    diagnose_order,
     merged_spec,
 )
+from cs336sys.experiments.verify.program import Reference, Training
 from cs336sys.experiments.verify.rank import RankReport, RankSettings, is_sound, train_on_rank
 from cs336sys.experiments.verify.record import ADAMW_SETTINGS, group_of_one
-from cs336sys.experiments.verify.reference import OneProcess, Reference
 from cs336sys.experiments.verify.wraps import line_of_wrap
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.device import choose_device
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
+from cs336sys.parity.collectives import first_disagreement
 from cs336sys.processes import started_outside
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.sizes import ModelSize
@@ -99,14 +99,12 @@ def _least_precise(lower: Iterable[tuple[str, torch.dtype]]) -> torch.dtype:
     return max((dtype for _, dtype in lower), key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _ok(not_compared: str, notes: Sequence[str] = (), **derived: object) -> Outcome:
-    derived |= {"verdict": "ok", "not_compared": not_compared or None, "notes": list(notes)}
+def _ok(not_compared: str, notes: Sequence[str] = (), compared: ComparedCase | None = None) -> Outcome:
+    derived: dict[str, Any] = {"verdict": "ok", "not_compared": not_compared or None, "notes": list(notes)}
+    if compared is not None:
+        derived |= {"relative_difference": compared.largest, "farthest": compared.largest_of}
+        derived |= compared.training.columns()
     return Outcome("ok", derived=derived)
-
-
-def _ok_as_compared(compared: ComparedCase, notes: Sequence[str]) -> Outcome:
-    off = {"relative_difference": compared.largest, "farthest": compared.largest_of}
-    return _ok(", ".join(compared.not_compared), notes, **off, **compared.reference.columns())
 
 
 def _refused(reason: str, verdict: str = "refused") -> Outcome:
@@ -120,8 +118,8 @@ def _leaves_unused_gradients(compared: ComparedCase) -> bool:
     """
     if not any(finding.kind == "weight" for finding in compared.findings):
         return True
-    weights = [record.weights.get(1, {}) for record in compared.records]
-    gradients = [record.gradients[0] if record.gradients else {} for record in compared.records]
+    weights = [record.at("weight", 1) for record in compared.records]
+    gradients = [record.at("gradient", 1) for record in compared.records]
     return _are_alike(weights) and not _are_alike(gradients)
 
 
@@ -147,8 +145,8 @@ class _Case:
         # They start while this process trains.
         self.ranks()
         dtype = torch.float32 if self.plain in _float32_only else None
-        process = OneProcess.choose(workload, self.device, dtype)
-        self.process = process.clipping() if self.program.clip else process
+        training = Training.choose(workload, self.device, dtype)
+        self.training = training.clipping() if self.program.clip else training
 
     def outcome(self) -> Outcome:
         if self.workload.case == "late":
@@ -159,14 +157,13 @@ class _Case:
         if self.workload.case == "order":
             return self._order()
         outcome = self._outcome_of(self.program)
-        if outcome.derived.get("cause") == "raises" and self.process.dtype == torch.float64:
+        if outcome.derived.get("cause") == "raises" and self.training.dtype == torch.float64:
             # The wrap may be what computes in no float64.
-            _float32_only.add(self.plain)
-            single = _Case(self.workload, self.folder, self.progress)
-            again = single._outcome_of(self.program)
+            self.training = replace(self.training, dtype=torch.float32)
+            again = self._outcome_of(self.program)
             if again.derived.get("cause") != "raises":
+                _float32_only.add(self.plain)
                 return again
-            _float32_only.discard(self.plain)
         return outcome
 
     def _outcome_of(self, program: Program) -> Outcome:
@@ -182,7 +179,7 @@ class _Case:
             return self._groups(reports)
         self.progress(f"{self.workload.case}: one process")
         reference = self.reference(program, reports)
-        compared = ComparedCase(self.process, program, reference, reports)
+        compared = ComparedCase(self.training, program, reference, reports)
         has_gradients = any(finding.kind == "gradient" for finding in compared.findings)
         if reports[0].runs_steps and has_gradients and _leaves_unused_gradients(compared):
             compared.ignore_gradients()
@@ -191,15 +188,16 @@ class _Case:
                 reason = "its slices are of what each rank starts with: build all from one seed"
                 return _refused(reason, "does not apply")
             return self._wrong(compared)
-        seen = {name for record in compared.records for weights in record.weights.values() for name in weights}
-        missing = sorted(reference.record.weights[0].keys() - seen)
+        moments = [moment for record in compared.records for moment in record.moments.items()]
+        seen = {name for (kind, _), tensors in moments if kind in ("start", "weight") for name in tensors}
+        missing = sorted(reference.record.at("start", 0).keys() - seen)
         if missing and not set(missing) <= compared.unknown:
             unmatched = sorted({name for report in reports for name in report.unmatched})
             reason = f"the wrapped module has no parameter that is the model's {missing[0]}"
             return _refused("; ".join([reason, *(f"{name} is none of the model's" for name in unmatched[:1])]))
         if "weights" in compared.not_compared:
             return _refused(f"nothing of the weights could be compared: {', '.join(compared.not_compared)}")
-        return _ok_as_compared(compared, self._notes(reports, ()))
+        return _ok(", ".join(compared.not_compared), self._notes(reports, ()), compared)
 
     @property
     def backend(self) -> str | None:
@@ -213,18 +211,19 @@ class _Case:
 
     def run(self, program: Program, *, watch: bool = False, timeout_s: float | None = None) -> list[RankReport] | Lost:
         """Run the program on ranks, which are started where there are none."""
-        process = self.process
-        settings = RankSettings(process.dtype, process.learning_rate, process.max_norm, watch, self.folder)
+        settings = RankSettings(watch, self.folder)
+        # Ranks have the wrap's optimizer.
+        training = replace(self.training, optimizer=None)
         try:
             ranks = self.ranks(timeout_s)
-            reports = ranks.run(train_on_rank, self.workload, program, settings)
-            if any(report.failure for report in reports) and not self._is_sound(ranks, reports):
+            reports = ranks.run(train_on_rank, training, program, settings)
+            failed = [report for report in reports if report.failure]
+            if failed and not self._is_sound(ranks, reports):
                 launch.end_kept()
-                failed = [report for report in reports if report.failure]
-                if any(report.is_timeout for report in reports) and all(report.is_timeout for report in failed):
+                if all(report.is_timeout for report in failed):
                     return Lost("the ranks wait for each other", tuple(reports))
-            if program.resume == "ranks" and not any(report.failure for report in reports):
-                reports = self._loaded_by_others(program, settings)
+            if program.resume == "ranks" and not failed:
+                reports = self._loaded_by_others(training, program, settings)
         except (RankError, LostProcessError) as error:
             launch.end_kept()
             first_line = str(error).splitlines()[0]
@@ -237,7 +236,7 @@ class _Case:
             return not is_lost and all(ranks.run(is_sound, self.workload.world_size))
         return False
 
-    def _loaded_by_others(self, program: Program, settings: RankSettings) -> list[RankReport]:
+    def _loaded_by_others(self, training: Training, program: Program, settings: RankSettings) -> list[RankReport]:
         workload = self.workload
         if started_outside() is not None:
             raise CapabilityError("ranks that torchrun started cannot be joined by others: run verify by itself")
@@ -246,16 +245,17 @@ class _Case:
         others = max(1, workload.world_size // 2)
         smaller = replace(workload, world_size=others, mesh=next(iter(workload.dimensions)))
         with launch.start(others, backend=self.backend, timeout_s=workload.timeout_s) as ranks:
-            loaded = ranks.run(train_on_rank, smaller, program, replace(settings, saved_ranks=workload.world_size))
+            settings = replace(settings, saved_ranks=workload.world_size)
+            loaded = ranks.run(train_on_rank, replace(training, workload=smaller), program, settings)
         self.workload = smaller
         return loaded
 
     def reference(self, program: Program, reports: Sequence[RankReport]) -> Reference:
         # Ranks that loaded what others saved may be fewer than at first.
         optimizer = merged_spec(reports)
-        self.process = replace(self.process, workload=self.workload, optimizer=optimizer)
+        self.training = replace(self.training, workload=self.workload, optimizer=optimizer)
         try:
-            return self.process.reference(program)
+            return self.training.reference(program)
         except (CapabilityError, UserCodeError):
             raise
         except Exception as error:
@@ -282,7 +282,7 @@ class _Case:
         """Say what ranks do in ``lower`` precision, and what a wrap's own steps are compared with."""
         notes, wrap = [], self.workload.wrap
         if reports[0].hides_optimizer:
-            settings = {"lr": self.process.learning_rate, **ADAMW_SETTINGS}
+            settings = {"lr": self.training.learning_rate, **ADAMW_SETTINGS}
             described = ", ".join(f"{name} {value:g}" for name, value in settings.items())
             notes.append(
                 f"{wrap}: its optimizer cannot be built in one process, so its steps are compared with those of AdamW "
@@ -312,8 +312,12 @@ class _Case:
                 reason, reports = failures[0], []
             if not any(report.launches for report in reports):
                 not_compared.append(f"{condition}: {reason or 'no collective was seen'}")
-            elif (diagnosis := diagnose_order(condition, reports)) is not None:
-                return self._agreed(diagnosis)
+                continue
+            launches = [[launch for launch in report.launches if launch.phase != "wrap"] for report in reports]
+            if (difference := first_disagreement(launches)) is not None:
+                meaning, last = difference
+                meaning = f"with {condition}, {meaning}; all must launch the same, even where nothing hangs"
+                return self._agreed(Diagnosis("order", meaning, None, last.description, last.line))
         if len(not_compared) == len(CONDITIONS):
             return _refused("; ".join(not_compared))
         return self._agreed(None, not_compared)
@@ -324,21 +328,13 @@ class _Case:
         if started_outside() is not None:
             return _refused("ranks that torchrun started cannot be joined by one alone: run verify by itself")
         alone = replace(self.workload, world_size=1, mesh=next(iter(self.workload.dimensions)))
-        settings = RankSettings(self.process.dtype, self.process.learning_rate)
-        in_one_process = train_on_rank(alone, self.program, settings)
-        not_compared = []
-        if in_one_process.failure:
-            not_compared.append(f"the groups of one process, in which the wrap fails: {in_one_process.failure}")
-        model = build_subject(self.workload, self.program, torch.device("cpu"), self.process.dtype).model
+        in_one_process = train_on_rank(replace(self.training, workload=alone), self.program, RankSettings())
+        model = build_subject(self.workload, self.program, torch.device("cpu"), self.training.dtype).model
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        for name, shape in (pair for report in reports for pair in report.optimizer_shapes.items()):
-            if len(shape) < len(shapes[name]):
-                not_compared.append(
-                    f"whether groups are chosen by shapes: the optimizer sees slices, {name} with {len(shape)} "
-                    f"dimension(s) instead of {len(shapes[name])}"
-                )
-                break
-        return self._agreed(diagnose_groups(reports, in_one_process, shapes), not_compared)
+        diagnosis, not_compared = diagnose_groups(reports, in_one_process, shapes)
+        if in_one_process.failure:
+            not_compared.insert(0, f"the groups of one process, in which the wrap fails: {in_one_process.failure}")
+        return self._agreed(diagnosis, not_compared)
 
     def _wrong(self, compared: ComparedCase) -> Outcome:
         program, reference, reports = compared.program, compared.reference, compared.reports
@@ -354,10 +350,10 @@ class _Case:
         watched = [] if isinstance(again, Lost) else again
         lower = {pair for report in (*reports, *watched) for pair in report.dtypes}
         if lower and reference.half is None:
-            reference = self.process.in_half_precision(reference, program, _least_precise(lower))
-            compared = ComparedCase(self.process, program, reference, reports)
+            reference = self.training.in_half_precision(reference, program, _least_precise(lower))
+            compared = ComparedCase(self.training, program, reference, reports)
             if not compared.findings:
-                return _ok_as_compared(compared, self._notes(reports, lower))
+                return _ok(", ".join(compared.not_compared), self._notes(reports, lower), compared)
         compared.watched, compared.is_new = [] if is_loaded_by_others else watched, plain_diagnosis is None
         diagnosis = diagnose_case(compared, plain_diagnosis)
         notes = self._notes(reports, lower)
@@ -390,6 +386,6 @@ def _diagnosed(diagnosis: Diagnosis, case: ComparedCase | None = None, notes: Se
             "farthest": f"{first.kind} {first.name}".strip(),
             "at_step": first.step,
             "off": len({(finding.kind, finding.name) for finding in case.findings}),
-            **case.reference.columns(),
+            **case.training.columns(),
         }
     return Outcome("wrong", derived=derived, reason=reason)

@@ -1,19 +1,36 @@
-"""The steps of a program: the same code on a rank and in one process, which differ in a few methods."""
+"""The steps of a program in one process, which ranks override in part, and how far rounding alone takes them."""
 
 import contextlib
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 
+from cs336sys.errors import UserCodeError
 from cs336sys.experiments import user_models
-from cs336sys.experiments.verify.cases import OVERFLOWN_STEP, Program, Share, Subject, batch_of, loss_of, shares_of
-from cs336sys.experiments.verify.record import Record, clone, cloned_gradients
+from cs336sys.experiments.verify.cases import (
+    OVERFLOWN_STEP,
+    PROGRAMS,
+    Program,
+    Share,
+    Subject,
+    batch_of,
+    build_subject,
+    loss_of,
+    shares_of,
+)
+from cs336sys.experiments.verify.record import OptimizerSpec, Record, captured_outputs, clone, default_optimizer
 from cs336sys.experiments.verify.wraps import Wrapped
 from cs336sys.parity.collectives import OBSERVED, CollectiveWatcher
+from cs336sys.parity.rounding import LEARNING_RATES, MEAN_LOSS, stay_near
 from cs336sys.workload.verification import VerifiedWorkload
 
 # So many elements, over all steps, are compared after every step; of more, after the first and the last.
@@ -26,18 +43,16 @@ _EVALUATION_STEP = 900
 class ProgramRun:
     """A program run in one process; a rank overrides what it does otherwise.
 
-    Args:
-        record: is filled as the program goes on.
-
     Attributes:
+        record: filled as the program goes on.
         data: which of the batch's shares are its; None: all.
         step_shares: the shares that a step trains on.
         loss_factor: what the loss of a share is multiplied by, besides its weight.
-        max_norm: of gradients, where the program clips.
         named, buffers: parameters and buffers by their names in the model; ``shapes`` of the model's parameters.
         inner: the optimizer that updates parameters, where ``optimizer`` wraps it.
         outputs: keeps the outputs of modules in the first forward pass.
         keeps: whether tensors are recorded, not losses alone.
+        copies_dtype: of copies of weights and inputs that the model is called with; None calls it as it is.
     """
 
     subject: Subject
@@ -48,21 +63,34 @@ class ProgramRun:
     names: Mapping[int, str]
     shapes: Mapping[str, torch.Size]
 
-    def __init__(
-        self, workload: VerifiedWorkload, program: Program, device: torch.device, dtype: torch.dtype, record: Record
-    ):
-        self.workload, self.program, self.device, self.dtype, self.record = workload, program, device, dtype, record
+    def __init__(self, training: "Training", program: Program):
+        self.training, self.program, self.record = training, program, Record()
+        self.workload, self.device, self.dtype = training.workload, training.device, training.dtype
         self.data: int | None = None
         self.step_shares: Sequence[Share] = ()
         self.loss_factor = 1.0
-        self.max_norm: float | None = None
         self.outputs: AbstractContextManager[Any] | None = None
         self.watcher = CollectiveWatcher(None, is_late=False)
         self.keeps = True
+        self.copies_dtype: torch.dtype | None = None
 
     @property
     def inner(self) -> Any:
         return self.optimizer
+
+    def prepare(self) -> None:
+        """Build the model and the optimizer, and record the weights."""
+        self.subject = build_subject(self.workload, self.program, self.device, self.dtype)
+        model = self.subject.model
+        self.wrapped = Wrapped(None, model)
+        self.named, self.buffers = dict(model.named_parameters()), dict(model.named_buffers())
+        self.names = {id(parameter): name for name, parameter in self.named.items()}
+        self.shapes = {name: parameter.shape for name, parameter in self.named.items()}
+        if self.training.optimizer is None:
+            self.optimizer = default_optimizer(model.parameters(), self.training.learning_rate)
+        else:
+            self.optimizer = self.training.optimizer.build(self.named)
+        self.record.moments["start", 0] = self.weights()
 
     def shares(self, micro: int) -> list[Share]:
         shares = shares_of(self.workload, self.program, micro)
@@ -77,17 +105,21 @@ class ProgramRun:
             self.watcher.step = step
             self.one_step(step)
             groups = getattr(self.inner, "param_groups", ())
-            record.rates.append(tuple(float(group["lr"]) for group in groups if group["params"] and "lr" in group))
+            record.rates[step + 1] = tuple(float(group["lr"]) for group in groups if group["params"] and "lr" in group)
             if program.evaluate and step < program.steps - 1:
                 self.watcher.phase = "evaluation"
-                record.evaluations.append(self.evaluate())
+                record.add_number("evaluation", step + 1, self.evaluate())
             if self.keeps and step + 1 in compared:
-                record.weights[step + 1] = self.weights()
-                record.states[step + 1] = self.states()
+                record.moments["weight", step + 1] = self.weights()
+                record.moments["state", step + 1] = self.states()
             if self.ends_after(step):
                 return
         if not program.start:
-            record.buffers = {name: clone(buffer) for name, buffer in self.buffers.items()}
+            self.record_buffers()
+
+    def record_buffers(self) -> None:
+        buffers = {name: clone(buffer) for name, buffer in self.buffers.items()}
+        self.record.moments["buffer", self.program.steps] = buffers
 
     def one_step(self, step: int) -> None:
         watcher, record = self.watcher, self.record
@@ -97,30 +129,44 @@ class ProgramRun:
         for number, share in enumerate(self.step_shares):
             with self.around_share(number):
                 watcher.phase = "forward"
+                self.choose_layers(share)
                 inputs, targets = self.part_of(share, batch)
                 outputs = self.outputs if step == 0 and number == 0 else None
-                with self.unused_turned_off(share):
-                    with outputs or contextlib.nullcontext():
-                        loss = self.loss(inputs, targets)
-                    total += loss.item() * share.weight
-                    watcher.phase = "backward"
-                    self.backward(loss * (share.weight * self.loss_factor), step)
+                with outputs or contextlib.nullcontext():
+                    loss = self.loss(inputs, targets)
+                total += loss.item() * share.weight
+                watcher.phase = "backward"
+                self.backward(loss * (share.weight * self.loss_factor), step)
         watcher.phase = "finish"
         self.finish()
-        record.losses.append(total)
-        record.gradients.append(self.gradients() if self.keeps else {})
+        self.record_step(step, total)
         watcher.phase = "clip"
         if self.program.clip:
-            record.norms.append(self.clip())
+            record.add_number("norm", step + 1, self.clip())
         watcher.phase = "optimizer"
         self.update(step)
 
-    def unused_turned_off(self, share: Share) -> AbstractContextManager[None]:
-        """Within this, a layer is unused if the program and the share say so."""
-        return self.subject.turned_off(self.program.unused and share.data == self.workload.data_ranks - 1)
+    def choose_layers(self, share: Share) -> None:
+        """Turn a layer off, or on, as the program says of the share."""
+        self.subject.is_off = self.program.unused and share.data == self.workload.data_ranks - 1
+
+    def record_step(self, step: int, loss: float) -> None:
+        self.record.add_number("loss", step + 1, loss)
+        self.record.moments["gradient", step + 1] = self.gradients() if self.keeps else {}
 
     def call(self, inputs: Any) -> Any:
-        return user_models.call_model(self.wrapped.module, inputs)
+        if (dtype := self.copies_dtype) is None:
+            return user_models.call_model(self.wrapped.module, inputs)
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        # As fully sharded models in half precision.
+        model = self.wrapped.module
+        copies = tree_map_only(Tensor, cast, dict(model.named_parameters(remove_duplicate=False)))
+        inputs = tree_map_only(Tensor, cast, inputs)
+        arguments, named = ((), inputs) if isinstance(inputs, dict) else (inputs, None)
+        return functional_call(model, copies, arguments, named, tie_weights=False)
 
     def loss(self, inputs: Any, targets: Any) -> Tensor:
         output = self.call(inputs)
@@ -151,7 +197,7 @@ class ProgramRun:
         """Finish gradients after the backward passes of a step."""
 
     def clip(self) -> float:
-        bound = math.inf if self.max_norm is None else self.max_norm
+        bound = math.inf if self.training.max_norm is None else self.training.max_norm
         return torch.nn.utils.clip_grad_norm_(self.named.values(), bound).item()
 
     def update(self, step: int) -> None:
@@ -176,17 +222,180 @@ class ProgramRun:
 
     def gradients(self) -> dict[str, Tensor]:
         with self.observed():
-            return cloned_gradients(self.named)
+            return {name: clone(parameter.grad) for name, parameter in self.named.items() if parameter.grad is not None}
 
-    def states(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's state by the names of parameters, tensors alone."""
+    def states(self) -> dict[str, Tensor]:
+        """The optimizer's state by the names of parameters and its own, which order it; tensors alone."""
         with self.observed():
-            return {
-                self.names[id(parameter)]: {
-                    key: clone(torch.as_tensor(value))
-                    for key, value in state.items()
-                    if isinstance(value, Tensor) or (isinstance(value, int | float) and key == "step")
-                }
+            states = [
+                (key, self.names[id(parameter)], clone(torch.as_tensor(value)))
                 for parameter, state in self.inner.state.items()
                 if id(parameter) in self.names
-            }
+                for key, value in state.items()
+                if isinstance(value, Tensor) or (isinstance(value, int | float) and key == "step")
+            ]
+        return {f"{name} {key}": value for key, name, value in sorted(states, key=operator.itemgetter(0))}
+
+
+@dataclass
+class Reference:
+    """One process's training, and the same summed in other orders.
+
+    Attributes:
+        record: of the whole batch at once; of the ranks' shares where the loss of a batch is not their mean.
+        others: the same in other orders.
+        is_whole: whether ``record`` is of the whole batch at once.
+        half: the less precise dtype that ranks compute or send in, where they do.
+    """
+
+    record: Record
+    others: Sequence[Record]
+    is_whole: bool
+    half: torch.dtype | None = None
+
+
+# Dtype and learning rate of a workload on a device.
+_choices: dict[Any, tuple[torch.dtype, float]] = {}
+_references: dict[Any, Reference] = {}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a workload's programs train, on ranks and in one process.
+
+    Attributes:
+        learning_rate: of the default optimizer, where ``optimizer`` is None.
+        max_norm: of gradients, where a program clips.
+        optimizer: the wrap's, to be built in one process.
+    """
+
+    workload: VerifiedWorkload
+    device: torch.device
+    dtype: torch.dtype
+    learning_rate: float = 0.0
+    max_norm: float | None = None
+    optimizer: OptimizerSpec | None = None
+
+    def columns(self) -> dict[str, object]:
+        """Return how one process trains, as derived columns of a cell."""
+        return {"reference_dtype": str(self.dtype).removeprefix("torch."), "learning_rate": self.learning_rate}
+
+    @classmethod
+    def choose(cls, workload: VerifiedWorkload, device: torch.device, dtype: torch.dtype | None) -> "Training":
+        """Choose the dtype unless one is passed, and the largest learning rate with which losses do not run away.
+
+        The dtype is float64 where the model computes in it, else float32; twenty steps show whether losses stay.
+        """
+        key = (workload.training, device)
+        if key not in _choices:
+            process = cls(workload, device, torch.float64)
+            try:
+                process.train(Program(steps=1))
+            except UserCodeError:
+                raise
+            except (RuntimeError, TypeError, NotImplementedError):
+                process = replace(process, dtype=torch.float32)
+            for rate in LEARNING_RATES:
+                if stay_near(replace(process, learning_rate=rate).train(PROGRAMS["run"], keeps=False).numbers("loss")):
+                    break
+            _choices[key] = process.dtype, rate
+        chosen, rate = _choices[key]
+        return cls(workload, device, dtype or chosen, rate)
+
+    def clipping(self) -> "Training":
+        """Return the same with ``max_norm`` at half the norm of the first step's gradients."""
+        norms = replace(self, learning_rate=0.0).train(Program(steps=1, clip=True)).numbers("norm")
+        return replace(self, max_norm=0.5 * norms[0])
+
+    def train(
+        self,
+        program: Program,
+        shares: Sequence[Share] = (),
+        *,
+        outputs: bool = False,
+        keeps: bool = True,
+        half: torch.dtype | None = None,
+        casts_weights: bool = False,
+    ) -> Record:
+        """Train in this process, the shares of each batch one after another.
+
+        Args:
+            shares: of each batch; without any, the whole batch at once.
+            outputs: record those of modules in the first forward pass.
+            keeps: record tensors, not losses alone.
+            half: computes in this dtype: matrix products, or with ``casts_weights`` everything, with copies of the
+                weights.
+        """
+        run = ProgramRun(self, program)
+        run.step_shares = shares or self._whole_batch(program)
+        run.copies_dtype, run.keeps = half if casts_weights else None, keeps
+        casts = torch.autocast(self.device.type, half) if half and not casts_weights else contextlib.nullcontext()
+        with user_models.nothing_dropped(), casts:
+            run.prepare()
+            if outputs:
+                run.outputs = captured_outputs(run.subject.model, run.record.outputs)
+            run.train()
+        return run.record
+
+    def gradients_of_shares(
+        self, program: Program, step: int, weights: Mapping[str, Tensor]
+    ) -> dict[tuple[int, int], dict[str, Tensor]]:
+        """The part of a step's gradients that each micro-batch of each data rank adds to those of the whole batch.
+
+        Args:
+            step: from 1, and ``weights`` before it.
+        """
+        run, gradients = ProgramRun(replace(self, optimizer=None), program.trained_alone), {}
+        with user_models.nothing_dropped():
+            run.prepare()
+            for share in shares_of(self.workload, program, program.micro):
+                with torch.no_grad():
+                    for name, value in weights.items():
+                        run.named[name].copy_(value)
+                run.step_shares = [share]
+                run.one_step(step - 1)
+                gradients[share.data, share.micro] = run.record.at("gradient", step)
+        return gradients
+
+    def _whole_batch(self, program: Program) -> list[Share]:
+        size = self.workload.training.size.batch_size
+        return [Share(0, 0, 1.0, slice(0, size - 1 if program.uneven else size))]
+
+    def reference(self, program: Program) -> Reference:
+        """Train the program in several orders; kept for other cases of the same training."""
+        program, workload = program.trained_alone, self.workload
+        described = self.optimizer and (self.optimizer.optimizer_class, repr(self.optimizer.settings))
+        numbers = self.device, self.dtype, self.learning_rate, self.max_norm
+        # Cases and wraps differ in what ranks do alone.
+        key = (workload.training, workload.data_ranks, program, described, numbers)
+        if key in _references:
+            return _references[key]
+        if len(_references) > 8:
+            _references.clear()
+        by_rank, in_micros = shares_of(workload, program, 1), shares_of(workload, program, 2)
+        orders = [by_rank, in_micros, list(reversed(in_micros))]
+        # A layer that is unused on one rank alone cannot be trained on the whole batch at once.
+        whole = by_rank if program.unused else self._whole_batch(program)
+        records = [self.train(program, order, outputs=order in (whole, by_rank)) for order in (whole, *orders)]
+        first, of_shares = records[0].numbers("loss")[0], records[1].numbers("loss")[0]
+        if abs(first - of_shares) <= MEAN_LOSS[self.dtype] * abs(first):
+            reference = Reference(records[0], records[1:], True)
+        else:
+            # Sequences of a batch look at each other, as in batch norm: ranks see their own shares.
+            again = self.train(program, list(reversed(by_rank)))
+            reference = Reference(records[1], [again], False)
+        _references[key] = reference
+        return reference
+
+    def in_half_precision(self, reference: Reference, program: Program, half: torch.dtype) -> Reference:
+        """The same reference, with one process that computes in ``half``, in parts or everything, as other orders."""
+        alone = program.trained_alone
+        # autocast leaves float64 alone.
+        train = partial(replace(self, dtype=torch.float32).train, alone, shares_of(self.workload, alone, 1))
+        if half == torch.float32:
+            return replace(reference, others=[*reference.others, train()], half=half)
+        others = [train(half=half)]
+        # The model, or the device, may have operations that are none in half precision.
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            others.append(train(half=half, casts_weights=True))
+        return replace(reference, others=[*reference.others, *others], half=half)

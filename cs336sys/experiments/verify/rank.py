@@ -3,8 +3,7 @@
 import contextlib
 import functools
 import random
-import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,12 @@ from cs336sys.experiments.verify.cases import (
     batch_of,
     build_subject,
 )
-from cs336sys.experiments.verify.program import ProgramRun
-from cs336sys.experiments.verify.record import (
-    OptimizerSpec,
-    Record,
-    Together,
-    captured_outputs,
-    clone,
-    default_optimizer,
-)
+from cs336sys.experiments.verify.program import ProgramRun, Training
+from cs336sys.experiments.verify.record import OptimizerSpec, Record, Together, captured_outputs, default_optimizer
 from cs336sys.experiments.verify.wraps import innermost, wrap
 from cs336sys.parity.assembly import model_name
 from cs336sys.parity.collectives import CollectiveLaunch, CollectiveWatcher
 from cs336sys.user_code import is_user_code, source_file
-from cs336sys.workload.verification import VerifiedWorkload
 
 # Ranks that start with different weights, and models that are loaded into, are built from seeds so far apart.
 _OTHER_SEED = 1000
@@ -70,7 +61,7 @@ class RankReport:
         at: step and phase of a failure.
     """
 
-    record: Record = field(default_factory=Record)
+    record: Record
     optimizer: OptimizerSpec | None = None
     optimizer_shapes: dict[str, torch.Size] = field(default_factory=dict)
     empty_groups: tuple[dict[str, Any], ...] = ()
@@ -90,18 +81,14 @@ class RankReport:
 
 @dataclass(frozen=True)
 class RankSettings:
-    """Settings of the ranks besides the workload.
+    """Settings of the ranks alone.
 
     Attributes:
-        max_norm: of gradients, where the program clips.
         watch: record collectives and the outputs of modules.
         folder: where to save.
         saved_ranks: how many others have saved there what these ranks load; 0 where they train from the start.
     """
 
-    dtype: torch.dtype
-    learning_rate: float
-    max_norm: float | None = None
     watch: bool = False
     folder: str = ""
     saved_ranks: int = 0
@@ -122,26 +109,31 @@ def is_sound(expected: int) -> bool:
     return bool((numbers == expected * (expected - 1) / 2).all())
 
 
-def train_on_rank(workload: VerifiedWorkload, program: Program, settings: RankSettings) -> RankReport:
-    """Run the program on this rank. Whatever is raised comes back as a failure."""
-    report = RankReport()
-    run = _RankRun(workload, program, settings, report)
-    is_watched = settings.watch or program.late is not None
+def train_on_rank(training: Training, program: Program, settings: RankSettings) -> RankReport:
+    """Run the program on this rank, on its device. Whatever is raised comes back as a failure."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    run = _RankRun(replace(training, device=device), program, settings)
+    report, workload = run.report, run.workload
+    nothing = contextlib.nullcontext()
     try:
-        with contextlib.ExitStack() as stack:
-            if workload.case != "dropout":
-                stack.enter_context(user_models.nothing_dropped())
-            if is_watched:
-                stack.enter_context(run.watcher)
+        with (
+            nothing if workload.case == "dropout" else user_models.nothing_dropped(),
+            run.watcher if settings.watch or program.late is not None else nothing,
+        ):
             run.all_steps()
     except CapabilityError as error:
         report.failure, report.applies = str(error), False
     except Exception as error:
         report.is_timeout = _is_timeout(error)
-        report.failure = str(error) if isinstance(error, UsageError | UserCodeError) else _sentence(run.folder, error)
+        report.failure = str(error)
+        if not isinstance(error, UsageError | UserCodeError):
+            line = user_models.line_of(error, [source_file(workload.wrap)] if is_user_code(workload.wrap) else [])
+            first_line = next(iter(report.failure.strip().splitlines()), "")
+            where = f"{line}: " if line else ""
+            report.failure = f"{where}{type(error).__name__}: {first_line}"
     report.at = f"step {run.watcher.step + 1}, {run.watcher.phase}"
     report.launches = run.watcher.launches
-    precise = torch.finfo(settings.dtype).eps
+    precise = torch.finfo(run.dtype).eps
     seen = run.watcher.dtypes | run.updated_dtypes
     report.dtypes = tuple(sorted({(use, dtype) for use, dtype in seen if torch.finfo(dtype).eps > precise}, key=str))
     return report
@@ -152,40 +144,29 @@ def _is_timeout(error: BaseException | None) -> bool:
     return error is not None and (any(text in str(error).lower() for text in lost) or _is_timeout(error.__cause__))
 
 
-def _sentence(folder: Path | None, error: Exception) -> str:
-    """Write an error in one sentence, with the last line of its traceback in the ``folder`` of the user's file."""
-    first_line = next(iter(str(error).strip().splitlines()), "")
-    frames = [] if folder is None else traceback.extract_tb(error.__traceback__)
-    lines = [(frame.filename, frame.lineno) for frame in frames if frame.filename.startswith(str(folder))]
-    where = f"{Path(lines[-1][0]).name}, line {lines[-1][1]}: " if lines else ""
-    return f"{where}{type(error).__name__}: {first_line}"
-
-
 class _RankRun(ProgramRun):
     """A program on this rank, its present model and optimizer."""
 
-    def __init__(self, workload: VerifiedWorkload, program: Program, settings: RankSettings, report: RankReport):
-        on_gpu = dist.get_backend() == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        super().__init__(workload, program, device, settings.dtype, report.record)
-        self.settings, self.report, self.max_norm = settings, report, settings.max_norm
-        ranks = workload.dimensions
-        self.mesh = _mesh_of_ranks(dist.group.WORLD, device.type, tuple(ranks), tuple(ranks.values()))
+    def __init__(self, training: Training, program: Program, settings: RankSettings):
+        super().__init__(training, program)
+        self.settings, self.report = settings, RankReport(self.record)
+        workload, ranks = self.workload, self.workload.dimensions
+        self.mesh = _mesh_of_ranks(dist.group.WORLD, self.device.type, tuple(ranks), tuple(ranks.values()))
         self.rank = dist.get_rank()
         place = dict(zip(ranks, self.mesh.get_coordinate() or (), strict=True))
         self.data, self.context = place.get("data", 0), place.get("context", 0)
         self.step_shares = self.shares(program.micro)
         # Of a mean over the ranks, a rank's loss counts as much as its sequences.
         self.loss_factor = 1 / ranks.get("context", 1) if workload.gradients == "sum" else ranks.get("data", 1)
-        self.folder = source_file(workload.wrap).resolve().parent if is_user_code(workload.wrap) else None
-        self.watcher = CollectiveWatcher(self.folder, is_late=program.late == self.rank)
+        folder = source_file(workload.wrap).resolve().parent if is_user_code(workload.wrap) else None
+        self.watcher = CollectiveWatcher(folder, is_late=program.late == self.rank)
         # Dtypes of what the optimizer updates, which may be a copy of the weights.
         self.updated_dtypes: set[tuple[str, torch.dtype]] = set()
 
-    def prepare(self, seed_shift: int) -> None:
-        workload, settings = self.workload, self.settings
+    def prepare(self, seed_shift: int = 0) -> None:
+        workload, learning_rate = self.workload, self.training.learning_rate
         self.watcher.phase = "wrap"
-        self.subject = build_subject(workload, self.program, self.device, settings.dtype, seed_shift)
+        self.subject = build_subject(workload, self.program, self.device, self.dtype, seed_shift)
         model = self.subject.model
         # They live until the wrapped ones are named: an identity is unique among living objects.
         plain_parameters = dict(model.named_parameters())
@@ -194,13 +175,13 @@ class _RankRun(ProgramRun):
         # Other masks on ranks that have other sequences.
         torch.manual_seed(workload.training.seed + _OTHER_SEED * (self.data or 0))
         random.seed(workload.training.seed)
-        self.outputs = captured_outputs(model, self.report.record.outputs) if settings.watch else None
-        self.wrapped = wrap(workload, model, self.mesh, settings.learning_rate)
+        self.outputs = captured_outputs(model, self.record.outputs) if self.settings.watch else None
+        self.wrapped = wrap(workload, model, self.mesh, learning_rate)
         self.report.runs_steps = self.wrapped.step is not None
         module = self.wrapped.module
         with user_models.telling_errors_of(workload.wrap) if is_user_code(workload.wrap) else contextlib.nullcontext():
             parameters = list(module.parameters())
-            self.optimizer = self.wrapped.optimizer or default_optimizer(parameters, settings.learning_rate)
+            self.optimizer = self.wrapped.optimizer or default_optimizer(parameters, learning_rate)
         plain_names = {id(parameter): name for name, parameter in plain_parameters.items()}
         named = {
             name: (plain_names.get(id(parameter)) or model_name(name, list(self.shapes)), parameter)
@@ -284,8 +265,9 @@ class _RankRun(ProgramRun):
                 self._load_state_dicts(torch.load(f"{folder}/rank{self.rank % saved_ranks}.pt", weights_only=False))
         else:
             self.prepare(_OTHER_SEED * self.rank if program.start else 0)
-            record.weights[0] = self.weights()
-            record.buffers = {name: clone(buffer) for name, buffer in self.buffers.items()}
+            record.moments["start", 0] = self.weights()
+            if program.start:
+                self.record_buffers()
         if self.workload.case == "dropout":
             self._look_at_masks()
             return
@@ -333,7 +315,7 @@ class _RankRun(ProgramRun):
         if self.wrapped.step is None:
             super().one_step(step)
         else:
-            self._own_step(batch_of(self.workload, self.device, self.dtype, step))
+            self._own_step(step)
 
     def around_share(self, number: int) -> contextlib.AbstractContextManager[Any]:
         if self.program.no_sync and number < len(self.step_shares) - 1:
@@ -357,29 +339,28 @@ class _RankRun(ProgramRun):
             self.scaler.unscale_(self.optimizer)
 
     def clip(self) -> float:
-        assert self.max_norm is not None
-        return self.wrapped.clip(self.optimizer, self.max_norm)
+        assert self.training.max_norm is not None
+        return self.wrapped.clip(self.optimizer, self.training.max_norm)
 
     def update(self, step: int) -> None:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def _own_step(self, batch: tuple[Any, Any]) -> None:
+    def _own_step(self, step: int) -> None:
         program = self.program
         if program.micro > 1 or program.clip or program.scale:
             raise CapabilityError("its step(batch) runs whole steps, so accumulation, clipping and scaling are its own")
         (share,) = self.step_shares
         assert self.wrapped.step is not None
-        with self.unused_turned_off(share):
-            loss = self.wrapped.step(self.part_of(share, batch))
-        self.record.losses.append(float(loss) * share.weight)
-        self.record.gradients.append(self.gradients())
+        self.choose_layers(share)
+        loss = self.wrapped.step(self.part_of(share, batch_of(self.workload, self.device, self.dtype, step)))
+        self.record_step(step, float(loss) * share.weight)
 
     def weights(self) -> dict[str, Tensor]:
         getattr(self.optimizer, "wait_for_parameters", lambda: None)()
         return super().weights()
 
-    def states(self) -> dict[str, dict[str, Tensor]]:
+    def states(self) -> dict[str, Tensor]:
         # States of ours are of slices that it alone knows.
         return {} if type(self.inner).__module__.startswith("cs336sys.parallel") else super().states()
 

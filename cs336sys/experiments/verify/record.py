@@ -138,35 +138,36 @@ class Record:
     """State of one process, or one rank, at each moment of a program; tensors on the CPU, by names of the model.
 
     Attributes:
-        losses: of each step, and ``evaluations`` after steps.
-        gradients: of each step, before clipping.
-        norms: of all gradients, of each step, where they were clipped.
-        weights: after a number of steps; 0 is before the first.
-        states: of the optimizer, after a number of steps: by parameter, then by its own name.
+        moments: by kind (one of ``comparison.KINDS``) and step from 1, in the order of time. Of the optimizer's state
+            names are ``layers.0.weight exp_avg``, and of numbers empty.
         outputs: of modules, in the first forward pass, where they were asked for.
-        rates: the learning rates of the optimizer's groups after each step.
+        rates: the learning rates of the optimizer's groups, by the step after which they are that.
     """
 
-    losses: list[float] = field(default_factory=list)
-    evaluations: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    states: dict[int, dict[str, dict[str, Tensor]]] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[tuple[str, int], dict[str, Tensor]] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    rates: list[tuple[float, ...]] = field(default_factory=list)
+    rates: dict[int, tuple[float, ...]] = field(default_factory=dict)
+
+    def add_number(self, kind: str, step: int, value: float) -> None:
+        self.moments[kind, step] = {"": torch.tensor(value, dtype=torch.float64)}
+
+    def at(self, kind: str, step: int) -> dict[str, Tensor]:
+        """Return the tensors of a moment, none where it was not recorded."""
+        return self.moments.get((kind, step), {})
+
+    def numbers(self, kind: str) -> list[float]:
+        """Return the numbers of all steps: losses, norms or evaluations."""
+        return [tensors[""].item() for (recorded, _), tensors in self.moments.items() if recorded == kind]
+
+    def weights_after(self, step: int) -> dict[str, Tensor]:
+        """Return the weights after a step, or before the first."""
+        return self.at("weight", step) if step else self.at("start", 0)
 
 
 def clone(tensor: Any) -> Tensor:
     """Copy to the CPU: all of a DTensor, and a sparse tensor as a dense one."""
     whole = tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
     return (whole.to_dense() if whole.is_sparse else whole).to(torch.device("cpu"), copy=True)
-
-
-def cloned_gradients(named: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor]:
-    """The gradients of the parameters that have one."""
-    return {name: clone(parameter.grad) for name, parameter in named.items() if parameter.grad is not None}
 
 
 @contextlib.contextmanager

@@ -27,7 +27,9 @@ from cs336sys.experiments.verify.record import (
     added_to_environment,
     default_optimizer,
 )
+from cs336sys.parallel import ddp
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 from cs336sys.user_code import is_user_code
 from cs336sys.workload.verification import VerifiedWorkload
 
@@ -243,25 +245,12 @@ def _torch_tensor_parallel(call: WrapCall) -> nn.Module:
     return parallelize_module(call.model, call.mesh, plan)
 
 
-def _averaging(class_name: str, *arguments: Any) -> Callable[[WrapCall], nn.Module]:
-    def wrap(call: WrapCall) -> nn.Module:
-        from cs336sys.parallel import ddp
-
-        return getattr(ddp, class_name)(call.model, *arguments)
-
-    return wrap
-
-
 def _optimizer(call: WrapCall) -> Any:
-    from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
-
-    module = _averaging("BucketedDDP", "block")(call)
+    module = ddp.BucketedDDP(call.model, "block")
     return module, ShardedOptimizer(call.model.parameters(), torch.optim.AdamW, **call.optimizer_settings)
 
 
 def _flat_optimizer(call: WrapCall) -> Any:
-    from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
-
     model, settings = call.model, call.optimizer_settings
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, flat=True, module=model, **settings)
     return SimpleNamespace(module=model, optimizer=optimizer, scaler_class=ShardedGradScaler)
@@ -341,10 +330,10 @@ READY: dict[str, Callable[[WrapCall], Any]] = {
     "fsdp2": _fsdp2,
     "zero": _zero,
     "tensor-parallel": _torch_tensor_parallel,
-    "naive": _averaging("NaiveDDP"),
-    "flat": _averaging("FlatDDP"),
-    "overlap": _averaging("OverlappedDDP"),
-    "bucketed": _averaging("BucketedDDP", "block"),
+    "naive": lambda call: ddp.NaiveDDP(call.model),
+    "flat": lambda call: ddp.FlatDDP(call.model),
+    "overlap": lambda call: ddp.OverlappedDDP(call.model),
+    "bucketed": lambda call: ddp.BucketedDDP(call.model, "block"),
     "optimizer": _optimizer,
     "optimizer-flat": _flat_optimizer,
     "fsdp": _fsdp,

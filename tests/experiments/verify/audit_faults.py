@@ -294,3 +294,8 @@ def ring_of_nothing(model, group):
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(send)
     return model
+
+
+def louder_head(model, group):
+    model.head.register_forward_hook(lambda module, arguments, output: 1.5 * output)
+    return average(model, group)

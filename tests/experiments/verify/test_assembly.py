@@ -2,9 +2,10 @@
 
 import math
 
+import pytest
 import torch
 
-from cs336sys.experiments.verify.comparison import format_relative
+from cs336sys.experiments.verify.comparison import Finding
 from cs336sys.experiments.verify.diagnosis import _holds_twice
 from cs336sys.parity.assembly import assemble, model_name
 
@@ -51,6 +52,7 @@ def test_rows_that_several_ranks_hold_are_seen():
     assert _holds_twice(torch.tensor([1.0, 2.0, 1.0]))
 
 
-def test_difference_without_a_finite_size_is_said_in_words():
-    assert format_relative(math.inf) == "more than its size"
-    assert format_relative(0.01234) == "1.23 %"
+@pytest.mark.parametrize(("relative", "by"), [(math.inf, "more than its size"), (0.01234, "1.23 %")])
+def test_difference_without_a_finite_size_is_said_in_words(relative, by):
+    finding = Finding("weight", 2, "w", 0, relative, 0.0, WHOLE, WHOLE)
+    assert finding.message == f"step 2, rank 0: weight of w is off by {by}"

@@ -1,6 +1,7 @@
 """Planted faults are found and named, and right wraps raise no alarm; ranks are started once."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,7 @@ def test_method_that_a_ready_wrap_lacks_is_refused():
 
 
 AUDIT = audit_faults.__file__
+MODELS = Path(__file__).parents[2] / "user_models.py"
 
 
 @pytest.mark.parametrize(
@@ -111,6 +113,13 @@ def test_fault_of_an_unusual_kind_is_named_in_a_sentence(name, case, cause, sent
     assert outcome.status == "wrong"
     assert outcome.derived["cause"] == cause, outcome.reason
     assert sentence in outcome.reason
+
+
+def test_layer_of_a_model_with_batch_norm_is_named_whose_output_is_off():
+    user = UserCode(f"{MODELS}:Classifier", batch=f"{MODELS}:images", loss=f"{MODELS}:classes")
+    workload = small_workload(f"{AUDIT}:louder_head", "step", user, device="cpu")
+    outcome = measure_case(workload.configuration(), lambda stage: None)
+    assert "the output of head is 1.5 times what it should be" in outcome.reason
 
 
 def test_what_a_case_could_not_look_at_stands_in_its_row():
