@@ -109,15 +109,6 @@ class Analysis(SavedRecord):
         return sum(values) / len(values) if values else 0.0
 
     @property
-    def mean_step_ms(self) -> float:
-        return sum(self.step_ms) / len(self.step_ms)
-
-    @property
-    def mean_kernel_ms(self) -> float:
-        """The mean time of a step that is some kernel's own."""
-        return sum(sum(group.own_ms) for group in self.kernels) / len(self.step_ms)
-
-    @property
     def median_step_ms(self) -> float:
         return statistics.median(self.step_ms)
 
@@ -146,7 +137,7 @@ def analyze(
         label=label,
         profiler=capture.profiler,
         is_gpu=capture.is_gpu,
-        gpu_name=capture.gpu_names.get(timeline.gpu, ""),
+        gpu_name=capture.gpu_names.get(timeline.gpu[0], ""),
         rank=capture.rank,
         steps_are=timeline.steps.definition,
         has_steps=timeline.steps.are_found,
@@ -161,7 +152,7 @@ def analyze(
         collectives=_collective_times(timeline, waiting_ns, ranks),
         waits=_wait_times(timeline),
         totals=_totals(timeline),
-        peak_bytes=capture.peak_bytes.get(timeline.gpu),
+        peak_bytes=capture.peak_bytes.get(timeline.gpu[0]),
         step_numbers=timeline.steps.numbers,
         damage=capture.damage.sentences + timeline.steps.left_out,
         is_idle_known=not timeline.steps.hides_idle_time,
@@ -180,22 +171,20 @@ def _kernel_groups(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGrou
     step = timeline.step_of(timeline.start)
     inside = step >= 0
     place = group_of[inside] * steps + step[inside]
-    length = timeline.stop - timeline.start
     size = len(groups) * steps
     counts = np.bincount(place, minlength=size).reshape(-1, steps)
-    sums = np.bincount(place, weights=length[inside], minlength=size).reshape(-1, steps) / 1e6
+    sums = np.bincount(place, weights=timeline.length[inside], minlength=size).reshape(-1, steps) / 1e6
     place = group_of[breakdown.work] * steps + breakdown.step
     exclusive_ms = np.bincount(place, weights=breakdown.credit, minlength=size).reshape(-1, steps) / 1e6
     is_some = counts.sum(axis=1) + exclusive_ms.sum(axis=1) > 0
     order = [number for number in np.argsort(-sums.sum(axis=1), kind="stable").tolist() if is_some[number]]
+    # None, which is -1, is the last.
+    texts, modules = [*timeline.texts, ""], [*timeline.modules, ""]
     rows = []
     for number in order[:_MOST_GROUPS]:
-        name, *places = groups[number].tolist()
-        values = (tuple(column[number].tolist()) for column in (counts, sums, exclusive_ms))
-        texts = zip((timeline.modules, timeline.texts, timeline.texts), places, strict=True)
-        kernel = timeline.texts[name]
-        module, operator, shape = (names[place] if place >= 0 else "" for names, place in texts)
-        rows.append(KernelGroup(kernel, category_of(kernel), module, operator, shape, *values))
+        name, module, operator, shape = groups[number].tolist()
+        about = texts[name], category_of(texts[name]), modules[module], texts[operator], texts[shape]
+        rows.append(KernelGroup(*about, *(tuple(column[number].tolist()) for column in (counts, sums, exclusive_ms))))
     if rest := order[_MOST_GROUPS:]:
         sums_of_rest = (tuple(column[rest].sum(axis=0).tolist()) for column in (counts, sums, exclusive_ms))
         rows.append(KernelGroup(OTHERS, category_of(""), "", "", "", *sums_of_rest))
@@ -209,20 +198,17 @@ def _copy_rows(timeline: Timeline) -> tuple[CopyTime, ...]:
         of_name = chosen[timeline.name[chosen] == name]
         sizes = timeline.bytes[of_name]
         total = int(sizes.sum()) if len(sizes) and sizes.min() >= 0 else -1
-        ms = float((timeline.stop[of_name] - timeline.start[of_name]).sum() / 1e6)
-        rows.append(CopyTime(timeline.texts[name], len(of_name), total, ms))
+        rows.append(CopyTime(timeline.texts[name], len(of_name), total, float(timeline.length[of_name].sum() / 1e6)))
     return tuple(sorted(rows, key=lambda row: -row.ms))
 
 
 def _collective_times(timeline: Timeline, waiting_ns: Times | None, ranks: int) -> tuple[CollectiveTime, ...]:
     """The collectives of a rank within the steps by kind, group and size, the longest first."""
-    collectives = timeline.collectives
-    step = timeline.step_of(timeline.start[collectives.index])
-    lengths = (timeline.stop - timeline.start)[collectives.index]
+    step, lengths = timeline.step_of(timeline.collectives.start), timeline.collectives.length
     waits_ns = np.full(len(step), -1) if waiting_ns is None else waiting_ns
     members: dict[tuple[str, str, int, int], list[int]] = {}
     for number in np.flatnonzero(step >= 0).tolist():
-        record = collectives.records[number]
+        record = timeline.collective_records[number]
         key = (record.kind, record.group, record.ranks if record.ranks > 0 else ranks, record.bytes)
         members.setdefault(key, []).append(number)
     rows = []
@@ -234,24 +220,23 @@ def _collective_times(timeline: Timeline, waiting_ns: Times | None, ranks: int) 
 
 
 def _wait_times(timeline: Timeline) -> dict[str, tuple[int, float]]:
-    count_and_ms: dict[str, tuple[int, float]] = {}
-    for place in np.flatnonzero(timeline.step_of(timeline.waits[:, 0]) >= 0).tolist():
-        count, ms = count_and_ms.get(timeline.wait_names[place], (0, 0.0))
-        begin, end = timeline.waits[place].tolist()
-        count_and_ms[timeline.wait_names[place]] = (count + 1, ms + (end - begin) / 1e6)
-    return count_and_ms
+    waits = timeline.waits.select(timeline.step_of(timeline.waits.start) >= 0)
+    lengths_ms = (waits.stop - waits.start) / 1e6
+    return {
+        timeline.texts[name]: (int((waits.name == name).sum()), sum(lengths_ms[waits.name == name].tolist()))
+        for name in dict.fromkeys(waits.name.tolist())
+    }
 
 
 def _totals(timeline: Timeline) -> dict[str, float]:
     classes = timeline.work_class
-    length = timeline.stop - timeline.start
 
     def union(chosen: NDArray[np.bool_]) -> float:
         return Cover(timeline.start[chosen], timeline.stop[chosen]).total / 1e6
 
     return {
         "events": len(classes),
-        "kernel_ms": float(length[classes != COPYING].sum() / 1e6),
+        "kernel_ms": float(timeline.length[classes != COPYING].sum() / 1e6),
         "busy_ms": union(classes >= COMPUTING),
         "computing_ms": union(classes == COMPUTING),
         "communication_ms": union(classes == COMMUNICATING),

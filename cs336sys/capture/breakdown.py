@@ -60,12 +60,13 @@ def break_down(timeline: Timeline, waiting_ns: Times | None = None) -> Breakdown
     parts: dict[str, Times] = {part: np.zeros(len(bounds), np.int64) for part in StepPart}
     pieces: list[tuple[NDArray[np.int64], ...]] = []
     classes = timeline.work_class
-    begins = timeline.start[timeline.collectives.index]
+    begins = timeline.collectives.start
     waits = None if waiting_ns is None else Cover(begins, begins + np.maximum(waiting_ns, 0))
     for work_class in (COMPUTING, COMMUNICATING, COPYING):
         index = np.flatnonzero(classes == work_class)
         higher = np.flatnonzero(classes < work_class)
         cover = Cover(timeline.start[higher], timeline.stop[higher])
+        with_waits = cover if waits is None else cover.joined(waits)
         begin, end = own_shares(timeline.start[index], timeline.stop[index])
         for step, (first, last) in enumerate(bounds.tolist()):
             low, high = np.searchsorted(end, first, side="right"), np.searchsorted(begin, last)
@@ -74,28 +75,18 @@ def break_down(timeline: Timeline, waiting_ns: Times | None = None) -> Breakdown
             is_some = credit > 0
             parts[_PART_OF_CLASS[work_class]][step] = credit.sum()
             pieces.append((index[low:high][is_some], np.full(is_some.sum(), step), credit[is_some]))
-            if work_class == COMMUNICATING and waits is not None:
-                parts[StepPart.WAITING][step] = waits.within(*_uncovered(cover, from_[is_some], until[is_some])).sum()
+            if work_class == COMMUNICATING:
+                waiting = with_waits.within(from_, until) - cover.within(from_, until)
+                parts[StepPart.WAITING][step] = waiting[is_some].sum()
     _add_gaps(timeline, parts)
     parts[StepPart.COMMUNICATION] -= parts[StepPart.WAITING]
     return Breakdown(parts, *(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
 
-def _uncovered(cover: Cover, begin: Times, end: Times) -> tuple[Times, Times]:
-    """Begins and ends of what a cover leaves free of some intervals."""
-    edges: list[int] = []
-    for first, last in zip(begin.tolist(), end.tolist(), strict=True):
-        low, high = np.searchsorted(cover.stop, first, side="right"), np.searchsorted(cover.start, last)
-        edges += [first, *np.column_stack((cover.start[low:high], cover.stop[low:high])).ravel().tolist(), last]
-    free = np.array(edges, np.int64).reshape(-1, 2)
-    free = free[free[:, 1] > free[:, 0]]
-    return free[:, 0], free[:, 1]
-
-
 def _add_gaps(timeline: Timeline, parts: dict[str, Times]) -> None:
     busy = Cover(timeline.start, timeline.stop)
-    waits = Cover(timeline.waits[:, 0], timeline.waits[:, 1])
-    loading = Cover(timeline.loading[:, 0], timeline.loading[:, 1])
+    waits = Cover(timeline.waits.start, timeline.waits.stop)
+    loading = Cover(timeline.loading.start, timeline.loading.stop)
     last_to_stop = np.argsort(timeline.stop, kind="stable")
     for step, (first, last) in enumerate(timeline.steps.bounds.tolist()):
         low, high = np.searchsorted(busy.stop, first, side="right"), np.searchsorted(busy.start, last)

@@ -2,14 +2,13 @@
 
 import difflib
 import functools
-import json
 import math
 import re
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from cs336sys.capture.intervals import Times
 from cs336sys.errors import UsageError
 from cs336sys.measure.range_names import run_configuration
-from cs336sys.results.foreign import MIB, printable
+from cs336sys.results.foreign import printable
 
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
@@ -30,12 +29,11 @@ OTHER = "other"
 # The key under which torch's record of a collective's parameters names it.
 COLLECTIVE_ARGUMENT = "Collective name"
 
-# Limits of a stranger's capture. A trace of torch.profiler has 10 to 25 times as many bytes as gzip makes of it.
+# Limits of a stranger's capture.
 FILE_BYTES = 4 * 2**30
-EXPANSION = 40
-EXPANDED_FREELY_BYTES = 64 * MIB
 EVENTS = 10_000_000
 READING_S = 600.0
+TOO_SLOW = f"is not read within {READING_S:g} s of CPU time: profile fewer steps"
 # Sums of times are 64 bits wide.
 LATEST_NS = 1 << 61
 # Templates have names of some thousand characters; strangers may write more.
@@ -45,7 +43,7 @@ _NAMES = 1_000_000
 # All ranks leave these together, for each needs what every other has sent.
 SYNCHRONIZING = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER)
 
-# By a name without underscores, in any case: torch's, NCCL's kernels', Gloo's.
+# By a name without underscores, in lower case: torch's, NCCL's kernels', Gloo's.
 _KINDS = (
     (ALL_REDUCE, r"allreduce|oneshotreduce|twoshotreduce|crossdevicereduce|multimemallreduce"),
     (ALL_GATHER, r"allgather"),
@@ -61,7 +59,6 @@ _KINDS = (
     ("scatter", r"scatter"),
     ("reduce", r"reduce"),
 )
-_COMPILED = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _KINDS)
 
 # By the names of torch's profiler, of its collectives and of Triton, in lower case.
 _ELEMENT_BYTES = {
@@ -74,8 +71,8 @@ _ELEMENT_BYTES = {
 
 def collective_kind(name: str) -> str:
     """Return the kind of a collective by torch's name for it, or by its kernel's."""
-    plain = name.replace("_", "")
-    return next((kind for kind, pattern in _COMPILED if pattern.search(plain)), OTHER)
+    plain = name.replace("_", "").lower()
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, plain)), OTHER)
 
 
 def collective_bytes(arguments: Mapping[str, Any]) -> int:
@@ -103,20 +100,6 @@ def tensors_of(sizes: Sequence[Any], types: Sequence[Any]) -> list[tuple[str, in
         and isinstance(size, list)
         and all(isinstance(extent, int) and extent >= 0 for extent in size)
     ]
-
-
-_RANKS = re.compile(r"\[([\d, ]*)\]")
-
-
-def group_ranks(group: str) -> tuple[int, ...] | None:
-    """Return the ranks that a group's name lists; None where it lists none, or leaves some out."""
-    match = _RANKS.search(group)
-    if not match or "..." in group:
-        return None
-    try:
-        return tuple(json.loads(match[0])) or None
-    except ValueError:
-        return None
 
 
 class CollectiveRecord(NamedTuple):
@@ -183,7 +166,7 @@ class Rows:
     @classmethod
     def joined(cls, *tables: Self) -> Self:
         """Return the rows of several tables, one after the other."""
-        return cls(*map(np.concatenate, zip(*(vars(table).values() for table in tables), strict=True)))
+        return cls(*(np.concatenate([getattr(table, column.name) for table in tables]) for column in fields(cls)))
 
     def select(self, chosen: NDArray[Any]) -> Self:
         """Return some rows, by a mask or by their numbers."""
@@ -209,6 +192,10 @@ class DeviceWork(Rows):
     bytes: Times
     operation: Times
     collective: Times
+
+    @property
+    def length(self) -> Times:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -247,6 +234,9 @@ class Operations(Rows):
     sequence: Times
 
 
+NamedRows = TypeVar("NamedRows", Calls, Ranges, Operations)
+
+
 class Texts:
     """Numbers of texts, which are made printable: strangers choose them."""
 
@@ -265,23 +255,6 @@ class Texts:
             if number == len(self.list):
                 self.list.append(printable(text))
         return number
-
-
-# Calls that wait for the GPU, of CUDA and HIP; plain cudaMemcpy returns when the copy is done.
-WAITING_CALLS = (
-    "DeviceSynchronize",
-    "StreamSynchronize",
-    "EventSynchronize",
-    "CtxSynchronize",
-    "cudaMemcpy_",
-    "cuMemcpyDtoH_",
-    "hipMemcpyWithStream",
-)
-
-
-def is_waiting_call(name: str) -> bool:
-    """Return whether an API call of this name returns only when the GPU has done something."""
-    return name in ("cudaMemcpy", "hipMemcpy") or any(part in name for part in WAITING_CALLS)
 
 
 @dataclass(frozen=True)
@@ -317,7 +290,7 @@ class Capture:
         collectives: torch's records, by their numbers.
         is_gpu: False where no GPU took part, and the CPU's operations replace work, each launched by itself and as
             long as it ran without those that it calls.
-        rank, ranks: of the process, and how many there are, where the file says so.
+        rank, ranks: of the process, and how many there are; None and 0 where the file does not say so.
         gpu_names: by number.
         peak_bytes: the most memory that torch's allocator held allocated on each GPU.
         unreadable: how many events had no time, or one that cannot be.
@@ -335,7 +308,7 @@ class Capture:
     collectives: Sequence[CollectiveRecord] = ()
     is_gpu: bool = True
     rank: int | None = None
-    ranks: int | None = None
+    ranks: int = 0
     gpu_names: Mapping[int, str] = field(default_factory=dict)
     peak_bytes: Mapping[int, int] = field(default_factory=dict)
     unreadable: int = 0
@@ -346,6 +319,10 @@ class Capture:
         """Count the occurrences of each range, the most frequent first."""
         counts = Counter(self.texts[number] for number in self.ranges.name.tolist())
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+    def named(self, rows: NamedRows, test: Any) -> NamedRows:
+        """Return the rows whose names pass a test."""
+        return rows.select(self.is_named(rows.name, test))
 
     def require_range(self, name: str, option: str) -> None:
         """Raise a UsageError that lists ranges of similar names where there is none of this name."""
@@ -361,30 +338,10 @@ class Capture:
 
     def configuration(self) -> dict[str, Any] | None:
         """Return the configuration that ``cs336sys nsys`` ran; None for a capture of another program."""
-        runs = (
-            text for text in map(self.texts.__getitem__, self.ranges.name.tolist()) if text.startswith("cs336sys {")
-        )
-        return run_configuration(next(runs, ""))
-
-    def launches(self) -> tuple[Times, Times]:
-        """Return time and thread of the launch of each work; -1 for none."""
-        has_launch = self.launch >= 0
-        times, threads = np.full(len(self.work), -1), np.full(len(self.work), -1)
-        times[has_launch] = self.calls.start[self.launch[has_launch]]
-        threads[has_launch] = self.calls.thread[self.launch[has_launch]]
-        return times, threads
+        return next(filter(None, map(run_configuration, self.range_names())), None)
 
     def is_named(self, numbers: Times, test: Any) -> NDArray[np.bool_]:
         """Return for each number of a text whether the text passes a test."""
         distinct, places = np.unique(numbers, return_inverse=True)
         passes = [number >= 0 and bool(test(self.texts[number])) for number in distinct.tolist()]
         return np.array(passes, bool)[places.reshape(-1)]
-
-
-TOO_SLOW = f"is not read within {READING_S:g} s of CPU time: profile fewer steps"
-
-
-def why_unreadable(error: Exception, kind: str) -> str:
-    """Say why a file cannot be read as that kind of capture, to follow its name."""
-    is_interrupted = getattr(error, "sqlite_errorname", None) == "SQLITE_INTERRUPT"
-    return TOO_SLOW if is_interrupted else f"cannot be read as {kind}: {error}"

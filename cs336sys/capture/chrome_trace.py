@@ -8,7 +8,6 @@ import math
 import re
 import time
 import zipfile
-import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,8 +18,6 @@ import numpy as np
 from cs336sys.capture.capture import (
     COLLECTIVE_ARGUMENT,
     EVENTS,
-    EXPANDED_FREELY_BYTES,
-    EXPANSION,
     FILE_BYTES,
     LATEST_NS,
     READING_S,
@@ -36,10 +33,8 @@ from cs336sys.capture.capture import (
     Texts,
     collective_bytes,
     collective_kind,
-    why_unreadable,
 )
-from cs336sys.capture.integrity import check_capture
-from cs336sys.capture.intervals import Nested
+from cs336sys.capture.intervals import Nested, first_rows
 from cs336sys.errors import UsageError
 from cs336sys.results.foreign import MIB, printable
 from cs336sys.results.model import json_text
@@ -49,8 +44,9 @@ _GLOO = "gloo:"
 
 GZIP_MAGIC, ZIP_MAGIC = b"\x1f\x8b", b"PK\x03\x04"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-# What strangers write instead of numbers and texts.
-_OF_VALUES = (ValueError, KeyError, TypeError, AttributeError)
+# A trace of torch.profiler has 10 to 25 times as many bytes as gzip makes of it.
+_EXPANSION = 40
+_EXPANDED_FREELY_BYTES = 64 * MIB
 _CHUNK_CHARACTERS = 1 << 20
 # An event of torch's has some hundred characters, one with a stack some thousand.
 _EVENT_CHARACTERS = 1 << 24
@@ -62,61 +58,48 @@ _PROCESS = 0
 _LEGACY_CATEGORIES = {"CPU functions": "cpu_op", "CUDA functions": "kernel"}
 
 
-def read_chrome_trace(path: Path, called: str | None = None) -> Capture:
+def load_trace(path: Path) -> Capture:
     """Load kernels, copies, API calls, operators and ranges of a trace.
 
     The file is read event by event, so it may be larger than memory. An event without a time, or that is no JSON, is
     left out and counted.
 
-    Args:
-        called: what errors call the file instead of its path.
-
     Raises:
         UsageError: it is no trace, was merged of several processes so that kernels cannot be told apart, or holds API
             calls whose kernels were not recorded.
+        OSError, EOFError, zlib.error, zipfile.BadZipFile, ValueError, ArithmeticError: it is damaged.
     """
-    try:
-        return check_capture(_load_trace(path))
-    except UsageError as error:
-        raise UsageError(f"{called or path} {error}") from error
-    except (OSError, EOFError, zlib.error, zipfile.BadZipFile, ArithmeticError, RecursionError, *_OF_VALUES) as error:
-        raise UsageError(f"{called or path} {why_unreadable(error, 'a trace of torch.profiler')}") from error
-
-
-def _load_trace(path: Path) -> Capture:
-    with path.open("rb") as binary:
-        magic = binary.read(4)
-    is_compressed = magic.startswith((GZIP_MAGIC, ZIP_MAGIC))
-    if is_compressed:
-        _check_expansion(path, magic)
+    _check_expansion(path)
     loader = _Loader()
-    with _opened(path, magic) as binary:
+    with _opened(path) as binary:
         buffered = io.BufferedReader(binary)
         encoding = "utf-16" if buffered.peek(2)[:2] in UTF16_MARKS else "utf-8-sig"
         events = _Events(io.TextIOWrapper(buffered, encoding=encoding, errors="replace"))
         for event in events:
             loader.add(event)
     about = events.value("distributedInfo", {})
-    devices = events.value("deviceProperties", [])
+    rank = _column_value(about.get("rank"))
     return loader.capture(
         unreadable=loader.unreadable + events.unreadable,
         is_cut=events.is_cut,
-        rank=_integer(about.get("rank")),
-        ranks=_integer(about.get("world_size")),
+        rank=rank if rank >= 0 else None,
+        ranks=max(_column_value(about.get("world_size")), 0),
         gpu_names={
             int(device["id"]): printable(str(device["name"]))
-            for device in devices
+            for device in events.value("deviceProperties", [])
             if isinstance(device, dict) and {"id", "name"} <= device.keys()
         },
     )
 
 
-def _opened(path: Path, magic: bytes) -> Any:
+def _opened(path: Path) -> Any:
     """Open the bytes of the trace.
 
     Raises:
         UsageError: a zip archive holds not just one file.
     """
+    with path.open("rb") as binary:
+        magic = binary.read(4)
     if magic.startswith(GZIP_MAGIC):
         return gzip.open(path)
     if not magic.startswith(ZIP_MAGIC):
@@ -128,17 +111,18 @@ def _opened(path: Path, magic: bytes) -> Any:
     return archive.open(names[0])
 
 
-def _check_expansion(path: Path, magic: bytes) -> None:
+def _check_expansion(path: Path) -> None:
     """Refuse a compressed file that holds far more than traces do, before anything in it is decoded.
 
     Raises:
-        UsageError: it holds more than FILE_BYTES, or more than EXPANSION times its own size.
+        UsageError: it holds more than FILE_BYTES, or more than _EXPANSION times its own size.
     """
     size = path.stat().st_size
-    limit = min(FILE_BYTES, max(EXPANDED_FREELY_BYTES, EXPANSION * size))
+    limit = min(FILE_BYTES, max(_EXPANDED_FREELY_BYTES, _EXPANSION * size))
     expanded = 0
-    with _opened(path, magic) as stream:
-        while part := stream.read(_CHUNK_CHARACTERS):
+    with _opened(path) as stream:
+        is_compressed = not isinstance(stream, io.FileIO)
+        while is_compressed and (part := stream.read(_CHUNK_CHARACTERS)):
             expanded += len(part)
             if expanded > limit:
                 raise UsageError(
@@ -147,23 +131,17 @@ def _check_expansion(path: Path, magic: bytes) -> None:
                 )
 
 
-def _integer(value: Any) -> int | None:
-    """Return the value; None where a stranger wrote something else than a whole number that is not negative.
+def _column_value(value: Any) -> int:
+    """Return the value; -1 where a stranger wrote something else than a whole number that is not negative.
 
     Raises:
         ValueError: it is larger than arrays hold.
     """
     if not isinstance(value, int) or value < 0:
-        return None
+        return -1
     if value >= 1 << 62:
         raise ValueError("a whole number has more than 62 bits")
     return value
-
-
-def _column_value(value: Any) -> int:
-    """Return the whole number; -1 where there is none."""
-    number = _integer(value)
-    return -1 if number is None else number
 
 
 class _Loader:
@@ -177,9 +155,9 @@ class _Loader:
         self.collectives: list[CollectiveRecord] = []
         # By the number of the operator that launched it.
         self.called_collectives: dict[int, int] = {}
-        self.foreign = self.program = ""
+        self.foreign = ""
         self.peak_bytes: dict[int, int] = {}
-        self.has_counters = False
+        self.has_counters = self.is_jax = False
         self.unreadable = 0
         self._begun: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
 
@@ -187,7 +165,7 @@ class _Loader:
         """Sort one event; one that makes no sense is counted."""
         try:
             self._add(event)
-        except (ArithmeticError, *_OF_VALUES):
+        except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError):
             self.unreadable += 1
 
     def _add(self, event: dict[str, Any]) -> None:
@@ -195,7 +173,8 @@ class _Loader:
         if phase in ("B", "E"):
             event = self._joined(event)
         elif phase != "X":
-            self._add_other(event)
+            if event.get("name") == "[memory]":
+                self._add_allocation(event.get("args", {}))
             return
         category = str(event.get("cat", _LEGACY_CATEGORIES.get(event.get("pid", ""))))
         if category in ("mtia_ccp_events", "hpu_op", "npu"):
@@ -204,13 +183,13 @@ class _Loader:
         add = _ADD.get(category)
         if add is None:
             self.has_counters |= category == "cuda_profiler_range"
-            if "hlo_op" in (event.get("args") or {}):
-                self.program = "JAX"
+            self.is_jax |= "hlo_op" in (event.get("args") or {})
             return
         start_us, length_us = float(event["ts"]), float(event["dur"])
         if not math.isfinite(start_us) or not 0 <= 1e3 * length_us <= LATEST_NS or abs(1e3 * start_us) > LATEST_NS:
             raise ValueError(f"an event begins at {start_us} us and takes {length_us}")
         start = round(start_us * 1e3)
+        event["name"] = str(event.get("name", ""))
         if not isinstance(event.get("args"), dict):
             event["args"] = {}
         # Threads are numbers or texts.
@@ -226,14 +205,12 @@ class _Loader:
         arguments = (first.get("args") or {}) | (event.get("args") or {})
         return event | first | {"dur": float(event["ts"]) - float(first["ts"]), "args": arguments}
 
-    def _add_other(self, event: Mapping[str, Any]) -> None:
-        if event.get("name") == "[memory]":
-            arguments = event.get("args", {})
-            # Device types of torch: 0 is the CPU.
-            allocated = arguments.get("Total Allocated")
-            if arguments.get("Device Type") and isinstance(allocated, int):
-                gpu = int(arguments.get("Device Id", 0))
-                self.peak_bytes[gpu] = max(allocated, self.peak_bytes.get(gpu, 0))
+    def _add_allocation(self, arguments: Mapping[str, Any]) -> None:
+        allocated = arguments.get("Total Allocated")
+        # Device types of torch: 0 is the CPU.
+        if arguments.get("Device Type") and isinstance(allocated, int):
+            gpu = int(arguments.get("Device Id", 0))
+            self.peak_bytes[gpu] = max(allocated, self.peak_bytes.get(gpu, 0))
 
     def capture(self, *, unreadable: int, **about: Any) -> Capture:
         """Return the capture.
@@ -269,28 +246,28 @@ class _Loader:
         )
 
     def _refuse_without_work(self, calls: Calls, unreadable: int) -> None:
-        if self.foreign:
-            raise UsageError(
+        lost = f"; {unreadable:,} of its events cannot be read" if unreadable else ""
+        refusals = (
+            (
+                self.foreign,
                 f"holds work of an accelerator ('{self.foreign}') whose kernels are not recorded as those of CUDA and "
-                "ROCm are, and cannot be read"
-            )
-        if self.program:
-            raise UsageError(
-                f"is a trace of {self.program}, and only those of torch.profiler are read: open it in xprof"
-            )
-        if self.has_counters:
-            raise UsageError(
+                "ROCm are, and cannot be read",
+            ),
+            (self.is_jax, "is a trace of JAX, and only those of torch.profiler are read: open it in xprof"),
+            (
+                self.has_counters,
                 "holds ranges of CUPTI's counters and no kernels with their times: profile again without "
-                "profiler_metrics"
-            )
-        if len(calls):
-            raise UsageError("holds CUDA calls and no GPU kernels: CUPTI did not trace the GPU on that machine")
-        if not len(self.operations):
-            lost = f"; {unreadable:,} of its events cannot be read" if unreadable else ""
-            raise UsageError(f"holds neither GPU kernels nor operations of the CPU{lost}")
+                "profiler_metrics",
+            ),
+            (len(calls), "holds CUDA calls and no GPU kernels: CUPTI did not trace the GPU on that machine"),
+            (not len(self.operations), f"holds neither GPU kernels nor operations of the CPU{lost}"),
+        )
+        for is_so, refusal in refusals:
+            if is_so:
+                raise UsageError(refusal)
 
     def _name(self, event: Mapping[str, Any]) -> int:
-        return self.texts.number(str(event.get("name", "")))
+        return self.texts.number(event["name"])
 
     def _process(self, event: Mapping[str, Any]) -> int:
         return self.processes.setdefault(str(event.get("pid")), len(self.processes))
@@ -299,25 +276,32 @@ class _Loader:
         arguments = event["args"]
         operation = _column_value(arguments.get("External id", arguments.get("external id")))
         correlation, size = _column_value(arguments.get("correlation")), _column_value(arguments.get("bytes"))
-        gpu, stream = (
-            _column_value(int(arguments.get("device", 0))),
-            self.texts.number(str(arguments.get("stream", thread))),
-        )
-        collective = self._collective(arguments)
-        row = (start, stop, _PROCESS, correlation, self._name(event), gpu, stream, size, operation, collective)
+        gpu, stream = _column_value(int(arguments.get("device", 0))), str(arguments.get("stream", thread))
+        numbers = self._name(event), gpu, self.texts.number(stream)
+        row = (start, stop, _PROCESS, correlation, *numbers, size, operation, self._collective(arguments))
         self.work.extend(row)
 
     def _collective(self, arguments: Mapping[str, Any]) -> int:
         """Return the number of a record of a collective; -1 for none."""
         if COLLECTIVE_ARGUMENT not in arguments:
             return -1
-        self.collectives.append(_collective_record(arguments))
+        kind = collective_kind(str(arguments[COLLECTIVE_ARGUMENT]))
+        peers = _column_value(arguments.get("Src Rank")), _column_value(arguments.get("Dst Rank"))
+        record = CollectiveRecord(
+            kind,
+            printable(f"{arguments.get('Process Group Name', '')} {arguments.get('Process Group Ranks', '')}"),
+            _column_value(arguments.get("Seq", arguments.get("seq"))),
+            collective_bytes(arguments),
+            _column_value(arguments.get("Group size")),
+            printable(str(arguments.get("Comms Id", ""))),
+            peers if min(peers) >= 0 and kind in (SEND, RECEIVE) else None,
+        )
+        self.collectives.append(record)
         return len(self.collectives) - 1
 
     def _add_operation(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
         arguments = event["args"]
-        name = str(event.get("name", ""))
-        if name.startswith("ProfilerStep#"):
+        if event["name"].startswith("ProfilerStep#"):
             # Older versions of torch called their profiler's steps operations.
             self._add_range(event, start, stop, thread)
             return
@@ -338,37 +322,18 @@ class _Loader:
         self.calls.extend(row)
 
     def _add_range(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
-        name = str(event.get("name", ""))
-        if name.startswith(_GLOO):
-            self._add_gloo(event, name, start, stop, thread)
+        if not event["name"].startswith(_GLOO):
+            self.ranges.extend((self._name(event), start, stop, self._process(event), self.texts.number(thread)))
             return
-        self.ranges.extend((self._name(event), start, stop, self._process(event), self.texts.number(thread)))
-
-    def _add_gloo(self, event: Mapping[str, Any], name: str, start: int, stop: int, thread: str) -> None:
-        """A collective of Gloo ran in a thread of its own, as one of NCCL does on a stream."""
+        # A collective of Gloo ran in a thread of its own, as one of NCCL does on a stream.
         stream, number = self.texts.number(f"gloo {thread}"), len(self.collectives)
         self.gloo.extend((start, stop, _PROCESS, -1, self._name(event), 0, stream, -1, -1, number))
-        kind = collective_kind(name.removeprefix(_GLOO))
+        kind = collective_kind(event["name"].removeprefix(_GLOO))
         self.collectives.append(CollectiveRecord(kind, bytes=collective_bytes(event["args"])))
 
     def _add_module(self, event: Mapping[str, Any], start: int, stop: int, thread: str) -> None:
-        if str(event.get("name", "")).startswith("nn.Module: "):
+        if event["name"].startswith("nn.Module: "):
             self.modules.extend((self._name(event), start, stop, _PROCESS, self.texts.number(thread)))
-
-
-def _collective_record(arguments: Mapping[str, Any]) -> CollectiveRecord:
-    kind = collective_kind(str(arguments[COLLECTIVE_ARGUMENT]))
-    group = printable(f"{arguments.get('Process Group Name', '')} {arguments.get('Process Group Ranks', '')}")
-    peers = _integer(arguments.get("Src Rank")), _integer(arguments.get("Dst Rank"))
-    return CollectiveRecord(
-        kind,
-        group,
-        _column_value(arguments.get("Seq", arguments.get("seq"))),
-        collective_bytes(arguments),
-        _column_value(arguments.get("Group size")),
-        printable(str(arguments.get("Comms Id", ""))),
-        (peers[0], peers[1]) if peers[0] is not None and peers[1] is not None and kind in (SEND, RECEIVE) else None,
-    )
 
 
 # By category. Capitals are those of older versions of torch; Triton launches through the driver.
@@ -398,11 +363,8 @@ def _give_work_its_process(work: DeviceWork, calls: Calls) -> None:
         )
     # Work whose launch is missing is that of the process with most launches.
     processes, counts = np.unique(chosen.process, return_counts=True)
-    work.process[:] = processes[counts.argmax()] if len(processes) else _PROCESS
-    if len(pairs):
-        place = np.minimum(np.searchsorted(pairs[:, 0], work.correlation), len(pairs) - 1)
-        has_launch = pairs[place, 0] == work.correlation
-        work.process[has_launch] = pairs[place, 1][has_launch]
+    busiest = processes[counts.argmax()] if len(processes) else _PROCESS
+    work.process[:] = np.append(chosen.process, busiest)[first_rows(chosen.correlation, work.correlation)]
 
 
 def _operations_as_work(operations: Operations, gloo: DeviceWork) -> tuple[DeviceWork, Calls]:

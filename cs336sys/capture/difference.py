@@ -20,37 +20,45 @@ _CONFIDENCE_PERCENT = 99.0
 
 
 @dataclass(frozen=True)
+class SideTime:
+    """Time of a kernel, or of a part of a step, in one capture.
+
+    Attributes:
+        ms: mean time of a step that is its own.
+        count: how often it runs in a step.
+        us: mean of one run; None where there is none.
+    """
+
+    ms: float
+    count: float
+    us: float | None
+
+
+@dataclass(frozen=True)
 class TimeChange:
     """One kernel, or one part of a step that is no kernel's, in both captures.
 
     Attributes:
         label: the kernel's name, or the part's; of one that another has replaced, both.
-        is_kernel: False for a part: launching, the data loader, ...
-        before_ms, after_ms: mean time of a step that is its own.
+        example: one of its groups of kernels, of no kind for a part: launching, the data loader, ...
         low_ms, high_ms: where the true difference lies in 95 of 100 cases; infinite with too few steps to say.
-        before_count, after_count: how often it runs in a step.
-        before_us, after_us: mean of one run; None where there is none.
     """
 
     label: str
-    is_kernel: bool
-    kind: str
-    module: str
-    operator: str
-    shape: str
+    example: KernelGroup
     verdict: Verdict
-    before_ms: float
-    after_ms: float
+    before: SideTime
+    after: SideTime
     low_ms: float
     high_ms: float
-    before_count: float = 0.0
-    after_count: float = 0.0
-    before_us: float | None = None
-    after_us: float | None = None
+
+    @property
+    def is_kernel(self) -> bool:
+        return bool(self.example.kind)
 
     @property
     def delta_ms(self) -> float:
-        return self.after_ms - self.before_ms
+        return self.after.ms - self.before.ms
 
     @property
     def is_significant(self) -> bool:
@@ -98,41 +106,41 @@ def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
     """
     alike = before.profiler == after.profiler
     if alike:
-        keys: tuple[Callable[[KernelGroup], tuple[str, ...] | None], ...] = (
+        keys: tuple[Callable[[KernelGroup], tuple[Any, ...]], ...] = (
             lambda group: (group.module, group.operator, group.shape, group.name),
-            lambda group: (group.module, group.operator, group.shape) if group.operator else None,
+            # One without an operator is like no other.
+            lambda group: (group.module, group.operator, group.shape) if group.operator else (id(group),),
             lambda group: (group.name,),
         )
     else:
         keys = (lambda group: (short_name(group.name),),)
     pairs = _pair_by_keys(before.kernels, after.kernels, keys)
-    totals = before.mean_step_ms, after.mean_step_ms
     if alike:
         # Waiting for ranks is part of the collectives' own time.
         parts = [part for part in IDLE_PARTS if part in before.parts or part in after.parts]
         pairs += [([_as_group(before, part)], [_as_group(after, part)]) for part in parts]
-    else:
-        totals = before.mean_kernel_ms, after.mean_kernel_ms
     steps = len(before.step_ms), len(after.step_ms)
-    changes = [_change(pair, steps, before.mean_step_ms) for pair in pairs]
+    step_ms = sum(before.step_ms) / steps[0], sum(after.step_ms) / steps[1]
+    kernel_ms = [sum(sum(group.own_ms) for group in side.kernels) / len(side.step_ms) for side in (before, after)]
+    changes = [_change(pair, steps, step_ms[0]) for pair in pairs]
     changes.sort(key=lambda change: -abs(change.delta_ms))
-    return CaptureDifference(*totals, not alike, tuple(changes))
+    before_ms, after_ms = step_ms if alike else kernel_ms
+    return CaptureDifference(before_ms, after_ms, not alike, tuple(changes))
 
 
 def _pair_by_keys(
     before: Iterable[KernelGroup],
     after: Iterable[KernelGroup],
-    keys: Sequence[Callable[[KernelGroup], tuple[str, ...] | None]],
+    keys: Sequence[Callable[[KernelGroup], tuple[Any, ...]]],
 ) -> list[_Pair]:
     """Pair by the first key, what is left by the next, and so on; what no key pairs stands alone."""
     unpaired = [list(before), list(after)]
     pairs: list[_Pair] = []
     for key in keys:
-        pair_of_key: dict[Any, _Pair] = defaultdict(lambda: ([], []))
+        pair_of_key: dict[tuple[Any, ...], _Pair] = defaultdict(lambda: ([], []))
         for side, groups in enumerate(unpaired):
-            # Groups without a key come first, each alone.
-            for number, group in sorted(enumerate(groups), key=lambda item: key(item[1]) is not None):
-                pair_of_key[key(group) or (side, number)][side].append(group)
+            for group in groups:
+                pair_of_key[key(group)][side].append(group)
         pairs += [pair for pair in pair_of_key.values() if all(pair)]
         unpaired = [
             [group for pair in pair_of_key.values() if not all(pair) for group in pair[side]] for side in (0, 1)
@@ -147,44 +155,32 @@ def _as_group(analysis: Analysis, part: str) -> KernelGroup:
 
 
 def _change(sides: _Pair, steps: tuple[int, int], mean_step_ms: float) -> TimeChange:
-    step_ms = [_summed((group.own_ms for group in groups), count) for groups, count in zip(sides, steps, strict=True)]
-    counts = [sum(sum(group.count) for group in groups) for groups in sides]
-    lengths = [sum(sum(group.ms) for group in groups) for groups in sides]
-    each = [1e3 * length / count if count else None for length, count in zip(lengths, counts, strict=True)]
+    step_ms = [_step_sums(groups, "own_ms", count) for groups, count in zip(sides, steps, strict=True)]
+    counts = [_step_sums(groups, "count", count) for groups, count in zip(sides, steps, strict=True)]
     verdict, low, high = _judged(step_ms[0], step_ms[1], mean_step_ms)
-    for number, groups in enumerate(sides):
-        present = _summed((group.count for group in groups), steps[number])
-        # A kernel of fewer steps is not always there.
-        is_always = sum(count > 0 for count in present) >= 0.5 * steps[number]
-        if is_always and not sides[1 - number]:
-            verdict = "new" if number else "gone"
+    # A kernel of fewer steps is not always there.
+    is_always = [sum(count > 0 for count in of_side) >= 0.5 * len(of_side) for of_side in counts]
+    if is_always[0] and not sides[1]:
+        verdict = "gone"
+    elif is_always[1] and not sides[0]:
+        verdict = "new"
+    before, after = (
+        SideTime(sum(ms) / len(ms), sum(count) / len(count), _run_us(groups, sum(count)))
+        for ms, count, groups in zip(step_ms, counts, sides, strict=True)
+    )
     names = [list(dict.fromkeys(group.name for group in groups)) for groups in sides]
-    is_replaced = names[0] and names[1] and set(names[0]) != set(names[1])
-    label = (
-        " -> ".join(" + ".join(map(short_name, some)) for some in names) if is_replaced else (names[0] or names[1])[0]
-    )
-    example = (sides[0] or sides[1])[0]
-    return TimeChange(
-        label=label,
-        is_kernel=bool(example.kind),
-        kind=example.kind,
-        module=example.module,
-        operator=example.operator,
-        shape=example.shape,
-        verdict=verdict,
-        before_ms=sum(step_ms[0]) / steps[0],
-        after_ms=sum(step_ms[1]) / steps[1],
-        low_ms=low,
-        high_ms=high,
-        before_count=counts[0] / steps[0],
-        after_count=counts[1] / steps[1],
-        before_us=each[0],
-        after_us=each[1],
-    )
+    label = (names[0] or names[1])[0]
+    if all(names) and set(names[0]) != set(names[1]):
+        label = " -> ".join(" + ".join(map(short_name, of_side)) for of_side in names)
+    return TimeChange(label, (sides[0] or sides[1])[0], verdict, before, after, low, high)
 
 
-def _summed(rows: Iterable[Sequence[float]], steps: int) -> list[float]:
-    return [sum(values) for values in zip(*rows, strict=True)] or [0.0] * steps
+def _step_sums(groups: Sequence[KernelGroup], column: str, steps: int) -> list[float]:
+    return [sum(values) for values in zip(*(getattr(group, column) for group in groups), strict=True)] or [0.0] * steps
+
+
+def _run_us(groups: Sequence[KernelGroup], count: float) -> float | None:
+    return 1e3 * sum(sum(group.ms) for group in groups) / count if count else None
 
 
 def _judged(before: Sequence[float], after: Sequence[float], step_ms: float) -> tuple[Verdict, float, float]:

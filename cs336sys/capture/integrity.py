@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.capture.capture import Calls, Capture, Damage, DeviceWork
-from cs336sys.capture.intervals import Times
+from cs336sys.capture.capture import Capture, Damage, DeviceWork
+from cs336sys.capture.intervals import Times, containing, group_numbers, is_within_another
 
 Flags = NDArray[np.bool_]
 
@@ -37,84 +37,68 @@ _DEVICE_WAIT = re.compile(r"(Device|Ctx)Synchronize")
 
 def check_capture(capture: Capture) -> Capture:
     """Return the capture with the launches of its work, without what cannot be true, and with what that was."""
-    sentences = []
+    sentences: list[str] = []
     if capture.is_cut:
         sentences.append("The file ends within its events: what came later is missing.")
     if capture.unreadable:
         events = "event" if capture.unreadable == 1 else "events"
         sentences.append(f"{capture.unreadable:,} {events} left out: no JSON, or without a time that can be.")
-    for leave_out in (_within_session, _once):
-        capture, sentence = leave_out(capture)
-        sentences += sentence
-    launch, sentence = _launches(capture)
-    sentences += sentence
-    capture = replace(capture, launch=launch)
-    empty = np.zeros((0, 2), np.int64)
+    capture = _leave_out_other_sessions(capture, sentences)
     if not capture.is_gpu:
-        return replace(capture, damage=Damage(tuple(sentences)))
+        return replace(capture, launch=_launches(capture, sentences), damage=Damage(tuple(sentences)))
+    capture = _leave_out_repetitions(capture, sentences)
+    capture = replace(capture, launch=_launches(capture, sentences))
     checks: tuple[tuple[Callable[[Capture], Flags], str], ...] = (
         (_begins_early, "begin before their launch"),
         (_ends_late, "end after a call that waited for them"),
         (_overlaps, "overlap others of their stream"),
     )
     hides_idle_time = False
-    lost = [empty]
+    lost = []
     for test, fault in checks:
         is_wrong = test(capture)
         count, total = int(is_wrong.sum()), len(is_wrong)
-        if not count:
-            continue
         if count > _MOST * total and count > 1:
             sentences.append(f"{count:,} of {total:,} kernels and copies {fault}: their times cannot be trusted.")
             hides_idle_time = True
-            continue
-        sentences.append(f"{count:,} of {total:,} kernels and copies {fault}: they are left out.")
-        lost.append(_marks(capture, is_wrong))
-        capture = replace(capture, work=capture.work.select(~is_wrong), launch=capture.launch[~is_wrong])
-    left_out = sum(map(len, lost))
-    of_launches, sentence = _lost_launches(capture, left_out)
-    sentences += sentence
-    unlaunched, sentence = _lost_work(capture)
-    sentences += sentence
-    damage = Damage(tuple(sentences), np.concatenate([*lost, of_launches]), unlaunched, hides_idle_time)
-    return replace(capture, damage=damage)
+        elif count:
+            sentences.append(f"{count:,} of {total:,} kernels and copies {fault}: they are left out.")
+            # By the time of the launch; where it is not known, by the work's own start.
+            times = np.where(capture.launch >= 0, np.append(capture.calls.start, 0)[capture.launch], capture.work.start)
+            lost.append(np.column_stack((capture.work.process, times))[is_wrong])
+            capture = replace(capture, work=capture.work.select(~is_wrong), launch=capture.launch[~is_wrong])
+    lost.append(_lost_launches(capture, sum(map(len, lost)), sentences))
+    unlaunched = _lost_work(capture, sentences)
+    return replace(capture, damage=Damage(tuple(sentences), np.concatenate(lost), unlaunched, hides_idle_time))
 
 
-def _marks(capture: Capture, chosen: Flags) -> Times:
-    """Process and time of the launches of some work; where they are not known, the work's own start."""
-    times = np.where(capture.launch >= 0, capture.launches()[0], capture.work.start)
-    return np.column_stack((capture.work.process, times))[chosen]
-
-
-def _within_session(capture: Capture) -> tuple[Capture, list[str]]:
+def _leave_out_other_sessions(capture: Capture, sentences: list[str]) -> Capture:
     """Leave out events at 0, and those so far from most that they are of another session."""
-    names = ("work", "calls", "ranges", "operations", "modules")
-    times = np.concatenate([getattr(capture, name).start for name in ("work", "calls", "ranges")])
+    times = np.concatenate([rows.start for rows in (capture.work, capture.calls, capture.ranges)])
     first, last = _session(np.unique(times))
-    left_out = 0
-    kept = {}
-    for name in names:
+    left_out = int(((times < first) | (times > last)).sum())
+    remaining = {}
+    for name in ("work", "calls", "ranges", "operations", "modules"):
         rows = getattr(capture, name)
-        is_inside = (rows.start >= first) & (rows.start <= last)
-        kept[name] = rows if is_inside.all() else rows.select(is_inside)
-        left_out += int((~is_inside).sum()) if name not in ("operations", "modules") else 0
-    if not left_out or not len(kept["work"]):
-        return capture, []
+        remaining[name] = rows.select((rows.start >= first) & (rows.start <= last))
+    if not left_out or not len(remaining["work"]):
+        return capture
     sentence = f"{left_out:,} of {len(times):,} events are at times that are not of this capture: they are left out."
-    return replace(capture, **kept), [sentence]
+    sentences.append(sentence)
+    return replace(capture, **remaining)
 
 
-def _once(capture: Capture) -> tuple[Capture, list[str]]:
+def _leave_out_repetitions(capture: Capture, sentences: list[str]) -> Capture:
     """Leave out work that is recorded twice."""
     work = capture.work
     columns = (work.start, work.stop, work.process, work.correlation, work.name, work.gpu, work.stream)
     order = np.lexsort(columns)
     is_same = np.logical_and.reduce([column[order[1:]] == column[order[:-1]] for column in columns])
     repeated = order[1:][is_same & (work.stop > work.start)[order[1:]]]
-    if not capture.is_gpu or not len(repeated):
-        return capture, []
-    sentence = f"{len(repeated):,} of {len(work):,} kernels and copies are recorded twice: they count once."
-    return replace(capture, work=work.select(np.delete(np.arange(len(work)), repeated))), [sentence]
+    if not len(repeated):
+        return capture
+    sentences.append(f"{len(repeated):,} of {len(work):,} kernels and copies are recorded twice: they count once.")
+    return replace(capture, work=work.select(np.delete(np.arange(len(work)), repeated)))
 
 
 def _session(times: Times) -> tuple[int, int]:
@@ -131,83 +115,66 @@ def _session(times: Times) -> tuple[int, int]:
     return (int(times[0]), int(times[-1])) if len(times) else (0, 0)
 
 
-def _launches(capture: Capture) -> tuple[Times, list[str]]:
+def _launches(capture: Capture, sentences: list[str]) -> Times:
     """Return the call of each work by process and number, -1 for none; and say which numbers several launches share.
 
     Where as many work as launches have a number, and each begins after its launch, they belong together in order.
     """
     work, calls = capture.work, capture.calls
+    keys = group_numbers(
+        np.concatenate((calls.process, work.process)), np.concatenate((calls.correlation, work.correlation))
+    )
+    call_key, work_key = np.split(keys, [len(calls)])
+    order = np.lexsort((calls.start, call_key))
+    order = order[calls.correlation[order] >= 0]
+    # A call within another of the same number is the runtime's call of the driver.
+    is_inner = (call_key[order[1:]] == call_key[order[:-1]]) & (calls.start[order[1:]] < calls.stop[order[:-1]])
+    order = order[np.append(True, ~is_inner)[: len(order)]]
+    works = np.lexsort((work.start, work_key))
+    works = works[work.correlation[works] >= 0]
+    key = work_key[works]
+    first, end = (np.searchsorted(call_key[order], key, side=side) for side in ("left", "right"))
+    first_of_key, end_of_key = (np.searchsorted(key, key, side=side) for side in ("left", "right"))
+    count = end - first
+    # Of several launches of a number, that at the work's own place among those of the number.
+    place = np.where(count == end_of_key - first_of_key, np.arange(len(key)) - first_of_key, 0)
+    call = np.append(order, -1)[np.where(count > 0, first + place, -1)]
+    is_early = work.start[works] < np.append(calls.start, 0)[call]
+    is_ambiguous = np.isin(key, key[(count > 1) & ((count != end_of_key - first_of_key) | is_early)])
     launch = np.full(len(work), -1)
-    reused = ambiguous = 0
-    for process in np.unique(work.process).tolist():
-        chosen = np.flatnonzero((work.process == process) & (work.correlation >= 0))
-        own_calls = np.flatnonzero((calls.process == process) & (calls.correlation >= 0))
-        if not len(own_calls) or not len(chosen):
-            continue
-        own_calls = own_calls[np.lexsort((calls.start[own_calls], calls.correlation[own_calls]))]
-        numbers = calls.correlation[own_calls]
-        # A call within another of the same number is the runtime's call of the driver.
-        same = np.append(
-            False, (numbers[1:] == numbers[:-1]) & (calls.start[own_calls[1:]] < calls.stop[own_calls[:-1]])
-        )
-        own_calls, numbers = own_calls[~same], numbers[~same]
-        low, high = (np.searchsorted(numbers, work.correlation[chosen], side=side) for side in ("left", "right"))
-        launch[chosen] = np.where(high > low, own_calls[np.minimum(low, len(own_calls) - 1)], -1)
-        is_shared = high - low > 1
-        for number in np.unique(work.correlation[chosen[is_shared]]).tolist():
-            first, last = np.searchsorted(numbers, [number, number + 1])
-            of_number = chosen[work.correlation[chosen] == number]
-            of_number = of_number[np.argsort(work.start[of_number], kind="stable")]
-            candidates = own_calls[first:last]
-            if len(candidates) == len(of_number) and np.all(work.start[of_number] >= calls.start[candidates]):
-                launch[of_number] = candidates
-                reused += 1
-            else:
-                launch[of_number] = -1
-                ambiguous += len(of_number)
+    launch[works] = np.where(is_ambiguous, -1, call)
+    reused = len(np.unique(key[(count > 1) & ~is_ambiguous]))
     # A launch of one kernel that several name is that of one of them.
     users = np.bincount(launch[launch >= 0], minlength=len(calls))
-    is_single = capture.is_named(calls.name, _SINGLE_LAUNCH.search) & (users > 1)
-    is_taken = np.where(launch >= 0, is_single[launch] if len(calls) else False, False)
+    is_taken = np.append(capture.is_named(calls.name, _SINGLE_LAUNCH.search) & (users > 1), False)[launch]
     launch[is_taken] = -1
-    ambiguous += int(is_taken.sum())
-    sentences = []
+    ambiguous = int(is_ambiguous.sum() + is_taken.sum())
     if reused:
         sentences.append(f"Launch numbers are not unique: {reused:,} stand for several launches, told apart by order.")
     if ambiguous:
         sentences.append(f"Launch numbers are not unique: the launch of {ambiguous:,} kernels and copies is unknown.")
-    return launch, sentences
-
-
-def _launched(capture: Capture) -> Times:
-    """Return when each work was launched; a time before all where that is not known."""
-    return np.where(capture.launch >= 0, capture.launches()[0], -_NEVER)
+    return launch
 
 
 def _begins_early(capture: Capture) -> Flags:
-    return capture.work.start < _launched(capture) - _CLOCKS_NS
+    return capture.work.start < np.append(capture.calls.start, -_NEVER)[capture.launch] - _CLOCKS_NS
 
 
 def _ends_late(capture: Capture) -> Flags:
     """Find work that ends after a wait for the whole GPU that began after its launch."""
-    calls, work = capture.calls, capture.work
+    work = capture.work
+    launched = np.append(capture.calls.start, _NEVER)[capture.launch]
+    waits = capture.named(capture.calls, _DEVICE_WAIT.search)
+    waits = waits.select(np.argsort(waits.start, kind="stable"))
     is_wrong = np.zeros(len(work), bool)
-    is_wait = capture.is_named(calls.name, _DEVICE_WAIT.search)
-    # A process with several GPUs waits for one of them.
-    processes = [
-        process for process in np.unique(work.process) if len(np.unique(work.gpu[work.process == process])) == 1
-    ]
-    for process in processes:
-        waits = calls.select(is_wait & (calls.process == process))
-        if not len(waits):
-            continue
-        order = np.argsort(waits.start, kind="stable")
-        # The earliest end of all waits that begin from here on.
-        ends = np.minimum.accumulate(waits.stop[order][::-1])[::-1]
-        following = np.searchsorted(waits.start[order], _launched(capture), side="right")
-        is_followed = (following < len(ends)) & (capture.launch >= 0) & (work.process == process)
-        end = ends[np.minimum(following, len(ends) - 1)]
-        is_wrong |= is_followed & (work.stop > end + _LATE_WAIT_NS)
+    for process in np.unique(waits.process).tolist():
+        of_process, chosen = work.process == process, waits.process == process
+        # A process with several GPUs waits for one of them.
+        if len(np.unique(work.gpu[of_process])) == 1:
+            # The earliest end of all waits that begin from here on.
+            ends = np.append(np.minimum.accumulate(waits.stop[chosen][::-1])[::-1], _NEVER)
+            end = ends[np.searchsorted(waits.start[chosen], launched, side="right")]
+            is_wrong |= of_process & (work.stop > end + _LATE_WAIT_NS)
     return is_wrong
 
 
@@ -219,18 +186,14 @@ def _overlaps(capture: Capture) -> Flags:
     """
     work = capture.work
     is_wrong = np.zeros(len(work), bool)
-    plain_calls = capture.is_named(capture.calls.name, _PLAIN_LAUNCH.search)
-    is_plain = np.where(capture.launch >= 0, plain_calls[capture.launch] if len(plain_calls) else False, False)
+    is_plain = np.append(capture.is_named(capture.calls.name, _PLAIN_LAUNCH.search), False)[capture.launch]
     unusual = _unusual(work)
     order = np.lexsort((work.stop, work.start, work.stream, work.gpu, work.process))
     for _ in range(50):
         before, after = order[:-1], order[1:]
-        is_pair = (
-            (work.stream[before] == work.stream[after])
-            & (work.gpu[before] == work.gpu[after])
-            & (work.process[before] == work.process[after])
-            & ((work.correlation[before] != work.correlation[after]) | (work.correlation[after] < 0))
-        )
+        is_pair = (work.correlation[before] != work.correlation[after]) | (work.correlation[after] < 0)
+        for column in (work.stream, work.gpu, work.process):
+            is_pair &= column[before] == column[after]
         shared = np.minimum(work.stop[before], work.stop[after]) - work.start[after]
         contains = (work.stop[after] < work.stop[before]) & (work.stop[after] > work.start[after])
         pairs = np.flatnonzero(is_pair & (shared > _ROUNDING_NS) & (contains | is_plain[after]))
@@ -253,65 +216,45 @@ def _unusual(work: DeviceWork) -> NDArray[np.float64]:
     return unusual
 
 
-def _lost_launches(capture: Capture, left_out: int) -> tuple[Times, list[str]]:
+def _lost_launches(capture: Capture, left_out: int, sentences: list[str]) -> Times:
     """Process and time of launches that have no work, but for the work that was left out."""
     calls = capture.calls
     is_launch = capture.is_named(calls.name, _LAUNCH.search) & (calls.correlation >= 0)
     # A trace of several GPUs may lack those of others: only processes that have work.
-    is_launch &= np.isin(calls.process, capture.work.process)
-    is_launch &= ~_within_calls(calls, is_launch) & ~_while_capturing(capture)
+    is_launch &= np.isin(calls.process, capture.work.process) & ~_is_recording_graph(capture)
+    launches = calls.select(is_launch)
+    # A runtime calls the driver.
+    is_inner = is_within_another(launches.start, launches.stop, launches.process, launches.thread)
+    is_launch[np.flatnonzero(is_launch)[is_inner]] = False
     has_work = np.zeros(len(calls), bool)
     has_work[capture.launch[capture.launch >= 0]] = True
     lost = np.flatnonzero(is_launch & ~has_work)
     # Work that several launches may have launched has none for certain.
     uncertain = np.unique(capture.work.correlation[capture.launch < 0])
     lost = lost[~np.isin(calls.correlation[lost], uncertain)]
-    count = len(lost) - left_out
-    sentences = []
-    if count > 0:
+    if (count := len(lost) - left_out) > 0:
         sentences.append(f"{count:,} of {int(is_launch.sum()):,} launches have no kernel: the profiler lost them.")
-    return np.column_stack((calls.process[lost], calls.start[lost])), sentences
+    return np.column_stack((calls.process[lost], calls.start[lost]))
 
 
-def _within_calls(calls: Calls, is_launch: Flags) -> Flags:
-    """Find launches that are calls of another launch: a runtime calls the driver."""
-    chosen = np.flatnonzero(is_launch)
-    chosen = chosen[np.lexsort((-calls.stop[chosen], calls.start[chosen], calls.thread[chosen], calls.process[chosen]))]
-    before, after = chosen[:-1], chosen[1:]
-    is_inner = (
-        (calls.thread[before] == calls.thread[after])
-        & (calls.process[before] == calls.process[after])
-        & (calls.stop[after] <= calls.stop[before])
-        & (calls.start[after] < calls.stop[before])
-    )
-    result = np.zeros(len(calls), bool)
-    result[after[is_inner]] = True
-    return result
-
-
-def _while_capturing(capture: Capture) -> Flags:
+def _is_recording_graph(capture: Capture) -> Flags:
     """Find calls that only record a CUDA graph."""
     calls = capture.calls
-    result = np.zeros(len(calls), bool)
-    begins = calls.start[capture.is_named(calls.name, _BEGIN_GRAPH.search)]
-    ends = np.sort(calls.stop[capture.is_named(calls.name, _END_GRAPH.search)])
-    for begin in begins.tolist():
-        following = np.searchsorted(ends, begin)
-        end = ends[following] if following < len(ends) else _NEVER
-        result |= (calls.start >= begin) & (calls.start <= end)
-    return result
+    begins = np.sort(capture.named(calls, _BEGIN_GRAPH.search).start)
+    ends = np.append(np.sort(capture.named(calls, _END_GRAPH.search).stop), _NEVER)
+    return containing(np.column_stack((begins, ends[np.searchsorted(ends, begins)])), calls.start) >= 0
 
 
-def _lost_work(capture: Capture) -> tuple[Times, list[str]]:
+def _lost_work(capture: Capture, sentences: list[str]) -> Times:
     """Process and start of work without a launch that began after some that has one."""
     work = capture.work
     has_launch = capture.launch >= 0
     is_lost = np.zeros(len(work), bool)
     for process in np.unique(work.process[has_launch]).tolist():
-        is_own = work.process == process
-        first = work.start[is_own & has_launch].min()
-        is_lost |= is_own & ~has_launch & (work.start > first)
-    if not is_lost.any():
-        return np.zeros((0, 2), np.int64), []
-    sentence = f"{int(is_lost.sum()):,} of {len(work):,} kernels and copies have no launch: the profiler lost them."
-    return np.column_stack((work.process[is_lost], work.start[is_lost])), [sentence]
+        of_process = work.process == process
+        is_lost |= of_process & ~has_launch & (work.start > work.start[of_process & has_launch].min())
+    if is_lost.any():
+        sentences.append(
+            f"{int(is_lost.sum()):,} of {len(work):,} kernels and copies have no launch: the profiler lost them."
+        )
+    return np.column_stack((work.process, work.start))[is_lost]

@@ -24,7 +24,30 @@ def first_rows(keys: Times, numbers: Times) -> Times:
 def containing(windows: Times, times: Times) -> Times:
     """Return which of some windows, (windows, 2) in their order, each instant lies in; -1 for none."""
     place = np.searchsorted(windows[:, 0], times, side="right") - 1
-    return np.where((place >= 0) & (times < windows[np.maximum(place, 0), 1]), place, -1)
+    ends = np.append(windows[:, 1], np.iinfo(np.int64).min)
+    return np.where(times < ends[place], place, -1)
+
+
+def group_numbers(*keys: Times) -> Times:
+    """Return a number for each combination of keys, from 0."""
+    groups = np.zeros(len(keys[0]), np.int64)
+    for key in keys:
+        distinct, numbers = np.unique(key, return_inverse=True)
+        groups = groups * len(distinct) + numbers.reshape(-1)
+    return groups
+
+
+def is_within_another(start: Times, stop: Times, *keys: Times) -> NDArray[np.bool_]:
+    """Find intervals that lie in another of equal keys."""
+    _, group = np.unique(group_numbers(*keys), return_inverse=True)
+    stops, place = np.unique(stop, return_inverse=True)
+    order = np.lexsort((-stop, start, group))
+    # Increases with the group, and in it with the stop, so that its maximum so far is of the same group.
+    reach = (group * len(stop) + place)[order]
+    latest = np.maximum.accumulate(reach)[:-1]
+    is_inner = np.zeros(len(start), bool)
+    is_inner[order[1:]] = (reach[1:] <= latest) & (start[order[1:]] < stops[latest % max(1, len(stop))])
+    return is_inner
 
 
 class Cover:
@@ -39,6 +62,12 @@ class Cover:
         is_some = end > begin
         self.start, self.stop = begin[is_some], end[is_some]
         self._before = np.concatenate(([0], np.cumsum(self.stop - self.start)))
+
+    def joined(self, other: "Cover") -> "Cover":
+        """Return the cover by the intervals of both."""
+        start, stop = np.concatenate((self.start, other.start)), np.concatenate((self.stop, other.stop))
+        order = np.argsort(start, kind="stable")
+        return Cover(start[order], stop[order])
 
     @property
     def total(self) -> int:

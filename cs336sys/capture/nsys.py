@@ -22,9 +22,7 @@ from cs336sys.capture.capture import (
     DeviceWork,
     Ranges,
     Texts,
-    why_unreadable,
 )
-from cs336sys.capture.integrity import check_capture
 from cs336sys.capture.intervals import Times
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.measure.diagnosis.profilers import Profiler, makes_reports
@@ -123,35 +121,28 @@ _COPY_NAMES = {number: f"Memcpy {kind}" for number, kind in enumerate(_COPY_KIND
 _RANGE_EVENTS = (59, 60)
 
 # A globalPid is a globalTid whose lowest 24 bits, the thread, are 0.
-_PROCESS = "{column} >> 24"
+_PROCESS = ">> 24"
 
 # Of SQLite's virtual machine: some milliseconds.
 _STATEMENTS_BETWEEN_CHECKS = 100_000
 
 
-def read_nsys_database(path: Path, called: str | None = None) -> Capture:
+def load_export(path: Path) -> Capture:
     """Load kernels, copies, API calls and NVTX ranges of an exported report; the file is not written to.
 
-    Args:
-        called: what errors call the file instead of its path.
-
     Raises:
-        UsageError: it is none, lacks something that is needed, or traced CUDA graphs as wholes; the sentence says what.
+        UsageError: it lacks something that is needed, or traced CUDA graphs as wholes; the sentence says what.
+        sqlite3.DatabaseError, OverflowError: it is damaged, or takes too long.
     """
+    report = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
     try:
-        report = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-        try:
-            deadline = time.process_time() + READING_S
-            report.set_progress_handler(lambda: time.process_time() > deadline, _STATEMENTS_BETWEEN_CHECKS)
-            # Neither what a stranger's schema computes nor its virtual tables are trusted.
-            report.execute("PRAGMA trusted_schema = OFF")
-            return check_capture(_Export(report).capture())
-        finally:
-            report.close()
-    except (sqlite3.DatabaseError, OverflowError) as error:
-        raise UsageError(f"{called or path} {why_unreadable(error, 'an SQLite database')}") from error
-    except UsageError as error:
-        raise UsageError(f"{called or path} {error}") from error
+        deadline = time.process_time() + READING_S
+        report.set_progress_handler(lambda: time.process_time() > deadline, _STATEMENTS_BETWEEN_CHECKS)
+        # Neither what a stranger's schema computes nor its virtual tables are trusted.
+        report.execute("PRAGMA trusted_schema = OFF")
+        return _Export(report).capture()
+    finally:
+        report.close()
 
 
 class _Export:
@@ -172,12 +163,10 @@ class _Export:
         """
         self._require_recorded()
         is_short = "demangledName" not in self._columns[_KERNELS] and "shortName" in self._columns[_KERNELS]
-        sources: tuple[tuple[str, str, Mapping[int, str] | None], ...] = (
-            (_KERNELS, "shortName" if is_short else "demangledName", None),
-            (_COPIES, "copyKind", _COPY_NAMES),
-            (_FILLS, "0", {0: "Memset"}),
+        kernels = self._work(_KERNELS, "shortName" if is_short else "demangledName", None)
+        work = DeviceWork.joined(
+            kernels, self._work(_COPIES, "copyKind", _COPY_NAMES), self._work(_FILLS, "0", {0: "Memset"})
         )
-        work = DeviceWork.joined(*(self._work(*source) for source in sources if source[0] in self._columns))
         calls, ranges = self._calls(), self._ranges()
         gpu_names = {}
         if _GPUS in self._columns and {"id", "name"} <= self._columns[_GPUS]:
@@ -207,18 +196,14 @@ class _Export:
         return {number: str(text) for number, text in rows}
 
     def _work(self, kind: str, name: str, names: Mapping[int, str] | None) -> DeviceWork:
-        """Return the work of a table; where no names are listed, the report names it."""
-        table = self._require_columns(
-            kind, "start", "end", "globalPid", "correlationId", *([name] if name != "0" else [])
-        )
-        present = self._columns[kind]
-        gpu, stream, size = (
-            f"coalesce({column}, {other})" if column in present else other
-            for column, other in (("deviceId", "0"), ("streamId", "0"), ("bytes", "-1"))
-        )
-        process = _PROCESS.format(column="globalPid")
-        columns = ("start", '"end"', process, "coalesce(correlationId, -1)", name, gpu, stream, size, "-1", "-1")
-        work = DeviceWork.of(self._rows(table, columns))
+        """Return the work of a table, none without it; where no names are listed, the report names it."""
+        if kind not in self._columns:
+            return DeviceWork.of(array("q"))
+        named = [name] if name != "0" else []
+        table = self._require_columns(kind, "start", "end", "globalPid", "correlationId", *named)
+        device = [self._column(kind, *column) for column in (("deviceId", "0"), ("streamId", "0"), ("bytes", "-1"))]
+        launch = (f"globalPid {_PROCESS}", "coalesce(correlationId, -1)")
+        work = DeviceWork.of(self._rows(table, ("start", '"end"', *launch, name, *device, "-1", "-1")))
         text_of = self._strings(f"SELECT {name} FROM {table}") if names is None else names
         streams = {number: str(number) for number in np.unique(work.stream).tolist()}
         return replace(
@@ -229,12 +214,10 @@ class _Export:
 
     def _calls(self) -> Calls:
         table = self._require_columns(_CALLS, "start", "end", "globalTid", "correlationId")
-        name = "coalesce(nameId, -1)" if "nameId" in self._columns[_CALLS] else "-1"
-        process = _PROCESS.format(column="globalTid")
-        columns = (process, "coalesce(correlationId, -1)", "start", '"end"', "globalTid", name)
-        calls = Calls.of(self._rows(table, columns))
-        names = self._strings(f"SELECT nameId FROM {table}") if name != "-1" else {}
-        return replace(calls, name=self._numbered(calls.name, names))
+        name = self._column(_CALLS, "nameId", "-1")
+        launch = (f"globalTid {_PROCESS}", "coalesce(correlationId, -1)")
+        calls = Calls.of(self._rows(table, (*launch, "start", '"end"', "globalTid", name)))
+        return replace(calls, name=self._numbered(calls.name, self._strings(f"SELECT {name} FROM {table}")))
 
     def _ranges(self) -> Ranges:
         # A program without ranges has none of this table.
@@ -242,12 +225,11 @@ class _Export:
             return Ranges.of(array("q"))
         table = self._require_columns(_RANGES, "start", "end", "eventType", "globalTid")
         # The text stands in the row or, where it was registered or is often repeated, in StringIds.
-        present = self._columns[_RANGES]
-        if not {"text", "textId"} & present:
+        if not {"text", "textId"} & self._columns[_RANGES]:
             self._require_columns(_RANGES, "text")
-        text, text_id = ("text" if "text" in present else "NULL"), ("textId" if "textId" in present else "NULL")
+        text, text_id = (self._column(_RANGES, column, "NULL") for column in ("text", "textId"))
         rows = self._report.execute(
-            f"""SELECT coalesce({text}, strings.value), start, "end", {_PROCESS.format(column="globalTid")}, globalTid
+            f"""SELECT coalesce({text}, strings.value), start, "end", globalTid {_PROCESS}, globalTid
                 FROM {table} LEFT JOIN {_STRINGS} AS strings ON strings.id = {text_id}
                 WHERE eventType IN {_RANGE_EVENTS} AND {_IN_TIME} AND typeof(start) = 'integer'
                     AND typeof("end") = 'integer' AND typeof(globalTid) = 'integer'"""
@@ -286,6 +268,10 @@ class _Export:
                 "of nsys that this cs336sys does not know"
             )
         return self._tables[kind]
+
+    def _column(self, kind: str, name: str, default: str) -> str:
+        """Return a column in SQL, and the default for NULL and where the table lacks it."""
+        return f"coalesce({name}, {default})" if name in self._columns[kind] else default
 
     def _column_names(self) -> dict[str, set[str]]:
         """Return the columns of each table of the report; a view of a stranger could compute for ever."""

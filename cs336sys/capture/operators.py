@@ -10,8 +10,6 @@ from cs336sys.accounting.hardware import Ceilings, datasheet, peak_tflops
 from cs336sys.capture.capture import tensors_of
 
 _PRECISION = {"float": "fp32", "c10::Half": "fp16", "c10::BFloat16": "bf16"}
-
-
 # Kernels that torch.compile made, whose arguments are their inputs and outputs; what they compute is not recorded.
 _POINTWISE = ("triton_poi_", "triton_red_", "triton_per_")
 
@@ -70,14 +68,11 @@ def _flops_and_output(name: str, sizes: Sequence[Any]) -> tuple[int, int]:
     Raises:
         KeyError: the operator's FLOPs are not known.
     """
-    if name in ("mm", "addmm", "_addmm_activation"):
-        a, b = sizes[:2] if name == "mm" else sizes[1:3]
-        (m, k), (_, n) = a, b
-        return 2 * m * n * k, m * n
-    if name in ("bmm", "baddbmm"):
-        a, b = sizes[:2] if name == "bmm" else sizes[1:3]
-        (batch, m, k), (_, _, n) = a, b
-        return 2 * batch * m * n * k, batch * m * n
+    if name in ("mm", "bmm", "addmm", "baddbmm", "_addmm_activation"):
+        # What is added to the product comes first.
+        a, b = sizes[:2] if name in ("mm", "bmm") else sizes[1:3]
+        (*batch, m, k), (*_, n) = a, b
+        return 2 * math.prod(batch) * m * n * k, math.prod(batch) * m * n
     if name == "linear":
         *lead, k = sizes[0]
         n = sizes[1][0]
@@ -87,7 +82,7 @@ def _flops_and_output(name: str, sizes: Sequence[Any]) -> tuple[int, int]:
         query, key, value = sizes[1:4] if is_backward else sizes[:3]
         batch, heads, queries, width = query
         keys = key[2]
-        if not name.startswith("_scaled") and not name.startswith("scaled"):
+        if not name.startswith(("_scaled", "scaled")):
             # (batch, sequence, heads, width)
             queries, heads, keys = heads, queries, key[1]
         forward = 2 * batch * heads * queries * keys * (width + value[3])

@@ -88,18 +88,16 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
     """
     numbers, notes = _step_numbers(timelines)
     places, match_notes = _matched(timelines, numbers)
-    records = [timeline.collectives.records for timeline in timelines]
+    records = [timeline.collective_records for timeline in timelines]
     joining = [collective for collective in places if records[collective[0][0]][collective[0][1]].kind in SYNCHRONIZING]
     if len(joining) < 2:
         return None
-    index = [timeline.collectives.index for timeline in timelines]
-    starts = [timeline.start[chosen] for timeline, chosen in zip(timelines, index, strict=True)]
-    stops = [timeline.stop[chosen] for timeline, chosen in zip(timelines, index, strict=True)]
-    clocks = _align(len(timelines), joining, stops)
-    waiting = tuple(np.full(len(chosen), -1) for chosen in index)
-    aligned = [clocks.aligned(rank, times) for rank, times in enumerate(starts)]
+    clocks = _align(joining, [timeline.collectives.stop for timeline in timelines])
+    aligned = [clocks.aligned(rank, timeline.collectives.start) for rank, timeline in enumerate(timelines)]
+    waiting = tuple(np.full(len(times), -1) for times in aligned)
     late_ms = [np.zeros(len(timeline.steps.bounds)) for timeline in timelines]
-    steps = [timeline.step_of(times) for timeline, times in zip(timelines, starts, strict=True)]
+    steps = [timeline.step_of(timeline.collectives.start) for timeline in timelines]
+    lengths = [timeline.collectives.length for timeline in timelines]
     spreads = []
     is_joining = set(joining)
     for collective in places:
@@ -107,21 +105,18 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
         if collective in is_joining:
             spreads.append(max(times) - min(times))
         for (rank, place), time in zip(collective, times, strict=True):
-            length = int(stops[rank][place] - starts[rank][place])
-            waiting[rank][place] = min(max(int(max(times) - time), 0), length)
+            waiting[rank][place] = min(int(max(times) - time), lengths[rank][place])
             if collective in is_joining and steps[rank][place] >= 0:
                 late_ms[rank][steps[rank][place]] += (time - min(times)) / 1e6
     spread_us = float(np.percentile(spreads, 90)) / 1e3
+    error_us = clocks.error_ns / 1e3
     why_no_waits = ""
-    if clocks.error_ns / 1e3 > spread_us:
-        why_no_waits = (
-            f"clocks are known to {clocks.error_ns / 1e3:.3g} us, and ranks come to collectives {spread_us:.3g} us "
-            "apart"
-        )
-        waiting = tuple(np.full(len(chosen), -1) for chosen in index)
+    if error_us > spread_us:
+        why_no_waits = f"clocks are known to {error_us:.3g} us, and ranks come to collectives {spread_us:.3g} us apart"
+        waiting = tuple(np.full(len(times), -1) for times in aligned)
     matching = RanksFound(
         len(places),
-        clocks.error_ns / 1e3,
+        error_us,
         (*notes, *match_notes),
         missing,
         why_no_waits,
@@ -148,32 +143,29 @@ def _matched(
 ) -> tuple[list[tuple[Place, ...]], tuple[str, ...]]:
     """Places (rank, number of its collective) of each collective that more than one rank has."""
     places_of: dict[tuple, list[Place]] = defaultdict(list)
-    is_numbered = is_ordered = is_without_peers = False
+    # Of each series of a step without recorded numbers, how many each rank has.
+    lengths: dict[tuple, Counter[int]] = defaultdict(Counter)
+    is_without_peers = False
     for rank, timeline in enumerate(timelines):
-        steps = timeline.step_of(timeline.start[timeline.collectives.index])
-        counts: Counter[tuple] = Counter()
-        for place, record in enumerate(timeline.collectives.records):
+        steps = timeline.step_of(timeline.collectives.start)
+        for place, record in enumerate(timeline.collective_records):
             is_sent = record.kind in (SEND, RECEIVE, SEND_RECEIVE)
             if is_sent and record.peers is None and not record.communication:
                 is_without_peers = True
                 continue
             step = numbers[rank][steps[place]] if steps[place] >= 0 else -1
             kind: Any = record.peers if is_sent else record.kind
+            key: tuple = (record.group, kind, step)
             if record.communication:
-                places_of["", "", "number", record.communication].append((rank, place))
-                is_numbered = True
+                key = ("", "", "number", record.communication)
             elif record.sequence >= 0 and not is_sent:
-                places_of[record.group, kind, "number", record.sequence].append((rank, place))
-                is_numbered = True
+                key = (record.group, kind, "number", record.sequence)
             elif step >= 0:
-                is_ordered = True
-                series = (record.group, kind, step)
-                counts[series] += 1
-                places_of[*series, counts[series]].append((rank, place))
-    lengths: dict[tuple, Counter[int]] = defaultdict(Counter)
-    for key, places in places_of.items():
-        if key[2] != "number":
-            lengths[key[:3]].update(rank for rank, _ in places)
+                lengths[key][rank] += 1
+                key = (*key, lengths[key][rank])
+            else:
+                continue
+            places_of[key].append((rank, place))
     # Of a series that some ranks have less of, nobody knows which is whose.
     uneven = {series for series, counts in lengths.items() if len(set(counts.values())) > 1}
     matched = [
@@ -182,8 +174,8 @@ def _matched(
         if len(places) > 1 and key[:3] not in uneven and len({rank for rank, _ in places}) == len(places)
     ]
     notes = []
-    if is_ordered:
-        some = "some collectives have" if is_numbered else "collectives have"
+    if lengths:
+        some = "some collectives have" if any(key[2] == "number" for key in places_of) else "collectives have"
         notes.append(f"{some} no recorded sequence number, and were matched by their order in each step")
     if is_without_peers:
         notes.append("sends and receives do not name their peers, and were not matched")
@@ -194,13 +186,14 @@ def _matched(
     return matched, tuple(notes)
 
 
-def _align(ranks: int, places: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> Clocks:
+def _align(places: Sequence[tuple[Place, ...]], stops: Sequence[Times]) -> Clocks:
     """Fit offset and drift of each rank's clock so that collectives end together on all.
 
     Least squares of each end's distance from the mean of its collective, reweighted so that those that end apart count
     less (Huber). The first rank's clock is right by definition.
     """
-    origin = np.array([stops[rank][0] if len(stops[rank]) else 0 for rank in range(ranks)], np.int64)
+    ranks = len(stops)
+    origin = np.array([times[0] if len(times) else 0 for times in stops], np.int64)
     # 4000 are more than enough for offsets and drifts.
     chosen = places[:: max(1, len(places) // 4000)]
     rows = [
@@ -303,25 +296,23 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RanksFound | None) -> R
     steps, step_ms = _common_steps(analyses)
     if not steps:
         return RankAnswer(why_unknown="the ranks have no step in common")
-    local = [[local_ms(analysis)[places[rank]] for places in steps] for rank, analysis in enumerate(analyses)]
-    excess = [_excess(local, rank) for rank in range(len(local))]
-    means = [statistics.fmean(values) for values in excess]
-    slowest = max(range(len(means)), key=means.__getitem__)
+    count = len(analyses)
+    local = np.array([[local_ms(analysis)[step[rank]] for step in steps] for rank, analysis in enumerate(analyses)])
+    excess = np.array([local[rank] - np.median(np.delete(local, rank, 0), axis=0) for rank in range(count)])
+    means = excess.mean(axis=1)
+    slowest = int(means.argmax())
     if len(steps) < _LEAST_STEPS:
         seen = ""
         if means[slowest] >= _LEAST_SHARE * step_ms:
             percent = 100 * means[slowest] / step_ms
             seen = f"; in {'it' if len(steps) == 1 else 'them'} {analyses[slowest].label} takes {percent:.1f} % longer"
-        count = "one step is" if len(steps) == 1 else f"{len(steps)} steps are"
-        return RankAnswer(why_unknown=f"{count} too few to tell a slow rank from noise{seen}")
-    errors = [statistics.stdev(values) / len(values) ** 0.5 for values in excess]
-    is_slow = [
-        mean >= _LEAST_SHARE * step_ms
-        and (error == 0 or _upper_tail(len(steps) - 1, mean / error) * len(analyses) <= _FALSE_ALARMS)
-        for mean, error in zip(means, errors, strict=True)
-    ]
-    candidates = [rank for rank in range(len(means)) if is_slow[rank] and means[rank] >= 0.5 * means[slowest]]
-    unseen = means[slowest] + errors[slowest] * _t_quantile(len(steps) - 1, 0.05 / len(analyses))
+        few = "one step is" if len(steps) == 1 else f"{len(steps)} steps are"
+        return RankAnswer(why_unknown=f"{few} too few to tell a slow rank from noise{seen}")
+    errors = excess.std(axis=1, ddof=1) / len(steps) ** 0.5
+    noise = errors * _t_quantile(len(steps) - 1, _FALSE_ALARMS / count)
+    is_slow = (means >= np.maximum(_LEAST_SHARE * step_ms, noise)) & (means >= 0.5 * means[slowest])
+    candidates = np.flatnonzero(is_slow).tolist()
+    unseen = means[slowest] + errors[slowest] * _t_quantile(len(steps) - 1, 0.05 / count)
     if not candidates:
         if ranks.missing:
             return RankAnswer(why_unknown=f"{ranks.missing}, and may be what the others wait for")
@@ -332,14 +323,15 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RanksFound | None) -> R
     if ranks.why_no_waits:
         return RankAnswer(why_unknown=ranks.why_no_waits)
     # Files of earlier versions hold no such times.
-    late_ms = [statistics.fmean(row[places[rank]] for places in steps) for rank, row in enumerate(ranks.late_ms)]
+    late_ms = [statistics.fmean(row[step[rank]] for step in steps) for rank, row in enumerate(ranks.late_ms)]
     stragglers = []
     for rank in sorted(candidates, key=lambda rank: -means[rank]):
         others = [ms for other, ms in enumerate(late_ms) if other not in candidates]
         if ranks.is_pipeline or not others or late_ms[rank] - statistics.median(others) >= 0.3 * means[rank]:
-            why = _longer_parts(analyses, rank, means[rank])
-            percent = 100 * means[rank] / step_ms
-            stragglers.append(Straggler(analyses[rank].label, analyses[rank].file, means[rank], percent, why))
+            excess_ms = float(means[rank])
+            why = _longer_parts(analyses, rank, excess_ms)
+            percent = 100 * excess_ms / step_ms
+            stragglers.append(Straggler(analyses[rank].label, analyses[rank].file, excess_ms, percent, why))
     if not stragglers:
         longer = f"computes or idles {100 * means[slowest] / step_ms:.1f} % of a step longer"
         return RankAnswer(why_unknown=f"{analyses[slowest].label} {longer}, and does not come last to the collectives")
@@ -354,11 +346,6 @@ def _common_steps(analyses: Sequence[Analysis]) -> tuple[list[tuple[int, ...]], 
     lengths = [max(analysis.step_ms[step[rank]] for rank, analysis in enumerate(analyses)) for step in places]
     median = statistics.median(lengths) if lengths else 0.0
     return [step for step, ms in zip(places, lengths, strict=True) if ms <= _PAUSE_MEDIANS * median], median
-
-
-def _excess(local: Sequence[Sequence[float]], rank: int) -> list[float]:
-    others = [values for other, values in enumerate(local) if other != rank]
-    return [value - statistics.median(row[step] for row in others) for step, value in enumerate(local[rank])]
 
 
 def _t_quantile(degrees: int, tail: float) -> float:
@@ -384,32 +371,25 @@ def _upper_tail(degrees: int, t: float) -> float:
     return 0.5 - math.sin(angle) * total / 2
 
 
-def _longer_parts(analyses: Sequence[Analysis], slowest: int, excess: float) -> str:
-    """The parts, and of computing the kinds of kernel, that are longer on the slowest rank, in words."""
-    others = [analysis for number, analysis in enumerate(analyses) if number != slowest]
-    longer = []
-    for part in _LOCAL_PARTS:
-        more = analyses[slowest].mean(part) - statistics.median(other.mean(part) for other in others)
-        if more < 0.2 * excess:
-            continue
-        description = f"{part} {more:.3g} ms"
-        if part == StepPart.COMPUTING and (kinds := _longer_kinds(analyses[slowest], others, more)):
-            description += f" ({kinds})"
-        longer.append((more, description))
-    return ", ".join(description for _, description in sorted(longer, reverse=True)) + " longer" if longer else ""
+def _longer_parts(analyses: Sequence[Analysis], rank: int, excess_ms: float) -> str:
+    """The parts, and of computing the kinds of kernel, that are longer on a rank, in words."""
+    parts: list[dict[str, float]] = [{part: analysis.mean(part) for part in _LOCAL_PARTS} for analysis in analyses]
+    descriptions = []
+    for part, ms in _longer(parts, rank, 0.2 * excess_ms):
+        kinds = _longer(list(map(_kind_ms, analyses)), rank, 0.2 * ms) if part == StepPart.COMPUTING else []
+        listed = ", ".join(f"{kind} {kind_ms:.3g} ms" for kind, kind_ms in kinds)
+        descriptions.append(f"{part} {ms:.3g} ms" + (f" ({listed})" if listed else ""))
+    return ", ".join(descriptions) + " longer" if descriptions else ""
 
 
-def _longer_kinds(slowest: Analysis, others: Sequence[Analysis], excess: float) -> str:
-    of_slowest, of_others = _by_kind(slowest), [_by_kind(other) for other in others]
-    more = {
-        kind: ms - statistics.median(other.get(kind, 0.0) for other in of_others) for kind, ms in of_slowest.items()
-    }
-    return ", ".join(
-        f"{kind} {ms:.3g} ms" for kind, ms in sorted(more.items(), key=lambda item: -item[1]) if ms > 0.2 * excess
-    )
+def _longer(times_ms: Sequence[Mapping[str, float]], rank: int, least_ms: float) -> list[tuple[str, float]]:
+    """Return which times of a rank are longer than the median of the others, and by how much; the most first."""
+    others = [times for other, times in enumerate(times_ms) if other != rank]
+    more = [(name, ms - statistics.median(o.get(name, 0.0) for o in others)) for name, ms in times_ms[rank].items()]
+    return sorted(((name, ms) for name, ms in more if ms > least_ms), key=lambda item: -item[1])
 
 
-def _by_kind(analysis: Analysis) -> Mapping[str, float]:
+def _kind_ms(analysis: Analysis) -> Mapping[str, float]:
     totals: dict[str, float] = defaultdict(float)
     for kernel in analysis.kernels:
         totals[kernel.kind] += sum(kernel.own_ms) / len(analysis.step_ms)

@@ -2,14 +2,19 @@
 
 import os
 import re
-from collections.abc import Sequence
+import sqlite3
+import zipfile
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from cs336sys.capture.analysis import Analysis, analyze
-from cs336sys.capture.capture import FILE_BYTES, Capture, group_ranks
-from cs336sys.capture.chrome_trace import GZIP_MAGIC, UTF16_MARKS, ZIP_MAGIC, read_chrome_trace
-from cs336sys.capture.nsys import REPORT_SUFFIXES, export, read_nsys_database
+from cs336sys.capture.capture import FILE_BYTES, TOO_SLOW, Capture
+from cs336sys.capture.chrome_trace import GZIP_MAGIC, UTF16_MARKS, ZIP_MAGIC, load_trace
+from cs336sys.capture.integrity import check_capture
+from cs336sys.capture.nsys import REPORT_SUFFIXES, export, load_export
 from cs336sys.capture.ranks import RanksAnalysis, match_ranks
 from cs336sys.capture.timeline import Timeline, timelines
 from cs336sys.errors import CapabilityError, UsageError
@@ -17,55 +22,68 @@ from cs336sys.measure.diagnosis.profilers import find_nsys
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.results.foreign import MIB
 
+# Strangers' files: damaged compression, tables and text.
+_DAMAGED = (OSError, EOFError, zlib.error, zipfile.BadZipFile, sqlite3.DatabaseError, ArithmeticError, RecursionError)
+_WRONG_VALUES = (ValueError, KeyError, TypeError, AttributeError)
 
-def open_capture(path: Path) -> Capture:
+
+def open_capture(path: Path, called: str | None = None) -> Capture:
     """Read an nsys report (``.nsys-rep``, exported by the installed nsys), its export, or a trace of torch.profiler.
+
+    Args:
+        called: what errors call the file instead of its path.
 
     Raises:
         UsageError: the file cannot be read, or is none of these, or lacks what is needed.
         CapabilityError: it is a report, and nsys is not installed.
     """
+    called = called or str(path)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise UsageError(f"{path} is a pipe or a device, and a report is read more than once: give a file")
+            raise UsageError(f"{called} is a pipe or a device, and a report is read more than once: give a file")
         with path.open("rb") as stream:
             head, size = stream.read(4096), os.fstat(stream.fileno()).st_size
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+        raise UsageError(f"cannot read {called}: {error.strerror or error}") from error
     if size > FILE_BYTES:
         raise UsageError(
-            f"{path} holds more than {FILE_BYTES // MIB:,} MiB, which is the most that is read: profile fewer steps"
+            f"{called} holds more than {FILE_BYTES // MIB:,} MiB, which is the most that is read: profile fewer steps"
         )
-    if head.startswith(b"SQLite format 3\x00"):
-        return read_nsys_database(path)
-    if path.suffix in REPORT_SUFFIXES:
-        return _export_and_read(path)
+    is_database = head.startswith(b"SQLite format 3\x00")
+    if path.suffix in REPORT_SUFFIXES and not is_database:
+        with OwnedFolder() as folder:
+            return open_capture(_exported(path, folder / "report.sqlite"), called)
     if path.suffix == ".qdstrm":
         raise UsageError(
-            f"{path} is what nsys leaves when its importer fails: run its QdstrmImporter, or fix what "
+            f"{called} is what nsys leaves when its importer fails: run its QdstrmImporter, or fix what "
             "`cs336sys doctor` says about it and profile again"
         )
     is_text = head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"["))
-    if is_text or head.startswith((GZIP_MAGIC, ZIP_MAGIC, *UTF16_MARKS)):
-        return read_chrome_trace(path)
-    raise UsageError(
-        f"{path} is no report: it should be a .nsys-rep or .sqlite file of Nsight Systems, or a trace of "
-        "torch.profiler (.json, .json.gz)"
-    )
+    if not is_database and not is_text and not head.startswith((GZIP_MAGIC, ZIP_MAGIC, *UTF16_MARKS)):
+        raise UsageError(
+            f"{called} is no report: it should be a .nsys-rep or .sqlite file of Nsight Systems, or a trace of "
+            "torch.profiler (.json, .json.gz)"
+        )
+    try:
+        return check_capture(load_export(path) if is_database else load_trace(path))
+    except UsageError as error:
+        raise UsageError(f"{called} {error}") from error
+    except (*_DAMAGED, *_WRONG_VALUES) as error:
+        if getattr(error, "sqlite_errorname", None) == "SQLITE_INTERRUPT":
+            raise UsageError(f"{called} {TOO_SLOW}") from error
+        kind = "an SQLite database" if is_database else "a trace of torch.profiler"
+        raise UsageError(f"{called} cannot be read as {kind}: {error}") from error
 
 
-def _export_and_read(report: Path) -> Capture:
+def _exported(report: Path, database: Path) -> Path:
     nsys = find_nsys()
     if nsys is None:
         raise CapabilityError(
             f"{report} has to be exported by nsys, which is not installed here: where it is, run "
             f"`nsys export --type sqlite {report.name}`, and read the .sqlite file"
         )
-    with OwnedFolder() as folder:
-        database = folder / "report.sqlite"
-        export(nsys, report, database)
-        # Everything is loaded by then, so the database may go.
-        return read_nsys_database(database, str(report))
+    export(nsys, report, database)
+    return database
 
 
 _ENDINGS = (".json", ".json.gz", ".sqlite", *REPORT_SUFFIXES)
@@ -112,6 +130,15 @@ def _natural_order(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", path.name)]
 
 
+class _RankCapture(NamedTuple):
+    """One GPU of one file; ``gpus`` is how many the file has."""
+
+    path: Path
+    capture: Capture
+    timeline: Timeline
+    gpus: int
+
+
 def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
     """Read one capture, or those of several ranks.
 
@@ -124,80 +151,72 @@ def read_captures(paths: Sequence[Path], step: str | None = None) -> Read:
     Raises:
         UsageError: a file cannot be read, or two are of one rank.
     """
-    rank_captures = []
+    gpus = []
     for path in capture_files(paths):
         capture = open_capture(path)
         try:
             of_file = timelines(capture, step)
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
-        rank_captures += [(path, capture, timeline, len(of_file)) for timeline in of_file]
-    labels, notes, order, missing = _labels(rank_captures)
-    rank_captures = [rank_captures[number] for number in order]
-    labels = [labels[number] for number in order]
-    gpu_timelines = tuple(timeline for _, _, timeline, _ in rank_captures)
-    ranks = match_ranks(gpu_timelines, missing) if len(rank_captures) > 1 else None
-    analyses = []
-    for number, (path, capture, timeline, _) in enumerate(rank_captures):
+        gpus += [_RankCapture(path, capture, timeline, len(of_file)) for timeline in of_file]
+    rank_of, notes = _ranks_of_files({gpu.path: gpu.capture.rank for gpu in gpus})
+    gpus.sort(key=lambda gpu: (rank_of[gpu.path], gpu.timeline.gpu[0]))
+    ranks = None
+    if len(gpus) > 1:
+        missing = "" if len(rank_of) == 1 else _missing_ranks(gpus, rank_of.values(), is_counted=_COUNTED in notes)
+        ranks = match_ranks([gpu.timeline for gpu in gpus], missing)
         if ranks is None:
-            analyses.append(analyze(capture, timeline, path, labels[number]))
-            continue
-        waiting_ns = None if ranks.matching.why_no_waits else ranks.waiting_ns[number]
-        analysis = analyze(capture, timeline, path, labels[number], waiting_ns, len(rank_captures))
-        analyses.append(replace(analysis, step_numbers=ranks.step_numbers[number]))
-    if len(rank_captures) > 1 and ranks is None:
-        notes = (*notes, "no collectives that join ranks are on more than one rank, so that nobody can say who waited")
-    return Read(tuple(analyses), gpu_timelines, rank_captures[0][1], ranks, notes)
+            notes += ("no collectives that join ranks are on more than one rank, so that nobody can say who waited",)
+    analyses = []
+    for place, (gpu, label) in enumerate(zip(gpus, _labels(gpus, rank_of), strict=True)):
+        waiting_ns = None if ranks is None or ranks.matching.why_no_waits else ranks.waiting_ns[place]
+        analysis = analyze(gpu.capture, gpu.timeline, gpu.path, label, waiting_ns, -1 if ranks is None else len(gpus))
+        analyses.append(analysis if ranks is None else replace(analysis, step_numbers=ranks.step_numbers[place]))
+    return Read(tuple(analyses), tuple(gpu.timeline for gpu in gpus), gpus[0].capture, ranks, notes)
 
 
-RankCapture = tuple[Path, Capture, Timeline, int]
+_COUNTED = "the files do not say their ranks, which are their order here"
 
 
-def _labels(rank_captures: Sequence[RankCapture]) -> tuple[list[str], tuple[str, ...], list[int], str]:
-    """Return labels of GPUs and ranks, notes about them, their order, and which ranks have no file, in words."""
-    files = list(dict.fromkeys(path for path, *_ in rank_captures))
-    if len(files) == 1:
-        count = len(rank_captures)
-        labels = [f"GPU {timeline.gpu}" if count > 1 else "" for _, _, timeline, _ in rank_captures]
-        if len(set(labels)) < count:
-            labels = [f"GPU {timeline.gpu} of process {timeline.process}" for _, _, timeline, _ in rank_captures]
-        return labels, (), list(range(count)), ""
-    ranks = [
-        next(capture.rank for capture_path, capture, *_ in rank_captures if capture_path == path) for path in files
-    ]
-    notes: tuple[str, ...] = ()
-    is_counted = False
-    if None in ranks or len(set(ranks)) < len(ranks):
-        names = [re.search(r"rank[-_ .]?(\d+)", path.name, re.IGNORECASE) for path in files]
-        if all(names) and len({name[1] for name in names if name}) == len(files):
-            ranks, notes = [int(name[1]) for name in names if name], ("ranks by the names of the files",)
-        elif None in ranks:
-            ranks, notes = list(range(len(files))), ("the files do not say their ranks, which are their order here",)
-            is_counted = True
-        else:
-            twice = next(rank for rank in ranks if ranks.count(rank) > 1)
-            both = " and ".join(str(path) for path, rank in zip(files, ranks, strict=True) if rank == twice)
-            raise UsageError(f"{both} are both of rank {twice}: give one file for each rank")
-    rank_of = dict(zip(files, ranks, strict=True))
-    labels = [
-        f"rank {rank_of[path]}" + (f", GPU {timeline.gpu}" if count > 1 else "")
-        for path, _, timeline, count in rank_captures
-    ]
-    order = sorted(
-        range(len(rank_captures)),
-        key=lambda number: (rank_of[rank_captures[number][0]] or 0, rank_captures[number][2].gpu),
-    )
-    return labels, notes, order, _missing_ranks(rank_captures, [rank for rank in ranks if rank is not None], is_counted)
+def _ranks_of_files(recorded: Mapping[Path, int | None]) -> tuple[dict[Path, int], tuple[str, ...]]:
+    """Return the rank of each file, and a note about them.
+
+    Args:
+        recorded: of each file, the rank that it names.
+    """
+    ranks = [rank for rank in recorded.values() if rank is not None]
+    if len(recorded) == 1 or len(set(ranks)) == len(recorded):
+        return dict(zip(recorded, ranks or [0], strict=True)), ()
+    names = [re.search(r"rank[-_ .]?(\d+)", path.name, re.IGNORECASE) for path in recorded]
+    named = [int(name[1]) for name in names if name]
+    if len(set(named)) == len(recorded):
+        return dict(zip(recorded, named, strict=True)), ("ranks by the names of the files",)
+    if len(ranks) < len(recorded):
+        return {path: place for place, path in enumerate(recorded)}, (_COUNTED,)
+    twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+    both = " and ".join(str(path) for path, rank in recorded.items() if rank == twice)
+    raise UsageError(f"{both} are both of rank {twice}: give one file for each rank")
 
 
-def _missing_ranks(rank_captures: Sequence[RankCapture], ranks: Sequence[int], is_counted: bool) -> str:
+def _labels(gpus: Sequence[_RankCapture], rank_of: Mapping[Path, int]) -> list[str]:
+    if len(rank_of) > 1:
+        return [f"rank {rank_of[gpu.path]}" + (f", GPU {gpu.timeline.gpu[0]}" if gpu.gpus > 1 else "") for gpu in gpus]
+    labels = [f"GPU {gpu.timeline.gpu[0]}" if len(gpus) > 1 else "" for gpu in gpus]
+    if len(set(labels)) < len(gpus):
+        labels = [f"GPU {gpu.timeline.gpu[0]} of process {gpu.timeline.process[0]}" for gpu in gpus]
+    return labels
+
+
+def _missing_ranks(gpus: Sequence[_RankCapture], ranks: Collection[int], *, is_counted: bool) -> str:
     """Name the ranks that the files or their groups speak of, and that have no file."""
-    worlds = [capture.ranks for _, capture, *_ in rank_captures if capture.ranks]
-    for *_, timeline, _ in rank_captures:
-        for group in {record.group for record in timeline.collectives.records}:
-            worlds.append(max(group_ranks(group) or (-1,)) + 1)
-        worlds += [record.ranks for record in timeline.collectives.records[:1000]]
-    world = max(worlds, default=0)
+    worlds = [gpu.capture.ranks for gpu in gpus]
+    for gpu in gpus:
+        records = gpu.timeline.collective_records
+        worlds += [record.ranks for record in records[:1000]]
+        for group in {record.group for record in records if "..." not in record.group}:
+            listed = re.search(r"\[[\d, ]*\]", group)
+            worlds += [int(rank) + 1 for rank in re.findall(r"\d{1,9}", listed[0] if listed else "")]
+    world = max(worlds)
     missing = [] if is_counted else sorted(set(range(min(world, 100_000))) - set(ranks))
     if not missing and (not is_counted or len(ranks) >= world):
         return ""

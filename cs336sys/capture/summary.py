@@ -5,15 +5,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cs336sys.capture.capture import Capture, Ranges, SavedRecord
-from cs336sys.capture.intervals import Cover, Nested, Times
-from cs336sys.capture.timeline import PROFILER_STEP, Timeline, timelines
+from cs336sys.capture.intervals import Cover, Nested, Times, is_within_another
+from cs336sys.capture.timeline import PROFILER_STEP, LaunchedWork, Timeline, timelines
 from cs336sys.errors import UsageError
 from cs336sys.measure.range_names import ATTENTION_PARTS, STEP, STEP_PHASES
 
-# Ranges that no program named, by the numbers of their names.
-_NAMES = {-1: "ProfilerStep", -2: "the whole capture"}
+# Ranges that no program named, by their numbers from the end of all names.
+_UNNAMED = ("the whole capture", "ProfilerStep")
+_WHOLE_CAPTURE, _PROFILER_STEP = -2, -1
 # Annotations that cover less of the work's time than this do not speak for the capture.
 _COVERED_PERCENT = 95.0
 # Less than this share of the GPU's time given to phases means that the answers would be wrong, not imprecise.
@@ -109,33 +111,40 @@ def summarize(capture: Capture, chosen: Sequence[str] = (), gpus: Sequence[Timel
     Raises:
         UsageError: a chosen range is unknown, the chosen ones overlap, or phases have too little of the work.
     """
-    work = _LaunchedWork(capture, gpus or timelines(capture))
+    gpus = gpus or timelines(capture)
+    work = gpus[0] if len(gpus) == 1 else LaunchedWork.joined(*gpus)
     names = tuple(dict.fromkeys(chosen)) or [name for name in STEP_PHASES if name in capture.range_names()]
-    phases, phases_are = (_named_phases(work, names), "") if names else _choose_phases(work)
-    steps = work.named(() if chosen or phases_are else (STEP,))
+    phases, phases_are = (_named_phases(capture, names), "") if names else _choose_phases(capture, work)
+    if _WHOLE_CAPTURE in phases.name:
+        # Work without a launch is launched when it begins.
+        work = replace(work, launched=np.where(work.launched < 0, work.start, work.launched))
+    has_steps = not (chosen or phases_are)
+    steps = capture.named(capture.ranges, STEP.__eq__ if has_steps else ().__contains__)
     steps = _outermost(steps, steps.process)
-    parts = work.named(ATTENTION_PARTS)
+    parts = capture.named(capture.ranges, ATTENTION_PARTS.__contains__)
     parts = _outermost(parts, parts.process, parts.thread, parts.name)
     # A warm-up has attention too.
-    is_warm_up = np.isin(parts.process, steps.process) & (_around(steps, parts) < 0)
-    parts = parts.select(~is_warm_up)
-    percent = _attributed_percent(work, phases, steps, must_cover=not (chosen or phases_are))
-    step = _range_times(work, steps)
+    is_in_step = Nested(steps.start, steps.stop, steps.process).innermost(parts.start, parts.process) >= 0
+    parts = parts.select(is_in_step | ~np.isin(parts.process, steps.process))
+    in_phase, in_part = work.launched_in(phases), work.launched_in(parts, same_thread=True)
+    percent = _attributed_percent(work, in_phase >= 0, Ranges.joined(phases, steps) if has_steps else None)
+    texts = [*capture.texts, *_UNNAMED]
+    step = _range_times(texts, work, steps, work.launched_in(steps))
     numbers = np.unique(work.gpu).tolist()
     of_gpus = []
     for gpu in numbers if len(numbers) > 1 else ():
-        part = _LaunchedWork(capture, [timeline for timeline in work.gpus if timeline.gpu == gpu])
+        part = work.select(work.gpu == gpu)
         for ranges in (phases, steps):
             of_gpu = ranges.select(np.isin(ranges.process, part.process))
-            of_gpus += [replace(row, gpu=gpu) for row in _range_times(part, of_gpu)]
+            of_gpus += [replace(row, gpu=gpu) for row in _range_times(texts, part, of_gpu, part.launched_in(of_gpu))]
     return Profile(
         profiler=capture.profiler,
         is_gpu=capture.is_gpu,
-        phases=_range_times(work, phases),
+        phases=_range_times(texts, work, phases, in_phase),
         step=step[0] if step else None,
-        parts=_range_times(work, parts, same_thread=True),
-        kernels=_kernel_times(work, phases),
-        part_kernels=_kernel_times(work, parts, same_thread=True),
+        parts=_range_times(texts, work, parts, in_part),
+        kernels=_kernel_times(texts, work, phases, in_phase),
+        part_kernels=_kernel_times(texts, work, parts, in_part),
         attributed_percent=percent,
         configuration=capture.configuration(),
         phases_are=phases_are,
@@ -145,46 +154,9 @@ def summarize(capture: Capture, chosen: Sequence[str] = (), gpus: Sequence[Timel
     )
 
 
-class _LaunchedWork:
-    """The work of some timelines, one after the other."""
-
-    def __init__(self, capture: Capture, gpus: Sequence[Timeline]):
-        self.capture, self.gpus = capture, gpus
-        self.start, self.stop, self.name, self.launched = (
-            np.concatenate([getattr(timeline, column) for timeline in gpus])
-            for column in ("start", "stop", "name", "launched")
-        )
-        self.length = self.stop - self.start
-        counts = [len(timeline.start) for timeline in gpus]
-        self.gpu = np.repeat([timeline.gpu for timeline in gpus], counts)
-        self.process = np.repeat([timeline.process for timeline in gpus], counts)
-
-    def launched_in(self, ranges: Ranges, *, same_thread: bool = False) -> Times:
-        """Return the number of the range in which each work was launched (:meth:`Timeline.launched_in`)."""
-        return np.concatenate([timeline.launched_in(ranges, same_thread=same_thread) for timeline in self.gpus])
-
-    def named(self, names: Sequence[str]) -> Ranges:
-        """Return the ranges of some names."""
-        ranges = self.capture.ranges
-        return ranges.select(self.capture.is_named(ranges.name, names.__contains__))
-
-    def label(self, name: int) -> str:
-        """Return the name of a range by its number."""
-        return self.capture.texts[name] if name >= 0 else _NAMES[name]
-
-
 def _outermost(ranges: Ranges, *keys: Times) -> Ranges:
     """Return the ranges without those that lie in another of equal keys."""
-    if not len(ranges):
-        return ranges
-    _, group = np.unique(np.column_stack(keys), axis=0, return_inverse=True)
-    parent = Nested(ranges.start, ranges.stop, group.reshape(-1)).parent
-    return ranges.select((parent < 0) | (ranges.stop > ranges.stop[parent]))
-
-
-def _around(ranges: Ranges, others: Ranges) -> Times:
-    """Return which of some ranges was open when each of the others began, on any thread of its process; -1 for none."""
-    return Nested(ranges.start, ranges.stop, ranges.process).innermost(others.start, others.process)
+    return ranges.select(~is_within_another(ranges.start, ranges.stop, *keys))
 
 
 def _overlap(ranges: Ranges) -> list[int]:
@@ -195,32 +167,31 @@ def _overlap(ranges: Ranges) -> list[int]:
     return [int(side.name[place]) for place in np.flatnonzero(is_overlap)[:1] for side in (before, after)]
 
 
-def _named_phases(work: _LaunchedWork, names: Sequence[str]) -> Ranges:
+def _named_phases(capture: Capture, names: Sequence[str]) -> Ranges:
     """Return the ranges of these names.
 
     Raises:
         UsageError: there are none of a name, or two overlap.
     """
     for name in names:
-        work.capture.require_range(name, "--range")
-    phases = work.named(names)
+        capture.require_range(name, "--range")
+    phases = capture.named(capture.ranges, names.__contains__)
     phases = _outermost(phases, phases.process, phases.name)
     if overlap := _overlap(phases):
-        both = " and ".join(f"'{work.label(name)}'" for name in overlap)
+        both = " and ".join(f"'{capture.texts[name]}'" for name in overlap)
         raise UsageError(f"ranges {both} overlap, so kernels would count twice: choose ranges that do not")
     return phases
 
 
-def _choose_phases(work: _LaunchedWork) -> tuple[Ranges, str]:
+def _choose_phases(capture: Capture, work: LaunchedWork) -> tuple[Ranges, str]:
     """Ranges to sum up in a capture without ours, and a sentence that says which they are.
 
     Those are torch.profiler's steps; without any the outermost annotations, if they cover the work and those of
     different names do not overlap; else a range around everything.
     """
-    ranges = work.capture.ranges
-    is_step = work.capture.is_named(ranges.name, PROFILER_STEP.match)
-    steps, others = ranges.select(is_step), ranges.select(~is_step)
-    steps = _outermost(replace(steps, name=np.full(len(steps), -1)), steps.process)
+    is_step = capture.is_named(capture.ranges.name, PROFILER_STEP.match)
+    steps, others = capture.ranges.select(is_step), capture.ranges.select(~is_step)
+    steps = _outermost(replace(steps, name=np.full(len(steps), _PROFILER_STEP)), steps.process)
     in_steps = work.launched_in(steps) >= 0
     least_ns = _COVERED_PERCENT / 100 * work.length.sum()
     if in_steps.any() and work.length[work.launched >= 0].sum() >= least_ns:
@@ -231,39 +202,36 @@ def _choose_phases(work: _LaunchedWork) -> tuple[Ranges, str]:
     if len(outermost) and in_ranges >= least_ns and not _overlap(annotations):
         sentence = "phases: the program's own annotations, the outermost; others are chosen with --range"
         return _outermost(annotations, annotations.process, annotations.name), sentence
-    # Work without a launch is launched when it begins.
-    work.gpus = [
-        replace(timeline, launched=np.where(timeline.launched < 0, timeline.start, timeline.launched))
-        for timeline in work.gpus
-    ]
-    work.launched = np.concatenate([timeline.launched for timeline in work.gpus])
     rows = []
     for process in np.unique(work.process).tolist():
-        calls, of_process = work.capture.calls, work.process == process
+        calls, of_process = capture.calls, work.process == process
         edges = np.concatenate((calls.start[calls.process == process], work.start[of_process], work.stop[of_process]))
-        rows.append((-2, edges.min(), edges.max(), process, -1))
+        rows.append((_WHOLE_CAPTURE, edges.min(), edges.max(), process, -1))
     sentence = "phases: none, the capture as a whole; where it has ranges they are chosen with --range"
     return Ranges(*np.array(rows, np.int64).T), sentence
 
 
-def _attributed_percent(work: _LaunchedWork, phases: Ranges, steps: Ranges, *, must_cover: bool) -> float:
+def _attributed_percent(work: LaunchedWork, is_in_phase: NDArray[np.bool_], covered: Ranges | None) -> float:
     """Return the share of the work's time that has a phase, or where phases need not cover everything, a launch.
+
+    Args:
+        covered: ranges from the first to the last of which phases cover everything; None where they need not.
 
     Raises:
         UsageError: the share is too small.
     """
-    is_in_phase, has_launch = work.launched_in(phases) >= 0, work.launched >= 0
+    has_launch = work.launched >= 0
     if not is_in_phase.any():
         raise UsageError("no kernel was launched in these ranges: the kernels belong to other processes or other times")
-    is_expected, is_placed = np.ones(len(has_launch), bool), has_launch
-    if must_cover:
-        is_expected, is_placed = np.zeros(len(has_launch), bool), is_in_phase
+    is_expected, is_placed = np.ones(len(work), bool), has_launch
+    if covered is not None:
+        is_expected, is_placed = np.zeros(len(work), bool), is_in_phase
         # What has no launch (it was recorded before the capture began, or dropped) is placed by when it ran.
         times = np.where(has_launch, work.launched, work.start)
-        around = Ranges.joined(phases, steps)
-        for process in np.unique(around.process).tolist():
-            first, last = (edge[around.process == process] for edge in (around.start, around.stop))
-            is_expected |= (work.process == process) & (times >= first.min()) & (times <= last.max())
+        for process in np.unique(covered.process).tolist():
+            of_process = covered.select(covered.process == process)
+            is_inside = (times >= of_process.start.min()) & (times <= of_process.stop.max())
+            is_expected |= (work.process == process) & is_inside
     expected_ns = int(work.length[is_expected].sum())
     percent = 100 * int(work.length[is_expected & is_placed].sum()) / expected_ns
     if percent < _ATTRIBUTED_PERCENT:
@@ -275,9 +243,8 @@ def _attributed_percent(work: _LaunchedWork, phases: Ranges, steps: Ranges, *, m
     return percent
 
 
-def _range_times(work: _LaunchedWork, ranges: Ranges, *, same_thread: bool = False) -> tuple[RangeTime, ...]:
-    """Sums over some ranges by name, in the order of first begin."""
-    owners = work.launched_in(ranges, same_thread=same_thread)
+def _range_times(texts: Sequence[str], work: LaunchedWork, ranges: Ranges, owners: Times) -> tuple[RangeTime, ...]:
+    """Sums over some ranges by name, in the order of first begin; owners: the range of each work, -1 for none."""
     chosen = np.flatnonzero(owners >= 0)
     chosen = chosen[np.lexsort((work.stop[chosen], work.start[chosen], owners[chosen]))]
     sums = np.zeros((len(ranges), 4), np.int64)
@@ -289,12 +256,11 @@ def _range_times(work: _LaunchedWork, ranges: Ranges, *, same_thread: bool = Fal
     for name in dict.fromkeys(ranges.name[np.argsort(ranges.start, kind="stable")].tolist()):
         of_name = ranges.name == name
         wall_ns = int((ranges.stop - ranges.start)[of_name].sum())
-        rows.append(RangeTime(work.label(name), int(of_name.sum()), wall_ns, *sums[of_name].sum(axis=0).tolist()))
+        rows.append(RangeTime(texts[name], int(of_name.sum()), wall_ns, *sums[of_name].sum(axis=0).tolist()))
     return tuple(rows)
 
 
-def _kernel_times(work: _LaunchedWork, ranges: Ranges, *, same_thread: bool = False) -> tuple[KernelTime, ...]:
-    owners = work.launched_in(ranges, same_thread=same_thread)
+def _kernel_times(texts: Sequence[str], work: LaunchedWork, ranges: Ranges, owners: Times) -> tuple[KernelTime, ...]:
     chosen = np.flatnonzero(owners >= 0)
     pairs = np.column_stack((ranges.name[owners[chosen]], work.name[chosen]))
     order = np.lexsort((work.length[chosen], pairs[:, 1], pairs[:, 0]))
@@ -303,5 +269,5 @@ def _kernel_times(work: _LaunchedWork, ranges: Ranges, *, same_thread: bool = Fa
     for (name, kernel), times in zip(groups.tolist(), np.split(work.length[chosen][order], firsts[1:]), strict=False):
         statistics = (int(times.sum()), float(np.median(times)), int(times[0]), int(times[-1]))
         std_ns = float(np.std(times, ddof=1)) if len(times) > 1 else None
-        rows.append(KernelTime(work.label(name), work.capture.texts[kernel], len(times), *statistics, std_ns))
+        rows.append(KernelTime(texts[name], texts[kernel], len(times), *statistics, std_ns))
     return tuple(sorted(rows, key=lambda row: (-row.total_ns, row.kernel)))

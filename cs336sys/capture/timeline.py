@@ -1,5 +1,6 @@
 """Timeline of one GPU, as arrays: work in the order of time, with its launch, operator and module, and the steps."""
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,17 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cs336sys.capture.capture import (
-    Capture,
-    CollectiveRecord,
-    Damage,
-    DeviceWork,
-    Ranges,
-    collective_kind,
-    is_waiting_call,
-)
-from cs336sys.capture.intervals import Nested, Times, containing, first_rows
+from cs336sys.capture.capture import Calls, Capture, CollectiveRecord, Damage, DeviceWork, Ranges, collective_kind
+from cs336sys.capture.intervals import Nested, Times, containing, first_rows, group_numbers
 from cs336sys.capture.taxonomy import Category, category_of
+from cs336sys.errors import UsageError
 from cs336sys.measure.range_names import STEP, STEP_PHASES, WARM_UP
 
 Indices = NDArray[np.int64]
@@ -28,6 +22,10 @@ COMPUTING, COMMUNICATING, COPYING = 0, 1, 2
 
 # torch.profiler numbers the steps that a program tells it of by profiler.step().
 PROFILER_STEP = re.compile(r"ProfilerStep#(\d{1,9})$")
+# Calls that wait for the GPU, of CUDA and HIP; plain cudaMemcpy returns when the copy is done.
+_WAITING_CALL = re.compile(
+    r"(Device|Stream|Event|Ctx)Synchronize|cudaMemcpy_|cuMemcpyDtoH_|hipMemcpyWithStream|^(cuda|hip)Memcpy$"
+)
 # Ranges in which a program waits for its next batch.
 _LOADER_NAME = re.compile(r"dataloader|data[ _]load|load(ing)? (data|batch)|next[ _]batch|get_batch", re.IGNORECASE)
 _NO_MODULE = re.compile(rf"^(ProfilerStep#|cs336sys |nccl:|gloo:|## Call|Torch-Compiled|{STEP}$|{WARM_UP}$)")
@@ -44,7 +42,7 @@ class Steps:
         definition: how they were found, to follow "steps: ".
         are_found: False where the capture as a whole replaces steps.
         are_counted: a profiler counted them.
-        numbers: by the profiler's count, else their places; empty for the places.
+        numbers: by the profiler's count, else their places.
         ranges: (steps, 2) begin and end on the CPU; empty for steps that no range marks.
         count: how many there are with those that are left out.
         left_out: which steps are left out and why, a sentence each.
@@ -61,77 +59,56 @@ class Steps:
     left_out: tuple[str, ...] = ()
     hides_idle_time: bool = False
 
-    def number(self, place: int) -> int:
-        """Return the number of a step, or its place where it has none."""
-        return self.numbers[place] if self.numbers else place
-
-
-_NO_STEPS = Steps(np.zeros((0, 2), np.int64), "", False)
-
 
 @dataclass(frozen=True)
-class Collectives:
-    """The collectives of a timeline in the order of time: which work they are, and torch's records of them."""
+class LaunchedWork(DeviceWork):
+    """Work with its launch: when and on which thread its API call began, -1 where that was not recorded.
 
-    index: Indices
-    records: Sequence[CollectiveRecord]
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Work of one GPU, launched by one process, in the order in which it began. Times are in ns.
-
-    Attributes:
-        start, stop: of each.
-        name, stream, operator, shape: numbers of texts; -1 for none. ``module`` likewise, of modules.
-        launched, thread: when and on which thread its API call began; -1 where that was not recorded.
-        waits: (calls, 2) begin and end of calls that wait for the GPU; ``wait_names`` of each.
-        loading: (ranges, 2) times in which the program waits for its next batch.
-        class_of: computing, communicating or copying, by the number of a name.
+    ``operator`` and ``shape`` are numbers of texts, ``module`` of a timeline's modules; -1 for none. ``work_class`` is
+    COMPUTING, COMMUNICATING or COPYING.
     """
 
-    gpu: int
-    process: int
-    start: Times
-    stop: Times
-    name: Indices
-    stream: Indices
     launched: Times
-    thread: Indices
-    module: Indices
-    operator: Indices
-    shape: Indices
-    bytes: Times
-    texts: Sequence[str]
-    modules: Sequence[str]
-    class_of: NDArray[np.int8]
-    waits: Times
-    wait_names: Sequence[str]
-    loading: Times
-    collectives: Collectives
-    steps: Steps = _NO_STEPS
-
-    @property
-    def work_class(self) -> NDArray[np.int8]:
-        return self.class_of[self.name]
-
-    def step_of(self, times: Times) -> Indices:
-        """Return the step in which each instant lies; -1 for none."""
-        return containing(self.steps.bounds, times)
+    thread: Times
+    operator: Times
+    shape: Times
+    module: Times
+    work_class: Times
 
     def launched_in(self, ranges: Ranges, *, same_thread: bool = False) -> Indices:
         """Return the number of the innermost range that was open when each work was launched; -1 for none.
 
         Ranges of other processes count for nothing, and with ``same_thread`` neither do those of other threads.
         """
-        of_process = np.flatnonzero(ranges.process == self.process)
-        rows = ranges.select(of_process)
-        range_thread, thread = (
-            (rows.thread, self.thread) if same_thread else (rows.process, 0 * self.thread + self.process)
-        )
-        innermost = Nested(rows.start, rows.stop, range_thread).innermost(self.launched, thread)
-        innermost[self.launched < 0] = -1
-        return np.append(of_process, -1)[innermost]
+        both = np.concatenate((ranges.process, self.process))
+        if same_thread:
+            both = group_numbers(both, np.concatenate((ranges.thread, self.thread)))
+        around, inside = np.split(both, [len(ranges)])
+        innermost = Nested(ranges.start, ranges.stop, around).innermost(self.launched, inside)
+        return np.where(self.launched < 0, -1, innermost)
+
+
+@dataclass(frozen=True)
+class Timeline(LaunchedWork):
+    """Work of one GPU, launched by one process, in the order in which it began. Times are in ns.
+
+    Attributes:
+        collectives: the work that is a collective, and ``collective_records`` torch's records of it.
+        waits: calls that wait for the GPU, in the order in which they began.
+        loading: ranges in which the program waits for its next batch, in the order in which they began.
+    """
+
+    texts: Sequence[str]
+    modules: Sequence[str]
+    waits: Calls
+    loading: Ranges
+    collectives: DeviceWork
+    collective_records: Sequence[CollectiveRecord]
+    steps: Steps = field(default_factory=lambda: Steps(np.zeros((0, 2), np.int64), "", are_found=False))
+
+    def step_of(self, times: Times) -> Indices:
+        """Return the step in which each instant lies; -1 for none."""
+        return containing(self.steps.bounds, times)
 
 
 def timelines(capture: Capture, step: str | None = None) -> list[Timeline]:
@@ -141,12 +118,12 @@ def timelines(capture: Capture, step: str | None = None) -> list[Timeline]:
         step: name of the ranges that are the steps.
 
     Raises:
-        UsageError: there are no ranges of that name.
+        UsageError: there are no ranges of that name, or they launched no work of a GPU.
     """
     work = capture.work
     owners, place = np.unique(np.column_stack((work.gpu, work.process)), axis=0, return_inverse=True)
     place = place.reshape(-1)
-    total = np.bincount(place, weights=(work.stop - work.start).astype(float), minlength=len(owners))
+    total = np.bincount(place, weights=work.length.astype(float), minlength=len(owners))
     return [
         _timeline(capture, np.flatnonzero(place == number), step)
         for number in range(len(owners))
@@ -159,64 +136,46 @@ def _timeline(capture: Capture, chosen: Indices, step: str | None) -> Timeline:
     chosen = chosen[np.lexsort((capture.work.stop[chosen], capture.work.start[chosen]))]
     work = capture.work.select(chosen)
     calls, operations = capture.calls, capture.operations
-    process, gpu = int(work.process[0]), int(work.gpu[0])
-    launched, thread = (column[chosen] for column in capture.launches())
+    launch = capture.launch[chosen]
+    launched, thread = np.append(calls.start, -1)[launch], np.append(calls.thread, -1)[launch]
     operator = first_rows(operations.number, work.operation)
     # Where its launch was not recorded, it was launched in its operator.
-    is_lost = (capture.launch[chosen] < 0) & (operator >= 0)
+    is_lost = (launch < 0) & (operator >= 0)
     launched[is_lost], thread[is_lost] = operations.start[operator[is_lost]], operations.thread[operator[is_lost]]
-    waits = calls.select((calls.process == process) & capture.is_named(calls.name, is_waiting_call))
-    waits = waits.select(np.argsort(waits.start, kind="stable"))
-    ranges = capture.ranges.select(capture.ranges.process == process)
-    loading = ranges.select(capture.is_named(ranges.name, _LOADER_NAME.search))
-    loading = loading.select(np.argsort(loading.start, kind="stable"))
-    class_of = np.zeros(len(capture.texts), np.int8)
-    for number in np.unique(work.name).tolist():
-        class_of[number] = _class_of(capture.texts[number])
-    none = np.full(len(work), -1)
+    process = work.process[0]
+    waits = capture.named(calls.select(calls.process == process), _WAITING_CALL.search)
+    loading = capture.named(capture.ranges.select(capture.ranges.process == process), _LOADER_NAME.search)
+    is_copy = capture.is_named(work.name, lambda text: text.startswith(("Memcpy", "Memset")))
+    is_communication = capture.is_named(work.name, lambda text: category_of(text) == Category.COMMUNICATION)
+    # On a CPU the operators that call Gloo are no collectives.
+    is_call = capture.is_named(work.name, lambda text: text.startswith(("c10d::", "record_param")))
+    collectives = work.select(is_communication & ~is_copy & ~is_call)
     timeline = Timeline(
-        gpu=gpu,
-        process=process,
-        start=work.start,
-        stop=work.stop,
-        name=work.name,
-        stream=work.stream,
+        **vars(work),
         launched=launched,
         thread=thread,
-        module=none,
         operator=np.append(operations.name, -1)[operator],
         shape=np.append(operations.shape, -1)[operator],
-        bytes=work.bytes,
+        module=np.full(len(work), -1),
+        work_class=np.select([is_copy, is_communication], [COPYING, COMMUNICATING], COMPUTING),
         texts=capture.texts,
         modules=(),
-        class_of=class_of,
-        waits=np.column_stack((waits.start, waits.stop)),
-        wait_names=[capture.texts[number] for number in waits.name.tolist()],
-        loading=np.column_stack((loading.start, loading.stop)),
-        collectives=_collectives(capture, work, class_of),
+        waits=waits.select(np.argsort(waits.start, kind="stable")),
+        loading=loading.select(np.argsort(loading.start, kind="stable")),
+        collectives=collectives,
+        collective_records=_collective_records(capture, collectives),
     )
     module, modules = _modules(capture, timeline) if len(capture.modules) else _range_names(capture, timeline)
     timeline = replace(timeline, module=module, modules=modules)
     return replace(timeline, steps=whole_steps(_find_steps(capture, timeline, step), timeline, capture.damage))
 
 
-def _class_of(name: str) -> int:
-    if name.startswith(("Memcpy", "Memset")):
-        return COPYING
-    return COMMUNICATING if category_of(name) == Category.COMMUNICATION else COMPUTING
-
-
 def _range_names(capture: Capture, timeline: Timeline) -> tuple[Indices, Sequence[str]]:
     """Return the innermost range of the launching thread of each kernel, else its phase, which any thread is in."""
-    ranges = capture.ranges
-    ranges = ranges.select(
-        ~capture.is_named(ranges.name, lambda text: _NO_MODULE.match(text) or _LOADER_NAME.search(text))
-    )
-    phases = ranges.select(capture.is_named(ranges.name, STEP_PHASES.__contains__))
-    name, phase = (
-        np.append(rows.name, -1)[timeline.launched_in(rows, same_thread=rows is ranges)] for rows in (ranges, phases)
-    )
-    return np.where(name >= 0, name, phase), capture.texts
+    ranges = capture.named(capture.ranges, lambda text: not (_NO_MODULE.match(text) or _LOADER_NAME.search(text)))
+    phases = capture.named(ranges, STEP_PHASES.__contains__)
+    name = np.append(ranges.name, -1)[timeline.launched_in(ranges, same_thread=True)]
+    return np.where(name >= 0, name, np.append(phases.name, -1)[timeline.launched_in(phases)]), capture.texts
 
 
 def _modules(capture: Capture, timeline: Timeline) -> tuple[Indices, Sequence[str]]:
@@ -231,9 +190,9 @@ def _modules(capture: Capture, timeline: Timeline) -> tuple[Indices, Sequence[st
     labels: dict[str, int] = {}
     label_of = np.full(len(rows) + 1, -1)
     for number in np.unique(innermost[innermost >= 0]).tolist():
-        calls = [place for place in (nested.parent[number], number) if place >= 0]
-        names = [capture.texts[rows.name[place]].removeprefix("nn.Module: ") for place in calls]
-        label_of[number] = labels.setdefault(".".join(_INSTANCE.sub("", name) for name in names), len(labels))
+        names = [capture.texts[rows.name[call]] for call in (nested.parent[number], number) if call >= 0]
+        label = ".".join(_INSTANCE.sub("", name.removeprefix("nn.Module: ")) for name in names)
+        label_of[number] = labels.setdefault(label, len(labels))
     return label_of[innermost], list(labels)
 
 
@@ -250,80 +209,70 @@ def _forward_operations(capture: Capture, timeline: Timeline) -> Indices:
     return np.append(forward, -1)[first_rows(operations.sequence[forward], sequence)]
 
 
-def _collectives(capture: Capture, work: DeviceWork, class_of: NDArray[np.int8]) -> Collectives:
-    # On a CPU the operators that call Gloo are no collectives.
-    is_call = capture.is_named(work.name, lambda text: text.startswith(("c10d::", "record_param")))
-    index = np.flatnonzero((class_of[work.name] == COMMUNICATING) & ~is_call)
-    records = [
+def _collective_records(capture: Capture, collectives: DeviceWork) -> list[CollectiveRecord]:
+    return [
         capture.collectives[number] if number >= 0 else CollectiveRecord(collective_kind(capture.texts[name]))
-        for number, name in zip(work.collective[index].tolist(), work.name[index].tolist(), strict=True)
+        for number, name in zip(collectives.collective.tolist(), collectives.name.tolist(), strict=True)
     ]
-    return Collectives(index, records)
 
 
 def _find_steps(capture: Capture, timeline: Timeline, range_name: str | None) -> Steps:
     if range_name is not None:
         capture.require_range(range_name, "--step")
-        return _by_ranges(capture, timeline, range_name.__eq__, f"the ranges '{range_name}'")
+        if steps := _by_ranges(capture, timeline, range_name.__eq__, f"the ranges '{range_name}'"):
+            return steps
+        raise UsageError(
+            f"--step '{range_name}': GPU {timeline.gpu[0]} ran nothing that these ranges launched: choose others, or "
+            "leave --step out"
+        )
     tests: tuple[tuple[Callable[[str], Any], str], ...] = (
         (STEP.__eq__, "the ranges 'step'"),
         (PROFILER_STEP.match, "those that torch.profiler was told of"),
     )
     for is_step, definition in tests:
-        if (steps := _by_ranges(capture, timeline, is_step, definition)).are_found:
+        if steps := _by_ranges(capture, timeline, is_step, definition):
             return steps
     whole = np.array([[timeline.start[0], timeline.stop.max()]])
     definition = "none was found, the capture as a whole; --step NAME chooses ranges"
     return _by_repetition(timeline) or Steps(whole, definition, are_found=False)
 
 
-def _by_ranges(capture: Capture, timeline: Timeline, is_step: Callable[[str], Any], definition: str) -> Steps:
-    """Steps that ranges mark; each ends when its work has run and its range has ended.
+def _by_ranges(capture: Capture, timeline: Timeline, is_step: Callable[[str], Any], definition: str) -> Steps | None:
+    """Steps that ranges mark, None without work in any; each ends when its work has run and its range has ended.
 
     The time from one to the next belongs to the next where torch.profiler marked them, for it has nothing between.
     """
-    chosen = capture.ranges.select(capture.ranges.process == timeline.process)
-    chosen = chosen.select(capture.is_named(chosen.name, is_step))
+    chosen = capture.named(capture.ranges.select(capture.ranges.process == timeline.process[0]), is_step)
     chosen = chosen.select(np.argsort(chosen.start, kind="stable"))
-    ranges: list[tuple[int, int]] = []
-    numbers: list[int] = []
+    spans: list[tuple[int, int]] = []
+    counted: list[int] = []
     for begin, end, name in np.column_stack((chosen.start, chosen.stop, chosen.name)).tolist():
         # Those within others are left out. Rounding makes neighbours overlap by a nanosecond.
-        if not ranges or (end > ranges[-1][1] and 2 * begin > sum(ranges[-1])):
-            match = PROFILER_STEP.match(capture.texts[name])
-            numbers.append(int(match[1]) if match else len(ranges))
-            ranges.append((begin, end))
-    if not ranges:
-        return _NO_STEPS
-    are_counted = PROFILER_STEP.match(capture.texts[name]) is not None and len(set(numbers)) == len(numbers)
-    if not are_counted:
-        numbers = list(range(len(ranges)))
+        if not spans or (end > spans[-1][1] and 2 * begin > sum(spans[-1])):
+            spans.append((begin, end))
+            if match := PROFILER_STEP.match(capture.texts[name]):
+                counted.append(int(match[1]))
+    if not spans:
+        return None
+    are_counted = len(set(counted)) == len(spans)
+    numbers = counted if are_counted else range(len(spans))
+    ranges = np.array(spans, np.int64)
     launched = np.where(timeline.launched < 0, timeline.start, timeline.launched)
     # What ran before anything that was launched in the steps, and has no launch, was launched before the capture.
-    starts_of_launched = timeline.start[timeline.launched >= ranges[0][0]]
+    starts_of_launched = timeline.start[timeline.launched >= ranges[0, 0]]
     is_earlier = (timeline.launched < 0) & (timeline.start < (starts_of_launched[0] if len(starts_of_launched) else 0))
-    launched[is_earlier] = np.minimum(launched[is_earlier], ranges[0][0] - 1)
+    launched[is_earlier] = np.minimum(launched[is_earlier], ranges[0, 0] - 1)
     order = np.argsort(launched, kind="stable")
-    ends = np.maximum.accumulate(timeline.stop[order]) if len(order) else order
-    sorted_launches = launched[order]
-
-    def reached(time: int) -> int:
-        """Return the time at which all work launched before this time had run."""
-        count = int(np.searchsorted(sorted_launches, time))
-        return int(ends[count - 1]) if count else time
-
-    bounds: list[tuple[int, int]] = []
-    before = max(ranges[0][0], reached(ranges[0][0]))
-    for place, (begin, end) in enumerate(ranges):
-        after = max(end, reached(end))
-        follows = are_counted and place > 0 and numbers[place] == numbers[place - 1] + 1
-        first = before if follows or not place else max(begin, reached(begin), bounds[-1][1])
-        bounds.append((first, after))
-        before = after
-    low, high = np.searchsorted(sorted_launches, [ranges[0][0], ranges[-1][1]])
-    if high <= low:
-        return _NO_STEPS
-    return Steps(np.array(bounds, np.int64), definition, True, are_counted, tuple(numbers), np.array(ranges, np.int64))
+    counts = np.searchsorted(launched[order], ranges)
+    if counts[-1, 1] <= counts[0, 0]:
+        return None
+    # When all work that was launched before each begin and end had run.
+    reached = np.append(np.maximum.accumulate(timeline.stop[order]), 0)[counts - 1]
+    begins, ends = np.maximum(ranges, np.where(counts > 0, reached, ranges)).T
+    before = np.append(begins[0], ends[:-1])
+    follows = are_counted & np.append(True, np.diff(numbers) == 1)
+    bounds = np.column_stack((np.where(follows, before, np.maximum(begins, before)), ends))
+    return Steps(bounds, definition, True, are_counted, tuple(numbers), ranges)
 
 
 # A step that takes so many times the median holds a pause that no step has, or a time that cannot be.
@@ -339,12 +288,11 @@ def whole_steps(steps: Steps, timeline: Timeline, damage: Damage) -> Steps:
     """
     count = len(steps.bounds)
     steps = replace(steps, count=count, numbers=steps.numbers or tuple(range(count)))
-    unlaunched = damage.unlaunched[damage.unlaunched[:, 0] == timeline.process][:, 1]
+    lost, unlaunched = (marks[marks[:, 0] == timeline.process[0]][:, 1] for marks in (damage.lost, damage.unlaunched))
     # The time before work without a launch is of an unknown cause, and nothing else.
     is_little = len(unlaunched) <= _LITTLE * len(timeline.start)
-    if not steps.are_found or not count:
+    if not steps.are_found:
         return replace(steps, hides_idle_time=damage.hides_times or not is_little)
-    lost = damage.lost[damage.lost[:, 0] == timeline.process][:, 1]
     if len(steps.ranges):
         # What is launched between two ranges delays the next.
         begins, ends = np.append(steps.ranges[0, 0], steps.ranges[:-1, 1]), steps.ranges[:, 1]
@@ -366,12 +314,11 @@ def whole_steps(steps: Steps, timeline: Timeline, damage: Damage) -> Steps:
     remaining = length[~is_left_out] if not is_left_out.all() else length
     median = float(np.median(remaining))
     is_long = (length > _MOST_MEDIANS * median) & (count > 2)
-    sentences = []
-    for number in np.flatnonzero(is_long & ~is_left_out)[:3].tolist():
-        sentences.append(
-            f"Step {steps.number(number)} takes {length[number] / 1e6:,.4g} ms, {length[number] / median:,.0f} times "
-            "the median, and is left out."
-        )
+    sentences = [
+        f"Step {steps.numbers[place]} takes {length[place] / 1e6:,.4g} ms, {length[place] / median:,.0f} times the "
+        "median, and is left out."
+        for place in np.flatnonzero(is_long & ~is_left_out)[:3].tolist()
+    ]
     is_kept = ~is_left_out & ~is_long
     if not is_kept.any() or damage.hides_idle_time:
         return replace(steps, hides_idle_time=True)
@@ -380,15 +327,14 @@ def whole_steps(steps: Steps, timeline: Timeline, damage: Damage) -> Steps:
         (is_left_out & is_empty, "for no work of theirs is recorded"),
     ):
         if chosen.any():
-            listed = _step_list(steps, np.flatnonzero(chosen))
+            listed = _step_list(list(itertools.compress(steps.numbers, chosen)))
             sentences.append(f"{int(chosen.sum()):,} of {count:,} steps are left out, {reason}: {listed}.")
-    numbers = tuple(steps.number(place) for place in np.flatnonzero(is_kept).tolist())
+    numbers = tuple(itertools.compress(steps.numbers, is_kept))
     ranges = steps.ranges[is_kept] if len(steps.ranges) else steps.ranges
     return replace(steps, bounds=steps.bounds[is_kept], numbers=numbers, ranges=ranges, left_out=tuple(sentences))
 
 
-def _step_list(steps: Steps, places: Indices) -> str:
-    numbers = [steps.number(place) for place in places.tolist()]
+def _step_list(numbers: Sequence[int]) -> str:
     if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]} to {numbers[-1]}"
     return ", ".join(map(str, numbers[:5])) + (f" and {len(numbers) - 5} more" if len(numbers) > 5 else "")
@@ -400,10 +346,11 @@ def _by_repetition(timeline: Timeline) -> Steps | None:
     A layer repeats, too, but what stands once a step (the loss, an embedding) is not in every layer.
     """
     order = np.argsort(np.where(timeline.launched < 0, timeline.start, timeline.launched), kind="stable")
-    order = order[timeline.class_of[timeline.name[order]] == COMPUTING]
+    order = order[timeline.work_class[order] == COMPUTING]
     sequence = timeline.name[order]
     counts = np.bincount(sequence)
     rarest = np.argsort(np.where(counts > 1, counts, np.iinfo(np.int64).max), kind="stable")
+    names_in_step = (counts > 0).sum()
     tried: set[int] = set()
     for name in rarest[:40].tolist():
         if counts[name] < 2:
@@ -416,17 +363,15 @@ def _by_repetition(timeline: Timeline) -> Steps | None:
         tried.add(period)
         if np.mean(sequence[period:] == sequence[:-period]) < 0.97:
             continue
-        first = int(places[0])
         # From the first place on which everything repeats.
+        first = int(places[0])
         whole = (len(sequence) - first) // period
-        used = np.unique(sequence[first : first + whole * period])
-        rows = sequence[first : first + whole * period].reshape(whole, period)
-        if whole < 2 or any(not np.all(np.any(rows == name_in_period, axis=1)) for name_in_period in used.tolist()):
-            continue
-        if len(used) < (counts > 0).sum():
-            continue
-        begins = timeline.start[order[first + period * np.arange(whole)]]
         after = first + whole * period
+        if whole < 2 or any(
+            len(np.unique(names)) < names_in_step for names in sequence[first:after].reshape(whole, -1)
+        ):
+            continue
+        begins = timeline.start[order[first:after:period]]
         end = timeline.start[order[after]] if after < len(order) else timeline.stop[order[first:after]].max()
         edges = np.append(begins, max(end, begins[-1] + 1))
         if np.any(np.diff(edges) <= 0):

@@ -80,8 +80,7 @@ def trace(
     from cs336sys.capture.reading import read_captures
     from cs336sys.report.outputs import write_file
     from cs336sys.report.page import check_page
-    from cs336sys.report.profile import trace_difference as difference
-    from cs336sys.report.profile.trace import DisplayOptions
+    from cs336sys.report.profile.trace_difference import AFTER, BEFORE, capture_cells, saved_trace_tables
     from cs336sys.report.profile.trace_page import trace_page
     from cs336sys.results.file import check_appendable
 
@@ -94,9 +93,9 @@ def trace(
     if save is not None:
         check_appendable(save)
     before = read_captures(files, reading.step)
-    reads = {difference.BEFORE: before}
+    reads = {BEFORE: before}
     if reading.against:
-        reads[difference.AFTER] = read_captures(reading.against, reading.step)
+        reads[AFTER] = read_captures(reading.against, reading.step)
     for read in reads.values():
         for note in read.notes:
             say(f"note: {note}")
@@ -104,17 +103,17 @@ def trace(
             reading.check_gpu(measured, read.analyses)
     bandwidths = None if reading.allreduce is None else _bandwidths(reading.allreduce, before)
     run_id = str(uuid.uuid4())
-    shown = DisplayOptions(reading.top, reading.full_names, roofline, measured, bandwidths)
-    cells = [cell for side, read in reads.items() for cell in difference.capture_cells(side, read, shown, run_id)]
-    sides = difference.saved_sides(cells)
-    tables = difference.all_tables(sides, shown)
+    measurements = {"ceilings": measured, "bandwidths": bandwidths}
+    peaks = {name: None if peak is None else peak.to_json() for name, peak in measurements.items()}
+    cells = [cell for side, read in reads.items() for cell in capture_cells(side, read, roofline, peaks, run_id)]
+    tables = saved_trace_tables(cells, reading.top, reading.full_names)
     _keep(save, run_id, before, cells)
     if html is None or output.output is not None or output.format is not None or output.table:
         output.emit(tables)
     else:
         output.write(tables[:1])
     if html is not None:
-        write_file(html, trace_page(tables, list(reads.values()), difference.difference_of(sides)).encode(), "--html")
+        write_file(html, trace_page(tables, list(reads.values())).encode(), "--html")
         say(f"wrote {html}")
 
 

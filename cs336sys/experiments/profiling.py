@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from cs336sys.capture import nsys as nsight_systems
-from cs336sys.capture.chrome_trace import read_chrome_trace
-from cs336sys.capture.nsys import read_nsys_database
+from cs336sys.capture.reading import open_capture
 from cs336sys.capture.summary import Profile, summarize
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.experiments.checks.step import check_few_blocks
@@ -186,7 +185,7 @@ def _under_torch_profiler(workload: ProfileWorkload, device: torch.device, folde
     release_memory()
     _keep(trace, workload, "trace.json.gz")
     progress("reading the trace")
-    capture = read_chrome_trace(trace, "the trace")
+    capture = open_capture(trace, "the trace")
     if device.type == "cuda" and not capture.is_gpu:
         raise CapabilityError("torch.profiler saw no work on the GPU: CUPTI cannot trace it on this machine")
     return summarize(capture)
@@ -224,7 +223,7 @@ def _under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path, progres
     database = folder / "report.sqlite"
     nsight_systems.export(nsys, report, database)
     _keep(database, workload, "sqlite")
-    return summarize(read_nsys_database(database, "the report"))
+    return summarize(open_capture(database, "the report"))
 
 
 def _keep(file: Path, workload: ProfileWorkload, ending: str) -> None:

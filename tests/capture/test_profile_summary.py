@@ -11,7 +11,6 @@ import pytest
 from profile_files import PUSH_POP, ChromeTrace, NsysReport, global_thread, train_step
 
 from cs336sys.capture import capture, chrome_trace, nsys, reading
-from cs336sys.capture.nsys import read_nsys_database
 from cs336sys.capture.reading import open_capture, read_captures
 from cs336sys.capture.summary import KernelTime, Profile, summarize
 from cs336sys.errors import UsageError
@@ -129,7 +128,7 @@ def test_names_of_ranges_stand_in_the_row_or_among_the_strings(report, way):
     if way.startswith("only"):
         report.drop_column("NVTX_EVENTS", "text" if registered else "textId")
     report.kernel("nvjet", 10, 20, 30)
-    capture = read_nsys_database(report.write())
+    capture = open_capture(report.write())
     assert capture.range_names() == {"forward": 1, "somebody's": 1}
     assert phases(summarize(capture))["forward"].kernels == 1
 
@@ -138,7 +137,7 @@ def test_marks_and_ranges_without_end_are_no_ranges(report):
     train_step(report)
     report.range("never ended", 0, None)
     report.range("a mark", 5, 6, kind=34)
-    assert set(read_nsys_database(report.write()).range_names()) == {
+    assert set(open_capture(report.write()).range_names()) == {
         *("step", "forward", "loss", "backward", "optimizer"),
     }
 
@@ -316,10 +315,10 @@ def test_a_missing_or_empty_table_is_named(report, tmp_path, table):
         train_step(empty)
         empty.database.execute(f"DELETE FROM {table}")
         with pytest.raises(UsageError, match=MISSING[table]):
-            read_nsys_database(empty.write())
+            open_capture(empty.write())
     report.drop_table(table)
     with pytest.raises(UsageError, match=MISSING[table]) as error:
-        read_nsys_database(report.write())
+        open_capture(report.write())
     assert str(error.value).startswith(str(report.path))
 
 
@@ -341,7 +340,7 @@ def test_a_schema_of_another_version_is_refused(report, table, column):
     train_step(report)
     report.drop_column(table, column)
     with pytest.raises(UsageError, match=rf"has no column {column} in its table {table}: .*version of nsys"):
-        read_nsys_database(report.write())
+        open_capture(report.write())
 
 
 def test_the_short_names_stand_in_for_missing_demangled_ones(report):
@@ -356,7 +355,7 @@ def test_the_report_is_not_written_to(report):
     path = report.write()
     before = path.read_bytes()
     path.chmod(0o444)
-    summarize(read_nsys_database(path)).to_json()
+    summarize(open_capture(path)).to_json()
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
 

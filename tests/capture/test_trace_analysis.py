@@ -123,6 +123,13 @@ def test_chosen_ranges_are_the_steps(trace):
         read_captures([path], "prefil")
 
 
+def test_steps_that_launch_nothing_are_refused(trace):
+    trace.range("load", 0, 50)
+    work(trace, "gemm", 100, 110, 200)
+    with pytest.raises(UsageError, match=r"--step 'load': GPU 0 ran nothing that these ranges launched"):
+        analysis_of(trace, "load")
+
+
 def test_a_backward_kernel_belongs_to_the_module_of_its_forward_operator(trace):
     trace.range("step", 0, 1000)
     trace.event("python_function", "nn.Module: Block_0", 0, 300, 1)

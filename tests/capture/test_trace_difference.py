@@ -39,7 +39,7 @@ def test_a_kernel_made_3_percent_slower_is_found_and_few_others_are_marked():
     assert verdicts(found)["k7"] == "slower"
     assert sum(change.is_significant for change in found.changes) <= 3
     (slow,) = [change for change in found.changes if change.label == "k7"]
-    assert slow.low_ms < 0.03 * slow.before_ms < slow.high_ms
+    assert slow.low_ms < 0.03 * slow.before.ms < slow.high_ms
 
 
 def test_a_difference_beyond_either_sides_trend_is_told_where_ranks_count_steps_as_few():

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,11 +82,8 @@ def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Colum
         ("both", "forward and backward together", "both"),
         ("backward", "backward", "backward"),
     ):
-        columns += [
-            Column(f"{group}_kernel", f"most time in {where}"),
-            Column(f"{group}_percent", f"share of {short}", "percent"),
-            Column(f"{group}_instances", f"times in {short}"),
-        ]
+        headers = {"kernel": f"most time in {where}", "percent": f"share of {short}", "instances": f"times in {short}"}
+        columns += named_columns(**{f"{group}_{key}": header for key, header in headers.items()})
     return Table("top kernel", "nsys: the kernel that takes most time", columns, rows)
 
 
@@ -150,38 +147,39 @@ def shown_names(kernels: Sequence[str], full_names: bool) -> list[str]:
 def share_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
     """Build the table of each kind's share of kernel time, in each phase and in the whole step."""
     rows = []
-    unclassified: Counter[str] = Counter()
     for m in measured:
-        totals: dict[str, Counter[str]] = {
-            phase.name: Counter() for phase in (*m.profile.phases, m.profile.step) if phase
-        }
+        ranges = [*m.profile.phases, *([m.profile.step] if m.profile.step else [])]
+        totals: dict[str, Counter[str]] = {time.name: Counter() for time in ranges}
         for kernel in m.profile.kernels:
             category = category_of(kernel.kernel)
-            if category == Category.UNCLASSIFIED:
-                unclassified[short_name(kernel.kernel)] += kernel.total_ns
             totals[kernel.range][category] += kernel.total_ns
             if m.profile.step:
                 # The course's AdamW is made of elementwise kernels: the phase says more than their names.
-                is_optimizer = kernel.range == _OPTIMIZER_PHASE
-                totals[STEP][Category.OPTIMIZER if is_optimizer else category] += kernel.total_ns
-        for phase in (*m.profile.phases, m.profile.step):
-            if phase:
-                of_phase = totals[phase.name]
-                shares = {share_key(kind): 100 * ns / of_phase.total() for kind, ns in of_phase.items() if ns}
-                rows.append(
-                    {**m.labels, "phase": phase.name, "kernel_ms": of_phase.total() / phase.count / 1e6, **shares}
-                )
+                totals[STEP][Category.OPTIMIZER if kernel.range == _OPTIMIZER_PHASE else category] += kernel.total_ns
+        for time in ranges:
+            total_ns = totals[time.name].total()
+            shares = {share_key(kind): 100 * ns / total_ns for kind, ns in totals[time.name].items() if ns}
+            rows.append({**m.labels, "phase": time.name, "kernel_ms": total_ns / time.count / 1e6, **shares})
     columns = (
         *labels,
         *named_columns("phase", kernel_ms="kernels"),
         *(Column(share_key(category), category, "percent") for category in Category),
     )
-    notes = [
-        "share of kernel time, by the kernels' names; in the step, all that the optimizer launches counts as its own"
-    ]
-    if unclassified:
-        notes.append("unclassified: " + ", ".join(name for name, _ in unclassified.most_common(10)))
-    return Table("shares", "nsys: share of each kind of kernel", columns, rows, notes=tuple(notes))
+    notes = (
+        "share of kernel time, by the kernels' names; in the step, all that the optimizer launches counts as its own",
+        *unclassified_note((kernel.kernel, kernel.total_ns) for m in measured for kernel in m.profile.kernels),
+    )
+    return Table("shares", "nsys: share of each kind of kernel", columns, rows, notes=notes)
+
+
+def unclassified_note(times: Iterable[tuple[str, float]]) -> list[str]:
+    """Return a note that names the kernels of no known kind, those that take most time first; none without any."""
+    totals: dict[str, float] = {}
+    for kernel, time in times:
+        if category_of(kernel) == Category.UNCLASSIFIED:
+            totals[short_name(kernel)] = totals.get(short_name(kernel), 0) + time
+    longest = sorted(totals, key=lambda name: -totals[name])[:10]
+    return [f"unclassified: {', '.join(longest)}"] if longest else []
 
 
 def share_key(category: str) -> str:

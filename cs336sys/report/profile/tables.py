@@ -24,11 +24,8 @@ _OTHER = "other"
 
 def attention_table(measured: Sequence[MeasuredProfile], labels: Sequence[Column]) -> Table:
     """Time, FLOPs and bytes of both, where a profile shows the parts of attention."""
-    rows = [
-        {**m.labels, **_attention_row(m)}
-        for m in measured
-        if {SCORES, SOFTMAX} <= {part.name for part in m.profile.parts}
-    ]
+    with_parts = [m for m in measured if {SCORES, SOFTMAX} <= {part.name for part in m.profile.parts}]
+    rows = [{**m.labels, **_attention_row(m)} for m in with_parts]
     columns = (
         *labels,
         *named_columns(scores_ms="Q K^T", final_ms="P V", softmax_ms="softmax", other_ms="scale, mask, copies"),
@@ -50,17 +47,15 @@ def _attention_row(measured: MeasuredProfile) -> dict[str, Any]:
     for kernel in measured.profile.part_kernels:
         is_meant = kernel.range == SOFTMAX or category_of(kernel.kernel) == Category.MATMUL
         totals[kernel.range if is_meant else _OTHER] += kernel.total_ns
+    keys = {SCORES: "scores_ms", FINAL_MATMUL: "final_ms", SOFTMAX: "softmax_ms", _OTHER: "other_ms"}
     # A step has one forward pass.
-    ms = {part: totals[part] / measured.steps / 1e6 for part in (SCORES, FINAL_MATMUL, SOFTMAX, _OTHER)}
-    row = {"scores_ms": ms[SCORES], "final_ms": ms[FINAL_MATMUL], "softmax_ms": ms[SOFTMAX], "other_ms": ms[_OTHER]}
-    matmul_ms, softmax_ms = ms[SCORES] + ms[FINAL_MATMUL], ms[SOFTMAX]
+    row = {key: totals[part] / measured.steps / 1e6 for part, key in keys.items()}
+    matmul_ms, softmax_ms = row["scores_ms"] + row["final_ms"], row["softmax_ms"]
     if not matmul_ms or not softmax_ms:
         return row
     row["time_ratio"] = softmax_ms / matmul_ms
-    if measured.profile.configuration:
-        workload = Workload.from_configuration(measured.profile.configuration)
-        if not workload.is_ours:
-            return row
+    configuration = measured.profile.configuration
+    if configuration and (workload := Workload.from_configuration(configuration)).is_ours:
         matmuls = attention_matmuls(workload.size, workload.precision)
         softmax = attention_softmax(workload.size, workload.precision)
         row |= {
@@ -258,10 +253,9 @@ def _of_report(profile: Profile) -> tuple[list[MeasuredProfile], tuple[Column, .
 
 
 def _measured_profiles(cells: Sequence[Cell]) -> list[MeasuredProfile]:
+    profiled = [cell for cell in cells if cell.status == "ok"]
     return [
-        MeasuredProfile(_profile_labels(cell), Profile.from_json(cell.derived["profile"]), cell)
-        for cell in cells
-        if cell.status == "ok"
+        MeasuredProfile(_profile_labels(cell), Profile.from_json(cell.derived["profile"]), cell) for cell in profiled
     ]
 
 

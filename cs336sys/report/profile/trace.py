@@ -11,8 +11,7 @@ from cs336sys.capture.analysis import Analysis, KernelGroup
 from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
 from cs336sys.capture.operators import operator_work, roofline
 from cs336sys.capture.ranks import RanksFound, local_ms
-from cs336sys.capture.taxonomy import Category, short_name
-from cs336sys.report.profile.kernels import shown_names
+from cs336sys.report.profile.kernels import shown_names, unclassified_note
 from cs336sys.report.profile.verdict import verdict
 from cs336sys.report.table import Column, Table, fill_row, named_columns, with_rows
 from cs336sys.results.model import Samples
@@ -44,6 +43,10 @@ class DisplayOptions:
 _GPU = Column("gpu", "GPU", value=lambda analysis: analysis.label or None)
 
 
+def _gpu(analysis: Analysis) -> dict[str, Any]:
+    return fill_row((_GPU,), analysis)
+
+
 def file_words(analyses: Sequence[Analysis]) -> str:
     """The files' names, for a title: of more than two the first and how many more."""
     files = list(dict.fromkeys(analysis.file for analysis in analyses))
@@ -63,14 +66,11 @@ def part_table(analyses: Sequence[Analysis]) -> Table:
     """Build the table of a step's parts, which add up to the step."""
     rows: list[dict[str, Any]] = []
     for analysis in analyses:
-        gpu = {"gpu": analysis.label or None}
-        rows += [
-            gpu | {"part": part, "ms": step_samples(values), "share_percent": 100 * analysis.share(part)}
-            for part, values in analysis.parts.items()
-        ]
-        if analysis.parts:
-            rows.append(gpu | {"part": "step", "ms": step_samples(analysis.step_ms), "share_percent": 100.0})
-    columns = (_GPU, Column("part", "part"), Column("ms", "a step", "ms"), Column("share_percent", "share", "percent"))
+        shares = [(part, values, 100 * analysis.share(part)) for part, values in analysis.parts.items()]
+        shares += [("step", analysis.step_ms, 100.0)] if shares else []
+        for part, values, percent in shares:
+            rows.append(_gpu(analysis) | {"part": part, "ms": step_samples(values), "share_percent": percent})
+    columns = (_GPU, *named_columns("part", ms="a step", share_percent="share"))
     notes = [f"steps: {definition}" for definition in dict.fromkeys(analysis.steps_are for analysis in analyses)]
     if any(analysis.is_gpu and analysis.share(StepPart.LAUNCHING) >= _MUCH_LAUNCHING for analysis in analyses):
         notes.append("a profiler slows the CPU down and not the GPU: without it launching takes less of a step")
@@ -81,31 +81,23 @@ def part_table(analyses: Sequence[Analysis]) -> Table:
 
 def step_table(analyses: Sequence[Analysis]) -> Table:
     """Each step by itself."""
-    parts = dict.fromkeys(part for analysis in analyses for part in analysis.parts)
-    columns = (
-        _GPU,
-        Column("step", "step", "count"),
-        Column("step_ms", "step", "ms"),
-        *(_part_column(part) for part in parts),
-    )
+    keys = {part: f"{part.replace(' ', '_')}_ms" for analysis in analyses for part in analysis.parts}
+    columns = (_GPU, Column("step", "step", "count"), *named_columns(step_ms="step"))
+    columns += named_columns(**{key: part for part, key in keys.items()})
     rows = [
         {
-            "gpu": analysis.label or None,
-            "step": analysis.step_numbers[number] if analysis.step_numbers else number,
-            "step_ms": analysis.step_ms[number],
-            **{_part_column(part).key: values[number] for part, values in analysis.parts.items()},
+            **_gpu(analysis),
+            "step": analysis.step_numbers[place] if analysis.step_numbers else place,
+            "step_ms": analysis.step_ms[place],
+            **{keys[part]: values[place] for part, values in analysis.parts.items()},
         }
         for analysis in analyses
         if analysis.has_steps
-        for number in range(min(len(analysis.step_ms), _MOST_STEPS))
+        for place in range(min(len(analysis.step_ms), _MOST_STEPS))
     ]
     longest = max((len(analysis.step_ms) for analysis in analyses), default=0)
     notes = [f"the first {_MOST_STEPS} of {longest} steps"] if longest > _MOST_STEPS else []
     return Table("steps", "trace: each step", columns, rows, notes=notes)
-
-
-def _part_column(part: str) -> Column:
-    return Column(f"{part.replace(' ', '_')}_ms", part, "ms")
 
 
 _TIMES = named_columns(count="times a step", ms="a step", share_percent="share of kernel time", own_ms="of the step")
@@ -122,7 +114,7 @@ def _group_kernels(
     total = sum(sum(kernel.ms) for kernel in analysis.kernels) / steps
     rows = []
     for name, kernels in groups.items():
-        times: dict[str, Any] = {"gpu": analysis.label or None}
+        times = _gpu(analysis)
         for column in ("count", "ms", "own_ms"):
             times[column] = sum(sum(getattr(kernel, column)) for kernel in kernels) / steps
         rows.append((name, kernels, times | {"share_percent": 100 * times["ms"] / total if total else None}))
@@ -136,15 +128,8 @@ def kind_table(analyses: Sequence[Analysis]) -> Table:
         for analysis in analyses
         for kind, _, times in _group_kernels(analysis, lambda kernel: kernel.kind)
     ]
-    unknown = {
-        short_name(kernel.name): sum(kernel.ms)
-        for analysis in analyses
-        for kernel in analysis.kernels
-        if kernel.kind == Category.UNCLASSIFIED
-    }
-    names = sorted(unknown, key=lambda name: -unknown[name])[:10]
     notes = ["kernel time counts kernels that run side by side twice; of the step, each instant once"]
-    notes += [f"unclassified: {', '.join(names)}"] if names else []
+    notes += unclassified_note((kernel.name, sum(kernel.ms)) for a in analyses for kernel in a.kernels)
     return Table("kinds", "trace: kernels by kind", (_GPU, Column("category", "kind"), *_TIMES), rows, notes=notes)
 
 
@@ -232,7 +217,7 @@ def copy_table(analyses: Sequence[Analysis]) -> Table:
     """Copies and fills by kind, with their bandwidth."""
     rows = [
         {
-            "gpu": analysis.label or None,
+            **_gpu(analysis),
             "copy": row.name,
             "count": row.count / len(analysis.step_ms),
             "bytes": row.bytes / len(analysis.step_ms) if row.bytes >= 0 else None,
@@ -254,12 +239,12 @@ def copy_table(analyses: Sequence[Analysis]) -> Table:
 def wait_table(analyses: Sequence[Analysis]) -> Table:
     """Calls of the CPU that wait for the GPU."""
     rows = [
-        {"gpu": analysis.label or None, "call": name, "count": count / steps, "ms": ms / steps}
+        _gpu(analysis) | {"call": name, "count": count / steps, "ms": ms / steps}
         for analysis in analyses
         for steps in [len(analysis.step_ms)]
         for name, (count, ms) in sorted(analysis.waits.items(), key=lambda item: -item[1][1])
     ]
-    columns = (_GPU, Column("call", "call"), Column("count", "times a step"), Column("ms", "a step", "ms"))
+    columns = (_GPU, *named_columns("call", count="times a step", ms="a step"))
     notes = ["time in these calls is no loss by itself: the GPU may be computing meanwhile"] if rows else []
     return Table("waits", "trace: calls that wait for the GPU", columns, rows, notes=notes)
 
@@ -270,28 +255,28 @@ def collective_table(analyses: Sequence[Analysis], bandwidths: BusBandwidths | N
     ``bandwidths`` are what ``allreduce`` measured, to stand next to it.
     """
     rows = []
-    for analysis in analyses:
-        for row in analysis.collectives:
-            transfer_ms = row.ms - (row.waiting_ms or 0.0)
-            factor = bus_factor(row.kind, row.ranks) if row.ranks > 1 and row.kind in WITH_BUS_BANDWIDTH else None
-            is_known = factor is not None and row.bytes > 0 and transfer_ms > 0
-            busbw = (factor or 0) * row.bytes * row.count / transfer_ms / 1e6 if is_known else None
-            alone = bandwidths.of(row.kind, row.ranks, row.bytes) if bandwidths is not None and busbw else None
-            rows.append(
-                {
-                    "gpu": analysis.label or None,
-                    "collective": row.kind,
-                    "group": row.group or None,
-                    "ranks": row.ranks if row.ranks > 0 else None,
-                    "bytes": row.bytes or None,
-                    "count": row.count / len(analysis.step_ms),
-                    "ms": row.ms / len(analysis.step_ms),
-                    "waiting_ms": None if row.waiting_ms is None else row.waiting_ms / len(analysis.step_ms),
-                    "busbw_gbps": busbw,
-                    "alone_busbw_gbps": alone,
-                    "of_alone_percent": 100 * busbw / alone if busbw and alone else None,
-                }
-            )
+    for analysis, row in [(capture, row) for capture in analyses for row in capture.collectives]:
+        steps = len(analysis.step_ms)
+        transfer_ms = row.ms - (row.waiting_ms or 0.0)
+        busbw = alone = None
+        if row.ranks > 1 and row.kind in WITH_BUS_BANDWIDTH and row.bytes > 0 and transfer_ms > 0:
+            busbw = bus_factor(row.kind, row.ranks) * row.bytes * row.count / transfer_ms / 1e6
+            alone = bandwidths.of(row.kind, row.ranks, row.bytes) if bandwidths is not None else None
+        rows.append(
+            {
+                **_gpu(analysis),
+                "collective": row.kind,
+                "group": row.group or None,
+                "ranks": row.ranks if row.ranks > 0 else None,
+                "bytes": row.bytes or None,
+                "count": row.count / steps,
+                "ms": row.ms / steps,
+                "waiting_ms": None if row.waiting_ms is None else row.waiting_ms / steps,
+                "busbw_gbps": busbw,
+                "alone_busbw_gbps": alone,
+                "of_alone_percent": 100 * busbw / alone if busbw and alone else None,
+            }
+        )
     columns = (
         _GPU,
         *named_columns("collective", "group"),

@@ -2,19 +2,18 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cs336sys.capture.difference import CaptureDifference
+from cs336sys.capture.difference import CaptureDifference, compare_captures
 from cs336sys.capture.reading import Read
 from cs336sys.capture.taxonomy import Category, category_of, short_name
 from cs336sys.capture.timeline import Timeline
 from cs336sys.report.numbers import format_number
 from cs336sys.report.page import html_page, html_table
 from cs336sys.report.profile.kernels import CATEGORY_COLORS
-from cs336sys.report.profile.trace_difference import waterfall
+from cs336sys.report.profile.trace_difference import change_name
 from cs336sys.report.table import Table
 
 # Of a timeline as wide as the page: shorter kernels are drawn together with their neighbours of the same kind.
@@ -22,15 +21,15 @@ _WIDTH = 10_000
 _MOST_BARS = 2500
 _MOST_STREAMS = 12
 _MOST_RANKS = 32
+_MOST_FALLS = 8
 
 
-def trace_page(tables: Sequence[Table], reads: Sequence[Read], difference: CaptureDifference | None = None) -> str:
+def trace_page(tables: Sequence[Table], reads: Sequence[Read]) -> str:
     """The text of the page.
 
     Args:
         tables: the verdict first.
-        reads: what was read, with timelines; the side before, and the one after.
-        difference: of the two.
+        reads: the captures; of two, the one before and the one after.
     """
     from jinja2 import Environment, PackageLoader
 
@@ -43,8 +42,8 @@ def trace_page(tables: Sequence[Table], reads: Sequence[Read], difference: Captu
         "colors": CATEGORY_COLORS,
         "width": _WIDTH,
     }
-    if difference is not None:
-        values |= _waterfall(difference)
+    if len(reads) > 1:
+        values |= _waterfall(compare_captures(*(read.analyses[0] for read in reads)))
     body, style, script = (
         templates.get_template(f"trace_page.{kind}").render(values) for kind in ("jinja", "css", "js")
     )
@@ -70,7 +69,7 @@ def _step(read: Read, heading: str) -> dict[str, Any]:
         for (begin, end, offset), timeline, analysis in zip(windows, read.timelines, analyses, strict=False)
         for lane in _lanes(timeline, analysis.label, begin, end, first - offset, length)
     ]
-    used = {bar.kind for lane in lanes for bar in lane["bars"]}
+    used = {bar["kind"] for lane in lanes for bar in lane["bars"]}
     return {
         "heading": heading,
         "name": f"Step {chosen}" if analyses[0].has_steps else "The capture",
@@ -92,52 +91,43 @@ def _lanes(timeline: Timeline, label: str, begin: int, end: int, first: float, l
     return lanes
 
 
-@dataclass
-class _LaneBar:
-    left: float
-    width: float
-    kind: str
-    text: str
-
-
-def _bars(timeline: Timeline, chosen: np.ndarray, first: float, length: float) -> list[_LaneBar]:
+def _bars(timeline: Timeline, chosen: np.ndarray, first: float, length: float) -> list[dict[str, Any]]:
     """The bars of a lane; where there are too many, neighbours are one."""
     scale = _WIDTH / max(length, 1.0)
     least = _WIDTH / _MOST_BARS if len(chosen) > _MOST_BARS else 0.0
-    bars: list[_LaneBar] = []
-    for number in chosen.tolist():
+    bars: list[dict[str, Any]] = []
+    for number, length_ns in zip(chosen.tolist(), timeline.length[chosen].tolist(), strict=True):
         left = (float(timeline.start[number]) - first) * scale
-        width = max(float(timeline.stop[number] - timeline.start[number]) * scale, 0.5)
-        if bars and left + width - bars[-1].left < least:
-            bars[-1].width = left + width - bars[-1].left
-            bars[-1].text = f"{bars[-1].text.removesuffix(' and more')} and more"
+        width = max(length_ns * scale, 0.5)
+        if bars and left + width - bars[-1]["left"] < least:
+            text = f"{bars[-1]['text'].removesuffix(' and more')} and more"
+            bars[-1] |= {"width": left + width - bars[-1]["left"], "text": text}
             continue
-        name, us = timeline.texts[timeline.name[number]], (timeline.stop[number] - timeline.start[number]) / 1e3
-        text = f"{short_name(name)}, {format_number(float(us), 'us')} us"
-        bars.append(_LaneBar(left, width, category_of(name), text))
+        name = timeline.texts[timeline.name[number]]
+        text = f"{short_name(name)}, {format_number(length_ns / 1e3, 'us')} us"
+        bars.append({"left": left, "width": width, "kind": category_of(name), "text": text})
     return bars
 
 
 def _waterfall(difference: CaptureDifference) -> dict[str, Any]:
-    falls = waterfall(difference)
+    """The largest changes from one step to the other, the sum of the smaller ones, and noise."""
+    significant = [change for change in difference.changes if change.is_significant]
+    falls = [(f"{change_name(change)} ({change.verdict})", change.delta_ms) for change in significant[:_MOST_FALLS]]
+    if rest := significant[_MOST_FALLS:]:
+        falls.append((f"{len(rest)} other changes", sum(change.delta_ms for change in rest)))
+    falls.append(("same, or undecided", difference.delta_ms - sum(ms for _, ms in falls)))
     edges = list(itertools.accumulate((ms for _, ms in falls), initial=difference.before_ms))
     # The axis begins where it shows the changes, and not at 0.
     low = max(0.0, min(edges) - 0.2 * (max(edges) - min(edges)))
     percent = 100 / max(max(edges) - low, 1e-9)
-    bars = [("before", "whole", low, edges[0], edges[0])]
-    bars += [
-        (name, "more" if ms > 0 else "less", min(start, start + ms), max(start, start + ms), ms)
-        for (name, ms), start in zip(falls, edges, strict=False)
-    ]
-    bars.append(("after", "whole", low, edges[-1], edges[-1]))
-    rows = [
-        {
-            "name": name,
-            "kind": kind,
-            "text": f"{'+' if kind == 'more' else ''}{format_number(ms, 'ms')}",
-            "left": round(percent * (start - low), 2),
-            "width": round(percent * (end - start), 2),
-        }
-        for name, kind, start, end, ms in bars
-    ]
-    return {"falls": rows, "falls_begin": format_number(low, "ms")}
+
+    def bar(name: str, kind: str, start: float, end: float, text: str) -> dict[str, Any]:
+        place = {"left": round(percent * (start - low), 2), "width": round(percent * (end - start), 2)}
+        return {"name": name, "kind": kind, "text": text} | place
+
+    bars = [bar("before", "whole", low, edges[0], format_number(edges[0], "ms"))]
+    for (name, ms), start in zip(falls, edges, strict=False):
+        kind, sign = ("more", "+") if ms > 0 else ("less", "")
+        bars.append(bar(name, kind, min(start, start + ms), max(start, start + ms), sign + format_number(ms, "ms")))
+    bars.append(bar("after", "whole", low, edges[-1], format_number(edges[-1], "ms")))
+    return {"falls": bars, "falls_begin": format_number(low, "ms")}

@@ -1,14 +1,14 @@
 """A capture in two or three sentences: how much of a step is computing, what the rest waits for, what to try next."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.breakdown import StepPart
 from cs336sys.capture.capture import RECEIVE, SEND
 from cs336sys.capture.ranks import RankAnswer, RanksFound, find_stragglers
 from cs336sys.capture.taxonomy import Category
-from cs336sys.report.numbers import format_number
+from cs336sys.report.numbers import format_quantity
 
 # A part of a step below this share is not spoken of, and one above it is worth a change.
 _LEAST_SHARE = 0.03
@@ -28,7 +28,7 @@ def verdict(analyses: Sequence[Analysis], ranks: RanksFound | None = None) -> li
         return [*sentences, *_about_one(analyses[0], 2)]
     answer = find_stragglers(analyses, ranks)
     if ranks is not None and ranks.missing:
-        sentences.append(f"{_upper(ranks.missing)}: waiting for ranks is a lower bound.")
+        sentences.append(f"{capital(ranks.missing)}: waiting for ranks is a lower bound.")
     middle = sorted(analyses, key=lambda analysis: analysis.median_step_ms)[len(analyses) // 2]
     about = _about_one(middle, 1 if answer.stragglers else 2, f"on {middle.label} ({middle.file}) ")
     return [*sentences, _rank_sentence(len(analyses), answer), *about]
@@ -42,7 +42,7 @@ def damage_sentences(analyses: Sequence[Analysis]) -> list[str]:
             sentences.setdefault(sentence, []).append(analysis.label)
     count = len(analyses)
     shown = [
-        sentence if len(labels) == count else f"{_upper(_listed(labels))}: {sentence[0].lower()}{sentence[1:]}"
+        sentence if len(labels) == count else f"{capital(_listed(labels))}: {sentence[0].lower()}{sentence[1:]}"
         for sentence, labels in sentences.items()
     ]
     unknown = [analysis.label for analysis in analyses if not analysis.is_idle_known]
@@ -56,18 +56,21 @@ def _listed(labels: Sequence[str]) -> str:
     return ", ".join(labels[:4]) + (f" and {len(labels) - 4} more" if len(labels) > 4 else "")
 
 
-def _upper(text: str) -> str:
+def capital(text: str) -> str:
+    """Return the text with its first letter as a capital."""
     return text[:1].upper() + text[1:]
 
 
 def _about_one(analysis: Analysis, most: int, where: str = "") -> list[str]:
     if not analysis.is_idle_known:
         return []
-    causes = []
-    for part in sorted(_ABOUT, key=lambda part: -analysis.share(part)):
-        about, share = _ABOUT[part], _percent(analysis, part)
-        if analysis.share(part) >= _LEAST_SHARE:
-            causes.append(f"{share} {about}" if isinstance(about, str) else about(analysis, share))
+    about = _ABOUT if analysis.is_gpu else _ABOUT | {StepPart.LAUNCHING: _LAUNCHING_ON_CPU}
+    facts = _facts(analysis)
+    causes = [
+        about[part].format(share=_percent(analysis, part), **facts)
+        for part in sorted(about, key=lambda part: -analysis.share(part))
+        if analysis.share(part) >= _LEAST_SHARE
+    ]
     if not causes or analysis.share(StepPart.COMPUTING) >= _MOSTLY:
         causes.insert(0, _computing_sentence(analysis))
     sentences = [_first(analysis, where), *causes[:most]]
@@ -80,103 +83,81 @@ def _about_one(analysis: Analysis, most: int, where: str = "") -> list[str]:
 def _first(analysis: Analysis, where: str) -> str:
     duration_name = "the step" if analysis.has_steps else "the capture"
     who = "the GPU computes" if analysis.is_gpu else "the operators of the CPU compute"
-    length = f"{format_number(analysis.median_step_ms, 'ms')} ms"
-    return _upper(f"{where}{who} {_percent(analysis, StepPart.COMPUTING)} of {duration_name}, which takes {length}.")
+    length = format_quantity(analysis.median_step_ms, "ms")
+    return capital(f"{where}{who} {_percent(analysis, StepPart.COMPUTING)} of {duration_name}, which takes {length}.")
 
 
 def _percent(analysis: Analysis, part: StepPart) -> str:
-    return f"{format_number(100 * analysis.share(part), 'percent')} %"
+    return format_quantity(100 * analysis.share(part), "percent")
 
 
-def _count(analysis: Analysis) -> tuple[float, float]:
-    """Kernels of a step without collectives, which last as long as they wait, and how long one runs in us."""
+# The sentence on each part of a step.
+_ABOUT = {
+    StepPart.LAUNCHING: "It waits {share} for the CPU, which launches {kernels}: {launch_advice}.",
+    StepPart.SYNCHRONIZING_CALL: "{share} are lost after calls that wait for the GPU ({calls}): read losses and "
+    "metrics less often, without .item(), .cpu() or print in the step.",
+    StepPart.LOADING: "{share} are waited for the next batch: more workers of the data loader, pinned memory, or "
+    "batches prepared beforehand.",
+    StepPart.OTHER_STREAM: "{share} pass while kernels that were launched wait for another stream.",
+    StepPart.BETWEEN_KERNELS: "{share} pass between kernels that had been launched, {launched}: fewer and larger "
+    "ones, by torch.compile or fused kernels.",
+    StepPart.COMMUNICATION: "{share} are communication that nothing overlaps{most}: {communication_advice}.",
+    StepPart.WAITING: "{share} are spent in collectives that wait for another rank.",
+    StepPart.COPIES: "{share} are copies alone (most: {copy}): pin memory and copy on another stream.",
+}
+_LAUNCHING_ON_CPU = "{share} pass between operators, in Python: torch.compile, or larger batches."
+
+
+def _facts(analysis: Analysis) -> dict[str, str]:
+    """Return what the sentences on parts of a step say besides its share."""
+    steps = len(analysis.step_ms)
+    # Collectives last as long as they wait.
     kernels = [kernel for kernel in analysis.kernels if kernel.kind != Category.COMMUNICATION]
     count = sum(sum(kernel.count) for kernel in kernels)
-    total = sum(sum(kernel.ms) for kernel in kernels)
-    return count / len(analysis.step_ms), 1e3 * total / count if count else 0.0
+    mean_us = 1e3 * sum(sum(kernel.ms) for kernel in kernels) / count if count else 0.0
+    call, (calls, _) = max(analysis.waits.items(), key=lambda item: item[1][1], default=("a call", (0, 0.0)))
+    kind = next(iter(_sum_by_name((row.kind, row.ms) for row in analysis.collectives)), "")
+    return {
+        "kernels": f"{count / steps:,.0f} kernels of {mean_us:.3g} us",
+        "launched": f"{count / steps:,.0f} of {mean_us:.3g} us",
+        "launch_advice": "torch.compile, CUDA graphs, or larger batches"
+        if mean_us < _SHORT_US
+        else "see what Python does there",
+        "calls": f"{call}, {calls / steps:.3g} a step" if calls else call,
+        "copy": analysis.copies[0].name if analysis.copies else "copies",
+        "most": f", most of it {kind}" if kind else "",
+        "communication_advice": "in a pipeline, more micro-batches, or stages of equal length"
+        if kind in (SEND, RECEIVE)
+        else "overlap it with the backward pass in buckets, or send less",
+    }
 
 
-def _launching(analysis: Analysis, share: str) -> str:
-    if not analysis.is_gpu:
-        return f"{share} pass between operators, in Python: torch.compile, or larger batches."
-    count, mean_us = _count(analysis)
-    advice = "torch.compile, CUDA graphs, or larger batches" if mean_us < _SHORT_US else "see what Python does there"
-    return f"It waits {share} for the CPU, which launches {count:,.0f} kernels of {mean_us:.3g} us: {advice}."
-
-
-def _synchronizing(analysis: Analysis, share: str) -> str:
-    name, (count, _) = max(analysis.waits.items(), key=lambda item: item[1][1], default=("a call", (0, 0.0)))
-    calls = f"{name}, {count / len(analysis.step_ms):.3g} a step" if count else name
-    return (
-        f"{share} are lost after calls that wait for the GPU ({calls}): read losses and metrics less often, without "
-        ".item(), .cpu() or print in the step."
-    )
-
-
-def _copy_sentence(analysis: Analysis, share: str) -> str:
-    copy = analysis.copies[0].name if analysis.copies else "copies"
-    return f"{share} are copies alone (most: {copy}): pin memory and copy on another stream."
-
-
-def _communication_sentence(analysis: Analysis, share: str) -> str:
-    kinds: Counter[str] = Counter()
-    for row in analysis.collectives:
-        kinds[row.kind] += row.ms  # type: ignore[assignment]  # milliseconds
-    kind = kinds.most_common(1)[0][0] if kinds else ""
-    most = f", most of it {kind}" if kind else ""
-    advice = "overlap it with the backward pass in buckets, or send less"
-    if kind in (SEND, RECEIVE):
-        advice = "in a pipeline, more micro-batches, or stages of equal length"
-    return f"{share} are communication that nothing overlaps{most}: {advice}."
-
-
-def _between(analysis: Analysis, share: str) -> str:
-    count, mean_us = _count(analysis)
-    return (
-        f"{share} pass between kernels that had been launched, {count:,.0f} of {mean_us:.3g} us: fewer and larger "
-        "ones, by torch.compile or fused kernels."
-    )
-
-
-# The sentence on each part of a step; of text the part's share is the beginning.
-_ABOUT: dict[StepPart, str | Callable[[Analysis, str], str]] = {
-    StepPart.LAUNCHING: _launching,
-    StepPart.SYNCHRONIZING_CALL: _synchronizing,
-    StepPart.LOADING: "are waited for the next batch: more workers of the data loader, pinned memory, or batches "
-    "prepared beforehand.",
-    StepPart.OTHER_STREAM: "pass while kernels that were launched wait for another stream.",
-    StepPart.BETWEEN_KERNELS: _between,
-    StepPart.COMMUNICATION: _communication_sentence,
-    StepPart.WAITING: "are spent in collectives that wait for another rank.",
-    StepPart.COPIES: _copy_sentence,
-}
+def _sum_by_name(times_ms: Iterable[tuple[str, float]]) -> Counter[str]:
+    """Add up times by name, in ns, the longest first."""
+    totals: Counter[str] = Counter()
+    for name, ms in times_ms:
+        totals[name] += round(1e6 * ms)
+    return Counter(dict(totals.most_common()))
 
 
 def _computing_sentence(analysis: Analysis) -> str:
     """Suggest what to try where nothing waits: the largest kind of kernel."""
-    totals: Counter[str] = Counter()
-    for kernel in analysis.kernels:
-        totals[kernel.kind] += sum(kernel.ms)  # type: ignore[assignment]  # milliseconds
-    total = sum(totals.values()) or 1.0
-    moving = sum(map(totals.__getitem__, (Category.ELEMENTWISE, Category.REDUCTION, Category.NORMALIZATION))) / total
-    kind, ms = totals.most_common(1)[0] if totals else (Category.MATMUL, 0.0)
-    share = f"{100 * ms / total:.3g} % of the kernels' time"
+    totals = _sum_by_name((kernel.kind, sum(kernel.ms)) for kernel in analysis.kernels)
+    total = totals.total() or 1
+    moving = sum(totals[kind] for kind in (Category.ELEMENTWISE, Category.REDUCTION, Category.NORMALIZATION)) / total
+    kind = next(iter(totals), Category.MATMUL)
     if moving > max(0.35, totals[Category.MATMUL] / total):
         return f"{100 * moving:.3g} % of the kernels' time moves memory element by element: torch.compile fuses them."
-    subject, advice = _KIND_ADVICE.get(kind, (f"{kind.capitalize()} takes", ", more than anything else."))
-    return f"{subject} {share}{advice}"
+    share = f"{100 * totals[kind] / total:.3g} % of the kernels' time"
+    return _KIND_ADVICE.get(kind, f"{kind.capitalize()} takes {{share}}, more than anything else.").format(share=share)
 
 
-_KIND_ADVICE: dict[str, tuple[str, str]] = {
-    Category.MATMUL: (
-        "Matrix products take",
-        ": a lower precision, unless they are far from the GPU's peak (trace --roofline).",
-    ),
-    Category.ATTENTION_SOFTMAX: (
-        "Attention takes",
-        ": torch's scaled_dot_product_attention, a fused kernel, or shorter contexts.",
-    ),
-    Category.OPTIMIZER: ("The optimizer takes", ": a fused one (fused=True), or larger batches for each step."),
+_KIND_ADVICE: dict[str, str] = {
+    Category.MATMUL: "Matrix products take {share}: a lower precision, unless they are far from the GPU's peak "
+    "(trace --roofline).",
+    Category.ATTENTION_SOFTMAX: "Attention takes {share}: torch's scaled_dot_product_attention, a fused kernel, or "
+    "shorter contexts.",
+    Category.OPTIMIZER: "The optimizer takes {share}: a fused one (fused=True), or larger batches for each step.",
 }
 
 
@@ -192,4 +173,4 @@ def _rank_sentence(count: int, answer: RankAnswer) -> str:
     named = " and ".join(f"{straggler.label} ({straggler.file})" for straggler in answer.stragglers)
     hold, most = ("holds", "") if len(answer.stragglers) == 1 else ("hold", "up to ")
     did = f": {first.why}" if first.why else ""
-    return f"{_upper(named)} {hold} the others up by {most}{first.percent:.1f} % of a step ({first.ms:.3g} ms){did}."
+    return f"{capital(named)} {hold} the others up by {most}{first.percent:.1f} % of a step ({first.ms:.3g} ms){did}."

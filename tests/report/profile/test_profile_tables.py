@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from cs336sys.capture.analysis import Analysis, KernelGroup
 from cs336sys.capture.summary import KernelTime, Profile, RangeTime
+from cs336sys.capture.taxonomy import Category
 from cs336sys.report.profile import profile_tables
+from cs336sys.report.profile.trace import kind_table
 from cs336sys.report.table import with_rows
 from cs336sys.results.model import Cell, Samples
 from cs336sys.sizes import choose_size
@@ -151,3 +154,12 @@ def test_both_profilers_side_by_side():
     assert [row["profiler"] for row in table.rows] == ["nsys"] * 3 + ["torch"] * 3
     assert "profiler" in {column.key for column in table.columns}
     assert "profiler" not in {column.key for column in tables(cell())["phases"].columns}
+
+
+def test_unclassified_kernels_are_named_by_the_time_of_all_their_groups():
+    def group(name, module, ms):
+        return KernelGroup(name, Category.UNCLASSIFIED, module, "", "", (1,), (ms,), (ms,))
+
+    kernels = (group("first_odd", "a", 3.0), group("second_odd", "a", 2.0), group("first_odd", "b", 1.0))
+    analysis = Analysis("f", "", "torch.profiler", True, "", 0, "", True, (6.0,), {}, kernels, (), (), {}, {})
+    assert kind_table([analysis]).notes[-1] == "unclassified: first_odd, second_odd"
