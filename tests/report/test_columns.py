@@ -47,6 +47,7 @@ COMPUTED = {
     "report/comparison.py": 1,
     "report/course/answer.py": 1,
     "report/profile/kernels.py": 1,
+    "report/profile/trace.py": 1,
     "report/table.py": 1,
     "report/tidy.py": 1,
     "report/titles.py": 2,

@@ -389,8 +389,8 @@ def _differentiate_products(device: torch.device) -> None:
     have batched products. And autograd's thread may hold the last pass's gradients for a while after that has returned,
     but not once it has taken up the next pass.
     """
-    ones = torch.ones(2, 16, 16, device=device, requires_grad=True)
-    (ones[0].mm(ones[1]).sum() + ones.bmm(ones).sum()).backward()
+    factors = torch.ones(2, 16, 16, device=device, requires_grad=True)
+    (factors[0].mm(factors[1]).sum() + factors.bmm(factors).sum()).backward()
 
 
 # Attention of the user's, beside ours: ``flash --kernel FILE.py:NAME``.

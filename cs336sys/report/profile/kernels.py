@@ -82,8 +82,11 @@ def top_kernel_table(measured: Sequence[MeasuredProfile], labels: Sequence[Colum
         ("both", "forward and backward together", "both"),
         ("backward", "backward", "backward"),
     ):
-        headers = {"kernel": f"most time in {where}", "percent": f"share of {short}", "instances": f"times in {short}"}
-        columns += named_columns(**{f"{group}_{key}": header for key, header in headers.items()})
+        columns += [
+            Column(f"{group}_kernel", f"most time in {where}"),
+            Column(f"{group}_percent", f"share of {short}", "percent"),
+            Column(f"{group}_instances", f"times in {short}"),
+        ]
     return Table("top kernel", "nsys: the kernel that takes most time", columns, rows)
 
 
