@@ -16,7 +16,6 @@ from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, COPYING, Timelin
 
 # Kernels apart by name, module, operator and shape; the smallest beyond these are one group.
 _MOST_GROUPS = 4000
-OTHERS = "(others)"
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ def _kernel_groups(timeline: Timeline, breakdown: Breakdown) -> tuple[KernelGrou
         rows.append(KernelGroup(*about, *(tuple(column[number].tolist()) for column in (counts, sums, exclusive_ms))))
     if rest := order[_MOST_GROUPS:]:
         sums_of_rest = (tuple(column[rest].sum(axis=0).tolist()) for column in (counts, sums, exclusive_ms))
-        rows.append(KernelGroup(OTHERS, category_of(""), "", "", "", *sums_of_rest))
+        rows.append(KernelGroup("(others)", category_of(""), "", "", "", *sums_of_rest))
     return tuple(rows)
 
 

@@ -18,13 +18,7 @@ from cs336sys.errors import UsageError
 from cs336sys.measure.range_names import run_configuration
 from cs336sys.results.foreign import printable
 
-ALL_REDUCE = "all_reduce"
-ALL_GATHER = "all_gather"
-REDUCE_SCATTER = "reduce_scatter"
-ALL_TO_ALL = "all_to_all"
-BARRIER = "barrier"
 SEND, RECEIVE, SEND_RECEIVE = "send", "recv", "send_recv"
-OTHER = "other"
 
 # The key under which torch's record of a collective's parameters names it.
 COLLECTIVE_ARGUMENT = "Collective name"
@@ -40,25 +34,27 @@ LATEST_NS = 1 << 61
 _NAME_CHARACTERS = 8000
 _NAMES = 1_000_000
 
-# All ranks leave these together, for each needs what every other has sent.
-SYNCHRONIZING = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BARRIER)
-
-# By a name without underscores, in lower case: torch's, NCCL's kernels', Gloo's.
-_KINDS = (
-    (ALL_REDUCE, r"allreduce|oneshotreduce|twoshotreduce|crossdevicereduce|multimemallreduce"),
-    (ALL_GATHER, r"allgather"),
-    (REDUCE_SCATTER, r"reducescatter"),
-    (ALL_TO_ALL, r"alltoall"),
-    (BARRIER, r"barrier"),
-    ("broadcast", r"broadcast"),
+# Kinds by a name without underscores, in lower case: torch's, NCCL's kernels', Gloo's. All ranks leave the first ones
+# together, for each needs what every other has sent.
+_SYNCHRONIZING_KINDS = {
+    "all_reduce": r"allreduce|oneshotreduce|twoshotreduce|crossdevicereduce|multimemallreduce",
+    "all_gather": r"allgather",
+    "reduce_scatter": r"reducescatter",
+    "all_to_all": r"alltoall",
+    "barrier": r"barrier",
+}
+SYNCHRONIZING = tuple(_SYNCHRONIZING_KINDS)
+_KINDS = {
+    **_SYNCHRONIZING_KINDS,
+    "broadcast": r"broadcast",
     # The kernel of torch 2 says both, its record which of the two.
-    (SEND_RECEIVE, r"sendrecv"),
-    (SEND, r"send"),
-    (RECEIVE, r"recv"),
-    ("gather", r"gather"),
-    ("scatter", r"scatter"),
-    ("reduce", r"reduce"),
-)
+    SEND_RECEIVE: r"sendrecv",
+    SEND: r"send",
+    RECEIVE: r"recv",
+    "gather": r"gather",
+    "scatter": r"scatter",
+    "reduce": r"reduce",
+}
 
 # By the names of torch's profiler, of its collectives and of Triton, in lower case.
 _ELEMENT_BYTES = {
@@ -72,7 +68,7 @@ _ELEMENT_BYTES = {
 def collective_kind(name: str) -> str:
     """Return the kind of a collective by torch's name for it, or by its kernel's."""
     plain = name.replace("_", "").lower()
-    return next((kind for kind, pattern in _KINDS if re.search(pattern, plain)), OTHER)
+    return next((kind for kind, pattern in _KINDS.items() if re.search(pattern, plain)), "other")
 
 
 def collective_bytes(arguments: Mapping[str, Any]) -> int:

@@ -1,9 +1,14 @@
 """Compare two captures: align kernels, and give each change in ms of a step, and whether it is noise."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import NormalDist, median
 from typing import Any, Literal
+
+import numpy as np
 
 from cs336sys.capture.analysis import Analysis, KernelGroup
 from cs336sys.capture.breakdown import IDLE_PARTS
@@ -15,8 +20,12 @@ Verdict = Literal["slower", "faster", "new", "gone", "same", "undecided"]
 
 # A change of less of a step is nobody's concern.
 _LEAST_SHARE = 1e-5
-# A capture has hundreds of kernels: at 95 % one in twenty of them would be marked.
+# Of one row. A capture has hundreds, so that this alone names a kernel in many pairs of equal captures.
 _CONFIDENCE_PERCENT = 99.0
+# Of all rows. Ranks of 6 steps are never so rare: the size of a change has to be.
+_CHANCE_OF_ANY = 1e-4
+# Quartiles of the distances of two normal samples, in standard deviations of one.
+_QUARTILES_APART = 2 * NormalDist().inv_cdf(0.75) * math.sqrt(2)
 
 
 @dataclass(frozen=True)
@@ -24,14 +33,27 @@ class SideTime:
     """Time of a kernel, or of a part of a step, in one capture.
 
     Attributes:
-        ms: mean time of a step that is its own.
-        count: how often it runs in a step.
-        us: mean of one run; None where there is none.
+        groups: its groups of kernels, of no kind for a part (launching, the data loader, ...); empty where missing.
+        step_ms, counts: in each step, the time that is its own, and how often it runs.
     """
 
-    ms: float
-    count: float
-    us: float | None
+    groups: Sequence[KernelGroup]
+    step_ms: Sequence[float]
+    counts: Sequence[float]
+
+    @property
+    def ms(self) -> float:
+        return sum(self.step_ms) / len(self.step_ms)
+
+    @property
+    def count(self) -> float:
+        return sum(self.counts) / len(self.counts)
+
+    @property
+    def us(self) -> float | None:
+        """Mean of one run; None where there is none."""
+        runs = sum(self.counts)
+        return 1e3 * sum(sum(group.ms) for group in self.groups) / runs if runs else None
 
 
 @dataclass(frozen=True)
@@ -39,18 +61,40 @@ class TimeChange:
     """One kernel, or one part of a step that is no kernel's, in both captures.
 
     Attributes:
-        label: the kernel's name, or the part's; of one that another has replaced, both.
-        example: one of its groups of kernels, of no kind for a part: launching, the data loader, ...
         low_ms, high_ms: where the true difference lies in 95 of 100 cases; infinite with too few steps to say.
     """
 
-    label: str
-    example: KernelGroup
-    verdict: Verdict
     before: SideTime
     after: SideTime
-    low_ms: float
-    high_ms: float
+    verdict: Verdict = "undecided"
+    low_ms: float = -math.inf
+    high_ms: float = math.inf
+
+    @property
+    def example(self) -> KernelGroup:
+        return (self.before.groups or self.after.groups)[0]
+
+    @property
+    def label(self) -> str:
+        """The kernel's name, or the part's; of a kernel that another has replaced, both."""
+        names = [list(dict.fromkeys(group.name for group in side.groups)) for side in (self.before, self.after)]
+        if all(names) and set(names[0]) != set(names[1]):
+            return " -> ".join(" + ".join(map(short_name, of_side)) for of_side in names)
+        return self.example.name
+
+    @property
+    def typical_ms(self) -> float:
+        return median([*self.before.step_ms, *self.after.step_ms])
+
+    @cached_property
+    def shift_and_spread_ms(self) -> tuple[float, float]:
+        """By how much steps after are longer than before, and the standard deviation of steps of one side.
+
+        Both are quartiles of the distances of pairs of steps, which single outliers do not move.
+        """
+        before, after = (side.step_ms[:: 1 + len(side.step_ms) // 500] for side in (self.before, self.after))
+        low, middle, high = np.quantile(np.subtract.outer(after, before), (0.25, 0.5, 0.75)).tolist()
+        return middle, (high - low) / _QUARTILES_APART
 
     @property
     def is_kernel(self) -> bool:
@@ -102,7 +146,7 @@ def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
     Kernels of the same module, operator, shape and name are the same; then those of the same module, operator and shape
     are, one instead of the other; then those of the same name. Captures of different profilers have names alone.
     What is left is new or gone. A change is told from noise by the rank test of
-    :mod:`cs336sys.results.statistics` over the steps.
+    :mod:`cs336sys.results.statistics` over the steps, and by its size, for which all rows count as one comparison.
     """
     alike = before.profiler == after.profiler
     if alike:
@@ -121,11 +165,14 @@ def compare_captures(before: Analysis, after: Analysis) -> CaptureDifference:
         pairs += [([_as_group(before, part)], [_as_group(after, part)]) for part in parts]
     steps = len(before.step_ms), len(after.step_ms)
     step_ms = sum(before.step_ms) / steps[0], sum(after.step_ms) / steps[1]
-    kernel_ms = [sum(sum(group.own_ms) for group in side.kernels) / len(side.step_ms) for side in (before, after)]
-    changes = [_change(pair, steps, step_ms[0]) for pair in pairs]
+    changes = [TimeChange(_side_time(pair[0], steps[0]), _side_time(pair[1], steps[1])) for pair in pairs]
+    kernels = [change for change in changes if change.is_kernel and change.typical_ms]
+    noise = median([change.shift_and_spread_ms[1] / change.typical_ms for change in kernels] or [0.0])
+    errors = NormalDist().inv_cdf(1 - _CHANCE_OF_ANY / max(1, len(changes)) / 2)
+    changes = [_judged(change, step_ms[0], noise, errors) for change in changes]
     changes.sort(key=lambda change: -abs(change.delta_ms))
-    before_ms, after_ms = step_ms if alike else kernel_ms
-    return CaptureDifference(before_ms, after_ms, not alike, tuple(changes))
+    kernel_ms = sum(change.before.ms for change in changes), sum(change.after.ms for change in changes)
+    return CaptureDifference(*(step_ms if alike else kernel_ms), not alike, tuple(changes))
 
 
 def _pair_by_keys(
@@ -154,43 +201,39 @@ def _as_group(analysis: Analysis, part: str) -> KernelGroup:
     return KernelGroup(part, "", "", "", "", none, none, analysis.parts.get(part, none))
 
 
-def _change(sides: _Pair, steps: tuple[int, int], mean_step_ms: float) -> TimeChange:
-    step_ms = [_step_sums(groups, "own_ms", count) for groups, count in zip(sides, steps, strict=True)]
-    counts = [_step_sums(groups, "count", count) for groups, count in zip(sides, steps, strict=True)]
-    verdict, low, high = _judged(step_ms[0], step_ms[1], mean_step_ms)
-    # A kernel of fewer steps is not always there.
-    is_always = [sum(count > 0 for count in of_side) >= 0.5 * len(of_side) for of_side in counts]
-    if is_always[0] and not sides[1]:
-        verdict = "gone"
-    elif is_always[1] and not sides[0]:
-        verdict = "new"
-    before, after = (
-        SideTime(sum(ms) / len(ms), sum(count) / len(count), _run_us(groups, sum(count)))
-        for ms, count, groups in zip(step_ms, counts, sides, strict=True)
-    )
-    names = [list(dict.fromkeys(group.name for group in groups)) for groups in sides]
-    label = (names[0] or names[1])[0]
-    if all(names) and set(names[0]) != set(names[1]):
-        label = " -> ".join(" + ".join(map(short_name, of_side)) for of_side in names)
-    return TimeChange(label, (sides[0] or sides[1])[0], verdict, before, after, low, high)
+def _side_time(groups: Sequence[KernelGroup], steps: int) -> SideTime:
+    step_ms = [sum(values) for values in zip(*(group.own_ms for group in groups), strict=True)]
+    counts = [float(sum(values)) for values in zip(*(group.count for group in groups), strict=True)]
+    return SideTime(groups, step_ms or [0.0] * steps, counts or [0.0] * steps)
 
 
-def _step_sums(groups: Sequence[KernelGroup], column: str, steps: int) -> list[float]:
-    return [sum(values) for values in zip(*(getattr(group, column) for group in groups), strict=True)] or [0.0] * steps
+def _judged(change: TimeChange, mean_step_ms: float, noise: float, errors: float) -> TimeChange:
+    """Return the change with its verdict; it is the same where the whole interval is less than SAME_PERCENT of a step.
 
-
-def _run_us(groups: Sequence[KernelGroup], count: float) -> float | None:
-    return 1e3 * sum(sum(group.ms) for group in groups) / count if count else None
-
-
-def _judged(before: Sequence[float], after: Sequence[float], step_ms: float) -> tuple[Verdict, float, float]:
-    """Return whether the values of steps differ, and the interval of their difference.
-
-    They are the same where the whole interval is less than SAME_PERCENT of a step.
+    Args:
+        noise: the scatter of a typical kernel, as a part of its time: in few steps, some scatter less by chance.
+        errors: by how many standard errors no row of equal captures differs.
     """
-    interval = difference(Samples("ms", "capture", tuple(after)), Samples("ms", "capture", tuple(before)))
-    judged = compare_sides([[before]], [[after]], confidence_percent=_CONFIDENCE_PERCENT)
-    if judged.is_significant and abs(interval.estimate) >= _LEAST_SHARE * step_ms:
-        return ("slower" if interval.estimate > 0 else "faster"), interval.low, interval.high
-    most_ms = max(abs(interval.low), abs(interval.high))
-    return ("same" if 100 * most_ms <= SAME_PERCENT * step_ms else "undecided"), interval.low, interval.high
+    before, after = (Samples("ms", "capture", tuple(side.step_ms)) for side in (change.before, change.after))
+    shift_ms, spread_ms = change.shift_and_spread_ms
+    root = math.sqrt(1 / len(before.measured) + 1 / len(after.measured))
+    error_ms = max(spread_ms, noise * change.typical_ms) * root
+    is_large = abs(shift_ms) > max(errors * error_ms, _LEAST_SHARE * mean_step_ms)
+    interval = difference(after, before)
+    ranks = compare_sides([[before.measured]], [[after.measured]], confidence_percent=_CONFIDENCE_PERCENT)
+    largest_ms = max(abs(interval.low), abs(interval.high))
+    verdict: Verdict = "same" if 100 * largest_ms <= SAME_PERCENT * mean_step_ms else "undecided"
+    if is_large and ranks.is_significant:
+        verdict = "slower" if shift_ms > 0 else "faster"
+    if not change.after.groups and _is_regular(change.before.counts, change.after.counts):
+        verdict = "gone"
+    elif not change.before.groups and _is_regular(change.after.counts, change.before.counts):
+        verdict = "new"
+    return replace(change, verdict=verdict, low_ms=interval.low, high_ms=interval.high)
+
+
+def _is_regular(counts: Sequence[float], counts_without: Sequence[float]) -> bool:
+    """Return whether a kernel runs so regularly that a capture without it is no chance."""
+    runs = sum(count > 0 for count in counts)
+    chance = math.comb(len(counts), runs) / math.comb(len(counts) + len(counts_without), runs)
+    return runs == len(counts) or chance <= 1 - _CONFIDENCE_PERCENT / 100

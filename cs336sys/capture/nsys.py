@@ -13,19 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from cs336sys.capture.capture import (
-    EVENTS,
-    LATEST_NS,
-    READING_S,
-    Calls,
-    Capture,
-    DeviceWork,
-    Ranges,
-    Texts,
-)
+from cs336sys.capture.capture import EVENTS, LATEST_NS, READING_S, Calls, Capture, DeviceWork, Ranges, Texts
 from cs336sys.capture.intervals import Times
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.measure.diagnosis.profilers import Profiler, makes_reports
+from cs336sys.measure.diagnosis.profilers import Profiler
 from cs336sys.processes.parent import run_guarded_program
 from cs336sys.results.foreign import printable
 
@@ -50,15 +41,6 @@ def is_profiled() -> bool:
     """Return whether this process was started by ``nsys profile``, which sets these variables for what it starts."""
     injections = (os.environ.get(name, "") for name in ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH", "LD_PRELOAD"))
     return "NSYS_PROFILING_SESSION_ID" in os.environ or any("ToolsInjection" in path for path in injections)
-
-
-def unusable(nsys: Profiler | None) -> str | None:
-    """Return why this nsys cannot make reports; None if it can."""
-    if nsys is None:
-        return "nsys is not installed"
-    if not makes_reports(nsys.path):
-        return f"nsys {nsys.version} lacks libdw.so.1"
-    return None
 
 
 def profile(nsys: Profiler, command: Sequence[str], folder: Path) -> Path:

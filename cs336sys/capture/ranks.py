@@ -349,26 +349,13 @@ def _common_steps(analyses: Sequence[Analysis]) -> tuple[list[tuple[int, ...]], 
 
 
 def _t_quantile(degrees: int, tail: float) -> float:
-    """Return the value that Student's t exceeds with this probability."""
-    low, high = 0.0, 1e6
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _upper_tail(degrees, middle) > tail else (low, middle)
-    return high
+    """Return the value that Student's t exceeds with this probability, to 1 part in 1000, for 2 degrees and more.
 
-
-def _upper_tail(degrees: int, t: float) -> float:
-    """The probability of more than ``t`` by Student's t with whole degrees of freedom (Abramowitz, Stegun 26.7.3)."""
-    angle = math.atan2(t, math.sqrt(degrees))
-    cosine = math.cos(angle)
-    term = cosine if degrees % 2 else 1.0
-    total = 0.0
-    for power in range(1 + degrees % 2, degrees, 2):
-        total += term
-        term *= cosine**2 * power / (power + 1)
-    if degrees % 2:
-        return 0.5 - (angle + math.sin(angle) * total) / math.pi
-    return 0.5 - math.sin(angle) * total / 2
+    It is the tangent, times the root of the degrees, of an angle whose density is ``cosine ** (degrees - 1)``.
+    """
+    angles = np.linspace(math.pi / 2, 0, 1_000_001)
+    beyond = np.cumsum(np.cos(angles) ** (degrees - 1))
+    return math.sqrt(degrees) * math.tan(angles[np.searchsorted(beyond, 2 * tail * beyond[-1])])
 
 
 def _longer_parts(analyses: Sequence[Analysis], rank: int, excess_ms: float) -> str:

@@ -51,8 +51,16 @@ def open_capture(path: Path, called: str | None = None) -> Capture:
         )
     is_database = head.startswith(b"SQLite format 3\x00")
     if path.suffix in REPORT_SUFFIXES and not is_database:
+        nsys = find_nsys()
+        if nsys is None:
+            raise CapabilityError(
+                f"{path} has to be exported by nsys, which is not installed here: where it is, run "
+                f"`nsys export --type sqlite {path.name}`, and read the .sqlite file"
+            )
         with OwnedFolder() as folder:
-            return open_capture(_exported(path, folder / "report.sqlite"), called)
+            database = folder / "report.sqlite"
+            export(nsys, path, database)
+            return open_capture(database, called)
     if path.suffix == ".qdstrm":
         raise UsageError(
             f"{called} is what nsys leaves when its importer fails: run its QdstrmImporter, or fix what "
@@ -73,17 +81,6 @@ def open_capture(path: Path, called: str | None = None) -> Capture:
             raise UsageError(f"{called} {TOO_SLOW}") from error
         kind = "an SQLite database" if is_database else "a trace of torch.profiler"
         raise UsageError(f"{called} cannot be read as {kind}: {error}") from error
-
-
-def _exported(report: Path, database: Path) -> Path:
-    nsys = find_nsys()
-    if nsys is None:
-        raise CapabilityError(
-            f"{report} has to be exported by nsys, which is not installed here: where it is, run "
-            f"`nsys export --type sqlite {report.name}`, and read the .sqlite file"
-        )
-    export(nsys, report, database)
-    return database
 
 
 _ENDINGS = (".json", ".json.gz", ".sqlite", *REPORT_SUFFIXES)

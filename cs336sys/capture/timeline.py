@@ -163,7 +163,10 @@ def _timeline(capture: Capture, chosen: Indices, step: str | None) -> Timeline:
         waits=waits.select(np.argsort(waits.start, kind="stable")),
         loading=loading.select(np.argsort(loading.start, kind="stable")),
         collectives=collectives,
-        collective_records=_collective_records(capture, collectives),
+        collective_records=[
+            capture.collectives[number] if number >= 0 else CollectiveRecord(collective_kind(capture.texts[name]))
+            for number, name in zip(collectives.collective.tolist(), collectives.name.tolist(), strict=True)
+        ],
     )
     module, modules = _modules(capture, timeline) if len(capture.modules) else _range_names(capture, timeline)
     timeline = replace(timeline, module=module, modules=modules)
@@ -209,29 +212,22 @@ def _forward_operations(capture: Capture, timeline: Timeline) -> Indices:
     return np.append(forward, -1)[first_rows(operations.sequence[forward], sequence)]
 
 
-def _collective_records(capture: Capture, collectives: DeviceWork) -> list[CollectiveRecord]:
-    return [
-        capture.collectives[number] if number >= 0 else CollectiveRecord(collective_kind(capture.texts[name]))
-        for number, name in zip(collectives.collective.tolist(), collectives.name.tolist(), strict=True)
-    ]
-
-
 def _find_steps(capture: Capture, timeline: Timeline, range_name: str | None) -> Steps:
+    tests: dict[str, Callable[[str], Any]] = {
+        "the ranges 'step'": STEP.__eq__,
+        "those that torch.profiler was told of": PROFILER_STEP.match,
+    }
     if range_name is not None:
         capture.require_range(range_name, "--step")
-        if steps := _by_ranges(capture, timeline, range_name.__eq__, f"the ranges '{range_name}'"):
+        tests = {f"the ranges '{range_name}'": range_name.__eq__}
+    for definition, is_step in tests.items():
+        if steps := _by_ranges(capture, timeline, is_step, definition):
             return steps
+    if range_name is not None:
         raise UsageError(
             f"--step '{range_name}': GPU {timeline.gpu[0]} ran nothing that these ranges launched: choose others, or "
             "leave --step out"
         )
-    tests: tuple[tuple[Callable[[str], Any], str], ...] = (
-        (STEP.__eq__, "the ranges 'step'"),
-        (PROFILER_STEP.match, "those that torch.profiler was told of"),
-    )
-    for is_step, definition in tests:
-        if steps := _by_ranges(capture, timeline, is_step, definition):
-            return steps
     whole = np.array([[timeline.start[0], timeline.stop.max()]])
     definition = "none was found, the capture as a whole; --step NAME chooses ranges"
     return _by_repetition(timeline) or Steps(whole, definition, are_found=False)

@@ -26,7 +26,7 @@ from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_
 from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.measure.cells import Outcome, Progress, guarded, release_memory
 from cs336sys.measure.device import choose_device
-from cs336sys.measure.diagnosis.profilers import Profiler, find_nsys
+from cs336sys.measure.diagnosis.profilers import Profiler, find_nsys, makes_reports
 from cs336sys.measure.phases import Marks, NvtxMarks, RecordFunctionMarks, annotated_model, phase
 from cs336sys.measure.range_names import STEP, WARM_UP, run_name
 from cs336sys.measure.timing import TorchProfiler, activities_on
@@ -109,10 +109,12 @@ def _choose_nsys(profiler: str, device: torch.device) -> tuple[Profiler | None, 
     if device.type == "cpu":
         raise CapabilityError("profiler 'nsys' traces GPU work, and this machine has no GPU: choose torch")
     nsys = find_nsys()
-    why_not = nsight_systems.unusable(nsys)
-    if why_not is not None and profiler == "nsys":
+    if nsys is not None and makes_reports(nsys.path):
+        return nsys, None
+    why_not = "nsys is not installed" if nsys is None else f"nsys {nsys.version} lacks libdw.so.1"
+    if profiler == "nsys":
         raise CapabilityError(f"profiler 'nsys': {why_not}; see `cs336sys doctor`, or choose torch")
-    return (nsys, None) if why_not is None else (None, why_not)
+    return None, why_not
 
 
 def _time_without_profiler(

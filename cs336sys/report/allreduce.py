@@ -31,9 +31,7 @@ class MessageSweep(NamedTuple):
         return f"{self.backend} {self.collective} of {self.dtype}, {self.world_size} ranks"
 
 
-_GROUP_COLUMNS = by_key(
-    *named_columns("backend", world_size="ranks", dtype="type", collective="collective"),
-)
+_GROUP_COLUMNS = by_key(*named_columns("backend", world_size="ranks", dtype="type", collective="collective"))
 _SIZE_COLUMNS = (Column("size_bytes", "size", "decimal_bytes"), Column("elements", "count", "count"))
 
 

@@ -31,9 +31,7 @@ def columns_of(kind: type[Configured], *omitted: str) -> dict[str, Column]:
     headers = {name: settings[name].header for name in dict.fromkeys((*first, *settings)) if name in settings}
     return {
         name: Column(
-            name,
-            header or name.replace("_", " "),
-            usual=() if settings[name].in_titles else (settings[name].default,),
+            name, header or name.replace("_", " "), usual=() if settings[name].in_titles else (settings[name].default,)
         )
         for name, header in headers.items()
         if header is not None and name not in omitted

@@ -9,7 +9,7 @@ import pytest
 from rank_captures import KERNEL_NS, LAYERS, TRANSFER_NS, write_ranks
 
 from cs336sys.capture.analysis import Analysis
-from cs336sys.capture.ranks import RanksFound, _upper_tail, find_stragglers
+from cs336sys.capture.ranks import RanksFound, _t_quantile, find_stragglers
 from cs336sys.capture.reading import read_captures
 from cs336sys.errors import UsageError
 from cs336sys.report.profile.verdict import verdict
@@ -185,8 +185,8 @@ def test_a_folder_is_its_captures(with_straggler, tmp_path):
         read_captures([tmp_path])
 
 
-@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 9, 30])
-@pytest.mark.parametrize("t", [0.0, 0.5, 2.0, 6.0])
-def test_the_tail_is_that_of_students_t(degrees, t):
+@pytest.mark.parametrize("degrees", [2, 3, 9, 30, 10_000])
+@pytest.mark.parametrize("tail", [0.05, 1e-3, 1e-5])
+def test_quantiles_are_those_of_students_t(degrees, tail):
     stats = pytest.importorskip("scipy.stats")
-    assert _upper_tail(degrees, t) == pytest.approx(stats.t.sf(t, degrees), rel=1e-9, abs=1e-13)
+    assert _t_quantile(degrees, tail) == pytest.approx(stats.t.isf(tail, degrees), rel=1e-3)

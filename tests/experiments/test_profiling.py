@@ -164,7 +164,7 @@ def test_no_kernels_seen_on_a_gpu_is_never_a_profile(monkeypatch, tmp_path):
 def test_the_choice_of_the_profiler(nsys, monkeypatch, profiler, device, installed, expected):
     installed_nsys = nsys() if installed else None
     monkeypatch.setattr(profiling, "find_nsys", lambda: installed_nsys)
-    monkeypatch.setattr(nsight_systems, "makes_reports", lambda path: True)
+    monkeypatch.setattr(profiling, "makes_reports", lambda path: True)
     if expected is CapabilityError:
         with pytest.raises(CapabilityError, match="profiler 'nsys'"):
             profiling._choose_nsys(profiler, torch.device(device))
@@ -176,7 +176,7 @@ def test_the_choice_of_the_profiler(nsys, monkeypatch, profiler, device, install
 
 def test_an_nsys_without_its_importer_is_not_used(nsys, monkeypatch):
     monkeypatch.setattr(profiling, "find_nsys", nsys)
-    monkeypatch.setattr(nsight_systems, "makes_reports", lambda path: False)
+    monkeypatch.setattr(profiling, "makes_reports", lambda path: False)
     assert profiling._choose_nsys("auto", torch.device("cuda")) == (None, "nsys 2025.3.1.0 lacks libdw.so.1")
 
 

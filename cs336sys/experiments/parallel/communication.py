@@ -271,14 +271,8 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
     products_ms, attention_ms, other_ms, communication_ms, idle_ms = (
         (after - before) / 1e6 for before, after in itertools.pairwise([0, *covered_ns, span_ns])
     )
-    return StepShares(
-        products_ms,
-        attention_ms,
-        other_ms,
-        communication_ms,
-        idle_ms,
-        [(name, sum(each) / 1e6, len(each)) for name, each in longest],
-    )
+    kernels_ms = [(name, sum(each) / 1e6, len(each)) for name, each in longest]
+    return StepShares(products_ms, attention_ms, other_ms, communication_ms, idle_ms, kernels_ms)
 
 
 def _profile_events(

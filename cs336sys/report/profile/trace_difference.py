@@ -81,8 +81,10 @@ def change_table(difference: CaptureDifference, shown: DisplayOptions) -> Table:
         Column("shapes", "shapes of inputs", value=lambda change: shape_words(change.example.shape) or None),
     )
     notes = [
-        f"differs, new, gone: by the rank test at 99 %; same: the interval at 95 % is within {SAME_PERCENT:g} % of a "
-        "step; undecided: more steps would decide"
+        "differs: by the rank test at 99 %, and by more than chance moves any of the "
+        f"{len(difference.changes)} rows in 9,999 of 10,000 comparisons; new, gone: in no step of the other capture, "
+        f"by no chance (99 %); same: the interval at 95 % is within {SAME_PERCENT:g} % of a step; undecided: more "
+        "steps would decide"
     ]
     if len(listed) < len(difference.changes):
         notes.append(f"{len(listed)} of {len(difference.changes)} shown: --top shows more")
