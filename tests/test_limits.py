@@ -36,6 +36,14 @@ VAGUE = frozenset(
         "there",
         "made",
         "words",
+        "otherwise",
+        "apart",
+        "again",
+        "beside",
+        "often",
+        "less",
+        "wrong",
+        "taken",
     )
 )
 # Settings whose names should be compared in one place, the setting's record.

@@ -84,7 +84,7 @@ def saved_activations(size: ModelSize, precision: str, attention: str, *, autoca
         logits=size.tokens * (e * size.vocab_size + 8),
         weight_copies=2 * size.vocab_size * size.d_model if casts else 0,
     )
-    totals = (size.num_layers * each + once for each, once in zip(astuple(block), astuple(outside), strict=True))
+    totals = (size.num_layers * part + once for part, once in zip(astuple(block), astuple(outside), strict=True))
     return SavedActivations(*totals)
 
 

@@ -210,7 +210,7 @@ def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> li
         "All N / K inputs, and the activations of the group that is computed again: O(sqrt(N)) at best, for one more "
         "forward pass."
     )
-    levels, again = math.ceil(log2(n)), n * (log2(n) + 1) / 2
+    levels, runs = math.ceil(log2(n)), n * (log2(n) + 1) / 2
     halves_reason = "One block's activations and one input for each level: O(log N), and O(1) where s is negligible."
     again_reason = (
         "Every block once to save its activations, and on each level but the first the left halves to get at the right "
@@ -223,5 +223,5 @@ def checkpointing_answers(size: ModelSize, precision: str, attention: str) -> li
         best,
         row(every, n * s / group + group * b, "bytes", reason=every_reason, question=part_b),
         row("held with halves inside halves", b + levels * s, "bytes", reason=halves_reason, question=part_a),
-        row("blocks computed again with halves inside halves", again, "blocks", reason=again_reason, question=part_a),
+        row("blocks computed again with halves inside halves", runs, "blocks", reason=again_reason, question=part_a),
     ]

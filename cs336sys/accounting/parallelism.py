@@ -293,20 +293,20 @@ def _communication_row(strategy: str, layer: Layer, axes: Mapping[str, Any], whi
     along_fsdp = row(2, "communication time along FSDP", seconds, f"{name}_FSDP", reason=reason)
     reason = f"{activations} FSDP has split its rows N_FSDP ways."
     along_tp = row(2, "communication time along TP", _along_tp_s(layer, **axes), f"{name}_TP", reason=reason)
-    both = along_fsdp.as_symbol(), along_tp.as_symbol()
+    pair = along_fsdp.as_symbol(), along_tp.as_symbol()
     longer = "The axes have links of their own: the longer one counts."
     return [
         along_fsdp,
         along_tp,
-        row(2, "communication time, axes overlapped", maximum(*both), name, reason=longer),
+        row(2, "communication time, axes overlapped", maximum(*pair), name, reason=longer),
         row(
-            0, "communication time, axes sharing the network", sum(both), reason="As in (d): both, one after the other."
+            0, "communication time, axes sharing the network", sum(pair), reason="As in (d): both, one after the other."
         ),
     ]
 
 
 def _step_row(strategy: str, forward: list[Derived], backward: list[Derived]) -> list[Derived]:
-    """Both passes together, with and without overlap of computing and communication."""
+    """Return rows of the seconds of both passes, with and without overlap of computing and communication."""
     times = [
         [row.as_symbol() for row in rows if row.symbol in (f"T_{short}", f"K_{short}")]
         for rows, short in ((forward, "fwd"), (backward, "bwd"))

@@ -36,7 +36,7 @@ from cs336sys.accounting.sharding.tensor import TensorStep
 from cs336sys.errors import UsageError
 from cs336sys.sizes import ELEMENT_BYTES, ModelSize
 
-_FORWARD = 1 / 3
+_FORWARD_SHARE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Simulation:
         return replace(self, size=replace(self.size, batch_size=batch_size))
 
     def step(self, mesh: Mesh, accumulation: int = 1) -> SimulatedStep:
-        """A step on this mesh.
+        """Simulate a step on this mesh.
 
         Args:
             accumulation: how many parts of the batch pass one after the other.
@@ -145,25 +145,27 @@ class Simulation:
         if mesh.tp > cluster.node_devices:
             raise UsageError(f"tp={mesh.tp}: layers are shared inside a node, which has {cluster.node_devices} devices")
         part = replace(size, batch_size=size.batch_size // accumulation)
-        again = _FORWARD if self.checkpointing == "block" else 0.0
-        forward_s = device.sequence_s * part.batch_size / groups / mesh.tp * _FORWARD
-        backward_s = forward_s * (1 - _FORWARD + again) / _FORWARD
+        recomputed_share = _FORWARD_SHARE if self.checkpointing == "block" else 0.0
+        forward_s = device.sequence_s * part.batch_size / groups / mesh.tp * _FORWARD_SHARE
+        backward_s = forward_s * (1 - _FORWARD_SHARE + recomputed_share) / _FORWARD_SHARE
 
-        gather_s, scatter_s, edges_s = _fsdp_times(replace(size, batch_size=1), dtypes.computed, mesh, cluster)
+        # Independent of the batch: with batch 1, the cache has one entry for all.
+        gather_s, scatter_s, unhidden_s = _fsdp_times(replace(size, batch_size=1), dtypes.computed, mesh, cluster)
         overlapped = cluster.slowdown.seconds
-        sharded_s = overlapped(backward_s, gather_s + scatter_s)
-        replicated_s = overlapped(backward_s, gather_s + scatter_s + _ddp_s(size, dtypes.gradients, mesh, cluster))
-        exposed_fsdp_s = overlapped(forward_s, gather_s) - forward_s + sharded_s - backward_s + edges_s
+        backward_with_fsdp_s = overlapped(backward_s, gather_s + scatter_s)
+        # ddp sends with the last part only.
+        last_backward_s = overlapped(backward_s, gather_s + scatter_s + _ddp_s(size, dtypes.gradients, mesh, cluster))
+        exposed_fsdp_s = overlapped(forward_s, gather_s) - forward_s + backward_with_fsdp_s - backward_s + unhidden_s
         return SimulatedStep(
-            mesh,
-            size.batch_size,
-            accumulation,
-            accumulation * (forward_s + backward_s),
-            accumulation * exposed_fsdp_s,
-            replicated_s - sharded_s,
-            accumulation * _tensor_s(part, dtypes.computed, mesh, cluster, self.checkpointing),
-            device.optimizer_s / (mesh.fsdp * mesh.tp),
-            _mesh_peak_bytes(part, dtypes, mesh, self.checkpointing),
+            mesh=mesh,
+            batch_size=size.batch_size,
+            accumulation=accumulation,
+            computing_s=accumulation * (forward_s + backward_s),
+            exposed_fsdp_s=accumulation * exposed_fsdp_s,
+            exposed_ddp_s=last_backward_s - backward_with_fsdp_s,
+            tensor_s=accumulation * _tensor_s(part, dtypes.computed, mesh, cluster, self.checkpointing),
+            optimizer_s=device.optimizer_s / (mesh.fsdp * mesh.tp),
+            memory=_mesh_peak_bytes(part, dtypes, mesh, self.checkpointing),
         )
 
     def in_fewest_parts(self, mesh: Mesh) -> SimulatedStep:

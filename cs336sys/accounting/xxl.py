@@ -95,10 +95,10 @@ def memory_answers(
 
 def _sharding_answers(s: Expression, a: Expression, device_bytes: float, copies_bytes: float) -> list[Derived]:
     """Part (b): states and half of what is saved for backward are sharded, ``(S + A / 2) / N + A / 2`` on a device."""
-    left = symbol("M_max", device_bytes) - a / 2
-    needed = (s + a / 2) / left if left > 0 else math.inf
+    free_bytes = symbol("M_max", device_bytes) - a / 2
+    degree = (s + a / 2) / free_bytes if free_bytes > 0 else math.inf
     reason = "The memory per device, solved for N_FSDP."
-    exact = _answer("", "sharding at which a device is exactly full", needed, "devices", "N_exact", reason)
+    exact = _answer("", "sharding at which a device is exactly full", degree, "devices", "N_exact", reason)
     label = "smallest N_FSDP with less than that"
     if exact.value == math.inf:
         never = (
@@ -177,8 +177,10 @@ def _batch_overlapped(alpha: Number, y: Number, m_x: Number, y_limit: Number) ->
     return math.inf if y > y_limit else alpha / (m_x * y)
 
 
-def _tricks(mesh: TpuMesh, f: Expression, alpha: Expression, b: Expression, y_max: Expression) -> list[Derived]:
-    """Part (d): what lowers the overall batch of (c) on as many devices, each alone."""
+def _tricks(
+    mesh: TpuMesh, f: Expression, alpha: Expression, batch_per_device: Expression, y_max: Expression
+) -> list[Derived]:
+    """Return rows of part (d): the overall batch, in tokens, after one change to (c) alone, on as many devices."""
     widest = 2 ** math.floor(math.log2(max(y_max.value, 1)))
     more_links = symbol("M_X", number_of(mesh.m_x) + 1)
     devices = symbol("N", number_of(mesh.x * mesh.y))
@@ -191,7 +193,7 @@ def _tricks(mesh: TpuMesh, f: Expression, alpha: Expression, b: Expression, y_ma
         ),
         (
             "overall batch with the best mesh",
-            # Computing is as long as both communications, which that mesh makes equally long.
+            # b = alpha / (M_X Y) is least with the most TP, Y_max = F M_Y / alpha: alpha^2 / (M_X M_Y F).
             devices * alpha**2 / (mesh.m_x * mesh.m_y * f),
             "X = sqrt(B / F x M_X / M_Y x X Y) makes both communications equally long.",
             _BOOK,
@@ -204,13 +206,13 @@ def _tricks(mesh: TpuMesh, f: Expression, alpha: Expression, b: Expression, y_ma
         ),
         (
             "overall batch with weights sent in 8 bits",
-            devices * b / 2,
+            devices * batch_per_device / 2,
             "Half the bytes need half the time.",
             "ZeRO++, arXiv:2306.10209",
         ),
         (
             f"overall batch with a pipeline of {_STAGES} stages",
-            devices * b / symbol("Z", _STAGES),
+            devices * batch_per_device / symbol("Z", _STAGES),
             "On as many devices FSDP has X / Z of them, and B / X >= alpha / M_X asks for less. m micro-batches leave "
             "(Z - 1) / (m + Z - 1) of the time idle, and gathered weights must be kept for all of them.",
             "GPipe, arXiv:1811.06965",

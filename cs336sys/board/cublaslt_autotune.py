@@ -293,7 +293,7 @@ def _address(tensor: Tensor) -> ctypes.c_void_p:
 
 @functools.cache
 def _library(device: int) -> _CublasLt | None:
-    """For products on this GPU; None where torch has no cuBLASLt, or one that cannot be called."""
+    """Return cuBLASLt for products on this GPU; None where torch has no cuBLASLt, or one that cannot be called."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None

@@ -318,6 +318,6 @@ def read_sources(files: Iterable[Path]) -> tuple[list[Results], dict[str, str], 
     if unread and not results and not tests:
         raise UsageError(
             "; ".join(list(unread.values())[:_NAMED])
-            + (f"; and {more} more" if (more := len(unread) - _NAMED) > 0 else "")
+            + (f"; and {unlisted_count} more" if (unlisted_count := len(unread) - _NAMED) > 0 else "")
         )
     return results, tests, unread

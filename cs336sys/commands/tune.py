@@ -201,26 +201,27 @@ def tune(
         tokens_per_step = tokens_per_step or training.batch_size[0] * plain.size.context
     if not plain.is_ours and fixed.get("kernels", ["reference"]) != ["reference"]:
         raise UsageError("--kernels: tune predicts --model with reference only: leave it out, or measure with bench")
-    counted = None if plain.is_ours else _counted_model(plain)
-    if counted is not None:
-        fixed = _fixed_of_users(fixed, counted, search.world_size)
+    counted_model = None if plain.is_ours else _counted_model(plain)
+    if counted_model is not None:
+        fixed = _fixed_for_user_model(fixed, counted_model, search.world_size)
     space = Space(plain, search.world_size, fixed, tokens_per_step)
     rates = search.gpu_rates(training.device, plain, on_cpu=on_cpu)
-    predictor = _Predictor(space, rates, limit, None if search.launch_us is None else search.launch_us / 1e6, counted)
+    launch_s = None if search.launch_us is None else search.launch_us / 1e6
+    predictor = _Predictor(space, rates, limit, launch_s, counted_model)
     choices = predictor.choose(space)
     if not choices.fitting:
         raise UsageError(_nothing_fits(choices))
-    more = None if on_cpu or search.measure else predictor.with_one_more(choices)
-    predicted = choice_tables(choices, rates, more, search.lines, is_ours=plain.is_ours)
+    with_one_more_gpu = None if on_cpu or search.measure else predictor.with_one_more_gpu(choices)
+    predicted = choice_tables(choices, rates, with_one_more_gpu, search.lines, is_ours=plain.is_ours)
     if plot is not None:
         plot_front(choices, plot)
     if not search.measure:
         output.emit(predicted)
         return
-    chosen = predictor.with_yours(choices.fitting[: search.measure])
+    chosen = predictor.with_plain_configuration(choices.fitting[: search.measure])
     configurations = [candidate.configuration for candidate in chosen]
-    others = [other for other in choices.fitting[search.measure :] if other.configuration not in configurations]
-    race = _Race(chosen, others[:_MOST_RESERVES], search.measure, search.budget)
+    reserves = [other for other in choices.fitting[search.measure :] if other.configuration not in configurations]
+    race = _Race(chosen, reserves[:_MOST_RESERVES], search.measure, search.budget)
     race.run(predicted, sweeping, output)
 
 
@@ -242,15 +243,15 @@ def _counted_model(plain: Workload) -> "CountedModel":
     return CountedModel.from_columns(outcome.derived)
 
 
-def _fixed_of_users(
-    fixed: Mapping[str, Sequence[Any]], counted: "CountedModel", world_size: int
+def _fixed_for_user_model(
+    fixed: Mapping[str, Sequence[Any]], counted_model: "CountedModel", world_size: int
 ) -> dict[str, Sequence[Any]]:
-    """Leave out what a user's model has no choice of."""
-    attention = ["sdpa", "flash"] if counted.attention else ["sdpa"]
+    """Return the fixed settings, without choices that a user's model does not have."""
+    attention = ["sdpa", "flash"] if counted_model.attention else ["sdpa"]
     optimizers = [("course", "fp32"), ("fused", "fp32"), ("adamw", "fp32"), ("adamw", "bf16")]
     defaults: dict[str, Sequence[Any]] = {"attention": attention, "kernels": ["reference"], "optimizer": optimizers}
-    chosen = defaults | {"checkpointing": list(counted.peaks)} | dict(fixed)
-    unknown = [name for name in chosen["checkpointing"] if name not in counted.peaks]
+    chosen = defaults | {"checkpointing": list(counted_model.peaks)} | dict(fixed)
+    unknown = [name for name in chosen["checkpointing"] if name not in counted_model.peaks]
     if unknown:
         raise UsageError(f"--checkpoint {unknown[0]}: of a model of yours none and block are predicted; choose one")
     if world_size > 1:
@@ -288,20 +289,20 @@ def _nothing_fits(choices: "Choice") -> str:
 
 @dataclass(frozen=True)
 class _Predictor:
-    """What predicts a time for each configuration of a space; ``counted`` is the user's model in place of ours."""
+    """The predictor of a space's configurations; ``counted_model`` is the user's model in place of ours."""
 
     space: Space
     rates: "Rates"
     limit: float
     launch_s: float | None
-    counted: "CountedModel | None"
+    counted_model: "CountedModel | None"
 
     def choose(self, space: Space) -> "Choice":
         from cs336sys.accounting.step_time.choice import choose
 
-        return choose(space, self.rates, self.limit, self.launch_s, self.counted)
+        return choose(space, self.rates, self.limit, self.launch_s, self.counted_model)
 
-    def with_one_more(self, choices: "Choice") -> "Choice | None":
+    def with_one_more_gpu(self, choices: "Choice") -> "Choice | None":
         """Return the choice with one more GPU, of configurations like the fastest one."""
         best, space = choices.fitting[0].configuration.training, self.space
         fixed = {name: values for name, values in space.fixed.items() if name not in ("strategy", "checkpointing")}
@@ -313,21 +314,21 @@ class _Predictor:
             # So many ranks do not divide the step.
             return None
 
-    def with_yours(self, best: Sequence["Candidate"]) -> list["Candidate"]:
-        """Return the best, and what the user's options say with the defaults of other commands."""
+    def with_plain_configuration(self, best: Sequence["Candidate"]) -> list["Candidate"]:
+        """Return the best, and the user's options with the defaults of other commands, if that runs and fits."""
         from cs336sys.accounting.step_time.choice import evaluate
         from cs336sys.accounting.step_time.prediction import StepConfiguration
 
         fixed, training = self.space.fixed, self.space.training
         defaults = {name: Workload.settings()[name].default for name in _SINGLE_SETTINGS}
-        defaults |= {} if self.counted is None else {"attention": "sdpa"}
+        defaults |= {} if self.counted_model is None else {"attention": "sdpa"}
         settings = {name: (fixed.get(name) or [value])[0] for name, value in defaults.items()}
         optimizer, state_dtype = (fixed.get("optimizer") or [("course", "fp32")])[0]
         batches = dict(self.space.micro_batches)
         batch = training.size.batch_size if training.size.batch_size in batches else max(batches)
         training = replace(training, optimizer=optimizer, state_dtype=state_dtype, **settings)
         strategy, gradient_dtype = (fixed.get("strategy") or [(None, "fp32")])[0]
-        yours = StepConfiguration(
+        plain = StepConfiguration(
             training_with_batch(training, batch),
             (fixed.get("checkpointing") or ["none"])[0],
             batches[batch],
@@ -335,9 +336,9 @@ class _Predictor:
             self.space.world_size,
             gradient_dtype,
         )
-        if refusal(yours) is not None or yours in [candidate.configuration for candidate in best]:
+        if refusal(plain) is not None or plain in [candidate.configuration for candidate in best]:
             return list(best)
-        (candidate,) = evaluate([yours], self.rates, self.launch_s, self.counted)
+        (candidate,) = evaluate([plain], self.rates, self.launch_s, self.counted_model)
         if candidate.memory > self.limit:
             say(f"the plain configuration needs {candidate.memory / GIB:.1f} GiB and is not measured")
             return list(best)
@@ -345,11 +346,13 @@ class _Predictor:
 
 
 def _measured_configuration(configuration: "StepConfiguration") -> dict[str, Any]:
+    """Return the configuration of the cell that measures a predicted step: of ``bench``, or of ranks."""
     if configuration.world_size == 1:
         return configuration.configuration()
     training = configuration.training
     batch = training.size.batch_size * configuration.world_size
     bucketed = configuration.strategy_record.has_buckets
+    # As predicted: a bucket for each block, and one unit gathered ahead.
     return ParallelWorkload(
         training_with_batch(training, batch),
         str(configuration.strategy),
@@ -365,20 +368,20 @@ class _Race:
     """Candidates that are measured in turn until one is the fastest by ``compare``'s statistic, or time is over.
 
     Args:
-        chosen: the ``wanted`` best, and maybe the plain configuration.
+        chosen: the ``count`` best, and maybe the plain configuration.
         reserves: the next best, measured in place of candidates that do not run or compute something else.
         budget_s: after which no more is measured.
     """
 
-    def __init__(self, chosen: Sequence["Candidate"], reserves: Sequence["Candidate"], wanted: int, budget_s: float):
+    def __init__(self, chosen: Sequence["Candidate"], reserves: Sequence["Candidate"], count: int, budget_s: float):
         self.ranks = chosen[0].configuration.world_size
         if self.ranks > 1 and any(candidate.configuration.accumulation > 1 for candidate in chosen):
             raise UsageError("--measure: several ranks measure one micro-batch a step; leave out --tokens-per-step")
         candidates = [*chosen, *reserves]
         self.configurations = [_measured_configuration(candidate.configuration) for candidate in candidates]
         keys = [configuration_key(configuration) for configuration in self.configurations]
-        self.wanted, self.chosen_keys = wanted, keys[: len(chosen)]
-        self.best_keys = {*keys[:wanted], *keys[len(chosen) :]}
+        self.count, self.chosen_keys = count, keys[: len(chosen)]
+        self.best_keys = {*keys[:count], *keys[len(chosen) :]}
         self.predictions = {
             key: {
                 "predicted_ms": None if candidate.time.unknown else 1e3 * candidate.time.step_s,
@@ -396,7 +399,7 @@ class _Race:
         key = configuration_key(configuration, ignore=("round",))
         if configuration["round"] == 1:
             runs = self.best_keys & running(by_configuration(cells)).keys()
-            return key in self.chosen_keys or len(runs) < self.wanted
+            return key in self.chosen_keys or len(runs) < self.count
         if time.monotonic() > self.end_s:
             return False
         groups = by_configuration([cell for cell in cells if cell.configuration["round"] < configuration["round"]])

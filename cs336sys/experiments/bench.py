@@ -42,9 +42,9 @@ def measure_training(configuration: dict[str, Any], progress: Progress) -> Outco
     with user_models.telling_user_errors(workload):
         device = choose_device(workload.device)
         set_matmul_precision(workload)
-        checked, wrong = check_training(workload, device, progress)
-        if wrong is not None:
-            return wrong
+        checked, failure = check_training(workload, device, progress)
+        if failure is not None:
+            return failure
         resident_before_gib = reset_peak_resident() if device.type == "cpu" else None
         built = build_step(functools.partial(TrainStep, workload, device), device, progress)
         with reading_gpu(device) as readings:
@@ -69,11 +69,11 @@ class BuiltStep:
     """A step that is ready, its graphs captured, with how long that took in seconds.
 
     Attributes:
-        counted: as of :func:`~cs336sys.experiments.flop_counting.counted_columns`.
+        flop_columns: as of :func:`~cs336sys.experiments.flop_counting.counted_columns`.
     """
 
     step: TrainStep
-    counted: Mapping[str, Any]
+    flop_columns: Mapping[str, Any]
     build_s: float
 
 
@@ -83,15 +83,15 @@ def build_step(make: Callable[[], TrainStep], device: torch.device, progress: Pr
     started = time.perf_counter()
     step = make()
     build_s = time.perf_counter() - started
-    counted = {"parameters": step.workload.parameters}
+    flop_columns = {"parameters": step.workload.parameters}
     if not step.workload.is_ours:
-        counted = import_module(COUNTING_MODULE).counted_columns(step, progress)
+        flop_columns = import_module(COUNTING_MODULE).counted_columns(step, progress)
     reset_peak_memory(device)
     if step.workload.cuda_graph == "on":
         progress("capturing")
         step.capture()
         build_s = time.perf_counter() - started
-    return BuiltStep(step, counted, build_s)
+    return BuiltStep(step, flop_columns, build_s)
 
 
 def training_outcome(
@@ -105,16 +105,16 @@ def training_outcome(
     """Report a measured step: its samples, the columns derived from them, and ``surroundings``: what was observed of
     the GPU's clocks and of the process's memory.
     """
-    step, counted = built.step, built.counted
+    step, flop_columns = built.step, built.flop_columns
     workload, wall = step.workload, samples["wall"]
     peak = None
-    if step.device.type == "cuda" and not counted.get("flops_are_upper_bound"):
+    if step.device.type == "cuda" and not flop_columns.get("flops_are_upper_bound"):
         peak = peak_tflops(torch.cuda.get_device_name(step.device), workload.precision, workload.tf32)
     derived = {
-        **counted,
+        **flop_columns,
         "first_step_s": built.build_s + (wall.warmup + wall.measured)[0] / 1e3,
         "peak_gib": peak_gib,
-        **workload.rates(samples["step"], peak, counted.get("flops")),
+        **workload.rates(samples["step"], peak, flop_columns.get("flops")),
         "gpu_busy_ms": busy_ms,
         **surroundings,
     }
@@ -157,11 +157,11 @@ def measure_interleaved(configuration: dict[str, Any], progress: Progress) -> Ou
     if key not in _waiting:
         _waiting.clear()
         setting = configuration["interleave"]
-        together = {value: configuration | {setting: value} for value in configuration["interleaved"].split(",")}
-        workloads = {value: Workload.from_configuration(values) for value, values in together.items()}
+        by_value = {value: configuration | {setting: value} for value in configuration["interleaved"].split(",")}
+        workloads = {value: Workload.from_configuration(values) for value, values in by_value.items()}
         with telling_user_errors(next(iter(workloads.values()))):
             for value, outcome in _measure_in_turn(workloads, progress).items():
-                _waiting[configuration_key(together[value])] = outcome
+                _waiting[configuration_key(by_value[value])] = outcome
     return _waiting.pop(key)
 
 
@@ -178,7 +178,7 @@ class _Warm:
 
 
 def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> dict[str, Outcome]:
-    """One outcome for each workload; of what is set for the whole process, they differ in attention alone."""
+    """Return each workload's outcome; of settings of the whole process, workloads differ in attention alone."""
     first = next(iter(workloads.values()))
     device = choose_device(first.device)
     set_matmul_precision(first)
@@ -188,9 +188,9 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
     differences: dict[str, Checked | None] = {}
     for name, workload in workloads.items():
         # Before any workload's model is built: the check itself holds two.
-        differences[name], wrong = check_training(workload, device, functools.partial(_tell, progress, name))
-        if wrong is not None:
-            outcomes[name] = wrong
+        differences[name], failure = check_training(workload, device, functools.partial(_tell, progress, name))
+        if failure is not None:
+            outcomes[name] = failure
     for name, workload in workloads.items():
         if name in outcomes:
             continue
@@ -201,8 +201,8 @@ def _measure_in_turn(workloads: Mapping[str, Workload], progress: Progress) -> d
         built = build_step(functools.partial(TrainStep, workload, device), device, telling)
         # Their attentions may be the same in a user's model.
         same = {other.built.step.workload.attention for other in warm.values()} - {workload.attention}
-        same &= set(built.counted.get("same_attention", ()))
-        if same and workload.attention in built.counted["same_attention"]:
+        same &= set(built.flop_columns.get("same_attention", ()))
+        if same and workload.attention in built.flop_columns["same_attention"]:
             reason = f"--attention {' and '.join(sorted(same))} is the same, the model's own: measured once"
             outcomes[name] = Outcome("unsupported", reason=reason)
             continue

@@ -130,9 +130,9 @@ def _does_not_fit(workload: CollectiveWorkload, hardware: Sequence[RankHardware]
     """Explain why the tensors certainly cannot be allocated; the same answer on every rank."""
     needed = buffer_bytes(workload.collective, workload.size_bytes, workload.world_size)
     for number, rank in enumerate(hardware):
-        together = 1 if rank.gpu_uuid else sum(other.machine == rank.machine for other in hardware)
-        if rank.memory_bytes is not None and together * needed > rank.memory_bytes:
-            where = "free on its GPU" if rank.gpu_uuid else f"the limit of {together} ranks on its machine"
+        sharing_ranks = 1 if rank.gpu_uuid else sum(other.machine == rank.machine for other in hardware)
+        if rank.memory_bytes is not None and sharing_ranks * needed > rank.memory_bytes:
+            where = "free on its GPU" if rank.gpu_uuid else f"the limit of {sharing_ranks} ranks on its machine"
             needed_gb, free_gb = needed / 1e9, rank.memory_bytes / 1e9
             return f"rank {number} needs {needed_gb:.3g} GB for its tensors, {free_gb:.3g} GB are {where}"
     return None
@@ -152,11 +152,11 @@ def time_collective(workload: CollectiveWorkload) -> RankTimes:
     device = group_device()
     call, wrong_elements = prepare(workload, device)
     call()
-    wrong = wrong_elements()
-    if any(gather_objects(wrong)):
-        return RankTimes(wrong)
+    count = wrong_elements()
+    if any(gather_objects(count)):
+        return RankTimes(count)
     calls = workload.warmup + workload.iterations
-    return RankTimes(wrong, tuple(_back_to_back_us(call, calls, device)), tuple(_synchronized_us(call, calls, device)))
+    return RankTimes(count, tuple(_back_to_back_us(call, calls, device)), tuple(_synchronized_us(call, calls, device)))
 
 
 def prepare(workload: CollectiveWorkload, device: torch.device) -> tuple[Callable[[], Any], Callable[[], int]]:
@@ -208,10 +208,10 @@ def count_differences(tensor: Tensor, data: Tensor, start: int = 0) -> int:
     """Return how many elements differ from what :func:`write` would write; NaN does."""
     data = data.roll(-(start % len(data))).to(tensor)
     rows, rest = _periods(tensor, len(data))
-    wrong = (rest != data[: len(rest)]).sum()
+    wrong_count = (rest != data[: len(rest)]).sum()
     for some in rows.split(max(1, _COMPARED_AT_ONCE // len(data))):
-        wrong = wrong + (some != data).sum()
-    return int(wrong)
+        wrong_count = wrong_count + (some != data).sum()
+    return int(wrong_count)
 
 
 def _periods(tensor: Tensor, period: int) -> tuple[Tensor, Tensor]:

@@ -54,11 +54,11 @@ def count_step(workload: Workload) -> StepCount:
     launched = replace(workload, mode=mode, precision="fp32", compile="off", cuda_graph="off", device="cpu")
     launched = replace(launched, kernels="reference")
     # Calls of torch's attention are not counted: whoever calls it decides by what a tensor holds, sometimes.
-    return _counted(replace(launched, attention="sdpa", warmup=0, steps=1))
+    return _count_cached(replace(launched, attention="sdpa", warmup=0, steps=1))
 
 
 @functools.lru_cache(maxsize=4)
-def _counted(workload: Workload) -> StepCount:
+def _count_cached(workload: Workload) -> StepCount:
     count = StepCount()
     numbers = WithoutValues()
     try:
@@ -320,5 +320,5 @@ def _flop_notes(workload: Workload, count: StepCount, attention: AttentionCalls)
     return notes
 
 
-def _with_times(counted: Counter[str]) -> str:
-    return ", ".join(f"{name} ({times} times)" for name, times in counted.items())
+def _with_times(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} ({count} times)" for name, count in counts.items())

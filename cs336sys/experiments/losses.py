@@ -53,9 +53,9 @@ def measure_losses(configuration: dict[str, Any], progress: Progress) -> Outcome
     device = choose_device(training.device)
     set_matmul_precision(training)
     with telling_user_errors(training):
-        checked, wrong = check_few_blocks(training, device, progress)
-        if wrong is not None:
-            return wrong
+        checked, failure = check_few_blocks(training, device, progress)
+        if failure is not None:
+            return failure
         progress("building the model")
         model = build_model(training, device)
         optimizer = build_optimizer(

@@ -41,17 +41,17 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
     """Measure one cell of ``nsys``: runs in the worker process.
 
     Samples (ms), all without a profiler: one series a phase, ``step`` and ``wall``; ``annotated`` is the wall of steps
-    with ranges. Derived: ``profiler``, what was used; ``profiler_reason``, why not nsys where one might expect it;
-    ``profile``, a :class:`Profile` as JSON.
+    with ranges. Derived: ``profiler``, its name; ``profiler_reason``, why it is not nsys, or None; ``profile``, a
+    :class:`Profile` as JSON; and :func:`~cs336sys.experiments.flop_counting.counted_columns`.
     """
     workload = ProfileWorkload.from_configuration(configuration)
     with telling_user_errors(workload.training):
         device = choose_device(workload.training.device)
         nsys, why_not = _choose_nsys(workload.profiler, device)
-        notes, wrong = _check_model(workload.training, device, progress)
-        if wrong is not None:
-            return wrong
-        samples, counted = _time_without_profiler(workload.training, device, progress)
+        notes, failure = _check_model(workload.training, device, progress)
+        if failure is not None:
+            return failure
+        samples, flop_columns = _time_without_profiler(workload.training, device, progress)
         release_memory()
         with OwnedFolder() as folder:
             profile = None
@@ -67,7 +67,7 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
             if profile is None:
                 profile = _under_torch_profiler(workload, device, folder, progress)
         derived = {
-            **with_notes(counted, notes),
+            **with_notes(flop_columns, notes),
             "profiler": profile.profiler
             + (f" {nsys.version}" if nsys and profile.profiler == nsight_systems.NAME else ""),
             "profiler_reason": why_not,
@@ -91,8 +91,8 @@ def run_checked_for_nsys(configuration: dict[str, Any], progress: Progress) -> O
     """:func:`run_for_nsys` where no worker has checked the step before."""
     workload = Workload.from_configuration(configuration)
     with telling_user_errors(workload):
-        _, wrong = _check_model(workload, choose_device(workload.device), progress)
-    return wrong or run_for_nsys(configuration, progress)
+        _, failure = _check_model(workload, choose_device(workload.device), progress)
+    return failure or run_for_nsys(configuration, progress)
 
 
 def _check_model(workload: Workload, device: torch.device, progress: Progress) -> tuple[list[str], Outcome | None]:
@@ -127,10 +127,10 @@ def _time_without_profiler(
     """
     progress("building the model")
     step = TrainStep(workload, device)
-    counted = counted_columns(step, progress)
+    flop_columns = counted_columns(step, progress)
     step.capture(with_loss=True)
     samples = time_steps(step, step.phases_with_loss, progress)
-    counted = with_notes(counted, training_warnings(step.loss, workload))
+    flop_columns = with_notes(flop_columns, training_warnings(step.loss, workload))
     durations = []
     marks = NvtxMarks() if device.type == "cuda" else RecordFunctionMarks()
     with _annotated(step, marks) as run_step:
@@ -138,7 +138,7 @@ def _time_without_profiler(
             started = time.perf_counter()
             run_step()
             durations.append((time.perf_counter() - started) * 1e3)
-    return samples | {"annotated": Samples("ms", "cpu clock", measured=tuple(durations))}, counted
+    return samples | {"annotated": Samples("ms", "cpu clock", measured=tuple(durations))}, flop_columns
 
 
 @contextmanager

@@ -96,8 +96,8 @@ class TrainStep:
         self.phases: dict[str, Callable[[], None]] = {name: runs[name] for name in MODES[workload.mode].phases}
         self.phases_with_loss = self.phases
         if self.loss_without_logits is None:
-            others = {name: run for name, run in self.phases.items() if name != "forward"}
-            self.phases_with_loss = {"forward": self.compute_logits, "loss": self.compute_loss} | others
+            later_phases = {name: run for name, run in self.phases.items() if name != "forward"}
+            self.phases_with_loss = {"forward": self.compute_logits, "loss": self.compute_loss} | later_phases
         self._launched, self._launched_with_loss = self.phases, self.phases_with_loss
 
     def _use_fused_kernels(self) -> None:

@@ -36,9 +36,9 @@ def measure_configuration(configuration: dict[str, Any], progress: Progress) -> 
         workload = chosen.training
         device = choose_device(workload.device)
         set_matmul_precision(workload)
-        checked, wrong = check_training(workload, device, progress)
-        if wrong is not None:
-            return wrong
+        checked, failure = check_training(workload, device, progress)
+        if failure is not None:
+            return failure
         memory = MemoryWorkload(workload, checkpointing=chosen.checkpointing)
         built = build_step(functools.partial(MemoryStep, memory, device), device, progress)
         step = built.step

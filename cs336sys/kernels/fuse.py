@@ -319,7 +319,7 @@ class Fused:
         """
         if gradient_dtype != torch.float32 and not hasattr(Tensor, "grad_dtype"):
             raise CapabilityError(f"gradients in {gradient_dtype} of float32 weights need torch 2.10 or newer")
-        copies = self._stack(dtype, apart=True)
+        copies = self._stack(dtype, are_separate=True)
         for module, replacement in self._replacements.items():
             if replacement.stacks or module is self._head:
                 module.__dict__["gradient_dtype"] = gradient_dtype
@@ -339,14 +339,14 @@ class Fused:
         Raises:
             UsageError: the model was fused with some of the kernels only.
         """
-        for weight, copy in self._stack(dtype, apart=False):
+        for weight, copy in self._stack(dtype, are_separate=False):
             copy.copy_(weight.detach())
             weight.data = copy
 
-    def _stack(self, dtype: torch.dtype, *, apart: bool) -> WeightCopies:
+    def _stack(self, dtype: torch.dtype, *, are_separate: bool) -> WeightCopies:
         if self._lacks:
             raise UsageError(f"copies of weights need all fused kernels: {', '.join(self._lacks)} is left out")
-        self.copies = WeightCopies(apart=apart)
+        self.copies = WeightCopies(are_separate=are_separate)
         for module, replacement in self._replacements.items():
             for name, layers in replacement.stacks.items():
                 weights = [layer.get_parameter("weight") for layer in layers]
@@ -354,7 +354,7 @@ class Fused:
                 copy = torch.empty(shape, dtype=dtype, device=weights[0].device)
                 module.__dict__[name] = copy
                 self.copies.add(weights, copy)
-        if apart and self._head is not None and self._owners(self._head.weight) == 1:
+        if are_separate and self._head is not None and self._owners(self._head.weight) == 1:
             self._head.__dict__["copy"] = torch.empty_like(self._head.weight, dtype=dtype, requires_grad=False)
             self.copies.add([self._head.weight], self._head.copy)
         self._model.register_load_state_dict_post_hook(_refresh_copies)

@@ -92,14 +92,14 @@ class WeightCopies:
     Iterating over it gives each weight with its copy.
 
     Args:
-        apart: whether they have memory of their own; else the weights lie in them.
+        are_separate: whether they have memory of their own; else the weights lie in them.
 
     Attributes:
         tensors: those that have memory of their own.
     """
 
-    def __init__(self, *, apart: bool) -> None:
-        self._apart = apart
+    def __init__(self, *, are_separate: bool) -> None:
+        self._are_separate = are_separate
         self.tensors: list[Tensor] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._versions: list[tuple[int, int]] = []
@@ -109,14 +109,14 @@ class WeightCopies:
 
     def add(self, weights: Sequence[Tensor], copy: Tensor) -> None:
         """``copy`` (rows of all weights, d) holds the weights (rows, d) one after another."""
-        if self._apart:
+        if self._are_separate:
             self.tensors.append(copy)
         self._pairs += zip(weights, copy.split([len(weight) for weight in weights]), strict=True)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Write all copies anew."""
-        if self._apart and self._pairs:
+        if self._are_separate and self._pairs:
             weights, copies = zip(*self._pairs, strict=True)
             torch._foreach_copy_(copies, weights)
         self._versions = self._versions_now()

@@ -260,7 +260,7 @@ def _cap(logits: Tensor, softcap: float, dtype: torch.dtype) -> Tensor:
 
 
 def _read_softcap(steps: list[_Step], vocab_size: int) -> float | None:
-    """Return c if the operations compute ``c tanh(logits / c)``, of logits and of a loss times ``CAPPED_LOSS_SCALE``.
+    """Return c if the operations cap logits, ``c tanh(logits / c)``, and leave a loss times CAPPED_LOSS_SCALE as it is.
 
     Tried in float32 and in bfloat16, with gradients. None for any other operations.
     """
@@ -274,6 +274,7 @@ def _read_softcap(steps: list[_Step], vocab_size: int) -> float | None:
 
     with _tried_apart():
         try:
+            # Infinite logits are capped to c.
             softcap = compute(torch.full((1, 1, vocab_size), torch.inf, device="cpu")).max().item()
         except Exception:
             return None

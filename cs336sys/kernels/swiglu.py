@@ -52,7 +52,7 @@ def _swiglu_backward_kernel(
     grad_inputs_row_stride, num_rows, num_columns,
     RECOMPUTES: tl.constexpr, ROW_TILE: tl.constexpr, COLUMN_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Both gradients in one pass and, if RECOMPUTES, the product once more."""
+    """Compute both gradients in one pass and, if RECOMPUTES, the product once more."""
     row, column, mask = _tile_of_program(num_rows, num_columns, ROW_TILE, COLUMN_TILE)
     gate = tl.load(gate_ptr + row * gate_strides[0] + column * gate_strides[1], mask=mask).to(tl.float32)
     up = tl.load(up_ptr + row * up_strides[0] + column * up_strides[1], mask=mask).to(tl.float32)

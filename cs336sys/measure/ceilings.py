@@ -32,8 +32,8 @@ def measure_ceilings(device: torch.device, progress: Callable[[str], None] = lam
         progress(f"matrix products in {precision}")
         tflops[precision] = max(_product_tflops(device, precision, side) for side in _SIDES)
     progress("copies, launches and links")
-    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
-    links = [_copied_gbps(device, torch.device("cuda", index), _COPY_BYTES // 4) for index in others]
+    peers = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    links = [_copied_gbps(device, torch.device("cuda", index), _COPY_BYTES // 4) for index in peers]
     return Ceilings(
         torch.cuda.get_device_name(device),
         tflops,

@@ -180,8 +180,8 @@ class KernelTimer:
             raise WrongKernelError(f"it writes to its inputs, in call {self._calls}")
         for name, result in results.items():
             if result.shape != expected[name].shape or result.device.type != self._device.type:
-                wanted, got = tuple(expected[name].shape), tuple(result.shape)
-                raise WrongKernelError(f"its {name} has shape {got} on {result.device}, and should have {wanted}")
+                target, shape = tuple(expected[name].shape), tuple(result.shape)
+                raise WrongKernelError(f"its {name} has shape {shape} on {result.device}, and should have {target}")
         errors = _relative_errors(results, {name: expected[name] for name in results})
         reason = _why_wrong(errors, self._tolerance)
         if reason is not None:

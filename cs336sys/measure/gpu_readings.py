@@ -113,12 +113,12 @@ class GpuReadings:
 
         None where its counter cannot be read, or was read for less than a second of that time.
         """
-        counted = [(time_s, reading.energy_j) for time_s, reading in self._readings if reading.energy_j is not None]
-        counted = [(time_s, energy_j) for time_s, energy_j in counted if time_s >= counted[-1][0] - last_s]
+        readings = [(time_s, reading.energy_j) for time_s, reading in self._readings if reading.energy_j is not None]
+        readings = [(time_s, energy_j) for time_s, energy_j in readings if time_s >= readings[-1][0] - last_s]
         # The driver adds to its counter every 20 to 100 ms, so over a second it is off by a tenth at most.
-        if not counted or counted[-1][0] - counted[0][0] < 1.0:
+        if not readings or readings[-1][0] - readings[0][0] < 1.0:
             return None
-        (first_s, first_j), (end_s, end_j) = counted[0], counted[-1]
+        (first_s, first_j), (end_s, end_j) = readings[0], readings[-1]
         return (end_j - first_j) / (end_s - first_s) * last_s
 
     def columns(self) -> dict[str, list[Any]] | None:

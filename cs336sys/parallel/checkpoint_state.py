@@ -21,7 +21,7 @@ Groups = Sequence[Mapping[str, Any]]
 Entries = Mapping[str, tuple[nn.Parameter, Any]]
 
 
-def is_cut(key: str, value: Any) -> bool:
+def is_elementwise(key: str, value: Any) -> bool:
     """Return whether a state has an element for each of its parameter's. "step" never has, as in torch itself."""
     return isinstance(value, Tensor) and value.dim() > 0 and key != "step"
 
@@ -55,13 +55,15 @@ def named_groups(optimizer: torch.optim.Optimizer, entries: Entries, slices: Con
                 )
     for parameter, values in optimizer.state.items():
         if parameter not in names:
-            of = f"a tensor of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
+            described = (
+                f"a tensor of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else repr(parameter)
+            )
             raise UsageError(
-                f"the optimizer keeps state of {of}, which is no parameter of the module: remove it from "
+                f"the optimizer keeps state of {described}, which is no parameter of the module: remove it from "
                 "optimizer.state, or save it as extra"
             )
         for key, value in values.items():
-            if names[parameter] in slices and is_cut(key, value) and value.shape != parameter.shape:
+            if names[parameter] in slices and is_elementwise(key, value) and value.shape != parameter.shape:
                 raise UsageError(
                     f"{key} of {names[parameter]} is {tuple(value.shape)} where the slice is "
                     f"{tuple(parameter.shape)}: only state of the slice's shape can be shared out to other ranks"

@@ -113,9 +113,9 @@ def require_own_gradient_dtype(named: Iterable[tuple[str, nn.Parameter]], sent_i
         sent_in: the dtype that gradients are sent in, which they may have from the beginning.
     """
     for name, parameter in named:
-        wanted = gradient_dtype_of(parameter)
-        if wanted not in (parameter.dtype, sent_in or parameter.dtype):
+        dtype = gradient_dtype_of(parameter)
+        if dtype not in (parameter.dtype, sent_in or parameter.dtype):
             raise UsageError(
-                f"{name} is in {parameter.dtype} and has grad_dtype {wanted}, in which gradients cannot be averaged: "
+                f"{name} is in {parameter.dtype} and has grad_dtype {dtype}, in which gradients cannot be averaged: "
                 "leave grad_dtype as it is, and choose the dtype to send in by gradient_dtype"
             )

@@ -158,8 +158,8 @@ def _norm(tensors: Iterable[Tensor], norm_type: float) -> Tensor:
     norms = [torch.zeros(1, dtype=torch.float64, device=group_device())]
     for dtype, gradients in of_dtype.items():
         summed_in = torch.float32 if dtype.itemsize < 4 else None
-        each = torch._foreach_norm(gradients, norm_type, summed_in)
-        norms.append(torch.stack([norm.to(norms[0].device, torch.float64) for norm in each]))
+        tensor_norms = torch._foreach_norm(gradients, norm_type, summed_in)
+        norms.append(torch.stack([norm.to(norms[0].device, torch.float64) for norm in tensor_norms]))
     return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 

@@ -96,14 +96,16 @@ class HeldParameters:
         self._children_then = [dict(children) for children in self._children]
         self._parameters = [owner._parameters for owner in owners if isinstance(owner._parameters, dict)]
         self._attributes_then, self._values_then = self._attributes(), self._values()
-        each = {id(entry.parameter): entry for entry in self._names.values()}.values()
+        entries = {id(entry.parameter): entry for entry in self._names.values()}.values()
         # Those that exist no longer, whose ids others may have now.
         self._gone: list[weakref.ref[Tensor]] = []
-        self._each = [weakref.ref(entry.parameter, self._gone.append) for entry in each if entry.parameter is not None]
-        self._layouts_then = [(entry.shape, entry.dtype) for entry in each]
-        self._frozen = [entry.reference for entry in each if not entry.trained]
+        self._refs = [
+            weakref.ref(entry.parameter, self._gone.append) for entry in entries if entry.parameter is not None
+        ]
+        self._layouts_then = [(entry.shape, entry.dtype) for entry in entries]
+        self._frozen = [entry.reference for entry in entries if not entry.trained]
         # A module is moved as a whole, and the device of every parameter would take half as long again as the rest.
-        self._device = [(entry.reference, entry.device) for entry in itertools.islice(each, 1)]
+        self._device = [(entry.reference, entry.device) for entry in itertools.islice(entries, 1)]
 
     def _attributes(self) -> tuple[list[int], list[str]]:
         return list(map(len, self._parameters)), list(itertools.chain.from_iterable(self._parameters))
@@ -117,7 +119,7 @@ class HeldParameters:
             and self._values() == self._values_then
             and self._attributes() == self._attributes_then
             and not self._gone
-            and [_shape_and_dtype(reference()) for reference in self._each] == self._layouts_then
+            and [_shape_and_dtype(reference()) for reference in self._refs] == self._layouts_then
             and not any(_trained(reference()) for reference in self._frozen)
             and all(_device(reference()) == device for reference, device in self._device)
         )

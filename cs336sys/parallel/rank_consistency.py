@@ -138,17 +138,17 @@ def _describe_layout(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, 
 @torch.no_grad()
 def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Overwrite each tensor with rank 0's. They must be laid out alike on every rank."""
-    packed, others = list[torch.Tensor](), list[torch.Tensor]()
+    packed, unpacked = list[torch.Tensor](), list[torch.Tensor]()
     for tensor in tensors:
         is_packed = tensor.dtype in SENDABLE and tensor.numel() <= _PACKED_ELEMENTS and tensor.is_contiguous()
-        (packed if is_packed else others).append(tensor)
+        (packed if is_packed else unpacked).append(tensor)
     if packed:
         try:
             dist._broadcast_coalesced(group or dist.group.WORLD, packed, 8 * _PACKED_ELEMENTS, 0)  # type: ignore[arg-type]
         except RuntimeError as error:
             error.add_note("in the broadcast of start values")
             raise
-    if others:
-        broadcasts = Broadcasts(others, [0] * len(others), "start values", group)
+    if unpacked:
+        broadcasts = Broadcasts(unpacked, [0] * len(unpacked), "start values", group)
         broadcasts.start()
         broadcasts.wait()

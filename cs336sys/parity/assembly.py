@@ -63,8 +63,8 @@ def _join_slices(parts: Sequence[Tensor | None], shape: torch.Size) -> Tensor | 
     if any(part.dim() != len(shape) for part in present):
         return None
     for dimension in range(len(shape)):
-        others = [size for number, size in enumerate(shape) if number != dimension]
-        fits = all([size for n, size in enumerate(part.shape) if n != dimension] == others for part in present)
+        sizes = [size for number, size in enumerate(shape) if number != dimension]
+        fits = all([size for n, size in enumerate(part.shape) if n != dimension] == sizes for part in present)
         if fits and sum(part.shape[dimension] for part in present) == shape[dimension]:
             return torch.cat(list(present), dimension)
     return None

@@ -109,7 +109,7 @@ def _has_children() -> bool:
 
 
 def _descendants() -> list[int]:
-    """All that descends from this process; empty without /proc."""
+    """Return the ids of all processes that descend from this one; none without /proc."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError):

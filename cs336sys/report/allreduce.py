@@ -123,14 +123,14 @@ def allreduce_plan(workloads: Sequence[CollectiveWorkload]) -> Table:
 
 def _less_than_asked(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A note on messages that are no whole number of elements, or that ranks cannot share equally."""
-    less = {
+    reduced_messages = {
         f"{row['size_bytes']} of {row['message_bytes']} bytes ({row['dtype']}, {row['world_size']} ranks)": None
         for row in rows
         if "elements" in row and row["size_bytes"] != row["message_bytes"]
     }
-    if not less:
+    if not reduced_messages:
         return []
-    return [f"less than asked for, to have whole elements that all ranks share equally: {', '.join(less)}"]
+    return [f"less than asked for, to have whole elements that all ranks share equally: {', '.join(reduced_messages)}"]
 
 
 def _time_columns(timing: str) -> tuple[Column, ...]:

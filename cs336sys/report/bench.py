@@ -357,8 +357,8 @@ def _speedups(cells: Sequence[Cell], settings: dict[str, Column], baseline: str)
     rows = []
     for cell, compared_with in pairs:
         row = _settings_row(cell) | {"over": ", ".join(str(_settings_row(compared_with).get(name)) for name in axes)}
-        both = [name for name in series if name in cell.samples and name in compared_with.samples]
-        rows.append(row | {f"{name}_speedup": speedup(cell, compared_with, name) for name in both})
+        shared_series = [name for name in series if name in cell.samples and name in compared_with.samples]
+        rows.append(row | {f"{name}_speedup": speedup(cell, compared_with, name) for name in shared_series})
     columns = (
         Column("size", "size"),
         *settings.values(),

@@ -35,8 +35,8 @@ def is_of_board(cell: Cell) -> bool:
 def sharding_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     """The tables of ``shard``, with ``--board`` and without."""
     of_board = [cell for cell in cells if is_of_board(cell)]
-    others = [cell for cell in cells if not is_of_board(cell)]
-    return [*shard_tables(others, run), *board_tables(of_board, run)]
+    other_cells = [cell for cell in cells if not is_of_board(cell)]
+    return [*shard_tables(other_cells, run), *board_tables(of_board, run)]
 
 
 def board_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:

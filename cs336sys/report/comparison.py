@@ -50,9 +50,9 @@ def comparison_tables(pairs: Sequence[Pair], compared: Compared, confidence_perc
     return [replace(first, notes=(*first.notes, _shared_settings(pairs))), *others]
 
 
-def _names(pairs: Sequence[Pair], alone: Sequence[Side] = ()) -> Callable[[Side], str]:
+def _names(pairs: Sequence[Pair], unpaired_sides: Sequence[Side] = ()) -> Callable[[Side], str]:
     """Name a side's configuration by the settings that tell it from the others."""
-    sides = (*(pair.a for pair in pairs), *alone)
+    sides = (*(pair.a for pair in pairs), *unpaired_sides)
     identifying = distinguishing_settings([cell_settings(side.shown) for side in sides])
 
     def name(side: Side) -> str:
@@ -187,9 +187,9 @@ def comparison_warnings(
         left_out = sum(side.left_out for side in sides)
         if left_out:
             yield f"{name} holds {_count_of(left_out, 'cell')} of other code or another machine than its last: left out"
-    for name, alone in (("A", matched.only_a), ("B", matched.only_b)):
-        if alone:
-            yield f"not compared, because only {name} has them: {_count_of(len(alone), 'cell')}"
+    for name, unpaired_sides in (("A", matched.only_a), ("B", matched.only_b)):
+        if unpaired_sides:
+            yield f"not compared, because only {name} has them: {_count_of(len(unpaired_sides), 'cell')}"
     differences = machine_differences(matched.pairs, a, b)
     if differences:
         listed = ", ".join(f"{field} ({of_a} / {of_b})" for field, (of_a, of_b) in differences.items())

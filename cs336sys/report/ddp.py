@@ -314,19 +314,19 @@ def plot_timelines(cells: Sequence[Cell], path: Path) -> None:
     write_figure(figure, path)
 
 
-def _draw_timeline(drawing: Axes, timeline: dict[str, Any]) -> None:
+def _draw_timeline(axes: Axes, timeline: dict[str, Any]) -> None:
     start, total = 0.0, max(timeline["phases"].values())
     for phase, end in timeline["phases"].items():
-        drawing.axvspan(start, end, color=_PHASE_SHADES[phase], zorder=0)
+        axes.axvspan(start, end, color=_PHASE_SHADES[phase], zorder=0)
         if end - start > _NARROWEST_LABEL * total:
-            drawing.text((start + end) / 2, 1.52, phase, fontsize=6, ha="center", va="bottom", clip_on=True)
+            axes.text((start + end) / 2, 1.52, phase, fontsize=6, ha="center", va="bottom", clip_on=True)
         start = end
     for lane, (height, color) in _LANES.items():
         bars = [(begin, end - begin) for begin, end in timeline[lane]]
-        drawing.broken_barh(bars, (height - 0.35, 0.7), color=color, linewidth=0)
-    drawing.set_yticks([height for height, _ in _LANES.values()], list(_LANES), fontsize=7)
-    drawing.set_ylim(-0.5, 1.9)
-    drawing.tick_params(axis="x", labelsize=7)
+        axes.broken_barh(bars, (height - 0.35, 0.7), color=color, linewidth=0)
+    axes.set_yticks([height for height, _ in _LANES.values()], list(_LANES), fontsize=7)
+    axes.set_ylim(-0.5, 1.9)
+    axes.tick_params(axis="x", labelsize=7)
 
 
 def _heading(cell: Cell, settings: dict[str, Any]) -> str:

@@ -75,14 +75,13 @@ def unit_label(unit: str | None) -> str:
 
 
 def shown_units(columns: Sequence[tuple[str | None, Sequence[Value]]]) -> list[str | None]:
-    """The units in which people see the columns of a table, of which it gets each one's unit and values.
+    """Return the unit in which each column of a table is shown, from the columns' units and values.
 
-    Their own, but MiB where a column's largest number is less than a tenth of a GiB. A column of zeros has no size to
-    go by: it is shown in MiB where all others of its kind are.
+    Their own, but MiB for GiB where the largest number is below 0.1 GiB. A column of zeros follows the others in GiB.
     """
     sizes = [max((abs(number) for value in values if (number := _number(value))), default=0.0) for _, values in columns]
-    others = [size for (unit, _), size in zip(columns, sizes, strict=True) if unit == "gib" and size]
-    are_small = bool(others) and max(others) < _LEAST_GIB
+    nonzero_gib_sizes = [size for (unit, _), size in zip(columns, sizes, strict=True) if unit == "gib" and size]
+    are_small = bool(nonzero_gib_sizes) and max(nonzero_gib_sizes) < _LEAST_GIB
     return [
         "gib as mib" if unit == "gib" and (0 < size < _LEAST_GIB or (size == 0 and are_small)) else unit
         for (unit, _), size in zip(columns, sizes, strict=True)

@@ -58,7 +58,7 @@ class Curve:
 def scaling_curves(cells: Sequence[Cell]) -> list[Curve]:
     """Curves of at least two numbers of ranks; where a strategy lacks one rank, ``none`` on one rank will do."""
     measured = [cell for cell in cells if cell.status == "ok"]
-    alone = {
+    single_rank_cells = {
         configuration_key(cell.configuration, ignore=(*_ALONG, *_OF_STRATEGIES)): cell
         for cell in measured
         if cell.configuration["world_size"] == 1 and cell.configuration["strategy"] == "none"
@@ -70,7 +70,7 @@ def scaling_curves(cells: Sequence[Cell]) -> list[Curve]:
         for scaling, ignored, share in (("strong", _ALONG, batch), ("weak", (*_ALONG, "batch_size"), batch / ranks)):
             curve = curves.setdefault((scaling, configuration_key(configuration, ignore=ignored), share), {})
             one_rank = {**configuration, "batch_size": int(share)}
-            none = alone.get(configuration_key(one_rank, ignore=(*_ALONG, *_OF_STRATEGIES)))
+            none = single_rank_cells.get(configuration_key(one_rank, ignore=(*_ALONG, *_OF_STRATEGIES)))
             if none is not None and share == int(share):
                 curve.setdefault(1, none)
             curve[ranks] = cell

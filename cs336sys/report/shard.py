@@ -116,8 +116,8 @@ def _predicted_where_layers_are_shared(workload: ParallelWorkload) -> list[RankM
     if not workload.strategy_record.is_torchs and workload.uses_autocast:
         peak = max(tensor_moments(step, workload.training.attention), key=lambda moment: moment.total)
         # Every rank has the batch of all groups.
-        rest = peak.activations + 16 * (size.batch_size - workload.share) * size.context
-        moments.append(RankMemory(MOMENTS[-1], peak.parameters, peak.gradients, peak.optimizer_state, rest))
+        other_bytes = peak.activations + 16 * (size.batch_size - workload.share) * size.context
+        moments.append(RankMemory(MOMENTS[-1], peak.parameters, peak.gradients, peak.optimizer_state, other_bytes))
     return moments
 
 
@@ -160,7 +160,7 @@ def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     def batch(cell: Cell) -> str:
         return configuration_key(cell.configuration, ignore=(*_COMPARED, "world_size"))
 
-    alone = {
+    bases = {
         (batch(cell), cell.configuration["strategy"]): cell.samples["step"]
         for cell in cells
         if cell.configuration["world_size"] == 1 and cell.status == "ok"
@@ -171,7 +171,7 @@ def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
             continue
         if "model" not in cell.configuration:
             row["predicted_sent_bytes"] = sharding_sent_bytes(ParallelWorkload.from_configuration(cell.configuration))
-        one_rank_samples = alone.get((batch(cell), cell.configuration["strategy"]), alone.get((batch(cell), "none")))
+        one_rank_samples = bases.get((batch(cell), cell.configuration["strategy"]), bases.get((batch(cell), "none")))
         if one_rank_samples is not None and cell.configuration["world_size"] > 1:
             row["scaling"] = ratio(one_rank_samples, cell.samples["step"])
     return rows

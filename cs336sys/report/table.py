@@ -214,9 +214,9 @@ def select_columns(tables: Sequence[Table], names: Sequence[str]) -> list[Table]
     selected = []
     for table in tables:
         columns = list(dict.fromkeys(column for name in names for column in _named(table, name)))
-        others = {column.header.split(",")[0] for column in table.columns if column not in columns}
-        others |= set() if any(column.key.endswith("speedup") for column in columns) else {"no speed-ups"}
-        parts = ([part for part in note.split("; ") if part.partition(":")[0] not in others] for note in table.notes)
+        hidden = {column.header.split(",")[0] for column in table.columns if column not in columns}
+        hidden |= set() if any(column.key.endswith("speedup") for column in columns) else {"no speed-ups"}
+        parts = ([part for part in note.split("; ") if part.partition(":")[0] not in hidden] for note in table.notes)
         notes = ["; ".join(kept) for kept in parts if kept]
         selected.append(replace(table, columns=columns, notes=notes, hidden=(), settings=(), origin=()))
     return [table for table in selected if table.columns]

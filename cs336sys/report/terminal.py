@@ -110,11 +110,11 @@ def _split(grid: Grid, console: Console) -> Iterator[RichTable]:
             wider = _fitting_table(_chosen_columns(grid, keys + rest[:count]), console)
             if wider is None:
                 break
-            fitting, taken = wider, count
+            fitting, shown_count = wider, count
         if fitting is None:
             return
         yield fitting
-        rest = rest[taken:]
+        rest = rest[shown_count:]
         keys = _telling_apart(grid)
 
 
@@ -126,9 +126,9 @@ def _telling_apart(grid: Grid) -> list[int]:
 
     keys = list(range(grid.keys))
     for index in reversed(range(grid.keys)):
-        others = [key for key in keys if key != index]
-        if kinds(others) == kinds(keys):
-            keys = others
+        fewer_keys = [key for key in keys if key != index]
+        if kinds(fewer_keys) == kinds(keys):
+            keys = fewer_keys
     return keys
 
 

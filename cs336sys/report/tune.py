@@ -37,10 +37,10 @@ def choice_tables(
     """
     best = choice.fitting[:SHOWN]
     limit_gib = choice.limit / GIB
-    counted = len(choice.predicted) + sum(choice.unknown.values())
+    runnable_count = len(choice.predicted) + sum(choice.unknown.values())
     notes = [
-        f"{counted:,} configurations can run, {len(choice.fitting):,} of them fit into {limit_gib:.4g} GiB; predicted, "
-        "not measured: --measure K measures the best K.",
+        f"{runnable_count:,} configurations can run, {len(choice.fitting):,} of them fit into {limit_gib:.4g} GiB; "
+        "predicted, not measured: --measure K measures the best K.",
         *error_notes(rates),
     ]
     if not is_ours:
@@ -221,8 +221,8 @@ def _measured_row(key: str, cells: list[Cell], best: str | None, compared: dict[
     return row
 
 
-def _winner(groups: dict[str, list[Cell]], best: str, compared: dict[str, Comparison]) -> str:
-    winner = configuration_words(configuration_of(groups[best][0]))
+def _winner(groups: dict[str, list[Cell]], best_key: str, compared: dict[str, Comparison]) -> str:
+    winner = configuration_words(configuration_of(groups[best_key][0]))
     intervals = []
     for key, comparison in compared.items():
         difference = comparison.difference
@@ -231,7 +231,7 @@ def _winner(groups: dict[str, list[Cell]], best: str, compared: dict[str, Compar
         other = configuration_words(configuration_of(groups[key][0]))
         low, high = 100 * (difference.ratio_low - 1), 100 * (difference.ratio_high - 1)
         intervals.append(f"{other} is {low:+.1f} to {high:+.1f} % slower")
-    device = groups[best][0].configuration["device"]
+    device = groups[best_key][0].configuration["device"]
     undecided = sum(not is_decided(comparison, device) for comparison in compared.values())
-    apart = "told apart from all others" if not undecided else f"not told apart from {undecided} of the others"
-    return f"Winner: {winner}, {apart}" + (f" ({'; '.join(intervals)}; 95 %)." if intervals else ".")
+    distinction = "told apart from all others" if not undecided else f"not told apart from {undecided} of the others"
+    return f"Winner: {winner}, {distinction}" + (f" ({'; '.join(intervals)}; 95 %)." if intervals else ".")

@@ -44,7 +44,7 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         reason = None if cell.status == "wrong" and "meaning" in cell.derived else cell.reason
         verdict = cell.status if cell.status in ("ok", "wrong") else str(cell.derived.get("verdict", cell.status))
         rows.append(cell.configuration | cell.derived | {"verdict": verdict, "reason": reason})
-    wrong = [row for row, cell in zip(rows, cells, strict=True) if cell.status == "wrong"]
+    wrong_rows = [row for row, cell in zip(rows, cells, strict=True) if cell.status == "wrong"]
     counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(row["verdict"] for row in rows).items())
     dtypes = {cell.derived["reference_dtype"] for cell in cells if "reference_dtype" in cell.derived}
     notes = [
@@ -56,6 +56,6 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     heading = title("verify", cells, run, settings, shown, counts)
     tables = (
         Table("verify", heading, (*shown.values(), *_CASE_COLUMNS), rows, notes if dtypes else notes[1:]),
-        Table("diagnosis", "What is wrong", (*shown.values(), *_DIAGNOSIS_COLUMNS), wrong, meanings),
+        Table("diagnosis", "What is wrong", (*shown.values(), *_DIAGNOSIS_COLUMNS), wrong_rows, meanings),
     )
     return [replace(table, settings=setting_columns(VerifiedWorkload.settings())) for table in tables]

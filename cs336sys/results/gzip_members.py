@@ -76,19 +76,19 @@ def _member_at(compressed: bytes, start: int, limit: int | None) -> Member:
     # zlib's window of 2^15 bytes, with gzip's header and trailer around.
     member = zlib.decompressobj(16 + zlib.MAX_WBITS)
     parts: list[bytes] = []
-    position, left = start, limit
+    position, bytes_left = start, limit
     while position < len(compressed) and not member.eof:
         read = compressed[position : position + _READ_AT_ONCE]
         try:
             # zlib takes 0 for no limit.
-            parts.append(member.decompress(read, 0 if left is None else left + 1))
+            parts.append(member.decompress(read, 0 if bytes_left is None else bytes_left + 1))
         except zlib.error as error:
             # "Error -3 while decompressing data: incorrect data check"
             fault = str(error).rpartition(": ")[2]
             return Member(start, max(position, start + 1), b"".join(parts), fault)
-        if left is not None:
-            left -= len(parts[-1])
-            if left < 0:
+        if bytes_left is not None:
+            bytes_left -= len(parts[-1])
+            if bytes_left < 0:
                 raise TooLargeError
         position += len(read) - len(member.unused_data)
     if not member.eof:

@@ -300,9 +300,9 @@ _NAMED = 5
 
 def passed_over_words(results: Results) -> list[str]:
     """Warn of the lines that were left out, the first ones with their faults."""
-    named, rest = results.passed_over[:_NAMED], len(results.passed_over) - _NAMED
-    more = [f"{rest} more line{'s are' if rest > 1 else ' is'} passed over"] if rest > 0 else []
-    return [*(f"{sentence}, and passed over" for sentence in named), *more]
+    named, count = results.passed_over[:_NAMED], len(results.passed_over) - _NAMED
+    note = [f"{count} more line{'s are' if count > 1 else ' is'} passed over"] if count > 0 else []
+    return [*(f"{sentence}, and passed over" for sentence in named), *note]
 
 
 def read_results(path: Path) -> Results:

@@ -347,17 +347,17 @@ def _interval_limits(ordered: Sequence[float], nulls: Sequence[_Null], significa
 
 
 @cache
-def _rank_sum_null(fewer: int, more: int) -> _Null:
-    """Return the null distribution for ``fewer`` samples of one side and ``more`` of the other."""
-    most = fewer * more
-    variance = most * (fewer + more + 1) / 12
-    if fewer > _EXACT or most > _EXACT**3:
+def _rank_sum_null(smaller_count: int, larger_count: int) -> _Null:
+    """Return the null distribution for ``smaller_count`` samples of one side and ``larger_count`` of the other."""
+    most = smaller_count * larger_count
+    variance = most * (smaller_count + larger_count + 1) / 12
+    if smaller_count > _EXACT or most > _EXACT**3:
         return _Null(most, variance)
-    # The Gaussian binomial coefficient: the product of (1 - x^(more + i)) / (1 - x^i) for i = 1, ..., fewer.
+    # The Gaussian binomial coefficient: the product of (1 - x^(larger + i)) / (1 - x^i) for i = 1, ..., smaller.
     ways = [1] + [0] * most
-    for factor in range(1, fewer + 1):
-        for power in range(most, more + factor - 1, -1):
-            ways[power] -= ways[power - more - factor]
+    for factor in range(1, smaller_count + 1):
+        for power in range(most, larger_count + factor - 1, -1):
+            ways[power] -= ways[power - larger_count - factor]
         for power in range(factor, most + 1):
             ways[power] += ways[power - factor]
     return _Null(most, variance, _cumulated(ways))

@@ -135,8 +135,8 @@ def set_aside_others() -> None:
         try:
             package.require_needed()
         except UsageError:
-            others = [entry for entry in sys.path if Path(entry) / PACKAGE == folder]
-            sys.path[:] = [entry for entry in sys.path if entry not in others]
+            package_paths = [entry for entry in sys.path if Path(entry) / PACKAGE == folder]
+            sys.path[:] = [entry for entry in sys.path if entry not in package_paths]
         else:
             return
 

@@ -119,8 +119,8 @@ def _checkpoints(training: Workload) -> Iterator[SettingChange]:
         strategies += ["attention", "ffn", "sublayer"]
     causal = not training.keeps_scores
     for strategy in strategies:
-        again = recomputed_flops(training.size, strategy, causal=causal)
-        percent = 100 * again / model_flops(training.size, causal=causal)
+        recomputed = recomputed_flops(training.size, strategy, causal=causal)
+        percent = 100 * recomputed / model_flops(training.size, causal=causal)
         code = line
         if strategy.startswith("every="):
             count = strategy.removeprefix("every=")

@@ -152,8 +152,8 @@ class AttentionWorkload(Configured):
         """FLOPs by part (:func:`attention_flops`)."""
         shape = (self.batch_size, self.heads, self.context, self.context, self.head_dim)
         forward = attention_flops(*shape, causal=self.causal, window=self.window, backward=False)
-        both = attention_flops(*shape, causal=self.causal, window=self.window, backward=True)
-        return {"forward": forward, "backward": both - forward, "end_to_end": both}
+        total = attention_flops(*shape, causal=self.causal, window=self.window, backward=True)
+        return {"forward": forward, "backward": total - forward, "end_to_end": total}
 
     def tflops(self, samples: Mapping[str, Samples]) -> dict[str, float]:
         """``forward_tflops`` and so on: FLOPs of each part over the median of its times."""

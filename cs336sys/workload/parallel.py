@@ -343,10 +343,10 @@ class ParallelWorkload(Configured, HasStrategy):
 
         None where formulas do not know, or fewer blocks are compared.
         """
-        alone = self.training.predicted_gib
-        if alone is None or self.has_half_weights or self.check_layers is not None:
+        one_rank_gib = self.training.predicted_gib
+        if one_rank_gib is None or self.has_half_weights or self.check_layers is not None:
             return None
-        return self.world_size * alone
+        return self.world_size * one_rank_gib
 
     @property
     def has_unsynchronized(self) -> bool:

@@ -314,7 +314,7 @@ def test_steps_of_flash_are_timed_with_flash(monkeypatch):
         return flash_attention(*inputs, **settings)
 
     monkeypatch.setattr(user_models.attention, "_flash_attention", noted)
-    flop_counting._counted.cache_clear()
+    flop_counting._count_cached.cache_clear()
     cell = workload("Attentive", attention="flash", steps=2)
     outcome = measure_training(cell.configuration(), lambda stage: calls_at.setdefault(stage, len(calls)))
     assert outcome.status == "ok", outcome.reason
@@ -501,7 +501,7 @@ def test_a_package_that_imports_its_parts_late_is_copied_whole(tmp_path):
     cell = replace(workload("ours"), user=UserCode(f"{tmp_path}/late_model.py:Model"))
     real = TrainStep(cell, CPU)
     for forwards in range(2):
-        flop_counting._counted.cache_clear()
+        flop_counting._count_cached.cache_clear()
         assert count_step(cell).failure == "", f"after {forwards} forward passes"
         real.forward()
 

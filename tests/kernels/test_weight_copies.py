@@ -94,7 +94,7 @@ def test_a_head_that_shares_the_embeddings_weight_has_no_copy(model):
 def test_a_stale_copy_is_seen():
     weight = torch.randn(4, 3)
     copy = torch.empty(4, 3, dtype=torch.bfloat16)
-    copies = WeightCopies(apart=True)
+    copies = WeightCopies(are_separate=True)
     copies.add([weight], copy)
     copies.refresh()
     weight.data[2, 1] *= 1.1  # unseen by PyTorch, as what a kernel writes

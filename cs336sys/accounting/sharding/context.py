@@ -59,11 +59,11 @@ def all_to_all_bytes(
         passes: forward passes, those of checkpoints among them, and the backward pass.
     """
     world_size, local_tokens = split.world_size, split.lengths[rank]
-    others = split.length - local_tokens
+    remote_tokens = split.length - local_tokens
     to_heads = (world_size - 1) * local_tokens * (query_token_bytes + key_value_token_bytes) // world_size
-    to_tokens = others * query_token_bytes // world_size
+    to_tokens = remote_tokens * query_token_bytes // world_size
     back_to_heads = (world_size - 1) * local_tokens * query_token_bytes // world_size
-    back_to_tokens = others * (query_token_bytes + key_value_token_bytes) // world_size
+    back_to_tokens = remote_tokens * (query_token_bytes + key_value_token_bytes) // world_size
     return (passes - 1) * (to_heads + to_tokens) + back_to_heads + back_to_tokens
 
 

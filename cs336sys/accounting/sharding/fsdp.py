@@ -23,7 +23,7 @@ from cs336sys.sizes import ModelSize
 Shapes = Mapping[str, tuple[int, ...]]
 
 # A search for what fits asks for the same few models again and again, at each moment of each step.
-_remembering = functools.lru_cache(maxsize=1024)
+_cached = functools.lru_cache(maxsize=1024)
 
 # Bytes of a parameter, of its gradient, of both moments, and of the weight's lower bits kept next to the parameter,
 # by the name of workload.STATE_DTYPES. In bf16 and split slices are in bf16 themselves.
@@ -50,12 +50,12 @@ def replicated_elements(size: ModelSize) -> int:
     return sum(shape[0] for shape in parameter_shapes(size).values() if len(shape) == 1)
 
 
-@_remembering
+@_cached
 def fully_sharded_state(size: ModelSize, rank: int, world_size: int, state_dtype: str = "fp32") -> TrainingState:
-    """Bytes that a rank holds between backward pass and step: its rows, their gradients and AdamW's moments.
+    """Return the bytes that a rank holds between backward pass and step: its rows, their gradients, AdamW's moments.
 
-    In fp32 ``16 N / W`` where the ranks divide all rows and norms are few; no copy of the weights in half precision is
-    kept: they are cast as they are gathered.
+    In fp32 these are ``16 N / W`` where the ranks divide all rows and norms are few. Weights in half precision are cast
+    as they are gathered, so no copy of them is kept.
 
     Args:
         state_dtype: a name of :data:`STATE_BYTES`.
@@ -67,11 +67,11 @@ def fully_sharded_state(size: ModelSize, rank: int, world_size: int, state_dtype
     elements = replicated_elements(size)
     for shapes in sharded_units(size).values():
         elements += sum(len(own_rows(shape[0], rank, world_size)) * math.prod(shape[1:]) for shape in shapes)
-    parameter, gradient, moments, beside = STATE_BYTES[state_dtype]
-    return TrainingState(elements * parameter, elements * gradient, elements * moments, elements * beside)
+    # Lower bits of weights take the place of master parameters.
+    return TrainingState(*(elements * element_bytes for element_bytes in STATE_BYTES[state_dtype]))
 
 
-@_remembering
+@_cached
 def gathered_bytes(size: ModelSize, element_bytes: int, world_size: int) -> Mapping[str, int]:
     """Memory of each unit while it is gathered."""
     return {
@@ -113,7 +113,7 @@ class FullShardingPeak:
         return self.state.total + self.gathered + self.whole_gradients + self.received
 
 
-@_remembering
+@_cached
 def fully_sharded_peak(
     size: ModelSize, element_bytes: int, world_size: int, *, prefetch: int = 1, keep_gathered: int = 0
 ) -> FullShardingPeak:
@@ -184,8 +184,8 @@ def most_sent_bytes(shapes: Shapes, element_bytes: int, world_size: int, keep_ga
     """
     communication = _communication_of(shapes, element_bytes, world_size, keep_gathered)
     matrices, last = [shape for shape in shapes.values() if len(shape) > 1], world_size - 1
-    others = sum((shape[0] - len(own_rows(shape[0], last, world_size))) * math.prod(shape[1:]) for shape in matrices)
-    return replace(communication, reduce_scatter=0).sent_bytes(world_size) + element_bytes * others
+    elements = sum((shape[0] - len(own_rows(shape[0], last, world_size))) * math.prod(shape[1:]) for shape in matrices)
+    return replace(communication, reduce_scatter=0).sent_bytes(world_size) + element_bytes * elements
 
 
 def _widest(values: Sequence[int], count: int) -> int:

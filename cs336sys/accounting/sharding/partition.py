@@ -117,8 +117,8 @@ def rows_per_rank(rows: int, world_size: int) -> int:
 
 def own_rows(rows: int, rank: int, world_size: int) -> range:
     """Return the rows of a parameter that a rank holds, as ``torch.chunk`` cuts them."""
-    each = rows_per_rank(rows, world_size)
-    return range(min(rank * each, rows), min((rank + 1) * each, rows))
+    row_count = rows_per_rank(rows, world_size)
+    return range(min(rank * row_count, rows), min((rank + 1) * row_count, rows))
 
 
 def padded_bytes(shape: Shape, element_bytes: int, world_size: int) -> int:
@@ -166,9 +166,9 @@ def own_part(length: int, rank: int, world_size: int) -> range:
     """
     if length > rows_per_rank(length, world_size) * (world_size - 1):
         return own_rows(length, rank, world_size)
-    each, more = divmod(length, world_size)
-    first = rank * each + min(rank, more)
-    return range(first, first + each + (rank < more))
+    smallest, larger_parts = divmod(length, world_size)
+    first = rank * smallest + min(rank, larger_parts)
+    return range(first, first + smallest + (rank < larger_parts))
 
 
 def check_bucket_size(bucket_size: float | str | None) -> None:

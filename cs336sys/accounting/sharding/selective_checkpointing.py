@@ -100,7 +100,7 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
     layers, stream, inner = size.num_layers, e * tokens * size.d_model, e * tokens * size.d_ff
     always = always_held_bytes(step.size)
     parameters, optimizer_state = state.parameters + state.master_parameters, state.optimizer_state
-    of_block = [kept_block_bytes(step, gate_and_up=both) for both in (False, True)]
+    of_block = [kept_block_bytes(step, gate_and_up=is_kept) for is_kept in (False, True)]
     # Of the blocks, and of the units, before each.
     kept = [0, *accumulate(of_block[block >= layers - step.blocks] for block in range(layers))]
     units = list(gathered_bytes(size, e, step.world_size).values())
@@ -118,9 +118,9 @@ def kept_moments(step: KeptStep) -> list[PeakMemory]:
         averaged = units[block + 2]
         # In another dtype than the slices', gradients of all ranks arrive side by side before they are averaged.
         arriving = averaged if to_slice * step.world_size != 1 else 0
-        again = 2 * inner if block < layers - step.blocks else 0
+        recomputed_bytes = 2 * inner if block < layers - step.blocks else 0
         gathered = of_units[block + 2] - of_units[max(0, min(block + 1 - step.prefetch, first_staying))]
-        live_bytes = kept[block + 1] + 2 * stream + 4 * inner + again + gathered + averaged + arriving
+        live_bytes = kept[block + 1] + 2 * stream + 4 * inner + recomputed_bytes + gathered + averaged + arriving
         done += to_slice * averaged
         name = f"feed-forward backward, block {block + 1} of {layers}"
         moments.append(PeakMemory(name, parameters, round(done), optimizer_state, always + live_bytes))
@@ -193,10 +193,10 @@ def kept_step(workload: ParallelWorkload) -> KeptStep:
 
 def computed_flops(workload: ParallelWorkload) -> int:
     """FLOPs a step of all ranks, with those of checkpoints and of attention that computes scores again."""
-    size, again = workload.training.size, 0
+    size, score_flops = workload.training.size, 0
     if not workload.training.keeps_scores:
         shape = size.batch_size, size.num_heads, size.context, size.context, size.head_dim
-        again = size.num_layers * attention_flops(*shape, causal=True, backward=False) // 2
+        score_flops = size.num_layers * attention_flops(*shape, causal=True, backward=False) // 2
     if kept_blocks(workload.checkpointing) is not None:
-        return model_flops(size) + again + flops_again(kept_step(workload))
-    return model_flops(size) + again + recomputed_flops(size, workload.checkpointing)
+        return model_flops(size) + score_flops + flops_again(kept_step(workload))
+    return model_flops(size) + score_flops + recomputed_flops(size, workload.checkpointing)

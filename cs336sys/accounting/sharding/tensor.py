@@ -89,17 +89,17 @@ class TensorStep(HasStrategy):
         embedded_bytes = e if self.strategy_record.gathers_ahead else 4
         sums = (4 * size.num_layers + 1) * e + embedded_bytes
         other = 12 * tokens
-        again = 0.0
+        recomputed_sums = 0.0
         if self.checkpointing == "block":
             last = 1 if self.compiles else 0
-            again = size.num_layers * e * (1 + last)
+            recomputed_sums = size.num_layers * e * (1 + last)
         if self.strategy_record.is_sequence_parallel:
             other += 4 * (2 * size.num_layers + 1) * size.d_model
-            if again:
+            if recomputed_sums:
                 # Halves of all-reduces: inputs are gathered, outputs scattered.
-                again = size.num_layers * e * (3 + last) / 2
+                recomputed_sums = size.num_layers * e * (3 + last) / 2
         ring = (self.tensor_ranks - 1) / self.tensor_ranks
-        return 2 * ring * (tokens * size.d_model * (sums + again) + other)
+        return 2 * ring * (tokens * size.d_model * (sums + recomputed_sums) + other)
 
 
 # The peak of a rank's memory where ranks share layers, on paper: eager execution, in fp32 or under autocast.

@@ -145,16 +145,17 @@ def evaluate(
     configurations: Sequence[StepConfiguration],
     rates: Rates,
     launch_s: float | None,
-    counted: CountedModel | None = None,
+    counted_model: CountedModel | None = None,
 ) -> list[Candidate]:
     """Predict the time and memory of each configuration."""
     candidates = []
     for configuration in configurations:
-        if counted is None:
+        if counted_model is None:
             memory = step_memory(configuration).total
         else:
-            memory = counted.memory(configuration.training, configuration.checkpointing, configuration.accumulation)
-        time = predict_step(configuration, rates, launch_s=launch_s, counted=counted)
+            training, checkpointing = configuration.training, configuration.checkpointing
+            memory = counted_model.memory(training, checkpointing, configuration.accumulation)
+        time = predict_step(configuration, rates, launch_s=launch_s, counted_model=counted_model)
         candidates.append(Candidate(configuration, time, memory))
     return candidates
 
@@ -202,11 +203,11 @@ class Choice:
 
 
 def choose(
-    space: Space, rates: Rates, limit: float, launch_s: float | None = None, counted: CountedModel | None = None
+    space: Space, rates: Rates, limit: float, launch_s: float | None = None, counted_model: CountedModel | None = None
 ) -> Choice:
     """Evaluate a whole space, of our model or of the user's."""
     configurations, refused = space.configurations()
-    candidates = evaluate(configurations, rates, launch_s, counted)
+    candidates = evaluate(configurations, rates, launch_s, counted_model)
     unknown = Counter(candidate.time.unknown[0] for candidate in candidates if candidate.time.unknown)
     predicted = [candidate for candidate in candidates if not candidate.time.unknown]
     return Choice(sorted(predicted, key=lambda candidate: candidate.order), limit, refused, unknown)

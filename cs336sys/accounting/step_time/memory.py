@@ -32,9 +32,9 @@ def allocated_bytes(size: int) -> float:
     if size < _LEAST_REST:
         return size
     if size < _OWN_BLOCK:
-        together = _SHARED_BLOCK // size
-        rest = _SHARED_BLOCK - together * size
-        return _SHARED_BLOCK / together if rest <= _LEAST_REST else size
+        tensors_per_block = _SHARED_BLOCK // size
+        unused_bytes = _SHARED_BLOCK - tensors_per_block * size
+        return _SHARED_BLOCK / tensors_per_block if unused_bytes <= _LEAST_REST else size
     whole = -(-size // _WHOLE) * _WHOLE
     return whole if whole - size <= _LEAST_REST else size
 
@@ -44,11 +44,11 @@ def _rounding(size: ModelSize) -> float:
     tensors = parameter_shapes(replace(size, num_layers=1))
     outside = parameter_shapes(replace(size, num_layers=0))
 
-    def more(shapes: Iterable[tuple[int, ...]]) -> float:
+    def rounding_bytes(shapes: Iterable[tuple[int, ...]]) -> float:
         return sum(allocated_bytes(4 * math.prod(shape)) - 4 * math.prod(shape) for shape in shapes)
 
-    block = more(shape for name, shape in tensors.items() if name not in outside)
-    return size.num_layers * block + more(outside.values())
+    block = rounding_bytes(shape for name, shape in tensors.items() if name not in outside)
+    return size.num_layers * block + rounding_bytes(outside.values())
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ def _averaged(moments: list[PeakMemory], configuration: StepConfiguration) -> li
 
 def _with_batch(moments: list[PeakMemory], size: ModelSize, ranks: int) -> list[PeakMemory]:
     """Add the other ranks' parts of the batch, which every rank holds."""
-    others = 16 * size.tokens * (ranks - 1)
-    return [replace(moment, activations=moment.activations + others) for moment in moments]
+    other_bytes = 16 * size.tokens * (ranks - 1)
+    return [replace(moment, activations=moment.activations + other_bytes) for moment in moments]
 
 
 def _shared(moments: list[PeakMemory], configuration: StepConfiguration, whole: ModelSize) -> list[PeakMemory]:

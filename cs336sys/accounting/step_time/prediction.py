@@ -146,21 +146,21 @@ def predict_step(
     rates: Rates,
     *,
     launch_s: float | None = None,
-    counted: CountedModel | None = None,
+    counted_model: CountedModel | None = None,
 ) -> StepTime:
     """Predict a step.
 
     Args:
         launch_s: of the CPU for a launch; None: of the usual host.
-        counted: the user's model instead of ours.
+        counted_model: the user's model instead of ours.
     """
     training, times = configuration.training, configuration.accumulation
     share = 1 / configuration.world_size if configuration.strategy_record.shares_updates else 1.0
-    if counted is None:
+    if counted_model is None:
         parameters = count_parameters(training.size)
         work = step_work(training, configuration.checkpointing, optimizer_share=share)
     else:
-        parameters, work = counted.parameters, counted.work(training, configuration.checkpointing)
+        parameters, work = counted_model.parameters, counted_model.work(training, configuration.checkpointing)
     repeated = {"forward": times, "backward": times}
     terms_s = Amounts()
     phases_s = {}
@@ -183,7 +183,7 @@ def predict_step(
     sent = configuration.sent_bytes * parameters / count_parameters(training.size)
     communication_s, exposed_s, lacking = _communication_s(configuration, rates, sent)
     step_s = step_seconds(phases_s, launches_s) + exposed_s
-    unknown = (*lacking, *_beyond(configuration, rates, is_ours=counted is None))
+    unknown = (*lacking, *_beyond(configuration, rates, is_ours=counted_model is None))
     return StepTime(work, dict(terms_s), phases_s, launches_s, communication_s, exposed_s, step_s, unknown)
 
 

@@ -51,8 +51,8 @@ def public_note(rates: Rates) -> str | None:
     if rates.scaled_from is None:
         return None
     errors = public_errors(rates)
-    start = "Error on steps that others published"
+    label = "Error on steps that others published"
     if not errors:
         errors = [error for gpu in _public_steps() for error in public_errors(rates_of(gpu))]
-        start += f", none of them of {short_gpu_name(rates.gpu)}"
-    return f"{start}: {'; '.join(map(str, errors))}."
+        label += f", none of them of {short_gpu_name(rates.gpu)}"
+    return f"{label}: {'; '.join(map(str, errors))}."

@@ -135,8 +135,8 @@ class Rates:
     def error_note(self) -> str:
         """Say how far predictions are off: the sentence under every table."""
         if not self.errors:
-            alone = "products, copies, attention, optimizers"
-            return f"Rates of {self.gpu} were measured alone ({alone}); their error is not known."
+            measured_parts = "products, copies, attention, optimizers"
+            return f"Rates of {self.gpu} were measured alone ({measured_parts}); their error is not known."
         errors = "; ".join(map(str, self.errors))
         note = f"Error on {self.scaled_from or self.gpu}, leave-one-out over saved cells: {errors}."
         if self.scaled_from is not None:

@@ -125,9 +125,9 @@ class Space:
         refused = Counter[str]()
         trainings = list(self._trainings(refused))
         strategies = self.fixed.get("strategy") or (STRATEGIES if self.world_size > 1 else [(None, "fp32")])
-        others = len(self.micro_batches) * len(strategies) * len(self.checkpointings)
+        variants = len(self.micro_batches) * len(strategies) * len(self.checkpointings)
         for reason in refused:
-            refused[reason] *= others
+            refused[reason] *= variants
         for training, (batch, times) in product(trainings, self.micro_batches):
             sized = training_with_batch(training, batch)
             for checkpointing, (strategy, gradient_dtype) in product(self.checkpointings, strategies):

@@ -196,11 +196,11 @@ def _block_work(workload: Workload) -> tuple[Amounts, Amounts, tuple[float, floa
         forward["fused_bytes"] += 26 * stream + 6 * inner if half else 40 * stream + 12 * inner
         backward["fused_bytes"] += 58 * stream + 10 * inner if half else 68 * stream + 20 * inner
         if reference:
-            others = (8, 15)
+            other_kernels = (8, 15)
         else:
-            others = (7, 12) if workload.is_compiled else (3, 3)
-        forward["kernels"] += 7 + others[0]
-        backward["kernels"] += 14 + others[1]
+            other_kernels = (7, 12) if workload.is_compiled else (3, 3)
+        forward["kernels"] += 7 + other_kernels[0]
+        backward["kernels"] += 14 + other_kernels[1]
         if not workload.is_compiled and reference:
             forward["score_bytes"] += _SCORE_BYTES[half][0] * scores
             backward["score_bytes"] += _SCORE_BYTES[half][1] * scores
@@ -242,14 +242,14 @@ def _recomputed(workload: Workload, checkpointing: str, block: Amounts) -> Amoun
         attention, _ = _products([(tokens, size.d_model, size.d_model, 3)], workload.device)
         feed_forward, _ = _products([(tokens, size.d_ff, size.d_model, 2)], workload.device)
         share = 0.65 * ("attn" in parts) + 0.35 * ("ffn" in parts)
-        again = Amounts({name: size.num_layers * share * amount for name, amount in block.items() if name != product})
-        again[product] = size.num_layers * (attention * ("attn" in parts) + feed_forward * ("ffn" in parts))
-        return again
+        amounts = Amounts({name: size.num_layers * share * amount for name, amount in block.items() if name != product})
+        amounts[product] = size.num_layers * (attention * ("attn" in parts) + feed_forward * ("ffn" in parts))
+        return amounts
     blocks, ends = recomputed_blocks(size.num_layers, checkpointing)
-    again = Amounts({name: blocks * amount for name, amount in block.items()})
+    amounts = Amounts({name: blocks * amount for name, amount in block.items()})
     last, _ = _products([(tokens, size.d_model, size.d_ff, 1)], workload.device)
-    again[product] -= ends * last
-    return again
+    amounts[product] -= ends * last
+    return amounts
 
 
 def optimizer_work(workload: Workload, share: float = 1.0) -> Amounts:
@@ -272,10 +272,10 @@ def optimizer_work(workload: Workload, share: float = 1.0) -> Amounts:
 
 def _add_launches(work: StepWork, workload: Workload, entries: tuple[float, float]) -> None:
     layers = workload.size.num_layers
-    for (phase, counted), entry in zip(work.phases.items(), (*entries, 0.0), strict=False):
-        counted["gaps"] = counted["kernels"]
+    for (phase, amounts), entry in zip(work.phases.items(), (*entries, 0.0), strict=False):
+        amounts["gaps"] = amounts["kernels"]
         cost = 1.0 if phase != "optimizer" else OPTIMIZER_LAUNCH
-        work.launches[phase] = cost * counted["kernels"] + layers * entry
+        work.launches[phase] = cost * amounts["kernels"] + layers * entry
 
 
 # Of our model, half precision against fp32 in eager execution: bytes and kernels (accounting/step_time/work.py).
@@ -341,10 +341,10 @@ class CountedModel:
         half, batch = workload.is_half, workload.size.batch_size
         compiled = workload.is_compiled
         work = StepWork()
-        for amounts, counted in ((work.forward, self.forward), (work.backward, self.backward)):
-            amounts["half_products" if half else "full_products"] += counted.products_of(batch, workload.device)
-            moved = counted.bytes_of(batch) * (_HALF_BYTES if half else 1.0)
-            kernels = counted.kernels * (_HALF_KERNELS if half else 1.0)
+        for amounts, counted_phase in ((work.forward, self.forward), (work.backward, self.backward)):
+            amounts["half_products" if half else "full_products"] += counted_phase.products_of(batch, workload.device)
+            moved = counted_phase.bytes_of(batch) * (_HALF_BYTES if half else 1.0)
+            kernels = counted_phase.kernels * (_HALF_KERNELS if half else 1.0)
             if compiled:
                 moved, kernels = moved * _COMPILED_BYTES, kernels * _COMPILED_KERNELS
             # Autocast's casts of all weights.

@@ -91,11 +91,11 @@ def is_given(context: typer.Context, option: str) -> bool:
 def _refuse_one_file_for_two(values: Mapping[str, Any], declared: Mapping[str, Any]) -> None:
     """Raise a UsageError where an option would write the file of another: the table over the results, or the text."""
     written: dict[str, str] = {}
-    others = []
+    other_paths = []
     for name, value in values.items():
         paths = [path for path in (value if isinstance(value, list) else [value]) if isinstance(path, Path)]
         if effect_of(declared.get(name)) is not Effect.WRITES_FILE:
-            others += paths
+            other_paths += paths
             continue
         for path in paths:
             if str(path) != "-" and not path.is_dir():
@@ -103,7 +103,7 @@ def _refuse_one_file_for_two(values: Mapping[str, Any], declared: Mapping[str, A
                 other = written.setdefault(os.path.realpath(path), option)
                 if other != option:
                     raise UsageError(f"{other} and {option}: one file cannot hold both; give another")
-    for path in others:
+    for path in other_paths:
         if os.path.realpath(path) in written:
             raise UsageError(f"{written[os.path.realpath(path)]}: would overwrite an input file; give another name")
 

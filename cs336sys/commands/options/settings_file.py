@@ -175,15 +175,15 @@ def _is_harmless(declaration: Any, value: Any) -> bool:
 def tell_settings(ctx: Any) -> None:
     """Say which options of the context's command a settings file has given, and which file."""
     options = {option.name: max(option.opts, key=len) for option in ctx.command.params}
-    taken = [name for name in options if (source := ctx.get_parameter_source(name)) and source.name == "DEFAULT_MAP"]
-    if not taken:
+    names = [name for name in options if (source := ctx.get_parameter_source(name)) and source.name == "DEFAULT_MAP"]
+    if not names:
         return
     # Of several ranks the first one speaks; what is wrong with their variables the command says.
     with contextlib.suppress(UsageError):
         identity = started_outside()
         if identity is not None and identity.rank > 0:
             return
-    say(f"settings from {ctx.meta[_FILE]}: {', '.join(options[name] for name in taken)}")
+    say(f"settings from {ctx.meta[_FILE]}: {', '.join(options[name] for name in names)}")
 
 
 def _option_text(key: str, value: Any) -> str:

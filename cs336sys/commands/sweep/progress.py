@@ -124,9 +124,9 @@ class _Lines(SweepProgress):
         time = "from the file" if took_s is None else format_duration(took_s)
         if took_s is not None:
             self._durations_s.append(took_s)
-        left = self._count - self._done
-        if left and self._durations_s:
-            remaining_s = left * sum(self._durations_s) / len(self._durations_s)
+        cells_left = self._count - self._done
+        if cells_left and self._durations_s:
+            remaining_s = cells_left * sum(self._durations_s) / len(self._durations_s)
             time += f", about {format_duration(remaining_s)} left"
         say(": ".join(filter(None, [self._command, f"{self._done} of {self._count}", outcome, settings, time])))
 

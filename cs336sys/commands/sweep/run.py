@@ -72,16 +72,16 @@ def known_cells(
     for cell in results.cells:
         if cell.command == command and cell.status not in _WORTH_RETRYING:
             measured.setdefault(configuration_key(cell.configuration), {})[cell.run_id] = cell
-    together: dict[str, list[Mapping[str, Any]]] = {}
+    turns: dict[str, list[Mapping[str, Any]]] = {}
     for configuration in configurations:
-        together.setdefault(turn_key(configuration), []).append(configuration)
+        turns.setdefault(turn_key(configuration), []).append(configuration)
     run_ids = {run_id for cells in measured.values() for run_id in cells}
     differences = {run_id: _differences(results.runs.get(run_id), run) for run_id in run_ids}
     taken_cells: dict[str, Cell] = {}
-    otherwise: list[str] = []
+    other_conditions: list[str] = []
     differing: dict[str, tuple[Any, Any]] = {}
-    apart = 0
-    for in_turn in together.values():
+    unpaired = 0
+    for in_turn in turns.values():
         keys = [configuration_key(configuration) for configuration in in_turn]
         # Of cells that left their files where they are asked for, if they are.
         present = [
@@ -91,13 +91,13 @@ def known_cells(
         complete = [run_id for run_id in present[0] if all(run_id in runs for runs in present)]
         same = [run_id for run_id in complete if not differences[run_id]]
         if complete and not same:
-            otherwise += keys
+            other_conditions += keys
             differing |= differences[complete[-1]]
         elif not complete:
-            apart += sum(map(bool, present))
-        taken = same or (complete if take_any else [])
-        taken_cells |= {key: measured[key][taken[-1]] for key in keys if taken}
-    return KnownCells(taken_cells, tuple(_sweep_notes(len(otherwise), differing, apart, take_any)))
+            unpaired += sum(map(bool, present))
+        usable_runs = same or (complete if take_any else [])
+        taken_cells |= {key: measured[key][usable_runs[-1]] for key in keys if usable_runs}
+    return KnownCells(taken_cells, tuple(_sweep_notes(len(other_conditions), differing, unpaired, take_any)))
 
 
 def shown_run(cells: Sequence[Cell], results: Results, run: Run) -> Run | None:
@@ -117,19 +117,20 @@ def turn_key(configuration: Mapping[str, Any]) -> str:
     return configuration_key(configuration, ignore=(configuration.get("interleave", ""),))
 
 
-def _sweep_notes(otherwise: int, differing: Mapping[str, tuple[Any, Any]], apart: int, take_any: bool) -> list[str]:
+def _sweep_notes(other_conditions: int, differing: Mapping[str, tuple], unpaired: int, take_any: bool) -> list[str]:
+    """Say why so many cells of the file do not count: from other conditions, or without the others of their turn."""
     notes = []
-    if otherwise:
+    if other_conditions:
         listed = ", ".join(f"{name} ({then} then, {now} now)" for name, (then, now) in differing.items())
-        cells = "1 cell" if otherwise == 1 else f"{otherwise} cells"
+        cells = "1 cell" if other_conditions == 1 else f"{other_conditions} cells"
         if take_any:
             notes.append(f"--resume-any takes {cells} that the file holds from other conditions: {listed}")
         else:
             notes.append(
                 f"--resume measures {cells} again, other conditions than in the file: {listed}; --resume-any takes them"
             )
-    if apart:
-        cells = "1 cell" if apart == 1 else f"{apart} cells"
+    if unpaired:
+        cells = "1 cell" if unpaired == 1 else f"{unpaired} cells"
         notes.append(
             f"--resume measures {cells} again, because the cells that --interleave pairs them with are missing or "
             f"from another run"
@@ -505,15 +506,15 @@ def tell_what_does_not_fit(workloads: Sequence[Workload | MemoryWorkload | Paral
     ranks that torchrun or Slurm started, which may be on several machines.
     """
     across_ranks = any(isinstance(workload, ParallelWorkload) for workload in workloads)
-    needed = {_cell_name(workload): workload.predicted_gib or 0.0 for workload in workloads}
-    if max(needed.values(), default=0.0) < _SMALL_GIB or (across_ranks and started_outside()):
+    needed_gib = {_cell_name(workload): workload.predicted_gib or 0.0 for workload in workloads}
+    if max(needed_gib.values(), default=0.0) < _SMALL_GIB or (across_ranks and started_outside()):
         return
     from cs336sys.measure.system import capacity
 
     measured = capacity(device)
     if across_ranks and measured is not None and measured.is_gpu:
         return
-    for name, gib in needed.items():
+    for name, gib in needed_gib.items():
         if measured is not None and gib > measured.memory_gib:
             say(
                 f"warning: {name} is predicted to need {gib:.1f} GiB, and {measured.device} has "

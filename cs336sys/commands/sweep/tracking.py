@@ -201,7 +201,7 @@ def _as_tracked(
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     texts |= {"status": cell.status} | ({"reason": cell.reason} if cell.reason else {})
     folders = folders_of(configuration).values()
-    left = [path for folder in folders for path in sorted(Path(folder).glob("*")) if path.is_file()]
+    files = [path for folder in folders for path in sorted(Path(folder).glob("*")) if path.is_file()]
     with OwnedFolder() as folder:
         whole = folder / "cell.json"
         whole.write_text(json_text({"cell": asdict(cell), "run": None if run is None else asdict(run)}))
@@ -214,7 +214,7 @@ def _as_tracked(
             },
             {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)},
             texts,
-            [whole, *(path for path in left if path.stat().st_mtime >= started_s)],
+            [whole, *(path for path in files if path.stat().st_mtime >= started_s)],
             cell.status in ("error", "wrong"),
         )
 

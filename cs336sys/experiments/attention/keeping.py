@@ -81,8 +81,8 @@ def keep_settings(workload: AttentionWorkload, device: torch.device, progress: P
     sentences = []
     for pass_name, built_in in kept_settings.BUILT_IN.items():
         key, text = kept_settings.key_of(pass_name, problem), str(built_in(problem))
-        others = [settings for settings in candidates(built_in, problem) if settings != text]
-        chosen, tried = choose_settings(others, partial(check, key), partial(time, pass_name, key))
+        alternatives = [settings for settings in candidates(built_in, problem) if settings != text]
+        chosen, tried = choose_settings(alternatives, partial(check, key), partial(time, pass_name, key))
         use(key, chosen)
         sentences.append(f"{key}: {chosen or 'nothing'} kept in place of the built-in {text}: {tried}")
     kept_settings.write_settings(gpu, in_force)

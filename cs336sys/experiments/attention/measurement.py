@@ -274,9 +274,9 @@ def measure_flash(configuration: dict[str, Any], progress: Progress) -> Outcome:
     progress("checking")
     with implementation(workload, device) as attention:
         errors = _checked_attention(attention, workload, device)
-        derived, wrong = judged(errors, TOLERANCES[workload.dtype])
-        if wrong is not None:
-            return wrong
+        derived, failure = judged(errors, TOLERANCES[workload.dtype])
+        if failure is not None:
+            return failure
         progress("timing")
         inputs = random_inputs(workload, device)
         derived["peak_gib"] = _peak_of_forward_and_backward(attention, inputs, device)
@@ -349,9 +349,9 @@ def measure_attn(configuration: dict[str, Any], progress: Progress) -> Outcome:
     progress("checking")
     with implementation(workload, device) as attention:
         errors = errors_of_first_sequence(attention, workload, device)
-        derived, wrong = judged(errors, TOLERANCES[workload.dtype])
-        if wrong is not None:
-            return wrong
+        derived, failure = judged(errors, TOLERANCES[workload.dtype])
+        if failure is not None:
+            return failure
         progress("building the inputs")
         base = 0
         if device.type == "cuda":

@@ -118,14 +118,14 @@ def _checked_step(workload: Workload, device: torch.device, progress: Progress) 
         pair = (launched.with_layers(1), plain.with_layers(1)) if is_attention else (launched, plain)
         kernels, weights = _check_launched(*pair, workload, device, progress)
         if not kernels.relative <= tolerance(workload):
-            return Checked(kernels), _wrong("with our kernels", Checked(kernels), kernels, workload)
+            return Checked(kernels), _wrong_outcome("with our kernels", Checked(kernels), kernels, workload)
         if kernels.num_layers != workload.size.num_layers or workload.cuda_graph == "off":
             weights = None
     elif _counts_otherwise(workload, launched):
         small = launched.with_layers(1) if launched.is_ours else launched
         off, _ = _check_launched(small, small, workload, device, progress)
         if not off.relative <= tolerance(workload):
-            return Checked(off), _wrong("counting on the GPU, as for a graph", Checked(off), off, workload)
+            return Checked(off), _wrong_outcome("counting on the GPU, as for a graph", Checked(off), off, workload)
     if workload.cuda_graph == "off":
         assert kernels is not None, "nothing else could be checked"
         return Checked(kernels), None
@@ -133,7 +133,7 @@ def _checked_step(workload: Workload, device: torch.device, progress: Progress) 
     checked = Checked(replayed if kernels is None else kernels, replayed, repeated)
     if replayed.relative <= _allowed_of_replays(workload, repeated):
         return checked, None
-    return checked, _wrong("replayed", checked, replayed, workload)
+    return checked, _wrong_outcome("replayed", checked, replayed, workload)
 
 
 def _check_launched(
@@ -178,9 +178,9 @@ def _check_replays(
     repeated = None
     for count in range(1, _MOST_REPEATS + 1):
         progress("checking: launched steps again")
-        again = _compare_weights(workload, device, expected, train_counting(launched))
-        if again.relative > (0 if repeated is None else repeated.relative):
-            repeated = again
+        repetition = _compare_weights(workload, device, expected, train_counting(launched))
+        if repetition.relative > (0 if repeated is None else repeated.relative):
+            repeated = repetition
         repeats_exactly = repeated is None and count == _SAME_REPEATS
         if repeats_exactly or replayed.relative <= _allowed_of_replays(workload, repeated):
             break
@@ -199,12 +199,12 @@ def _compare_weights(
     device: torch.device,
     expected: dict[str, Tensor],
     trained: dict[str, Tensor],
-    again: Callable[..., dict[str, Tensor]] | None = None,
+    train_again: Callable[..., dict[str, Tensor]] | None = None,
 ) -> WeightDifference:
     """Compare what two trainings return, but for what the rounding of the reference explains.
 
     Args:
-        again: trains the reference again, with a ``loss_scale``; None explains nothing.
+        train_again: trains the reference again, with a ``loss_scale``; None explains nothing.
     """
     _free_memory(device)
     start = dict(build_compared_model(workload, device).named_parameters())
@@ -215,9 +215,9 @@ def _compare_weights(
     del start, expected, trained
     _free_memory(device)
     others = []
-    if again is not None and far and not far.keys() & losses.keys():
+    if train_again is not None and far and not far.keys() & losses.keys():
         for scale in SCALES:
-            other = again(loss_scale=scale)
+            other = train_again(loss_scale=scale)
             # Training that runs away repeats nothing.
             if all(abs(other[name].item() - loss) <= allowed * abs(loss) for name, loss in losses.items()):
                 others.append({name: other[name].cpu() for name in far if name in other})
@@ -242,7 +242,7 @@ def _free_for_training(trained: dict[str, Tensor], workload: Workload, device: t
     return aside
 
 
-def _wrong(how: str, checked: Checked, off: WeightDifference, workload: Workload) -> Outcome:
+def _wrong_outcome(how: str, checked: Checked, off: WeightDifference, workload: Workload) -> Outcome:
     """A difference that rounding does not explain, or of replays, which may be smaller than what it explains."""
     allowed = tolerance(workload)
     if not off.relative <= allowed:
@@ -306,13 +306,13 @@ def check_few_blocks(workload: Workload, device: torch.device, progress: Progres
         workload = workload.with_layers(2)
     if workload not in _of_few_blocks:
         _of_few_blocks[workload] = check_training(workload, device, progress)
-    checked, wrong = _of_few_blocks[workload]
+    checked, failure = _of_few_blocks[workload]
     if checked is None:
-        return [], wrong
+        return [], failure
     off = checked.off
     blocks = f"{off.num_layers} block{'s' if off.num_layers > 1 else ''}"
     return [
         f"checked first, {blocks} against PyTorch's operations: after {STEPS} steps off by at most "
         f"{100 * off.relative:.2g} % ({off.parameter})",
         *off.notes,
-    ], wrong
+    ], failure

@@ -68,9 +68,9 @@ def measure_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome
         function = operation.implementations[workload.implementation](workload)
         progress("checking")
         errors = kernel_errors(function, operation, workload, device)
-        derived, wrong = judged(errors, TOLERANCES[workload.dtype])
-        if wrong is not None:
-            return wrong
+        derived, failure = judged(errors, TOLERANCES[workload.dtype])
+        if failure is not None:
+            return failure
         progress("timing")
         calls = operation.calls(function, workload, device)
         derived["over_inputs_gib"] = _memory_of(calls["end_to_end"], device)

@@ -171,7 +171,7 @@ def _on_heads(workload: KernelWorkload, rotate: Function) -> Function:
 
 
 def _rope_by_table(workload: KernelWorkload) -> Function:
-    """As models do it, with cosines and sines prepared."""
+    """Return a rotation as models have it, with cosines and sines prepared."""
     assert workload.head_dim is not None
     unit = torch.zeros(workload.tokens, workload.head_dim, dtype=torch.float64, device=choose_device(workload.device))
     unit[:, ::2] = 1

@@ -43,9 +43,9 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
         training = workload.training
         device = choose_device(training.device)
         set_matmul_precision(training)
-        notes, wrong = check_few_blocks(training, device, progress)
-        if wrong is not None:
-            return wrong
+        notes, failure = check_few_blocks(training, device, progress)
+        if failure is not None:
+            return failure
         derived: dict[str, Any] = {}
         if workload.trace:
             progress("tracing fake tensors")
@@ -63,13 +63,13 @@ def measure_memory(configuration: dict[str, Any], progress: Progress) -> Outcome
         if training.cuda_graph == "on":
             # Warm-up was launched on a stream that no capture uses: its cuBLAS workspaces are in no captured step.
             free_gpu_memory()
-        counted = None
+        peaks_by_counter = None
         if device.type == "cuda":
             progress("counting peaks")
-            counted = counted_peaks(step)
+            peaks_by_counter = counted_peaks(step)
         progress("recording a step")
         timeline, history = record(step, follow_operations=not training.is_compiled)
-        peaks = counted or prediction.timeline_peaks(timeline)
+        peaks = peaks_by_counter or prediction.timeline_peaks(timeline)
         derived |= prediction.summary(workload, timeline, peaks, prediction.block_changes(timeline, step.block_names))
         if workload.snapshot is not None:
             progress("writing the snapshot")
@@ -105,14 +105,14 @@ def counted_peaks(step: MemoryStep) -> list[prediction.PhasePeak]:
     peaks = []
 
     @contextlib.contextmanager
-    def counted(name: str) -> Iterator[None]:
+    def phase_counter(name: str) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(step.device)
         yield
         allocated = torch.cuda.max_memory_allocated(step.device)
         peaks.append(prediction.PhasePeak(name, allocated, torch.cuda.max_memory_reserved(step.device)))
 
     step.release_graphs()
-    step.run_phases(counted)
+    step.run_phases(phase_counter)
     return peaks
 
 
@@ -149,34 +149,34 @@ class _Planner:
         # On a CPU, what torch computes there differs from the formulas, which are a GPU's.
         training = workload.training
         self._by_formula = training.memory_is_known and training.device != "cpu"
-        self._known: dict[tuple[MemoryWorkload, SettingChange | None], int | None] = {}
+        self._predictions: dict[tuple[MemoryWorkload, SettingChange | None], int | None] = {}
         self._traces = 0
         self._failed = ""
 
     def plan(self) -> dict[str, Any]:
         progress = self._progress
         progress("predicting the step as it is")
-        base = self._bytes(())
+        base = self._peak_bytes(())
         if base is None:
             raise CapabilityError(self._failed)
         changes = memory_changes.possible_changes(self._workload)
         peaks: dict[SettingChange, int] = {}
         for change in changes:
             progress(f"predicting {change.option}")
-            if (peak_bytes := self._bytes((change,))) is not None:
+            if (peak_bytes := self._peak_bytes((change,))) is not None:
                 peaks[change] = peak_bytes
         plan = () if base <= self._limit else self._cheapest(list(peaks))
         # What is held once a change and those before it are made.
         chosen = plan or ()
-        steps = [asdict(change) | {"peak_bytes": self._bytes(chosen[:i])} for i, change in enumerate(chosen, 1)]
+        steps = [asdict(change) | {"peak_bytes": self._peak_bytes(chosen[:i])} for i, change in enumerate(chosen, 1)]
         derived: dict[str, Any] = {
             "limit_bytes": self._limit,
             "base_bytes": base,
             "changes": [asdict(c) | {"peak_bytes": peak, "saved_bytes": base - peak} for c, peak in peaks.items()],
             "plan": None if plan is None else steps,
             "by_formula": self._by_formula,
-            "least_bytes": min((size for size in self._known.values() if size is not None), default=base),
-            "tried": len(self._known),
+            "least_bytes": min((size for size in self._predictions.values() if size is not None), default=base),
+            "tried": len(self._predictions),
         }
         if plan is not None:
             planned, ranks = self._changed(plan)
@@ -193,13 +193,14 @@ class _Planner:
     def _cheapest(self, changes: Sequence[SettingChange]) -> tuple[SettingChange, ...] | None:
         for plan in memory_changes.plans(changes):
             self._progress(f"trying {' '.join(change.option for change in plan)}")
-            size = self._bytes(plan)
+            size = self._peak_bytes(plan)
             if size is not None and size <= self._limit:
                 # More GPUs come last: everything else is one command's settings.
                 return tuple(sorted(plan, key=lambda change: change.setting == "ranks"))
         return None
 
-    def _bytes(self, plan: Sequence[SettingChange]) -> int | None:
+    def _peak_bytes(self, plan: Sequence[SettingChange]) -> int | None:
+        """Return a rank's peak, or None: changes exclude each other, no prediction, or :data:`MOST_TRACES` used up."""
         workload, ranks = self._changed(plan)
         # A shared step of a user's model takes one micro-batch.
         is_ours = self._workload.training.is_ours
@@ -208,9 +209,9 @@ class _Planner:
         if ranks is not None and is_ours:
             return memory_changes.sharded_bytes(workload, ranks)
         key = workload, ranks
-        if key not in self._known and self._traces < MOST_TRACES:
-            self._known[key] = self._predicted(workload, ranks)
-        return self._known.get(key)
+        if key not in self._predictions and self._traces < MOST_TRACES:
+            self._predictions[key] = self._predicted(workload, ranks)
+        return self._predictions.get(key)
 
     def _predicted(self, workload: MemoryWorkload, ranks: SettingChange | None) -> int | None:
         if self._by_formula:

@@ -256,8 +256,8 @@ def profile_shares(phases: Mapping[str, Callable[[], None]], device: torch.devic
     kernels, _ = _profile_events(phases, device)
     if not kernels:
         return None
-    wanted = (taxonomy.Category.MATMUL, taxonomy.Category.ATTENTION_SOFTMAX)
-    kinds: dict[str, list[tuple[int, int]]] = {name: [] for name in (*wanted, "other", taxonomy.Category.COMMUNICATION)}
+    listed = (taxonomy.Category.MATMUL, taxonomy.Category.ATTENTION_SOFTMAX)
+    kinds: dict[str, list[tuple[int, int]]] = {name: [] for name in (*listed, "other", taxonomy.Category.COMMUNICATION)}
     times: dict[str, list[int]] = {}
     for name, start, end in kernels:
         kind = taxonomy.category_of(name)
@@ -289,12 +289,12 @@ def _profile_events(
             marks.append(mark(on_gpu))
         synchronize(device)
         finish_communication()
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    device_type = DeviceType.CUDA if on_gpu else DeviceType.CPU
     # How the names of CPU events begin that only hand work to another thread, or wait in :func:`finish_communication`.
     kernels = [
         (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in profiler.profiler.kineto_results.events()
-        if event.device_type() == wanted
+        if event.device_type() == device_type
         and not event.name().startswith(("c10d::", "record_param_comms", "gloo:barrier"))
     ]
     return kernels, dict(zip(phases, [elapsed_ms(marks[0], end) for end in marks[1:]], strict=True))
@@ -327,8 +327,8 @@ def finish_communication() -> None:
 def _communication_timeline(
     compute: list[tuple[int, int]], communicate: list[tuple[int, int]], phases: dict[str, float]
 ) -> StepTimeline:
-    """From intervals in nanoseconds."""
-    both = covered([*compute, *communicate])
+    """Return the timeline of a step from its intervals in nanoseconds."""
+    busy = covered([*compute, *communicate])
     computing, communicating = covered(compute), covered(communicate)
     start = min(start for start, _ in [*compute, *communicate])
     end = max(end for _, end in [*compute, *communicate])
@@ -340,7 +340,7 @@ def _communication_timeline(
         phases,
         computing / 1e6,
         communicating / 1e6,
-        (computing + communicating - both) / 1e6,
+        (computing + communicating - busy) / 1e6,
     )
 
 

@@ -105,7 +105,7 @@ def check_gradients(workload: ParallelWorkload) -> GradientDifference:
     weights, gradients = dict(step.replica.whole_parameters()), mean_gradients(step.model, is_sharded=True)
     del step
     gc.collect()
-    expected_loss, expected = _alone(workload, weights, device)
+    expected_loss, expected = _gradients_of_one_process(workload, weights, device)
     relative = {name: _relative(gradient, expected[name], rows) for name, (gradient, rows) in gradients.items()}
     worst = max(relative, key=relative.__getitem__)
     return GradientDifference(loss, expected_loss, worst, relative[worst], workload.training.size.num_layers)
@@ -136,7 +136,7 @@ def _relative(gradient: Tensor | None, expected: Tensor, rows: range | None) -> 
     return relative_difference(*squares.sqrt().tolist())
 
 
-def _alone(
+def _gradients_of_one_process(
     workload: ParallelWorkload, weights: dict[str, Tensor], device: torch.device
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the whole batch, in fp32 arithmetic of PyTorch, a chunk at a time."""
@@ -165,14 +165,14 @@ def _alone(
     total = 0.0
     with attention_replaced(_attention_in_chunks):
         # One sequence after the other, so that one's activations exist at a time.
-        for tokens, wanted in zip(inputs, targets, strict=True):
+        for tokens, target_ids in zip(inputs, targets, strict=True):
             x = model.token_embeddings(tokens[None])
             for layer in model.layers:
                 x = keeping_input(layer, x)
             hidden = model.ln_final(x)[0]
             losses = [
                 keeping_input(lambda rows, ids: F.cross_entropy(model.lm_head(rows), ids, reduction="sum"), *chunk)
-                for chunk in zip(hidden.split(_TOKENS), wanted.split(_TOKENS), strict=True)
+                for chunk in zip(hidden.split(_TOKENS), target_ids.split(_TOKENS), strict=True)
             ]
             loss = torch.stack(losses).sum() / targets.numel()
             loss.backward()

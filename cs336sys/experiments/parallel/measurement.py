@@ -69,9 +69,9 @@ def measure_parallel_training(configuration: dict[str, Any], progress: Progress)
         progress(f"checking {workload.strategy} against one process")
         # Weights in half precision are rounded after every step, which hides errors: gradients are compared.
         check = gradients_outcome if workload.has_half_weights else _weights_outcome
-        right, wrong = check(ranks, workload)
-        if wrong is not None:
-            return wrong
+        right, failure = check(ranks, workload)
+        if failure is not None:
+            return failure
         _found_right[configuration_key(of_all_rounds)] = right
 
     has_baseline = workload.has_unsynchronized
@@ -306,9 +306,9 @@ def measure_board(configuration: dict[str, Any], progress: Progress) -> Outcome:
     progress("timing steps")
     measured: list[BoardMeasurement] = ranks.run(measure_board_on_rank, workload, trace_path(configuration))
     progress("checking the gradients of a few blocks against one process")
-    derived, wrong = gradients_outcome(ranks, workload)
-    if wrong is not None:
-        return wrong
+    derived, failure = gradients_outcome(ranks, workload)
+    if failure is not None:
+        return failure
     samples = slowest(measured)
     derived |= _board_derived(workload, measured, samples["wall"].median / 1e3)
     impossible = impossible_utilization(derived["hfu_percent"])

@@ -198,13 +198,13 @@ def has_room_alone(workload: ParallelWorkload) -> bool:
     training = workload.training
     if training.is_ours:
         checkpointing = "none" if kept_blocks(workload.checkpointing) is not None else workload.checkpointing
-        needed = replace(training, size=workload.share_size).predicted_peak(checkpointing).total
+        needed_bytes = replace(training, size=workload.share_size).predicted_peak(checkpointing).total
     else:
         # Weights, gradients and two states in fp32, and as much again for activations.
-        needed = 2 * 4 * 4 * (count_step(training).parameters or 0)
+        needed_bytes = 2 * 4 * 4 * (count_step(training).parameters or 0)
     # How much of a GPU's memory a model may be predicted to fill: allocators fragment it, and NCCL and cuBLAS take
     # some.
-    return needed < 0.9 * torch.cuda.get_device_properties(device).total_memory
+    return needed_bytes < 0.9 * torch.cuda.get_device_properties(device).total_memory
 
 
 def frees_memory(run: Callable[..., T]) -> Callable[..., T]:
@@ -340,9 +340,9 @@ def time_all_reduces(workload: ParallelWorkload) -> dict[int, float]:
 
 
 def _time_alone(launchers: Sequence[Callable[[], Any]], repetitions: int, device: torch.device) -> Samples:
-    alone = {"communication": functools.partial(communication.run_alone, launchers)}
+    phases = {"communication": functools.partial(communication.run_alone, launchers)}
     # Repetitions of the communication alone before it is timed.
-    return time_phases(alone, warmup=2, steps=repetitions, device=device)["communication"]
+    return time_phases(phases, warmup=2, steps=repetitions, device=device)["communication"]
 
 
 # Gloo ends a rank that receives more than it expects. Which of these its peer sees is a race: whether it had data left
@@ -381,10 +381,10 @@ def release_last_job(workload: ParallelWorkload) -> None:
     # torch compiles something else under its own wrappers (its DDP cuts graphs where buckets end), and for sharded
     # models, which compute without autocast.
     kind = workload.strategy_record.is_torchs if workload.uses_autocast else workload.strategy
-    wanted = f"{workload.unsynchronized} {kind}"
-    if _compiled_for != wanted:
+    key = f"{workload.unsynchronized} {kind}"
+    if _compiled_for != key:
         # It would import the compiler.
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()
-        _compiled_for = wanted
+        _compiled_for = key
     free_gpu_memory()

@@ -273,9 +273,7 @@ def context_parallel(workload: ParallelWorkload, device: torch.device, optimizer
 # The same for all cells of one default group.
 @functools.lru_cache(maxsize=1)
 def _own_group(default: dist.ProcessGroup, timeout_s: float, ranks: int) -> dist.ProcessGroup:
-    """This rank and its neighbours, on a communicator of their own: what attention waits for must not queue behind
-    gradients.
-    """
+    """Return this rank's group of neighbours, with a communicator of its own: attention must not wait for gradients."""
     options = None
     if dist.get_backend(default) == "nccl":
         # Attention's kernels fill the GPU: those of NCCL, which start with them, would wait for the first to end.

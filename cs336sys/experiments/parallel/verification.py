@@ -119,11 +119,11 @@ def _fitting_batch(workload: Workload, device: torch.device) -> Workload:
     while workload.size.num_layers > 1:
         if workload.is_ours:
             peak = plainly_trained(workload).predicted_peak()
-            needed = peak.total + 2 * peak.parameters
+            needed_bytes = peak.total + 2 * peak.parameters
         else:
             # Weights, gradients, two states and two copies more, in fp32; and as much again for activations.
-            needed = 2 * 6 * 4 * (count_step(workload).parameters or 0)
-        if needed < 0.9 * free:
+            needed_bytes = 2 * 6 * 4 * (count_step(workload).parameters or 0)
+        if needed_bytes < 0.9 * free:
             break
         workload = workload.with_layers(workload.size.num_layers // 2)
     return workload
@@ -256,9 +256,9 @@ class _Comparison:
     _rows: dict[str, slice] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._allowed = parallel_tolerance(self.workload)
+        self._tolerance = parallel_tolerance(self.workload)
         # Of none, where no gradients are compared.
-        self._gradients = TensorComparison({}, {}, {}, self._allowed)
+        self._gradients = TensorComparison({}, {}, {}, self._tolerance)
 
     def train(self) -> None:
         workload, trained = self.workload, self.reference.trained
@@ -271,7 +271,7 @@ class _Comparison:
         step = self._train(workload, compares=holds)
         weights, copies = step.weights(step.replica.whole_parameters())
         start = dict(starting_model(workload, self.device).named_parameters())
-        self._weights = TensorComparison(start, trained.weights, weights | copies, self._allowed)
+        self._weights = TensorComparison(start, trained.weights, weights | copies, self._tolerance)
         # No rounding explains a copy that differs from its weight.
         for name in copies:
             self._weights.far.pop(name, None)
@@ -291,23 +291,23 @@ class _Comparison:
         rank_gradients = mean_gradients(model, is_sharded=not self.workload.uses_autocast)
         expected, trained = {}, {}
         for name, (gradient, rows) in rank_gradients.items():
-            wanted = self.reference.trained.gradients.get(name)
+            whole = self.reference.trained.gradients.get(name)
             self._rows[name] = slice(None) if rows is None else slice(rows.start, rows.stop)
-            if wanted is not None:
-                expected[name] = wanted[self._rows[name]]
+            if whole is not None:
+                expected[name] = whole[self._rows[name]]
             if gradient is not None:
                 trained[name] = gradient.to_dense()
         values = (*expected.values(), *trained.values())
         if self.workload.training.scales_loss and not all(tensor.isfinite().all() for tensor in values):
             # Scaled, they may overflow in the first step, which is skipped then.
             return
-        self._gradients = TensorComparison({}, expected, trained, self._allowed)
+        self._gradients = TensorComparison({}, expected, trained, self._tolerance)
 
     def judge(self) -> WeightDifference:
         """The parameter that is farthest off, those aside that the rounding of one process explains."""
-        allowed, num_layers = self._allowed, self.workload.training.size.num_layers
+        allowed, num_layers = self._tolerance, self.workload.training.size.num_layers
         weights, gradients = self._weights, self._gradients
-        names = weights.explained(lambda name: (other.weights[name].cpu() for other in self._others()))
+        names = weights.explained(lambda name: (other.weights[name].cpu() for other in self._reordered_trainings()))
         difference = weights.farthest(num_layers, names)
         explained = gradients.explained(self._other_gradients)
         of_gradients = gradients.farthest(num_layers, explained)
@@ -335,12 +335,12 @@ class _Comparison:
 
     def _other_gradients(self, name: str) -> Iterator[Tensor]:
         """The rows of a gradient that one process has in other orders."""
-        for other in self._others():
+        for other in self._reordered_trainings():
             gradient = other.gradients.get(name)
             zeros = torch.zeros_like(self._gradients.far[name][0])
             yield zeros if gradient is None else gradient[self._rows[name]]
 
-    def _others(self) -> list[Trained]:
+    def _reordered_trainings(self) -> list[Trained]:
         reference = self.reference
         if reference.others is None:
             reference.others = []
@@ -350,7 +350,7 @@ class _Comparison:
                 if trained.start != reference.trained.start:
                     reference.is_repeatable = False
                     return reference.others
-                bound = max(MEAN_LOSS[reference.trained.losses[0].dtype], self._allowed / 10)
+                bound = max(MEAN_LOSS[reference.trained.losses[0].dtype], self._tolerance / 10)
                 if not abs(of_parts - whole) <= bound * abs(whole):
                     # Another sum, not the same one rounded otherwise.
                     reference.of_parts = of_parts

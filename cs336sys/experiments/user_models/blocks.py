@@ -22,8 +22,8 @@ def find_blocks(model: nn.Module, patterns: str | None) -> dict[str, nn.Module]:
         UserCodeError: no module has such a name.
     """
     if patterns is not None:
-        named, wanted = dict(model.named_modules()), patterns.split(",")
-        matching = {name: named[name] for name in named if any(_matches_pattern(name, part) for part in wanted)}
+        named, pattern_list = dict(model.named_modules()), patterns.split(",")
+        matching = {name: named[name] for name in named if any(_matches_pattern(name, part) for part in pattern_list)}
         if not matching:
             lists = {name.rpartition(".")[0] for name in named if name.rpartition(".")[2].isdigit()}
             listed = ", ".join(f"'{name}.*'" for name in sorted(lists)) or "none"
@@ -35,8 +35,8 @@ def find_blocks(model: nn.Module, patterns: str | None) -> dict[str, nn.Module]:
 
 
 def _matches_pattern(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.strip().split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+    parts, pattern_parts = name.split("."), pattern.strip().split(".")
+    return len(parts) == len(pattern_parts) and all(map(fnmatch.fnmatchcase, parts, pattern_parts))
 
 
 def _collect(module: nn.Module, name: str, by_class: dict[type[nn.Module], dict[str, nn.Module]]) -> None:

@@ -179,16 +179,16 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _start_alike(first: Tensor, second: Tensor, of_layers: Tensor, of_layers_again: Tensor) -> bool:
     """Return whether a tensor of two seeds is from the same distribution as it is where layers are filled."""
-    both = first, second, of_layers, of_layers_again
-    if len({(tensor.shape, tensor.dtype) for tensor in both}) > 1:
+    tensors = first, second, of_layers, of_layers_again
+    if len({(tensor.shape, tensor.dtype) for tensor in tensors}) > 1:
         return False
-    first, second, of_layers, of_layers_again = (tensor.resolve_conj() for tensor in both)
+    first, second, of_layers, of_layers_again = (tensor.resolve_conj() for tensor in tensors)
     is_fixed = _equal(first, second)
     if not (_equal(first, of_layers) & _equal(first, of_layers_again))[is_fixed].all():
         return False
     if is_fixed.all():
         return True
-    drawn = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in both]
+    drawn = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     if first.is_complex():
         is_fixed = is_fixed[..., None].expand_as(drawn[0])
     samples = [tensor.double()[~is_fixed] for tensor in drawn]

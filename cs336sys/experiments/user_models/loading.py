@@ -165,13 +165,13 @@ def copied_code() -> Iterator[None]:
     """
     names = [name for name in sys.modules if name.partition(".")[0] in _packages and _is_users(name)]
     modules = {name: sys.modules.pop(name) for name in names}
-    loaded, theirs, others = dict(_loaded), dict(_theirs), set(sys.modules)
+    loaded, theirs, modules_before = dict(_loaded), dict(_theirs), set(sys.modules)
     _loaded.clear()
     _theirs.clear()
     try:
         yield
     finally:
-        for name in set(sys.modules) - others:
+        for name in set(sys.modules) - modules_before:
             if _is_users(name):
                 del sys.modules[name]
         sys.modules.update(modules)
@@ -183,7 +183,7 @@ def copied_code() -> Iterator[None]:
 
 
 def _import_file(file: Path) -> ModuleType:
-    """As Python runs a program: what lies next to it can be imported, before packages that are installed.
+    """Import a file as Python runs a program: files next to it come before packages that are installed.
 
     Once it is imported its folder comes last, so that a file there stands in for nothing that this program, or a rank
     that it starts with the same path, imports later. It never comes before Python's own modules.

@@ -244,10 +244,10 @@ def shares_of(workload: VerifiedWorkload, program: Program, micro: int) -> list[
     """Cut a batch into micro-batches of data ranks, in the order of the ranks."""
     size, ranks = workload.training.size.batch_size, workload.data_ranks
     total = size - 1 if program.uneven else size
-    each = size // ranks // micro
+    share_size = size // ranks // micro
     shares = []
     for index in range(ranks * micro):
-        first, last = index * each, min((index + 1) * each, total)
+        first, last = index * share_size, min((index + 1) * share_size, total)
         shares.append(Share(*divmod(index, micro), (last - first) / total, slice(first, last)))
     return shares
 

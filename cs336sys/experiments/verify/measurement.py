@@ -160,10 +160,10 @@ class _Case:
         if outcome.derived.get("cause") == "raises" and self.training.dtype == torch.float64:
             # The wrap may be what computes in no float64.
             self.training = replace(self.training, dtype=torch.float32)
-            again = self._outcome_of(self.program)
-            if again.derived.get("cause") != "raises":
+            float32_outcome = self._outcome_of(self.program)
+            if float32_outcome.derived.get("cause") != "raises":
                 _float32_only.add(self.plain)
-                return again
+                return float32_outcome
         return outcome
 
     def _outcome_of(self, program: Program) -> Outcome:
@@ -187,7 +187,7 @@ class _Case:
             if program.start and any(report.is_sliced for report in reports):
                 reason = "its slices are of what each rank starts with: build all from one seed"
                 return _refused(reason, "does not apply")
-            return self._wrong(compared)
+            return self._wrong_outcome(compared)
         moments = [moment for record in compared.records for moment in record.moments.items()]
         seen = {name for (kind, _), tensors in moments if kind in ("start", "weight") for name in tensors}
         missing = sorted(reference.record.at("start", 0).keys() - seen)
@@ -242,9 +242,9 @@ class _Case:
             raise CapabilityError("ranks that torchrun started cannot be joined by others: run verify by itself")
         if len(workload.dimensions) > 1:
             raise CapabilityError("with several dimensions of the mesh there is no smaller one of its kind")
-        others = max(1, workload.world_size // 2)
-        smaller = replace(workload, world_size=others, mesh=next(iter(workload.dimensions)))
-        with launch.start(others, backend=self.backend, timeout_s=workload.timeout_s) as ranks:
+        rank_count = max(1, workload.world_size // 2)
+        smaller = replace(workload, world_size=rank_count, mesh=next(iter(workload.dimensions)))
+        with launch.start(rank_count, backend=self.backend, timeout_s=workload.timeout_s) as ranks:
             settings = replace(settings, saved_ranks=workload.world_size)
             loaded = ranks.run(train_on_rank, replace(training, workload=smaller), program, settings)
         self.workload = smaller
@@ -327,8 +327,8 @@ class _Case:
             return _refused("the wrap has no optimizer", "does not apply")
         if started_outside() is not None:
             return _refused("ranks that torchrun started cannot be joined by one alone: run verify by itself")
-        alone = replace(self.workload, world_size=1, mesh=next(iter(self.workload.dimensions)))
-        in_one_process = train_on_rank(replace(self.training, workload=alone), self.program, RankSettings())
+        one_rank_workload = replace(self.workload, world_size=1, mesh=next(iter(self.workload.dimensions)))
+        in_one_process = train_on_rank(replace(self.training, workload=one_rank_workload), self.program, RankSettings())
         model = build_subject(self.workload, self.program, torch.device("cpu"), self.training.dtype).model
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         diagnosis, not_compared = diagnose_groups(reports, in_one_process, shapes)
@@ -336,18 +336,18 @@ class _Case:
             not_compared.insert(0, f"the groups of one process, in which the wrap fails: {in_one_process.failure}")
         return self._agreed(diagnosis, not_compared)
 
-    def _wrong(self, compared: ComparedCase) -> Outcome:
+    def _wrong_outcome(self, compared: ComparedCase) -> Outcome:
         program, reference, reports = compared.program, compared.reference, compared.reports
         workload, is_loaded_by_others = self.workload, program.resume == "ranks"
         self.progress(f"{workload.case}: diagnosis")
         plain_diagnosis = _plain_step_diagnoses.get(replace(workload, case="step"))
-        again: list[RankReport] | Lost = []
+        watched_run: list[RankReport] | Lost = []
         if is_loaded_by_others:
             # Others than these have trained what was loaded: they show their precision in the plain step.
-            again = _Case(self.plain, self.folder, self.progress).run(PROGRAMS["step"], watch=True)
+            watched_run = _Case(self.plain, self.folder, self.progress).run(PROGRAMS["step"], watch=True)
         elif plain_diagnosis is None or workload.case == "late":
-            again = self.run(program, watch=True)
-        watched = [] if isinstance(again, Lost) else again
+            watched_run = self.run(program, watch=True)
+        watched = [] if isinstance(watched_run, Lost) else watched_run
         lower = {pair for report in (*reports, *watched) for pair in report.dtypes}
         if lower and reference.half is None:
             reference = self.training.in_half_precision(reference, program, _least_precise(lower))
@@ -368,8 +368,8 @@ class _Case:
         reports = lost.reports
         if lost.is_hang and not any(report.launches for report in reports):
             # That they hang is known; what they compile is in its caches by now.
-            again = self.run(program, watch=True, timeout_s=self.workload.timeout_s / 4)
-            reports = again.reports if isinstance(again, Lost) else tuple(again)
+            watched_run = self.run(program, watch=True, timeout_s=self.workload.timeout_s / 4)
+            reports = watched_run.reports if isinstance(watched_run, Lost) else tuple(watched_run)
         return _diagnosed(diagnose_lost_ranks(lost.reason, lost.is_hang, reports, line_of_wrap(self.workload)))
 
 

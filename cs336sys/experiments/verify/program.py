@@ -382,16 +382,16 @@ class Training:
             reference = Reference(records[0], records[1:], True)
         else:
             # Sequences of a batch look at each other, as in batch norm: ranks see their own shares.
-            again = self.train(program, list(reversed(by_rank)))
-            reference = Reference(records[1], [again], False)
+            reversed_record = self.train(program, list(reversed(by_rank)))
+            reference = Reference(records[1], [reversed_record], False)
         _references[key] = reference
         return reference
 
     def in_half_precision(self, reference: Reference, program: Program, half: torch.dtype) -> Reference:
         """The same reference, with one process that computes in ``half``, in parts or everything, as other orders."""
-        alone = program.trained_alone
+        one_process = program.trained_alone
         # autocast leaves float64 alone.
-        train = partial(replace(self, dtype=torch.float32).train, alone, shares_of(self.workload, alone, 1))
+        train = partial(replace(self, dtype=torch.float32).train, one_process, shares_of(self.workload, one_process, 1))
         if half == torch.float32:
             return replace(reference, others=[*reference.others, train()], half=half)
         others = [train(half=half)]

@@ -76,15 +76,15 @@ class OptimizerSpec:
 
 
 def _build(kind: Any, groups: list[dict[str, Any]]) -> Any:
-    taken = inspect.signature(kind).parameters
-    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
-    of_ranks = {name: value for name, value in _OF_RANKS.items() if name in taken}
-    of_ranks |= {name: dist.group.WORLD for name in GROUP_NAMES if name in taken and dist.is_initialized()}
+    parameters = inspect.signature(kind).parameters
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    of_ranks = {name: value for name, value in _OF_RANKS.items() if name in parameters}
+    of_ranks |= {name: dist.group.WORLD for name in GROUP_NAMES if name in parameters and dist.is_initialized()}
     try:
         if len(groups) == 1:
             # Some classes make groups themselves, of a list of parameters, and take only some settings of these.
             (group,) = groups
-            settings = {name: value for name, value in group["settings"].items() if takes_all or name in taken}
+            settings = {name: value for name, value in group["settings"].items() if takes_all or name in parameters}
             return kind(group["params"], **settings | of_ranks)
         return kind([{"params": group["params"], **group["settings"]} for group in groups], **of_ranks)
     except Exception as error:

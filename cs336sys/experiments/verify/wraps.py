@@ -108,17 +108,17 @@ def wrap(workload: VerifiedWorkload, model: nn.Module, mesh: DeviceMesh, learnin
 
 
 def _call_wrap(function: Callable[..., Any], model: nn.Module, mesh: DeviceMesh) -> Any:
-    others: list[inspect.Parameter] = []
+    parameters: list[inspect.Parameter] = []
     # Python does not know the parameters of some functions in C.
     with contextlib.suppress(ValueError):
-        others = list(inspect.signature(function).parameters.values())[1:]
+        parameters = list(inspect.signature(function).parameters.values())[1:]
     group = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
     values: dict[str, Any] = dict.fromkeys(GROUP_NAMES, group) | dict.fromkeys(_MESH_NAMES, mesh)
-    for parameter in others:
+    for parameter in parameters:
         if parameter.name in values:
             return function(model, **{parameter.name: values[parameter.name]})
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    takes_second = bool(others) and others[0].kind in kinds and others[0].default is inspect.Parameter.empty
+    takes_second = bool(parameters) and parameters[0].kind in kinds and parameters[0].default is inspect.Parameter.empty
     return function(model, mesh) if takes_second else function(model)
 
 

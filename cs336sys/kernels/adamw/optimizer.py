@@ -45,8 +45,9 @@ class SideStream:
 
     def __init__(self, device: torch.device, depth: int):
         self._depth = depth
+        # Of each piece of work: the event of its end (None on a CPU), and its tensors.
         self._held: deque[tuple[torch.cuda.Event | None, Sequence[Tensor]]] = deque()
-        self._pass = -1
+        self._pass = -1  # the id of the backward pass at whose end join() is queued
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def launch(self, run: Callable[[], object], tensors: Sequence[Tensor]) -> None:
@@ -62,7 +63,7 @@ class SideStream:
             done, _ = self._held.popleft()
             if done is not None:
                 torch.cuda.current_stream(done.device).wait_event(done)
-        # Freed earlier, the tensors' memory would be given to what the current stream computes next.
+        # Held until that work is done: else the allocator gives their memory to later work of the current stream.
         self._held.append((self._launch(run), tensors))
 
     def _launch(self, run: Callable[[], object]) -> torch.cuda.Event | None:
@@ -153,7 +154,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _forget(self) -> None:
-        self._rest = ParameterSet([])
+        self._outside_backward = ParameterSet([])
         self._in_backward: list[ParameterSet] = []
         self._clip: Tensor | None = None
         self._copies: dict[Tensor, Tensor] = {}
@@ -246,7 +247,7 @@ class AdamW(torch.optim.Optimizer):
                 f"for {tuple(parameter.shape)}, {parameter.stride()}, {parameter.device}"
             )
         self._copies[parameter] = copy
-        for part in (self._rest, *self._in_backward):
+        for part in (self._outside_backward, *self._in_backward):
             part.described = None
         copy.detach().copy_(parameter.detach())
 
@@ -287,8 +288,8 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         inside = {id(member.parameter) for part in self._in_backward for member in part.members}
-        self._rest.members = [member for member in self._members() if id(member.parameter) not in inside]
-        for part in (self._rest, *self._in_backward):
+        self._outside_backward.members = [member for member in self._members() if id(member.parameter) not in inside]
+        for part in (self._outside_backward, *self._in_backward):
             self._update(part)
         return loss
 

@@ -143,7 +143,7 @@ def flash_attention(
         RuntimeError: it is differentiated twice or in forward mode, or transformed by ``torch.func``.
     """
     query, key, value = _autocast(query, key, value)
-    implementation = _chosen_backend(implementation, query, float32_precision)
+    implementation = _resolved_implementation(implementation, query, float32_precision)
     if implementation == "reference":
         # In float32, because the logsumexp of half precision scores has their few digits.
         dtype = torch.promote_types(query.dtype, torch.float32) if return_logsumexp else None
@@ -224,7 +224,7 @@ def flash_attention_backward(
         ValueError, TypeError, CapabilityError: as in :func:`flash_attention`; also if ``grad_out``, ``logsumexp`` or
             ``delta`` do not fit the query.
     """
-    implementation = _chosen_backend(implementation, query, float32_precision)
+    implementation = _resolved_implementation(implementation, query, float32_precision)
     check_attention_inputs(query, key, value, for_kernel=implementation in ("auto", "triton", "hopper"))
     check_mask(window, is_causal)
     check_row_statistics(query, grad_out, logsumexp, delta)
@@ -254,8 +254,8 @@ def wait_until_compiled() -> None:
         native_call.library.wait()
 
 
-def _chosen_backend(implementation: str, query: Tensor, float32_precision: str | None) -> str:
-    """The implementation that is asked for; for "auto" one of the names or, for CUDA tensors, "auto" again."""
+def _resolved_implementation(implementation: str, query: Tensor, float32_precision: str | None) -> str:
+    """Return the implementation to call: "auto" stays "auto" for CUDA tensors, and is "tiled" for all others."""
     if implementation != "auto" and implementation not in IMPLEMENTATIONS:
         names = ", ".join(("auto", *IMPLEMENTATIONS))
         raise UsageError(f"attention implementation {implementation!r} does not exist: choose one of {names}")

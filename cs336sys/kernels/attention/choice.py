@@ -62,7 +62,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, options: Options) -> None:
 
 
 def _why_unavailable(query: Tensor) -> str | None:
-    """One sentence why these kernels cannot run on the device and dtype of ``query``, or None if they can."""
+    """Return why these kernels cannot run on the device and dtype of ``query``, a sentence, or None if they can."""
     if not query.is_cuda:
         if INTERPRETED and query.device.type == "cpu":
             return None

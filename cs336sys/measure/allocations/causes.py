@@ -40,6 +40,10 @@ _LEAST_LEAK, _LEAST_SHARE = 0.01, 0.10
 # state, which is made when a parameter first has a gradient.
 _LEAK_STEPS, _SURE_STEPS = 3, 5
 _COMPUTED = (FORWARD, USER)
+# Iterations take about equally many events, and at least some: the longest gap in medians, the shortest in events.
+_LONGEST_GAP, _LEAST_GAP = 1.5, 3
+# Parts of the iterations in which one of their lines runs (some are skipped), and of these lines that layers repeat.
+_LEAST_ITERATIONS, _LEAST_REPEATED = 0.8, 0.4
 
 _LOSS = re.compile(r"loss|cross_entropy|nll|log_softmax")
 # Functions of Python and of C++ (at::_ops::addmm::call) that multiply matrices, and that convert.
@@ -163,7 +167,7 @@ def _state_twice(moment: Moment) -> MemoryCause | None:
         gradients = [Counter(b.requested for b in made_gradients if b.start <= start < b.end) for start in starts]
         # State has the parameters' dtype, or fp32 for half precision.
         for ratio in (1, 2):
-            again = 0
+            copied_bytes = 0
             for size, count in sum(counts, Counter[int]()).items():
                 parameter = size // ratio
                 # A line that makes two moments makes twice as many as parameters have gradients.
@@ -172,9 +176,9 @@ def _state_twice(moment: Moment) -> MemoryCause | None:
                     for sizes, live in zip(counts, gradients, strict=True)
                 )
                 if parameters[parameter] and count >= 1.9 * moments * parameters[parameter]:
-                    again += size * sorted(sizes[size] for sizes in counts)[-2]
-            if again:
-                doubled += again
+                    copied_bytes += size * sorted(sizes[size] for sizes in counts)[-2]
+            if copied_bytes:
+                doubled += copied_bytes
                 calls |= {moment.line(stack)[0] for _, stack in sets}
                 break
     if doubled < max(1, _LEAST_LEAK * moment.size):
@@ -194,7 +198,7 @@ class _GrowingLine:
 
 def _growth_over_steps(moment: Moment) -> MemoryCause | None:
     steps = moment.inference.steps
-    for marks, is_proved in ((steps, True), (_loop(moment), False)):
+    for marks, is_proved in ((steps, True), (_loop_iterations(moment), False)):
         lines = _growing_lines(moment, marks)
         if sum(line.size for line in lines) >= max(1, _LEAST_LEAK * moment.size):
             return _grown(moment, lines, is_proved)
@@ -269,41 +273,55 @@ def _common_frames(stacks: Iterable[Sequence[Frame]]) -> list[Frame]:
     return [frames[0] for frames in takewhile(lambda frames: len(set(frames)) == 1, outward)][::-1]
 
 
-def _loop(moment: Moment) -> list[int]:
-    """Return where iterations of a loop around a model begin, between the steps around the moment.
+def _loop_iterations(moment: Moment) -> list[int]:
+    """Return the positions where iterations of a loop around a model begin, between the steps around the moment.
 
     A first forward pass repeats its layers, too. A loop around a model repeats lines that each repeat for every layer.
     """
-    steps, roles, stacks = moment.inference.steps, moment.inference.roles, moment.record.stacks
+    runs_of_line = _runs_by_line(moment)
+    regular = filter(_is_regular, runs_of_line.values())
+    iteration_starts = min(regular, key=lambda positions: (len(positions), positions[0]), default=[])
+    return iteration_starts if iteration_starts and _is_around_model(moment, iteration_starts, runs_of_line) else []
+
+
+def _runs_by_line(moment: Moment) -> dict[tuple[int, int], list[int]]:
+    """Return, by stack, the positions of allocations between the steps around the moment, but for the optimizer's."""
+    steps, roles = moment.inference.steps, moment.inference.roles
     step = bisect_right(steps, moment.position)
     since, until = steps[step - 1] if step else 0, steps[step] if step < len(steps) else moment.record.length + 1
-    starts: dict[tuple[int, int], list[int]] = defaultdict(list)
+    runs_of_line: dict[tuple[int, int], list[int]] = defaultdict(list)
     for block in sorted(moment.record.blocks, key=lambda block: block.start):
         if max(since, 1) <= block.start < until and roles[block.stack] not in (INITIAL, OPTIMIZER):
-            starts[block.stack, 0 if block.stack else block.size].append(block.start)
-    regular = [
-        positions
-        for positions in starts.values()
-        if len(positions) > _LEAK_STEPS
-        for gaps in [[later - earlier for earlier, later in pairwise(positions)]]
-        if max(gaps) <= 1.5 * median(gaps) and min(gaps) >= 3
-    ]
-    marks = min(regular, key=lambda positions: (len(positions), positions[0]), default=[])
-    if not marks:
-        return []
-    # How often each line ran in each iteration but the last, which may not be complete.
-    times = {
-        key: Counter(bisect_right(marks, start) for start in positions if marks[0] <= start < marks[-1])
-        for key, positions in starts.items()
+            # Blocks without a stack are told apart by size.
+            runs_of_line[block.stack, 0 if block.stack else block.size].append(block.start)
+    return runs_of_line
+
+
+def _is_regular(positions: Sequence[int]) -> bool:
+    """Return whether a line ran as an iteration's does: often enough, and at about equal distances of some events."""
+    gaps = [later - earlier for earlier, later in pairwise(positions)]
+    return len(positions) > _LEAK_STEPS and max(gaps) <= _LONGEST_GAP * median(gaps) and min(gaps) >= _LEAST_GAP
+
+
+def _is_around_model(
+    moment: Moment, iteration_starts: Sequence[int], runs_of_line: Mapping[tuple[int, int], Sequence[int]]
+) -> bool:
+    """Return whether iterations repeat many lines for every layer, and are not layers of one forward pass."""
+    first, last = iteration_starts[0], iteration_starts[-1]
+    # The last iteration may not be complete.
+    runs_per_iteration = {
+        key: Counter(bisect_right(iteration_starts, start) for start in positions if first <= start < last)
+        for key, positions in runs_of_line.items()
     }
-    often = {key: median(counts.values()) for key, counts in times.items() if len(counts) >= 0.8 * (len(marks) - 1)}
-    has_loss = any(_LOSS.search(frame.name) for stack, _ in often for frame in stacks[stack] if is_telling(frame))
-    inner = [key for key, count in often.items() if count >= (2 if has_loss else 3)]
-    shared = next(
-        (frame for frame in _common_frames(stacks[stack] for stack, _ in often if stack) if is_own(frame)), None
-    )
+    least = _LEAST_ITERATIONS * (len(iteration_starts) - 1)
+    typical_runs = {key: median(runs.values()) for key, runs in runs_per_iteration.items() if len(runs) >= least}
+    stacks = [moment.record.stacks[stack] for stack, _ in typical_runs if stack]
+    # A loss ends a model, so lines that run twice are those of two layers; without it they may be a layer's two norms.
+    has_loss = any(_LOSS.search(frame.name) for stack in stacks for frame in stack if is_telling(frame))
+    repeated_lines = [key for key, runs in typical_runs.items() if runs >= (2 if has_loss else 3)]
+    shared = next((frame for frame in _common_frames(stacks) if is_own(frame)), None)
     is_in_model = shared is not None and shared.name in ("forward", "__call__")
-    return [] if is_in_model or len(inner) < 0.4 * len(often) or not inner else marks
+    return not is_in_model and len(repeated_lines) >= max(_LEAST_REPEATED * len(typical_runs), 1)
 
 
 def _longer_than_before(moment: Moment) -> MemoryCause | None:
@@ -316,8 +334,8 @@ def _longer_than_before(moment: Moment) -> MemoryCause | None:
     ratio = _common_ratio(_largest_of_lines(moment, start), [_largest_of_lines(moment, 1, start)])
     blocks = [moment.record.blocks[index] for index in moment.live]
     activations = sum(block.size for block in blocks if block.start >= start and moment.role(block) in _COMPUTED)
-    more = int(activations * (1 - 1 / ratio))
-    return MemoryCause("longer batch", more, ratio=ratio) if more >= max(1, _LEAST_LEAK * moment.size) else None
+    size = int(activations * (1 - 1 / ratio))
+    return MemoryCause("longer batch", size, ratio=ratio) if size >= max(1, _LEAST_LEAK * moment.size) else None
 
 
 def longer_ratio(moment: Moment, others: Sequence[Moment]) -> float:
@@ -411,13 +429,13 @@ def _half_logits(moment: Moment) -> MemoryCause | None:
                 copies[copy.stack] = True
             elif not following and line is not None and is_own(line):
                 copies.setdefault(copy.stack, False)
-    counted = [
+    blocks = [
         block for block in products if block.stack in copies and (block.start == last or block.end > moment.position)
     ]
-    size = sum(block.size for block in counted if block.start <= last)
-    if not counted or size < _LEAST_SHARE * moment.size:
+    size = sum(block.size for block in blocks if block.start <= last)
+    if not blocks or size < _LEAST_SHARE * moment.size:
         return None
-    return MemoryCause("fp32 logits", size, moment.line(counted[0].stack)[0], all(copies[b.stack] for b in counted))
+    return MemoryCause("fp32 logits", size, moment.line(blocks[0].stack)[0], all(copies[b.stack] for b in blocks))
 
 
 # What to mend first comes first.

@@ -79,12 +79,12 @@ def diagnose_memory(source: str, record: DeviceRecord) -> MemoryDiagnosis:
         by_category[inference.categories[index]] += record.blocks[index].size
     codes = [code_of(stack) for stack in record.stacks]
     operations = [operation_of(stack) for stack in record.stacks]
-    counted: Counter[tuple[int, str, str, str]] = Counter()
+    kind_counts: Counter[tuple[int, str, str, str]] = Counter()
     for index in live:
         block = record.blocks[index]
         named = inference.name_of(block) if inference.is_recorded else (codes[block.stack], operations[block.stack])
-        counted[block.size, inference.categories[index], *named] += 1
-    kinds = [Kind(size, count, *rest) for (size, *rest), count in counted.items()]
+        kind_counts[block.size, inference.categories[index], *named] += 1
+    kinds = [Kind(size, count, *rest) for (size, *rest), count in kind_counts.items()]
     kinds.sort(key=lambda kind: (-kind.total, -kind.size, kind.code))
     segments = record.segments_at(record.entries[position] if failure is None else failure.entry)
     free = free_pieces([record.blocks[index] for index in live], segments, None if failure is None else failure.stream)
@@ -112,8 +112,8 @@ def longer_batch(diagnoses: Sequence[MemoryDiagnosis]) -> tuple[str, MemoryCause
         ]
         ratio = longer_ratio(diagnosis.moment, [other.moment for other in others])
         if others and ratio > 1:
-            more = max(0, int(diagnosis.size - median(other.size for other in others)))
-            longer.append((diagnosis.name, MemoryCause("longer batch", more, ratio=ratio)))
+            added_bytes = max(0, int(diagnosis.size - median(other.size for other in others)))
+            longer.append((diagnosis.name, MemoryCause("longer batch", added_bytes, ratio=ratio)))
     return max(longer, key=lambda candidate: candidate[1].ratio, default=None)
 
 

@@ -219,15 +219,15 @@ class Inference:
             if block.start == 0 and self.categories[index] == "unknown" and block.end > self._record.length:
                 by_size[block.requested].append(index)
         # A temporary can be as large as a gradient: most sizes say how many blocks there are for each parameter.
-        times = Counter(len(by_size[size]) // count for size, count in gradients.items() if size in by_size)
-        each = max((number for number in times if number), key=lambda number: times[number], default=1)
+        counts = Counter(len(by_size[size]) // count for size, count in gradients.items() if size in by_size)
+        copies = max((number for number in counts if number), key=lambda number: counts[number], default=1)
         for size, count in gradients.items():
             same = by_size.get(size, [])
-            if each == 1 and len(same) > count:
+            if copies == 1 and len(same) > count:
                 # As many as most sizes have are there, and others that sizes do not tell from them.
                 continue
-            if same and len(same) % each == 0:
-                count = len(same) // each
+            if same and len(same) % copies == 0:
+                count = len(same) // copies
             for index in same[:count]:
                 self.categories[index] = "parameters"
             whole = len(same) // count * count

@@ -79,8 +79,8 @@ def _installed_profilers(name: str, patterns: Sequence[str]) -> list[Path]:
     paths = {path for root in INSTALL_ROOTS for pattern in patterns for path in Path(root).glob(pattern)}
     versions = {path: re.search(r"20\d\d\.[\d.]+", str(path)) for path in paths}
     numbers = {path: re.findall(r"\d+", match[0]) if match else [] for path, match in versions.items()}
-    others = sorted(paths, key=lambda path: list(map(int, numbers[path])), reverse=True)
-    return [Path(on_path), *others] if on_path else others
+    newest_first = sorted(paths, key=lambda path: list(map(int, numbers[path])), reverse=True)
+    return [Path(on_path), *newest_first] if on_path else newest_first
 
 
 def check_nsys() -> list[Check]:

@@ -40,16 +40,16 @@ PROBE_TIMEOUT_S = 60.0
 
 
 def check_python() -> Check:
-    version, wanted = platform.python_version(), _supported_python()
-    if wanted.contains(version, prereleases=True):
+    version, supported = platform.python_version(), _supported_python()
+    if supported.contains(version, prereleases=True):
         return Check("Python", version)
     fix = "Make an environment with a newer Python: `uv venv --python 3.12`."
-    return Check("Python", f"{version}, supported is {wanted}", "missing", fix)
+    return Check("Python", f"{version}, supported is {supported}", "missing", fix)
 
 
 def check_torch() -> Check:
-    wanted = required("torch", by="cs336sys")
-    fix = f'`python -m pip install "torch{wanted}"`.'
+    supported = required("torch", by="cs336sys")
+    fix = f'`python -m pip install "torch{supported}"`.'
     version = installed_version("torch")
     if version is None:
         return Check("torch", "not installed", "missing", fix)
@@ -58,22 +58,22 @@ def check_torch() -> Check:
     except Exception as error:
         # A broken installation fails in many ways (a missing library, a clash of versions), and this is to name it.
         return Check("torch", f"{version}, import fails: {error}", "missing", f"Install it again: {fix}")
-    if not wanted.contains(version, prereleases=True):
-        return Check("torch", f"{version}, supported is {wanted}", "missing", fix)
+    if not supported.contains(version, prereleases=True):
+        return Check("torch", f"{version}, supported is {supported}", "missing", fix)
     return Check("torch", version)
 
 
 def check_triton() -> Check:
     """Triton's version against cs336sys's requirement and against the version that this torch was built with."""
     version = installed_version("triton")
-    wanted, pinned = required("triton", by="cs336sys"), required("triton", by="torch")
+    supported, pinned = required("triton", by="cs336sys"), required("triton", by="torch")
     if platform.system() != "Linux" and version is None:
         return Check("Triton", f"not on {platform.system()}", "warn", "Use Linux, or WSL2: `wsl --install`.")
-    fix = f'`python -m pip install "triton{pinned or wanted}"`.'
+    fix = f'`python -m pip install "triton{pinned or supported}"`.'
     if version is None:
         return Check("Triton", "not installed", "missing", fix)
-    if not wanted.contains(version, prereleases=True):
-        return Check("Triton", f"{version}, supported is {wanted}", "missing", fix)
+    if not supported.contains(version, prereleases=True):
+        return Check("Triton", f"{version}, supported is {supported}", "missing", fix)
     if not pinned.contains(version, prereleases=True):
         return Check("Triton", f"{version}, this torch wants {pinned}", "warn", fix)
     return Check("Triton", f"{version}, {'as this torch wants' if pinned else 'this torch names none that it needs'}")
@@ -136,7 +136,7 @@ def _compiler(variable: str, *names: str) -> str | None:
 
 
 def check_attention() -> list[Check]:
-    """Say whether calls of the attention kernels run in C++, which costs the CPU less, and whose settings they have."""
+    """Report whether attention calls run in C++, which costs the CPU less, and whether measured settings are kept."""
     import torch
 
     if not torch.cuda.is_available():
@@ -146,6 +146,7 @@ def check_attention() -> list[Check]:
     output = run_tool(python_module(module), timeout_s=PROBE_TIMEOUT_S, starts_others=True)
     if not output:
         return [Check("attention calls", "no answer", "warn", f"See the whole error: `python -m {module}`.")]
+    # By name: [state, fix or None].
     answers = json.loads(output.splitlines()[-1])
     return [Check(name, state, "ok" if fix is None else "warn", fix) for name, (state, fix) in answers.items()]
 

@@ -32,7 +32,7 @@ from cs336sys.parallel.checkpoint_state import (
     as_dtensor,
     by_first_name,
     differences,
-    is_cut,
+    is_elementwise,
     load_named_state,
     named_groups,
     require_same_groups,
@@ -253,7 +253,7 @@ def _sharded_optimizer_state(sharded: FSDP, optimizer: torch.optim.Optimizer) ->
     state: dict[str, Any] = {"optimizer_groups": groups}
     for name, (shard, parameter) in by_first_name(sharded.held_parameters()).items():
         for key, value in optimizer.state.get(shard, {}).items():
-            if parameter is not None and is_cut(key, value):
+            if parameter is not None and is_elementwise(key, value):
                 value = as_dtensor(value, parameter.shape, 0, sharded.group)
             else:
                 require_plain(f"{key} of {name}", value)
@@ -278,7 +278,7 @@ def _room_for(sharded: FSDP, current: Mapping[str, Any], saved: Metadata, *, wit
             continue
         key, _, name = key_and_name.partition("/")
         shard, parameter = parameters[name]
-        if parameter is not None and is_cut(key, torch.empty(entry.size, device="meta")):
+        if parameter is not None and is_elementwise(key, torch.empty(entry.size, device="meta")):
             new = torch.empty_like(shard, dtype=dtype, requires_grad=False)
             room[saved_key] = as_dtensor(new, parameter.shape, 0, sharded.group)
         else:

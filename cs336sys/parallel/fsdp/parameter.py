@@ -134,7 +134,7 @@ class ShardedParameter:
         self._compute_dtype = compute_dtype
         self.kept: Tensor | None = None
         # What the gradient of the shard was when the last one was kept, and whether it is a view of those kept.
-        self._seen: tuple[Tensor, int] | None = None
+        self._seen_gradient: tuple[Tensor, int] | None = None
         self._shows_kept = False
         self._is_guarded = False
 
@@ -144,7 +144,7 @@ class ShardedParameter:
         Args:
             gather: called when an operation needs the rows, and nobody has gathered them.
         """
-        each = rows_per_rank(self.shape[0], self.group.size())
+        row_count = rows_per_rank(self.shape[0], self.group.size())
         padded = memory.view(self.gathered_dtype).view(-1, *self.shape[1:])
         # .data has a version counter of its own, so autograd does not see that its saved tensors are filled again.
         self._rows_of_all = padded.data[: self.shape[0]]
@@ -157,7 +157,7 @@ class ShardedParameter:
             return full
 
         self.stand_in = StandIn.of(full, self.names[0], gathered)
-        return padded[self.group.rank() * each :][: len(self.rows)]
+        return padded[self.group.rank() * row_count :][: len(self.rows)]
 
     @property
     def gathered_dtype(self) -> torch.dtype:
@@ -209,9 +209,9 @@ class ShardedParameter:
     def gather_whole(self, rows_of_rank: Tensor | None = None) -> Tensor:
         """All rows in new memory: of the shard, or of what is cut like it. Every rank must call it."""
         rows_of_rank = self.shard.detach() if rows_of_rank is None else rows_of_rank
-        each, rank = rows_per_rank(self.shape[0], self.group.size()), self.group.rank()
-        padded = rows_of_rank.new_zeros((self.group.size() * each, *self.shape[1:]))
-        padded[rank * each :][: len(self.rows)] = rows_of_rank
+        row_count, rank = rows_per_rank(self.shape[0], self.group.size()), self.group.rank()
+        padded = rows_of_rank.new_zeros((self.group.size() * row_count, *self.shape[1:]))
+        padded[rank * row_count :][: len(self.rows)] = rows_of_rank
         gather = SliceGather([padded.view(-1)], self.names[0], self.group)
         gather.start()
         gather.wait()
@@ -239,14 +239,14 @@ class ShardedParameter:
             # The shard shows its rows, so that whoever drops gradients drops those kept.
             self.shard.grad = self.kept[self.rows.start : self.rows.stop]
             self._shows_kept = True
-        self._seen = self.shard.grad, self.shard.grad._version
+        self._seen_gradient = self.shard.grad, self.shard.grad._version
 
     def take_kept(self) -> Tensor | None:
         """Remove and return the sum of the gradients kept, unless they were dropped or set to zero since."""
         self._drop_zeroed()
         if self._shows_kept:
             self.shard.grad = None
-        kept, self.kept, self._seen, self._shows_kept = self.kept, None, None, False
+        kept, self.kept, self._seen_gradient, self._shows_kept = self.kept, None, None, False
         return kept
 
     @property
@@ -257,9 +257,9 @@ class ShardedParameter:
 
     def _drop_zeroed(self) -> None:
         """Forget the gradients kept if the gradient of the shard was dropped or set to zero since."""
-        if self._seen is None:
+        if self._seen_gradient is None:
             return
-        gradient, version = self._seen
+        gradient, version = self._seen_gradient
         if self.shard.grad is gradient and gradient._version == version:
             return
         if self.shard.grad is not None and (self.shard.grad is not gradient or gradient.any()):
@@ -269,7 +269,7 @@ class ShardedParameter:
             )
         if self._shows_kept and self.shard.grad is not None:
             self.shard.grad = torch.zeros_like(self.shard)
-        self.kept, self._seen, self._shows_kept = None, None, False
+        self.kept, self._seen_gradient, self._shows_kept = None, None, False
 
 
 def hook_refusal(name: str) -> UsageError:

@@ -323,16 +323,16 @@ class UnitRunner(SynchronizationSwitch):
 
     def _use(self, unit: ShardedUnit, meanwhile: ShardedUnit | None = None) -> None:
         """Gather a unit and those expected after it; start to reduce ``meanwhile`` before waiting for the unit."""
-        wanted: list[ShardedUnit] = []
+        upcoming: list[ShardedUnit] = []
         if self._order is not None:
             self._order.use(unit)
-            wanted = self._order.upcoming(self._prefetch)
-        for other in self._ahead.difference(wanted, (unit,)):
+            upcoming = self._order.upcoming(self._prefetch)
+        for other in self._ahead.difference(upcoming, (unit,)):
             self._free(other)
         unit.gather()
         # A wanted unit that is gathered, but was not ahead, is in use: it is around this one.
-        self._ahead = {other for other in wanted if other in self._ahead or not other.is_gathered}
-        for other in wanted:
+        self._ahead = {other for other in upcoming if other in self._ahead or not other.is_gathered}
+        for other in upcoming:
             other.gather()
         if meanwhile is not None:
             self._reduce(meanwhile)
@@ -506,7 +506,7 @@ class _Arrival:
 
 
 def _left_since(left: Sequence[Tensor], unit: ShardedUnit, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Those tensors that this call has computed: they are no inputs, and no earlier call of the unit has left them."""
+    """Return the tensors that this call computed: no inputs, and none that an earlier call of the unit has left."""
     input_ids = {id(tensor) for tensor in inputs}
     return [
         tensor

@@ -126,21 +126,21 @@ def _check_world_size(world_size: int, backend: str, timeout_s: float, outside: 
         raise UsageError(f"world size {world_size}: {outside.world_size} ranks were started, ask for those")
 
 
-def _check_gpus(needed: int, backend: str) -> None:
+def _check_gpus(rank_count: int, backend: str) -> None:
     gpus = torch.cuda.device_count()
-    if backend == "nccl" and needed > gpus:
+    if backend == "nccl" and rank_count > gpus:
         raise CapabilityError(
-            f"{needed} ranks on this machine: NCCL needs a GPU for each and torch sees {gpus}; "
+            f"{rank_count} ranks on this machine: NCCL needs a GPU for each and torch sees {gpus}; "
             "choose a smaller world size or backend gloo"
         )
 
 
-def _check_memory(needed: int) -> None:
+def _check_memory(rank_count: int) -> None:
     """Refuse what would only end when the machine has no memory left for anybody."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed * _RANK_BYTES > memory:
+    if rank_count * _RANK_BYTES > memory:
         raise CapabilityError(
-            f"{needed} ranks on this machine: each is a process of at least {_RANK_BYTES / 1e9:g} GB, and it has "
+            f"{rank_count} ranks on this machine: each is a process of at least {_RANK_BYTES / 1e9:g} GB, and it has "
             f"{memory / 1e9:.0f} GB; choose a smaller world size"
         )
 

@@ -91,13 +91,13 @@ class ParameterPartition:
         They do not count changes as the parameters do: what arrives is counted when it is launched.
         A parameter stays where it is if it has gaps in memory, or if one placed after it would not be aligned.
         """
-        together: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+        members_by_owner: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
         for parameter in parameters:
             if is_dense(parameter) and parameter.numel() % ALIGNMENT == 0:
-                together.setdefault((self._owners[parameter], parameter.dtype), []).append(parameter)
+                members_by_owner.setdefault((self._owners[parameter], parameter.dtype), []).append(parameter)
             else:
                 yield parameter.data, self._owners[parameter]
-        for (owner, _), members in together.items():
+        for (owner, _), members in members_by_owner.items():
             if len(members) == 1:
                 yield members[0].data, owner
                 continue
@@ -172,7 +172,7 @@ class LocalOptimizer:
 
     def take_state(self, state: Mapping[Any, State], names: Mapping[nn.Parameter, str]) -> None:
         """Replace the state by that of each parameter in ``state``; who has none there begins anew."""
-        taken = {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
+        new_state = {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
         for parameter, name in names.items():
             tensor = self._partition.local(parameter)
             if tensor is None or not state.get(parameter):
@@ -184,8 +184,8 @@ class LocalOptimizer:
                         f"the state {key} of {name} is {tuple(value.shape)}, and this rank updates {len(tensor)} of "
                         "its elements: load a whole state by load_state_dict()"
                     )
-            taken[tensor] = state[parameter]
-        self._optimizer.state = defaultdict(dict, taken)
+            new_state[tensor] = state[parameter]
+        self._optimizer.state = defaultdict(dict, new_state)
 
     def step(self, groups: Sequence[Group], arguments: Mapping[str, Any]) -> None:
         """Update the local tensors with the options of the groups, and copy options that the step changes back."""

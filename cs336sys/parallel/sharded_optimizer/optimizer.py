@@ -147,14 +147,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # What is known of the module: its parameters and buffers, by id, and those that are in no group.
         self._held: HeldParameters | None = None
         self._broadcast: dict[int, Tensor] = {}
-        self._others: list[tuple[str, nn.Parameter]] = []
-        self._take_module()
+        self._outside_groups: list[tuple[str, nn.Parameter]] = []
+        self._take_up_module()
         self._shard(self.param_groups)
         self._local = LocalOptimizer(optimizer_cls, options, self.param_groups, self._partition)
         self.defaults = self._local.defaults
         self._linked_members: list[list[int]] = []
         self._link_state()
-        self._link()
+        self._note_linked()
         if module is not None:
             self.overlap_with(module)
 
@@ -183,10 +183,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except Exception:
             del self.param_groups[count:]
             raise
-        self._take_module()
+        self._take_up_module()
         self._shard(self.param_groups[count:])
         self._local.add_group(self.param_groups[-1])
-        self._link()
+        self._note_linked()
 
     def refresh(self) -> None:
         """Take up parameters that were unfrozen, put into a group, or added to ``module`` or removed from it.
@@ -204,11 +204,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._refuse_removed()
             lines += self._describe()
             self._take_state()
-        self._take_module()
+        self._take_up_module()
         self._shard(self.param_groups)
         self._local.take_members(self.param_groups, self._scalars(self.param_groups))
+        # Entries may be others although they are as many: take_members() cuts the states of unfrozen parameters.
         self._link_state()
-        self._link()
+        self._note_linked()
 
     def overlap_with(self, module: nn.Module) -> None:
         """Let :meth:`step` return before updated parameters have arrived; parts of ``module`` wait when they run.
@@ -335,7 +336,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # A class may raise on the ranks alone that update something: collectives of the others must meet theirs.
             with torch.no_grad():
                 self._partition.publish()
-        self._link()
+        self._note_linked()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -404,7 +405,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._slices is not None:
                 self._slices.load_masters({parameters[i]: s[MASTER] for i, s in states.items() if MASTER in s})
         self._link_state()
-        self._link()
+        self._note_linked()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -429,7 +430,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._addresses |= {parameter: parameter.data_ptr() for parameter in trained.values()}
         self._frozen = [parameter for parameter in self._parameters if parameter not in self._addresses]
 
-    def _take_module(self) -> None:
+    def _take_up_module(self) -> None:
         """Overwrite what the module has and did not have before with rank 0's, and take note of its parameters."""
         if self._module is None:
             return
@@ -442,7 +443,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._partition.exchange.overlap_with(self._module)
         self._held = HeldParameters(self._module)
         self._held_names = dict(self._module.named_parameters(remove_duplicate=False))
-        self._others = [(n, p) for n, p in self._module.named_parameters() if p not in in_groups]
+        self._outside_groups = [(n, p) for n, p in self._module.named_parameters() if p not in in_groups]
 
     def _describe(self) -> list[str]:
         lines = describe_groups(self.param_groups)
@@ -456,7 +457,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._held is not None:
             self._held.require_unchanged()
         if self._slices is not None:
-            for name, parameter in self._others:
+            for name, parameter in self._outside_groups:
                 is_trained = parameter.grad is not None and parameter._version != self._versions.get(name)
                 if is_trained and not is_synchronized(parameter):
                     raise UsageError(
@@ -528,12 +529,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UsageError(f"{method}() needs flat=True; otherwise call {method}() of the data parallel wrapper")
         return self._slices
 
-    def _link(self) -> None:
-        """Let ``state`` show the state that the local optimizer keeps, by parameter; and note what users may change."""
+    def _note_linked(self) -> None:
+        """Note what users may change: options, members and tensors outside of groups; link state that was added."""
         if len(self._local.state) != len(self.state):
             self._link_state()
         self._linked_options = list(map(options_now, self.param_groups))
-        self._versions = {name: parameter._version for name, parameter in self._others}
+        self._versions = {name: parameter._version for name, parameter in self._outside_groups}
         members = list(map(_members, self.param_groups))
         if members != self._linked_members:
             self._linked_members = members
@@ -546,6 +547,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._link_state()
 
     def _link_state(self) -> None:
+        """Let ``state`` show the state that the local optimizer keeps, by parameter, and note which entries it has."""
         self.state = defaultdict(dict, self._local.state_of(self._parameters))
         self._linked_state = _identities(self.state)
 

@@ -23,7 +23,7 @@ from cs336sys.parallel.checkpoint_state import (
     Entries,
     by_first_name,
     differences,
-    is_cut,
+    is_elementwise,
     load_named_state,
     named_groups,
     require_same_groups,
@@ -77,7 +77,7 @@ def save_checkpoint(
     for name, (tensor, slices) in updated.items():
         whole = _whole_tensor(tensor.detach(), name, slices, shared)
         state = {
-            key: _whole_tensor(value, name, slices, shared) if is_cut(key, value) else value
+            key: _whole_tensor(value, name, slices, shared) if is_elementwise(key, value) else value
             for key, value in states.get(name, {}).items()
         }
         if is_first:
@@ -131,7 +131,7 @@ def load_checkpoint(
     if optimizer is not None:
         state = {
             name: {
-                key: _part(value, name, updated[name][1], shared) if is_cut(key, value) else value
+                key: _part(value, name, updated[name][1], shared) if is_elementwise(key, value) else value
                 for key, value in values.items()
             }
             for name, values in saved["optimizer"].items()

@@ -58,13 +58,13 @@ def require_same_results(
         if cuda_devices:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(0)
-        refusal = _try(model, group, tensor_group, initialize, device)
+        refusal = _trial_refusal(model, group, tensor_group, initialize, device)
     refusal = next((of_rank for of_rank in gather_objects(refusal, group) if of_rank), None)
     if refusal is not None:
         raise UsageError(refusal)
 
 
-def _try(
+def _trial_refusal(
     model: nn.Module,
     group: dist.ProcessGroup,
     tensor_group: TensorGroup,
@@ -73,16 +73,13 @@ def _try(
 ) -> str | None:
     """Run the trial, and return why the model is refused; None if it computes the same."""
     try:
-        trial, numbers = _trial_of(model, initialize, device)
-        # Two short sequences, without the first token of any rank where there are others.
-        vocabulary, ranks = len(trial.get_parameter("token_embeddings.weight")), tensor_group.size
-        first = {own_part(vocabulary, rank, ranks).start for rank in range(ranks)}
-        choices = torch.tensor([token for token in range(vocabulary) if token not in first] or [0])
-        tokens = choices[torch.randint(len(choices), (2, ranks if ranks > 3 else 2 * ranks))].to(device)
+        trial, block_numbers = _trial_of(model, initialize, device)
+        vocabulary = len(trial.get_parameter("token_embeddings.weight"))
+        tokens = _trial_tokens(vocabulary, tensor_group.size).to(device)
         gradient = torch.randn(*tokens.shape, len(trial.get_parameter("lm_head.weight")), device=device)
         versions = {name: parameter._version for name, parameter in trial.named_parameters()}
         expected = _run_trial(trial, tokens, gradient, tensor_group, None)
-        # As nn.Embedding(max_norm=) does: of a row that stands in for others, too.
+        # nn.Embedding(max_norm=) changes rows in the forward pass, those that stand in for other tokens, too.
         changed = [name for name, parameter in trial.named_parameters() if parameter._version != versions[name]]
     except Exception as error:
         return (
@@ -104,17 +101,26 @@ def _try(
         return None
     parts = name.split(".")
     if parts[0] == "layers":
-        name = ".".join(("layers", str(numbers[int(parts[1])]), *parts[2:]))
+        name = ".".join(("layers", str(block_numbers[int(parts[1])]), *parts[2:]))
     return (
         f"{name} computes something else where {tensor_group.size} tensor parallel ranks share its layers, in a trial "
         "with random weights: let it compute each head, inner feature and token by itself, or choose FSDP"
     )
 
 
+def _trial_tokens(vocabulary: int, ranks: int) -> Tensor:
+    """Return two short random sequences, (2, S), without the tokens of ranks' first rows if there are others."""
+    # A first row stands in for the tokens of other ranks; _run_trial() tries it by the embedding alone.
+    stand_in_rows = {own_part(vocabulary, rank, ranks).start for rank in range(ranks)}
+    choices = torch.tensor([token for token in range(vocabulary) if token not in stand_in_rows] or [0])
+    # At least 4 tokens, and as many for each rank, which may share the sequence.
+    return choices[torch.randint(len(choices), (2, ranks if ranks > 3 else 2 * ranks))]
+
+
 def _trial_of(
     model: Any, initialize: Callable[[nn.Module], None] | None, device: torch.device
 ) -> tuple[nn.Module, list[int]]:
-    """A copy of the model with random weights and one block of each kind, and the numbers of these blocks."""
+    """Return a copy of the model with random weights and one block of each kind, and the numbers of these blocks."""
     kinds: dict[Any, int] = {}
     for number, block in enumerate(model.layers):
         kinds.setdefault(_block_kind(block), number)

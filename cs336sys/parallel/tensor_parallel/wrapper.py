@@ -97,7 +97,7 @@ class _PartialGradient:
     """
 
     def __init__(self, ranks: int):
-        self._others = (ranks - 1) / ranks
+        self._share_of_others = (ranks - 1) / ranks
         self._before: Tensor | None = None
         self.is_summed = self.is_captured = False
 
@@ -108,7 +108,7 @@ class _PartialGradient:
     def after_pass(self, parameter: Tensor) -> None:
         before, self._before, self.is_summed = self._before, None, False
         if before is not None and parameter.grad is not None:
-            parameter.grad.sub_(before, alpha=self._others)
+            parameter.grad.sub_(before, alpha=self._share_of_others)
         if parameter.is_cuda and torch.cuda.graphs.is_current_stream_capturing():
             self.is_captured = True
 

@@ -170,7 +170,7 @@ def plot_parallel(strategies: Sequence[str], layer: Layer, path: Path) -> None:
 
 
 def _draw_pass(drawing: "Axes", layer: Layer, which: str, curves: dict, counts: Sequence[float]) -> None:
-    """One strategy's pass: computing, each communication time, and the number of devices where they cross."""
+    """Draw one strategy's pass: computing, each communication time, and the number of devices where they cross."""
 
     def computing_ms(devices: float) -> float:
         return 1e3 * number_of(parallelism.layer_flops(layer, which, fsdp=devices) / layer.flops_per_s)

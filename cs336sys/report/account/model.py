@@ -167,11 +167,11 @@ def attention_tables(
     for implementation, head_dim in product(implementations, head_dims):
         rising = sorted(contexts)
         for shorter, context in zip([None, *rising], rising, strict=False):
-            needed = memory(implementation, context, head_dim)
+            needs = memory(implementation, context, head_dim)
             row: dict[str, Value] = {"implementation": implementation, "head_dim": head_dim, "context": context}
-            row |= {"held_gib": needed.held / GIB, "peak_gib": needed.peak / GIB, "fits": needed.peak <= capacity_bytes}
+            row |= {"held_gib": needs.held / GIB, "peak_gib": needs.peak / GIB, "fits": needs.peak <= capacity_bytes}
             if shorter is not None:
-                held_ratio = needed.held / memory(implementation, shorter, head_dim).held
+                held_ratio = needs.held / memory(implementation, shorter, head_dim).held
                 row |= {"context_ratio": context / shorter, "held_ratio": held_ratio}
             rows.append(row)
     columns = (

@@ -132,10 +132,10 @@ def measured_device_time(
         if cell.configuration.get("size") in SIZES and {"forward", "backward", "optimizer"} <= cell.samples.keys()
     ]
     if not steps:
-        more = "" if state_dtype == "fp32" else f" --optimizer adamw --state-dtype {state_dtype}"
+        state_options = "" if state_dtype == "fp32" else f" --optimizer adamw --state-dtype {state_dtype}"
         raise UsageError(
             f"--measured: no step in {precision} with state in {state_dtype} has the times of its forward, backward "
-            f"and optimizer; measure one with cs336sys bench --precision {precision}{more} --save bench.jsonl"
+            f"and optimizer; measure one with cs336sys bench --precision {precision}{state_options} --save bench.jsonl"
         )
     shape = ("d_model", "d_ff", "num_layers", "context")
     alike = [cell for cell in steps if all(cell.configuration.get(name) == getattr(size, name) for name in shape)]
@@ -325,18 +325,18 @@ def _verdict(cell: Cell, step_ms: float, overlapped_ms: float, in_turn_ms: float
         return "faster than its parts, although as much is computed: noise"
     if step_ms <= in_turn_ms * (1 + _TOLERANCE):
         return ""
-    alone = cell.samples.get("communication")
+    communication = cell.samples.get("communication")
     sent_ms = in_turn_ms - cell.samples["unsynchronized"].median
-    if alone is not None and alone.median - sent_ms > (step_ms - in_turn_ms) / 2:
+    if communication is not None and communication.median - sent_ms > (step_ms - in_turn_ms) / 2:
         return "calls: communication alone takes longer than its bytes at W"
     return "launches, or kernels that communication slows"
 
 
 def _sent_bytes(cell: Cell, workload: ParallelWorkload) -> float | None:
     """Return what a rank sends in a step: as counted, else by the formula, of data parallel ones of all-reduces."""
-    counted: Any = cell.derived.get("sent_bytes")
-    if counted:
-        return float(counted)
+    sent_bytes: Any = cell.derived.get("sent_bytes")
+    if sent_bytes:
+        return float(sent_bytes)
     if workload.strategy in DATA_PARALLEL_STRATEGIES:
         communicated = cell.derived.get("communicated_bytes")
         return None if not communicated else communicated * bus_factor("all_reduce", workload.world_size)

@@ -68,10 +68,11 @@ def scaling_table(simulated: Sequence[Simulated], simulation: Simulation, notes:
 def _scaling_row(
     scaling: str, count: int, fastest_steps: tuple[SimulatedStep, SimulatedStep] | None, simulation: Simulation
 ) -> dict[str, Value]:
+    """Return the row of the fastest step that fits: its parts, its rates, and what limits it."""
     row: dict[str, Value] = {"scaling": scaling, "devices": count}
     if fastest_steps is None:
         return row | {"limit": "no mesh of so many devices divides the batch, and the heads inside a node"}
-    step, unlimited = fastest_steps
+    step, ignoring_memory = fastest_steps
     context, capacity = simulation.size.context, simulation.cluster.memory_bytes
     tokens_per_s = step.batch_size * context / step.step_s
     # Tokens/s of as many devices that only compute, each at the rate of one alone, without optimizer and communication.
@@ -79,9 +80,9 @@ def _scaling_row(
     limit = step.limit
     if step.memory > capacity:
         limit = f"memory: no mesh fits into {capacity / GIB:.4g} GiB"
-    elif unlimited.step_s < step.step_s:
-        at_once = f"{1e3 * unlimited.step_s:.4g} ms, {unlimited.memory_gib:.4g} GiB"
-        limit = f"memory: {unlimited.mesh.text} at once: {at_once}"
+    elif ignoring_memory.step_s < step.step_s:
+        time_and_memory = f"{1e3 * ignoring_memory.step_s:.4g} ms, {ignoring_memory.memory_gib:.4g} GiB"
+        limit = f"memory: {ignoring_memory.mesh.text} at once: {time_and_memory}"
     row |= {"tokens_per_s": tokens_per_s, "efficiency_percent": 100 * tokens_per_s / ideal, "limit": limit}
     return row | fill_row(_COLUMNS, step) | {"tflops": simulation.flops_per_s(step) / 1e12}
 
@@ -119,7 +120,7 @@ def plot_simulated_scaling(simulated: Simulated, simulation: Simulation, path: P
 
 
 def _scaling_curves(steps: Mapping[int, SimulatedStep], simulation: Simulation) -> dict[str, dict[int, SimulatedStep]]:
-    """By name, the steps of each number of devices: the fastest that fits, and single strategies where they can."""
+    """Return, by name, steps by number of devices: the fastest that fits, and single strategies where they can."""
     widths = [tp for tp in (2, simulation.cluster.node_devices) if tp > 1]
     curves: dict[str, dict[int, SimulatedStep]] = {"fastest that fits": dict(steps), "ddp": {}, "fsdp": {}}
     curves |= {f"fsdp, tp={tp}": {} for tp in widths}

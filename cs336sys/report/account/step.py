@@ -155,8 +155,8 @@ def _terms_table(name: str, configuration: StepConfiguration, time: StepTime, ra
     if time.exposed_s:
         exposure = rates.exposures[configuration.exposure_name]
         share = time.exposed_s / time.communication_s
-        alone = f"bytes that a rank sends: alone {1e3 * time.communication_s:.1f} ms"
-        formula = f"{alone}, of which {share:.0%} makes the step longer"
+        sent_text = f"bytes that a rank sends: alone {1e3 * time.communication_s:.1f} ms"
+        formula = f"{sent_text}, of which {share:.0%} makes the step longer"
         add("communication", time.exposed_s, configuration.sent_bytes, "bytes/s", formula, exposure.bytes_per_s)
     waiting_s = time.step_s - time.gpu_s - time.exposed_s
     if waiting_s > 1e-9:

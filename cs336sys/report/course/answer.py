@@ -215,14 +215,14 @@ class Answer:
         self.measured_by(groups)
 
     def show_compared(
-        self, rows: Sequence[dict], table: str, title: str, settings: Sequence[str], phases: Sequence[str], *more: str
+        self, rows: Sequence[dict], table: str, title: str, settings: Sequence[str], phases: Sequence[str], *last: str
     ) -> None:
-        """Add a table of :func:`compared` rows with these columns ``more``, and name the invocations.
+        """Add a table of :func:`compared` rows with these columns ``last``, and name the invocations.
 
         Args:
             settings: columns that tell rows apart; a sentence for each value of the first says where it is faster.
         """
-        keys = [*settings, *(f"{phase}_{end}" for phase in phases for end in ("before_ms", "ms", "speedup")), *more]
+        keys = [*settings, *(f"{phase}_{end}" for phase in phases for end in ("before_ms", "ms", "speedup")), *last]
         columns = named_columns(**{key: "faster" if key.endswith("_speedup") else "" for key in keys})
         self.tables.append(Table(table, title, columns, rows))
         self.measured_by(row["group"] for row in rows)
@@ -282,8 +282,8 @@ def measured(
     def answered(answer: Answer) -> None:
         selections = [group.only(only) for group in answer.find(command, wanted(answer.handout), **required)]
         groups = [group for group in selections if group.cells]
-        more = facts(answer, groups) if groups else None
-        if more is None:
+        extra = facts(answer, groups) if groups else None
+        if extra is None:
             return
         for table, columns in tables.items():
             answer.show(groups, table, *columns, medians=medians, join=True, keep=keep)
@@ -292,7 +292,7 @@ def measured(
         joined = joined_selection(groups)
         tried = list(map(facts_of, joined.cells))
         if block:
-            answer.write(block, **{"cells": where(tried, status="ok"), "tried": tried, "rows": joined.rows, **more})
+            answer.write(block, **{"cells": where(tried, status="ok"), "tried": tried, "rows": joined.rows, **extra})
         answer.lack_unmeasured(label, tried, grid(answer.handout))
 
     return answered

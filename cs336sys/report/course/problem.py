@@ -145,11 +145,11 @@ def training_sweep(
     lists = {"mode": ("train",), "precision": ("fp32",), "compile": ("off",), **lists, "context": contexts or (512,)}
     cells = math.prod(map(len, lists.values()))
     # The settings that FLOPs and memory depend on; the others repeat these cells.
-    counted = [*product(*(lists[name] for name in ("size", "context", "mode", "precision")))]
+    counted_cells = [*product(*(lists[name] for name in ("size", "context", "mode", "precision")))]
     flops, peaks_gib = 0.0, []
-    for name, context, mode, precision in counted:
+    for name, context, mode, precision in counted_cells:
         size = choose_size(name, context=context)
-        flops += cells / len(counted) * model_flops(size, backward=MODES[mode].has_backward, causal=False)
+        flops += cells / len(counted_cells) * model_flops(size, backward=MODES[mode].has_backward, causal=False)
         peaks_gib.append(predicted_peak(size, precision, mode, "reference").total_gib)
     compiled = sum(mode != "off" for mode in lists["compile"]) * len(lists["size"])
     seconds = steps * flops / (target.tflops * 1e12 * _REACHED) + _START_S + _CELL_S * cells * ranks

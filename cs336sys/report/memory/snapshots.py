@@ -22,16 +22,16 @@ _CATEGORIES = {name: Column(f"{name.replace(' ', '_')}_bytes", name, "bytes") fo
 
 def snapshot_tables(diagnoses: Sequence[MemoryDiagnosis], top: int) -> list[Table]:
     """The verdict first; then causes and how sure they are, who holds what, the largest kinds."""
-    diagnosed = verdicts(diagnoses)
-    rows = [{"snapshot": verdict.diagnosis.name, "verdict": verdict.sentence} for verdict in diagnosed]
-    ordered = [verdict.diagnosis for verdict in diagnosed]
+    sorted_verdicts = verdicts(diagnoses)
+    rows = [{"snapshot": verdict.diagnosis.name, "verdict": verdict.sentence} for verdict in sorted_verdicts]
+    ordered = [verdict.diagnosis for verdict in sorted_verdicts]
     return [
         Table("verdict", "why memory ran out", (_SNAPSHOT, Column("verdict", "verdict")), rows),
-        *with_rows(_cause_table(diagnosed), _holders(ordered), _ranks_table(ordered), _kinds(ordered, top)),
+        *with_rows(_cause_table(sorted_verdicts), _holders(ordered), _ranks_table(ordered), _kinds(ordered, top)),
     ]
 
 
-def _cause_table(diagnosed: Sequence[Verdict]) -> Table:
+def _cause_table(sorted_verdicts: Sequence[Verdict]) -> Table:
     columns = (
         *named_columns("snapshot", "cause"),
         Column("certainty", "how sure"),
@@ -41,7 +41,7 @@ def _cause_table(diagnosed: Sequence[Verdict]) -> Table:
     )
     rows = [
         vars(cause) | {"snapshot": verdict.diagnosis.name, "cause": cause.name, "cause_bytes": cause.size}
-        for verdict in diagnosed
+        for verdict in sorted_verdicts
         for cause in verdict.causes
     ]
     return Table("causes", "causes, and how sure they are", columns, rows)

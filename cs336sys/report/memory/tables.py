@@ -146,33 +146,38 @@ def _peaks(cells: Sequence[Cell], run: Run | None) -> Table:
         *titles.GRAPH_COLUMNS,
         *named_columns("status"),
     )
-    rows = []
-    for cell in cells:
-        workload = _workload(cell)
-        row = cell.configuration | {"parameters": workload.training.parameters, "status": cell.status}
-        if workload.training.is_ours:
-            row["predicted_gib"] = workload.peak.total_gib
-        if cell.status == "ok":
-            row |= cell.derived | {"step_ms": cell.samples["step"]}
-            for phase in cell.derived["phases"]:
-                name = f"{phase['phase']}_gib"
-                row[name] = max(row.get(name, 0), phase["allocated"] / GIB)
-            if row["predicted_gib"] is not None:
-                row["predicted_over_measured"] = row["predicted_gib"] / row["peak_gib"]
-            if traced := cell.derived.get("traced"):
-                row["traced_gib"] = max(phase["allocated"] for phase in traced) / GIB
-        rows.append(row)
+    rows = list(map(_peak_row, cells))
     notes = [*titles.method_notes(cells), *titles.package_notes(cells, run), *_warnings(cells)]
     if any(row["status"] == "ok" and row["warmup"] == 0 and row["mode"] == "train" for row in rows):
         notes.append(
             "warm-up 0 measures the first step, in which the optimizer creates its state; the prediction and the "
             "trace describe a later step"
         )
-    if any(row.get("reserved_gib", 0) is None and row["precision"] != "fp32" for row in rows):
+    has_cpu_half = any(row.get("reserved_gib", 0) is None and row["precision"] != "fp32" for row in rows)
+    if has_cpu_half:
         notes.append(
             "On a CPU the loss in half precision holds an fp32 copy of the logits; the predictions are a GPU's."
         )
     return Table("memprof", titles.title("memprof", cells, run, MEMORY_SETTINGS, settings), columns, rows, notes)
+
+
+def _peak_row(cell: Cell) -> dict:
+    """Return a cell's settings and predicted peak and, if it was measured, its peak and those of its phases, in GiB."""
+    workload = _workload(cell)
+    row = cell.configuration | {"parameters": workload.training.parameters, "status": cell.status}
+    if workload.training.is_ours:
+        row["predicted_gib"] = workload.peak.total_gib
+    if cell.status != "ok":
+        return row
+    row |= cell.derived | {"step_ms": cell.samples["step"]}
+    for phase in cell.derived["phases"]:
+        name = f"{phase['phase']}_gib"
+        row[name] = max(row.get(name, 0), phase["allocated"] / GIB)
+    if row["predicted_gib"] is not None:
+        row["predicted_over_measured"] = row["predicted_gib"] / row["peak_gib"]
+    if traced := cell.derived.get("traced"):
+        row["traced_gib"] = max(phase["allocated"] for phase in traced) / GIB
+    return row
 
 
 def _warnings(cells: Sequence[Cell]) -> list[str]:
@@ -185,10 +190,10 @@ def _warnings(cells: Sequence[Cell]) -> list[str]:
                 "categories, allocations and pictures are incomplete; the peaks are not"
             )
             continue
-        listed = max(sum(phase[category] for category in MEMORY_CATEGORIES) for phase in phases)
-        counted = max(phase["allocated"] for phase in phases)
-        if abs(listed / counted - 1) > _COUNTER_TOLERANCE:
-            sum_gib, counter_gib = (format_quantity(size / GIB, "gib") for size in (listed, counted))
+        listed_bytes = max(sum(phase[category] for category in MEMORY_CATEGORIES) for phase in phases)
+        counter_bytes = max(phase["allocated"] for phase in phases)
+        if abs(listed_bytes / counter_bytes - 1) > _COUNTER_TOLERANCE:
+            sum_gib, counter_gib = (format_quantity(size / GIB, "gib") for size in (listed_bytes, counter_bytes))
             notes.append(
                 f"warning: {_workload(cell).name}: the recorded step's allocations add up to {sum_gib}, the allocator "
                 f"counted {counter_gib}"
@@ -234,7 +239,7 @@ def allocations_table(cells: Sequence[Cell], identity: Sequence[Column], top: in
 
 
 def _block_table(cells: Sequence[Cell], identity: Sequence[Column]) -> Table:
-    """One residual-stream activation, and what one block in the middle saves, frees and emits."""
+    """Return the table of a residual-stream activation, and of what a block in the middle saves, frees and emits."""
     columns = (
         *identity,
         *named_columns(stream_bytes="residual stream", stream_derivation="batch x context x d_model x bytes"),

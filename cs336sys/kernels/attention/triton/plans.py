@@ -43,7 +43,7 @@ def _block_dim(problem: AttentionProblem) -> int:
 
 
 def _tile_constants(problem: AttentionProblem, tile: TileSettings) -> dict[str, Any]:
-    """As :class:`TileConfig` names them."""
+    """Return the constants of a kernel by the names of :class:`TileConfig`."""
     return {
         "head_dim": problem.head_dim,
         "block_dim": _block_dim(problem),
@@ -305,7 +305,7 @@ class BackwardPlan(Plan):
         return *self._read_by_pass, statistics, grad_query_sum, *grads, grads[0]
 
     def _pass_descriptors(self, tile: TileSettings) -> list[Descriptors]:
-        """For what a pass reads: query, key, value, gradient of the output, statistics, and the sum of dQ if fused.
+        """Return a pass's inputs as descriptors: query, key, value, output gradient, statistics, sum of dQ if fused.
 
         Passes that are not prepared have no statistics and read the logsumexp and the output by address.
         """

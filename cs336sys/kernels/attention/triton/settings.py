@@ -151,7 +151,7 @@ def forward_settings(problem: AttentionProblem) -> ForwardSettings:
 
 
 def _num_splits(problem: AttentionProblem, tile: TileSettings) -> int:
-    """As many as leave the multiprocessors four programs each, below 2048 keys one; for half precision and long keys.
+    """Return the splits that leave a multiprocessor four programs, or one below 2048 keys; 1 for few keys and float32.
 
     Forward with 1, 2, 4 and 8 splits: 1x1x1024x64 0.0172, 0.0147, 0.0126, 0.0120; 1x1x4096x64 0.0441, 0.0295, 0.0221,
     0.0200; 1x1x8192x128 0.0938, 0.0668, 0.0496, 0.0617; 1x1x16384x128 0.2224, 0.1442, 0.1539, 0.1792;
@@ -162,9 +162,9 @@ def _num_splits(problem: AttentionProblem, tile: TileSettings) -> int:
     if problem.capability is None or problem.dtype == torch.float32 or num_keys < MIN_SPLIT_KEYS:
         return 1
     num_programs = problem.num_sequences * -(-problem.num_queries // tile.query_rows)
-    each = 4 if num_keys >= 2 * MIN_SPLIT_KEYS else 1
+    per_sm = 4 if num_keys >= 2 * MIN_SPLIT_KEYS else 1
     splits = 1
-    while splits < MAX_SPLITS and 2 * splits * num_programs <= each * problem.num_multiprocessors:
+    while splits < MAX_SPLITS and 2 * splits * num_programs <= per_sm * problem.num_multiprocessors:
         splits *= 2
     return splits
 
@@ -187,7 +187,7 @@ def _forward_tile(problem: AttentionProblem) -> TileSettings:
     if not tma or (_is_short(problem) and problem.head_dim <= 64):
         # 1x1x512x64: 0.0116, by tma 0.0119; 1x16x512x64: 0.0124, 0.0127.
         return TileSettings(64, 64, num_warps=4, num_stages=3 if problem.head_dim <= 64 else 2)
-    if _few_programs(problem, 128, each=2):
+    if _few_programs(problem, 128, per_sm=2):
         # 1x1x8192x64: 0.0794, by ptr 0.0867, 64x128 0.0955. 1x1x8192x128: 0.0931, by ptr 0.1155, 64x128 0.1143.
         # 1x1x32768x128: 0.544, 128x64 0.990. 1x4x8192x128: 0.146, 0.268. But 1x1x65536x64: 1.407, 64x128 1.189.
         # 1x1x512x128: 0.0131, by ptr with two stages 0.0170; 1x16x512x128: 0.0150, 0.0189.
@@ -227,7 +227,7 @@ def _float32_forward(problem: AttentionProblem) -> TileSettings:
     if _few_programs(problem, 64):
         # 1x1x8192x64: 0.3125, 32x64 0.3531, 64x64 0.5484. 1x1x1024x128: 0.0580, 32x32 0.1082.
         return TileSettings(16, 64, num_warps=4, num_stages=2)
-    if problem.head_dim <= 64 and _few_programs(problem, 64, each=2):
+    if problem.head_dim <= 64 and _few_programs(problem, 64, per_sm=2):
         # 1x16x1024x64: 0.073, 64x64 0.092.
         return TileSettings(32, 64, num_warps=4, num_stages=2)
     if problem.head_dim <= 64:
@@ -250,7 +250,7 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
     if problem.head_dim > 128:
         return _wide_backward(problem)
     by_pointers = TileSettings(64, 64, num_warps=4, num_stages=2)
-    few = _few_programs(problem, 128, each=2)
+    few = _few_programs(problem, 128, per_sm=2)
     if _is_short(problem):
         if problem.window is not None or problem.group_size > 1:
             # Not prepared, or with 64 keys, the passes would spill registers.
@@ -266,13 +266,13 @@ def backward_settings(problem: AttentionProblem, deterministic: bool) -> Backwar
     if problem.head_dim <= 32 and not deterministic:
         if not tma:
             # 1x1x8192x16: 0.0497.
-            return _fused_with_splits(problem, by_pointers, each=4)
+            return _fused_with_splits(problem, by_pointers, per_sm=4)
         # 1x1x8192x16: 0.046, without splits 0.118. 1x1x32768x16: 0.431, 0.691. With 32, 128 registers let four programs
         # share a multiprocessor. 1x1x16384x32: 0.155, 0.404. 1x1x32768x32: 0.516, 1.055. 1x1x65536x32: 1.962, three
         # stages without the limit 2.470. 1x16x4096x32: 0.156, with two splits 0.170, joint 0.174.
         limit = 128 if problem.head_dim > 16 and not _is_beyond_hopper(problem) else None
         tile = TileSettings(64, 64, num_warps=4, num_stages=2, use_tma=True, max_registers=limit)
-        return _fused_with_splits(problem, tile, each=6)
+        return _fused_with_splits(problem, tile, per_sm=6)
     if not tma:
         return joint(by_pointers)
     if few:
@@ -307,12 +307,12 @@ def _backward_by_registers(problem: AttentionProblem, deterministic: bool) -> Ba
     if problem.dtype == torch.float32:
         # On an H200, with the A100's tiles: 1x16x4096x64 2.309, joint 3.165; x128 8.560, 12.784; by ieee 22.41, 42.55.
         is_joint = deterministic or problem.capability == AMD
-        return joint(tile) if is_joint else _fused_with_splits(problem, tile, each=4)
+        return joint(tile) if is_joint else _fused_with_splits(problem, tile, per_sm=4)
     if _is_short(problem):
         # A single launch, as on the H200; with windows or groups D computed in the passes would spill registers.
         return joint(tile, prepared=problem.window is not None or problem.group_size > 1)
     if problem.head_dim <= 32 and not deterministic:
-        return _fused_with_splits(problem, TileSettings(64, 64, num_warps=4, num_stages=2), each=4)
+        return _fused_with_splits(problem, TileSettings(64, 64, num_warps=4, num_stages=2), per_sm=4)
     return joint(tile)
 
 
@@ -336,32 +336,32 @@ def _float32_backward(problem: AttentionProblem, deterministic: bool) -> Backwar
         # 1x1x1024x64: 0.0841, separate 0.1379. 1x1x8192x64: 0.837, 1.312. 1x1x8192x128: 1.752, 32x16 3.287.
         return joint(TileSettings(32, 32, num_warps=4, num_stages=1))
     if problem.head_dim <= 16:
-        return _fused_with_splits(problem, TileSettings(32, 64, num_warps=4, num_stages=1), each=4)
+        return _fused_with_splits(problem, TileSettings(32, 64, num_warps=4, num_stages=1), per_sm=4)
     if problem.head_dim <= 32:
         # 1x1x1024x32: 0.030, 32x32 without splits 0.105. 1x1x8192x32: 0.344, 0.883. 1x16x4096x32: 1.311, 2.113.
-        return _fused_with_splits(problem, TileSettings(32, 64, num_warps=4, num_stages=2), each=8)
+        return _fused_with_splits(problem, TileSettings(32, 64, num_warps=4, num_stages=2), per_sm=8)
     if problem.head_dim <= 64:
-        if _few_programs(problem, 64, each=4):
+        if _few_programs(problem, 64, per_sm=4):
             # 1x1x1024x64: 0.0352, joint 0.0840. 1x1x4096x64: 0.171, 0.414. 1x1x16384x64: 2.179, 3.070.
-            return _fused_with_splits(problem, TileSettings(32, 32, num_warps=4, num_stages=1), each=4)
+            return _fused_with_splits(problem, TileSettings(32, 32, num_warps=4, num_stages=1), per_sm=4)
         # 1x16x4096x64: 2.148, 32x32 2.309, joint 3.165.
         return fused(TileSettings(32, 64, num_warps=4, num_stages=1))
     # 1x1x1024x128: 0.055, without splits 0.139. 1x1x4096x128: 0.379, 0.593. 1x1x8192x128: 1.422 with two splits, 1.363.
     # 1x1x16384x128: 5.354, joint 6.252.
-    return _fused_with_splits(problem, TileSettings(32, 16, num_warps=4, num_stages=1), each=3)
+    return _fused_with_splits(problem, TileSettings(32, 16, num_warps=4, num_stages=1), per_sm=3)
 
 
-def _fused_with_splits(problem: AttentionProblem, tile: TileSettings, each: int) -> BackwardSettings:
-    """The fused form, with enough splits for ``each`` programs on every multiprocessor, as far as there are tiles."""
+def _fused_with_splits(problem: AttentionProblem, tile: TileSettings, per_sm: int) -> BackwardSettings:
+    """The fused form, with enough splits for ``per_sm`` programs on every multiprocessor, as far as there are tiles."""
     key_tiles = problem.num_key_sequences * -(-problem.num_keys // tile.key_rows)
     seen_by = min(problem.num_queries, tile.key_rows + (problem.window or problem.num_queries))
     query_tiles = -(-seen_by // tile.query_rows)
-    return fused(tile, min(query_tiles, -(-each * problem.num_multiprocessors // key_tiles)))
+    return fused(tile, min(query_tiles, -(-per_sm * problem.num_multiprocessors // key_tiles)))
 
 
-def _few_programs(problem: AttentionProblem, rows: int, each: int = 1) -> bool:
-    """Return whether tiles of this many rows give the multiprocessors fewer than ``each`` programs on average."""
-    return problem.num_sequences * -(-problem.num_queries // rows) < each * problem.num_multiprocessors
+def _few_programs(problem: AttentionProblem, rows: int, per_sm: int = 1) -> bool:
+    """Return whether tiles of this many rows give the multiprocessors fewer than ``per_sm`` programs on average."""
+    return problem.num_sequences * -(-problem.num_queries // rows) < per_sm * problem.num_multiprocessors
 
 
 def _is_short(problem: AttentionProblem) -> bool:
@@ -404,4 +404,4 @@ def candidates(settings_of: Callable[[AttentionProblem], Any], problem: Attentio
 def _with_tiles(settings: Any, change: Callable[[TileSettings], TileSettings]) -> Any:
     if isinstance(settings, ForwardSettings):
         return replace(settings, tile=change(settings.tile))
-    return replace(settings, passes=tuple(replace(each, tile=change(each.tile)) for each in settings.passes))
+    return replace(settings, passes=tuple(replace(part, tile=change(part.tile)) for part in settings.passes))

@@ -7,7 +7,6 @@ from cs336sys.report.course.answer import Answer, facts_of
 from cs336sys.report.course.evidence import cells_of, measured_of
 from cs336sys.report.course.problem import measurement, sized
 from cs336sys.report.course.problems.attention import flash_commands
-from cs336sys.results.model import Cell, Samples
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,9 @@ def training_step(answer: Answer) -> None:
     selections = answer.find_each("shard", size=("8b",), board=(True,)) or answer.find_each("shard", size=("8b",))
     # A later version is measured again with the same settings: the run with the best step counts, of those that follow
     # the handout's protocol if there are any.
-    measured = [(_steps_of(cell), cell, group) for group in selections for cell in group.measured]
+    measured = [
+        (cell.samples.get("wall", cell.samples["step"]), cell, group) for group in selections for cell in group.measured
+    ]
     by_protocol = [candidate for candidate in measured if sum(candidate[0].measured) >= _PROTOCOL_MS]
     keys = ("size", "world_size", "checkpointing", "state_dtype", "wall_ms", "median_ms", "step_ms", "mfu_percent")
     if measured:
@@ -99,10 +100,6 @@ def training_step(answer: Answer) -> None:
         answer.show([group], "shares")
         facts = {"best": best, "cell": facts_of(cell), "as_asked": as_asked}
         answer.write("code.training_step", is_by_protocol=bool(by_protocol), **facts)
-
-
-def _steps_of(cell: Cell) -> Samples:
-    return cell.samples.get("wall", cell.samples["step"])
 
 
 training_step_commands = sized(measurement("shard --size 8b --board --world-size 2", 300, gpus=2))

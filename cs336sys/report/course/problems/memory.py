@@ -5,9 +5,9 @@ from typing import Any
 
 from cs336sys.accounting.checkpointing import best_group_size, predicted_peak
 from cs336sys.accounting.one_device import checkpointing_answers, tensor_answers
-from cs336sys.report.course.answer import Answer, Settings, facts_of, measured
+from cs336sys.report.course.answer import Answer, facts_of, measured
 from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Selection, cells_of
-from cs336sys.report.course.problem import Command, Handout, Target, training_sweep
+from cs336sys.report.course.problem import Command, Target, training_sweep
 from cs336sys.sizes import SIZES, choose_size
 from cs336sys.workload import MemoryWorkload
 
@@ -20,15 +20,15 @@ _CALLED = {"train": "a training step", "forward": "inference"}
 _KINDS = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
 
 
-def _wanted(handout: Handout) -> Settings:
-    # Where the longest that a handout asks for does not fit, shorter ones say what does.
-    return {"size": (SIZE,), "context": {*handout.memory_contexts, 128, 256, 512}}
-
-
 def _profiled(block: str, tables: Mapping[str, Sequence[str]], *modes: str, precisions=("fp32",), **options: Any):
     """Answer with steps of the model that both handouts ask about, without checkpoints."""
     settings = {"checkpointing": ("none",), "mode": modes or (*_CALLED,), "precision": precisions}
-    options = {"wanted": _wanted, "required": {**PLAIN_OF_ANY_MODE, **settings}, **options}
+    # Where the longest context that a handout asks for does not fit, shorter ones say what does.
+    options = {
+        "wanted": lambda handout: {"size": (SIZE,), "context": {*handout.memory_contexts, 128, 256, 512}},
+        "required": {**PLAIN_OF_ANY_MODE, **settings},
+        **options,
+    }
     return measured("memprof", f"memory.{block}", tables, **options)
 
 
@@ -58,11 +58,11 @@ def _pairs(groups: list[Selection]) -> list[dict[str, Any]]:
     cells = {tuple(cell.configuration[name] for name in names): cell for cell in cells_of(groups)}
     pairs = []
     for mode, context in dict.fromkeys(key[:2] for key in cells):
-        both = {precision: cells.get((mode, context, precision)) for precision in ("fp32", "bf16")}
-        peaks = {precision: cell and cell.derived.get("peak_gib") for precision, cell in both.items()}
+        cell_pair = {precision: cells.get((mode, context, precision)) for precision in ("fp32", "bf16")}
+        peaks = {precision: cell and cell.derived.get("peak_gib") for precision, cell in cell_pair.items()}
         pair = {"mode": mode, "context": context, "has_peaks": all(peaks.values())}
         pair |= peaks if pair["has_peaks"] else {name: _predicted(context, name, mode) for name in peaks}
-        pairs += [pair | {"percent": 100 * abs(pair["bf16"] / pair["fp32"] - 1)}] if all(both.values()) else []
+        pairs += [pair | {"percent": 100 * abs(pair["bf16"] / pair["fp32"] - 1)}] if all(cell_pair.values()) else []
     return pairs
 
 

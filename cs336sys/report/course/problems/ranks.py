@@ -51,8 +51,8 @@ def _with_rates_of_median(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _grid(target: Target) -> list[Command]:
     planned: list[Command] = []
-    both = ("gloo", "nccl") if target.handout.year == 2025 else ("nccl",)
-    for backend in both if target.gpus else ("gloo",):
+    backends = ("gloo", "nccl") if target.handout.year == 2025 else ("nccl",)
+    for backend in backends if target.gpus else ("gloo",):
         # Ranks of Gloo share what there is, NCCL wants a GPU for each.
         ranks = [count for count in (2, 4, 6) if backend == "gloo" or count <= max(2, target.gpus)]
         gpus = 1 if backend == "gloo" else max(ranks)

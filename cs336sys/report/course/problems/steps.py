@@ -102,8 +102,8 @@ def compiled_model(answer: Answer) -> None:
     whole: list[Any] = where(rows, compile="model")
     if rows := whole or rows:
         title = "compiled model, and vanilla before it, medians of the same run"
-        more = ("step_before_std_ms", "step_std_ms", "peak_before_gib", "peak_gib")
-        answer.show_compared(rows, "compile", title, ("compile", "size", "precision"), phases, *more)
+        extra_columns = ("step_before_std_ms", "step_std_ms", "peak_before_gib", "peak_gib")
+        answer.show_compared(rows, "compile", title, ("compile", "size", "precision"), phases, *extra_columns)
         # The plan leaves the largest out: a plain step of it may not fit.
         *_, last_compiled, largest = sizes
         if where(rows, size=last_compiled) and not where(rows, size=largest):
