@@ -6,6 +6,8 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
+from cs336sys.triton_package import TritonFinder
+
 __version__ = "0.1.0"
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -22,6 +24,7 @@ class _OwnCoursePackage:
 
 
 sys.meta_path.append(_OwnCoursePackage)
+sys.meta_path.insert(0, TritonFinder)
 
 # Public names, and the modules that they are imported from when asked for. ``kernels`` is the package of kernels; the
 # function of the command is ``cs336sys.api.kernels``. The types are in ``__init__.pyi``.
@@ -40,8 +43,11 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
+        from cs336sys.workload.course_package import telling_import_errors
+
         # By name: the package itself is plain data, which knows neither commands nor experiments.
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        with telling_import_errors():
+            return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'cs336sys' has no attribute '{name}'")
 
 

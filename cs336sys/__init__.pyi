@@ -42,9 +42,10 @@ def bench(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[...,
     device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int]
     = (5,), steps: int = 10, mode: str | Iterable[str] = ['train'], rounds: int = 1, interleave: str | None = None,
     percentiles: float | Iterable[float] = [], baseline: str | None = None, plot: str | Path | None = None, dry_run:
-    bool = False, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float | None =
-    None, cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str |
-    Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
+    bool = False, force: bool = False, save: str | Path | None = None, track: str | Iterable[str] = (),
+    cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path | None
+    = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool
+    = False
 ) -> Results: ...
 def ddp(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, mode: str
     | Iterable[str] = ('naive', 'flat', 'overlap', 'bucketed', 'torch'), bucket_mb: str | float | Iterable[str |
@@ -61,10 +62,10 @@ def ddp(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., A
     Callable[..., Any] | Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str | Iterable[str] =
     ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',), device: str =
     'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int] = (5,), steps:
-    int = 10, rounds: int = 1, dry_run: bool = False, save: str | Path | None = None, track: str | Iterable[str] =
-    (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path |
-    None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide:
-    bool = False
+    int = 10, rounds: int = 1, dry_run: bool = False, force: bool = False, save: str | Path | None = None, track:
+    str | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None,
+    output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str
+    | None = None, wide: bool = False
 ) -> Results: ...
 def doctor(*, model: str | Callable[..., Any] | None = None, loss: str | Callable[..., Any] | None = None, batch:
     str | Callable[..., Any] | None = None, blocks: str | None = None, debug: bool = False, optimizer: str |
@@ -94,10 +95,10 @@ def losses(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[...
     Iterable[str] = ('reference',), optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] =
     ('course',), state_dtype: str | Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph:
     str | Iterable[str] = ('off',), device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str =
-    'step', steps: int = 300, learning_rate: float = 0.0003, weight_decay: float = 0.1, plot: str | Path | None =
-    None, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float | None = None,
-    cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str | Iterable[str]
-    = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
+    'step', steps: int = 300, learning_rate: float = 0.0003, weight_decay: float = 0.1, force: bool = False, plot:
+    str | Path | None = None, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float |
+    None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str |
+    Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
 ) -> Results: ...
 def memprof(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, from_:
     str | Path | Iterable[str | Path] = (), against: str | Path | Iterable[str | Path] = (), html: str | Path | None
@@ -112,10 +113,10 @@ def memprof(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..
     device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int]
     = [1], steps: int = 3, mode: str | Iterable[str] = ['train'], checkpoint: str | Iterable[str] = ('none',),
     micro_batches: int | Iterable[int] = (1,), plan: bool = False, memory: str | None = None, top: int = 5,
-    snapshot: str | Path | None = None, predict: bool = True, dry_run: bool = False, save: str | Path | None = None,
-    track: str | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None =
-    None, output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (),
-    sort: str | None = None, wide: bool = False
+    snapshot: str | Path | None = None, predict: bool = True, dry_run: bool = False, force: bool = False, save: str
+    | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float =
+    0.0, format: str | None = None, output: str | Path | None = None, table: str | Iterable[str] = (), columns: str
+    | Iterable[str] = (), sort: str | None = None, wide: bool = False
 ) -> Results: ...
 def nsys(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] | None = None, /, *, from_:
     str | Path | Iterable[str | Path] = [], range: str | Iterable[str] = [], size: str | Iterable[str] = (),
@@ -130,9 +131,9 @@ def nsys(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[..., 
     tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int] = (5,), steps: int = 5, mode: str |
     Iterable[str] = ['train'], compare_precision: bool = False, profiler: str | Iterable[str] = ('auto',), keep: str
     | Path | None = None, top: int = 5, full_names: bool = False, plot: str | Path | None = None, dry_run: bool =
-    False, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float | None = None,
-    cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str | Iterable[str]
-    = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
+    False, force: bool = False, save: str | Path | None = None, track: str | Iterable[str] = (), cell_timeout: float
+    | None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path | None = None, table: str |
+    Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool = False
 ) -> Results: ...
 def precision(*, precision: str | Iterable[str] = ['fp16', 'bf16'], device: str = 'auto', save: str | Path | None =
     None, format: str | None = None, output: str | Path | None = None, table: str | Iterable[str] = (), columns: str
@@ -153,10 +154,10 @@ def shard(model_or_size: str | Callable[..., Any] | Iterable[str | Callable[...,
     optimizer: str | Callable[..., Any] | Iterable[str | Callable[..., Any]] = ('course',), state_dtype: str |
     Iterable[str] = ('fp32',), update: str | Iterable[str] = ('step',), cuda_graph: str | Iterable[str] = ('off',),
     device: str = 'auto', seed: int = 0, tf32: bool = False, synchronize: str = 'step', warmup: int | Iterable[int]
-    = (5,), steps: int = 10, dry_run: bool = False, save: str | Path | None = None, track: str | Iterable[str] = (),
-    cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None, output: str | Path | None
-    = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str | None = None, wide: bool
-    = False
+    = (5,), steps: int = 10, dry_run: bool = False, force: bool = False, save: str | Path | None = None, track: str
+    | Iterable[str] = (), cell_timeout: float | None = None, cool_down: float = 0.0, format: str | None = None,
+    output: str | Path | None = None, table: str | Iterable[str] = (), columns: str | Iterable[str] = (), sort: str
+    | None = None, wide: bool = False
 ) -> Results: ...
 def trace(files: str | Path | Iterable[str | Path], /, *, against: str | Path | Iterable[str | Path] = (), step: str
     | None = None, top: int = 10, full_names: bool = False, roofline: bool = False, ceilings: str | Path | None =

@@ -23,7 +23,7 @@ from cs336sys.commands.options.effects import Effect, effect_of
 from cs336sys.commands.options.reading import types_in
 from cs336sys.commands.request import Request, keyword_of, values_of
 from cs336sys.commands.show import drawings, saved_presentations
-from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError, UsageError, did_you_mean
+from cs336sys.errors import INTERRUPTED, SENTENCES, TERMINATED, OutputError, UsageError, did_you_mean
 from cs336sys.processes import started_outside
 from cs336sys.report.outputs import check_plot
 from cs336sys.report.page import html_picture, html_table
@@ -34,6 +34,7 @@ from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Run, read_results
 from cs336sys.results.recording import recording
 from cs336sys.user_code import is_user_code
+from cs336sys.workload.course_package import telling_import_errors
 
 # The commands that are functions of their names, and what they take first, before their options.
 _TRAINING, _NOTHING, _FILES = "model_or_size", "", "files"
@@ -272,14 +273,15 @@ def run(request: Request, sources: Mapping[str, model.Results] = {}) -> Results:
     """
     with recording(sources) as record:
         try:
-            code = _ROOT.command.main(
-                list(request.command),
-                prog_name="cs336sys",
-                standalone_mode=False,
-                auto_envvar_prefix="CS336SYS",
-                obj=request,
-            )
-        except (UsageError, CapabilityError, OutputError) as error:
+            with telling_import_errors():
+                code = _ROOT.command.main(
+                    list(request.command),
+                    prog_name="cs336sys",
+                    standalone_mode=False,
+                    auto_envvar_prefix="CS336SYS",
+                    obj=request,
+                )
+        except SENTENCES as error:
             # Without the frames of typer and of the command.
             raise error.with_traceback(None) from None
         except Exception as error:

@@ -1,6 +1,8 @@
 """Errors that end a command early with one sentence instead of a traceback, and Ctrl-C and SIGTERM."""
 
+import traceback
 from collections.abc import Collection
+from pathlib import Path
 
 # 128 and the number of SIGINT, SIGPIPE and SIGTERM, as shells count.
 INTERRUPTED = 130
@@ -47,6 +49,10 @@ class ReaderLeft(OutputError):
     """Nobody reads standard output any more (``cs336sys ... | head -1``): the command ends without a word."""
 
     exit_code = READER_LEFT
+
+
+# Errors of one sentence that end a command.
+SENTENCES = (UsageError, CapabilityError, UserCodeError, OutputError)
 
 
 class Terminated(KeyboardInterrupt):
@@ -112,3 +118,19 @@ def a_value(value: object) -> str:
     """Name a value by its type, for messages: ``a list``, ``an Identity``, ``None``."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
+
+
+def lines_of(error: BaseException) -> list[tuple[Path, int]]:
+    """Return the files and lines that an error, and before it its causes, came through, the innermost last."""
+    cause = error.__cause__ or error.__context__
+    frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        frames.append((error.filename, error.lineno or 0))
+    lines = [(Path(name).absolute(), line) for name, line in frames if not name.startswith("<frozen")]
+    return [*lines_of(cause), *lines] if cause else lines
+
+
+def summary_of(error: BaseException) -> str:
+    """Return an error's type and the first line of its message."""
+    text = str(error.msg if isinstance(error, SyntaxError) else error)
+    return f"{type(error).__name__}: {next(iter(text.strip().splitlines()), 'no message')}"

@@ -30,9 +30,9 @@ class ModelSize(Configured):
     d_ff: int = _dimension(10**7, "Feed-forward width", header=None)
     num_layers: int = _dimension(1000, "Blocks", header=None)
     num_heads: int = _dimension(10**6, "Heads", header=None)
-    vocab_size: int = _dimension(10**9, "Vocabulary", 10_000, header="vocabulary", in_titles=True)
+    vocab_size: int = _dimension(10**9, "Vocabulary size", 10_000, header="vocabulary", in_titles=True)
     context: int = _dimension(10**9, "Context lengths", 512, several=True, in_titles=True)
-    batch_size: int = _dimension(10**12, "Sequences of all ranks", 4, several=True, header="batch", in_titles=True)
+    batch_size: int = _dimension(10**12, "Batch size of all ranks", 4, several=True, header="batch", in_titles=True)
     precision: str = setting("fp32", key=None)
 
     @property

@@ -3,6 +3,29 @@
 import functools
 import importlib.util
 import os
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+
+class TritonFinder:
+    """Turns whatever an import of Triton raises into an ImportError, which is all that torch is ready for."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: object = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path) if name == "triton" else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            try:
+                execute(module)
+            except Exception as error:
+                raise ImportError(f"{type(error).__name__}: {error}") from error
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 @functools.cache
@@ -14,8 +37,9 @@ def why_no_triton() -> str | None:
         import triton.language  # noqa: F401
     except Exception as error:
         # A broken installation fails in many ways: a missing library, a clash of versions.
-        cause = (str(error).splitlines() or ["no message"])[0]
-        return f"the package triton, whose import fails here ({type(error).__name__}: {cause}): install it again"
+        cause = error.__cause__ or error
+        message = (str(cause).splitlines() or ["no message"])[0]
+        return f"the package triton, whose import fails here ({type(cause).__name__}: {message}): install it again"
     return None
 
 

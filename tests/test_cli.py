@@ -1,3 +1,4 @@
+import ast
 import re
 import resource
 import subprocess
@@ -8,6 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import cs336sys
 from cs336sys import __version__
 from cs336sys.cli import COMMANDS, PANELS, app
 
@@ -83,7 +85,7 @@ def test_help_is_fast(arguments, limit_s, times_empty):
 @pytest.mark.parametrize("columns", [80, 100])
 def test_help_of_bench_fits_on_a_screen_in_named_panels(columns):
     shown = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": str(columns)}).stdout
-    assert len(shown.splitlines()) < 60
+    assert len(shown.splitlines()) < 70
     assert all(len(line) <= columns for line in shown.splitlines())
     rows = "\n".join(re.findall(r"^│ (-.+)", shown, flags=re.M))
     # What is said of an option stands on its line, but for the sizes with their numbers.
@@ -91,12 +93,12 @@ def test_help_of_bench_fits_on_a_screen_in_named_panels(columns):
     assert [row.split()[0] for row in longer] == ["--size"]
     for default in ("train", "off", "reference", "course", "fp32", "step", "5", "10", "1", "auto", "0"):
         assert f"[default: {default}]" in rows
-    # Some rows are of several options, and none is left out.
+    # Each option has a row of its own: two in a row look like aliases.
     root = typer.main.get_command(app)
     context = typer.Context(root, info_name="cs336sys")
     options = {option.opts[0] for option in root.get_command(context, "bench").get_params(context) if not option.hidden}
     assert len(options) > 40
-    assert {name for name in options if not re.search(rf"(^|,){name}[ ,]", rows, flags=re.M)} <= {"-h", "--help"}
+    assert {name for name in options if not re.search(rf"^{name}(,-o)? ", rows, flags=re.M)} <= {"-h", "--help"}
     for panel in ("Model", "What runs", "Measuring", "Output"):
         assert f"─ {panel} ─" in shown
     assert "small 129M" in shown
@@ -105,10 +107,14 @@ def test_help_of_bench_fits_on_a_screen_in_named_panels(columns):
     assert rule in " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
 
 
-def test_companions_with_defaults_of_their_own_have_rows_of_their_own():
-    shown = CliRunner().invoke(app, ["account", "parallel", "--help"], env={"COLUMNS": "80"}).stdout
-    assert re.search(r"^│ --d-model <int> .*\[default: 2560\]", shown, flags=re.M)
-    assert re.search(r"^│ --d-ff <int> .*\[default: ", shown, flags=re.M)
+def test_no_help_or_message_names_a_page_that_an_installation_lacks():
+    for path in Path(cs336sys.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        texts = [text for text in texts if isinstance(text, str) and text not in docstrings]
+        assert not [text for text in texts if "docs/" in text and ".md" in text], path
 
 
 def test_large_defaults_are_written_as_one_would_type_them():

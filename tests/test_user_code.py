@@ -117,7 +117,7 @@ def test_a_course_package_of_another_shape_is_one_sentence_and_makes_way_for_a_m
         package.require_needed()
     assert (
         "has no model.BasicsTransformerLM, model.Embedding, model.RMSNorm, model.scaled_dot_product_attention: take it "
-        "off PYTHONPATH and give its model by --model, see docs/your_model.md" in str(raised.value)
+        "off PYTHONPATH and give its model by --model (documentation: your_model)" in str(raised.value)
     )
     (theirs / "optimizer.py").unlink()
     with pytest.raises(UsageError, match="module optimizer"):

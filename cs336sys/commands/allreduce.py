@@ -9,7 +9,7 @@ from cs336sys.commands.options.bytes import byte_count
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import split_list
-from cs336sys.commands.options.training import DeviceOption, OptionGroup, setting_options
+from cs336sys.commands.options.training import DeviceOption, DryRunOption, OptionGroup, setting_options
 from cs336sys.commands.sweep.ranks import choose_world_sizes
 from cs336sys.commands.sweep.run import run_sweep, show_plan
 from cs336sys.errors import UsageError
@@ -59,7 +59,7 @@ def allreduce(
     timed: CollectiveOptions = CollectiveOptions(),
     device: DeviceOption = "auto",
     plot: Annotated[Path | None, writes_file(help="Draw time and bandwidth.")] = None,
-    dry_run: Annotated[bool, setting("--dry-run", help="Print cells and memory of tensors alone.")] = False,
+    dry_run: DryRunOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:

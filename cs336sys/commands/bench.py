@@ -10,7 +10,7 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import choice
-from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
+from cs336sys.commands.sweep.run import refuse_what_does_not_fit, run_sweep, show_plan
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, configuration_key
 from cs336sys.settings import MEASURING, OUTPUT
@@ -22,21 +22,23 @@ _COMPARED = tuple(name.replace("_", "-") for name in COMPARED_SETTINGS)
 def bench(
     training: options.TrainingOptions = options.TrainingOptions(),
     mode: options.ModesOption = ["train"],
-    rounds: Annotated[int, setting(help="Repeat the sweep so often.", min=1, rich_help_panel=MEASURING)] = 1,
+    rounds: Annotated[int, setting(help="Repeat the sweep this many times.", min=1, rich_help_panel=MEASURING)] = 1,
     interleave: Annotated[
-        str | None, choice(_COMPARED, "Alternate steps of its values: attention.", rich_help_panel=MEASURING)
+        str | None, choice(_COMPARED, "Alternate steps of this option's values: attention.", rich_help_panel=MEASURING)
     ] = None,
     percentiles: Annotated[
-        list[float], setting(help="Also these percentiles of steps: 50,90.", min=0, max=100, rich_help_panel=OUTPUT)
+        list[float],
+        setting(help="Show these percentiles of steps: 50,90.", min=0, max=100, rich_help_panel=OUTPUT),
     ] = [],
     baseline: Annotated[
         str | None,
-        setting(metavar="SETTING=VALUE", help="What speed-ups are over. Default: defaults.", rich_help_panel=OUTPUT),
+        setting(metavar="SETTING=VALUE", help="Base of speed-ups. Default: default settings.", rich_help_panel=OUTPUT),
     ] = None,
     plot: Annotated[
         Path | None, writes_file(help="Draw times by phase, and speed-ups.", rich_help_panel=OUTPUT)
     ] = None,
     dry_run: options.DryRunOption = False,
+    force: options.ForceOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -59,7 +61,7 @@ def bench(
         plan = partial(report.bench_plan, workloads, "bench", notes)
         show_plan("bench", plan, sweeping, output, training.device, plot=plot)
         return
-    tell_what_does_not_fit(workloads, training.device)
+    refuse_what_does_not_fit(workloads, training.device, force=force)
     if rounds > 1:
         # A round goes through all of them, so that what is compared is measured side by side.
         configurations = [

@@ -9,7 +9,7 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import choice
-from cs336sys.commands.sweep.run import in_rounds, run_sweep, show_plan, tell_what_does_not_fit
+from cs336sys.commands.sweep.run import in_rounds, refuse_what_does_not_fit, run_sweep, show_plan
 from cs336sys.settings import MEASURING
 from cs336sys.workload.parallel import DATA_PARALLEL_STRATEGIES, ParallelWorkload
 from cs336sys.workload.training import Workload
@@ -47,9 +47,10 @@ def ddp(
     data_parallel: DataParallelOptions = DataParallelOptions(),
     training: options.TrainingOptions = options.TrainingOptions(),
     rounds: Annotated[
-        int, setting(help="Repeat all cells, every second time backwards.", min=1, rich_help_panel=MEASURING)
+        int, setting(help="Repeat all cells this many times, in turns backwards.", min=1, rich_help_panel=MEASURING)
     ] = 1,
-    dry_run: Annotated[bool, setting("--dry-run", help="Print cells and memory of state alone.")] = False,
+    dry_run: options.DryRunOption = False,
+    force: options.ForceOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -70,7 +71,7 @@ def ddp(
         written = data_parallel.pictures | {"trace": data_parallel.trace}
         show_plan("ddp", lambda _: ddp_plan(chosen), sweeping, output, training.device, across_ranks=True, **written)
         return
-    tell_what_does_not_fit(chosen, training.device)
+    refuse_what_does_not_fit(chosen, training.device, force=force)
     measure = "cs336sys.experiments.parallel.measurement:measure_parallel_training"
     configurations = [workload.configuration() for workload in chosen]
     if rounds > 1:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def doctor(
     code: options.UserCodeOptions = options.UserCodeOptions(),
-    optimizer: Annotated[str, options.option_of(Workload, "optimizer", help="As of bench.")] = "course",
+    optimizer: Annotated[str, options.option_of(Workload, "optimizer", help="Optimizer, as in bench.")] = "course",
     ceilings: Annotated[
         Path | None,
         writes_file(help="Measure products, copies, launches and links of this GPU, and write them to this file."),

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from cs336sys import errors
 from cs336sys.processes import started_outside
 from cs336sys.report.outputs import writing_stdout
 from cs336sys.results.foreign import printable
+from cs336sys.workload.course_package import telling_import_errors
 
 
 def say(sentence: str) -> None:
@@ -27,11 +29,13 @@ def say(sentence: str) -> None:
 def exit_code_of(run: Callable[[], Any]) -> int:
     """Run a command to its end and return what it exits with, its error printed."""
     try:
-        with writing_stdout():
+        with writing_stdout(), telling_import_errors():
             code = run()
     except errors.ReaderLeft as left:
         return left.exit_code
-    except (errors.UsageError, errors.CapabilityError, errors.OutputError) as error:
+    except errors.SENTENCES as error:
+        if errors.DEBUG_VARIABLE in os.environ and error.__cause__ is not None:
+            traceback.print_exc()
         say(f"error: {error}")
         return error.exit_code
     except KeyboardInterrupt as interrupt:

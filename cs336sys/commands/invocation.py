@@ -15,42 +15,17 @@ from cs336sys.commands.options.reading import with_read_options
 from cs336sys.commands.request import Request, RequestParser
 from cs336sys.errors import UsageError, choose_from
 
-# Options that share a row of help, so that it fits on a screen: by the name of the first, and what it says of them.
-_TOGETHER = {
-    "--d-model": (("--d-ff",), "Model and inner width. Default: by size."),
-    "--num-layers": (("--num-heads",), "Blocks and heads. Default: by size."),
-    "--bf16": (("--fp16",), "Short for --precision bf16, --precision fp16."),
-    "--loss": (("--batch",), "Its loss, its batches: FILE.py:NAME, too."),
-    "--resume": (("--resume-any",), "Skip what --save has; any: however measured."),
-    "--cell-timeout": (("--cool-down",), "Limit of a cell; wait between cells."),
-    "--table": (("--columns",), "Only these tables; columns: size,step_ms."),
-}
 
-
-def in_fewer_rows(options: Sequence[Any]) -> list[Any]:
-    """The options as help shows them: companions in one row, no ``--no-`` next to a flag that is off, no ``--help``."""
-    by_name = {option.opts[0]: option for option in options if option.param_type_name == "option"}
-    within = {
-        companion: name
-        for name, (companions, _) in _TOGETHER.items()
-        for companion in companions
-        if name in by_name
-        and companion in by_name
-        and not any(option.show_default and option.default for option in (by_name[name], by_name[companion]))
-    }
+def shown_in_help(options: Sequence[Any]) -> list[Any]:
+    """The options as help shows them: no ``--no-`` next to a flag that is off, no ``--help``."""
     rows = []
     for option in options:
-        name = option.opts[0]
-        if name in within or "--help" in option.opts:
+        if "--help" in option.opts:
             continue
         shown = copy.copy(option)
         if getattr(option, "secondary_opts", None) and option.default is False:
             shown.secondary_opts, shown.show_default = [], False
-        companions = [companion for companion in within if within[companion] == name]
-        if companions:
-            shown.opts = [*option.opts, *companions]
-            shown.help = _TOGETHER[name][1]
-        if name in by_name:
+        if option.param_type_name == "option":
             # Beside the name, what the value is called costs its own width alone, and not that of a column.
             value = "" if option.is_flag else option.metavar or ""
             shown.opts, shown.metavar = [f"{','.join(shown.opts)} {value}".rstrip()], ""
@@ -72,7 +47,7 @@ class _OwnOptions:
 
         shown = copy.copy(self)
         shown.help = self.help or _docstring(self.callback.__module__, self.callback.__name__)
-        vars(shown)["get_params"] = lambda ctx: in_fewer_rows(self.get_params(ctx))
+        vars(shown)["get_params"] = lambda ctx: shown_in_help(self.get_params(ctx))
         # One space after a column: four of typer's six are empty in our rows.
         wide = rich_utils.STYLE_OPTIONS_TABLE_PADDING
         rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]  # rich takes four, too

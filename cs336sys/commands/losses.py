@@ -6,7 +6,7 @@ from typing import Annotated
 from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.sweep.run import run_sweep, tell_what_does_not_fit
+from cs336sys.commands.sweep.run import refuse_what_does_not_fit, run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.workload import LossWorkload
 from cs336sys.workload.profiling_options import text_digest
@@ -20,6 +20,7 @@ def losses(
     steps: Annotated[int, setting(help="Steps, each on a batch of its own.", min=1)] = 300,
     learning_rate: Annotated[float, options.option_of(LossWorkload, "learning_rate")] = 3e-4,
     weight_decay: Annotated[float, options.option_of(LossWorkload, "weight_decay")] = 0.1,
+    force: options.ForceOption = False,
     plot: Annotated[Path | None, writes_file(help="Draw the curves to this picture file.")] = None,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
@@ -38,7 +39,7 @@ def losses(
             raise UsageError(f"--text {path}: the results file separates files by commas; rename this one")
     workloads = training.workloads(warmup=[0], steps=steps)
     paths = ",".join(map(str, text))
-    tell_what_does_not_fit(workloads, training.device)
+    refuse_what_does_not_fit(workloads, training.device, force=force)
     digest = text_digest(paths)
     configurations = [
         LossWorkload(workload, paths, learning_rate, weight_decay, digest).configuration() for workload in workloads

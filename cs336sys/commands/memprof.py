@@ -16,7 +16,7 @@ from cs336sys.commands.options.bytes import read_memory_limit
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import refuse_given
-from cs336sys.commands.sweep.run import check_planned, run_sweep, tell_what_does_not_fit
+from cs336sys.commands.sweep.run import check_planned, refuse_what_does_not_fit, run_sweep
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell
 from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload, Workload
@@ -78,8 +78,8 @@ class RecordingOptions(options.OptionGroup):
     """How a step saves memory, and what is recorded of it."""
 
     plan: Annotated[bool, setting("--plan", help="Find the cheapest changes that fit into --memory.")] = False
-    memory: Annotated[str | None, setting(help="What --plan may use: 80GiB.")] = None
-    top: Annotated[int, setting(help="Largest allocations shown.", min=1, max=LARGEST_ALLOCATIONS)] = 5
+    memory: Annotated[str | None, setting(help="Memory limit for --plan: 80GiB.")] = None
+    top: Annotated[int, setting(help="Show this many of the largest allocations.", min=1, max=LARGEST_ALLOCATIONS)] = 5
     snapshot: Annotated[Path | None, writes_file(help="Write timelines, pages and snapshots to this folder.")] = None
 
     def workloads(self, trainings: Sequence[Workload], modes: Sequence[str]) -> list[MemoryWorkload]:
@@ -110,6 +110,7 @@ def memprof(
     mode: options.ModesOption = ["train"],
     recording: RecordingOptions = RecordingOptions(),
     dry_run: options.DryRunOption = False,
+    force: options.ForceOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -144,7 +145,7 @@ def memprof(
         _predict(workloads, recording, sweeping, output)
         return
     check_directory(snapshot, (workload.name for workload in workloads))
-    tell_what_does_not_fit(workloads, training.device)
+    refuse_what_does_not_fit(workloads, training.device, force=force)
     tables = partial(memory_tables, top=top)
     output.check_selection("memprof", tables)
     configurations = [workload.configuration() for workload in workloads]

@@ -13,7 +13,7 @@ from cs336sys.commands.options import training as options
 from cs336sys.commands.options.effects import reads_file, setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import refuse_given, split_list
-from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
+from cs336sys.commands.sweep.run import refuse_what_does_not_fit, run_sweep, show_plan
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.workload import ProfileWorkload, Workload
 
@@ -31,7 +31,7 @@ class ProfilerOptions(options.OptionGroup):
     """The profiler, its files, and what is shown of them."""
 
     keep: Annotated[Path | None, writes_file(help="Keep the profiler's files in this folder.")] = None
-    top: Annotated[int, setting(help="Kernels shown of each phase.", min=1)] = 5
+    top: Annotated[int, setting(help="Show this many kernels of each phase.", min=1)] = 5
     full_names: Annotated[bool, setting("--full-names", help="Show the whole names of kernels.")] = False
     plot: Annotated[Path | None, writes_file(help="Draw shares of kinds of kernels.")] = None
 
@@ -47,6 +47,7 @@ def nsys(
     ] = False,
     profiling: ProfilerOptions = ProfilerOptions(),
     dry_run: options.DryRunOption = False,
+    force: options.ForceOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -79,7 +80,7 @@ def nsys(
         refuse_given(ctx, _NOT_UNDER_NSYS, "this process runs under nsys, which writes a report for --from to read")
         _run_under_nsys(workloads, profiling.profiler)
     else:
-        tell_what_does_not_fit(workloads, training.device)
+        refuse_what_does_not_fit(workloads, training.device, force=force)
         _profile(workloads, profiling, sweeping, output, compare_precision=compare_precision)
 
 

@@ -40,21 +40,21 @@ _FORMATS = {
 class WriteUpOptions:
     """The year and problems of a write-up, and the results it is made from."""
 
-    year: Annotated[int, setting(help="Of the handout: 2025 or 2026.", show_default=False)] = 0
+    year: Annotated[int, setting(help="Year of the handout: 2025 or 2026.", show_default=False)] = 0
     source: Annotated[
         Sequence[str], reads_file("--from", help="Results, folders of them, patterns; the course's tests as .xml.")
     ] = ()
     run: Annotated[bool, writes_file("--run", help="First run the problems' measurements on this machine.")] = False
-    folder: Annotated[Path | None, writes_file(help="Where --run saves. Default: report-YEAR.")] = None
-    size: Annotated[str | None, choice(SIZES, "In the place of all the handout's sizes: tiny.")] = None
+    folder: Annotated[Path | None, writes_file(help="Folder that --run saves in. Default: report-YEAR.")] = None
+    size: Annotated[str | None, choice(SIZES, "Measure this size instead of the handout's: tiny.")] = None
     device: DeviceOption = "auto"
     gpu: Annotated[
         str | None, choice(GPUS, f"With --dry-run: plan for {', '.join(GPUS)}, or as torch names it.", parser=str)
     ] = None
     memory: Annotated[str | None, setting(help="With --dry-run: what that GPU, or this machine, holds: 32GiB.")] = None
     dry_run: Annotated[bool, setting("--dry-run", help="Print what --run would run, and run nothing.")] = False
-    only: Annotated[Sequence[str], setting(help="Only these problems, by name.", parser=str)] = ()
-    skip: Annotated[Sequence[str], setting(help="Not these problems.", parser=str)] = ()
+    only: Annotated[Sequence[str], setting(help="Write up only these problems.", parser=str)] = ()
+    skip: Annotated[Sequence[str], setting(help="Leave out these problems.", parser=str)] = ()
 
     def problems(self) -> list[Problem]:
         """The problems of the year that are written up.

@@ -17,7 +17,7 @@ from cs336sys.commands.options.bytes import read_memory_limit
 from cs336sys.commands.options.effects import setting, writes_file
 from cs336sys.commands.options.output import OutputOptions, SweepOptions
 from cs336sys.commands.options.reading import choice, is_given
-from cs336sys.commands.sweep.run import run_sweep, show_plan, tell_what_does_not_fit
+from cs336sys.commands.sweep.run import refuse_what_does_not_fit, run_sweep, show_plan
 from cs336sys.errors import UsageError
 from cs336sys.measure.system import gpu_capacity
 from cs336sys.processes import is_first_rank
@@ -67,7 +67,7 @@ class ShardStrategyOptions(options.OptionGroup):
             parser=lambda text: parse_block_checkpointing(text, "auto"),
         ),
     ] = ("none",)
-    memory_limit: Annotated[str | None, setting(help="130GiB, for --checkpoint auto. Default: by GPU.")] = None
+    memory_limit: Annotated[str | None, setting(help="Memory for --checkpoint auto: 130GiB. Default: by GPU.")] = None
     board: Annotated[bool, setting("--board", help="The leaderboard's step, by the fastest parts.")] = False
 
 
@@ -203,7 +203,8 @@ def shard(
     ctx: typer.Context,
     sharding: ShardingOptions = ShardingOptions(),
     training: options.TrainingOptions = options.TrainingOptions(),
-    dry_run: Annotated[bool, setting("--dry-run", help="Print cells and predicted memory alone.")] = False,
+    dry_run: options.DryRunOption = False,
+    force: options.ForceOption = False,
     sweeping: SweepOptions = SweepOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -240,7 +241,7 @@ def shard(
         )
         return
     if not sharding.board:
-        tell_what_does_not_fit(chosen, training.device)
+        refuse_what_does_not_fit(chosen, training.device, force=force)
     # Cells of a board are others than those that shard measures of the same workload.
     measure, mark = ("measure_board", {"board": True}) if sharding.board else ("measure_parallel_training", {})
     configurations = [workload.configuration() | mark for workload in chosen]

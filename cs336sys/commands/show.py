@@ -52,7 +52,7 @@ def show(
 ) -> None:
     """Print the tables of saved results again, as the commands printed that measured them, without torch or a GPU.
 
-    cs336sys show docs/results/ddp-h200.jsonl.gz --plot ddp.png
+    cs336sys show results.jsonl --plot results.png
 
     cs336sys show results/*.jsonl --command bench,flash --status ok --sort -peak_gib
 

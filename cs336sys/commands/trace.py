@@ -33,7 +33,7 @@ class ReadingOptions:
         Sequence[Path], reads_file(help="A later capture (or ranks, or a folder): show what changed.")
     ] = ()
     step: Annotated[str | None, setting(help="Name of the ranges that are the steps.")] = None
-    top: Annotated[int, setting(help="Kernels, operators and modules shown.", min=1)] = 10
+    top: Annotated[int, setting(help="Show this many kernels, operators and modules.", min=1)] = 10
     full_names: Annotated[bool, setting("--full-names", help="Show the whole names of kernels.")] = False
     roofline: Annotated[
         bool, setting("--roofline", help="Compare operators with the GPU's peak FLOPs and bandwidth.")

@@ -63,30 +63,31 @@ class SearchOptions:
         ),
     ] = ()
     micro_batch: Annotated[
-        Sequence[int], setting(help="Sequences of a rank at once. Default: 1, 2, ... 64.", min=1)
+        Sequence[int], setting(help="Micro-batch sizes of a rank. Default: 1, 2, ... 64.", min=1)
     ] = ()
     tokens_per_step: Annotated[
-        int | None, setting(help="Of all ranks together, in micro-batches. Default: one micro-batch.", min=1)
+        int | None, setting(help="Tokens of a step on all ranks. Default: one micro-batch.", min=1)
     ] = None
-    world_size: Annotated[int, setting(help="GPUs.", min=1, max=64)] = 1
+    world_size: Annotated[int, setting(help="Number of GPUs.", min=1, max=64)] = 1
     strategy: Annotated[
         Sequence[str], choice(dict.fromkeys(name for name, _ in STRATEGIES), rich_help_panel=WHAT_RUNS)
     ] = ()
     gradient_dtype: Annotated[
         str | None, choice(("fp32", "bf16"), "What buckets are sent in: fp32, bf16. Default: both.")
     ] = None
-    memory: Annotated[str | None, setting(help="What a rank may hold: 80GiB. Default: 95 % of the GPU.")] = None
+    memory: Annotated[str | None, setting(help="Memory limit of a rank: 80GiB. Default: 95 % of the GPU.")] = None
     gpu: Annotated[
         str | None, choice(GPUS, f"Predict for {', '.join(GPUS)}. Default: this machine's GPU, or h200.")
     ] = None
-    rates: Annotated[Path | None, reads_file(help="Of your GPU: doctor --ceilings.")] = None
-    launch_us: Annotated[float | None, setting(help="CPU time of a launch.", min=0, max=1e4)] = None
-    lines: Annotated[int, setting(help="Lines of PyTorch for so many of the best.", min=0, max=10)] = 1
+    rates: Annotated[Path | None, reads_file(help="Rates of your GPU, from doctor --ceilings.")] = None
+    launch_us: Annotated[float | None, setting(help="CPU microseconds of a kernel launch.", min=0, max=1e4)] = None
+    lines: Annotated[int, setting(help="Print PyTorch code for this many of the best.", min=0, max=10)] = 1
     measure: Annotated[
-        int, setting(help="Measure the best so many, and yours.", min=0, max=100, rich_help_panel=MEASURING)
+        int,
+        setting(help="Measure this many of the best, and yours.", min=0, max=100, rich_help_panel=MEASURING),
     ] = 0
     budget: Annotated[
-        float, setting(help="Seconds after which no more is measured.", min=1, rich_help_panel=MEASURING)
+        float, setting(help="Stop measuring after this many seconds.", min=1, rich_help_panel=MEASURING)
     ] = 600.0
 
     def is_on_cpu(self, device: str) -> bool:

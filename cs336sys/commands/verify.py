@@ -27,7 +27,7 @@ class VerifiedModelOptions(options.RunOptions, options.UserCodeOptions, options.
 
     size: Annotated[
         Sequence[str],
-        choice(SIZES, "As of bench, of short texts. Default: 2 blocks of width 32.", rich_help_panel=MODEL),
+        choice(SIZES, "Sizes of bench, on short texts. Default: 2 blocks of width 32.", rich_help_panel=MODEL),
     ] = ()
 
 

@@ -1,6 +1,6 @@
 """Check and time a user's function, each call on new inputs: what ``kernels --kernel`` and ``flash --kernel`` share."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,14 @@ Results = Mapping[str, Tensor]
 OddCase = tuple[str, Callable[[], Results], Results]
 
 PARTS = ("forward", "backward", "end_to_end")
+
+
+def counted(cases: Iterable[OddCase], count: int, text: str, progress: Callable[[str], None]) -> Iterator[OddCase]:
+    """Yield the cases, and report before each is prepared which it is: ``checking odd lengths, 3 of 8``."""
+    iterator = iter(cases)
+    for number in range(1, count + 1):
+        progress(f"{text}, {number} of {count}")
+        yield next(iterator)
 
 
 def check_odd(cases: Iterable[OddCase], tolerance: float) -> str | None:

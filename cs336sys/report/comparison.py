@@ -31,7 +31,7 @@ _NOTED_STALLS = 0.02
 _COVERED = {
     "samples": "one run a side: what differs from run to run is not covered; take --rounds, or several files a side",
     "rounds": "rounds of one run a side: what differs between processes is not covered; take several files a side",
-    "runs": "the noise is the spread between runs of one side; docs/compare.md says how many runs a difference needs",
+    "runs": "the noise is the spread between runs of one side; compare in the documentation says how many it needs",
 }
 
 

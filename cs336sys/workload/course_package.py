@@ -5,13 +5,13 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import os
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cs336sys.errors import UsageError
+from cs336sys.errors import DEBUG_VARIABLE, UsageError, lines_of, summary_of
 
 PACKAGE = "cs336_basics"
 
@@ -21,6 +21,8 @@ NEEDED = {
     "nn_utils": ("cross_entropy",),
     "optimizer": ("AdamW",),
 }
+
+_PROGRAM = Path(__file__).parents[1]
 
 # The name by which ours says that it is made for this program.
 _MARK = "MADE_FOR_CS336SYS"
@@ -48,31 +50,36 @@ class CoursePackage:
             total.update(f"{file.relative_to(self.folder).as_posix()}\0".encode() + file.read_bytes())
         return f"{self.folder.parent.name}/{self.folder.name} {total.hexdigest()[:12]}"
 
-    def require_needed(self) -> None:
-        """Raise a UsageError that names what it lacks.
-
-        What a module lacks is not looked for elsewhere: where an editable install of ours would add it, two packages
-        would be mixed.
-        """
+    def lacking(self) -> list[str]:
+        """List what is called of the package and not in it; raise a UsageError for a module that is no Python."""
         lacking = []
+        # Not looked for elsewhere: where an editable install of ours would add it, two packages would be mixed.
         for module, names in NEEDED.items():
             file = self.folder / f"{module}.py"
             if not file.is_file():
                 lacking.append(f"module {module}")
                 continue
-            defined = _defined(file)
+            try:
+                defined = _defined_by(file.read_bytes(), str(file.absolute()))
+            except (SyntaxError, ValueError) as error:
+                raise _line_refusal(error, self.folder, file, getattr(error, "lineno", None) or 1) from None
             if defined is not None:
                 lacking += [f"{module}.{name}" for name in names if name not in defined]
-        if lacking:
+        return lacking
+
+    def require_needed(self) -> None:
+        """Raise a UsageError that names what it lacks, or the line that is no Python."""
+        if lacking := self.lacking():
             raise UsageError(
                 f"the cs336_basics in {self.folder.parent} is not of the shape that this program trains, it has no "
-                f"{', '.join(lacking)}: take it off PYTHONPATH and give its model by --model, see docs/your_model.md"
+                f"{', '.join(lacking)}: take it off PYTHONPATH and give its model by --model "
+                "(documentation: your_model)"
             )
 
 
 @contextlib.contextmanager
 def telling_import_errors() -> Iterator[None]:
-    """Within this, what a ``cs336_basics`` of the user's raises while it is imported is told in one sentence.
+    """Within this, what ``cs336_basics`` raises, ours or the user's, is told in one sentence.
 
     Raises:
         UsageError: in place of that error; the sentence names its line.
@@ -80,21 +87,34 @@ def telling_import_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        folder = first_folder()
-        if folder is None or CoursePackage(folder, _MARK in (_defined(folder / "__init__.py") or ())).is_ours:
+        place = line_in_package(error)
+        if place is None:
             raise
-        frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-        if isinstance(error, SyntaxError):
-            frames.append((error.filename or "", error.lineno))
-        package_frames = [(Path(name), line) for name, line in frames if Path(name).is_relative_to(folder)]
-        if not package_frames:
-            raise
-        file, line = package_frames[-1]
-        message = error.msg if isinstance(error, SyntaxError) else str(error).strip().partition("\n")[0]
-        raise UsageError(
-            f"the cs336_basics in {folder.parent} cannot be imported: {file.relative_to(folder)}, line {line}: "
-            f"{type(error).__name__}: {message}; take it off PYTHONPATH, or correct it"
-        ) from error
+        raise _line_refusal(error, *place) from (error if DEBUG_VARIABLE in os.environ else None)
+
+
+def line_in_package(error: BaseException, before: Sequence[str] = ()) -> tuple[Path, Path, int] | None:
+    """Return the folder of ``cs336_basics``, and its file and line that raised; None if this program or a compiler did.
+
+    Args:
+        before: folders that are looked at before those of ``sys.path``.
+    """
+    folders = [folder.absolute() for folder in (first_folder(before), course_package().folder) if folder is not None]
+    for file, line in reversed(lines_of(error)):
+        for folder in folders:
+            if file.is_relative_to(folder):
+                return folder, file, line
+        if file.is_relative_to(_PROGRAM) or {"_dynamo", "_inductor"} & set(file.parts):
+            break
+    return None
+
+
+def _line_refusal(error: Exception, folder: Path, file: Path, line: int) -> UsageError:
+    where = f"{file.relative_to(folder)}, line {line}"
+    return UsageError(
+        f"the cs336_basics in {folder.absolute().parent} fails: {where}: {summary_of(error)}; correct it, or take it "
+        "off PYTHONPATH"
+    )
 
 
 def first_folder(before: Sequence[str] = ()) -> Path | None:
@@ -131,14 +151,10 @@ def set_aside_others() -> None:
     is loaded for it finds that package again.
     """
     while (folder := first_folder()) is not None:
-        package = CoursePackage(folder, is_ours=False)
-        try:
-            package.require_needed()
-        except UsageError:
-            package_paths = [entry for entry in sys.path if Path(entry) / PACKAGE == folder]
-            sys.path[:] = [entry for entry in sys.path if entry not in package_paths]
-        else:
+        if not CoursePackage(folder, is_ours=False).lacking():
             return
+        package_paths = [entry for entry in sys.path if Path(entry) / PACKAGE == folder]
+        sys.path[:] = [entry for entry in sys.path if entry not in package_paths]
 
 
 def _defined(file: Path) -> frozenset[str] | None:
@@ -151,9 +167,9 @@ def _defined(file: Path) -> frozenset[str] | None:
 
 # Each workload of a sweep asks.
 @functools.lru_cache(maxsize=16)
-def _defined_by(source: bytes) -> frozenset[str] | None:
+def _defined_by(source: bytes, name: str = "<unknown>") -> frozenset[str] | None:
     names = set()
-    tree = ast.parse(source)
+    tree = ast.parse(source, name)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)

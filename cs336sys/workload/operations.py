@@ -115,7 +115,7 @@ class AttentionWorkload(Configured):
     context: int = _varied(1024, "Sequence lengths.")
     head_dim: int = _varied(64, "Head dimensions.")
     dtype: str = _varied("bf16", choices=PRECISIONS, minimum=None)
-    causal: bool = setting(True, "Mask what follows a query, or nothing.", off="--full", in_titles=True)
+    causal: bool = setting(True, "Causal mask, or none.", off="--full", in_titles=True)
     device: str = same_setting(Workload, "device")
     seed: int = same_setting(Workload, "seed")
     warmup_ms: float = setting(25.0, "Warm-up of each measurement.", minimum=0, header=None)
@@ -130,7 +130,7 @@ class AttentionWorkload(Configured):
     )
     window: int | None = setting(
         None,
-        "Keys that a query sees, its own the last of them.",
+        "Sliding window: the last keys that a query sees.",
         minimum=1,
         several=True,
         shown_default="all",
@@ -201,7 +201,7 @@ class KernelWorkload(Configured):
     dtype: str = same_setting(AttentionWorkload, "dtype")
     head_dim: int | None = setting(
         None,
-        "Of the heads that rope rotates.",
+        "Head dimensions of rope.",
         minimum=2,
         option_default=64,
         needs=(Needs("op", _WITH_HEADS, "only affects rope; add it to --op, or leave it out"),),

@@ -128,7 +128,7 @@ class ParallelWorkload(Configured, HasStrategy):
         header="gradients sent in",
         in_titles=True,
     )
-    high_priority: bool = setting(False, "Let NCCL's kernels go before others.")
+    high_priority: bool = setting(False, "Run NCCL's kernels at high priority.")
     trace: str | None = setting(None, header=None)
     timeout_s: float = setting(
         120.0, "Seconds to wait for other ranks.", minimum=1, maximum=LONGEST_S, option="timeout", header=None
@@ -175,7 +175,7 @@ class ParallelWorkload(Configured, HasStrategy):
         header="blocks that stay gathered",
         needs=(Needs("strategy", _with("keeps_gathered"), "only fsdp keeps weights; add it to --strategy"),),
     )
-    check_layers: int | None = setting(None, "Blocks of the check, at most. Default: all.", minimum=1, header=None)
+    check_layers: int | None = setting(None, "Check at most this many blocks. Default: all.", minimum=1, header=None)
     transport: str = setting(
         "collectives",
         "What sends buckets: collectives, or the copy-engines of two GPUs.",

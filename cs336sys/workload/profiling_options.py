@@ -46,7 +46,7 @@ class MemoryWorkload(Configured):
     snapshot: str | None = setting(None, header=None)
     micro_batches: int = setting(
         1,
-        "Cut the batch into so many parts, whose gradients add up.",
+        "Split the batch into this many parts and add up their gradients.",
         minimum=1,
         several=True,
         header="micro-batches",

@@ -54,12 +54,12 @@ class UserCode(Configured):
     ``blocks`` are patterns of names, separated by commas; ``code_digest`` is of all files, and of the optimizer's.
     """
 
-    model: str | None = setting(None, "Yours: FILE.py:NAME (docs/your_model.md).", takes_code=True, panel=MODEL)
-    loss: str | None = setting(None, "Yours: (output, targets) -> scalar.", takes_code=True, panel=MODEL)
+    model: str | None = setting(None, "Your model: FILE.py:NAME. Default: ours.", takes_code=True, panel=MODEL)
+    loss: str | None = setting(None, "Your loss: function of (output, targets).", takes_code=True, panel=MODEL)
     batch: str | None = setting(
-        None, "Yours: (size, generator, device) -> (inputs, targets).", takes_code=True, panel=MODEL, header="batch by"
+        None, "Your batches: function of (size, generator, device).", takes_code=True, panel=MODEL, header="batch by"
     )
-    blocks: str | None = setting(None, "Its blocks: 'layers.*'. Default: found.", panel=MODEL)
+    blocks: str | None = setting(None, "Your model's blocks: 'layers.*'. Default: detected.", panel=MODEL)
     code_digest: str | None = setting(None, header="code")
 
     def __post_init__(self) -> None:
@@ -110,22 +110,24 @@ class Workload(Configured, StepChoices):
     optimizer: str = _variant("course", "course, fused, adamw, FILE.py:NAME", choices=OPTIMIZERS, takes_code=True)
     state_dtype: str = _variant(
         "fp32",
-        "Of adamw: fp32, bf16, split.",
+        "For adamw: fp32, bf16, split.",
         choices=STATE_DTYPES,
         header="state",
         in_titles=False,
         needs=_STATE_NEEDS,
     )
     update: str = _variant(
-        "step", "Of adamw: step, or within backward.", choices=UPDATES, in_titles=False, needs=_UPDATE_NEEDS
+        "step", "For adamw: step, or within backward.", choices=UPDATES, in_titles=False, needs=_UPDATE_NEEDS
     )
     cuda_graph: str = _variant("off", "off, on: phases replayed from graphs.", choices=CUDA_GRAPH, header="CUDA graph")
-    warmup: int = setting(5, "Warm-up steps, or several.", minimum=0, several=True, header="warm-up", in_titles=True)
+    warmup: int = setting(
+        5, "Warm-up steps; several are compared.", minimum=0, several=True, header="warm-up", in_titles=True
+    )
     steps: int = setting(10, "Measured steps.", minimum=1, header=None)
     device: str = setting("auto", choices=("auto", "cuda", "cpu"), panel=MEASURING, header=None)
     seed: int = setting(0, "Seed of weights and batch.", minimum=0, maximum=2**63 - 1, panel=MEASURING)
     tf32: bool = setting(False, "Let fp32 matrix products use TF32.", panel=MEASURING, header="TF32")
-    synchronize: str = setting("step", "step (waits), none.", choices=("step", "none"), panel=MEASURING)
+    synchronize: str = setting("step", "step (wait for the GPU), none.", choices=("step", "none"), panel=MEASURING)
     user: UserCode = UserCode()
 
     def __post_init__(self) -> None:

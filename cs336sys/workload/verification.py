@@ -96,8 +96,8 @@ class VerifiedWorkload(Configured):
     case: str = setting("step", f"{', '.join(CASES)}.", choices=CASES, several=True)
     mesh: str = setting("data", "What ranks share: data, context, tensor, pipeline; data=2,tensor=2.")
     backend: str = same_setting(ParallelWorkload, "backend")
-    finish: str | None = setting(None, "Method that finishes gradients. Default: found.", takes_code=True)
-    gradients: str = setting("mean", "Ranks' gradients become their mean, or sum.", choices=("mean", "sum"))
+    finish: str | None = setting(None, "Method that completes gradients. Default: detected.", takes_code=True)
+    gradients: str = setting("mean", "How ranks combine their gradients: mean, sum.", choices=("mean", "sum"))
     timeout_s: float = setting(
         20.0, "Seconds after which ranks that wait count as hanging.", minimum=1, option="timeout"
     )

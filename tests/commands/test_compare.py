@@ -286,7 +286,7 @@ def test_several_files_and_rounds_are_runs(save):
     (row,) = table["rows"]
     assert (row["verdict"], row["a_runs"], row["b_runs"]) == ("differs: slower", 4, 4)
     assert table["notes"][1] == (
-        "the noise is the spread between runs of one side; docs/compare.md says how many runs a difference needs"
+        "the noise is the spread between runs of one side; compare in the documentation says how many it needs"
     )
     assert (result.exit_code, result.stderr) == (1, "regression: the cell: step_ms is 19.9 % slower\n")
     one = compare("a0.jsonl", "b0.jsonl", "--format", "json")

@@ -5,6 +5,7 @@ import glob
 import importlib
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -122,6 +123,8 @@ def understood(folder, every_command, monkeypatch):
             monkeypatch.setattr(module, "run_sweep", stop)
     # This CPU's take half a minute to measure.
     monkeypatch.setattr("cs336sys.commands.tune._cpu_rates", lambda plain: h200_rates())
+    # Pages are for a machine that holds their models.
+    monkeypatch.setattr("cs336sys.commands.sweep.run._SMALL_GIB", math.inf)
     known = {tuple(context.command_path.split()[1:]): (context, command) for context, command in every_command}
 
     def understand(arguments):

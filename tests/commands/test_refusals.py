@@ -306,13 +306,13 @@ REFUSED = [
     ("report --year 2025 --from x --only fsdp", "fsdp"),
     ("report --year 2025 --from x --size huge", "--size 'huge': choose from tiny"),
     ("report --year 2025 --from x --format pdf", "--format pdf: a PDF is written to a file, not to stdout"),
-    ("slurm train", "'train' is not a command that measures and saves: choose from bench, nsys"),
+    ("slurm train", "'train' is not a command that measures: choose from bench, nsys"),
     ("slurm", "missing argument 'COMMAND'"),
     ("slurm bench --sise xl", "no such option: --sise"),
     ("slurm shard --strategy zero", "--strategy 'zero': choose from none, optimizer"),
     ("slurm ddp --batch-size 3 --world-size 2", "--batch-size 3: 2 ranks cannot share it equally"),
     ("slurm ddp --size", "requires an argument"),
-    ("slurm --nodes 2 bench", "--nodes 2: bench runs in one process, on one machine"),
+    ("slurm --nodes 2 bench", "--nodes 2: bench runs on one machine; leave --nodes out"),
     ("slurm --nodes 2 --gpus-per-node 8 ddp --world-size 4", "torchrun starts 2 x 8 ranks"),
     # A plan of two ranks was made for the job of three, of 16, or on too few GPUs.
     ("slurm --gpus-per-node 3 ddp --batch-size 4", "--batch-size 4: 3 ranks cannot share it equally"),
@@ -347,7 +347,13 @@ def test_cell_that_does_not_fit_is_named_before_it_runs(monkeypatch):
     monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: Capacity("a CPU", 23.5))
     for command in ("bench", "nsys", "memprof"):
         monkeypatch.setattr(f"cs336sys.commands.{command}.run_sweep", Mock(side_effect=UsageError("measured")))
-        told = invoke(command, "--size", "tiny,10b", "--device", "cpu").stderr.splitlines()
+        refused_cell = invoke(command, "--size", "tiny,10b", "--device", "cpu")
+        assert refused_cell.exit_code == 2
+        assert refused_cell.stderr.startswith("error: 10b-s512-b4-v10000-train-fp32-")
+        assert refused_cell.stderr.endswith(
+            " GiB, and a CPU has 23.5: choose a smaller size (--dry-run shows what fits), or add --force\n"
+        )
+        told = invoke(command, "--size", "tiny,10b", "--device", "cpu", "--force").stderr.splitlines()
         assert len(told) == 2
         assert told[0].startswith("warning: 10b-s512-b4-v10000-train-fp32-")
         assert "is predicted to need " in told[0]
@@ -362,7 +368,9 @@ def test_ranks_that_do_not_fit_one_cpu_are_said_before_they_are_tried(monkeypatc
     found = Capacity("a CPU", 300.0)
     monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: found)
     monkeypatch.setattr(f"cs336sys.commands.{command}.run_sweep", Mock(side_effect=UsageError("measured")))
-    alone = invoke(command, "--size", "10b", "--world-size", "1,2", "--device", "cpu").stderr.splitlines()
+    arguments = ("--size", "10b", "--world-size", "1,2", "--device", "cpu")
+    assert "a CPU has 300.0: choose a smaller size" in invoke(command, *arguments).stderr
+    alone = invoke(command, *arguments, "--force").stderr.splitlines()
     # One rank needs 199 GiB, and the strategies of one cell the same.
     assert len(alone) == 2
     assert " on 2 ranks is predicted to need 398.3 GiB, and a CPU has 300.0: it will run out" in alone[0]

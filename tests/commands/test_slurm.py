@@ -20,6 +20,8 @@ OPTIONS = {
     "nodes": r"[1-9]\d*",
     "ntasks-per-node": r"[1-9]\d*",
     "gpus-per-node": r"[1-9]\d*",
+    "cpus-per-task": r"[1-9]\d*",
+    "mem": r"\d+[KMGT]?",
     "time": TIME,
     "output": r"[^\s$]+",
     "open-mode": r"append|truncate",
@@ -150,3 +152,49 @@ def test_losses_save_too(tmp_path):
     text = tmp_path / "book.txt"
     text.write_text("It was")
     assert f"cs336sys losses --text {text} --save" in slurm("losses", "--text", text).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "ending"),
+    [
+        (["verify", "--wrap", "fsdp", "--mesh", "data=2,tensor=2"], "4", ' --save "verify-$.jsonl.gz" --resume'),
+        (["tune", "--size", "tiny", "--measure", "2", "--world-size", "4"], "4", ' --save "tune-$.jsonl.gz" --resume'),
+        (["tune", "--size", "tiny", "--world-size", "4"], "1", "--world-size 4"),
+        (["report", "--year", "2026", "--run", "-o", "r.html"], "1", "--run -o r.html"),
+    ],
+)
+def test_commands_that_measure_in_their_own_ways(arguments, gpus, ending):
+    result = slurm(*arguments)
+    assert result.exit_code == 0, result.stderr
+    assert directives(result.stdout)["gpus-per-node"] == gpus
+    assert result.stdout.replace("${SLURM_JOB_ID}", "$").endswith(f"{ending}\n")
+    assert ("torch.distributed.run" in result.stdout) == (arguments[0] == "verify")
+
+
+def test_cores_memory_and_all_gpus(tmp_path):
+    result = slurm("--nodes", 2, "--gpus", 16, "--cpus", 12, "--mem", "64G", *DDP)
+    found = directives(result.stdout)
+    assert (found["gpus-per-node"], found["cpus-per-task"], found["mem"]) == ("8", "12", "64G")
+    # srun does not take them over from sbatch.
+    assert steps(result.stdout, tmp_path)[0][:2] == ["--kill-on-bad-exit=1", "--cpus-per-task=12"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--nodes", "2", "--gpus", "3", *DDP], "--gpus 3: give a multiple of --nodes 2, or --gpus-per-node instead"),
+        (["--gpus", "2", "--gpus-per-node", "2", *DDP], "--gpus 2: give a multiple of --nodes 1"),
+        (["--mem", "64GB", "flash"], "--mem '64GB': must be megabytes, or a number with K, M, G or T: 64G"),
+        (["--sbatch", "cpus-per-task=3", "flash"], "--sbatch 'cpus-per-task=3': give --cpus to cs336sys slurm instead"),
+        (["report", "--year", "2026"], "report without --run measures nothing: add --run"),
+        (["--nodes", "2", "tune"], "--nodes 2: tune runs on one machine; leave --nodes out"),
+        (["verify"], "--wrap: name what makes a model parallel"),
+        (["--gpus", "4", "verify", "--wrap", "ddp", "--mesh", "data=2"], "--mesh data=2: its sizes multiply to 2"),
+        (["report", "--run"], "no --year: choose from 2025, 2026"),
+        (["report", "--year", "2026", "--run", "--only", "none"], "--only 'none': choose from"),
+    ],
+)
+def test_mistake_is_refused_before_the_queue(arguments, sentence):
+    result = slurm(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr

@@ -72,6 +72,9 @@ def test_doctor_names_a_line_that_waits():
     assert rows["bench"]["found"] == "all, but --cuda-graph on"
 
 
+IN_PLACE_LINE = FILE.read_text().splitlines().index("        weights.add_(1)") + 1
+
+
 @pytest.mark.parametrize(
     ("model", "check", "sentence"),
     [
@@ -80,7 +83,7 @@ def test_doctor_names_a_line_that_waits():
         ("no_module", "trains", "returned a list"),
         ("no_parameters", "trains", "without parameters to train"),
         ("OfTheLastToken", "trains", "logits of shape (2, 1, 10000)"),
-        ("InPlace", "trains", "computes is changed in place: one of the variables needed"),
+        ("InPlace", "trains", f"user_models.py, line {IN_PLACE_LINE} changes a tensor in place that the backward pass"),
     ],
 )
 def test_doctor_ends_at_what_is_wrong(model, check, sentence):
@@ -89,7 +92,32 @@ def test_doctor_ends_at_what_is_wrong(model, check, sentence):
     last = list(rows.values())[-1]
     assert (last["name"], last["verdict"]) == (check, "missing")
     assert sentence in last["found"]
-    assert "docs/your_model.md" in last["fix"]
+    assert "page your_model" in last["fix"]
+
+
+def test_doctor_names_the_line_of_a_neighbouring_module_that_changes_in_place(tmp_path):
+    """It named the line of the caller, or none: the module was in another file than the one that is named."""
+    (tmp_path / "parts.py").write_text(
+        "import torch\n"
+        "def gate(x):\n"
+        "    gates = torch.sigmoid(x)\n"
+        "    early = x * 2\n"
+        "    early += 1\n"
+        "    torch.nn.functional.relu(gates, inplace=True)\n"
+        "    return early * gates\n"
+    )
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "from parts import gate\n"
+        "class Model(nn.Sequential):\n"
+        "    def forward(self, tokens):\n"
+        "        return self[1](gate(self[0](tokens)))\n"
+        "def build(size):\n"
+        "    return Model(nn.Embedding(size.vocab_size, 8), nn.Linear(8, size.vocab_size))\n"
+    )
+    code, rows = doctor("--model", f"{tmp_path}/mine.py:build")
+    assert code == 3
+    assert rows["trains"]["found"].startswith("parts.py, line 6 changes a tensor in place")
 
 
 def test_doctor_warns_of_what_is_never_trained():

@@ -1,15 +1,25 @@
 """A ``cs336_basics`` of the user's that has the classes and is otherwise unlike ours: right, or one sentence."""
 
+import os
+import runpy
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
+import cs336_basics
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
+from cs336sys import api
 from cs336sys.choices import OPTIMIZERS, Optimizer
-from cs336sys.errors import CapabilityError, UsageError
+from cs336sys.cli import app
+from cs336sys.errors import CapabilityError, UsageError, UserCodeError
 from cs336sys.experiments import models
 from cs336sys.experiments.optimizers import build_optimizer
+from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.report.bench import bench_plan
 from cs336sys.report.titles import package_notes
 from cs336sys.results.model import Cell, Run
@@ -26,8 +36,8 @@ FORMULAS = (
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("def (:\n", "model.py, line 1: SyntaxError: invalid syntax; take it off PYTHONPATH, or correct it"),
-        ("\nraise ValueError('not today')\n", "model.py, line 2: ValueError: not today; take it off"),
+        ("def (:\n", "model.py, line 1: SyntaxError: invalid syntax; correct it, or take it off PYTHONPATH"),
+        ("\nraise ValueError('not today')\n", "model.py, line 2: ValueError: not today; correct it"),
         ("import cs336_basics.none_such\n", "model.py, line 1: ModuleNotFoundError: No module named"),
     ],
 )
@@ -43,9 +53,62 @@ def test_failing_import_is_one_sentence(text, sentence, tmp_path, monkeypatch):
         with pytest.raises(UsageError) as raised, telling_import_errors():
             import cs336_basics.model  # noqa: F401
         patched.delitem(sys.modules, "cs336_basics", raising=False)
-    assert str(raised.value).startswith(f"the cs336_basics in {tmp_path} cannot be imported: {sentence}")
+    assert str(raised.value).startswith(f"the cs336_basics in {tmp_path} fails: {sentence}")
     with pytest.raises(ZeroDivisionError), telling_import_errors():
         _ = 1 / 0
+
+
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """A copy of our package, as of a student who edits it."""
+    package = tmp_path / "cs336_basics"
+    shutil.copytree(Path(cs336_basics.__file__).parent, package)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    return package
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("def forward(x):\n    return scael(x)\n", "line 2: NameError: name 'scael' is not defined"),
+        ("def forward(x):\n    import cs336_basics.gone\n", "line 2: ModuleNotFoundError: No module named"),
+        ("import torch\ndef forward(x):\n    return torch.nn.functional.linear(x, x)\n", "line 3: TypeError: linear()"),
+    ],
+)
+def test_error_in_a_copied_course_package_names_its_line(copied, text, sentence):
+    (copied / "model.py").write_text(text)
+    forward = runpy.run_path(copied / "model.py")["forward"]
+    with pytest.raises(UserCodeError) as raised, telling_user_errors(Workload(SIZE)):
+        forward(1)
+    assert str(raised.value).startswith(f"cs336_basics/model.py, {sentence}")
+    with pytest.raises(ZeroDivisionError), telling_user_errors(Workload(SIZE)):
+        _ = 1 / 0
+
+
+def test_syntax_error_of_a_copied_course_package_is_refused_before_work(copied):
+    """50 lines of our internals were printed, because a copy has the mark of ours."""
+    with (copied / "optimizer.py").open("a") as file:
+        file.write("class Mine(\n")
+    line = len((copied / "optimizer.py").read_text().splitlines())
+    ended = CliRunner().invoke(app, ["bench", "--size", "tiny", "--dry-run"])
+    assert ended.exit_code == 2
+    assert ended.stderr == (
+        f"error: the cs336_basics in {copied.parent} fails: optimizer.py, line {line}: SyntaxError: '(' was never "
+        "closed; correct it, or take it off PYTHONPATH\n"
+    )
+    with pytest.raises(UsageError, match=r"^the cs336_basics in .* fails: optimizer.py, line") as raised:
+        api.bench("tiny", dry_run=True)
+    assert raised.value.__cause__ is None
+
+
+def test_import_error_of_a_course_package_is_one_exception_of_the_library(copied):
+    (copied / "model.py").write_text("import tocrh\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", "import cs336sys; cs336sys.verify"], capture_output=True, text=True, env=environment
+    )
+    assert "experiments" not in ended.stderr
+    assert "fails: model.py, line 1: ModuleNotFoundError: No module named 'tocrh'" in ended.stderr.splitlines()[-1]
 
 
 class Blocks(nn.Module):

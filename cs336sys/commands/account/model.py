@@ -80,7 +80,7 @@ def attention(
     head_dim: Annotated[list[int], setting(help="Head dimensions.", min=1)] = [16, 32, 64, 128],
     context: Annotated[list[int], setting(help="Sequence lengths.", min=1)] = [256, 1024, 4096, 8192, 16384],
     dtype: Annotated[str, choice(PRECISIONS)] = "fp32",
-    causal: Annotated[bool, setting("--causal/--full", help="Mask what follows a query, or nothing.")] = False,
+    causal: Annotated[bool, setting("--causal/--full", help="Causal mask, or none.")] = False,
     implementation: Annotated[list[str], choice(_IMPLEMENTATIONS)] = list(_IMPLEMENTATIONS),
     capacity_gib: Annotated[float, setting(help="Memory of the GPU.", min=1e-3, max=1e6)] = 80.0,
     output: OutputOptions = OutputOptions(),

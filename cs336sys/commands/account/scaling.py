@@ -48,7 +48,7 @@ def scaling(
         float, setting(help="Bytes/s that a device sends to other nodes; 400 Gbit/s.", min=1)
     ] = 50e9,
     node_size: Annotated[int, setting(help="Devices of a node.", min=1)] = 8,
-    memory_limit: Annotated[str, setting(help="What a rank may hold: 130GiB or 140GB.")] = "135GiB",
+    memory_limit: Annotated[str, setting(help="Memory limit of a rank: 130GiB or 140GB.")] = "135GiB",
     plot: Annotated[Path | None, writes_file(help="Also draw tokens/s and memory over the devices.")] = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:

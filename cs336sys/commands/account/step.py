@@ -39,9 +39,9 @@ class PlacementOptions:
     gpu: Annotated[
         str | None, choice(GPUS, f"{', '.join(GPUS)}, or as torch names it. Default: --rates', or h200.", parser=str)
     ] = None
-    rates: Annotated[Path | None, reads_file(help="Of your GPU: doctor --ceilings.")] = None
+    rates: Annotated[Path | None, reads_file(help="Rates of your GPU, from doctor --ceilings.")] = None
     launch_us: Annotated[
-        float | None, setting(help="CPU time of a launch. Default: of the usual host.", min=0, max=1e4)
+        float | None, setting(help="CPU microseconds of a kernel launch. Default: usual.", min=0, max=1e4)
     ] = None
 
 

@@ -16,9 +16,9 @@ class OperationOptions(OptionGroup):
     """Implementations of the user's, and what ratios are over."""
 
     kernel: Annotated[
-        Sequence[str], runs_code(help="Yours, too: FILE.py:NAME (docs/own_kernel.md).", parser=read_reference)
+        Sequence[str], runs_code(help="Also measure your function: FILE.py:NAME.", parser=read_reference)
     ] = ()
-    baseline: Annotated[str | None, setting(help="Which of them speed-ups are over. Default: eager.")] = None
+    baseline: Annotated[str | None, setting(help="Base of speed-ups. Default: eager.")] = None
 
     @property
     def codes(self) -> dict[str, dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # Of :mod:`cs336sys.commands.sweep.tracking`.
 TRACKERS = ("mlflow", "wandb")
 
+_seconds = partial(setting, metavar="<s>", max=LONGEST_S, rich_help_panel=MEASURING)
 SaveOption = Annotated[Path | None, writes_file(help="Append cells to this .jsonl or .jsonl.gz.")]
 
 
@@ -33,10 +35,10 @@ class OutputOptions:
         Path | None,
         writes_file("--output", "-o", help="Write to this file (.csv, .md) or folder/.", parser=read_output),
     ] = None
-    table: Annotated[Sequence[str], setting(help="Only the tables of these names.", parser=str)] = ()
-    columns: Annotated[Sequence[str], setting(help="Only these columns: size,step_ms.", parser=str)] = ()
-    sort: Annotated[str | None, setting(help="Sort by a column; -step_ms: descending.")] = None
-    wide: Annotated[bool, setting("--wide", help="Rows as wide as they are, for less -S.")] = False
+    table: Annotated[Sequence[str], setting(help="Print only the tables of these names.", parser=str)] = ()
+    columns: Annotated[Sequence[str], setting(help="Print only these columns: size,step_ms.", parser=str)] = ()
+    sort: Annotated[str | None, setting(help="Sort by this column; -step_ms: largest first.")] = None
+    wide: Annotated[bool, setting("--wide", help="Do not fold wide rows; page with less -S.")] = False
 
     def check(self, **plots: Path | None) -> None:
         """Find out before anything is measured whether :meth:`emit` will be able to write, and these can be drawn.
@@ -123,32 +125,11 @@ class SweepOptions:
 
     panel: ClassVar = OUTPUT
     save: SaveOption = None
-    resume: Annotated[bool, setting("--resume", help="Skip cells of the --save file that were measured alike.")] = False
-    resume_any: Annotated[bool, setting("--resume-any", help="As --resume, whatever the cells were measured with.")] = (
-        False
-    )
-    track: Annotated[Sequence[str], choice(TRACKERS, "Make each cell a run of mlflow, wandb.", declare=connects)] = ()
-    cell_timeout: Annotated[
-        float | None,
-        setting(
-            help="Give a cell up after this many seconds.",
-            metavar="<s>",
-            min=1e-3,
-            max=LONGEST_S,
-            rich_help_panel=MEASURING,
-        ),
-    ] = None
-    cool_down: Annotated[
-        float,
-        setting(
-            help="Seconds to wait between cells.",
-            metavar="<s>",
-            show_default=False,
-            min=0,
-            max=LONGEST_S,
-            rich_help_panel=MEASURING,
-        ),
-    ] = 0.0
+    resume: Annotated[bool, setting("--resume", help="Skip cells of --save that were measured alike.")] = False
+    resume_any: Annotated[bool, setting("--resume-any", help="As --resume, however they were measured.")] = False
+    track: Annotated[Sequence[str], choice(TRACKERS, "Record cells as runs: mlflow, wandb.", declare=connects)] = ()
+    cell_timeout: Annotated[float | None, _seconds(help="Give up a cell after this many seconds.", min=1e-3)] = None
+    cool_down: Annotated[float, _seconds(help="Seconds to wait between cells.", min=0)] = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what means nothing, whether or not anything is measured."""

@@ -105,8 +105,12 @@ _SIZES = ", ".join(
 
 ModesOption = Annotated[list[str], option_of(Workload, "mode")]
 DeviceOption = Annotated[str, option_of(Workload, "device")]
+ForceOption = Annotated[
+    bool,
+    setting("--force", help="Run cells that main memory is too small for.", rich_help_panel=MEASURING),
+]
 DryRunOption = Annotated[
-    bool, setting("--dry-run", help="Print cells and predicted memory alone.", rich_help_panel=MEASURING)
+    bool, setting("--dry-run", help="Only print the cells and their predicted memory.", rich_help_panel=MEASURING)
 ]
 
 
@@ -136,7 +140,7 @@ class UserCodeOptions(OptionGroup):
     """Options for a user's model."""
 
     debug: Annotated[
-        bool, setting("--debug", help="Show tracebacks: your code, lost ranks.", rich_help_panel=MODEL)
+        bool, setting("--debug", help="Print tracebacks of your code and of lost ranks.", rich_help_panel=MODEL)
     ] = False
 
 

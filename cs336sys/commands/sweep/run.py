@@ -499,8 +499,12 @@ def check_planned(
 _SMALL_GIB = 4.0
 
 
-def tell_what_does_not_fit(workloads: Sequence[Workload | MemoryWorkload | ParallelWorkload], device: str) -> None:
-    """Say before anything is built which models are predicted to need more memory than the device has.
+def refuse_what_does_not_fit(
+    workloads: Sequence[Workload | MemoryWorkload | ParallelWorkload], device: str, *, force: bool
+) -> None:
+    """Refuse, before anything is built, models that are predicted to need more main memory than there is.
+
+    Of a GPU's memory, and with ``force``, it only warns: a GPU without memory fails a cell, and a machine stalls.
 
     Nothing is said of ranks on GPUs: each has a GPU of its own, and is compared on as many blocks as that holds; nor of
     ranks that torchrun or Slurm started, which may be on several machines.
@@ -516,10 +520,10 @@ def tell_what_does_not_fit(workloads: Sequence[Workload | MemoryWorkload | Paral
         return
     for name, gib in needed_gib.items():
         if measured is not None and gib > measured.memory_gib:
-            say(
-                f"warning: {name} is predicted to need {gib:.1f} GiB, and {measured.device} has "
-                f"{measured.memory_gib:.1f}: it will run out of memory, or be killed; --dry-run shows what fits"
-            )
+            needs = f"{name} is predicted to need {gib:.1f} GiB, and {measured.device} has {measured.memory_gib:.1f}"
+            if not (force or measured.is_gpu):
+                raise UsageError(f"{needs}: choose a smaller size (--dry-run shows what fits), or add --force")
+            say(f"warning: {needs}: it will run out of memory, or be killed; --dry-run shows what fits")
 
 
 def _cell_name(workload: Workload | MemoryWorkload | ParallelWorkload) -> str:

@@ -20,7 +20,7 @@ from cs336sys.accounting.hardware import least_ms
 from cs336sys.accounting.memory import GIB
 from cs336sys.errors import CapabilityError, UserCodeError
 from cs336sys.experiments.models import model_attention
-from cs336sys.experiments.own_kernels import PARTS, OddCase, check_odd, measure_users_function, time_parts
+from cs336sys.experiments.own_kernels import PARTS, OddCase, check_odd, counted, measure_users_function, time_parts
 from cs336sys.experiments.user_models import load
 from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.kernels.attention.reference import plain_attention
@@ -462,8 +462,9 @@ def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> 
     attention = _called(reference, workload)
 
     def check() -> str | None:
-        progress("checking odd lengths and strides")
-        return check_odd(_odd_contexts(attention, workload, device), tolerance)
+        cases = _odd_contexts(attention, workload, device)
+        cases = counted(cases, 2 * len(_ODD_CONTEXTS), "checking odd lengths and strides", progress)
+        return check_odd(cases, tolerance)
 
     def time(timer: KernelTimer) -> dict[str, Samples]:
         problem: Any = timer.problem

@@ -1,13 +1,13 @@
 """Checks a user's model step by step, small and on the CPU, and says what each command can do with it."""
 
-import contextlib
 import math
-import re
-import warnings
+import traceback
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError
 from cs336sys.experiments import user_models
@@ -19,7 +19,7 @@ from cs336sys.triton_package import why_no_triton
 from cs336sys.user_code import source_file
 from cs336sys.workload import Workload
 
-_PAGE = "compare it with the examples of docs/your_model.md"
+_PAGE = "compare it with the examples of the documentation, page your_model"
 _GPU_ALONE = f"{_PAGE}; if it needs a GPU, measure it by bench: it is tried on the CPU here"
 
 _CPU = torch.device("cpu")
@@ -90,19 +90,42 @@ def _trains(workload: Workload) -> list[Check]:
 
 
 def _changed_in_place(workload: Workload) -> str:
-    """The line of the user's whose result was changed before the backward pass, which needs it; or nothing."""
-    with warnings.catch_warnings(record=True) as caught, torch.autograd.detect_anomaly(check_nan=False):
-        warnings.simplefilter("always")
-        step = TrainStep(workload, _CPU)
+    """Return the line of the user's that changes a tensor which the backward pass needs; or nothing."""
+    step = TrainStep(workload, _CPU)
+    with _InPlaceChanges() as changes, torch.autograd.graph.saved_tensors_hooks(changes.save, lambda saved: saved):
         step.forward()
-        with contextlib.suppress(RuntimeError):
-            step.backward()
-    files = [str(source_file(reference).resolve()) for reference in user_models.references_of(workload)]
-    lines = re.findall(r'File "([^"]+)", line (\d+)', "".join(str(warning.message) for warning in caught))
-    user_lines = [
-        f"{file.rpartition('/')[2]}, line {line}" for file, line in lines if str(Path(file).resolve()) in files
-    ]
-    return f"what {user_lines[-1]} computes is changed in place" if user_lines else ""
+    files = [source_file(reference) for reference in user_models.references_of(workload)]
+    line = user_models.innermost_line(changes.stack(), files)
+    return f"{line} changes a tensor in place that the backward pass needs" if line else ""
+
+
+class _InPlaceChanges(TorchDispatchMode):
+    """Records where tensors that autograd has saved are changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._saved: list[tuple[Tensor, int]] = []
+        # By the address of their memory, which lives as long as this does.
+        self._stacks: dict[int, list[tuple[Path, int]]] = {}
+
+    def save(self, tensor: Tensor) -> Tensor:
+        self._saved.append((tensor, tensor._version))
+        return tensor
+
+    def stack(self) -> list[tuple[Path, int]]:
+        """Return the stack, innermost last, of the change that the backward pass comes upon first."""
+        changed = (tensor for tensor, version in reversed(self._saved) if tensor._version != version)
+        stacks = (self._stacks.get(tensor.untyped_storage().data_ptr()) for tensor in changed)
+        return next(filter(None, stacks), [])
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable:
+            addresses = {tensor.untyped_storage().data_ptr() for tensor, _ in self._saved}
+            frames = [(Path(frame.filename).absolute(), frame.lineno or 0) for frame in traceback.extract_stack()]
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in addresses:
+                    self._stacks.setdefault(tensor.untyped_storage().data_ptr(), frames)
+        return func(*args, **(kwargs or {}))
 
 
 def _blocks(workload: Workload) -> list[Check]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from cs336sys.accounting.hardware import least_ms
 from cs336sys.choices import import_named
 from cs336sys.experiments.kernels.operation import DifferentiatedFunction, Function, Operation, as_tuple
-from cs336sys.experiments.own_kernels import PARTS, OddCase, check_odd, measure_users_function, time_parts
+from cs336sys.experiments.own_kernels import PARTS, OddCase, check_odd, counted, measure_users_function, time_parts
 from cs336sys.experiments.user_models import load
 from cs336sys.measure.cells import Outcome, Progress
 from cs336sys.measure.checked_timing import KernelTimer
@@ -153,6 +153,10 @@ class ChangingFunctionInputs:
         return self.given[len(self.names) :]
 
 
+# Numbers of rows that no tile divides.
+_ODD_TOKENS = (131, 1)
+
+
 def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Outcome:
     """Measure a cell of ``kernels --kernel``, of the user's function or of another: runs in the worker process.
 
@@ -169,8 +173,9 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
     function = load(reference)
 
     def check() -> str | None:
-        progress("checking odd numbers of rows")
-        return check_odd(_odd_tokens(function, operation, workload, device), tolerance)
+        cases = _odd_tokens(function, operation, workload, device)
+        cases = counted(cases, len(_ODD_TOKENS), "checking odd numbers of rows", progress)
+        return check_odd(cases, tolerance)
 
     def time(timer: KernelTimer) -> dict[str, Samples]:
         problem: Any = timer.problem
@@ -198,8 +203,7 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
 def _odd_tokens(
     function: Function, operation: DifferentiatedFunction, workload: KernelWorkload, device: torch.device
 ) -> Iterator[OddCase]:
-    # Numbers of rows that no tile divides.
-    for tokens in (131, 1):
+    for tokens in _ODD_TOKENS:
         odd = replace(workload, tokens=tokens, seed=secrets.randbits(60))
         run = functools.partial(operation.results, function, odd, device)
         yield f"{tokens} rows", run, operation.expected(odd, device)

@@ -161,8 +161,8 @@ class _Planner:
             raise CapabilityError(self._failed)
         changes = memory_changes.possible_changes(self._workload)
         peaks: dict[SettingChange, int] = {}
-        for change in changes:
-            progress(f"predicting {change.option}")
+        for number, change in enumerate(changes, start=1):
+            progress(f"predicting {change.option}, {number} of {len(changes)}")
             if (peak_bytes := self._peak_bytes((change,))) is not None:
                 peaks[change] = peak_bytes
         plan = () if base <= self._limit else self._cheapest(list(peaks))

@@ -27,7 +27,7 @@ from cs336sys.experiments.user_models.loading import (
     changeable,
     copied_code,
     first_part,
-    line_of,
+    innermost_line,
     load,
     make_optimizer,
     make_user_batch,

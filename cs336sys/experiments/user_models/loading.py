@@ -10,7 +10,6 @@ import inspect
 import os
 import sys
 import sysconfig
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336sys.errors import CapabilityError, UsageError, UserCodeError, a_value
+from cs336sys.errors import CapabilityError, UsageError, UserCodeError, a_value, lines_of, summary_of
 from cs336sys.experiments.user_models.attention import left_to_torch
 from cs336sys.measure.cells import is_out_of_memory
 from cs336sys.sizes import ModelSize
 from cs336sys.user_code import is_file, is_user_code, named_object, source_file, split_reference
 from cs336sys.workload import Workload
-from cs336sys.workload.course_package import PACKAGE, first_folder
+from cs336sys.workload.course_package import PACKAGE, first_folder, line_in_package
 
 # Of files of the user's that were loaded. Elsewhere they come last on ``sys.path``.
 user_folders: list[str] = []
@@ -320,20 +319,17 @@ def references_of(workload: Workload) -> list[str]:
 
 @contextlib.contextmanager
 def telling_user_errors(workload: Workload) -> Iterator[None]:
-    """Within this, what a workload's own code raises is told in one sentence with its line.
+    """Within this, what a workload's own code raises is told in one sentence with its line, and so is cs336_basics'.
 
-    What this program says itself, and that memory has run out, goes through.
+    What this program says itself or raises elsewhere, and that memory has run out, goes through.
 
     Raises:
         UserCodeError: in place of any other error.
     """
     references = references_of(workload)
-    if not references:
-        yield
-        return
     # A cell begins: what an earlier one left to torch is no concern of its.
     left_to_torch.clear()
-    with _telling(references, f"{references[0]} failed"):
+    with _telling(references, f"{references[0]} failed" if references else None):
         yield
 
 
@@ -343,54 +339,54 @@ def telling_errors_of(reference: str) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def _telling(references: list[str], failed: str) -> Iterator[None]:
+def _telling(references: list[str], failed: str | None) -> Iterator[None]:
+    """Turn errors into UserCodeErrors; where ``failed`` is None, those alone that ``cs336_basics`` raises."""
     try:
         yield
     except (UsageError, CapabilityError, UserCodeError):
         raise
     except (Exception, SystemExit) as error:
+        in_package = line_in_package(error, user_folders)
         # Code that ends its process would end the sweep with it.
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or (failed is None and in_package is None):
             raise
-        line = line_of(error, [source_file(reference) for reference in references])
+        line = innermost_line(lines_of(error), [source_file(reference) for reference in references], in_package)
         place = line or failed
         if _is_raised_by_kernels(error):
             place = f"our kernels failed, called from {line or references[0]}"
-        message = f"{place}: {type(error).__name__}: {_first_line_of_error(error)}"
+        message = f"{place}: {summary_of(error)}"
         if "modified by an inplace operation" in message:
             # In the backward pass no line of the user's runs.
-            message = (
-                f"{line or failed}: the backward pass needs a tensor that was changed in place; doctor --model names "
-                "the line"
-            )
+            message = f"{place}: the backward pass needs a tensor that was changed in place"
+            message += "; doctor --model names the line" if references else ""
         raise UserCodeError(message) from error
 
 
-def line_of(error: BaseException, files: list[Path]) -> str:
-    """``mine.py, line 12``, where an error came from: the innermost line in these files or next to them, or nothing."""
+def innermost_line(
+    lines: Sequence[tuple[Path, int]], files: list[Path], in_package: tuple[Path, Path, int] | None = None
+) -> str:
+    """Return the innermost of these lines that is in one of the files or next to it, ``mine.py, line 12``, or nothing.
+
+    Args:
+        in_package: a line of ``cs336_basics``, which counts, too.
+    """
     folders = tuple(str(file.resolve().parent) + os.sep for file in files)
-    if isinstance(error, SyntaxError) and error.filename is not None and error.filename.startswith(folders):
-        return f"{Path(error.filename).name}, line {error.lineno}"
     installed = f"{os.sep}site-packages{os.sep}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = os.path.abspath(frame.filename)
+    for file, line in reversed(lines):
+        if in_package is not None and (file, line) == in_package[1:]:
+            return f"{PACKAGE}/{file.relative_to(in_package[0])}, line {line}"
         # A file in the folder of an environment has all packages below it.
+        path = str(file)
         if path.startswith(folders) and installed not in path[len(os.path.commonpath([path, *folders])) :]:
-            return f"{Path(frame.filename).name}, line {frame.lineno}"
-    cause = error.__cause__ or error.__context__
-    return "" if cause is None else line_of(cause, files)
+            return f"{file.name}, line {line}"
+    return ""
 
 
 def _is_raised_by_kernels(error: BaseException) -> bool:
     """Return whether our kernels raised an error, or torch or Triton when our kernels called them."""
-    files = (Path(frame.filename) for frame in reversed(traceback.extract_tb(error.__traceback__)))
+    files = (file for file, _ in reversed(lines_of(error)))
     innermost = next((file for file in files if not {"torch", "triton"} & set(file.parts)), None)
     return innermost is not None and innermost.is_relative_to(Path(__file__).parents[2] / "kernels")
-
-
-def _first_line_of_error(error: BaseException) -> str:
-    text = str(error.msg if isinstance(error, SyntaxError) else error)
-    return next(iter(text.strip().splitlines()), type(error).__name__)
 
 
 def make_optimizer(reference: str, parameters: Iterable[Tensor], settings: Mapping[str, Any]) -> torch.optim.Optimizer:

@@ -302,8 +302,8 @@ class _Case:
 
     def _order(self) -> Outcome:
         not_compared = []
-        for condition, program in CONDITIONS.items():
-            self.progress(f"order: {condition}")
+        for number, (condition, program) in enumerate(CONDITIONS.items(), start=1):
+            self.progress(f"order: {condition}, {number} of {len(CONDITIONS)}")
             reports, reason = self.run(program, watch=True), ""
             if isinstance(reports, Lost):
                 # That they hang or die is what the case of this condition reports.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 
-from cs336sys.errors import CapabilityError, UsageError, UserCodeError
+from cs336sys.errors import CapabilityError, UsageError, UserCodeError, lines_of
 from cs336sys.experiments import user_models
 from cs336sys.experiments.verify.cases import (
     LOSS_SCALE,
@@ -127,7 +127,8 @@ def train_on_rank(training: Training, program: Program, settings: RankSettings) 
         report.is_timeout = _is_timeout(error)
         report.failure = str(error)
         if not isinstance(error, UsageError | UserCodeError):
-            line = user_models.line_of(error, [source_file(workload.wrap)] if is_user_code(workload.wrap) else [])
+            files = [source_file(workload.wrap)] if is_user_code(workload.wrap) else []
+            line = user_models.innermost_line(lines_of(error), files)
             first_line = next(iter(report.failure.strip().splitlines()), "")
             where = f"{line}: " if line else ""
             report.failure = f"{where}{type(error).__name__}: {first_line}"

@@ -16,6 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from cs336sys.measure.system import installed_version, is_wsl, memory_gib, run_tool
 from cs336sys.processes.parent import python_module
+from cs336sys.triton_package import why_no_triton
 
 Verdict = Literal["ok", "warn", "missing"]
 
@@ -72,6 +73,8 @@ def check_triton() -> Check:
     fix = f'`python -m pip install "triton{pinned or supported}"`.'
     if version is None:
         return Check("Triton", "not installed", "missing", fix)
+    if (reason := why_no_triton()) is not None:
+        return Check("Triton", f"{version}, needed is {reason}", "missing", fix)
     if not supported.contains(version, prereleases=True):
         return Check("Triton", f"{version}, supported is {supported}", "missing", fix)
     if not pinned.contains(version, prereleases=True):

@@ -26,10 +26,13 @@ def restored(monkeypatch):
         monkeypatch.setattr(owner, name, getattr(owner, name))
 
 
+stages: list[str] = []
+
+
 def measure(name, device="cpu", context=64, **more):
     shape = {"batch_size": 2, "heads": 2, "head_dim": 16, "dtype": "fp32", "warmup_ms": 0.5, "repetition_ms": 1.0}
     workload = AttentionWorkload(f"{KERNELS}:{name}", context=context, device=device, **shape | more)
-    return measurement.measure_own_attention(workload.configuration(), lambda stage: None)
+    return measurement.measure_own_attention(workload.configuration(), stages.append)
 
 
 @pytest.mark.parametrize("more", [{}, {"causal": False}, {"heads": 4, "kv_heads": 2}, {"dtype": "bf16"}])
@@ -48,7 +51,10 @@ def test_a_kernel_without_a_gradient_has_a_forward_pass_alone():
 
 
 def test_lengths_that_a_kernel_refuses_are_told_and_no_fault():
+    stages.clear()
     outcome = measure("refuses_odd_lengths")
+    checking = [f"checking odd lengths and strides, {number} of 4" for number in range(1, 5)]
+    assert [stage for stage in stages if stage.startswith("checking")] == checking
     assert outcome.status == "ok"
     assert outcome.derived["notes"][0].endswith(
         "does not take a context of 131, a context of 131 with strided inputs, a context of 1, a context of 1 with "
