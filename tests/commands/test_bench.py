@@ -40,7 +40,7 @@ def sweep(tmp_path_factory):
     """Two precisions, and a batch that no process can address, whatever memory its system promises."""
     path = tmp_path_factory.mktemp("bench") / "r.jsonl"
     files = ("--save", str(path), "--plot", str(path.with_name("bench.png")))
-    arguments = ("--warmup", "1", "--precision", "fp32,bf16", "--batch-size", "1000000000000", *files)
+    arguments = ("--warmup", "1", "--precision", "fp32,bf16", "--batch-size", "1000000000000", "--force", *files)
     return invoke(*arguments, "--format", "json"), path, arguments
 
 

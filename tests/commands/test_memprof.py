@@ -64,6 +64,7 @@ def test_a_cell_out_of_memory_is_a_result(tmp_path):
     arguments = [
         "--batch-size",
         "1000000000000",
+        "--force",
         "--no-predict",
         "--snapshot",
         str(tmp_path / "s"),

@@ -42,6 +42,7 @@ def sweep(tmp_path_factory):
         "--compare-precision",
         "--batch-size",
         "1000000000000",
+        "--force",
         "--keep",
         folder / "kept",
     )
