@@ -97,7 +97,7 @@ def test_doctor_ends_at_what_is_wrong(model, check, sentence):
 
 def test_doctor_names_the_line_of_a_neighbouring_module_that_changes_in_place(tmp_path):
     """It named the line of the caller, or none: the module was in another file than the one that is named."""
-    (tmp_path / "parts.py").write_text(
+    (tmp_path / "gating.py").write_text(
         "import torch\n"
         "def gate(x):\n"
         "    gates = torch.sigmoid(x)\n"
@@ -108,7 +108,7 @@ def test_doctor_names_the_line_of_a_neighbouring_module_that_changes_in_place(tm
     )
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"
-        "from parts import gate\n"
+        "from gating import gate\n"
         "class Model(nn.Sequential):\n"
         "    def forward(self, tokens):\n"
         "        return self[1](gate(self[0](tokens)))\n"
@@ -117,7 +117,7 @@ def test_doctor_names_the_line_of_a_neighbouring_module_that_changes_in_place(tm
     )
     code, rows = doctor("--model", f"{tmp_path}/mine.py:build")
     assert code == 3
-    assert rows["trains"]["found"].startswith("parts.py, line 6 changes a tensor in place")
+    assert rows["trains"]["found"].startswith("gating.py, line 6 changes a tensor in place")
 
 
 def test_doctor_warns_of_what_is_never_trained():
