@@ -126,8 +126,8 @@ def _check_expansion(path: Path) -> None:
             expanded += len(part)
             if expanded > limit:
                 raise UsageError(
-                    f"has {size / MIB:.1f} MiB and holds more than {limit // MIB:,}, which is the most that is read of "
-                    "such a file"
+                    f"has {size / MIB:.1f} MiB and holds more than {limit // MIB:,} MiB, which is the most "
+                    "that is read of such a file"
                 )
 
 

@@ -628,7 +628,7 @@ def test_a_gzip_bomb_is_refused_before_anything_in_it_is_decoded(content, tmp_pa
             stream.write(content * (MIB // len(content)))
         stream.write(b"{}]}")
     monkeypatch.setattr(chrome_trace, "_Events", None)
-    with pytest.raises(UsageError, match=r"bomb\.json\.gz has 0\.\d MiB and holds more than 64, which is the most"):
+    with pytest.raises(UsageError, match=r"bomb\.json\.gz has 0\.\d MiB and holds more than 64 MiB, which is the most"):
         open_capture(path)
 
 

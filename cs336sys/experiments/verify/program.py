@@ -261,7 +261,7 @@ _references: dict[Any, Reference] = {}
 
 @dataclass(frozen=True)
 class Training:
-    """How a workload's programs train, on ranks and in one process.
+    """Training of a workload's programs, on ranks and in one process.
 
     Attributes:
         learning_rate: of the default optimizer, where ``optimizer`` is None.
