@@ -6,7 +6,7 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-from cs336sys.triton_package import TritonFinder
+from cs336sys.machine.triton_package import TritonFinder
 
 __version__ = "0.1.0"
 
@@ -37,15 +37,15 @@ _LAZY = {
         ),
         "cs336sys.api",
     ),
-    "verify": "cs336sys.experiments.verify.library",
+    "verify": "cs336sys.commands.verify.library",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        from cs336sys.workload.course_package import telling_import_errors
+        from cs336sys.settings.course_package import telling_import_errors
 
-        # By name: the package itself is plain data, which knows neither commands nor experiments.
+        # By name: the package itself is plain data, which knows no commands.
         with telling_import_errors():
             return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'cs336sys' has no attribute '{name}'")

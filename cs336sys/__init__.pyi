@@ -10,7 +10,7 @@ from cs336sys.api import Tables as Tables
 from cs336sys.api import account as account
 from cs336sys.api import compare as compare
 from cs336sys.api import read as read
-from cs336sys.experiments.verify.library import verify as verify
+from cs336sys.commands.verify.library import verify as verify
 
 __version__: str
 

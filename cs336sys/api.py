@@ -1,8 +1,8 @@
 """The commands as functions, for notebooks and scripts: the same options, refusals, worker processes and tables.
 
-Each function hands a :class:`~cs336sys.commands.request.Request` to its command, which runs in this process. Progress
-and warnings go to standard error, nothing to standard output; the tables come back as :class:`Tables`, the saved cells
-with them as :class:`Results`. No import here needs torch.
+Each function hands a :class:`~cs336sys.command_line.request.Request` to its command, which runs in this process.
+Progress and warnings go to standard error, nothing to standard output; the tables come back as :class:`Tables`, the
+saved cells with them as :class:`Results`. No import here needs torch.
 """
 
 import importlib
@@ -18,23 +18,23 @@ from typing import Any, get_args
 import typer
 
 from cs336sys.cli import app
-from cs336sys.commands.faults import sentence_of
-from cs336sys.commands.options.effects import Effect, effect_of
-from cs336sys.commands.options.reading import types_in
-from cs336sys.commands.request import Request, keyword_of, values_of
+from cs336sys.command_line.faults import sentence_of
+from cs336sys.command_line.options.effects import Effect, effect_of
+from cs336sys.command_line.options.reading import types_in
+from cs336sys.command_line.request import Request, keyword_of, values_of
 from cs336sys.commands.show import drawings, saved_presentations
 from cs336sys.errors import INTERRUPTED, SENTENCES, TERMINATED, OutputError, UsageError, did_you_mean
 from cs336sys.processes import started_outside
-from cs336sys.report.outputs import check_plot
-from cs336sys.report.page import html_picture, html_table
-from cs336sys.report.render import render
-from cs336sys.report.table import Table
 from cs336sys.results import model
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Run, read_results
 from cs336sys.results.recording import recording
-from cs336sys.user_code import is_user_code
-from cs336sys.workload.course_package import telling_import_errors
+from cs336sys.settings.course_package import telling_import_errors
+from cs336sys.settings.user_code import is_user_code
+from cs336sys.tables.outputs import check_plot
+from cs336sys.tables.page import html_picture, html_table
+from cs336sys.tables.render import render
+from cs336sys.tables.table import Table
 
 # The commands that are functions of their names, and what they take first, before their options.
 _TRAINING, _NOTHING, _FILES = "model_or_size", "", "files"
@@ -188,7 +188,7 @@ class Results(Tables):
         Raises:
             UsageError: the cells hold no picture's data, or the file cannot be written.
         """
-        from cs336sys.report.registry import invocations, saved_pictures, shown_cells
+        from cs336sys.commands.registry import invocations, saved_pictures, shown_cells
 
         file = Path("plot.png" if path is None else path)
         check_plot(file if path is not None else None)

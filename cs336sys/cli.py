@@ -7,12 +7,17 @@ from typing import Annotated, ClassVar
 import typer
 
 from cs336sys import __version__
-from cs336sys.commands.faults import end_like_ctrl_c_on_sigterm, exit_code_of, interruption_code, open_closed_streams
-from cs336sys.commands.invocation import HELP_OPTIONS, LazyGroup
-from cs336sys.commands.options.settings_file import use_settings, with_config_first
+from cs336sys.command_line.faults import (
+    end_like_ctrl_c_on_sigterm,
+    exit_code_of,
+    interruption_code,
+    open_closed_streams,
+)
+from cs336sys.command_line.invocation import HELP_OPTIONS, LazyGroup
+from cs336sys.command_line.options.settings_file import use_settings, with_config_first
 
-# The panels of --help. Every subcommand is a function of its name, or a group of commands (a Typer app), in a module of
-# its name.
+# The panels of --help. Every subcommand is a function of its name, or a group of commands (a Typer app), in
+# ``commands/NAME/options.py`` or, where it is short, in ``commands/NAME.py``.
 PANELS = {
     "Measure": ("bench", "nsys", "memprof", "attn", "flash", "kernels", "allreduce", "ddp", "shard"),
     "Understand": ("trace", "account", "precision", "losses"),
@@ -22,10 +27,16 @@ PANELS = {
 COMMANDS = tuple(name for names in PANELS.values() for name in names)
 
 
+def module_of(command: str) -> str:
+    """Return the dotted name of the module in which a subcommand is a function or a group."""
+    is_folder = command not in ("account", "attn", "flash", "show", "slurm")
+    return f"cs336sys.commands.{command}.options" if is_folder else f"cs336sys.commands.{command}"
+
+
 class CommandTable(LazyGroup):
     """All subcommands; an error that a user can fix ends with its one sentence."""
 
-    modules: ClassVar = {name: f"cs336sys.commands.{name}" for name in COMMANDS}
+    modules: ClassVar = {name: module_of(name) for name in COMMANDS}
     panels: ClassVar = {name: panel for panel, names in PANELS.items() for name in names}
 
     def parse_args(self, ctx, args):

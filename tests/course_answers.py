@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cs336sys.report.course.answer import Answer
-from cs336sys.report.course.document import Document, build_document
-from cs336sys.report.course.evidence import evidence_of
-from cs336sys.report.course.handouts import PROBLEMS
-from cs336sys.report.course.problem import HANDOUTS, Target
+from cs336sys.commands.report.answer import Answer
+from cs336sys.commands.report.document import Document, build_document
+from cs336sys.commands.report.evidence import evidence_of
+from cs336sys.commands.report.handouts import PROBLEMS
+from cs336sys.commands.report.problem import HANDOUTS, Target
 from cs336sys.results.model import Cell, Results, Samples, read_results
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"

@@ -20,7 +20,7 @@ SYNCHRONIZES = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonze
 
 
 class OperatorRecorder:
-    """In place of ``cs336sys.cuda_graphs.CudaRecorder``."""
+    """In place of ``cs336sys.training.cuda_graphs.CudaRecorder``."""
 
     pool_bytes = 0
 

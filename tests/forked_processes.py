@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336sys.measure import cells
 from cs336sys.parallel.ranks import spawned
 from cs336sys.processes import child
 from cs336sys.processes.parent import call_guarded
+from cs336sys.run import cells
 
 
 @contextlib.contextmanager
@@ -49,8 +49,8 @@ def started_as_by_users():
 PRELOADED = [
     "cs336sys.parallel.ranks.spawned",
     "torch._inductor.compile_fx",
-    "cs336sys.measure.environment",
-    "cs336sys.experiments.training",
+    "cs336sys.machine.environment",
+    "cs336sys.training.step",
 ]
 
 

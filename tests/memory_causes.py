@@ -8,8 +8,8 @@ from cuda_snapshots import MIB, fake_cuda
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336sys.measure.allocations.diagnosis import diagnose_memory
-from cs336sys.measure.allocations.dump import parse_dump
+from cs336sys.allocations.diagnosis import diagnose_memory
+from cs336sys.allocations.dump import parse_dump
 
 CAUSES = {
     "fragmentation": "fragmentation",

@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 import cs336sys.api
 from cs336sys import Interrupted, account, bench, compare, ddp, flash, read, tune
 from cs336sys.cli import app
-from cs336sys.commands.request import Request, RequestParser
+from cs336sys.command_line.request import Request, RequestParser
 from cs336sys.errors import INTERRUPTED, UsageError
 from cs336sys.results.recording import record
-from cs336sys.sizes import choose_size
+from cs336sys.settings.sizes import choose_size
 
 ROOT = Path(__file__).parent.parent
 
@@ -169,7 +169,7 @@ def stub():
             f"from cs336sys.api import {name} as {name}"
             for name in ("Interrupted", "Results", "Tables", "account", "compare", "read")
         ),
-        "from cs336sys.experiments.verify.library import verify as verify",
+        "from cs336sys.commands.verify.library import verify as verify",
         "",
         "__version__: str",
         "",

@@ -12,27 +12,19 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "cs336sys"
 
-# The rooms of each layer, lowest first; a module may import from its own room and from lower layers.
+# The rooms of each layer, lowest first; a module may import from its own room and from lower layers. A module that is
+# named here is in another layer than its room.
 LAYERS = (
-    {
-        "",
-        "choices",
-        "strategies",
-        "errors",
-        "settings",
-        "sizes",
-        "lazy_dynamo",
-        "triton_package",
-        "user_code",
-        "processes",
-        "results",
-        "workload",
-        "accounting",
-    },
-    {"kernels", "parallel", "measure", "cuda_graphs"},
-    {"board", "capture", "parity"},
-    {"experiments"},
-    {"report"},
+    {"", "errors", "settings", "processes", "results", "accounting"},
+    {"machine"},
+    {"run.cells"},
+    {"kernels", "parallel", "timing", "capture"},
+    {"board", "allocations"},
+    {"training"},
+    {"parity"},
+    {"tables"},
+    {"command_line"},
+    {"run"},
     {"commands"},
     {"cli"},
     {"__main__", "api"},
@@ -40,49 +32,18 @@ LAYERS = (
 
 # Libraries, and a room of ours, that only the named modules (or rooms) may import.
 RESERVED = {
-    "typer": ("commands", "cli", "api"),
-    "rich.table": ("report.terminal",),
-    "tabulate": ("report.render",),
-    "matplotlib": ("report",),
-    "mlflow": ("commands.sweep.tracking",),
-    "wandb": ("commands.sweep.tracking",),
-    "cs336sys.board": ("board", "experiments.parallel.strategies"),
-    "cs336_basics": ("experiments.models", "experiments.optimizers", "experiments.training", "measure.phases"),
+    "typer": ("command_line", "run", "commands", "cli", "api"),
+    "rich.table": ("tables.terminal",),
+    "tabulate": ("tables.render",),
+    "matplotlib": ("tables", "commands"),
+    "mlflow": ("run.tracking",),
+    "wandb": ("run.tracking",),
+    "cs336sys.board": ("board", "training.ranks.strategies"),
+    "cs336_basics": ("training",),
 }
 
-# Rooms whose modules and folders do not import each other, but for what they share.
-SHARED_AMONG_SIBLINGS = {
-    "commands": {
-        f"commands.{name}"
-        for name in (
-            "faults",
-            "invocation",
-            "options",
-            "options.bytes",
-            "options.effects",
-            "options.operations",
-            "options.output",
-            "options.reading",
-            "options.settings_file",
-            "options.training",
-            "request",
-            "sweep.progress",
-            "sweep.ranks",
-            "sweep.run",
-            "sweep.tracking",
-        )
-    },
-    "experiments": {
-        f"experiments.{name}"
-        for name in (
-            "bench",
-            *("checks", "checks.step"),
-            # Steps with checkpoints, and their memory by a dry run, which tune measures and predicts, too.
-            *("memory.prediction", "memory.step"),
-            *("flop_counting", "models", "optimizers", "own_kernels", "training", "user_models"),
-        )
-    },
-}
+# Folders of commands/ that do not import each other, but for what they share.
+SHARED_AMONG_SIBLINGS = {"commands": set()}
 
 # Importing a wrapper must not load the accounting and the workloads that describe it, but for what it computes with.
 DESCRIBES_PARALLEL = ("accounting", "workload")
@@ -95,10 +56,10 @@ ACROSS_BACKENDS = {("kernels.attention.hopper.plans", "kernels.attention.triton.
 
 
 # Records name functions of higher layers, which are imported when a cell asks for them; so does the package's face.
-RECORDS = ("choices", "strategies")
+RECORDS = ("settings.choices", "settings.strategies")
 NAMES_HIGHER = ("", *RECORDS)
 # Run in a process of its own.
-STARTED_BY_NAME = {("measure.diagnosis.software", "kernels.attention.native_probe")}
+STARTED_BY_NAME = {("machine.diagnosis.software", "kernels.attention.native_probe")}
 _DOTTED = re.compile(r"cs336sys(\.\w+)+(:\w+)?")
 
 
@@ -121,7 +82,7 @@ def imports_of(source: str) -> set[str]:
 
 
 def layer_of(module: str) -> int:
-    room = module.split(".")[0]
+    room = module if any(module in rooms for rooms in LAYERS) else module.split(".")[0]
     return next(number for number, rooms in enumerate(LAYERS) if room in rooms)
 
 

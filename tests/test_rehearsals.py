@@ -21,48 +21,48 @@ PLAN = ("bench", "--size", "tiny", "--device", "cpu", "--dry-run", "--format", "
 
 # Texts of files, and what stands before them afterwards.
 OPTION = {
-    "workload/training.py": {
+    "settings/training.py": {
         "    user: UserCode = ": '    dummy: int = setting(7, "None.", minimum=0, several=True, panel=WHAT_RUNS)\n',
     },
     # Where it is used.
-    "experiments/bench.py": {
+    "commands/bench/measure.py": {
         "        **surroundings,\n    }": '        "notes": [f"doubled {2 * workload.dummy}"],\n',
     },
 }
 # Of an option of attn, of kernels and of ddp: the field, its place in help, and where it is used.
 FIELD = '    dummy: int = setting(7, "None.", minimum=0, several=True, header="dummies")\n'
 OPTION_OF_ATTN = {
-    "workload/operations.py": {"    kv_heads: int | None = setting(": FIELD},
+    "settings/operations.py": {"    kv_heads: int | None = setting(": FIELD},
     "commands/attn.py": {'"warmup", "steps", "plot"': '"dummy", '},
-    "experiments/attention/measurement.py": {
+    "commands/attention/measure.py": {
         '        derived |= {"held_gib": None': '        derived["doubled"] = 2 * workload.dummy\n',
     },
 }
 OPTION_OF_KERNELS = {
-    "workload/operations.py": {"    vocab_size: int | None = setting(": FIELD},
-    "commands/kernels.py": {'"head_dim", "vocab_size", *OPERATION_OPTIONS': '"dummy", '},
-    "experiments/kernels/measurement.py": {
+    "settings/operations.py": {"    vocab_size: int | None = setting(": FIELD},
+    "commands/kernels/options.py": {'"head_dim", "vocab_size", *OPERATION_OPTIONS': '"dummy", '},
+    "commands/kernels/measure.py": {
         '        derived["over_inputs_gib"]': '        derived["doubled"] = 2 * workload.dummy\n',
     },
 }
 OPTION_OF_DDP = {
-    "workload/parallel.py": {"    transport: str = setting(": FIELD},
-    "commands/ddp.py": {'"gradient_dtype", "transport")\nclass': '"dummy", '},
-    "experiments/parallel/measurement.py": {
+    "settings/parallel.py": {"    transport: str = setting(": FIELD},
+    "commands/ddp/options.py": {'"gradient_dtype", "transport")\nclass': '"dummy", '},
+    "commands/rank_training/measure.py": {
         "    derived = with_notes(right | _derived(": '    right["doubled"] = 2 * workload.dummy\n',
     },
 }
 COLUMN = {
-    "report/bench.py": {
+    "commands/bench/tables.py": {
         '        Column("step_ms", "step", "ms"': '        Column("dummy_ms", "dummy", "ms"),\n',
         '    row |= cell.derived | {"first_measured_ms"': '    row["dummy_ms"] = 2 * step.mean\n',
     },
 }
 STRATEGY = {
     "strategies.py": {
-        '    "fsdp": Strategy(': '    "dummy": Strategy("cs336sys.experiments.parallel.sharded_strategies.dummy"),\n',
+        '    "fsdp": Strategy(': '    "dummy": Strategy("cs336sys.training.ranks.sharded_strategies.dummy"),\n',
     },
-    "experiments/parallel/sharded_strategies.py": {
+    "training/ranks/sharded_strategies.py": {
         "def sharded_optimizer(": """\
 def dummy(*arguments: Any) -> Replica:
     return averaged_in_buckets(*arguments)
@@ -72,8 +72,8 @@ def dummy(*arguments: Any) -> Replica:
     },
 }
 OPERATION = {
-    "workload/operations.py": {'    "weighted-sum": Fused': '    "dummy": FusedOperation(("ours", "eager")),\n'},
-    "experiments/kernels/operations.py": {
+    "settings/operations.py": {'    "weighted-sum": Fused': '    "dummy": FusedOperation(("ours", "eager")),\n'},
+    "commands/kernels/operations.py": {
         "from cs336sys.kernels.linear_cross_entropy import": "from cs336sys.kernels.dummy import dummy\n",
         '    "weighted-sum": DifferentiatedFunction(': """\
     "dummy": DifferentiatedFunction(

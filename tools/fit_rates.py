@@ -31,9 +31,9 @@ from cs336sys.accounting.step_time.rates import Exposure, GroupError, Rates
 from cs336sys.accounting.step_time.work import TERMS, Amounts, attention_square, optimizer_work, step_work
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Results, configuration_key, read_results
-from cs336sys.workload.parallel import ParallelWorkload, bucket_name
-from cs336sys.workload.profiling_options import ProfileWorkload
-from cs336sys.workload.training import Workload
+from cs336sys.settings.parallel import ParallelWorkload, bucket_name
+from cs336sys.settings.profiling import ProfileWorkload
+from cs336sys.settings.training import Workload
 
 # A launched step tells the GPU's rates if its work takes so many times as long as launches on a slow host.
 _SURELY_GPU = 1.3

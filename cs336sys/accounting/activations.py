@@ -13,9 +13,9 @@ import operator
 from dataclasses import astuple, dataclass
 
 from cs336sys.accounting.flops import Components
-from cs336sys.choices import ATTENTION
 from cs336sys.errors import require_known
-from cs336sys.sizes import ELEMENT_BYTES, ModelSize
+from cs336sys.settings.choices import ATTENTION
+from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 
 # Of the logits, where the loss is computed without all of them at once: 4096 tokens of 151,936 bfloat16 logits. On
 # an H200, forward and backward of 32768 tokens of width 4096 took 181.8 ms with it, 183.7 with half and 186.8 with

@@ -20,7 +20,7 @@ from cs336sys.accounting.activations import block_activations
 from cs336sys.accounting.flops import flops_by_component, linear_flops
 from cs336sys.accounting.memory import PeakMemory, SavedBlocks, everything_saved, widest_moments
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.sizes import ModelSize
+from cs336sys.settings.sizes import ModelSize
 
 # every=K: groups of K blocks.
 _CHOICES = ("none", "block", "every=K", "sublayer", "attention", "ffn", "nested")

@@ -12,7 +12,7 @@ from typing import Any, Self
 from cs336sys.accounting.derivation import Derived, Number, minimum, number_of, symbol
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.results.model import Cell
-from cs336sys.workload.operations import COLLECTIVES
+from cs336sys.settings.operations import COLLECTIVES
 
 # Collective operations: one call, the memory and bandwidth it needs, and a line through measured times.
 #

@@ -17,7 +17,7 @@ What is counted, everywhere in this project:
 
 from dataclasses import dataclass
 
-from cs336sys.sizes import ELEMENT_BYTES, ModelSize
+from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 
 
 class Components:

@@ -13,8 +13,8 @@ from cs336sys.accounting.activations import LOGITS_CHUNK_BYTES
 from cs336sys.accounting.checkpointing import saved_schedule
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import PeakMemory, SavedBlocks, always_held_bytes, largest_parameter
-from cs336sys.choices import PRECISION_RECORDS, StepChoices
-from cs336sys.sizes import ELEMENT_BYTES, ModelSize
+from cs336sys.settings.choices import PRECISION_RECORDS, StepChoices
+from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 
 # Where updates run alongside the backward pass, so many blocks wait for theirs at a time, and hold their gradients.
 BLOCKS_BESIDE = 2

@@ -16,9 +16,9 @@ from cs336sys.accounting.activations import (
     saved_activations,
 )
 from cs336sys.accounting.flops import Components, count_parameters
-from cs336sys.choices import ATTENTION, MODES
 from cs336sys.errors import require_known
-from cs336sys.sizes import ELEMENT_BYTES, ModelSize
+from cs336sys.settings.choices import ATTENTION, MODES
+from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 
 GIB = 2**30
 
@@ -125,7 +125,7 @@ def widest_moments(
     Args:
         precision: ``fp32``, ``bf16`` or ``fp16``.
         mode: ``forward`` (without gradients), ``forward-backward``, or ``train``, which adds AdamW.
-        attention: one of :data:`~cs336sys.choices.ATTENTION`.
+        attention: one of :data:`~cs336sys.settings.choices.ATTENTION`.
         autocast: half precision is autocast's; False: parameters and gradients are in it, with fp32 master parameters
             if AdamW updates them. These count among the parameters.
         at_loss, at_blocks: which activations exist when the backward pass starts, and when it is at each block that can

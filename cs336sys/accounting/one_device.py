@@ -13,7 +13,7 @@ from cs336sys.accounting.activations import attention_memory, block_activations
 from cs336sys.accounting.checkpointing import recomputed_blocks
 from cs336sys.accounting.derivation import Derived, Expression, log2, number_of, symbol
 from cs336sys.accounting.flops import SOFTMAX_FLOPS_PER_SCORE, attention_flops, count_parameters, linear_flops
-from cs336sys.sizes import ELEMENT_BYTES, ModelSize
+from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 
 _ACTIVATION_NAMES = {
     "residual_stream": "inputs of the two norms",

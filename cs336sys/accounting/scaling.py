@@ -34,7 +34,7 @@ from cs336sys.accounting.sharding.partition import Mesh, heads_refusal
 from cs336sys.accounting.sharding.step import ShardedStep, rank_moments, rank_peak
 from cs336sys.accounting.sharding.tensor import TensorStep
 from cs336sys.errors import UsageError
-from cs336sys.sizes import ELEMENT_BYTES, ModelSize
+from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 
 _FORWARD_SHARE = 1 / 3
 

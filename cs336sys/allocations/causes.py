@@ -8,7 +8,7 @@
 | fragmentation | more is free in segments than was asked for, and a tenth of them, but no piece is large enough |
 | fp32 logits | a loss function, or a conversion before it, makes twice the bytes of the matrix product before it |
 
-Steps end as :mod:`~cs336sys.measure.allocations.inference` says. Where there are none, a loop around the model is
+Steps end as :mod:`~cs336sys.allocations.inference` says. Where there are none, a loop around the model is
 recognized by what repeats within it, and growth over a loop is never proved.
 """
 
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from statistics import median
 
-from cs336sys.measure.allocations.dump import DEFAULT_POOL, ROUNDING, Block, DeviceRecord, FailedAllocation, Frame
-from cs336sys.measure.allocations.inference import (
+from cs336sys.allocations.dump import DEFAULT_POOL, ROUNDING, Block, DeviceRecord, FailedAllocation, Frame
+from cs336sys.allocations.inference import (
     FORWARD,
     INITIAL,
     OPTIMIZER,
@@ -32,7 +32,7 @@ from cs336sys.measure.allocations.inference import (
     is_telling,
     operation_of,
 )
-from cs336sys.measure.allocations.timeline import held_bytes
+from cs336sys.allocations.timeline import held_bytes
 
 # What grows is named where it holds at least this part of the memory; free pieces and logits, ten times that.
 _LEAST_LEAK, _LEAST_SHARE = 0.01, 0.10

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from cs336sys.measure.allocations.causes import MemoryCause, Moment, find_causes, free_pieces, longer_ratio
-from cs336sys.measure.allocations.dump import DeviceRecord
-from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES, Inference, code_of, operation_of
-from cs336sys.measure.allocations.timeline import held_bytes
+from cs336sys.allocations.causes import MemoryCause, Moment, find_causes, free_pieces, longer_ratio
+from cs336sys.allocations.dump import DeviceRecord
+from cs336sys.allocations.inference import FOREIGN_CATEGORIES, Inference, code_of, operation_of
+from cs336sys.allocations.timeline import held_bytes
 
 # Ranks hold the same model, or shards of it that are rounded.
 _SAME_PARAMETERS = 0.02

@@ -17,10 +17,10 @@ from torch._C._profiler import _EventType, _ExtraFields_Allocation
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cs336sys.allocations.timeline import Event
+from cs336sys.allocations.without_values import code_line
 from cs336sys.errors import CapabilityError
-from cs336sys.measure.allocations.timeline import Event
-from cs336sys.measure.timing import TorchProfiler
-from cs336sys.measure.without_values import code_line
+from cs336sys.timing.phases import TorchProfiler
 
 # A train step of the 48-layer model makes about 30,000 allocations, which are 90,000 entries: each is requested, freed
 # and completed. An entry takes a few KB of host memory.

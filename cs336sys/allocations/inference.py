@@ -29,8 +29,8 @@ from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 
-from cs336sys.measure.allocations.dump import DEFAULT_POOL, Block, DeviceRecord, Frame
-from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
+from cs336sys.allocations.dump import DEFAULT_POOL, Block, DeviceRecord, Frame
+from cs336sys.allocations.timeline import MEMORY_CATEGORIES
 
 FOREIGN_CATEGORIES = (*MEMORY_CATEGORIES[:-1], "graph pools", "other", "unknown")
 
@@ -48,7 +48,7 @@ _FREED_BY_BACKWARD = 0.3
 
 _LIBRARIES = ("/torch/", "/site-packages/", "/dist-packages/", "/lib/python", "<")
 # Frames between an operator and who called it: what records, and how torch calls that.
-_PASSING = ("/cs336sys/measure/", "/torch/_ops.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
+_PASSING = ("/cs336sys/allocations/", "/torch/_ops.py", "/torch/_compile.py", "/torch/_dynamo/eval_frame.py")
 _INITIAL_NAMES = {
     "_apply", "convert", "to_empty", "reset_parameters", "_load_from_state_dict", "load_state_dict",
     "from_pretrained", "_initialize_weights", "deepcopy", "__deepcopy__",

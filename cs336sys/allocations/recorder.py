@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336sys.lazy_dynamo import importing_no_compiler
-from cs336sys.measure.allocations.history import AllocationHistory
-from cs336sys.measure.allocations.timeline import (
+from cs336sys.allocations.history import AllocationHistory
+from cs336sys.allocations.timeline import (
     RECOMPUTATION,
     AllocationTimeline,
     Gradient,
@@ -21,7 +20,8 @@ from cs336sys.measure.allocations.timeline import (
     Span,
     build_timeline,
 )
-from cs336sys.measure.without_values import code_line, python_frames
+from cs336sys.allocations.without_values import code_line, python_frames
+from cs336sys.machine.lazy_dynamo import importing_no_compiler
 
 
 class ModuleStack:

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline, Region, module_pattern
+from cs336sys.allocations.timeline import Allocation, AllocationTimeline, Region, module_pattern
 
 
 class _Steps:

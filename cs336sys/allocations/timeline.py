@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from cs336sys.measure.range_names import STEP_PHASES
+from cs336sys.capture.range_names import STEP_PHASES
 
 # What memory is for. ``activations`` is what the forward pass, or a checkpoint's recomputation, leaves to the backward
 # pass; ``temporary`` is all else that a step allocates; ``other`` was there before: batch, rotary table, workspaces.

@@ -12,10 +12,10 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336sys.triton_package import why_no_triton
+from cs336sys.machine.triton_package import why_no_triton
 
 _TORCH = os.path.dirname(torch.__file__)
-_MEASURE = os.path.dirname(__file__)
+_ALLOCATIONS = os.path.dirname(__file__)
 
 
 class WithoutValues(TorchDispatchMode):
@@ -96,7 +96,7 @@ class DecisionsRead(TorchDispatchMode):
 
 
 def _reading_line() -> str:
-    return code_line(frame for frame in python_frames() if "/cs336sys/experiments/" not in frame[0])
+    return code_line(frame for frame in python_frames() if "/cs336sys/training/" not in frame[0])
 
 
 def python_frames() -> Iterator[tuple[str, int, str]]:
@@ -110,6 +110,6 @@ def python_frames() -> Iterator[tuple[str, int, str]]:
 def code_line(frames: Iterable[tuple[str, int, str]]) -> str:
     """The innermost frame of neither torch nor what records, as ``cs336_basics/model.py:51 forward``; or nothing."""
     for filename, line, function in frames:
-        if filename.endswith(".py") and not filename.startswith((_TORCH, _MEASURE)):
+        if filename.endswith(".py") and not filename.startswith((_TORCH, _ALLOCATIONS)):
             return f"{'/'.join(filename.split(os.sep)[-2:])}:{line} {function}"
     return ""

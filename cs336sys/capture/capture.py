@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cs336sys.capture.intervals import Times
+from cs336sys.capture.range_names import run_configuration
 from cs336sys.errors import UsageError
-from cs336sys.measure.range_names import run_configuration
 from cs336sys.results.foreign import printable
 
 SEND, RECEIVE, SEND_RECEIVE = "send", "recv", "send_recv"

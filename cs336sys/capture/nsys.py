@@ -16,7 +16,7 @@ import numpy as np
 from cs336sys.capture.capture import EVENTS, LATEST_NS, READING_S, Calls, Capture, DeviceWork, Ranges, Texts
 from cs336sys.capture.intervals import Times
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.measure.diagnosis.profilers import Profiler
+from cs336sys.machine.diagnosis.profilers import Profiler
 from cs336sys.processes.parent import run_guarded_program
 from cs336sys.results.foreign import printable
 

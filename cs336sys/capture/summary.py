@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from cs336sys.capture.capture import Capture, Ranges, SavedRecord
 from cs336sys.capture.intervals import Cover, Nested, Times, is_within_another
+from cs336sys.capture.range_names import ATTENTION_PARTS, STEP, STEP_PHASES
 from cs336sys.capture.timeline import PROFILER_STEP, LaunchedWork, Timeline, timelines
 from cs336sys.errors import UsageError
-from cs336sys.measure.range_names import ATTENTION_PARTS, STEP, STEP_PHASES
 
 # Ranges that no program named, by their numbers from the end of all names.
 _UNNAMED = ("the whole capture", "ProfilerStep")

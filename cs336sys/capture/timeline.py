@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from cs336sys.capture.capture import Calls, Capture, CollectiveRecord, Damage, DeviceWork, Ranges, collective_kind
 from cs336sys.capture.intervals import Nested, Times, containing, first_rows, group_numbers
+from cs336sys.capture.range_names import STEP, STEP_PHASES, WARM_UP
 from cs336sys.capture.taxonomy import Category, category_of
 from cs336sys.errors import UsageError
-from cs336sys.measure.range_names import STEP, STEP_PHASES, WARM_UP
 
 Indices = NDArray[np.int64]
 

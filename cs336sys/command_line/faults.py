@@ -14,9 +14,9 @@ import typer
 
 from cs336sys import errors
 from cs336sys.processes import started_outside
-from cs336sys.report.outputs import writing_stdout
 from cs336sys.results.foreign import printable
-from cs336sys.workload.course_package import telling_import_errors
+from cs336sys.settings.course_package import telling_import_errors
+from cs336sys.tables.outputs import writing_stdout
 
 
 def say(sentence: str) -> None:

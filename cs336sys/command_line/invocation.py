@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cs336sys.commands.options import settings_file
-from cs336sys.commands.options.reading import with_read_options
-from cs336sys.commands.request import Request, RequestParser
+from cs336sys.command_line.options import settings_file
+from cs336sys.command_line.options.reading import with_read_options
+from cs336sys.command_line.request import Request, RequestParser
 from cs336sys.errors import UsageError, choose_from
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cs336sys.commands.faults import say
+from cs336sys.command_line.faults import say
 from cs336sys.errors import UsageError, a_value, did_you_mean
 from cs336sys.results.recording import current_recording
-from cs336sys.user_code import TO_FILE, name_object
+from cs336sys.settings.user_code import TO_FILE, name_object
 
 # Commands that measure in one process, which can be this one.
 _MEASURED_HERE = ("bench", "memprof", "flash", "kernels")

@@ -5,12 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from cs336sys.commands.options.effects import setting, writes_file
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice
-from cs336sys.commands.options.training import DryRunOption, OptionGroup, option_of, setting_options
-from cs336sys.commands.sweep.run import run_sweep, show_plan
-from cs336sys.workload.operations import PLAIN_ATTENTION, AttentionWorkload
+from cs336sys.command_line.options.effects import setting, writes_file
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
+from cs336sys.command_line.options.reading import choice
+from cs336sys.command_line.options.training import DryRunOption, OptionGroup, option_of, setting_options
+from cs336sys.run.sweep import run_sweep, show_plan
+from cs336sys.settings.operations import PLAIN_ATTENTION, AttentionWorkload
 
 
 @setting_options(
@@ -42,7 +42,7 @@ def attn(
 
     cs336sys attn --context 256,1024,4096,8192,16384 --head-dim 16,32,64,128
     """
-    from cs336sys.report.attention import attention_plan, attn_tables, plot_attn
+    from cs336sys.commands.attention.tables import attention_plan, attn_tables, plot_attn
 
     output.check(plot=attention.plot)
     cells = attention.combinations(AttentionWorkload, "batch_size", "context", "head_dim", "dtype", heads=[1])
@@ -52,6 +52,6 @@ def attn(
         plan = partial(attention_plan, "attn", configurations)
         show_plan("attn", plan, sweeping, output, attention.device, plot=attention.plot)
         return
-    measure = "cs336sys.experiments.attention.measurement:measure_attn"
+    measure = "cs336sys.commands.attention.measure:measure_attn"
     output.check_selection("attn", attn_tables)
     run_sweep("attn", measure, configurations, sweeping).report(attn_tables, output, (attention.plot, plot_attn))

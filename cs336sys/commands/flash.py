@@ -7,15 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from cs336sys.commands.options.effects import setting, writes_file
-from cs336sys.commands.options.operations import OPERATION_OPTIONS, OperationOptions
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice
-from cs336sys.commands.options.training import DryRunOption, option_of, setting_options
-from cs336sys.commands.sweep.run import run_sweep, show_plan
+from cs336sys.command_line.options.effects import setting, writes_file
+from cs336sys.command_line.options.operations import OPERATION_OPTIONS, OperationOptions
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
+from cs336sys.command_line.options.reading import choice
+from cs336sys.command_line.options.training import DryRunOption, option_of, setting_options
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.triton_package import why_no_triton
-from cs336sys.workload.operations import IMPLEMENTATIONS, AttentionWorkload
+from cs336sys.machine.triton_package import why_no_triton
+from cs336sys.run.sweep import run_sweep, show_plan
+from cs336sys.settings.operations import IMPLEMENTATIONS, AttentionWorkload
 
 # The shapes that the handouts ask for: every cell of flash_benchmarking, and the 2025 leaderboard's one.
 GRIDS: dict[str, dict[str, list[Any]]] = {
@@ -117,7 +117,7 @@ def flash(
 
     cs336sys flash --batch-size 4 --context 512 --implementation triton,sdpa-flash --keep-settings
     """
-    from cs336sys.report.attention import attention_plan, flash_tables, plot_flash, pool_flash_rounds
+    from cs336sys.commands.attention.tables import attention_plan, flash_tables, plot_flash, pool_flash_rounds
 
     over, plot = attention.checked_baseline, attention.plot
     output.check(plot=plot)
@@ -133,6 +133,6 @@ def flash(
         if why_no_triton() is not None:
             raise CapabilityError(f"--keep-settings needs {why_no_triton()}")
         measure = "keeping:measure_and_keep"
-    run_sweep("flash", f"cs336sys.experiments.attention.{measure}", configurations, sweeping).report(
+    run_sweep("flash", f"cs336sys.commands.attention.{measure}", configurations, sweeping).report(
         tables, output, (plot, plot_flash), pooled=pool_flash_rounds
     )

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from cs336sys.errors import UserCodeError
-from cs336sys.experiments.user_models import telling_errors_of
-from cs336sys.measure.cells import Outcome
-from cs336sys.measure.checked_timing import ChangingInputs, KernelTimer, WrongKernelError, check_untouched
-from cs336sys.measure.relative_error import error_columns, relative_errors, why_wrong
 from cs336sys.results.model import Samples
+from cs336sys.run.cells import Outcome
+from cs336sys.timing.checked import ChangingInputs, KernelTimer, WrongKernelError, check_untouched
+from cs336sys.timing.relative_error import error_columns, relative_errors, why_wrong
+from cs336sys.training.user_models import telling_errors_of
 
 Results = Mapping[str, Tensor]
 # A description, the call, and its right results.

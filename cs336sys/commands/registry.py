@@ -9,19 +9,29 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from cs336sys.commands.allreduce import tables as allreduce
+from cs336sys.commands.attention import tables as attention
+from cs336sys.commands.bench import tables as bench
+from cs336sys.commands.ddp import tables as ddp
+from cs336sys.commands.kernels import tables as kernels
+from cs336sys.commands.losses import tables as losses
+from cs336sys.commands.memprof.page import plot_timeline, timeline_title
+from cs336sys.commands.memprof.tables import memory_tables
+from cs336sys.commands.nsys.tables import plot_profiles, profile_tables
+from cs336sys.commands.precision import tables as precision
+from cs336sys.commands.rank_training import scaling_tables as scaling
+from cs336sys.commands.shard import board_tables as board
+from cs336sys.commands.shard import tables as shard
+from cs336sys.commands.trace.difference_tables import saved_trace_tables
+from cs336sys.commands.tune import tables as tune
+from cs336sys.commands.verify.tables import verify_tables
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.report import allreduce, attention, bench, board, ddp, kernels, losses, precision, scaling, shard, tune
-from cs336sys.report.memory.page import plot_timeline, timeline_title
-from cs336sys.report.memory.tables import memory_tables
-from cs336sys.report.page import html_page, html_picture, html_table
-from cs336sys.report.profile import plot_profiles, profile_tables
-from cs336sys.report.profile.trace_difference import saved_trace_tables
-from cs336sys.report.table import Table, grid_of, with_rows
-from cs336sys.report.tidy import tidy, with_origin
-from cs336sys.report.verify import verify_tables
 from cs336sys.results.model import Cell, Results, Run, Samples, configuration_key, distinguishing_settings, json_text
 from cs336sys.results.statistics import Interval
-from cs336sys.workload import MemoryWorkload
+from cs336sys.settings.profiling import MemoryWorkload
+from cs336sys.tables.page import html_page, html_picture, html_table
+from cs336sys.tables.table import Table, grid_of, with_rows
+from cs336sys.tables.tidy import tidy, with_origin
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from cs336sys.commands.faults import say
-from cs336sys.commands.invocation import LazyGroup
-from cs336sys.commands.options.effects import setting, writes_file
-from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import choice, one_of, split_list
+from cs336sys.command_line.faults import say
+from cs336sys.command_line.invocation import LazyGroup
+from cs336sys.command_line.options.effects import setting, writes_file
+from cs336sys.command_line.options.output import OutputOptions
+from cs336sys.command_line.options.reading import choice, one_of, split_list
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Status, passed_over_words, read_results
 
 if TYPE_CHECKING:
-    from cs336sys.report.registry import Invocation, Pictures, Presentation
-    from cs336sys.report.table import Table
+    from cs336sys.commands.registry import Invocation, Pictures, Presentation
+    from cs336sys.tables.table import Table
 
 
 def _print_schema(is_requested: bool) -> None:
@@ -60,9 +60,9 @@ def show(
 
     cs336sys show results/*.jsonl.gz --html results.html
     """
-    from cs336sys.report.outputs import write_file
-    from cs336sys.report.page import check_page
-    from cs336sys.report.registry import Shown, marked, saved_page, saved_pictures
+    from cs336sys.commands.registry import Shown, marked, saved_page, saved_pictures
+    from cs336sys.tables.outputs import write_file
+    from cs336sys.tables.page import check_page
 
     output.check(plot=plot)
     check_page(html)
@@ -92,7 +92,7 @@ def show(
 
 
 def _chosen_invocations(files: Sequence[Path], commands: Sequence[str]) -> list["Invocation"]:
-    from cs336sys.report.registry import invocations
+    from cs336sys.commands.registry import invocations
 
     read = {path: read_results(path) for path in files}
     for path, results in read.items():
@@ -112,7 +112,7 @@ def _sound_cells(
     presentation: Callable[["Invocation"], "Presentation"], saved: Sequence["Invocation"], status: Sequence[str]
 ) -> tuple[list[tuple["Invocation", list[Cell], list["Table"]]], list[UsageError]]:
     """Return each invocation that has cells of this status, with these and their tables, and why others have none."""
-    from cs336sys.report.registry import sound_cells_and_tables
+    from cs336sys.commands.registry import sound_cells_and_tables
 
     sound = []
     faults: list[UsageError] = []
@@ -136,7 +136,7 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
 
     Options that the command no longer has are ignored. Equal command lines are parsed once.
     """
-    from cs336sys.report.registry import SAVED_COMMANDS, Presentation
+    from cs336sys.commands.registry import SAVED_COMMANDS, Presentation
 
     @functools.cache
     def presenting(name: str) -> Any:
@@ -168,7 +168,7 @@ def drawings(
     pictures: Sequence["Pictures"], plot: Path, commands: Iterable[str]
 ) -> Iterator[tuple[Path, Callable[[Path], None]]]:
     """Each picture with its file: the one asked for, or where there are several, one named after picture and place."""
-    from cs336sys.report.outputs import check_writable
+    from cs336sys.tables.outputs import check_writable
 
     named = [(name, draw) for drawn in pictures for name, draw in drawn.items()]
     if not named:

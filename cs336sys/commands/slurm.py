@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
-from cs336sys.commands.faults import say
-from cs336sys.commands.invocation import LazyGroup
-from cs336sys.commands.options.effects import Effect, effect_of, runs_code, setting, writes_file
+from cs336sys.command_line.faults import say
+from cs336sys.command_line.invocation import LazyGroup
+from cs336sys.command_line.options.effects import Effect, effect_of, runs_code, setting, writes_file
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.settings import OUTPUT
+from cs336sys.settings.fields import OUTPUT
 
 _MEASURING = (
     *("bench", "nsys", "memprof", "attn", "flash", "kernels", "allreduce", "ddp", "shard", "losses", "precision"),
@@ -110,7 +110,7 @@ def slurm(
 
     cs336sys slurm --time 2:00:00 bench --size small,medium,large,xl --bf16 | sbatch
     """
-    from cs336sys.report.outputs import check_writable, write_file, writing_stdout
+    from cs336sys.tables.outputs import check_writable, write_file, writing_stdout
 
     command, context = _read_command(ctx, arguments)
     command_options = dict(context.params)

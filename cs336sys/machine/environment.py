@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 import cs336sys
-from cs336sys.measure.system import cpu_cores, cpu_model, installed_version, read_gpus, run_tool
+from cs336sys.machine.system import cpu_cores, cpu_model, installed_version, read_gpus, run_tool
 from cs336sys.processes.caches import kept_settings_file
 from cs336sys.results.model import Run
-from cs336sys.workload.course_package import course_package
+from cs336sys.settings.course_package import course_package
 
 # Variables that change what runs, how fast, or in how much memory; a name ending in "_" stands for all that begin so.
 RELEVANT_VARIABLES = (

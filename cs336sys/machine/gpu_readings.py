@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cs336sys.measure.system import clock_limits_of
+from cs336sys.machine.system import clock_limits_of
 
 # A long cell keeps every second, fourth, ... of its readings, so that its record stays smaller than its samples.
 _MOST_READINGS = 400

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from cs336sys.measure.allocations.recorder import DispatchMode
+from cs336sys.allocations.recorder import DispatchMode
 
 # torch's functional collectives, which torch.compile knows.
 FUNCTIONAL = "_c10d_functional"

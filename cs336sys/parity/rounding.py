@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cs336sys.workload import ParallelWorkload, Workload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.training import Workload
 
 
 @dataclass(frozen=True)

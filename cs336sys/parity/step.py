@@ -9,13 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336sys.choices import CUDA_GRAPHS_MODULE
-from cs336sys.experiments import user_models
-from cs336sys.experiments.models import build_compared_model, build_model
-from cs336sys.experiments.optimizers import build_optimizer, choose_optimizer
-from cs336sys.experiments.training import TrainStep
-from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import free_gpu_memory
+from cs336sys.machine.device import free_gpu_memory
 from cs336sys.parity.rounding import tolerance
 from cs336sys.parity.training import LOSS, SCALES, train
 from cs336sys.parity.weights import (
@@ -26,7 +20,13 @@ from cs336sys.parity.weights import (
     plainly_trained,
     rounding_note,
 )
-from cs336sys.workload import Workload
+from cs336sys.run.cells import Outcome, Progress
+from cs336sys.settings.choices import CUDA_GRAPHS_MODULE
+from cs336sys.settings.training import Workload
+from cs336sys.training import user_models
+from cs336sys.training.model import build_compared_model, build_model
+from cs336sys.training.optimizers import build_optimizer, choose_optimizer
+from cs336sys.training.step import TrainStep
 
 # Replayed steps may be this many times as far from launched ones as those are from the same steps launched again; and
 # how often they are launched to find that distance, and to find that there is none. Of 20 right replays (small, bf16,

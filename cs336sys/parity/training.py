@@ -26,7 +26,7 @@ def run_steps(
     A workload with CUDA graphs is captured, and its own warm-up must be as long as the one asked for.
 
     Args:
-        step: a :class:`~cs336sys.experiments.training.TrainStep`.
+        step: a :class:`~cs336sys.training.step.TrainStep`.
         begin: called before each step, with its number from 1.
         before_update: called in the first step before its last phase, which updates parameters.
     """

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cs336sys.parity.rounding import REPEATED, Rounding
-from cs336sys.workload import Workload
+from cs336sys.settings.training import Workload
 
 STEPS = 5
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, CaptureError, LostProcessError, UsageError, UserCodeError
+from cs336sys.machine.triton_package import why_no_triton
 from cs336sys.processes.caches import use_private_caches
 from cs336sys.processes.child import imported
 from cs336sys.processes.parent import Guarded, call_guarded, cause_of_death, out_of_memory_kills
 from cs336sys.results.model import Run, Samples, Status
-from cs336sys.triton_package import why_no_triton
-from cs336sys.workload.course_package import telling_import_errors
+from cs336sys.settings.course_package import telling_import_errors
 
 Progress = Callable[[str], None]
 
@@ -209,7 +209,7 @@ class WorkerHere:
     def __init__(self, measure: str, arguments: tuple[str, ...] = ()):
         use_private_caches()
         self._measure_cell = imported(measure)
-        self.run: Run | None = imported("cs336sys.measure.environment:new_run")(arguments)
+        self.run: Run | None = imported("cs336sys.machine.environment:new_run")(arguments)
 
     def start(self, *, timeout_s: float | None = None) -> Outcome | None:
         """Start nothing: this process runs."""
@@ -244,7 +244,7 @@ def _serve(connection: multiprocessing.connection.Connection, measure: str, argu
     except UsageError as error:
         send(Outcome("unsupported", reason=str(error)))
         return
-    new_run = imported("cs336sys.measure.environment:new_run")
+    new_run = imported("cs336sys.machine.environment:new_run")
     # Where the parent ended with messages unread, the connection is reset and not closed.
     with contextlib.suppress(EOFError, ConnectionResetError, _ParentGone):
         send(new_run(arguments))
@@ -311,7 +311,7 @@ def release_memory() -> None:
     """Free what a cell left behind: compiled code, garbage, the GPU memory that torch and cuBLAS keep."""
     import torch
 
-    from cs336sys.measure.device import free_gpu_memory
+    from cs336sys.machine.device import free_gpu_memory
 
     # Imports the compiler, which takes more than a second and about as long again when the process ends.
     if "torch._dynamo" in sys.modules:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cs336sys.commands.faults import say
+from cs336sys.command_line.faults import say
 from cs336sys.results.model import Cell, distinguishing_settings
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class _Lines(SweepProgress):
         number = self._done + 1
 
         def tell() -> None:
-            from cs336sys.report.numbers import format_duration
+            from cs336sys.tables.numbers import format_duration
 
             with self._timer_lock:
                 if timer is not self._timer:
@@ -115,7 +115,7 @@ class _Lines(SweepProgress):
         timer.start()
 
     def cell_done(self, cell: Cell, took_s: float | None) -> None:
-        from cs336sys.report.numbers import format_duration
+        from cs336sys.tables.numbers import format_duration
 
         self.close()
         self._done += 1

@@ -3,7 +3,7 @@
 The function that measures a cell is the same however the ranks were started: ``launch.kept(world_size)`` or
 ``launch.start`` gives it ranks, and ``ranks.run`` every rank's result, in rank order.
 
-Alone, the command measures in a worker process (:class:`cs336sys.measure.cells.Worker`), where ``launch`` spawns the
+Alone, the command measures in a worker process (:class:`cs336sys.run.cells.Worker`), where ``launch`` spawns the
 ranks. Under ``torchrun --nnodes 2 ... -m cs336sys ddp`` every rank runs the command, with equal options: each measures
 the cells in the command's own process, which ``launch`` makes one of the ranks. All ranks go through the same cells and
 end with the same exit code; only rank 0 reports: it alone shows progress, saves, prints, and says which cells a resumed
@@ -24,18 +24,18 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
-from cs336sys.commands.options import training as options
-from cs336sys.commands.options.effects import writes_file
-from cs336sys.commands.options.output import OutputOptions
+from cs336sys.command_line.options import training as options
+from cs336sys.command_line.options.effects import writes_file
+from cs336sys.command_line.options.output import OutputOptions
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.processes import RankIdentity, is_first_rank, started_outside
 from cs336sys.results.model import Run
-from cs336sys.workload.course_package import telling_import_errors
-from cs336sys.workload.parallel import ONLY_BUCKETED, ParallelWorkload
-from cs336sys.workload.training import Workload
+from cs336sys.settings.course_package import telling_import_errors
+from cs336sys.settings.parallel import ONLY_BUCKETED, ParallelWorkload
+from cs336sys.settings.training import Workload
 
 if TYPE_CHECKING:
-    from cs336sys.measure.cells import Outcome, Progress
+    from cs336sys.run.cells import Outcome, Progress
 
 # How long ranks that failed wait for rank 0 to print what was measured: their exit makes torchrun end it. A failed run
 # must be over within 10 s.
@@ -85,7 +85,7 @@ class ParallelTraining(options.OptionGroup):
         Raises:
             UsageError: one of them cannot, or the cells have nothing to draw.
         """
-        from cs336sys.report.outputs import check_writable
+        from cs336sys.tables.outputs import check_writable
 
         if not is_first_rank():
             return
@@ -100,7 +100,7 @@ class ParallelTraining(options.OptionGroup):
 
 
 class JoinedWorker:
-    """Stands in for :class:`cs336sys.measure.cells.Worker` where this process is itself one of the ranks."""
+    """Stands in for :class:`cs336sys.run.cells.Worker` where this process is itself one of the ranks."""
 
     def __init__(
         self, measure: str, arguments: tuple[str, ...], identity: RankIdentity, cells: Collection[dict[str, Any]] = ()
@@ -116,7 +116,7 @@ class JoinedWorker:
 
     @functools.cached_property
     def run(self) -> Run:
-        from cs336sys.measure.environment import new_run
+        from cs336sys.machine.environment import new_run
 
         return new_run(self._arguments)
 
@@ -132,7 +132,7 @@ class JoinedWorker:
 
     def measure(self, configuration: dict[str, Any], *, timeout_s: float | None, progress: "Progress") -> "Outcome":
         """Measure one cell; no time limit can end it, because there is no other process to end."""
-        from cs336sys.measure.cells import guarded, release_memory
+        from cs336sys.run.cells import guarded, release_memory
 
         # Results are printed to standard output; what a cell prints is log.
         with contextlib.redirect_stdout(sys.stderr):

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cs336sys.choices import import_named
-from cs336sys.commands.faults import interruption_code, interruptions_deferred, say
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.sweep.progress import SweepProgress, showing_progress
+from cs336sys.command_line.faults import interruption_code, interruptions_deferred, say
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
 from cs336sys.errors import TERMINATED, CapabilityError, OutputError, ReaderLeft, UsageError
 from cs336sys.processes import RankIdentity, is_first_rank, started_outside
 from cs336sys.results.file import ResultsFile, check_appendable
@@ -29,18 +27,22 @@ from cs336sys.results.model import (
     same_code,
 )
 from cs336sys.results.recording import command_line, record
-from cs336sys.user_code import TO_FILE, named_object
-from cs336sys.workload import MemoryWorkload, ParallelWorkload, Workload
+from cs336sys.run.progress import SweepProgress, showing_progress
+from cs336sys.settings.choices import import_named
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.profiling import MemoryWorkload
+from cs336sys.settings.training import Workload
+from cs336sys.settings.user_code import TO_FILE, named_object
 
 if TYPE_CHECKING:
-    from cs336sys.measure.cells import Outcome
-    from cs336sys.measure.system import Capacity
-    from cs336sys.report.table import Table
+    from cs336sys.machine.system import Capacity
+    from cs336sys.run.cells import Outcome
+    from cs336sys.tables.table import Table
 
 # Imported by the sweeps that have ranks, or are tracked.
-_JOINED_WORKER = "cs336sys.commands.sweep.ranks.JoinedWorker"
-_START_TRACKING = "cs336sys.commands.sweep.tracking.start_tracking"
-_CHECK_INSTALLED = "cs336sys.commands.sweep.tracking.check_installed"
+_JOINED_WORKER = "cs336sys.run.ranks.JoinedWorker"
+_START_TRACKING = "cs336sys.run.tracking.start_tracking"
+_CHECK_INSTALLED = "cs336sys.run.tracking.check_installed"
 
 # A resumed sweep measures these again; every other status would come out the same.
 _WORTH_RETRYING = ("error", "timeout")
@@ -183,8 +185,8 @@ class Sweep:
         """
         faults: list[OutputError | UsageError] = [*self.faults]
         if self.cells and self.is_reported_here:
-            from cs336sys.report.table import with_rows
-            from cs336sys.report.tidy import tidy, with_origin
+            from cs336sys.tables.table import with_rows
+            from cs336sys.tables.tidy import tidy, with_origin
 
             cells = pooled(self.cells)
             rows = with_origin(cells, self.runs)
@@ -250,7 +252,7 @@ class _RunningSweep:
 
     Attributes:
         fresh_worker: start a new process for every cell, so that none finds a GPU warmed up by another.
-        across_ranks: ``measure`` runs its cells on ranks, see :mod:`cs336sys.commands.sweep.ranks`; where torchrun or
+        across_ranks: ``measure`` runs its cells on ranks, see :mod:`cs336sys.run.ranks`; where torchrun or
             Slurm started these, ``fresh_worker`` has no effect.
         is_wanted: asked before each configuration, with the cells so far; where it says no, that one is left out.
         predictions: derived columns by :func:`configuration_key`, kept next to those that were measured.
@@ -295,7 +297,7 @@ class _RunningSweep:
         self.run: Run | None = None
 
     def _started_worker(self, is_here: bool) -> Any:
-        from cs336sys.measure.cells import Worker, WorkerHere
+        from cs336sys.run.cells import Worker, WorkerHere
 
         if is_here:
             return WorkerHere(self.measure, command_line())
@@ -456,7 +458,7 @@ def show_plan(
     """
     capacity = check_planned(options, device, across_ranks=across_ranks, **written)
     if not across_ranks or is_first_rank():
-        from cs336sys.report.tidy import tidy
+        from cs336sys.tables.tidy import tidy
 
         output.emit(tidy(command, [plan(capacity)], are_planned=True))
 
@@ -484,12 +486,12 @@ def check_planned(
         import_named(_CHECK_INSTALLED)(options.track)
     if options.save is not None:
         check_appendable(options.save)
-    from cs336sys.measure.system import capacity
+    from cs336sys.machine.system import capacity
 
     measured = capacity(device)
     if measured is None and device == "cuda":
         # nvidia-smi is not everywhere where torch finds a GPU.
-        from cs336sys.measure.device import choose_device
+        from cs336sys.machine.device import choose_device
 
         choose_device(device)
     return measured
@@ -513,7 +515,7 @@ def refuse_what_does_not_fit(
     needed_gib = {_cell_name(workload): workload.predicted_gib or 0.0 for workload in workloads}
     if max(needed_gib.values(), default=0.0) < _SMALL_GIB or (across_ranks and started_outside()):
         return
-    from cs336sys.measure.system import capacity
+    from cs336sys.machine.system import capacity
 
     measured = capacity(device)
     if across_ranks and measured is not None and measured.is_gpu:

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeAlias
 
-from cs336sys.commands.faults import say
+from cs336sys.command_line.faults import say
 from cs336sys.errors import CapabilityError, OutputError
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.results.model import Cell, Run, folders_of, json_text

@@ -131,8 +131,8 @@ STATE_DTYPES = {"fp32": StateDtype(), "bf16": StateDtype(4), "split": StateDtype
 COMPILE_MODES = {"off": Compile(), "block": Compile(blocks=True), "model": Compile(whole=True)}
 # What only some settings need, by the modules that have it.
 FUSED_KERNELS_MODULE = "cs336sys.kernels.fuse"
-CUDA_GRAPHS_MODULE = "cs336sys.cuda_graphs"
-COUNTING_MODULE = "cs336sys.experiments.flop_counting"
+CUDA_GRAPHS_MODULE = "cs336sys.training.cuda_graphs"
+COUNTING_MODULE = "cs336sys.training.flop_counting"
 # Steps before a CUDA graph is captured: in them kernels are compiled and chosen, libraries take their workspaces, and
 # optimizers and communicators are set up. torch asks for three, and for eleven with its DistributedDataParallel.
 WARM_UP_STEPS = 3

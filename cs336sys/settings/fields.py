@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any, Self
 
 from cs336sys.errors import UsageError, require_known
-from cs336sys.user_code import is_user_code
+from cs336sys.settings.user_code import is_user_code
 
 # Of options that are times to wait: 11 days. Above 24.8 days poll(2) overflows.
 LONGEST_S = 1e6

@@ -14,9 +14,9 @@ from cs336sys.accounting.checkpointing import recomputed_flops
 from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes, rank_peak
 from cs336sys.errors import UsageError
-from cs336sys.sizes import SIZES
-from cs336sys.workload.profiling_options import MemoryWorkload
-from cs336sys.workload.training import OPTIMIZERS, UserCode, Workload
+from cs336sys.settings.profiling import MemoryWorkload
+from cs336sys.settings.sizes import SIZES
+from cs336sys.settings.training import OPTIMIZERS, UserCode, Workload
 
 _MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
 _RANKS = (2, 4, 8)

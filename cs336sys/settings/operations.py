@@ -7,11 +7,11 @@ from typing import Any
 from cs336sys.accounting.flops import attention_flops
 from cs336sys.errors import UsageError, require_known
 from cs336sys.results.model import Samples
-from cs336sys.settings import Configured, Needs, same_setting, setting
-from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS
-from cs336sys.user_code import is_user_code
-from cs336sys.workload.parallel import ParallelWorkload
-from cs336sys.workload.training import Workload
+from cs336sys.settings.fields import Configured, Needs, same_setting, setting
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import ELEMENT_BYTES, PRECISIONS
+from cs336sys.settings.training import Workload
+from cs336sys.settings.user_code import is_user_code
 
 # The tensors of each backend are on one kind of device.
 BACKEND_DEVICES = {"gloo": "cpu", "nccl": "cuda"}

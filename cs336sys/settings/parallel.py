@@ -15,10 +15,10 @@ from cs336sys.accounting.sharding.partition import (
     require_heads,
 )
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.settings import LONGEST_S, Configured, Needs, setting
-from cs336sys.sizes import MOST_RANKS, PRECISIONS, ModelSize
-from cs336sys.strategies import STRATEGIES, HasStrategy, strategies_of
-from cs336sys.workload.training import Workload
+from cs336sys.settings.fields import LONGEST_S, Configured, Needs, setting
+from cs336sys.settings.sizes import MOST_RANKS, PRECISIONS, ModelSize
+from cs336sys.settings.strategies import STRATEGIES, HasStrategy, strategies_of
+from cs336sys.settings.training import Workload
 
 BUCKETED = "bucketed"
 ONLY_BUCKETED = f"only mode {BUCKETED} has buckets of a size; add it to --mode"

@@ -9,8 +9,8 @@ from typing import Any
 from cs336sys.accounting.checkpointing import SUBLAYERS, parse_checkpointing
 from cs336sys.accounting.memory import PeakMemory, accumulating
 from cs336sys.errors import UsageError
-from cs336sys.settings import Configured, Needs, setting
-from cs336sys.workload.training import Workload
+from cs336sys.settings.fields import Configured, Needs, setting
+from cs336sys.settings.training import Workload
 
 # Kept by a cell of memprof: every allocation worth a look.
 LARGEST_ALLOCATIONS = 40

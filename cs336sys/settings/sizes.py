@@ -4,7 +4,7 @@ from dataclasses import MISSING, dataclass, replace
 from typing import Any
 
 from cs336sys.errors import UsageError, require_known
-from cs336sys.settings import MODEL, Configured, setting
+from cs336sys.settings.fields import MODEL, Configured, setting
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 PRECISIONS = tuple(ELEMENT_BYTES)

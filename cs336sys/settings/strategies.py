@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cs336sys.choices import import_named
 from cs336sys.errors import require_known
+from cs336sys.settings.choices import import_named
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Strategy:
     """A strategy.
 
     Attributes:
-        wraps: names the function that wraps a model and an optimizer on a rank, an ``experiments.parallel.Prepare``.
+        wraps: names the function that wraps a model and an optimizer on a rank, ``training.ranks``'s ``Prepare``.
         wrapper: names the class of :mod:`cs336sys.parallel.ddp` that averages gradients, for ``wraps`` to use.
         command: measures it; empty for steps without communication, which others are compared with.
         shares: what a group of ranks shares: ``tp`` layers, ``cp`` sequences; empty without groups.
@@ -94,7 +94,7 @@ class Strategy:
 
 
 _replicated = functools.partial(
-    Strategy, "cs336sys.experiments.parallel.strategies.replicated", command="ddp", averages_in_place=True
+    Strategy, "cs336sys.training.ranks.strategies.replicated", command="ddp", averages_in_place=True
 )
 _optimizer = functools.partial(
     Strategy,
@@ -106,15 +106,15 @@ _optimizer = functools.partial(
 _RING, _ALL_TO_ALL = "context-ring-unsynchronized", "context-all-to-all-unsynchronized"
 _context = functools.partial(
     Strategy,
-    "cs336sys.experiments.parallel.tensor_strategies.context_parallel",
+    "cs336sys.training.ranks.tensor_strategies.context_parallel",
     shares="cp",
     sends="cs336sys.accounting.sharding.step.context_bytes",
     unsynchronized=_RING,
 )
-_tensor = functools.partial(Strategy, "cs336sys.experiments.parallel.tensor_strategies.tensor_parallel", shares="tp")
+_tensor = functools.partial(Strategy, "cs336sys.training.ranks.tensor_strategies.tensor_parallel", shares="tp")
 _torch_tensor = functools.partial(
     Strategy,
-    "cs336sys.experiments.parallel.tensor_strategies.torch_tensor",
+    "cs336sys.training.ranks.tensor_strategies.torch_tensor",
     shares="tp",
     sends="",
     is_torchs=True,
@@ -131,27 +131,27 @@ STRATEGIES: dict[str, Strategy] = {
     "overlap": _replicated(wrapper="cs336sys.parallel.ddp.OverlappedDDP", overlaps=True),
     "bucketed": _replicated(wrapper="cs336sys.parallel.ddp.BucketedDDP", has_buckets=True, overlaps=True),
     "torch": Strategy(
-        "cs336sys.experiments.parallel.strategies.torch_ddp", command="ddp", is_torchs=True, uses_torch_ddp=True
+        "cs336sys.training.ranks.strategies.torch_ddp", command="ddp", is_torchs=True, uses_torch_ddp=True
     ),
-    "none": Strategy("cs336sys.experiments.parallel.sharded_strategies.averaged_in_buckets"),
-    "optimizer": _optimizer("cs336sys.experiments.parallel.sharded_strategies.sharded_optimizer"),
+    "none": Strategy("cs336sys.training.ranks.sharded_strategies.averaged_in_buckets"),
+    "optimizer": _optimizer("cs336sys.training.ranks.sharded_strategies.sharded_optimizer"),
     "optimizer-flat": _optimizer(
-        "cs336sys.experiments.parallel.sharded_strategies.flat_sharded_optimizer",
+        "cs336sys.training.ranks.sharded_strategies.flat_sharded_optimizer",
         sends="cs336sys.accounting.sharding.step.all_reduced_bytes",
         reduces_slices=True,
     ),
     "fsdp": Strategy(
-        "cs336sys.experiments.parallel.sharded_strategies.fully_sharded",
+        "cs336sys.training.ranks.sharded_strategies.fully_sharded",
         holds="cs336sys.accounting.sharding.step.sliced_state",
         sends="cs336sys.accounting.sharding.step.fully_sharded_bytes",
         keeps_gathered=True,
         **_sharded,
     ),
     "torch-zero": _optimizer(
-        "cs336sys.experiments.parallel.sharded_strategies.torch_zero", is_torchs=True, uses_torch_ddp=True
+        "cs336sys.training.ranks.sharded_strategies.torch_zero", is_torchs=True, uses_torch_ddp=True
     ),
     "torch-fsdp": Strategy(
-        "cs336sys.experiments.parallel.sharded_strategies.torch_fsdp",
+        "cs336sys.training.ranks.sharded_strategies.torch_fsdp",
         holds="cs336sys.accounting.sharding.step.torch_sliced_state",
         sends="cs336sys.accounting.sharding.step.torch_gathered_bytes",
         has_known_peak=False,
@@ -165,7 +165,7 @@ STRATEGIES: dict[str, Strategy] = {
     "context-ring": _context(),
     "context-all-to-all": _context(**_heads),
     "torch-context": Strategy(
-        "cs336sys.experiments.parallel.tensor_strategies.torch_context",
+        "cs336sys.training.ranks.tensor_strategies.torch_context",
         shares="cp",
         sends="",
         has_known_peak=False,
@@ -183,7 +183,7 @@ STRATEGIES: dict[str, Strategy] = {
     "torch-tensor": _torch_tensor(**_layers),
     "torch-tensor-sequence": _torch_tensor(**_sequence),
     "unsynchronized": Strategy(
-        "cs336sys.experiments.parallel.strategies.unsynchronized", command="", sends="", averages_in_place=True
+        "cs336sys.training.ranks.strategies.unsynchronized", command="", sends="", averages_in_place=True
     ),
     _RING: _context(command="", sends=""),
     _ALL_TO_ALL: _context(command="", sends="", **_heads),

@@ -10,11 +10,11 @@ from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.fused import FusedStep, fused_moments
 from cs336sys.accounting.hardware import model_flops_utilization
 from cs336sys.accounting.memory import PeakMemory
-from cs336sys.choices import ATTENTION, COMPILE_MODES, MODES, OPTIMIZERS, STATE_DTYPES, StepChoices
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.results.model import Samples
-from cs336sys.settings import MEASURING, MODEL, WHAT_RUNS, Configured, Needs, setting
-from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, ModelSize
+from cs336sys.settings.choices import ATTENTION, COMPILE_MODES, MODES, OPTIMIZERS, STATE_DTYPES, StepChoices
+from cs336sys.settings.fields import MEASURING, MODEL, WHAT_RUNS, Configured, Needs, setting
+from cs336sys.settings.sizes import ELEMENT_BYTES, PRECISIONS, ModelSize
 
 UPDATES = ("step", "backward")
 # Kernels of ``cs336sys.kernels.fuse`` that a model can have one without the others.
@@ -49,7 +49,7 @@ def parse_kernels(text: str) -> str:
 
 @dataclass(frozen=True)
 class UserCode(Configured):
-    """Functions of the user instead of ours, as :mod:`cs336sys.user_code` names them; None is ours.
+    """Functions of the user instead of ours, as :mod:`cs336sys.settings.user_code` names them; None is ours.
 
     ``blocks`` are patterns of names, separated by commas; ``code_digest`` is of all files, and of the optimizer's.
     """

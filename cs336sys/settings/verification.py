@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.settings import Configured, same_setting, setting
-from cs336sys.user_code import is_user_code
-from cs336sys.workload.parallel import ParallelWorkload
-from cs336sys.workload.training import Workload
+from cs336sys.settings.fields import Configured, same_setting, setting
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.training import Workload
+from cs336sys.settings.user_code import is_user_code
 
 # The cases in the order of the table: name, and what happens in it.
 CASES = {

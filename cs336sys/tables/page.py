@@ -14,8 +14,8 @@ from pathlib import Path
 
 from cs336sys.errors import CapabilityError, OutputError, UsageError
 from cs336sys.processes.folders import OwnedFolder
-from cs336sys.report.outputs import check_drawing, check_writable
-from cs336sys.report.table import Table, grid_of, one_line
+from cs336sys.tables.outputs import check_drawing, check_writable
+from cs336sys.tables.table import Table, grid_of, one_line
 
 # Columns that fit a printed page only in smaller letters, and letters of a word that is broken, of a text that wraps.
 _WIDE, _LONG = 12, 24
@@ -38,7 +38,7 @@ def html_page(title: str, parts: Sequence[str], style: str = "", script: str = "
 
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     body = "\n".join([*parts, *([f"<script>{script}</script>"] if script else [])])
-    pages = Environment(loader=PackageLoader("cs336sys.report", "."), keep_trailing_newline=True)
+    pages = Environment(loader=PackageLoader("cs336sys.tables", "."), keep_trailing_newline=True)
     return pages.get_template("page.jinja").render(title=escaped(title), body=body, style=style, digest=digest)
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.errors import OutputError, UsageError, require_known
-from cs336sys.report import outputs
-from cs336sys.report.numbers import Value
-from cs336sys.report.table import Grid, Table, grid_of, one_line
 from cs336sys.results.foreign import printable
 from cs336sys.results.model import TABLES_SCHEMA_VERSION, Samples
 from cs336sys.results.recording import current_recording
 from cs336sys.results.statistics import Interval
+from cs336sys.tables import outputs
+from cs336sys.tables.numbers import Value
+from cs336sys.tables.table import Grid, Table, grid_of, one_line
 
 # What --output calls standard output, as everywhere.
 STDOUT = Path("-")
@@ -29,7 +29,7 @@ def render(tables: Sequence[Table], format: str) -> str:
     - ``table``, ``markdown``, ``latex`` (booktabs), ``typst``: for people. Samples are mean ± std, columns without a
       value in any row are left out, titles and notes are shown, and nothing is cut to a width.
     - ``json``: ``{"schema_version": 1, "tables": [{"name", "title", "rows", "notes"}]}``. Rows have all settings and
-      the machine (:mod:`cs336sys.report.tidy`). A column that holds samples, ``forward_ms``, becomes
+      the machine (:mod:`cs336sys.tables.tidy`). A column that holds samples, ``forward_ms``, becomes
       ``forward_ms_mean``, ``forward_ms_std`` and ``forward_ms_median`` in every row; a plain number among them stands
       under ``_mean``. A column of intervals keeps its estimate under its own name, next to ``_low`` and ``_high``. NaN
       and infinity are null, which is all that JSON has for them.
@@ -87,7 +87,7 @@ def _print(tables: Sequence[Table], format: str | None, wide: bool) -> None:
         if format in (None, "table") and sys.stdout.isatty() and not wide:
             from rich.console import Console
 
-            from cs336sys.report.terminal import print_tables
+            from cs336sys.tables.terminal import print_tables
 
             print_tables(tables, Console())
             return

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.report.numbers import Value, central_value, format_value, shown_units, unit_label
 from cs336sys.results.foreign import printable
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import NOISY_PART, SAME_PERCENT, Interval, is_noisy
+from cs336sys.tables.numbers import Value, central_value, format_value, shown_units, unit_label
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Column:
     Attributes:
         key: the name for programs, with its unit: ``forward_ms``, ``parameters``, ``peak_gib``.
         header: the name for people, without it: ``forward``.
-        unit: how numbers are written, see :data:`cs336sys.report.numbers.UNITS`.
+        unit: how numbers are written, see :data:`cs336sys.tables.numbers.UNITS`.
         value: computes the column of what a row stands for, for :func:`fill_row`.
         spread: ``samples`` or ``interval``, of whose statistics programs get a column each, whether or not any row has
             a value.
@@ -85,7 +85,7 @@ class Table:
         notes: sentences printed below the table.
         steadier: what makes its measurements less noisy, as options of the command: ``more --steps``.
         hidden: the keys of columns that programs get alone.
-        settings, origin: columns that programs get before and after the others: see :mod:`cs336sys.report.tidy`.
+        settings, origin: columns that programs get before and after the others: see :mod:`cs336sys.tables.tidy`.
     """
 
     name: str

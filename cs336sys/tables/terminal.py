@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from cs336sys.report.table import Grid, Table, grid_of, one_line
+from cs336sys.tables.table import Grid, Table, grid_of, one_line
 
 # Down to this width a text column is wrapped before anything else is done about a table too wide.
 _NARROWEST_TEXT = 20

@@ -7,26 +7,26 @@ table of a command, so that two files can be put together.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from cs336sys.choices import import_named
-from cs336sys.report.table import Column, Table
-from cs336sys.report.titles import setting_columns
 from cs336sys.results.model import ORIGIN, Cell, Run
+from cs336sys.settings.choices import import_named
+from cs336sys.tables.table import Column, Table
+from cs336sys.tables.titles import setting_columns
 
 _ORIGIN_COLUMNS = tuple(Column(name, name.replace("_", " ")) for name in ORIGIN)
 
 # What a cell of each command is, imported for its tables, and what the command adds to its settings.
 _CELLS: dict[str, tuple[str, ...]] = {
-    "bench": ("cs336sys.workload.training.Workload", "rounds", "interleave", "interleaved"),
-    "losses": ("cs336sys.workload.profiling_options.LossWorkload",),
-    "nsys": ("cs336sys.workload.profiling_options.ProfileWorkload",),
-    "memprof": ("cs336sys.workload.profiling_options.MemoryWorkload",),
-    "attn": ("cs336sys.workload.operations.AttentionWorkload",),
-    "flash": ("cs336sys.workload.operations.AttentionWorkload", "rounds"),
-    "kernels": ("cs336sys.workload.operations.KernelWorkload",),
-    "allreduce": ("cs336sys.workload.operations.CollectiveWorkload",),
-    "tune": ("cs336sys.workload.parallel.ParallelWorkload", "accumulation"),
-    "ddp": ("cs336sys.workload.parallel.ParallelWorkload", "rounds"),
-    "shard": ("cs336sys.workload.parallel.ParallelWorkload", "board"),
+    "bench": ("cs336sys.settings.training.Workload", "rounds", "interleave", "interleaved"),
+    "losses": ("cs336sys.settings.profiling.LossWorkload",),
+    "nsys": ("cs336sys.settings.profiling.ProfileWorkload",),
+    "memprof": ("cs336sys.settings.profiling.MemoryWorkload",),
+    "attn": ("cs336sys.settings.operations.AttentionWorkload",),
+    "flash": ("cs336sys.settings.operations.AttentionWorkload", "rounds"),
+    "kernels": ("cs336sys.settings.operations.KernelWorkload",),
+    "allreduce": ("cs336sys.settings.operations.CollectiveWorkload",),
+    "tune": ("cs336sys.settings.parallel.ParallelWorkload", "accumulation"),
+    "ddp": ("cs336sys.settings.parallel.ParallelWorkload", "rounds"),
+    "shard": ("cs336sys.settings.parallel.ParallelWorkload", "board"),
     "precision": ("", "precision", "loss_function", "accumulation", "device"),
 }
 

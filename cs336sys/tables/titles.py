@@ -6,11 +6,11 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from cs336sys.report.table import Column, named_columns
 from cs336sys.results.model import Cell, Run, Samples, configuration_key
-from cs336sys.settings import Configured
-from cs336sys.workload import UserCode, Workload
-from cs336sys.workload.course_package import course_package
+from cs336sys.settings.course_package import course_package
+from cs336sys.settings.fields import Configured
+from cs336sys.settings.training import UserCode, Workload
+from cs336sys.tables.table import Column, named_columns
 
 SIZE_COLUMNS = (Column("size", "size"), Column("parameters", "parameters", "parameters"))
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from cs336sys.errors import UserCodeError
-from cs336sys.measure import relative_error
 from cs336sys.results.model import Samples
+from cs336sys.timing import relative_error
 
 # What is written to empty an L2 cache, and how long a GPU waits so that what is launched too early finds old inputs.
 _L2_FLUSH_BYTES, _WAIT_CYCLES = 256_000_000, 2_000_000

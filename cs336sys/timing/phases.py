@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from cs336sys.measure.device import synchronize
+from cs336sys.machine.device import synchronize
 from cs336sys.results.model import Samples
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cs336sys.measure.cells import Outcome
+from cs336sys.run.cells import Outcome
 
 # One row of many does not show in the norm of all: of 8,192, a row of zeros is an error of 1.1 %. So a row has a
 # tolerance of its own, so many times as large. Rows of plain and tiled attention were off by up to 1.5 times the

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, group_sizes
+from cs336sys.allocations.recorder import SavedTensor, StepRecorder, saved_tensors
+from cs336sys.allocations.timeline import RECOMPUTATION
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.models import blocks_of, build_model, keeping_input
-from cs336sys.experiments.training import TrainStep
-from cs336sys.experiments.user_models import first_part
-from cs336sys.measure.allocations.recorder import SavedTensor, StepRecorder, saved_tensors
-from cs336sys.measure.allocations.timeline import RECOMPUTATION
-from cs336sys.workload import MemoryWorkload
+from cs336sys.settings.profiling import MemoryWorkload
+from cs336sys.training.model import blocks_of, build_model, keeping_input
+from cs336sys.training.step import TrainStep
+from cs336sys.training.user_models import first_part
 
 
 class MemoryStep(TrainStep):

@@ -29,8 +29,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cs336sys.choices import WARM_UP_STEPS
 from cs336sys.errors import CapabilityError, CaptureError, UsageError
+from cs336sys.settings.choices import WARM_UP_STEPS
 
 _SILENT = "it did something that no graph can hold, and did not say so"
 # What torch and CUDA say when something cannot be captured, and what that means.

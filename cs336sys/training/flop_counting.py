@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336sys.experiments import user_models
-from cs336sys.experiments.models import attention_kept, attention_replaced, sdpa
-from cs336sys.experiments.training import TrainStep
-from cs336sys.measure.cells import Progress
-from cs336sys.measure.without_values import WithoutValues
-from cs336sys.workload import Workload
+from cs336sys.allocations.without_values import WithoutValues
+from cs336sys.run.cells import Progress
+from cs336sys.settings.training import Workload
+from cs336sys.training import user_models
+from cs336sys.training.model import attention_kept, attention_replaced, sdpa
+from cs336sys.training.step import TrainStep
 
 
 @dataclass

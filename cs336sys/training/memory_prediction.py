@@ -15,21 +15,22 @@ from torch._subclasses import FakeTensorMode
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, group_sizes
 from cs336sys.accounting.memory import GIB
+from cs336sys.allocations.history import FakeHistory
+from cs336sys.allocations.recorder import StepRecorder
+from cs336sys.allocations.repetition import repeated
+from cs336sys.allocations.timeline import AllocationTimeline, largest_allocations, peak_position, thinned
+from cs336sys.allocations.without_values import DecisionsRead, WithoutValues
 from cs336sys.errors import CapabilityError, UserCodeError
-from cs336sys.experiments import user_models
-from cs336sys.experiments.memory.step import MemoryStep
-from cs336sys.experiments.models import ATTENTION_FUNCTIONS
-from cs336sys.experiments.training import with_notes
-from cs336sys.experiments.user_models import telling_user_errors
 from cs336sys.kernels.attention import flash_attention
-from cs336sys.measure.allocations.history import FakeHistory
-from cs336sys.measure.allocations.recorder import StepRecorder
-from cs336sys.measure.allocations.repetition import repeated
-from cs336sys.measure.allocations.timeline import AllocationTimeline, largest_allocations, peak_position, thinned
-from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.without_values import DecisionsRead, WithoutValues
-from cs336sys.triton_package import why_no_triton
-from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload, Workload
+from cs336sys.machine.triton_package import why_no_triton
+from cs336sys.run.cells import Outcome, Progress
+from cs336sys.settings.profiling import LARGEST_ALLOCATIONS, MemoryWorkload
+from cs336sys.settings.training import Workload
+from cs336sys.training import user_models
+from cs336sys.training.checkpoints import MemoryStep
+from cs336sys.training.model import ATTENTION_FUNCTIONS
+from cs336sys.training.step import with_notes
+from cs336sys.training.user_models import telling_user_errors
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from cs336sys.choices import ATTENTION, FUSED_KERNELS_MODULE
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments import user_models
-from cs336sys.experiments.optimizers import require_kernels
 from cs336sys.parity.weights import plainly_trained
-from cs336sys.sizes import choose_size
-from cs336sys.workload import Workload
-from cs336sys.workload.course_package import course_package
+from cs336sys.settings.choices import ATTENTION, FUSED_KERNELS_MODULE
+from cs336sys.settings.course_package import course_package
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
+from cs336sys.training import user_models
+from cs336sys.training.optimizers import require_kernels
 
 # Causal attention of query, key and value, each (..., heads, S, D).
 CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -42,7 +42,7 @@ ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {"reference": _model_att
 
 
 def attention_function(name: str) -> Callable[..., Tensor]:
-    """Return attention in the signature of the model's, by a name of :data:`~cs336sys.choices.ATTENTION`."""
+    """Return attention in the signature of the model's, by a name of :data:`~cs336sys.settings.choices.ATTENTION`."""
     if name not in ATTENTION_FUNCTIONS:
         attend = ATTENTION[name].load()
         ATTENTION_FUNCTIONS[name] = lambda Q, K, V, mask=None: attend(Q, K, V, is_causal=mask is not None)

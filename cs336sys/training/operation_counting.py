@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cs336sys.allocations.without_values import WithoutValues
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments import user_models
-from cs336sys.experiments.memory.prediction import predicted_timeline, timeline_peaks
-from cs336sys.experiments.training import TrainStep
-from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.without_values import WithoutValues
-from cs336sys.workload import MemoryWorkload, Workload
+from cs336sys.run.cells import Outcome, Progress
+from cs336sys.settings.profiling import MemoryWorkload
+from cs336sys.settings.training import Workload
+from cs336sys.training import user_models
+from cs336sys.training.memory_prediction import predicted_timeline, timeline_peaks
+from cs336sys.training.step import TrainStep
 
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 # Operations that start no kernel: they make a tensor without writing it, or look at one in another way.

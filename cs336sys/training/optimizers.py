@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from cs336sys.choices import import_named
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments import user_models
-from cs336sys.triton_package import why_no_triton
-from cs336sys.user_code import is_user_code
-from cs336sys.workload import Workload
+from cs336sys.machine.triton_package import why_no_triton
+from cs336sys.settings.choices import import_named
+from cs336sys.settings.training import Workload
+from cs336sys.settings.user_code import is_user_code
+from cs336sys.training import user_models
 
 # torch's default.
 _LEARNING_RATE = 1e-3

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from cs336sys.measure.device import synchronize
-from cs336sys.measure.range_names import ATTENTION_RANGE, FINAL_MATMUL, SCORES, SOFTMAX
+from cs336sys.capture.range_names import ATTENTION_RANGE, FINAL_MATMUL, SCORES, SOFTMAX
+from cs336sys.machine.device import synchronize
 
 
 class Marks(Protocol):
@@ -65,7 +65,7 @@ class RecordFunctionMarks:
 
 @contextlib.contextmanager
 def phase(name: str, marks: Marks, wait_for: torch.device | None = None) -> Iterator[None]:
-    """A range for all threads; :mod:`cs336sys.measure.range_names` has the names of the phases of a step.
+    """A range for all threads; :mod:`cs336sys.capture.range_names` has the names of the phases of a step.
 
     Args:
         wait_for: the range ends when this device has done everything launched in it. A phase of a step ends when all of
@@ -85,7 +85,7 @@ def annotated_model(blocks: Sequence[nn.Module], marks: Marks, *, attention: boo
     """Within this ``with``, calls of the model show its blocks and the parts of its attention.
 
     Ranges: ``block 3`` around the fourth block, ``block 3 backward`` from the gradient of its output to
-    that of its input, and on the forward pass those of :mod:`cs336sys.measure.range_names`: ``ATTENTION_RANGE`` and,
+    that of its input, and on the forward pass those of :mod:`cs336sys.capture.range_names`: ``ATTENTION_RANGE`` and,
     where the attention in use calls ``cs336_basics.model.softmax``, ``ATTENTION_PARTS`` in it.
 
     Args:

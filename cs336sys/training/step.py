@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336sys.accounting.fused import BLOCKS_BESIDE
-from cs336sys.choices import CUDA_GRAPHS_MODULE, FUSED_KERNELS_MODULE, MODES, WARM_UP_STEPS
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments import user_models
-from cs336sys.experiments.models import blocks_of, build_model, make_batch
-from cs336sys.experiments.optimizers import build_optimizer
-from cs336sys.measure.cells import Progress
-from cs336sys.measure.device import DTYPES
-from cs336sys.measure.timing import time_phases
+from cs336sys.machine.device import DTYPES
 from cs336sys.results.model import Samples
-from cs336sys.workload import Workload
+from cs336sys.run.cells import Progress
+from cs336sys.settings.choices import CUDA_GRAPHS_MODULE, FUSED_KERNELS_MODULE, MODES, WARM_UP_STEPS
+from cs336sys.settings.training import Workload
+from cs336sys.timing.phases import time_phases
+from cs336sys.training import user_models
+from cs336sys.training.model import blocks_of, build_model, make_batch
+from cs336sys.training.optimizers import build_optimizer
 
 AUTOCAST_DTYPES = {name: DTYPES[name] for name in ("bf16", "fp16")}
 
@@ -172,7 +172,7 @@ class TrainStep:
             with_loss: make the loss a graph of its own.
             around: entered around the capture of each phase.
             around_warmup: entered around each step of the warm-up, with its number from 0.
-            recorder: as of :class:`~cs336sys.cuda_graphs.GraphedStep`.
+            recorder: as of :class:`~cs336sys.training.cuda_graphs.GraphedStep`.
 
         Raises:
             CapabilityError: this step cannot be captured, see there.
@@ -308,7 +308,7 @@ def time_steps(
     *,
     warmup: int | None = None,
 ) -> dict[str, Samples]:
-    """Time phases of the step as its workload says (:func:`~cs336sys.measure.timing.time_phases`), after ``warmup``
+    """Time phases of the step as its workload says (:func:`~cs336sys.timing.phases.time_phases`), after ``warmup``
     steps instead of its own, where some were taken already.
     """
     workload = step.workload

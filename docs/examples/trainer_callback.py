@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from cs336sys.measure.environment import new_run
+from cs336sys.machine.environment import new_run
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Samples
-from cs336sys.sizes import ModelSize
-from cs336sys.workload import UserCode, Workload
+from cs336sys.settings.sizes import ModelSize
+from cs336sys.settings.training import UserCode, Workload
 
 
 class StepTimes(TrainerCallback):

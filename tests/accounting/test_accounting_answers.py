@@ -21,7 +21,7 @@ from cs336sys.accounting.one_device import (
     flops_answers,
     tensor_answers,
 )
-from cs336sys.sizes import PRECISIONS, SIZES, ModelSize
+from cs336sys.settings.sizes import PRECISIONS, SIZES, ModelSize
 
 MIB = 2**20
 # The 2026 handout's xl at its reference batch of 4 and context of 512.

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336sys.accounting.flops import attention_matmuls, attention_softmax
-from cs336sys.sizes import SIZES
+from cs336sys.settings.sizes import SIZES
 
 SMALL = SIZES["small"]
 

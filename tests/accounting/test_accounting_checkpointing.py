@@ -17,7 +17,7 @@ from cs336sys.accounting.checkpointing import (
 from cs336sys.accounting.flops import model_flops
 from cs336sys.accounting.memory import GIB, widest_moments
 from cs336sys.errors import UsageError
-from cs336sys.sizes import SIZES, ModelSize
+from cs336sys.settings.sizes import SIZES, ModelSize
 
 HAND = ModelSize("hand", d_model=8, d_ff=20, num_layers=5, num_heads=2, vocab_size=50, context=4, batch_size=2)
 

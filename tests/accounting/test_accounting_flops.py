@@ -7,7 +7,7 @@ from cs336_basics.nn_utils import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336sys.accounting.flops import FlopCounts, attention_flops, flops_by_component, linear_flops, model_flops
-from cs336sys.sizes import SIZES, ModelSize, choose_size
+from cs336sys.settings.sizes import SIZES, ModelSize, choose_size
 
 pytestmark = pytest.mark.usefixtures("own_attention")
 

@@ -16,7 +16,7 @@ from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import GIB, TrainingState, training_state, widest_moments
 from cs336sys.errors import UsageError
 from cs336sys.kernels.attention.reference import FlashAttentionTorch, plain_attention
-from cs336sys.sizes import SIZES, ModelSize
+from cs336sys.settings.sizes import SIZES, ModelSize
 
 pytestmark = pytest.mark.usefixtures("own_attention")
 

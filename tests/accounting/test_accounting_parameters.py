@@ -5,7 +5,7 @@ import torch
 from cs336_basics.model import BasicsTransformerLM
 
 from cs336sys.accounting.flops import count_parameters, parameter_shapes
-from cs336sys.sizes import SIZES, ModelSize, choose_size
+from cs336sys.settings.sizes import SIZES, ModelSize, choose_size
 
 
 def test_parameters_worked_by_hand():

@@ -11,7 +11,7 @@ from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes, rank_peak
 from cs336sys.accounting.sharding.tensor import TensorStep
 from cs336sys.errors import UsageError
-from cs336sys.sizes import SIZES
+from cs336sys.settings.sizes import SIZES
 
 SIZE = replace(SIZES["small"], batch_size=64)
 BF16 = Dtypes("bf16")

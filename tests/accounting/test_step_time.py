@@ -20,8 +20,9 @@ from cs336sys.accounting.step_time.prediction import StepConfiguration, predict_
 from cs336sys.accounting.step_time.public_steps import public_errors, public_note
 from cs336sys.errors import UsageError
 from cs336sys.results.model import read_results
-from cs336sys.sizes import SIZES
-from cs336sys.workload import MemoryWorkload, Workload
+from cs336sys.settings.profiling import MemoryWorkload
+from cs336sys.settings.sizes import SIZES
+from cs336sys.settings.training import Workload
 
 FOLDER = Path(__file__).parents[2] / "docs" / "results"
 

@@ -12,11 +12,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.cuda import _memory_viz
 
-from cs336sys.errors import UsageError
-from cs336sys.measure.allocations.dump import as_snapshot, write_snapshot
-from cs336sys.measure.allocations.history import CpuHistory, CudaHistory, FakeHistory
-from cs336sys.measure.allocations.recorder import StepRecorder
-from cs336sys.measure.allocations.timeline import (
+from cs336sys.allocations.dump import as_snapshot, write_snapshot
+from cs336sys.allocations.history import CpuHistory, CudaHistory, FakeHistory
+from cs336sys.allocations.recorder import StepRecorder
+from cs336sys.allocations.timeline import (
     MEMORY_CATEGORIES,
     RECOMPUTATION,
     Event,
@@ -29,7 +28,8 @@ from cs336sys.measure.allocations.timeline import (
     peak_position,
     thinned,
 )
-from cs336sys.measure.without_values import WithoutValues, code_line
+from cs336sys.allocations.without_values import WithoutValues, code_line
+from cs336sys.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("own_attention")
 
@@ -276,7 +276,7 @@ def test_recorded_step(record):
         (2048, "gradients", "first.weight", "first", "MmBackward0"),
     }
     (gradient,) = (a for a in made if a.parameter == "first.weight")
-    assert gradient.origin.code.endswith(f"measure/test_allocations.py:{_line_of('first(x)')} forward")
+    assert gradient.origin.code.endswith(f"allocations/test_allocations.py:{_line_of('first(x)')} forward")
     totals = timeline.totals()
     assert totals[0] == 4 * (2 * 16 * 32 + 3 * 16)
     assert totals[-1] == totals[0] + 2 * 2048

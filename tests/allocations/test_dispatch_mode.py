@@ -1,6 +1,6 @@
 import torch
 
-from cs336sys.measure.allocations.recorder import DispatchMode
+from cs336sys.allocations.recorder import DispatchMode
 
 
 class Listed(DispatchMode):

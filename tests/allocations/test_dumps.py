@@ -10,12 +10,12 @@ from memory_causes import CAUSES, diagnoses, run
 from snapshot_programs import KINDS, Program, program
 from torch import nn
 
+from cs336sys.allocations.diagnosis import changes, diagnose_memory
+from cs336sys.allocations.dump import Block, Frame, parse_dump, read_dump
+from cs336sys.allocations.inference import FOREIGN_CATEGORIES, FORWARD, NOTHING, code_of, role
+from cs336sys.allocations.timeline import held_bytes
+from cs336sys.commands.memprof.verdict import verdicts
 from cs336sys.errors import UsageError
-from cs336sys.measure.allocations.diagnosis import changes, diagnose_memory
-from cs336sys.measure.allocations.dump import Block, Frame, parse_dump, read_dump
-from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES, FORWARD, NOTHING, code_of, role
-from cs336sys.measure.allocations.timeline import held_bytes
-from cs336sys.report.memory.verdict import verdicts
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def test_frames_of_a_recorder_do_not_tell():
     """Snapshots of memprof on a GPU: its dispatch mode runs on autograd's threads, too."""
     recorder = [
         Frame("/x/torch/_ops.py", 865, "__call__"),
-        Frame("/y/cs336sys/measure/allocations/recorder.py", 198, "__torch_dispatch__"),
+        Frame("/y/cs336sys/allocations/recorder.py", 198, "__torch_dispatch__"),
         Frame("/x/torch/_dynamo/eval_frame.py", 1, "_fn"),
         Frame("/x/torch/_compile.py", 1, "inner"),
     ]

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from cs336sys.cuda_graphs import GraphedStep
-from cs336sys.experiments.checks import step
-from cs336sys.measure.cells import release_memory
+from cs336sys.parity import step
+from cs336sys.run.cells import release_memory
+from cs336sys.training.cuda_graphs import GraphedStep
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from cs336sys.measure import device
+from cs336sys.machine import device
 
 # In a process of its own: where an allocator has kept what others freed, new memory may raise no peak.
 PEAKS = """
 import json
-from cs336sys.measure import device
+from cs336sys.machine import device
 
 def hold(mib):
     return bytearray(b"\\1" * (mib << 20))

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from cs336sys.accounting.activations import block_activations
-from cs336sys.measure.allocations.recorder import saved_tensors
-from cs336sys.sizes import ModelSize
+from cs336sys.allocations.recorder import saved_tensors
+from cs336sys.settings.sizes import ModelSize
 
 pytestmark = pytest.mark.usefixtures("own_attention")
 
@@ -39,7 +39,7 @@ def test_handouts_norm():
         ((4, 5, 1), 80, "Rsqrt", "norm"),
     ]
     assert all(t.dtype == "float32" and " forward" in t.code for t in found)
-    assert "measure/test_saved_tensors.py:" in found[0].code
+    assert "allocations/test_saved_tensors.py:" in found[0].code
 
 
 def test_nothing_stays_alive():

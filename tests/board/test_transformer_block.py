@@ -12,7 +12,7 @@ from cs336sys.board import transformer_block as module
 from cs336sys.board.transformer_block import BlockSettings, choose_kept, transformer_block
 from cs336sys.errors import UsageError
 from cs336sys.kernels.fuse import fuse
-from cs336sys.sizes import ModelSize
+from cs336sys.settings.sizes import ModelSize
 
 SIZE = ModelSize("odd", d_model=24, d_ff=40, num_layers=2, num_heads=2, vocab_size=23, context=5, batch_size=2)
 

@@ -10,8 +10,8 @@ from profile_files import ChromeTrace, NsysReport
 
 from cs336sys.capture.reading import open_capture, read_captures
 from cs336sys.capture.summary import summarize
+from cs336sys.commands.trace.verdict import verdict
 from cs336sys.errors import UsageError
-from cs336sys.report.profile.verdict import verdict
 
 KERNELS = ("sm90_gemm", "vectorized_elementwise_kernel<4>", "softmax", "reduce_kernel<512>", "triton_poi", "adam")
 STEPS = 8

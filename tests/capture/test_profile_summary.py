@@ -11,11 +11,11 @@ import pytest
 from profile_files import PUSH_POP, ChromeTrace, NsysReport, global_thread, train_step
 
 from cs336sys.capture import capture, chrome_trace, nsys, reading
+from cs336sys.capture.range_names import run_name
 from cs336sys.capture.reading import open_capture, read_captures
 from cs336sys.capture.summary import KernelTime, Profile, summarize
+from cs336sys.commands.nsys.tables import report_tables
 from cs336sys.errors import UsageError
-from cs336sys.measure.range_names import run_name
-from cs336sys.report.profile import report_tables
 from cs336sys.results.foreign import MIB
 
 

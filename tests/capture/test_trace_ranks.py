@@ -11,8 +11,8 @@ from rank_captures import KERNEL_NS, LAYERS, TRANSFER_NS, write_ranks
 from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.ranks import RanksFound, _t_quantile, find_stragglers
 from cs336sys.capture.reading import read_captures
+from cs336sys.commands.trace.verdict import verdict
 from cs336sys.errors import UsageError
-from cs336sys.report.profile.verdict import verdict
 
 DATA = Path(__file__).parent / "data"
 

@@ -46,7 +46,7 @@ def test_child_processes_have_standard_streams_where_the_command_s_are_closed():
     child = "import sys; sys.stderr.write(str(None in (sys.stdin, sys.stdout, sys.stderr)))"
     script = (
         "import subprocess, sys\n"
-        "from cs336sys.commands.faults import open_closed_streams\n"
+        "from cs336sys.command_line.faults import open_closed_streams\n"
         "open_closed_streams()\n"
         f"subprocess.run([sys.executable, '-c', {child!r}])\n"
     )

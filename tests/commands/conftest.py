@@ -8,8 +8,8 @@ import pytest
 import typer
 
 from cs336sys.cli import COMMANDS, app
-from cs336sys.measure import cells
-from cs336sys.measure.cells import Worker
+from cs336sys.run import cells
+from cs336sys.run.cells import Worker
 
 # Variables that are options of a command: its workers do not read them.
 OPTIONS = tuple(f"CS336SYS_{command.upper()}_" for command in COMMANDS)

@@ -7,13 +7,13 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.commands.allreduce import message_sizes
+from cs336sys.commands.allreduce.options import message_sizes
+from cs336sys.commands.allreduce.tables import allreduce_tables, fit_of, groups_of, plot_collectives
 from cs336sys.errors import UsageError
-from cs336sys.report.allreduce import allreduce_tables, fit_of, groups_of, plot_collectives
-from cs336sys.report.render import render
-from cs336sys.report.table import with_rows
 from cs336sys.results.model import Cell, Samples, read_results
-from cs336sys.workload.operations import CollectiveWorkload
+from cs336sys.settings.operations import CollectiveWorkload
+from cs336sys.tables.render import render
+from cs336sys.tables.table import with_rows
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
@@ -108,7 +108,7 @@ def test_samples_are_kept_with_their_warm_up(sweep):
 
 
 def test_dry_run_shows_sizes_and_memory_and_runs_nothing(monkeypatch):
-    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
+    monkeypatch.setattr("cs336sys.run.cells.Worker.measure", None)
     arguments = [
         "--collective",
         "all_reduce,reduce_scatter",
@@ -187,7 +187,7 @@ def test_fit_finds_the_latency_and_bandwidth_of_each_backend_and_world_size():
 
 def test_picture_shows_backends_side_by_side_and_time_over_ranks(tmp_path, monkeypatch):
     drawn = []
-    writer = "cs336sys.report.allreduce.write_figure"
+    writer = "cs336sys.commands.allreduce.tables.write_figure"
     monkeypatch.setattr(writer, lambda figure, *arguments, **options: drawn.append(figure))
     cells = [
         cell(size, 10.0 * ranks + size / 1e5, ranks, backend)
@@ -209,7 +209,9 @@ def test_picture_shows_backends_side_by_side_and_time_over_ranks(tmp_path, monke
 
 def test_bandwidths_of_the_picture_are_those_of_median_calls(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("cs336sys.report.allreduce.write_figure", lambda figure, *_, **__: drawn.append(figure))
+    monkeypatch.setattr(
+        "cs336sys.commands.allreduce.tables.write_figure", lambda figure, *_, **__: drawn.append(figure)
+    )
     # A stall: the mean of 100, 100 and 400 us is 200, and its bandwidth half of the median's.
     stalled = Samples("us", "cuda events", (100.0, 100.0, 400.0))
     cells = [replace(cell(size, 200.0), samples={"back_to_back": stalled}) for size in (10**6, 10**7)]

@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from cs336sys.accounting.activations import attention_memory
 from cs336sys.cli import app
-from cs336sys.measure.cells import Worker
-from cs336sys.measure.system import Capacity
-from cs336sys.report.attention import attn_tables, flash_tables, plot_flash, pool_flash_rounds
+from cs336sys.commands.attention.tables import attn_tables, flash_tables, plot_flash, pool_flash_rounds
+from cs336sys.machine.system import Capacity
 from cs336sys.results.model import Cell, Run, Samples, read_results
+from cs336sys.run.cells import Worker
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
@@ -30,7 +30,7 @@ def tables(result):
 
 
 def test_dry_run_lists_the_cells_with_the_memory_of_plain_attention(monkeypatch):
-    monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: Capacity("H100", 80.0))
+    monkeypatch.setattr("cs336sys.machine.system.capacity", lambda device: Capacity("H100", 80.0))
     shape = ("--context", "1024,65536", "--head-dim", "64", "--dry-run", "--format", "json")
     plan = tables(invoke("attn", *shape))["plan"]
     assert [(row["context"], row["implementation"]) for row in plan["rows"]] == [
@@ -85,7 +85,7 @@ def test_rounds_interrupted_in_the_second_one_go_on_there(tmp_path, monkeypatch)
     assert table["rows"][0]["end_to_end_speedup"] is not None
 
     stop, drawn = None, []
-    monkeypatch.setattr("cs336sys.report.attention.plot_flash", lambda cells, path: drawn.extend(cells))
+    monkeypatch.setattr("cs336sys.commands.attention.tables.plot_flash", lambda cells, path: drawn.extend(cells))
     table = tables(invoke(*arguments, "--resume", "--plot", str(tmp_path / "flash.png")))["flash"]
     assert measured == [
         (context, number, name) for context in (32, 64) for number in (1, 2) for name in ("tiled", "eager")

@@ -15,9 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.measure import cells as cells_module
-from cs336sys.measure.system import Capacity
+from cs336sys.machine.system import Capacity
 from cs336sys.results.model import read_results
+from cs336sys.run import cells as cells_module
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
@@ -320,9 +320,9 @@ def test_several_modes_are_cells_of_one_sweep():
 def test_dry_run_says_what_fits_on_which_device(memory_gib, verdicts, monkeypatch):
     asked = []
     found = None if memory_gib is None else Capacity("NVIDIA H200", memory_gib)
-    monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: asked.append(device) or found)
+    monkeypatch.setattr("cs336sys.machine.system.capacity", lambda device: asked.append(device) or found)
     # Without nvidia-smi it is torch that knows of a GPU.
-    monkeypatch.setattr("cs336sys.measure.device.choose_device", lambda name: None)
+    monkeypatch.setattr("cs336sys.machine.device.choose_device", lambda name: None)
     arguments = ("--size", "small,10b", "--context", "128", "--device", "cuda", "--dry-run", "--format", "json")
     plan = tables(invoke(*arguments, tiny=False))["plan"]
     assert asked == ["cuda"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336sys.report.board import board_tables
+from cs336sys.commands.shard.board_tables import board_tables
 from cs336sys.results.model import read_results
 
 SAVED = Path(__file__).parents[2] / "docs" / "results" / "board-h200.jsonl.gz"

@@ -7,9 +7,9 @@ import torch
 
 from cs336sys.accounting.hardware import Ceilings, read_ceilings
 from cs336sys.capture.operators import operator_work, roofline
+from cs336sys.commands.doctor import measure as measuring
+from cs336sys.commands.doctor.tables import ceilings_table
 from cs336sys.errors import UsageError
-from cs336sys.measure import ceilings as measuring
-from cs336sys.report.ceilings import ceilings_table
 from cs336sys.results.model import Samples
 
 H200 = Ceilings("NVIDIA H200", {"fp32": 50.0, "tf32": 400.0, "bf16": 766.0, "fp16": 770.0}, 4260.0, 4.5)

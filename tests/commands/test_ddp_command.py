@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.commands.sweep.run import Sweep
 from cs336sys.results.model import read_results
+from cs336sys.run.sweep import Sweep
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
@@ -100,7 +100,7 @@ def test_rounds_go_to_and_fro(monkeypatch):
         given.extend((one.get("round"), one["strategy"]) for one in configurations)
         return Sweep((), None)
 
-    monkeypatch.setattr("cs336sys.commands.ddp.run_sweep", not_measured)
+    monkeypatch.setattr("cs336sys.commands.ddp.options.run_sweep", not_measured)
     assert invoke(*TINY, "--mode", "naive,flat", "--rounds", "3").exit_code == 0
     to = ["naive", "flat"]
     assert given == [*((1, name) for name in to), *((2, name) for name in reversed(to)), *((3, name) for name in to)]

@@ -5,12 +5,20 @@ from dataclasses import replace
 
 import pytest
 
-from cs336sys.report.ddp import bucket_sweeps, ddp_plan, ddp_tables, plot_buckets, plot_timelines, pool_ddp_rounds
-from cs336sys.report.render import render
-from cs336sys.report.table import with_rows
+from cs336sys.commands.ddp.tables import (
+    bucket_sweeps,
+    ddp_plan,
+    ddp_tables,
+    plot_buckets,
+    plot_timelines,
+    pool_ddp_rounds,
+)
 from cs336sys.results.model import Cell, Samples
-from cs336sys.sizes import choose_size
-from cs336sys.workload import ParallelWorkload, Workload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
+from cs336sys.tables.render import render
+from cs336sys.tables.table import with_rows
 
 TIMELINE = {
     "compute": [(0.0, 50.0), (60.0, 70.0)],

@@ -5,8 +5,8 @@ import json
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.measure import diagnosis
-from cs336sys.measure.diagnosis.software import Check
+from cs336sys.machine import diagnosis
+from cs336sys.machine.diagnosis.software import Check
 
 OK = Check("Python", "3.12.3")
 WARNED = Check("nsys importer", "lacks libdw.so.1", "warn", "`apt-get install libdw1`.")

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.accounting.step_time.rates import h200_rates
-from cs336sys.cli import COMMANDS, app
+from cs336sys.cli import COMMANDS, app, module_of
 from cs336sys.errors import CapabilityError
 from cs336sys.results.statistics import fewest_samples
 
@@ -118,13 +118,13 @@ def understood(folder, every_command, monkeypatch):
         raise MeasuringError
 
     for name in COMMANDS:
-        module = importlib.import_module(f"cs336sys.commands.{name}")
+        module = importlib.import_module(module_of(name))
         if hasattr(module, "run_sweep"):
             monkeypatch.setattr(module, "run_sweep", stop)
     # This CPU's take half a minute to measure.
-    monkeypatch.setattr("cs336sys.commands.tune._cpu_rates", lambda plain: h200_rates())
+    monkeypatch.setattr("cs336sys.commands.tune.options._cpu_rates", lambda plain: h200_rates())
     # Pages are for a machine that holds their models.
-    monkeypatch.setattr("cs336sys.commands.sweep.run._SMALL_GIB", math.inf)
+    monkeypatch.setattr("cs336sys.run.sweep._SMALL_GIB", math.inf)
     known = {tuple(context.command_path.split()[1:]): (context, command) for context, command in every_command}
 
     def understand(arguments):
@@ -138,7 +138,7 @@ def understood(folder, every_command, monkeypatch):
             # Few of the configurations, which are predicted in a second.
             words += ["--compile", "block", "--checkpoint", "none"]
         below = command.make_context(command.name, words, parent=context.parent)
-        is_measured = hasattr(importlib.import_module(f"cs336sys.commands.{name[0]}"), "run_sweep")
+        is_measured = hasattr(importlib.import_module(module_of(name[0])), "run_sweep")
         # All files are shown in test_show: here those that take milliseconds, and those of which something is asked.
         size = sum(Path(word).stat().st_size for word in words if word.endswith(".jsonl.gz") and Path(word).exists())
         is_shown = 0 < size < _MOST_BYTES or (size and ASKS & set(words))

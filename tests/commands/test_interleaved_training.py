@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from cs336sys.experiments import bench
-from cs336sys.experiments.bench import measure_interleaved
-from cs336sys.experiments.models import ATTENTION_FUNCTIONS, attention_function, use_attention
-from cs336sys.sizes import choose_size
-from cs336sys.workload import Workload
+from cs336sys.commands.bench import measure as bench
+from cs336sys.commands.bench.measure import measure_interleaved
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
+from cs336sys.training.model import ATTENTION_FUNCTIONS, attention_function, use_attention
 
 SIZE = choose_size("tiny", context=16, batch_size=2, vocab_size=50)
 TOGETHER = {"interleave": "attention", "interleaved": "reference,sdpa"}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.report.kernels import kernel_tables, plot_kernels
+from cs336sys.commands.kernels.tables import kernel_tables, plot_kernels
 from cs336sys.results.model import Cell, Samples
 
 KERNELS = ["kernels", "--device", "cpu", "--dtype", "fp32", "--tokens", "4", "--width", "16", "--repetition-ms", "1"]

@@ -9,11 +9,12 @@ import typer
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.experiments.losses import measure_losses
-from cs336sys.report.losses import loss_tables
+from cs336sys.commands.losses.measure import measure_losses
+from cs336sys.commands.losses.tables import loss_tables
 from cs336sys.results.model import Cell, Samples, configuration_key
-from cs336sys.sizes import choose_size
-from cs336sys.workload import LossWorkload, Workload
+from cs336sys.settings.profiling import LossWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
 
 # Where kernels run: on a CPU in the interpreter, where there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,7 +67,7 @@ def test_wrong_kernel_is_found_before_training(tmp_path, monkeypatch):
     assert outcome.status == "ok", outcome.reason
     assert outcome.derived["notes"][0].startswith("checked first, 1 block against PyTorch's operations")
     monkeypatch.setattr("cs336sys.kernels.fuse.swiglu", lambda gate, up: 2 * gate * up)
-    monkeypatch.setattr("cs336sys.experiments.checks.step._of_few_blocks", {})
+    monkeypatch.setattr("cs336sys.parity.step._of_few_blocks", {})
     outcome = measure_losses(configuration, lambda stage: None)
     assert outcome.status == "wrong"
     assert outcome.reason.startswith("with our kernels: after 5 steps ")
@@ -93,7 +94,7 @@ def test_another_text_in_the_same_file_is_no_cell_to_resume(tmp_path, monkeypatc
         asked_for.append([configuration_key(configuration) for configuration in configurations])
         raise typer.Exit
 
-    monkeypatch.setattr("cs336sys.commands.losses.run_sweep", only_asked)
+    monkeypatch.setattr("cs336sys.commands.losses.options.run_sweep", only_asked)
     text = tmp_path / "text.md"
     for content in ("one text of these two", "one text of these two", "another text, which is longer"):
         text.write_text(content)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from cs336sys.report import bench as bench_report
-from cs336sys.report.memory.page import CATEGORY_STYLES, axis_ticks, timeline_figure
+from cs336sys.commands.bench import tables as bench_report
+from cs336sys.commands.memprof.page import CATEGORY_STYLES, axis_ticks, timeline_figure
 
 EVENTS = 80
 

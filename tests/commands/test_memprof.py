@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
+from cs336sys.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.cli import app
-from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
-from cs336sys.report.memory.tables import memory_tables
+from cs336sys.commands.memprof.tables import memory_tables
 from cs336sys.results.model import read_results
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
@@ -223,7 +223,7 @@ def test_dry_run_predicts_what_no_machine_here_could_hold():
 
 
 def test_dry_run_without_trace_is_arithmetic(monkeypatch):
-    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
+    monkeypatch.setattr("cs336sys.run.cells.Worker.measure", None)
     arguments = ["--size", "10b", "--mode", "forward,train", "--bf16", "--dry-run", "--no-predict", "--format", "json"]
     found = tables(invoke(*arguments, tiny=False))
     assert list(found) == ["plan"]

@@ -14,7 +14,7 @@ from memory_causes import run
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.commands.options.bytes import read_memory_limit
+from cs336sys.command_line.options.bytes import read_memory_limit
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cs336sys.measure.mixed_precision import AutocastDtypes, ToyModel, accumulate, autocast_dtypes
+from cs336sys.commands.precision.measure import AutocastDtypes, ToyModel, accumulate, autocast_dtypes
 
 CPU = torch.device("cpu")
 

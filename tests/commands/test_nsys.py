@@ -11,11 +11,11 @@ from fake_nsys import put_nsys
 from profile_files import ChromeTrace, NsysReport, train_step
 from typer.testing import CliRunner
 
+from cs336sys.capture.range_names import run_name
 from cs336sys.cli import app
-from cs336sys.measure.range_names import run_name
 from cs336sys.results.model import read_results
-from cs336sys.sizes import SIZES
-from cs336sys.workload import Workload
+from cs336sys.settings.sizes import SIZES
+from cs336sys.settings.training import Workload
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
@@ -97,7 +97,7 @@ def test_kernels_and_their_kinds(sweep):
 def test_saved_cells_are_shown_again_without_measuring(sweep, monkeypatch):
     result, folder, arguments = sweep
     assert [cell.status for cell in read_results(folder / "r.jsonl").cells] == ["ok", "ok", "oom", "oom"]
-    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
+    monkeypatch.setattr("cs336sys.run.cells.Worker.measure", None)
     again, before = tables(invoke(*arguments, "--resume", "--top", "1")), tables(result)
     assert {name: again[name] for name in ("phases", "shares", "attention", "precisions")} == {
         name: before[name] for name in ("phases", "shares", "attention", "precisions")

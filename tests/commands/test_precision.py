@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.measure.system import cpu_model
+from cs336sys.machine.system import cpu_model
 
 SUMS = """\
 ### 1000 times 0.01, which is 10

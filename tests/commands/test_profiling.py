@@ -12,13 +12,14 @@ from fake_nsys import put_nsys
 from profile_files import NsysReport, train_step
 
 from cs336sys.capture import nsys as nsight_systems
+from cs336sys.capture.range_names import run_name
 from cs336sys.capture.summary import Profile
+from cs336sys.commands.nsys import measure as profiling
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments import profiling
-from cs336sys.measure.diagnosis.profilers import Profiler
-from cs336sys.measure.range_names import run_name
-from cs336sys.sizes import choose_size
-from cs336sys.workload import ProfileWorkload, Workload
+from cs336sys.machine.diagnosis.profilers import Profiler
+from cs336sys.settings.profiling import ProfileWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
 
 TINY = Workload(choose_size("tiny", context=8, batch_size=1), warmup=1, steps=2)
 
@@ -82,7 +83,7 @@ def test_a_cell_under_nsys_is_read_from_its_report(nsys, choose, tmp_path):
     options = json.loads((tmp_path / "nsys" / "options.json").read_text())
     assert {"--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--cuda-graph-trace=node"} <= set(options)
     program, configuration = options[options.index("-c") + 1 : options.index("-c") + 3]
-    assert "run_module('cs336sys.experiments.profiling'" in program
+    assert "run_module('cs336sys.commands.nsys.measure'" in program
     assert Workload.from_configuration(json.loads(configuration)) == TINY
 
 

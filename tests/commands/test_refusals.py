@@ -12,9 +12,9 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
-from cs336sys.cli import app
+from cs336sys.cli import app, module_of
 from cs336sys.errors import UsageError
-from cs336sys.measure.system import Capacity
+from cs336sys.machine.system import Capacity
 
 PLANNED = ("bench", "nsys", "memprof", "allreduce", "ddp", "shard", "attn", "flash")
 
@@ -48,7 +48,7 @@ def test_a_dry_run_refuses_what_the_run_refuses(command, tmp_path, monkeypatch):
     sentence = "cannot write results to notes.jsonl: it holds something else; give another file"
     assert sentence in refused(command, "--save", "notes.jsonl", "--dry-run")
     assert "no folder that can be written to" in refused(command, "--save", "notes.jsonl/r.jsonl", "--dry-run")
-    monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: None)
+    monkeypatch.setattr("cs336sys.machine.system.capacity", lambda device: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "device 'cuda': torch sees no CUDA GPU here" in refused(command, "--device", "cuda", "--dry-run", code=3)
     found = importlib.util.find_spec
@@ -329,8 +329,8 @@ REFUSED = [
 
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("cs336sys.measure.cells.Worker.measure", None)
-    monkeypatch.setattr("cs336sys.measure.diagnosis.diagnose", None)
+    monkeypatch.setattr("cs336sys.run.cells.Worker.measure", None)
+    monkeypatch.setattr("cs336sys.machine.diagnosis.diagnose", None)
     wrong = []
     for line, sentence in REFUSED:
         result = invoke(*shlex.split(line))
@@ -344,9 +344,9 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
 
 
 def test_cell_that_does_not_fit_is_named_before_it_runs(monkeypatch):
-    monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: Capacity("a CPU", 23.5))
+    monkeypatch.setattr("cs336sys.machine.system.capacity", lambda device: Capacity("a CPU", 23.5))
     for command in ("bench", "nsys", "memprof"):
-        monkeypatch.setattr(f"cs336sys.commands.{command}.run_sweep", Mock(side_effect=UsageError("measured")))
+        monkeypatch.setattr(f"{module_of(command)}.run_sweep", Mock(side_effect=UsageError("measured")))
         refused_cell = invoke(command, "--size", "tiny,10b", "--device", "cpu")
         assert refused_cell.exit_code == 2
         assert refused_cell.stderr.startswith("error: 10b-s512-b4-v10000-train-fp32-")
@@ -366,8 +366,8 @@ def test_cell_that_does_not_fit_is_named_before_it_runs(monkeypatch):
 @pytest.mark.parametrize("command", ["ddp", "shard"])
 def test_ranks_that_do_not_fit_one_cpu_are_said_before_they_are_tried(monkeypatch, command):
     found = Capacity("a CPU", 300.0)
-    monkeypatch.setattr("cs336sys.measure.system.capacity", lambda device: found)
-    monkeypatch.setattr(f"cs336sys.commands.{command}.run_sweep", Mock(side_effect=UsageError("measured")))
+    monkeypatch.setattr("cs336sys.machine.system.capacity", lambda device: found)
+    monkeypatch.setattr(f"{module_of(command)}.run_sweep", Mock(side_effect=UsageError("measured")))
     arguments = ("--size", "10b", "--world-size", "1,2", "--device", "cpu")
     assert "a CPU has 300.0: choose a smaller size" in invoke(command, *arguments).stderr
     alone = invoke(command, *arguments, "--force").stderr.splitlines()

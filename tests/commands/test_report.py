@@ -127,7 +127,7 @@ def test_the_plan_says_time_and_memory_and_runs_nothing(tmp_path, monkeypatch):
 
 def test_plan_of_another_gpu_leaves_out_nothing_that_ranks_of_the_cpu_can_do(monkeypatch):
     """With one GPU what needs ranks was left out: "needs 2 GPUs, here is 1"."""
-    monkeypatch.setattr("cs336sys.report.course.handouts.memory_gib", lambda: (64.0, 32.0))
+    monkeypatch.setattr("cs336sys.commands.report.handouts.memory_gib", lambda: (64.0, 32.0))
     result = report("--year", "2026", "--run", "--dry-run", "--gpu", "rtx5090", "--memory", "32GiB")
     assert result.exit_code == 0
     rows = [line.split("|")[1:-1] for line in result.stdout.splitlines() if line.startswith("| cs336sys")]

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from cs336sys.accounting.sharding.step import MOMENTS
 from cs336sys.cli import app
-from cs336sys.measure.system import Capacity
+from cs336sys.machine.system import Capacity
 from cs336sys.results.model import read_results
-from cs336sys.workload import SHARDING_STRATEGIES
+from cs336sys.settings.parallel import SHARDING_STRATEGIES
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 
@@ -132,7 +132,7 @@ def test_the_board_says_what_it_has_chosen():
     ],
 )
 def test_the_board_fills_the_gpu_that_there_is(gpu_gib, words, monkeypatch):
-    monkeypatch.setattr("cs336sys.commands.shard.gpu_capacity", lambda device: Capacity("a GPU", gpu_gib))
+    monkeypatch.setattr("cs336sys.commands.shard.options.gpu_capacity", lambda device: Capacity("a GPU", gpu_gib))
     assert words in invoke("--size", "8b", "--board", "--dry-run").stderr
 
 

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from cs336sys.report.shard import shard_tables
-from cs336sys.report.table import grid_of
+from cs336sys.commands.shard.tables import shard_tables
 from cs336sys.results.model import Cell, Samples
-from cs336sys.sizes import choose_size
-from cs336sys.workload import ParallelWorkload, Workload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
+from cs336sys.tables.table import grid_of
 
 DERIVED = {"memory": [], "gathers": [], "timeline": None, "hidden_percent": None, "checked_layers": 2}
 

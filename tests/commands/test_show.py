@@ -17,8 +17,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import cs336sys
-from cs336sys.cli import COMMANDS, app
-from cs336sys.report.registry import (
+from cs336sys.cli import COMMANDS, app, module_of
+from cs336sys.commands.registry import (
     SAVED_COMMANDS,
     Presentation,
     invocations,
@@ -26,11 +26,11 @@ from cs336sys.report.registry import (
     saved_tables,
     shown_cells,
 )
-from cs336sys.report.render import render
-from cs336sys.report.table import Column, Table
-from cs336sys.report.terminal import print_tables
 from cs336sys.results.model import configuration_key, read_results
-from cs336sys.workload import MemoryWorkload
+from cs336sys.settings.profiling import MemoryWorkload
+from cs336sys.tables.render import render
+from cs336sys.tables.table import Column, Table
+from cs336sys.tables.terminal import print_tables
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 # Measured once and removed since: show passes its cells over with a warning.
@@ -84,7 +84,7 @@ def titles(result):
 def test_every_command_that_saves_can_be_shown():
     saving = []
     for name in COMMANDS:
-        command = getattr(importlib.import_module(f"cs336sys.commands.{name}"), name)
+        command = getattr(importlib.import_module(module_of(name)), name)
         if callable(command) and {"save", "sweeping"} & inspect.signature(command).parameters.keys():
             saving.append(name)
     assert sorted(saving) == sorted(SAVED_COMMANDS)
@@ -166,7 +166,9 @@ def test_pictures_of_bench_keep_its_saved_baseline(tmp_path, monkeypatch):
     path, drawn = tmp_path / "saved.jsonl", []
     arguments = b'"arguments": ["bench", "--baseline", "compile=block"]'
     path.write_bytes(re.sub(rb'"arguments": \[.*?\]', arguments, gzip.decompress(BENCH.read_bytes())))
-    monkeypatch.setattr("cs336sys.report.bench.plot_bench", lambda cells, path, baseline: drawn.append(baseline))
+    monkeypatch.setattr(
+        "cs336sys.commands.bench.tables.plot_bench", lambda cells, path, baseline: drawn.append(baseline)
+    )
     assert show(path, "--plot", tmp_path / "bench.png", "--output", tmp_path / "bench.md").exit_code == 0
     cs336sys.read(path).plot(tmp_path / "bench.png")
     assert drawn == ["compile=block"] * 2
@@ -397,7 +399,7 @@ def test_characters_beyond_ascii_become_question_marks(tmp_path):
 
 
 def test_a_long_page_says_how_far_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr("cs336sys.report.registry._SILENT_S", 0.0)
+    monkeypatch.setattr("cs336sys.commands.registry._SILENT_S", 0.0)
     page = tmp_path / "page.html"
     path = changed(tmp_path, "memprof-2048", lambda number, record: None)
     assert show(path, "--html", page).stderr == (f"1 of 2 pictures are done\nwrote {page}\n")

@@ -16,15 +16,15 @@ from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.accounting.step_time.rates import h200_rates
 from cs336sys.accounting.step_time.work import CountedModel
 from cs336sys.cli import app
-from cs336sys.commands import tune as tune_command
-from cs336sys.experiments.operation_counting import count_model
-from cs336sys.measure.cells import Outcome
-from cs336sys.measure.environment import new_run
-from cs336sys.report.titles import by_configuration
-from cs336sys.report.tune import compared_to_best, fastest, is_decided
+from cs336sys.commands.tune import options as tune_command
+from cs336sys.commands.tune.tables import compared_to_best, fastest, is_decided
+from cs336sys.machine.environment import new_run
 from cs336sys.results.model import Cell, Samples, read_results
-from cs336sys.sizes import SIZES
-from cs336sys.workload import UserCode, Workload
+from cs336sys.run.cells import Outcome
+from cs336sys.settings.sizes import SIZES
+from cs336sys.settings.training import UserCode, Workload
+from cs336sys.tables.titles import by_configuration
+from cs336sys.training.operation_counting import count_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,7 +82,7 @@ def test_each_of_the_best_has_a_command_that_means_it(chosen):
 
 
 def test_the_gpu_of_a_file_of_ceilings_limits_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("cs336sys.measure.system.gpu_capacity", lambda device: None)
+    monkeypatch.setattr("cs336sys.machine.system.gpu_capacity", lambda device: None)
     path, rates = tmp_path / "ceilings.json", {"fp32": 51.12, "bf16": 769.3}
     Ceilings("NVIDIA GeForce RTX 4090", rates, copy_gbps=4244.0, launch_us=9.161).write(path)
     found = tables("--size", "xl", "--bf16", "--kernels", "fused", "--rates", str(path))
@@ -217,7 +217,7 @@ def test_next_best_stand_in_for_candidates_that_do_not_run(measured, monkeypatch
     """Compiled blocks are predicted to be the fastest, and fail."""
     rates = tune_command._cpu_rates
     monkeypatch.setattr(tune_command, "_cpu_rates", lambda plain: replace(rates(plain), seconds=SECONDS))
-    monkeypatch.setattr("cs336sys.measure.cells.Worker", NoCompiler)
+    monkeypatch.setattr("cs336sys.run.cells.Worker", NoCompiler)
     words = "tune --size tiny --context 32 --device cpu --micro-batch 1 --compile off,block --attention reference"
     words += " --checkpoint none --optimizer course,fused,adamw --measure 2 --steps 1 --warmup 1 --budget 1"
     result = CliRunner().invoke(app, [*words.split(), "--format", "json"])

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import cs336sys
 from cs336sys.cli import app
-from cs336sys.commands.verify import VerificationOptions, VerifiedModelOptions
+from cs336sys.commands.verify.options import VerificationOptions, VerifiedModelOptions
 
 pytestmark = pytest.mark.usefixtures("kept_workers")
 

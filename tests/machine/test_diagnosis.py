@@ -12,9 +12,9 @@ import torch
 from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, only_on_path, put_nvidia_smi, put_tool
 
 from cs336sys.errors import CapabilityError
-from cs336sys.measure.diagnosis import diagnose, gpu, profilers, software
-from cs336sys.measure.diagnosis.software import Check
-from cs336sys.measure.system import installed_version, read_gpus, run_tool
+from cs336sys.machine.diagnosis import diagnose, gpu, profilers, software
+from cs336sys.machine.diagnosis.software import Check
+from cs336sys.machine.system import installed_version, read_gpus, run_tool
 
 WHEEL_ARCHITECTURES = ["sm_80", "sm_86", "sm_90", "sm_100", "compute_100"]
 
@@ -368,7 +368,7 @@ def test_a_broken_interpreter_names_how_to_see_its_cause(monkeypatch):
 
 def test_a_kernel_that_cannot_run_says_why():
     # On a CPU without the interpreter, as on a GPU that Triton cannot use.
-    command = [sys.executable, "-m", "cs336sys.measure.diagnosis.triton_probe", "cpu"]
+    command = [sys.executable, "-m", "cs336sys.machine.diagnosis.triton_probe", "cpu"]
     answer = run_tool(command, timeout_s=60, variables={"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""})
     assert answer.startswith("RuntimeError: 0 active drivers")
 

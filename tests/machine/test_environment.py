@@ -15,7 +15,7 @@ import torch
 from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, put_nvidia_smi
 
 import cs336sys
-from cs336sys.measure.environment import describe_environment, describe_machine, new_run, source_digest, source_revision
+from cs336sys.machine.environment import describe_environment, describe_machine, new_run, source_digest, source_revision
 from cs336sys.processes.caches import kept_settings_file
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import read_results

@@ -11,8 +11,8 @@ import pytest
 import torch
 from running import wait_until
 
-from cs336sys.measure.gpu_readings import GpuReadings, Reading, nvml_reader, reading_gpu
-from cs336sys.measure.system import read_gpus
+from cs336sys.machine.gpu_readings import GpuReadings, Reading, nvml_reader, reading_gpu
+from cs336sys.machine.system import read_gpus
 
 pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py: pip install 'cs336sys[gpu]'")
 
@@ -119,7 +119,7 @@ def test_the_thread_ends_where_the_measurement_fails():
 
 
 def test_long_cells_keep_fewer_readings_from_their_whole_length(monkeypatch):
-    monkeypatch.setattr("cs336sys.measure.gpu_readings._MOST_READINGS", 8)
+    monkeypatch.setattr("cs336sys.machine.gpu_readings._MOST_READINGS", 8)
     now_s = 0.0
 
     class End:
@@ -131,7 +131,7 @@ def test_long_cells_keep_fewer_readings_from_their_whole_length(monkeypatch):
         def set(self):
             pass
 
-    monkeypatch.setattr("cs336sys.measure.gpu_readings.time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr("cs336sys.machine.gpu_readings.time", SimpleNamespace(perf_counter=lambda: now_s))
     readings = GpuReadings(lambda: Reading(1, 1, 1.0), interval_s=0.001)
     readings._has_ended = End()
     with readings:

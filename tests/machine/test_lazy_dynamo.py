@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from cs336sys.lazy_dynamo import importing_no_compiler
+from cs336sys.machine.lazy_dynamo import importing_no_compiler
 
 
 class Doubled(nn.Module):

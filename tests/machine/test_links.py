@@ -3,7 +3,7 @@
 import pytest
 from fake_tools import GPU_0, GPU_1, IDLE, NVLINK, only_on_path, put_nvidia_smi
 
-from cs336sys.measure.diagnosis.gpu import describe_links
+from cs336sys.machine.diagnosis.gpu import describe_links
 
 BOTH = ("GPU-11111111-2222-3333-4444-555555555550", "GPU-11111111-2222-3333-4444-555555555551")
 EIGHTEEN = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n" + "\n".join(f"\t Link {link}: 26.562 GB/s" for link in range(18))

@@ -5,7 +5,7 @@ import sys
 import pytest
 from fake_tools import GPU_0, GPU_1, IDLE, THROTTLED, only_on_path, put_nvidia_smi, put_tool
 
-from cs336sys.measure import system
+from cs336sys.machine import system
 
 
 @pytest.mark.usefixtures("time_limit")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from cs336sys import triton_package
+from cs336sys.machine import triton_package
 
 
 def run_python(code, path):
@@ -22,7 +22,7 @@ def test_a_triton_that_cannot_be_imported_costs_only_what_needs_it(tmp_path):
     code = """
 import torch
 from cs336sys.kernels.attention import flash_attention
-from cs336sys.measure.without_values import WithoutValues
+from cs336sys.allocations.without_values import WithoutValues
 from torch.utils._triton import has_triton_package
 assert not has_triton_package()
 with WithoutValues():

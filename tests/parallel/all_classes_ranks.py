@@ -11,7 +11,7 @@ from small_models import error_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from cs336sys.experiments.parallel.communication import recorded_communication
+from cs336sys.commands.rank_training.communication import recorded_communication
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer

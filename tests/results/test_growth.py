@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from cs336sys.allocations.timeline import RECOMPUTATION, Event, Gradient, Region, build_timeline
+from cs336sys.commands.registry import invocations
 from cs336sys.errors import UsageError
-from cs336sys.measure.allocations.timeline import RECOMPUTATION, Event, Gradient, Region, build_timeline
-from cs336sys.report.registry import invocations
-from cs336sys.report.table import Column, Table, select_in_groups
 from cs336sys.results import foreign
 from cs336sys.results.comparison import match_cells, nearest_difference
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Results, Run, Samples, distinguishing_settings, read_results
+from cs336sys.tables.table import Column, Table, select_in_groups
 
 COUNT = 60
 

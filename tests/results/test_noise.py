@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from cs336sys.report.bench import bench_tables
-from cs336sys.report.ddp import ddp_tables
-from cs336sys.report.numbers import format_value
-from cs336sys.report.render import render
-from cs336sys.report.table import Column, Table
+from cs336sys.commands.bench.tables import bench_tables
+from cs336sys.commands.ddp.tables import ddp_tables
 from cs336sys.results.model import Cell, Samples, read_results
 from cs336sys.results.statistics import Interval
-from cs336sys.sizes import choose_size
-from cs336sys.workload import ParallelWorkload, Workload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
+from cs336sys.tables.numbers import format_value
+from cs336sys.tables.render import render
+from cs336sys.tables.table import Column, Table
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs/results"
 

@@ -15,10 +15,10 @@ import uuid
 from pathlib import Path
 
 from cs336sys.errors import CapabilityError, CaptureError
-from cs336sys.measure import cells
-from cs336sys.measure.cells import Outcome
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.results.model import Run, Samples
+from cs336sys.run import cells
+from cs336sys.run.cells import Outcome
 
 
 def _new_run(arguments):
@@ -28,7 +28,7 @@ def _new_run(arguments):
 
 
 if "torch" not in sys.modules:
-    environment = types.ModuleType("cs336sys.measure.environment")
+    environment = types.ModuleType("cs336sys.machine.environment")
     environment.new_run = _new_run
     sys.modules[environment.__name__] = environment
     cells.release_memory = gc.collect

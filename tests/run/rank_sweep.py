@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 import typer
 
-from cs336sys.commands.options.output import SweepOptions
-from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.command_line.options.output import SweepOptions
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.ranks import launch
 from cs336sys.results.model import Samples
+from cs336sys.run.cells import Outcome
+from cs336sys.run.sweep import run_sweep
 
 
 def measure(configuration, progress):

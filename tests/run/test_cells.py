@@ -15,9 +15,9 @@ from forked_processes import started_as_by_users
 from running import is_held, is_running, wait_for_ids, wait_until
 
 from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, LostProcessError
-from cs336sys.measure import cells
-from cs336sys.measure.cells import Outcome, Worker, _Child, guarded
 from cs336sys.processes import parent
+from cs336sys.run import cells
+from cs336sys.run.cells import Outcome, Worker, _Child, guarded
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,7 +134,7 @@ def test_cell_is_given_up_after_its_time_with_all_that_it_started(worker, tmp_pa
             assert is_held(tmp_path)
             now_s = 300.0
 
-    monkeypatch.setattr("cs336sys.measure.cells.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("cs336sys.run.cells.time", SimpleNamespace(monotonic=lambda: now_s))
     configuration = {"action": "sleep beside others", "folder": str(tmp_path)}
     outcome = worker.measure(configuration, timeout_s=300.0, progress=progress)
     assert (outcome.status, outcome.reason) == ("timeout", "not done after 300 s")
@@ -232,7 +232,7 @@ def test_worker_that_cannot_start_is_one_sentence():
 def test_worker_dies_with_its_parent_and_so_does_what_it_started(tmp_path):
     """A killed parent leaves no orphan, even in the middle of a cell."""
     script = (
-        "import sys; from cs336sys.measure.cells import Worker\n"
+        "import sys; from cs336sys.run.cells import Worker\n"
         "worker = Worker('fake_cells:measure')\n"
         "configuration = {'action': 'sleep beside others', 'folder': sys.argv[1]}\n"
         "worker.measure(configuration, timeout_s=None, progress=lambda stage: print(stage, flush=True))\n"

@@ -10,13 +10,13 @@ from two_agents import run_two_agents, run_two_ranks
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.commands.options.output import SweepOptions
-from cs336sys.commands.sweep.ranks import JoinedWorker, choose_world_sizes
-from cs336sys.commands.sweep.run import Sweep, run_sweep
+from cs336sys.command_line.options.output import SweepOptions
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parallel.ranks import launch
 from cs336sys.processes import RankIdentity
 from cs336sys.results.model import Cell, read_results
+from cs336sys.run.ranks import JoinedWorker, choose_world_sizes
+from cs336sys.run.sweep import Sweep, run_sweep
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "rank_sweep.py"
@@ -156,6 +156,6 @@ def test_rank_whose_first_one_is_gone_says_so_in_one_sentence(monkeypatch):
 def test_ranks_do_not_wait_long_for_a_first_one_that_hangs(monkeypatch):
     store = torch.distributed.HashStore()
     monkeypatch.setattr(launch, "outside_store", lambda: store)
-    monkeypatch.setattr("cs336sys.commands.sweep.ranks._REPORT_S", 0.1)
+    monkeypatch.setattr("cs336sys.run.ranks._REPORT_S", 0.1)
     # By the store's own limit of 300 s the test would not be done in time.
     JoinedWorker("math:sqrt", (), RankIdentity(1, 2, 1)).wait_for_report()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cs336sys.commands.sweep.run import known_cells, shown_run
 from cs336sys.results.model import Cell, Results, Run, configuration_key, read_results
+from cs336sys.run.sweep import known_cells, shown_run
 
 ENVIRONMENT = {"torch_threads": 1, "git_commit": "15ad9114a32c", "source_digest": "0123456789abcdef"}
 

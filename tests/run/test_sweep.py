@@ -20,22 +20,22 @@ import typer
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.commands import faults
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.sweep import progress as progress_module
-from cs336sys.commands.sweep.progress import showing_progress
-from cs336sys.commands.sweep.run import Sweep, run_sweep
+from cs336sys.command_line import faults
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
+from cs336sys.commands.bench.tables import bench_tables
 from cs336sys.errors import INTERRUPTED, TERMINATED, CapabilityError, OutputError, Terminated, UsageError
-from cs336sys.measure.cells import Outcome, _Child
-from cs336sys.measure.environment import new_run
-from cs336sys.report.bench import bench_tables
-from cs336sys.report.render import render
-from cs336sys.report.table import Column, Table
-from cs336sys.report.tidy import tidy, with_origin
+from cs336sys.machine.environment import new_run
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell, Run, read_results
-from cs336sys.sizes import choose_size
-from cs336sys.workload import Workload
+from cs336sys.run import progress as progress_module
+from cs336sys.run.cells import Outcome, _Child
+from cs336sys.run.progress import showing_progress
+from cs336sys.run.sweep import Sweep, run_sweep
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
+from cs336sys.tables.render import render
+from cs336sys.tables.table import Column, Table
+from cs336sys.tables.tidy import tidy, with_origin
 
 ACTIONS = ("measure", "out of memory", "print", "kill", "measure again", "sleep", "unsupported")
 STATUSES = ["ok", "oom", "ok", "error", "ok", "timeout", "unsupported"]
@@ -64,7 +64,7 @@ def test_failed_cells_end_neither_the_sweep_nor_the_command(tmp_path, monkeypatc
             now_s += 300.0
 
     monkeypatch.setattr(_Child, "send", send_and_let_time_pass)
-    monkeypatch.setattr("cs336sys.measure.cells.time", types.SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("cs336sys.run.cells.time", types.SimpleNamespace(monotonic=lambda: now_s))
     path = tmp_path / "r.jsonl"
     measured = sweep(ACTIONS, save=path, cell_timeout=300)
     assert [cell.status for cell in measured.cells] == STATUSES
@@ -227,12 +227,12 @@ class FakeWorker:
 
 @pytest.fixture
 def fake_worker(monkeypatch):
-    monkeypatch.setattr("cs336sys.measure.cells.Worker", FakeWorker)
+    monkeypatch.setattr("cs336sys.run.cells.Worker", FakeWorker)
 
 
 def test_a_line_for_every_finished_cell_where_there_is_no_terminal(fake_worker, tmp_path, monkeypatch, capsys):
     clock = iter(range(0, 1000, 3))
-    monkeypatch.setattr("cs336sys.commands.sweep.run.time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("cs336sys.run.sweep.time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     saved = tmp_path / "r.jsonl"
     sweep(("measure",), save=saved)
     capsys.readouterr()
@@ -429,7 +429,7 @@ def on_a_terminal(script):
 def test_output_of_workers_stands_above_the_bar():
     lines = on_a_terminal(
         "import os, subprocess\n"
-        "from cs336sys.commands.sweep.progress import showing_progress\n"
+        "from cs336sys.run.progress import showing_progress\n"
         "with showing_progress('bench', [{'size': 'tiny'}], is_shown=True) as progress:\n"
         "    progress.at_stage('forward')\n"
         "    subprocess.run('echo USDT:2026 profiler_start >&2; echo a warning of torch >&2', shell=True)\n"
@@ -445,7 +445,7 @@ def test_bar_is_not_redrawn_while_a_line_is_printed_above_it():
     lines = on_a_terminal(
         "import os, threading\n"
         "from rich.live import Live\n"
-        "from cs336sys.commands.sweep.progress import showing_progress\n"
+        "from cs336sys.run.progress import showing_progress\n"
         "main, process = threading.main_thread(), Live.process_renderables\n"
         "def try_lock(lock):\n"
         "    free = lock.acquire(blocking=False)\n"
@@ -470,7 +470,7 @@ def test_a_log_has_what_workers_write_without_what_torch_tells_tracers(tmp_path)
     script = (
         "import os, subprocess, sys, time\n"
         "from pathlib import Path\n"
-        "from cs336sys.commands.sweep.progress import showing_progress\n"
+        "from cs336sys.run.progress import showing_progress\n"
         "from cs336sys.results.model import Cell\n"
         "with showing_progress('bench', [{'size': 'tiny'}], is_shown=True) as progress:\n"
         "    subprocess.run('echo USDT:2026 profiler_start >&2; echo a warning >&2', shell=True)\n"
@@ -503,7 +503,7 @@ def test_all_of_a_log_is_passed_on_before_what_follows_it():
 def test_a_log_on_a_full_disk_stops_nobody():
     script = (
         "import subprocess\n"
-        "from cs336sys.commands.sweep.progress import showing_progress\n"
+        "from cs336sys.run.progress import showing_progress\n"
         "with showing_progress('bench', [{}], is_shown=True):\n"
         "    subprocess.run('yes | head -c 300000 >&2', shell=True, check=True, timeout=60)\n"
     )
@@ -558,8 +558,8 @@ def test_cool_down_is_between_measured_cells(tmp_path, monkeypatch):
     """Not before the first one, not for cells that are known, not between those that are measured in turn."""
     slept = []
     clock = types.SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
-    monkeypatch.setattr("cs336sys.commands.sweep.run.time", clock)
-    monkeypatch.setattr("cs336sys.measure.cells.Worker", InstantWorker)
+    monkeypatch.setattr("cs336sys.run.sweep.time", clock)
+    monkeypatch.setattr("cs336sys.run.cells.Worker", InstantWorker)
     path = tmp_path / "r.jsonl"
     sweep(("measure",), save=path, cool_down=7.0)
     assert slept == []
@@ -577,7 +577,7 @@ def test_columns_are_refused_before_anything_is_measured(command, monkeypatch, t
     def measure(*arguments, **options):
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr("cs336sys.measure.cells.Worker", measure)
+    monkeypatch.setattr("cs336sys.run.cells.Worker", measure)
     needs = {"losses": ["--text", str(Path(__file__))], "nsys": ["--profiler", "torch"]}.get(command, [])
     arguments = [command, *needs, "--device", "cpu"]
     for option, name, hint in (

@@ -8,13 +8,13 @@ import struct
 import pytest
 import typer
 
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.sweep import tracking
-from cs336sys.commands.sweep.run import run_sweep
-from cs336sys.commands.sweep.tracking import start_tracking
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
 from cs336sys.errors import CapabilityError
-from cs336sys.measure.cells import Outcome
 from cs336sys.results.model import Cell, Run, Samples
+from cs336sys.run import tracking
+from cs336sys.run.cells import Outcome
+from cs336sys.run.sweep import run_sweep
+from cs336sys.run.tracking import start_tracking
 
 MACHINE = Run("abc123", "now", ("bench",), {"gpu": "NVIDIA H200", "gpus": 2, "torch": None}, {"source_digest": "1"})
 
@@ -193,7 +193,7 @@ class Worker:
 def test_a_sweep_tracks_what_it_measures_and_goes_on_without_a_tracker_that_fails(
     recorders, monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr("cs336sys.measure.cells.Worker", Worker)
+    monkeypatch.setattr("cs336sys.run.cells.Worker", Worker)
     path = tmp_path / "r.jsonl"
     configurations = [{"action": "measure"}, {"action": "raise"}, {"action": "measure again"}]
     run_sweep("bench", "fake:cells", configurations[:1], SweepOptions(save=path))

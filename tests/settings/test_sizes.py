@@ -1,8 +1,8 @@
 import pytest
 
 from cs336sys.errors import UsageError
-from cs336sys.sizes import SIZES, choose_size
-from cs336sys.workload import Workload
+from cs336sys.settings.sizes import SIZES, choose_size
+from cs336sys.settings.training import Workload
 
 
 def test_every_size_keeps_the_rules_that_custom_ones_must():

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from cs336sys.errors import UsageError
-from cs336sys.sizes import choose_size
-from cs336sys.user_code import digest, source_file
-from cs336sys.workload import UserCode, Workload
-from cs336sys.workload.course_package import CoursePackage, course_package, first_folder, set_aside_others
+from cs336sys.settings.course_package import CoursePackage, course_package, first_folder, set_aside_others
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import UserCode, Workload
+from cs336sys.settings.user_code import digest, source_file
 
 SIZE = choose_size("tiny")
 REPOSITORY = Path(__file__).parent.parent

@@ -7,10 +7,12 @@ import pytest
 
 from cs336sys.errors import UsageError
 from cs336sys.results.model import read_results
-from cs336sys.sizes import SIZES
-from cs336sys.workload import LossWorkload, MemoryWorkload, ParallelWorkload, ProfileWorkload, Workload
-from cs336sys.workload.operations import AttentionWorkload, CollectiveWorkload, KernelWorkload
-from cs336sys.workload.verification import VerifiedWorkload
+from cs336sys.settings.operations import AttentionWorkload, CollectiveWorkload, KernelWorkload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.profiling import LossWorkload, MemoryWorkload, ProfileWorkload
+from cs336sys.settings.sizes import SIZES
+from cs336sys.settings.training import Workload
+from cs336sys.settings.verification import VerifiedWorkload
 
 SAVED = sorted((Path(__file__).parents[1] / "docs" / "results").glob("*.jsonl.gz"))
 

@@ -1,6 +1,6 @@
 """What is said below a table about the GPU's clock."""
 
-from cs336sys.report.bench import clock_notes, joined_readings, median_clock
+from cs336sys.commands.bench.tables import clock_notes, joined_readings, median_clock
 from cs336sys.results.model import Cell, Run
 
 

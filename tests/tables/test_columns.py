@@ -11,46 +11,47 @@ import re
 from dataclasses import MISSING
 from pathlib import Path
 
-from cs336sys.settings import Configured
-from cs336sys.workload import LossWorkload, MemoryWorkload, ParallelWorkload, ProfileWorkload
-from cs336sys.workload.operations import AttentionWorkload, CollectiveWorkload, KernelWorkload
+from cs336sys.settings.fields import Configured
+from cs336sys.settings.operations import AttentionWorkload, CollectiveWorkload, KernelWorkload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.profiling import LossWorkload, MemoryWorkload, ProfileWorkload
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # In which sections a file's columns are explained, next to those that all files share.
 SHARED = ("Cells",)
 SECTIONS = {
-    "report/allreduce.py": ("allreduce",),
-    "report/attention.py": ("flash and attn",),
-    "report/bench.py": ("bench",),
-    "report/ceilings.py": ("doctor and report --dry-run",),
-    "report/board.py": ("shard --board", "shard"),
-    "report/comparison.py": ("compare",),
-    "report/ddp.py": ("ddp",),
-    "report/kernels.py": ("kernels",),
-    "report/losses.py": ("losses",),
-    "report/precision.py": ("precision",),
-    "report/scaling.py": ("Speed and memory by ranks", "ddp", "shard"),
-    "report/shard.py": ("shard", "ddp"),
-    "report/titles.py": ("bench",),
-    "report/tune.py": ("tune", "account", "bench"),
-    "report/verify.py": ("verify", "ddp", "bench"),
-    "report/account/": ("account",),
-    "report/memory/": ("memprof", "bench"),
-    "report/profile/trace": ("trace",),
-    "report/profile/": ("nsys",),
-    "commands/doctor.py": ("doctor and report --dry-run",),
-    "report/course/handouts.py": ("doctor and report --dry-run",),
+    "commands/allreduce/tables.py": ("allreduce",),
+    "commands/attention/tables.py": ("flash and attn",),
+    "commands/bench/tables.py": ("bench",),
+    "commands/doctor/tables.py": ("doctor and report --dry-run",),
+    "commands/shard/board_tables.py": ("shard --board", "shard"),
+    "commands/compare/tables.py": ("compare",),
+    "commands/ddp/tables.py": ("ddp",),
+    "commands/kernels/tables.py": ("kernels",),
+    "commands/losses/tables.py": ("losses",),
+    "commands/precision/tables.py": ("precision",),
+    "commands/rank_training/scaling_tables.py": ("Speed and memory by ranks", "ddp", "shard"),
+    "commands/shard/tables.py": ("shard", "ddp"),
+    "tables/titles.py": ("bench",),
+    "commands/tune/tables.py": ("tune", "account", "bench"),
+    "commands/verify/tables.py": ("verify", "ddp", "bench"),
+    "commands/account/tables/": ("account",),
+    "commands/memprof/": ("memprof", "bench"),
+    "commands/trace/": ("trace",),
+    "commands/nsys/": ("nsys",),
+    "commands/doctor/options.py": ("doctor and report --dry-run",),
+    "commands/report/handouts.py": ("doctor and report --dry-run",),
 }
 # Built from other tables' columns, from settings, or from names that the user's files have.
 COMPUTED = {
-    "report/comparison.py": 1,
-    "report/course/answer.py": 1,
-    "report/profile/kernels.py": 1,
-    "report/profile/trace.py": 1,
-    "report/table.py": 1,
-    "report/tidy.py": 1,
-    "report/titles.py": 2,
+    "commands/compare/tables.py": 1,
+    "commands/report/answer.py": 1,
+    "commands/trace/kernel_tables.py": 1,
+    "commands/trace/tables.py": 1,
+    "tables/table.py": 1,
+    "tables/tidy.py": 1,
+    "tables/titles.py": 2,
 }
 # Tables of settings, by the words that begin them; those of cells that train stand in the first alone.
 KINDS = {
@@ -82,7 +83,7 @@ def test_tables_of_settings_are_those_of_their_fields():
     path = ROOT / "docs/columns.md"
     text = path.read_text()
     for words, kinds in KINDS.items():
-        marker = f"<!-- settings of {words}: CS336SYS_WRITE_DOCS=1 pytest tests/report/test_columns.py -k settings -->"
+        marker = f"<!-- settings of {words}: CS336SYS_WRITE_DOCS=1 pytest tests/tables/test_columns.py -k settings -->"
         before, _, rest = text.partition(marker)
         text = f"{before}{marker}\n{settings_rows(kinds)}\n{END}{rest.partition(END)[2]}"
     if os.environ.get("CS336SYS_WRITE_DOCS"):

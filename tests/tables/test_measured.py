@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from cs336sys.accounting.flops import count_parameters, model_flops
-from cs336sys.errors import UsageError
-from cs336sys.report.account.rates import (
+from cs336sys.commands.account.tables.rates import (
     compare_with_measured,
     measured_bandwidth,
     measured_call,
@@ -18,9 +17,11 @@ from cs336sys.report.account.rates import (
     measured_slowdown,
     read_measured,
 )
+from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Samples
-from cs336sys.sizes import SIZES
-from cs336sys.workload import ParallelWorkload, Workload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import SIZES
+from cs336sys.settings.training import Workload
 
 TRAINING = Workload(SIZES["small"], precision="bf16")
 

@@ -4,11 +4,13 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from cs336sys.accounting.parallelism import Layer
-from cs336sys.report import attention, ddp
-from cs336sys.report.account import answers
+from cs336sys.commands.account.tables import answers
+from cs336sys.commands.attention import tables as attention
+from cs336sys.commands.ddp import tables as ddp
 from cs336sys.results.model import Cell, Samples
-from cs336sys.sizes import choose_size
-from cs336sys.workload import ParallelWorkload, Workload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@ import math
 
 import pytest
 
-from cs336sys.report.numbers import (
+from cs336sys.results.model import Samples
+from cs336sys.results.statistics import Interval
+from cs336sys.tables.numbers import (
     MISSING,
     format_mean_std,
     format_number,
@@ -12,8 +14,6 @@ from cs336sys.report.numbers import (
     in_shown_unit,
     unit_label,
 )
-from cs336sys.results.model import Samples
-from cs336sys.results.statistics import Interval
 
 
 @pytest.mark.parametrize(

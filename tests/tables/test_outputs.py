@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from cs336sys.errors import OutputError
-from cs336sys.report.outputs import check_writable, write_figure, write_file
+from cs336sys.tables.outputs import check_writable, write_figure, write_file
 
 # Less than any table or picture takes.
 ROOM_BYTES = 100

@@ -6,11 +6,11 @@ import re
 import pytest
 
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.report import outputs
-from cs336sys.report.outputs import check_plot
-from cs336sys.report.page import check_page, html_page, html_picture, html_table
-from cs336sys.report.table import Column, Table
 from cs336sys.results.model import Samples
+from cs336sys.tables import outputs
+from cs336sys.tables.outputs import check_plot
+from cs336sys.tables.page import check_page, html_page, html_picture, html_table
+from cs336sys.tables.table import Column, Table
 
 TABLE = Table(
     "times",

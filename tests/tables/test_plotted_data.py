@@ -8,8 +8,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.container import BarContainer
 
-from cs336sys.report import attention, bench
-from cs336sys.report.profile import kernels, plot_profiles, profile_tables
+from cs336sys.commands.attention import tables as attention
+from cs336sys.commands.bench import tables as bench
+from cs336sys.commands.nsys.tables import plot_profiles, profile_tables
+from cs336sys.commands.trace import kernel_tables as kernels
 from cs336sys.results.model import read_results
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from cs336sys.report.bench import bench_tables, pool_bench_rounds
-from cs336sys.report.table import with_rows
-from cs336sys.report.titles import largest_known
+from cs336sys.commands.bench.tables import bench_tables, pool_bench_rounds
 from cs336sys.results.model import Cell, Samples
-from cs336sys.sizes import SIZES
-from cs336sys.workload import Workload
+from cs336sys.settings.sizes import SIZES
+from cs336sys.settings.training import Workload
+from cs336sys.tables.table import with_rows
+from cs336sys.tables.titles import largest_known
 
 # Of a step at size tiny, batch 4, context 512, by hand: 3 passes' worth of 2 layers' projections (4 x 2 x 2048 x 128^2)
 # and attention (4 x 4 x 4 x 512^2 x 32 / 2) and feed-forward (3 x 2 x 2048 x 128 x 512), and of the output head.

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from cs336sys.errors import OutputError, UsageError
-from cs336sys.report.outputs import FORMATS, read_output
-from cs336sys.report.render import check_output, emit, render
-from cs336sys.report.table import Column, Table, grid_of, select_columns, select_in_groups
-from cs336sys.report.terminal import print_tables
 from cs336sys.results.model import Samples
+from cs336sys.tables.outputs import FORMATS, read_output
+from cs336sys.tables.render import check_output, emit, render
+from cs336sys.tables.table import Column, Table, grid_of, select_columns, select_in_groups
+from cs336sys.tables.terminal import print_tables
 
 
 def ms(*measured):

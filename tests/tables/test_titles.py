@@ -2,17 +2,19 @@
 
 import pytest
 
-from cs336sys.report.attention import attn_tables, flash_tables
-from cs336sys.report.bench import bench_plan, bench_tables
-from cs336sys.report.ddp import ddp_tables
-from cs336sys.report.kernels import kernel_tables
-from cs336sys.report.losses import loss_tables
-from cs336sys.report.shard import shard_tables
-from cs336sys.report.titles import interpreted_notes, steps_words
+from cs336sys.commands.attention.tables import attn_tables, flash_tables
+from cs336sys.commands.bench.tables import bench_plan, bench_tables
+from cs336sys.commands.ddp.tables import ddp_tables
+from cs336sys.commands.kernels.tables import kernel_tables
+from cs336sys.commands.losses.tables import loss_tables
+from cs336sys.commands.shard.tables import shard_tables
 from cs336sys.results.model import Cell, Run, Samples
-from cs336sys.sizes import choose_size
-from cs336sys.workload import LossWorkload, ParallelWorkload, Workload
-from cs336sys.workload.operations import AttentionWorkload, KernelWorkload
+from cs336sys.settings.operations import AttentionWorkload, KernelWorkload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.profiling import LossWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
+from cs336sys.tables.titles import interpreted_notes, steps_words
 
 # What says how long is measured and not what; the size's name, which stands for its shape; where, which the machine's
 # name says.

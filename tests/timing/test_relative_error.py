@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from cs336sys.measure.relative_error import ROW_TOLERANCE, error_columns, relative_error, relative_errors, why_wrong
+from cs336sys.timing.relative_error import ROW_TOLERANCE, error_columns, relative_error, relative_errors, why_wrong
 
 
 def results(seed=0, shape=(2, 4096, 8)):

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.utils.benchmark
 
-from cs336sys.measure import timing
-from cs336sys.measure.timing import covered, time_calls, time_phases
+from cs336sys.timing import phases as timing
+from cs336sys.timing.phases import covered, time_calls, time_phases
 
 CPU = torch.device("cpu")
 
@@ -133,7 +133,7 @@ def test_phases_of_a_launch_bound_step_are_the_times_of_their_launches():
 
 @pytest.mark.gpu
 def test_idle_gpu_is_not_busy():
-    from cs336sys.measure.timing import gpu_busy_ms
+    from cs336sys.timing.phases import gpu_busy_ms
 
     def step():
         torch.cuda._sleep(20_000_000)

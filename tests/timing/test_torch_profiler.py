@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-from cs336sys.measure.timing import TorchProfiler
+from cs336sys.timing.phases import TorchProfiler
 
 
 def test_events_are_read_from_kineto_and_no_python_object_is_made_of_each(tmp_path):

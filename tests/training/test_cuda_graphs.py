@@ -11,8 +11,8 @@ from cs336_basics.optimizer import AdamW
 from fake_cuda_graph import OperatorRecorder
 from torch import nn
 
-from cs336sys.cuda_graphs import CudaRecorder, GraphedStep
 from cs336sys.errors import CapabilityError, CaptureError, UsageError
+from cs336sys.training.cuda_graphs import CudaRecorder, GraphedStep
 
 ON = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 

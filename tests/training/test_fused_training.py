@@ -5,21 +5,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336sys.choices import OPTIMIZERS, Optimizer
+from cs336sys.commands.memprof.measure import measure_memory
+from cs336sys.commands.nsys.measure import measure_profile
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.checks import step
-from cs336sys.experiments.memory.measurement import measure_memory
-from cs336sys.experiments.memory.prediction import timeline_peaks, traced_timeline
-from cs336sys.experiments.models import ATTENTION_FUNCTIONS, build_compared_model
-from cs336sys.experiments.profiling import measure_profile
-from cs336sys.experiments.training import TrainStep
 from cs336sys.kernels.adamw import AdamW
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.fuse import KERNELS, fused_kernels
+from cs336sys.parity import step
 from cs336sys.parity.weights import plainly_trained
-from cs336sys.sizes import ModelSize, choose_size
-from cs336sys.workload import MemoryWorkload, ParallelWorkload, ProfileWorkload, Workload
-from cs336sys.workload.training import FUSED_KERNELS
+from cs336sys.settings.choices import OPTIMIZERS, Optimizer
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.profiling import MemoryWorkload, ProfileWorkload
+from cs336sys.settings.sizes import ModelSize, choose_size
+from cs336sys.settings.training import FUSED_KERNELS, Workload
+from cs336sys.training.memory_prediction import timeline_peaks, traced_timeline
+from cs336sys.training.model import ATTENTION_FUNCTIONS, build_compared_model
+from cs336sys.training.step import TrainStep
 
 # Where kernels run: on a CPU in the interpreter, where there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -247,7 +248,7 @@ def test_kernels_that_cannot_be(kernels, sentence):
 )
 def test_without_triton(settings, what, monkeypatch):
     reason = "the package triton, which is not installed"
-    monkeypatch.setattr("cs336sys.experiments.optimizers.why_no_triton", lambda: reason)
+    monkeypatch.setattr("cs336sys.training.optimizers.why_no_triton", lambda: reason)
     with pytest.raises(CapabilityError, match=f"{what} needs the package triton, which is not installed"):
         TrainStep(workload(**settings), DEVICE)
 

@@ -10,21 +10,22 @@ import torch
 from cs336_basics.optimizer import AdamW
 from fake_cuda_graph import OperatorRecorder
 
-from cs336sys import cuda_graphs
-from cs336sys.choices import MODES, OPTIMIZERS, Optimizer
+from cs336sys.commands.bench import measure as bench
+from cs336sys.commands.bench.measure import measure_interleaved, measure_training
+from cs336sys.commands.losses.measure import measure_losses
+from cs336sys.commands.memprof.measure import measure_memory, record
+from cs336sys.commands.nsys.measure import measure_profile
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments import bench
-from cs336sys.experiments.bench import measure_interleaved, measure_training
-from cs336sys.experiments.checks import step
-from cs336sys.experiments.checks.step import check_training
-from cs336sys.experiments.losses import measure_losses
-from cs336sys.experiments.memory.measurement import measure_memory, record
-from cs336sys.experiments.memory.step import MemoryStep
-from cs336sys.experiments.profiling import measure_profile
-from cs336sys.experiments.training import TrainStep
-from cs336sys.measure.cells import guarded, release_memory
-from cs336sys.sizes import choose_size
-from cs336sys.workload import LossWorkload, MemoryWorkload, ProfileWorkload, Workload
+from cs336sys.parity import step
+from cs336sys.parity.step import check_training
+from cs336sys.run.cells import guarded, release_memory
+from cs336sys.settings.choices import MODES, OPTIMIZERS, Optimizer
+from cs336sys.settings.profiling import LossWorkload, MemoryWorkload, ProfileWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
+from cs336sys.training import cuda_graphs
+from cs336sys.training.checkpoints import MemoryStep
+from cs336sys.training.step import TrainStep
 
 SIZE = choose_size("tiny", context=8, batch_size=2, vocab_size=50, d_model=32, d_ff=64, num_heads=2)
 CPU = torch.device("cpu")

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from cs336sys.accounting.memory import GIB
+from cs336sys.commands.memprof.measure import bytes_with_shared_state, measure_memory, plan_memory
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.memory import prediction
-from cs336sys.experiments.memory.measurement import bytes_with_shared_state, measure_memory, plan_memory
-from cs336sys.experiments.memory.prediction import predict_memory, predicted_timeline, timeline_peaks
-from cs336sys.measure.cells import guarded
-from cs336sys.sizes import choose_size
-from cs336sys.workload import MemoryWorkload, UserCode, Workload
-from cs336sys.workload.memory_changes import changed, command_line, plans, possible_changes, sharded_bytes
+from cs336sys.run.cells import guarded
+from cs336sys.settings.memory_changes import changed, command_line, plans, possible_changes, sharded_bytes
+from cs336sys.settings.profiling import MemoryWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import UserCode, Workload
+from cs336sys.training import memory_prediction as prediction
+from cs336sys.training.memory_prediction import predict_memory, predicted_timeline, timeline_peaks
 
 MODELS = Path(__file__).parents[2] / "user_models.py"
 SIZE = choose_size("tiny", vocab_size=500, batch_size=8, context=64, num_layers=2)
@@ -142,7 +143,7 @@ def test_sparse_gradients_are_refused_in_one_sentence():
 
 
 def test_several_passes_train_as_one_does():
-    from cs336sys.experiments.memory.step import MemoryStep
+    from cs336sys.training.checkpoints import MemoryStep
 
     weights = []
     for passes in (1, 4):

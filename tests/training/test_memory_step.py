@@ -11,22 +11,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cs336sys.accounting.checkpointing import predicted_peak, recomputed_blocks, recomputed_flops
 from cs336sys.accounting.flops import model_flops
+from cs336sys.allocations.timeline import RECOMPUTATION
+from cs336sys.commands.memprof.measure import counted_peaks, measure_memory, record
 from cs336sys.errors import UsageError
-from cs336sys.experiments.memory import prediction
-from cs336sys.experiments.memory.measurement import counted_peaks, measure_memory, record
-from cs336sys.experiments.memory.prediction import (
+from cs336sys.machine.device import peak_resident_gib, reset_peak_resident
+from cs336sys.run.cells import guarded, release_memory
+from cs336sys.settings.profiling import MemoryWorkload
+from cs336sys.settings.sizes import ModelSize, choose_size
+from cs336sys.settings.training import UserCode, Workload
+from cs336sys.training import memory_prediction as prediction
+from cs336sys.training.checkpoints import MemoryStep
+from cs336sys.training.memory_prediction import (
     block_changes,
     predict_memory,
     summary,
     timeline_peaks,
     traced_timeline,
 )
-from cs336sys.experiments.memory.step import MemoryStep
-from cs336sys.measure.allocations.timeline import RECOMPUTATION
-from cs336sys.measure.cells import guarded, release_memory
-from cs336sys.measure.device import peak_resident_gib, reset_peak_resident
-from cs336sys.sizes import ModelSize, choose_size
-from cs336sys.workload import MemoryWorkload, UserCode, Workload
 
 STRATEGIES = ("none", "block", "every=2", "nested")
 INSIDE_BLOCKS = ("sublayer", "attention", "ffn")

@@ -14,18 +14,18 @@ from torch import nn
 from typer.testing import CliRunner
 
 from cs336sys import api
-from cs336sys.choices import OPTIMIZERS, Optimizer
 from cs336sys.cli import app
+from cs336sys.commands.bench.tables import bench_plan
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError
-from cs336sys.experiments import models
-from cs336sys.experiments.optimizers import build_optimizer
-from cs336sys.experiments.user_models import telling_user_errors
-from cs336sys.report.bench import bench_plan
-from cs336sys.report.titles import package_notes
 from cs336sys.results.model import Cell, Run
-from cs336sys.sizes import choose_size
-from cs336sys.workload import Workload
-from cs336sys.workload.course_package import CoursePackage, telling_import_errors
+from cs336sys.settings.choices import OPTIMIZERS, Optimizer
+from cs336sys.settings.course_package import CoursePackage, telling_import_errors
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
+from cs336sys.tables.titles import package_notes
+from cs336sys.training import model as models
+from cs336sys.training.optimizers import build_optimizer
+from cs336sys.training.user_models import telling_user_errors
 
 SIZE = choose_size("tiny", context=8, batch_size=2, vocab_size=16, d_model=16, d_ff=16, num_heads=2)
 FORMULAS = (
@@ -134,7 +134,7 @@ class Silent(nn.Module):
 @pytest.fixture
 def theirs(monkeypatch, tmp_path):
     monkeypatch.setattr(CoursePackage, "name", "a/cs336_basics 12")
-    for where in ("cs336sys.experiments.models", "cs336sys.report.titles"):
+    for where in ("cs336sys.training.model", "cs336sys.tables.titles"):
         monkeypatch.setattr(f"{where}.course_package", lambda: CoursePackage(tmp_path, is_ours=False))
     models._require_replaceable_attention.cache_clear()
     yield

@@ -7,8 +7,8 @@ import pytest
 import torch
 from cs336_basics.nn_utils import cross_entropy
 
-from cs336sys.measure.phases import RecordFunctionMarks, annotated_model, phase
-from cs336sys.measure.range_names import ATTENTION_RANGE, FINAL_MATMUL, SCORES, SOFTMAX, run_configuration, run_name
+from cs336sys.capture.range_names import ATTENTION_RANGE, FINAL_MATMUL, SCORES, SOFTMAX, run_configuration, run_name
+from cs336sys.training.profiler_ranges import RecordFunctionMarks, annotated_model, phase
 
 CPU = torch.device("cpu")
 

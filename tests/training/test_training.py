@@ -4,13 +4,13 @@ import sys
 import pytest
 import torch
 
-from cs336sys.choices import MODES
+from cs336sys.commands.bench.measure import measure_training
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.bench import measure_training
-from cs336sys.experiments.training import TrainStep
-from cs336sys.measure.device import choose_device
-from cs336sys.sizes import choose_size
-from cs336sys.workload import Workload
+from cs336sys.machine.device import choose_device
+from cs336sys.settings.choices import MODES
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
+from cs336sys.training.step import TrainStep
 
 SIZE = choose_size("tiny", context=16, batch_size=2, vocab_size=50)
 CPU = torch.device("cpu")
@@ -145,12 +145,12 @@ def test_a_step_is_launched_without_importing_the_compiler():
     script = """
 import sys
 import torch
-import cs336sys.experiments.parallel.measurement
-from cs336sys.experiments.parallel.communication import recorded_communication
-from cs336sys.experiments.training import TrainStep
-from cs336sys.measure.timing import TorchProfiler
-from cs336sys.sizes import choose_size
-from cs336sys.workload import Workload
+import cs336sys.commands.rank_training.measure
+from cs336sys.commands.rank_training.communication import recorded_communication
+from cs336sys.training.step import TrainStep
+from cs336sys.timing.phases import TorchProfiler
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings import Workload
 
 size = choose_size("tiny", context=8, batch_size=1, vocab_size=50, num_layers=1)
 step = TrainStep(Workload(size, device="cpu"), torch.device("cpu"))

@@ -11,24 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
+from cs336sys.commands.bench.measure import BuiltStep, measure_training, training_outcome
 from cs336sys.errors import CapabilityError, UserCodeError
-from cs336sys.experiments import flop_counting, user_models
-from cs336sys.experiments.bench import BuiltStep, measure_training, training_outcome
-from cs336sys.experiments.checks import step
-from cs336sys.experiments.flop_counting import count_step, counted_columns
-from cs336sys.experiments.memory.prediction import predicted_timeline
-from cs336sys.experiments.models import blocks_of
-from cs336sys.experiments.operation_counting import count_model
-from cs336sys.experiments.optimizers import build_optimizer
-from cs336sys.experiments.training import TrainStep, training_warnings
-from cs336sys.experiments.user_models.loading import user_folders
 from cs336sys.kernels.adamw import AdamW
 from cs336sys.kernels.attention import flash_attention
-from cs336sys.measure.cells import guarded
+from cs336sys.parity import step
 from cs336sys.parity.weights import STEPS
 from cs336sys.results.model import Samples
-from cs336sys.sizes import choose_size
-from cs336sys.workload import MemoryWorkload, UserCode, Workload
+from cs336sys.run.cells import guarded
+from cs336sys.settings.profiling import MemoryWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import UserCode, Workload
+from cs336sys.training import flop_counting, user_models
+from cs336sys.training.flop_counting import count_step, counted_columns
+from cs336sys.training.memory_prediction import predicted_timeline
+from cs336sys.training.model import blocks_of
+from cs336sys.training.operation_counting import count_model
+from cs336sys.training.optimizers import build_optimizer
+from cs336sys.training.step import TrainStep, training_warnings
+from cs336sys.training.user_models.loading import user_folders
 
 SIZE = choose_size("tiny", context=16, batch_size=2, vocab_size=50, d_model=32, d_ff=64, num_heads=4)
 CPU = torch.device("cpu")

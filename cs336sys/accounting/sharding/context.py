@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.sharding.partition import SequenceSplit
-from cs336sys.sizes import ELEMENT_BYTES, ModelSize
-from cs336sys.strategies import STRATEGIES
+from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
+from cs336sys.settings.strategies import STRATEGIES
 
 
 def split_of(strategy: str, size: ModelSize, world_size: int) -> SequenceSplit:

@@ -17,7 +17,7 @@ from cs336sys.accounting.flops import Components, parameter_shapes
 from cs336sys.accounting.memory import TrainingState
 from cs336sys.accounting.sharding.partition import gathered_layout, own_rows, padded_bytes
 from cs336sys.errors import UsageError
-from cs336sys.sizes import ModelSize
+from cs336sys.settings.sizes import ModelSize
 
 # Of parameters, by name.
 Shapes = Mapping[str, tuple[int, ...]]

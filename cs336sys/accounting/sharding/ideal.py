@@ -18,8 +18,8 @@ from cs336sys.accounting.derivation import Derived, Number, number_of, symbol
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import TrainingState
 from cs336sys.errors import require_known
-from cs336sys.sizes import ModelSize
-from cs336sys.strategies import STRATEGIES
+from cs336sys.settings.sizes import ModelSize
+from cs336sys.settings.strategies import STRATEGIES
 
 OWN_SHARDING_STRATEGIES = ("none", "optimizer", "optimizer-flat", "fsdp")
 

@@ -22,8 +22,8 @@ from cs336sys.accounting.sharding.fsdp import STATE_BYTES, fully_sharded_state, 
 from cs336sys.accounting.sharding.partition import check_batch
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, memory_of_state
 from cs336sys.errors import UsageError
-from cs336sys.sizes import ELEMENT_BYTES, ModelSize
-from cs336sys.workload.parallel import ParallelWorkload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
 
 
 @dataclass(frozen=True)

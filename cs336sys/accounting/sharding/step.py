@@ -17,9 +17,9 @@ from cs336sys.accounting.memory import GIB, PeakMemory, SavedBlocks, TrainingSta
 from cs336sys.accounting.sharding import context, partition
 from cs336sys.accounting.sharding.fsdp import check_rank, fully_sharded_peak, fully_sharded_state, most_sent_bytes
 from cs336sys.accounting.sharding.ideal import sent_bytes
-from cs336sys.choices import StepChoices
-from cs336sys.sizes import ELEMENT_BYTES, ModelSize
-from cs336sys.strategies import HasStrategy
+from cs336sys.settings.choices import StepChoices
+from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
+from cs336sys.settings.strategies import HasStrategy
 
 # Bytes of training state that each rank holds when the optimizer's state is sharded: arithmetic, no torch.
 #
@@ -104,7 +104,7 @@ class ShardedStep(StepChoices, HasStrategy):
     """A training step that ranks share.
 
     Attributes:
-        strategy: a name of :data:`~cs336sys.strategies.STRATEGIES`, without groups of ranks that share layers.
+        strategy: a name of :data:`~cs336sys.settings.strategies.STRATEGIES`, without groups of ranks that share layers.
         size: its batch is that of all ranks together, of which each has an equal part, or a slice of every sequence.
         precision: what is computed in.
         prefetch: for ``fsdp``, units gathered ahead of use.

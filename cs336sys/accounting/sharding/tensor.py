@@ -17,9 +17,9 @@ from cs336sys.accounting.flops import parameter_shapes
 from cs336sys.accounting.memory import PeakMemory, SavedBlocks, TrainingState
 from cs336sys.accounting.sharding.fsdp import StepCommunication, most_sent_bytes
 from cs336sys.accounting.sharding.partition import cut_dimension, own_part, own_rows
-from cs336sys.choices import ATTENTION
-from cs336sys.sizes import ELEMENT_BYTES, ModelSize
-from cs336sys.strategies import HasStrategy
+from cs336sys.settings.choices import ATTENTION
+from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
+from cs336sys.settings.strategies import HasStrategy
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def tensor_moments(step: TensorStep, attention: str) -> list[PeakMemory]:
 
     Args:
         step: of a strategy that computes in fp32 or under autocast: none that gathers weights.
-        attention: one of :data:`~cs336sys.choices.ATTENTION`.
+        attention: one of :data:`~cs336sys.settings.choices.ATTENTION`.
     """
     size, e = step.size, ELEMENT_BYTES[step.precision]
     sequences = size.batch_size // step.data_ranks

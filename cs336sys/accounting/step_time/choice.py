@@ -13,8 +13,8 @@ from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime
 from cs336sys.accounting.step_time.rates import Rates
 from cs336sys.accounting.step_time.space import Space
 from cs336sys.accounting.step_time.work import CountedModel
-from cs336sys.choices import STATE_DTYPES
-from cs336sys.strategies import Strategy
+from cs336sys.settings.choices import STATE_DTYPES
+from cs336sys.settings.strategies import Strategy
 
 
 @dataclass(frozen=True)

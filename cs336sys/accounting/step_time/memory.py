@@ -16,8 +16,8 @@ from cs336sys.accounting.sharding.fsdp import fully_sharded_peak
 from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, kept_moments
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, rank_moments
 from cs336sys.accounting.step_time.prediction import StepConfiguration
-from cs336sys.sizes import ELEMENT_BYTES, ModelSize
-from cs336sys.workload.training import Workload
+from cs336sys.settings.sizes import ELEMENT_BYTES, ModelSize
+from cs336sys.settings.training import Workload
 
 _MIB = 2**20
 # cuBLAS's workspaces on Hopper: two streams of 32 MiB.

@@ -11,10 +11,10 @@ from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes
 from cs336sys.accounting.step_time.rates import UNMEASURED, Rates
 from cs336sys.accounting.step_time.work import Amounts, CountedModel, StepWork, step_work
-from cs336sys.sizes import ELEMENT_BYTES
-from cs336sys.strategies import STRATEGIES, Strategy
-from cs336sys.workload.parallel import ParallelWorkload
-from cs336sys.workload.training import Configured, Workload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import ELEMENT_BYTES
+from cs336sys.settings.strategies import STRATEGIES, Strategy
+from cs336sys.settings.training import Configured, Workload
 
 # Our strategies whose ranks compute with whole layers and sequences; of others no time is predicted.
 PREDICTED_STRATEGIES = ("naive", "flat", "overlap", "bucketed", *OWN_SHARDING_STRATEGIES)
@@ -34,7 +34,7 @@ class StepConfiguration(Configured):
         checkpointing: a strategy of :mod:`cs336sys.accounting.checkpointing`, or ``keep=N``.
         accumulation: micro-batches of a step, whose gradients add up.
         strategy: of parallel training, None with one rank.
-        gradient_dtype, transport: as of :class:`~cs336sys.workload.parallel.ParallelWorkload`.
+        gradient_dtype, transport: as of :class:`~cs336sys.settings.parallel.ParallelWorkload`.
     """
 
     training: Workload

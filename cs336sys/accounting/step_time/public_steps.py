@@ -14,8 +14,8 @@ from pathlib import Path
 
 from cs336sys.accounting.step_time.prediction import StepConfiguration, predict_step, step_seconds
 from cs336sys.accounting.step_time.rates import GroupError, Rates, rates_of, short_gpu_name
-from cs336sys.sizes import SIZES
-from cs336sys.workload.training import Workload
+from cs336sys.settings.sizes import SIZES
+from cs336sys.settings.training import Workload
 
 _TIMED_PHASES = {"step": ("forward", "backward", "optimizer"), "gradients": ("forward", "backward")}
 

@@ -9,7 +9,7 @@ from typing import Any
 from cs336sys.accounting.checkpointing import SUBLAYERS, kept_blocks, parse_checkpointing
 from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.errors import UsageError
-from cs336sys.workload.training import ATTENTION, COMPILE_MODES, CUDA_GRAPH, Workload
+from cs336sys.settings.training import ATTENTION, COMPILE_MODES, CUDA_GRAPH, Workload
 
 # Values of each setting that are tried, unless the user fixes it.
 SETTINGS: Mapping[str, Collection[Any]] = {

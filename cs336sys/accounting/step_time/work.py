@@ -13,7 +13,7 @@ from typing import Any
 
 from cs336sys.accounting.checkpointing import SUBLAYERS, kept_blocks, recomputed_blocks
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.workload.training import Workload
+from cs336sys.settings.training import Workload
 
 # What is counted, with the unit of its rate. A kernel takes time to start and end, and leaves a gap to the next.
 TERMS = {

@@ -3,7 +3,7 @@
 import math
 import re
 
-from cs336sys.commands.options.reading import LARGEST_NUMBER
+from cs336sys.command_line.options.reading import LARGEST_NUMBER
 from cs336sys.errors import UsageError
 
 _BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Annotated
 
-from cs336sys.commands.options.effects import runs_code, setting
-from cs336sys.commands.options.training import OptionGroup
+from cs336sys.command_line.options.effects import runs_code, setting
+from cs336sys.command_line.options.training import OptionGroup
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.user_code import digest, read_reference
+from cs336sys.settings.user_code import digest, read_reference
 
 # The options that both commands have behind their own, in the order of help.
 OPERATION_OPTIONS = ("kernel", "dtype", "baseline", "warmup_ms", "repetition_ms", "plot", "device", "seed")

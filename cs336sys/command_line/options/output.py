@@ -6,19 +6,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from cs336sys.commands.faults import say
-from cs336sys.commands.options.effects import connects, setting, writes_file
-from cs336sys.commands.options.reading import among, choice
+from cs336sys.command_line.faults import say
+from cs336sys.command_line.options.effects import connects, setting, writes_file
+from cs336sys.command_line.options.reading import among, choice
 from cs336sys.errors import OutputError, UsageError
-from cs336sys.report.outputs import FORMAT_OF_ENDING, FORMATS, read_output
 from cs336sys.results.file import check_name
-from cs336sys.settings import LONGEST_S, MEASURING, OUTPUT
+from cs336sys.settings.fields import LONGEST_S, MEASURING, OUTPUT
+from cs336sys.tables.outputs import FORMAT_OF_ENDING, FORMATS, read_output
 
 if TYPE_CHECKING:
-    from cs336sys.report.table import Table
     from cs336sys.results.model import Cell
+    from cs336sys.tables.table import Table
 
-# Of :mod:`cs336sys.commands.sweep.tracking`.
+# Of :mod:`cs336sys.run.tracking`.
 TRACKERS = ("mlflow", "wandb")
 
 _seconds = partial(setting, metavar="<s>", max=LONGEST_S, rich_help_panel=MEASURING)
@@ -50,8 +50,8 @@ class OutputOptions:
             UsageError: the format is unknown, or a file cannot be written.
             CapabilityError: matplotlib is not installed.
         """
-        from cs336sys.report.outputs import check_plot
-        from cs336sys.report.render import check_output
+        from cs336sys.tables.outputs import check_plot
+        from cs336sys.tables.render import check_output
 
         check_output(self.output, self.format)
         for name, path in plots.items():
@@ -63,7 +63,7 @@ class OutputOptions:
         Raises:
             UsageError: a table or column has no such name.
         """
-        from cs336sys.report.tidy import tidy
+        from cs336sys.tables.tidy import tidy
 
         if self.table or self.columns or self.sort:
             self.chosen([tidy(command, tables([], None))])
@@ -74,7 +74,7 @@ class OutputOptions:
         Raises:
             UsageError: a table or column has no such name.
         """
-        from cs336sys.report.table import select_in_groups
+        from cs336sys.tables.table import select_in_groups
 
         return select_in_groups(groups, self.table, self.columns, self.sort)
 
@@ -84,7 +84,7 @@ class OutputOptions:
         Raises:
             OutputError: they cannot be written.
         """
-        from cs336sys.report.render import emit
+        from cs336sys.tables.render import emit
 
         emit(tables, format=self.format, output=self.output, wide=self.wide)
         names = list(dict.fromkeys(table.name for table in tables))

@@ -13,9 +13,9 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 import typer
 from typer.models import OptionInfo
 
-from cs336sys.commands.options.effects import Effect, effect_of, runs_code, setting
+from cs336sys.command_line.options.effects import Effect, effect_of, runs_code, setting
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.user_code import is_user_code, read_reference
+from cs336sys.settings.user_code import is_user_code, read_reference
 
 # Beyond these no option means anything: no machine holds as many tokens, or does as many FLOP/s.
 LARGEST_WHOLE_NUMBER = 10**12

@@ -4,7 +4,7 @@ They are defaults: an option of the command line or its variable goes before. Th
 ``default_map``, level by level; the keys of a command are read when that command runs.
 
 A file that nobody has named may come from a stranger: it is refused if another user owns it, and sets only options that
-are declared harmless (:class:`cs336sys.commands.options.effects.Effect`).
+are declared harmless (:class:`cs336sys.command_line.options.effects.Effect`).
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336sys.commands.faults import say
-from cs336sys.commands.options.effects import Effect, effect_of
+from cs336sys.command_line.faults import say
+from cs336sys.command_line.options.effects import Effect, effect_of
 from cs336sys.errors import DEBUG_VARIABLE, UsageError, choose_from, nearest_name
 from cs336sys.processes import started_outside
 

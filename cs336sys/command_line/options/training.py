@@ -1,8 +1,8 @@
 """The options that say which model is trained and how, shared by every command that trains one.
 
 A command has whole groups of them: each class below is a group, and a command's parameter of that class stands for all
-of its options (see :func:`cs336sys.commands.options.reading.with_read_options`). Options of settings follow from the
-fields of workloads.
+of its options (see :func:`cs336sys.command_line.options.reading.with_read_options`). Options of settings follow from
+the fields of workloads.
 """
 
 import os
@@ -14,14 +14,14 @@ from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.commands.options.effects import runs_code, setting
-from cs336sys.commands.options.reading import choice, name_or_code, one_of
+from cs336sys.command_line.options.effects import runs_code, setting
+from cs336sys.command_line.options.reading import choice, name_or_code, one_of
 from cs336sys.errors import DEBUG_VARIABLE, UsageError
-from cs336sys.settings import MEASURING, MODEL, WHAT_RUNS, Configured
-from cs336sys.sizes import SIZES, ModelSize, choose_size
-from cs336sys.user_code import digest, is_user_code, source_file
-from cs336sys.workload import COMPARED_SETTINGS, UserCode, Workload
-from cs336sys.workload.course_package import course_package, set_aside_others
+from cs336sys.settings.course_package import course_package, set_aside_others
+from cs336sys.settings.fields import MEASURING, MODEL, WHAT_RUNS, Configured
+from cs336sys.settings.sizes import SIZES, ModelSize, choose_size
+from cs336sys.settings.training import COMPARED_SETTINGS, UserCode, Workload
+from cs336sys.settings.user_code import digest, is_user_code, source_file
 
 
 def option_of(owner: type[Configured], name: str, **changes: Any) -> Any:

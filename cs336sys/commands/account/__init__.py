@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import typer
 
-from cs336sys.commands.invocation import LazyGroup
+from cs336sys.command_line.invocation import LazyGroup
 
 # Subjects, and the commands that each module has.
 _MODULES = {
@@ -17,7 +17,7 @@ _MODULES = {
 
 class AccountCommands(LazyGroup):
     modules: ClassVar = {
-        name: f"cs336sys.commands.account.{module}" for module, names in _MODULES.items() for name in names
+        name: f"cs336sys.commands.account.options.{module}" for module, names in _MODULES.items() for name in names
     }
 
 

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336sys.accounting.communication import buffer_bytes, bus_factor
-from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import DTYPES, synchronize
-from cs336sys.measure.diagnosis.gpu import describe_links
-from cs336sys.measure.system import container_memory_limit_bytes
+from cs336sys.machine.device import DTYPES, synchronize
+from cs336sys.machine.diagnosis.gpu import describe_links
+from cs336sys.machine.system import container_memory_limit_bytes
 from cs336sys.parallel.collectives import all_gather_single, gather_objects, group_device, reduce_scatter_single
 from cs336sys.parallel.ranks import launch
 from cs336sys.results.model import Samples
-from cs336sys.workload.operations import CollectiveWorkload
+from cs336sys.run.cells import Outcome, Progress
+from cs336sys.settings.operations import CollectiveWorkload
 
 # The largest integer up to which a dtype holds every one (2^mantissa bits): sums below it are the same in any order.
 _LARGEST_EXACT = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11, "fp64": 2**53, "int32": 2**31 - 1}

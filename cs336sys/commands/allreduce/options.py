@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cs336sys.commands.options.bytes import byte_count
-from cs336sys.commands.options.effects import setting, writes_file
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import split_list
-from cs336sys.commands.options.training import DeviceOption, DryRunOption, OptionGroup, setting_options
-from cs336sys.commands.sweep.ranks import choose_world_sizes
-from cs336sys.commands.sweep.run import run_sweep, show_plan
+from cs336sys.command_line.options.bytes import byte_count
+from cs336sys.command_line.options.effects import setting, writes_file
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
+from cs336sys.command_line.options.reading import split_list
+from cs336sys.command_line.options.training import DeviceOption, DryRunOption, OptionGroup, setting_options
 from cs336sys.errors import UsageError
 from cs336sys.processes import is_first_rank
-from cs336sys.workload.operations import BACKEND_DEVICES, CollectiveWorkload
+from cs336sys.run.ranks import choose_world_sizes
+from cs336sys.run.sweep import run_sweep, show_plan
+from cs336sys.settings.operations import BACKEND_DEVICES, CollectiveWorkload
 
 # From where latency is everything to where bandwidth is; 1 MB to 1 GB are the handout's. The CPU's take seconds.
 DEFAULT_MESSAGES = {"gloo": "1KB,10KB,100KB,1MB,10MB", "nccl": "1KB,10KB,100KB,1MB,10MB,100MB,1GB"}
@@ -71,7 +71,7 @@ def allreduce(
 
     torchrun --nnodes 2 ... -m cs336sys allreduce
     """
-    from cs336sys.report.allreduce import allreduce_plan, allreduce_tables, plot_collectives
+    from cs336sys.commands.allreduce.tables import allreduce_plan, allreduce_tables, plot_collectives
 
     if is_first_rank():
         output.check(plot=plot)
@@ -81,7 +81,7 @@ def allreduce(
             "allreduce", lambda _: allreduce_plan(workloads), sweeping, output, device, across_ranks=True, plot=plot
         )
         return
-    measure = "cs336sys.experiments.collectives:measure_collective"
+    measure = "cs336sys.commands.allreduce.measure:measure_collective"
     configurations = [workload.configuration() for workload in workloads]
     output.check_selection("allreduce", allreduce_tables)
     run_sweep("allreduce", measure, configurations, sweeping, across_ranks=True).report(
@@ -124,6 +124,6 @@ def _backends(values: Sequence[str], device: str) -> Sequence[str]:
     if values:
         return values
 
-    from cs336sys.measure.device import choose_device
+    from cs336sys.machine.device import choose_device
 
     return ["nccl" if choose_device(device).type == "cuda" else "gloo"]

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from cs336sys.accounting.communication import AlphaBeta, buffer_bytes, bus_factor, fit_alpha_beta
 from cs336sys.errors import UsageError
-from cs336sys.report.numbers import format_number, format_quantity
-from cs336sys.report.outputs import Axes, new_axes, write_figure
-from cs336sys.report.table import Column, Table, by_key, fill_row, named_columns
-from cs336sys.report.titles import reasons, shown_settings, title
 from cs336sys.results.model import Cell, Run
-from cs336sys.workload.operations import CollectiveWorkload
+from cs336sys.settings.operations import CollectiveWorkload
+from cs336sys.tables.numbers import format_number, format_quantity
+from cs336sys.tables.outputs import Axes, new_axes, write_figure
+from cs336sys.tables.table import Column, Table, by_key, fill_row, named_columns
+from cs336sys.tables.titles import reasons, shown_settings, title
 
 # How calls were timed: the name in samples and derived columns, and in words.
 TIMINGS = {"back_to_back": "back to back", "synchronized": "synchronized"}

@@ -1,1 +1,1 @@
-"""Attention by itself: what is compared, with what, and how it is timed (``measurement``)."""
+"""Attention by itself: what is compared, with what, and how it is timed (``measure``)."""

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from cs336sys.errors import CapabilityError
-from cs336sys.experiments.attention.measurement import (
+from cs336sys.commands.attention.measure import (
     TOLERANCES,
     attention_errors,
     measure_own_attention,
     random_inputs,
 )
+from cs336sys.errors import CapabilityError
 from cs336sys.kernels.attention import flash_attention, operators
 from cs336sys.kernels.attention.problem import AttentionOptions, Operand, make_problem
 from cs336sys.kernels.attention.triton import kept_settings
 from cs336sys.kernels.attention.triton.settings import candidates
-from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import choose_device
-from cs336sys.measure.relative_error import why_wrong
-from cs336sys.measure.timing import time_calls
+from cs336sys.machine.device import choose_device
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import ratio_of_pairs
-from cs336sys.workload.operations import AttentionWorkload
+from cs336sys.run.cells import Outcome, Progress
+from cs336sys.settings.operations import AttentionWorkload
+from cs336sys.timing.phases import time_calls
+from cs336sys.timing.relative_error import why_wrong
 
 ROUNDS = 8
 # What is kept is faster than the built-in settings by so much at least, and beyond the noise between rounds.

@@ -18,21 +18,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336sys.accounting.hardware import least_ms
 from cs336sys.accounting.memory import GIB
+from cs336sys.commands.own_kernels import PARTS, OddCase, check_odd, counted, measure_users_function, time_parts
 from cs336sys.errors import CapabilityError, UserCodeError
-from cs336sys.experiments.models import model_attention
-from cs336sys.experiments.own_kernels import PARTS, OddCase, check_odd, counted, measure_users_function, time_parts
-from cs336sys.experiments.user_models import load
 from cs336sys.kernels.attention import flash_attention, wait_until_compiled
 from cs336sys.kernels.attention.reference import plain_attention
-from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.checked_timing import KernelTimer
-from cs336sys.measure.device import DTYPES, choose_device, peak_memory_gib, reset_peak_memory
-from cs336sys.measure.relative_error import RelativeError, judged, relative_errors
-from cs336sys.measure.timing import time_calls, time_phases
+from cs336sys.machine.device import DTYPES, choose_device, peak_memory_gib, reset_peak_memory
 from cs336sys.results.model import Samples
-from cs336sys.sizes import ELEMENT_BYTES
-from cs336sys.user_code import is_user_code
-from cs336sys.workload.operations import FLASH_ATTENTION_4, AttentionWorkload
+from cs336sys.run.cells import Outcome, Progress
+from cs336sys.settings.operations import FLASH_ATTENTION_4, AttentionWorkload
+from cs336sys.settings.sizes import ELEMENT_BYTES
+from cs336sys.settings.user_code import is_user_code
+from cs336sys.timing.checked import KernelTimer
+from cs336sys.timing.phases import time_calls, time_phases
+from cs336sys.timing.relative_error import RelativeError, judged, relative_errors
+from cs336sys.training.model import model_attention
+from cs336sys.training.user_models import load
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -452,7 +452,7 @@ def measure_own_attention(configuration: dict[str, Any], progress: Progress) -> 
     """Measure a cell of ``flash --kernel``, of the user's attention or of another: runs in the worker process.
 
     Samples are those of :func:`measure_flash`; ``forward`` alone where the output has no gradient. Each
-    call that is timed has new inputs, and is checked (:mod:`cs336sys.measure.checked_timing`).
+    call that is timed has new inputs, and is checked (:mod:`cs336sys.timing.checked`).
     """
     workload = AttentionWorkload.from_configuration(configuration)
     if not is_user_code(workload.implementation):

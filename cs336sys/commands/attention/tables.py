@@ -7,14 +7,14 @@ from typing import Any, Literal
 from cs336sys.accounting.activations import AttentionMemory, attention_memory
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers
-from cs336sys.measure.system import Capacity
-from cs336sys.report import titles
-from cs336sys.report.account.answers import answers_table
-from cs336sys.report.outputs import Axes, legend_columns, new_axes, write_figure
-from cs336sys.report.table import Column, Table, named_columns
+from cs336sys.commands.account.tables.answers import answers_table
+from cs336sys.machine.system import Capacity
 from cs336sys.results.model import Cell, Run, Samples, configuration_key
 from cs336sys.results.statistics import ratio
-from cs336sys.workload.operations import PLAIN_ATTENTION, AttentionWorkload
+from cs336sys.settings.operations import PLAIN_ATTENTION, AttentionWorkload
+from cs336sys.tables import titles
+from cs336sys.tables.outputs import Axes, legend_columns, new_axes, write_figure
+from cs336sys.tables.table import Column, Table, named_columns
 
 _SHAPE_COLUMNS = titles.columns_of(AttentionWorkload) | {"rounds": titles.ROUNDS_COLUMN}
 _PARTS = ("forward", "backward", "end_to_end")
@@ -22,7 +22,7 @@ _KEPT_NOTE = "our Triton kernels had settings kept by --keep-settings (where: cs
 
 
 def pool_flash_rounds(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of ``flash`` with their rounds pooled (:func:`~cs336sys.report.titles.pool_cells`).
+    """The cells of ``flash`` with their rounds pooled (:func:`~cs336sys.tables.titles.pool_cells`).
 
     TFLOP/s are of the medians of all samples, errors and peak the largest.
     """

@@ -12,14 +12,7 @@ import torch
 
 from cs336sys.accounting.hardware import impossible_utilization, peak_tflops
 from cs336sys.accounting.memory import GIB
-from cs336sys.choices import COUNTING_MODULE
-from cs336sys.experiments import user_models
-from cs336sys.experiments.checks.step import Checked, check_training
-from cs336sys.experiments.models import use_attention
-from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps, training_warnings, with_notes
-from cs336sys.experiments.user_models import telling_user_errors
-from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import (
+from cs336sys.machine.device import (
     choose_device,
     held_memory_gib,
     peak_memory_gib,
@@ -27,10 +20,17 @@ from cs336sys.measure.device import (
     reset_peak_memory,
     reset_peak_resident,
 )
-from cs336sys.measure.gpu_readings import reading_gpu
-from cs336sys.measure.timing import StepTimer, gpu_busy_ms
+from cs336sys.machine.gpu_readings import reading_gpu
+from cs336sys.parity.step import Checked, check_training
 from cs336sys.results.model import Samples, configuration_key
-from cs336sys.workload import Workload
+from cs336sys.run.cells import Outcome, Progress
+from cs336sys.settings.choices import COUNTING_MODULE
+from cs336sys.settings.training import Workload
+from cs336sys.timing.phases import StepTimer, gpu_busy_ms
+from cs336sys.training import user_models
+from cs336sys.training.model import use_attention
+from cs336sys.training.step import TrainStep, set_matmul_precision, time_steps, training_warnings, with_notes
+from cs336sys.training.user_models import telling_user_errors
 
 
 def measure_training(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -69,7 +69,7 @@ class BuiltStep:
     """A step that is ready, its graphs captured, with how long that took in seconds.
 
     Attributes:
-        flop_columns: as of :func:`~cs336sys.experiments.flop_counting.counted_columns`.
+        flop_columns: as of :func:`~cs336sys.training.flop_counting.counted_columns`.
     """
 
     step: TrainStep
@@ -149,7 +149,7 @@ def measure_interleaved(configuration: dict[str, Any], progress: Progress) -> Ou
             its values separated by commas, one of which is the workload's.
 
     Returns:
-        As :func:`~cs336sys.experiments.bench.measure_training`, with one sample of each series for every turn. The
+        As :func:`~cs336sys.commands.bench.measure.measure_training`, with one sample of each series for every turn. The
         peak is that of the warm-up steps, when the later workloads have no memory yet; what the earlier ones hold is
         subtracted.
     """

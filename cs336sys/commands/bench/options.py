@@ -5,16 +5,16 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from cs336sys.commands.faults import say
-from cs336sys.commands.options import training as options
-from cs336sys.commands.options.effects import setting, writes_file
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice
-from cs336sys.commands.sweep.run import refuse_what_does_not_fit, run_sweep, show_plan
+from cs336sys.command_line.faults import say
+from cs336sys.command_line.options import training as options
+from cs336sys.command_line.options.effects import setting, writes_file
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
+from cs336sys.command_line.options.reading import choice
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, configuration_key
-from cs336sys.settings import MEASURING, OUTPUT
-from cs336sys.workload import COMPARED_SETTINGS, Workload
+from cs336sys.run.sweep import refuse_what_does_not_fit, run_sweep, show_plan
+from cs336sys.settings.fields import MEASURING, OUTPUT
+from cs336sys.settings.training import COMPARED_SETTINGS, Workload
 
 _COMPARED = tuple(name.replace("_", "-") for name in COMPARED_SETTINGS)
 
@@ -46,7 +46,7 @@ def bench(
 
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
     """
-    import cs336sys.report.bench as report
+    import cs336sys.commands.bench.tables as report
 
     workloads = training.workloads(mode)
     report.baseline_values(over := baseline or "", [workload.configuration() for workload in workloads])
@@ -71,7 +71,7 @@ def bench(
     output.check_selection("bench", tables)
     is_study = len({workload.warmup for workload in workloads}) > 1
     skips = {} if interleave == "attention" else {"is_wanted": _is_other_attention}
-    function = f"cs336sys.experiments.bench:{measure}"
+    function = f"cs336sys.commands.bench.measure:{measure}"
     sweep = run_sweep("bench", function, configurations, sweeping, fresh_worker=is_study, **skips)
     for warning in report.gate_warnings(sweep.cells) if sweeping.save and sweep.interruption is None else ():
         say(f"warning: {warning}")

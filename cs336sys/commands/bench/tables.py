@@ -8,17 +8,17 @@ from typing import Any
 
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import GIB
-from cs336sys.choices import MODES
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.measure.system import SLOWDOWNS, Capacity
-from cs336sys.report import titles
-from cs336sys.report.numbers import format_number
-from cs336sys.report.outputs import Axes, new_axes, write_figure
-from cs336sys.report.table import Column, Table, fill_row, named_columns
+from cs336sys.machine.system import SLOWDOWNS, Capacity
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import SAME_PERCENT, Interval, compare_sides, ratio_of_pairs
 from cs336sys.results.statistics import ratio as ratio_of_medians
-from cs336sys.workload import COMPARED_SETTINGS, Workload
+from cs336sys.settings.choices import MODES
+from cs336sys.settings.training import COMPARED_SETTINGS, Workload
+from cs336sys.tables import titles
+from cs336sys.tables.numbers import format_number
+from cs336sys.tables.outputs import Axes, new_axes, write_figure
+from cs336sys.tables.table import Column, Table, fill_row, named_columns
 
 # A clock that is lower by more than this makes what computing limits slower by as much, more than the spread of steps.
 _FALLEN_PART = 0.03
@@ -111,7 +111,7 @@ _STEADIER = "--interleave SETTING, --rounds 5 or more --steps"
 
 
 def pool_bench_rounds(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of ``bench`` with their rounds pooled (:func:`~cs336sys.report.titles.pool_cells`).
+    """The cells of ``bench`` with their rounds pooled (:func:`~cs336sys.tables.titles.pool_cells`).
 
     Rates are of the mean of all steps, the peak is the largest, the GPU's busy time the median, the rest the first's.
     """

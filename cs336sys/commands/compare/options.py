@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.faults import say
-from cs336sys.commands.options.effects import setting
-from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import split_list
+from cs336sys.command_line.faults import say
+from cs336sys.command_line.options.effects import setting
+from cs336sys.command_line.options.output import OutputOptions
+from cs336sys.command_line.options.reading import split_list
 from cs336sys.errors import UsageError
 from cs336sys.results.comparison import Matched, compare_pairs, match_cells, nearest_difference
 from cs336sys.results.model import read_several
@@ -41,7 +41,7 @@ def compare(
 
     cs336sys compare main-1.jsonl,main-2.jsonl,main-3.jsonl branch-1.jsonl,branch-2.jsonl,branch-3.jsonl
     """
-    from cs336sys.report.comparison import comparison_tables, comparison_warnings, regressions, undecided
+    from cs336sys.commands.compare.tables import comparison_tables, comparison_warnings, regressions, undecided
 
     limit_percent = None if fail_above is None else _read_percent(fail_above)
     if allow_undecided and limit_percent is None:

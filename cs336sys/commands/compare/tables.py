@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cs336sys.report.numbers import Value, format_quantity
-from cs336sys.report.table import Column, Table, fill_row
 from cs336sys.results.comparison import (
     HIGHER_IS_BETTER,
     Compared,
@@ -23,6 +21,8 @@ from cs336sys.results.comparison import (
 )
 from cs336sys.results.model import Results, distinguishing_settings, passed_over_words
 from cs336sys.results.statistics import SAME_PERCENT
+from cs336sys.tables.numbers import Value, format_quantity
+from cs336sys.tables.table import Column, Table, fill_row
 
 # From here on a table says that means tell something else than medians.
 _NOTED_STALLS = 0.02

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import cs336sys.commands.sweep.ranks as across_ranks
-from cs336sys.commands.options import training as options
-from cs336sys.commands.options.effects import setting, writes_file
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice
-from cs336sys.commands.sweep.run import in_rounds, refuse_what_does_not_fit, run_sweep, show_plan
-from cs336sys.settings import MEASURING
-from cs336sys.workload.parallel import DATA_PARALLEL_STRATEGIES, ParallelWorkload
-from cs336sys.workload.training import Workload
+import cs336sys.run.ranks as across_ranks
+from cs336sys.command_line.options import training as options
+from cs336sys.command_line.options.effects import setting, writes_file
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
+from cs336sys.command_line.options.reading import choice
+from cs336sys.run.sweep import in_rounds, refuse_what_does_not_fit, run_sweep, show_plan
+from cs336sys.settings.fields import MEASURING
+from cs336sys.settings.parallel import DATA_PARALLEL_STRATEGIES, ParallelWorkload
+from cs336sys.settings.training import Workload
 
 
 @options.setting_options(ParallelWorkload, "mode", "bucket_mb", "gradient_dtype", "transport")
@@ -62,8 +62,8 @@ def ddp(
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m cs336sys ddp --size xl --batch-size 16
     """
-    from cs336sys.report.ddp import ddp_plan, ddp_tables, plot_buckets, plot_timelines, pool_ddp_rounds
-    from cs336sys.report.scaling import plot_scaling, with_scaling
+    from cs336sys.commands.ddp.tables import ddp_plan, ddp_tables, plot_buckets, plot_timelines, pool_ddp_rounds
+    from cs336sys.commands.rank_training.scaling_tables import plot_scaling, with_scaling
 
     chosen = data_parallel.workloads(training.workloads())
     data_parallel.check(output, chosen)
@@ -72,7 +72,7 @@ def ddp(
         show_plan("ddp", lambda _: ddp_plan(chosen), sweeping, output, training.device, across_ranks=True, **written)
         return
     refuse_what_does_not_fit(chosen, training.device, force=force)
-    measure = "cs336sys.experiments.parallel.measurement:measure_parallel_training"
+    measure = "cs336sys.commands.rank_training.measure:measure_parallel_training"
     configurations = [workload.configuration() for workload in chosen]
     if rounds > 1:
         configurations = in_rounds(configurations, rounds)

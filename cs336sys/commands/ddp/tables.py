@@ -8,13 +8,13 @@ from typing import Any
 
 from cs336sys.accounting import communication
 from cs336sys.accounting.memory import GIB, training_state
-from cs336sys.report import titles
-from cs336sys.report.numbers import format_number, format_quantity, format_value
-from cs336sys.report.outputs import Axes, new_axes, write_figure
-from cs336sys.report.table import Column, Table, named_columns
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval, difference, ratio
-from cs336sys.workload import CONTEXT_STRATEGIES, DATA_PARALLEL_STRATEGIES, ParallelWorkload, bucket_name
+from cs336sys.settings.parallel import CONTEXT_STRATEGIES, DATA_PARALLEL_STRATEGIES, ParallelWorkload, bucket_name
+from cs336sys.tables import titles
+from cs336sys.tables.numbers import format_number, format_quantity, format_value
+from cs336sys.tables.outputs import Axes, new_axes, write_figure
+from cs336sys.tables.table import Column, Table, named_columns
 
 PARALLEL_SETTING_COLUMNS = titles.columns_of(ParallelWorkload, "mode", "mesh", "checkpointing", "keep_gathered")
 _ALWAYS_SHOWN = ("precision", "compile")
@@ -29,7 +29,7 @@ _PHASES = ("forward", "backward", "synchronize", "optimizer")
 
 
 def pool_ddp_rounds(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells of ``ddp`` with their rounds pooled (:func:`~cs336sys.report.titles.pool_cells`).
+    """The cells of ``ddp`` with their rounds pooled (:func:`~cs336sys.tables.titles.pool_cells`).
 
     Rates and what is exposed are of all steps together, the peak is the largest, the rest is the first round's.
     """

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cs336sys.commands.faults import say
-from cs336sys.commands.options import training as options
-from cs336sys.commands.options.effects import writes_file
-from cs336sys.commands.options.output import OutputOptions
+from cs336sys.command_line.faults import say
+from cs336sys.command_line.options import training as options
+from cs336sys.command_line.options.effects import writes_file
+from cs336sys.command_line.options.output import OutputOptions
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.workload import Workload
+from cs336sys.settings.training import Workload
 
 if TYPE_CHECKING:
-    from cs336sys.measure.diagnosis import Check
-    from cs336sys.report.table import Table
+    from cs336sys.machine.diagnosis import Check
+    from cs336sys.tables.table import Table
 
 
 def doctor(
@@ -39,7 +39,7 @@ def doctor(
 
     cs336sys doctor --ceilings ceilings.json
     """
-    from cs336sys.report.table import Column, Table
+    from cs336sys.tables.table import Column, Table
 
     output.check()
     if ceilings is not None:
@@ -53,7 +53,7 @@ def doctor(
         for option, value in of_models.items():
             if value is not None:
                 raise UsageError(f"{option} {value} only applies to --model: add --model, or leave it out")
-        from cs336sys.measure.diagnosis import diagnose
+        from cs336sys.machine.diagnosis import diagnose
 
         checks, subject = diagnose(), "here"
     else:
@@ -68,7 +68,7 @@ def doctor(
 
 
 def _check_user_model(code: options.UserCodeOptions, optimizer: str) -> list["Check"]:
-    from cs336sys.experiments.checks.user_model import check_model
+    from cs336sys.commands.doctor.user_model import check_model
 
     size = {"size": ["tiny"], "context": [32], "batch_size": [2], "precision": ["fp32"]}
     steps = {"optimizer": [optimizer], "warmup": [0], "steps": 1, "device": "cpu"}
@@ -79,8 +79,8 @@ def _check_user_model(code: options.UserCodeOptions, optimizer: str) -> list["Ch
 def _measured_ceilings(path: Path) -> "Table":
     import torch
 
-    from cs336sys.measure.ceilings import measure_ceilings
-    from cs336sys.report.ceilings import ceilings_table
+    from cs336sys.commands.doctor.measure import measure_ceilings
+    from cs336sys.commands.doctor.tables import ceilings_table
 
     if not torch.cuda.is_available():
         raise CapabilityError(f"--ceilings {path}: torch sees no CUDA GPU here; see why by doctor without --ceilings")

@@ -1,7 +1,7 @@
 """The table of ``doctor --ceilings``."""
 
 from cs336sys.accounting.hardware import Ceilings, datasheet, peak_tflops
-from cs336sys.report.table import Column, Table, named_columns
+from cs336sys.tables.table import Column, Table, named_columns
 
 
 def ceilings_table(ceilings: Ceilings) -> Table:

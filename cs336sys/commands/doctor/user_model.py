@@ -10,14 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError
-from cs336sys.experiments import user_models
-from cs336sys.experiments.flop_counting import AttentionCalls, count_step
-from cs336sys.experiments.models import blocks_of, initializer_of
-from cs336sys.experiments.training import TrainStep
-from cs336sys.measure.diagnosis.software import Check, Verdict
-from cs336sys.triton_package import why_no_triton
-from cs336sys.user_code import source_file
-from cs336sys.workload import Workload
+from cs336sys.machine.diagnosis.software import Check, Verdict
+from cs336sys.machine.triton_package import why_no_triton
+from cs336sys.settings.training import Workload
+from cs336sys.settings.user_code import source_file
+from cs336sys.training import user_models
+from cs336sys.training.flop_counting import AttentionCalls, count_step
+from cs336sys.training.model import blocks_of, initializer_of
+from cs336sys.training.step import TrainStep
 
 _PAGE = "compare it with the examples of the documentation, page your_model"
 _GPU_ALONE = f"{_PAGE}; if it needs a GPU, measure it by bench: it is tried on the CPU here"

@@ -11,18 +11,18 @@ import torch._functorch.config
 from torch import Tensor
 
 from cs336sys.accounting.hardware import least_ms
-from cs336sys.choices import import_named
-from cs336sys.experiments.kernels.operation import DifferentiatedFunction, Function, Operation, as_tuple
-from cs336sys.experiments.own_kernels import PARTS, OddCase, check_odd, counted, measure_users_function, time_parts
-from cs336sys.experiments.user_models import load
-from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.checked_timing import KernelTimer
-from cs336sys.measure.device import choose_device, held_memory_gib, peak_memory_gib, reset_peak_memory
-from cs336sys.measure.relative_error import RelativeError, judged, relative_errors
-from cs336sys.measure.timing import time_queued_calls
+from cs336sys.commands.kernels.operation import DifferentiatedFunction, Function, Operation, as_tuple
+from cs336sys.commands.own_kernels import PARTS, OddCase, check_odd, counted, measure_users_function, time_parts
+from cs336sys.machine.device import choose_device, held_memory_gib, peak_memory_gib, reset_peak_memory
 from cs336sys.results.model import Samples
-from cs336sys.user_code import is_user_code
-from cs336sys.workload.operations import KernelWorkload
+from cs336sys.run.cells import Outcome, Progress
+from cs336sys.settings.choices import import_named
+from cs336sys.settings.operations import KernelWorkload
+from cs336sys.settings.user_code import is_user_code
+from cs336sys.timing.checked import KernelTimer
+from cs336sys.timing.phases import time_queued_calls
+from cs336sys.timing.relative_error import RelativeError, judged, relative_errors
+from cs336sys.training.user_models import load
 
 # Largest relative error of an output or a gradient, as a whole, that counts as right. bf16 rounds to 8 bits, fp16 to
 # 11: eager PyTorch rounds a few times. fp32 leaves room for the order of sums, and for torch's fused AdamW, whose
@@ -30,7 +30,7 @@ from cs336sys.workload.operations import KernelWorkload
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-3, "bf16": 1.6e-2}
 
 # Imported by a cell: without Triton it is unsupported, and its worker goes on.
-_OPERATIONS = "cs336sys.experiments.kernels.operations.OPERATIONS"
+_OPERATIONS = "cs336sys.commands.kernels.operations.OPERATIONS"
 
 # Measures the copy rate: large compared with a GPU's cache; on a CPU as large as the interpreter can chew.
 COPIED_BYTES = {"cuda": 2**30, "cpu": 2**24}
@@ -161,7 +161,7 @@ def measure_own_kernel(configuration: dict[str, Any], progress: Progress) -> Out
     """Measure a cell of ``kernels --kernel``, of the user's function or of another: runs in the worker process.
 
     Samples and derived columns are those of :func:`.measurement.measure_kernel`. Each call that is timed has new
-    inputs, and is checked (:mod:`cs336sys.measure.checked_timing`).
+    inputs, and is checked (:mod:`cs336sys.timing.checked`).
     """
     workload = KernelWorkload.from_configuration(configuration)
     if not is_user_code(workload.implementation):

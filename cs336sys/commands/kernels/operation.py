@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cs336sys.measure.device import DTYPES
-from cs336sys.workload.operations import KernelWorkload
+from cs336sys.machine.device import DTYPES
+from cs336sys.settings.operations import KernelWorkload
 
 Function = Callable[..., Any]
 # What an implementation does for a workload; a CapabilityError where it cannot.

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cs336sys.errors import CapabilityError
-from cs336sys.experiments.kernels.operation import (
+from cs336sys.commands.kernels.operation import (
     DifferentiatedFunction,
     Function,
     Implementations,
@@ -21,14 +20,15 @@ from cs336sys.experiments.kernels.operation import (
     Random,
     random_tensors,
 )
+from cs336sys.errors import CapabilityError
 from cs336sys.kernels.adamw import AdamW, reference_adamw
 from cs336sys.kernels.linear_cross_entropy import linear_cross_entropy
 from cs336sys.kernels.rms_norm import reference_rms_norm, rms_norm
 from cs336sys.kernels.rope import reference_rope, rope
 from cs336sys.kernels.swiglu import reference_swiglu, swiglu
 from cs336sys.kernels.weighted_sum import reference_weighted_sum, weighted_sum
-from cs336sys.measure.device import DTYPES, choose_device
-from cs336sys.workload.operations import KernelWorkload
+from cs336sys.machine.device import DTYPES, choose_device
+from cs336sys.settings.operations import KernelWorkload
 
 # The op ``adamw`` of ``kernels``: one step of an optimizer.
 

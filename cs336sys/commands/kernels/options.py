@@ -5,14 +5,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from cs336sys.commands.options.effects import writes_file
-from cs336sys.commands.options.operations import OPERATION_OPTIONS, OperationOptions
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice
-from cs336sys.commands.options.training import setting_options
-from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.command_line.options.effects import writes_file
+from cs336sys.command_line.options.operations import OPERATION_OPTIONS, OperationOptions
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
+from cs336sys.command_line.options.reading import choice
+from cs336sys.command_line.options.training import setting_options
 from cs336sys.errors import UsageError
-from cs336sys.workload.operations import KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload
+from cs336sys.run.sweep import run_sweep
+from cs336sys.settings.operations import KERNEL_IMPLEMENTATIONS, KERNELS, KernelWorkload
 
 # What is measured unless it is said: a layer of an 8B model at 32k, and what Triton's interpreter computes in seconds.
 DEFAULT_SHAPES = {"cuda": (32768, 4096, 151936), "cpu": (32, 128, 97)}
@@ -37,7 +37,7 @@ class KernelOptions(OperationOptions):
         Raises:
             UsageError: nothing is left, or an option has no effect on these ops.
         """
-        from cs336sys.measure.device import choose_device
+        from cs336sys.machine.device import choose_device
 
         tokens, width, vocab_size = DEFAULT_SHAPES[choose_device(self.device).type]
         shapes = {"tokens": self.tokens or [tokens], "width": self.width or [width]}
@@ -67,7 +67,7 @@ def kernels(
 
     cs336sys kernels --op rms-norm --kernel mine.py:rms_norm --baseline mine.py:rms_norm
     """
-    from cs336sys.report.kernels import kernel_tables, plot_kernels
+    from cs336sys.commands.kernels.tables import kernel_tables, plot_kernels
 
     kernel, plot = chosen.kernel, chosen.plot
     if kernel and (len(chosen.op) > 1 or chosen.op == ["adamw"]):
@@ -77,5 +77,5 @@ def kernels(
     tables = partial(kernel_tables, baseline=over)
     output.check_selection("kernels", tables)
     configurations = chosen.configurations()
-    measure = f"cs336sys.experiments.kernels.measurement:measure_{'own_kernel' if kernel else 'kernel'}"
+    measure = f"cs336sys.commands.kernels.measure:measure_{'own_kernel' if kernel else 'kernel'}"
     run_sweep("kernels", measure, configurations, sweeping).report(tables, output, (plot, plot_kernels))

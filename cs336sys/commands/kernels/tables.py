@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cs336sys.report import titles
-from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, named_columns
 from cs336sys.results.model import Cell, Run
 from cs336sys.results.statistics import ratio
-from cs336sys.workload.operations import KernelWorkload
+from cs336sys.settings.operations import KernelWorkload
+from cs336sys.tables import titles
+from cs336sys.tables.outputs import new_axes, write_figure
+from cs336sys.tables.table import Column, Table, named_columns
 
 PARTS = ("forward", "backward", "end_to_end")
 

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from cs336sys.errors import UsageError
-from cs336sys.experiments.checks.step import check_few_blocks
-from cs336sys.experiments.models import build_model
-from cs336sys.experiments.optimizers import build_optimizer
-from cs336sys.experiments.training import TrainStep, set_matmul_precision, training_warnings, with_notes
-from cs336sys.experiments.user_models import telling_user_errors
-from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import choose_device
+from cs336sys.machine.device import choose_device
+from cs336sys.parity.step import check_few_blocks
 from cs336sys.results.model import Samples
-from cs336sys.workload import LossWorkload
-from cs336sys.workload.profiling_options import read_text
+from cs336sys.run.cells import Outcome, Progress
+from cs336sys.settings.profiling import LossWorkload, read_text
+from cs336sys.training.model import build_model
+from cs336sys.training.optimizers import build_optimizer
+from cs336sys.training.step import TrainStep, set_matmul_precision, training_warnings, with_notes
+from cs336sys.training.user_models import telling_user_errors
 
 
 def text_batches(workload: LossWorkload) -> list[tuple[Tensor, Tensor]]:

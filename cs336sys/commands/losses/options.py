@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Annotated
 
-from cs336sys.commands.options import training as options
-from cs336sys.commands.options.effects import reads_file, setting, writes_file
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.sweep.run import refuse_what_does_not_fit, run_sweep
+from cs336sys.command_line.options import training as options
+from cs336sys.command_line.options.effects import reads_file, setting, writes_file
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
 from cs336sys.errors import UsageError
-from cs336sys.workload import LossWorkload
-from cs336sys.workload.profiling_options import text_digest
+from cs336sys.run.sweep import refuse_what_does_not_fit, run_sweep
+from cs336sys.settings.profiling import LossWorkload, text_digest
 
 
 def losses(
@@ -29,7 +28,7 @@ def losses(
 
     cs336sys losses --size small --bf16 --kernels reference,fused --text docs --plot losses.png
     """
-    from cs336sys.report.losses import loss_tables, plot_losses
+    from cs336sys.commands.losses.tables import loss_tables, plot_losses
 
     output.check(plot=plot)
     if not text:
@@ -44,6 +43,6 @@ def losses(
     configurations = [
         LossWorkload(workload, paths, learning_rate, weight_decay, digest).configuration() for workload in workloads
     ]
-    measure = "cs336sys.experiments.losses:measure_losses"
+    measure = "cs336sys.commands.losses.measure:measure_losses"
     output.check_selection("losses", loss_tables)
     run_sweep("losses", measure, configurations, sweeping).report(loss_tables, output, (plot, plot_losses))

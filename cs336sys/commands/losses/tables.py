@@ -4,11 +4,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cs336sys.report import titles
-from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table
 from cs336sys.results.model import Cell, Run
-from cs336sys.workload import LossWorkload
+from cs336sys.settings.profiling import LossWorkload
+from cs336sys.tables import titles
+from cs336sys.tables.outputs import new_axes, write_figure
+from cs336sys.tables.table import Column, Table
 
 # The loss of one step depends on its batch: means are of so many steps, where there are as many.
 _AVERAGED = 20

@@ -10,22 +10,23 @@ import torch
 
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.step import sharded_optimizer_state
+from cs336sys.allocations.dump import as_snapshot, write_snapshot
+from cs336sys.allocations.history import AllocationHistory, CpuHistory, CudaHistory
+from cs336sys.allocations.recorder import StepRecorder
+from cs336sys.allocations.timeline import AllocationTimeline
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.checks.step import check_few_blocks
-from cs336sys.experiments.flop_counting import counted_columns
-from cs336sys.experiments.memory import prediction
-from cs336sys.experiments.memory.step import MemoryStep
-from cs336sys.experiments.training import set_matmul_precision, time_steps, training_warnings, with_notes
-from cs336sys.experiments.user_models import telling_user_errors
-from cs336sys.measure.allocations.dump import as_snapshot, write_snapshot
-from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
-from cs336sys.measure.allocations.recorder import StepRecorder
-from cs336sys.measure.allocations.timeline import AllocationTimeline
-from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import choose_device, free_gpu_memory
+from cs336sys.machine.device import choose_device, free_gpu_memory
+from cs336sys.parity.step import check_few_blocks
 from cs336sys.results.model import hide_home
-from cs336sys.workload import MemoryWorkload, memory_changes
-from cs336sys.workload.memory_changes import SettingChange
+from cs336sys.run.cells import Outcome, Progress
+from cs336sys.settings import memory_changes
+from cs336sys.settings.memory_changes import SettingChange
+from cs336sys.settings.profiling import MemoryWorkload
+from cs336sys.training import memory_prediction as prediction
+from cs336sys.training.checkpoints import MemoryStep
+from cs336sys.training.flop_counting import counted_columns
+from cs336sys.training.step import set_matmul_precision, time_steps, training_warnings, with_notes
+from cs336sys.training.user_models import telling_user_errors
 
 _WITHOUT_ONEDNN = (
     "recorded without oneDNN, which reorders copies of operands as no GPU does: a real step on this "

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cs336sys.choices import MODES
-from cs336sys.commands.faults import say
-from cs336sys.commands.options import training as options
-from cs336sys.commands.options.bytes import read_memory_limit
-from cs336sys.commands.options.effects import reads_file, setting, writes_file
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import refuse_given
-from cs336sys.commands.sweep.run import check_planned, refuse_what_does_not_fit, run_sweep
+from cs336sys.command_line.faults import say
+from cs336sys.command_line.options import training as options
+from cs336sys.command_line.options.bytes import read_memory_limit
+from cs336sys.command_line.options.effects import reads_file, setting, writes_file
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
+from cs336sys.command_line.options.reading import refuse_given
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell
-from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload, Workload
+from cs336sys.run.sweep import check_planned, refuse_what_does_not_fit, run_sweep
+from cs336sys.settings.choices import MODES
+from cs336sys.settings.profiling import LARGEST_ALLOCATIONS, MemoryWorkload
+from cs336sys.settings.training import Workload
 
 if TYPE_CHECKING:
-    from cs336sys.measure.allocations.diagnosis import MemoryDiagnosis
+    from cs336sys.allocations.diagnosis import MemoryDiagnosis
 
-_MEASURED_BY = "cs336sys.experiments.memory."
 # What can be asked of snapshots; everything else says what to run.
 _OF_SNAPSHOTS = ("source", "against", "top", "snapshot", "html", *(field.name for field in fields(OutputOptions)))
 
@@ -45,15 +45,15 @@ class SnapshotOptions:
         Raises:
             UsageError: a file is no snapshot, or several are compared with several.
         """
-        from cs336sys.report.memory.page import check_directory
-        from cs336sys.report.memory.snapshots import (
+        from cs336sys.commands.memprof.page import check_directory
+        from cs336sys.commands.memprof.snapshots import (
             snapshot_difference_tables,
             snapshot_page,
             snapshot_tables,
             write_snapshot_files,
         )
-        from cs336sys.report.outputs import write_file
-        from cs336sys.report.page import check_page
+        from cs336sys.tables.outputs import write_file
+        from cs336sys.tables.page import check_page
 
         output.check()
         check_page(self.html)
@@ -126,8 +126,8 @@ def memprof(
 
     cs336sys memprof --from after.pickle --against before.pickle
     """
-    from cs336sys.report.memory.page import check_directory, write_files
-    from cs336sys.report.memory.tables import memory_tables
+    from cs336sys.commands.memprof.page import check_directory, write_files
+    from cs336sys.commands.memprof.tables import memory_tables
 
     top, snapshot = recording.top, recording.snapshot
     if saved.source:
@@ -149,15 +149,15 @@ def memprof(
     tables = partial(memory_tables, top=top)
     output.check_selection("memprof", tables)
     configurations = [workload.configuration() for workload in workloads]
-    sweep = run_sweep("memprof", f"{_MEASURED_BY}measurement:measure_memory", configurations, sweeping)
+    sweep = run_sweep("memprof", "cs336sys.commands.memprof.measure:measure_memory", configurations, sweeping)
     sweep.report(tables, output, (snapshot, lambda cells, folder: write_files(cells, sweep.run, folder)))
 
 
 def _predict(
     workloads: list[MemoryWorkload], recording: RecordingOptions, sweeping: SweepOptions, output: OutputOptions
 ) -> None:
-    from cs336sys.report.memory.tables import plan_tables
-    from cs336sys.report.tidy import tidy
+    from cs336sys.commands.memprof.tables import plan_tables
+    from cs336sys.tables.tidy import tidy
 
     configurations = [workload.configuration() for workload in workloads]
     if not recording.predict:
@@ -168,7 +168,10 @@ def _predict(
         if workload.predicted_gib is not None:
             peak = workload.peak
             say(f"memprof: {workload.name}: {peak.total_gib:.2f} GiB by formulas ({peak.moment}); its trace follows")
-    measure, timeout = f"{_MEASURED_BY}prediction:predict_memory", SweepOptions(cell_timeout=sweeping.cell_timeout)
+    measure, timeout = (
+        "cs336sys.training.memory_prediction:predict_memory",
+        SweepOptions(cell_timeout=sweeping.cell_timeout),
+    )
     sweep = run_sweep("memprof", measure, configurations, timeout)
     sweep.report(lambda cells, _: plan_tables(cells, recording.top), output)
 
@@ -176,7 +179,7 @@ def _predict(
 def _measure_plan(
     workloads: list[MemoryWorkload], recording: RecordingOptions, sweeping: SweepOptions, output: OutputOptions
 ) -> None:
-    from cs336sys.report.memory.verdict import memory_plan_tables
+    from cs336sys.commands.memprof.verdict import memory_plan_tables
 
     memory = recording.memory
     if memory is None:
@@ -187,15 +190,15 @@ def _measure_plan(
     check_planned(sweeping, workloads[0].training.device, snapshot=recording.snapshot)
     run_sweep(
         "memprof",
-        f"{_MEASURED_BY}measurement:plan_memory",
+        "cs336sys.commands.memprof.measure:plan_memory",
         [workload.configuration() | {"limit_bytes": limit} for workload in workloads],
         SweepOptions(cell_timeout=sweeping.cell_timeout),
     ).report(lambda cells, _: memory_plan_tables(cells), output)
 
 
 def _diagnoses(paths: Sequence[Path]) -> list["MemoryDiagnosis"]:
-    from cs336sys.measure.allocations.diagnosis import diagnose_memory
-    from cs336sys.measure.allocations.dump import read_dump
+    from cs336sys.allocations.diagnosis import diagnose_memory
+    from cs336sys.allocations.dump import read_dump
 
     files: list[Path] = []
     # A file's own name may have commas.

@@ -9,19 +9,19 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cs336sys.report.memory.tables import memory_tables
-from cs336sys.report.numbers import format_number, format_quantity, in_shown_unit
-from cs336sys.report.outputs import Axes, check_writable, new_axes, write_figure, write_file
-from cs336sys.report.page import escaped, html_page, html_table
-from cs336sys.report.table import Table, with_rows
-from cs336sys.report.titles import machine_words
+from cs336sys.commands.memprof.tables import memory_tables
 from cs336sys.results.model import Cell, Run
-from cs336sys.workload import LARGEST_ALLOCATIONS, MemoryWorkload
+from cs336sys.settings.profiling import LARGEST_ALLOCATIONS, MemoryWorkload
+from cs336sys.tables.numbers import format_number, format_quantity, in_shown_unit
+from cs336sys.tables.outputs import Axes, check_writable, new_axes, write_figure, write_file
+from cs336sys.tables.page import escaped, html_page, html_table
+from cs336sys.tables.table import Table, with_rows
+from cs336sys.tables.titles import machine_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from cs336sys.report.memory.verdict import Verdict
+    from cs336sys.commands.memprof.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,11 @@ def timeline_page(
     """
     from jinja2 import Environment, PackageLoader
 
-    pages = Environment(loader=PackageLoader("cs336sys.report", "memory"))
+    pages = Environment(loader=PackageLoader("cs336sys.commands.memprof", "."))
     pages.filters |= {"escaped": escaped, "size": lambda size: format_quantity(size, "bytes")}
     drawn = [_timeline_data(number, name, derived) for number, (name, derived) in enumerate(timelines)]
     body = pages.get_template("page.jinja").render(verdicts=verdicts, timelines=drawn)
-    folder = resources.files("cs336sys.report.memory")
+    folder = resources.files("cs336sys.commands.memprof")
     # "</script" would end the script element inside of a string, and "<!--<script" would keep its end from ending it.
     data = json.dumps(drawn, allow_nan=False).replace("<", "\\u003c")
     # A block of its own: names such as top are taken at a page's top level.

@@ -7,12 +7,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cs336sys.measure.allocations.diagnosis import MemoryDiagnosis, changes
-from cs336sys.measure.allocations.inference import FOREIGN_CATEGORIES
-from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline, Region, thinned
-from cs336sys.report.memory.page import timeline_page, write_timeline
-from cs336sys.report.memory.verdict import Verdict, size_words, verdicts
-from cs336sys.report.table import Column, Table, named_columns, with_rows
+from cs336sys.allocations.diagnosis import MemoryDiagnosis, changes
+from cs336sys.allocations.inference import FOREIGN_CATEGORIES
+from cs336sys.allocations.timeline import Allocation, AllocationTimeline, Region, thinned
+from cs336sys.commands.memprof.page import timeline_page, write_timeline
+from cs336sys.commands.memprof.verdict import Verdict, size_words, verdicts
+from cs336sys.tables.table import Column, Table, named_columns, with_rows
 
 _MOST_REGIONS = 30
 

@@ -6,14 +6,15 @@ from dataclasses import replace
 from cs336sys.accounting.checkpointing import SUBLAYERS, best_group_size, predicted_peak, recomputed_flops
 from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.memory import GIB
-from cs336sys.measure.allocations.timeline import MEMORY_CATEGORIES
-from cs336sys.measure.range_names import STEP_PHASES
-from cs336sys.report import titles
-from cs336sys.report.bench import PEAK_COLUMNS
-from cs336sys.report.numbers import format_quantity
-from cs336sys.report.table import Column, Table, fill_row, named_columns, with_rows
+from cs336sys.allocations.timeline import MEMORY_CATEGORIES
+from cs336sys.capture.range_names import STEP_PHASES
+from cs336sys.commands.bench.tables import PEAK_COLUMNS
 from cs336sys.results.model import Cell, Run, configuration_key
-from cs336sys.workload import MemoryWorkload, Workload
+from cs336sys.settings.profiling import MemoryWorkload
+from cs336sys.settings.training import Workload
+from cs336sys.tables import titles
+from cs336sys.tables.numbers import format_quantity
+from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
 
 
 def _recomputed_percent(workload: MemoryWorkload) -> float:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from cs336sys.measure.allocations.causes import MemoryCause, Moment
-from cs336sys.measure.allocations.diagnosis import MemoryDiagnosis, longer_batch
-from cs336sys.report.memory.tables import identity_columns
-from cs336sys.report.numbers import format_quantity
-from cs336sys.report.table import Column, Table, named_columns, with_rows
-from cs336sys.report.titles import reasons
+from cs336sys.allocations.causes import MemoryCause, Moment
+from cs336sys.allocations.diagnosis import MemoryDiagnosis, longer_batch
+from cs336sys.commands.memprof.tables import identity_columns
 from cs336sys.results.model import Cell
+from cs336sys.tables.numbers import format_quantity
+from cs336sys.tables.table import Column, Table, named_columns, with_rows
+from cs336sys.tables.titles import reasons
 
 _LISTED = 3
 

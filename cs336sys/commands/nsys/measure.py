@@ -1,6 +1,6 @@
 """Profiles one cell of ``nsys``: its steps timed without a profiler, then run annotated under one, and summed up.
 
-Run as ``python -m cs336sys.experiments.profiling CONFIGURATION OUTCOME_FILE`` this is the program that the
+Run as ``python -m cs336sys.commands.nsys.measure CONFIGURATION OUTCOME_FILE`` this is the program that the
 cell's worker starts under nsys.
 """
 
@@ -16,25 +16,26 @@ from typing import Any
 import torch
 
 from cs336sys.capture import nsys as nsight_systems
+from cs336sys.capture.range_names import STEP, WARM_UP, run_name
 from cs336sys.capture.reading import open_capture
 from cs336sys.capture.summary import Profile, summarize
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.checks.step import check_few_blocks
-from cs336sys.experiments.flop_counting import counted_columns
-from cs336sys.experiments.models import blocks_of
-from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps, training_warnings, with_notes
-from cs336sys.experiments.user_models import telling_user_errors
-from cs336sys.measure.cells import Outcome, Progress, guarded, release_memory
-from cs336sys.measure.device import choose_device
-from cs336sys.measure.diagnosis.profilers import Profiler, find_nsys, makes_reports
-from cs336sys.measure.phases import Marks, NvtxMarks, RecordFunctionMarks, annotated_model, phase
-from cs336sys.measure.range_names import STEP, WARM_UP, run_name
-from cs336sys.measure.timing import TorchProfiler, activities_on
+from cs336sys.machine.device import choose_device
+from cs336sys.machine.diagnosis.profilers import Profiler, find_nsys, makes_reports
+from cs336sys.parity.step import check_few_blocks
 from cs336sys.processes.atomic_write import written_whole
 from cs336sys.processes.folders import OwnedFolder
 from cs336sys.processes.parent import python_module
 from cs336sys.results.model import Samples
-from cs336sys.workload import ProfileWorkload, Workload
+from cs336sys.run.cells import Outcome, Progress, guarded, release_memory
+from cs336sys.settings.profiling import ProfileWorkload
+from cs336sys.settings.training import Workload
+from cs336sys.timing.phases import TorchProfiler, activities_on
+from cs336sys.training.flop_counting import counted_columns
+from cs336sys.training.model import blocks_of
+from cs336sys.training.profiler_ranges import Marks, NvtxMarks, RecordFunctionMarks, annotated_model, phase
+from cs336sys.training.step import TrainStep, set_matmul_precision, time_steps, training_warnings, with_notes
+from cs336sys.training.user_models import telling_user_errors
 
 
 def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcome:
@@ -42,7 +43,7 @@ def measure_profile(configuration: dict[str, Any], progress: Progress) -> Outcom
 
     Samples (ms), all without a profiler: one series a phase, ``step`` and ``wall``; ``annotated`` is the wall of steps
     with ranges. Derived: ``profiler``, its name; ``profiler_reason``, why it is not nsys, or None; ``profile``, a
-    :class:`Profile` as JSON; and :func:`~cs336sys.experiments.flop_counting.counted_columns`.
+    :class:`Profile` as JSON; and :func:`~cs336sys.training.flop_counting.counted_columns`.
     """
     workload = ProfileWorkload.from_configuration(configuration)
     with telling_user_errors(workload.training):
@@ -123,7 +124,7 @@ def _time_without_profiler(
     """The steps as ``bench`` times them, and by the CPU clock with the ranges that a profiler would see.
 
     Returns:
-        these samples, and what :func:`~cs336sys.experiments.flop_counting.counted_columns` counts.
+        these samples, and what :func:`~cs336sys.training.flop_counting.counted_columns` counts.
     """
     progress("building the model")
     step = TrainStep(workload, device)
@@ -209,7 +210,7 @@ def _under_nsys(nsys: Profiler, workload: ProfileWorkload, folder: Path, progres
     progress(f"running under nsys {nsys.version}")
     outcome_file = folder / "outcome.json"
     configuration = json.dumps(workload.training.configuration(), allow_nan=False)
-    command = python_module("cs336sys.experiments.profiling", configuration, str(outcome_file))
+    command = python_module("cs336sys.commands.nsys.measure", configuration, str(outcome_file))
     try:
         report = nsight_systems.profile(nsys, command, folder)
     finally:

@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
-from cs336sys.commands.options import training as options
-from cs336sys.commands.options.effects import reads_file, setting, writes_file
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import refuse_given, split_list
-from cs336sys.commands.sweep.run import refuse_what_does_not_fit, run_sweep, show_plan
+from cs336sys.command_line.options import training as options
+from cs336sys.command_line.options.effects import reads_file, setting, writes_file
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
+from cs336sys.command_line.options.reading import refuse_given, split_list
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.workload import ProfileWorkload, Workload
+from cs336sys.run.sweep import refuse_what_does_not_fit, run_sweep, show_plan
+from cs336sys.settings.profiling import ProfileWorkload
+from cs336sys.settings.training import Workload
 
 # What can be asked of a report; everything else says what to run.
 _OF_REPORTS = ("source", "range_names", "top", "full_names", "plot", *(field.name for field in fields(OutputOptions)))
@@ -60,7 +61,7 @@ def nsys(
     cs336sys nsys --from report.nsys-rep
     """
     from cs336sys.capture.nsys import is_profiled
-    from cs336sys.report.bench import bench_plan
+    from cs336sys.commands.bench.tables import bench_plan
 
     output.check(plot=profiling.plot)
     if source:
@@ -92,8 +93,8 @@ def _profile(
     *,
     compare_precision: bool,
 ) -> None:
-    from cs336sys.report.outputs import check_writable
-    from cs336sys.report.profile import plot_profiles, profile_tables
+    from cs336sys.commands.nsys.tables import plot_profiles, profile_tables
+    from cs336sys.tables.outputs import check_writable
 
     keep = profiling.keep
     if keep is not None:
@@ -106,7 +107,7 @@ def _profile(
     top, full_names = profiling.top, profiling.full_names
     tables = partial(profile_tables, top=top, full_names=full_names, compare_precision=compare_precision)
     output.check_selection("nsys", tables)
-    run_sweep("nsys", "cs336sys.experiments.profiling:measure_profile", configurations, sweeping).report(
+    run_sweep("nsys", "cs336sys.commands.nsys.measure:measure_profile", configurations, sweeping).report(
         tables, output, (profiling.plot, plot_profiles)
     )
 
@@ -116,7 +117,7 @@ def _show_report(
 ) -> None:
     from cs336sys.capture.reading import capture_files, read_captures
     from cs336sys.capture.summary import summarize
-    from cs336sys.report.profile import plot_report, report_tables
+    from cs336sys.commands.nsys.tables import plot_report, report_tables
 
     if len(files := capture_files(source)) > 1:
         raise UsageError(f"--from: one report is read at a time, not {len(files)}; run the command for each of them")
@@ -142,8 +143,8 @@ def _run_under_nsys(workloads: Sequence[Workload], profilers: Sequence[str]) -> 
         raise UsageError(f"one report can hold one run, not {len(workloads)}: give each list option one value")
     if "torch" in profilers:
         raise UsageError("--profiler torch: this process runs under nsys, and a GPU takes one profiler at a time")
-    from cs336sys.experiments.profiling import run_checked_for_nsys
-    from cs336sys.measure.cells import guarded
+    from cs336sys.commands.nsys.measure import run_checked_for_nsys
+    from cs336sys.run.cells import guarded
 
     outcome = guarded(run_checked_for_nsys, workloads[0].configuration(), lambda stage: None)
     if outcome.status == "unsupported":

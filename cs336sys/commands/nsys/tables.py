@@ -6,18 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.accounting.flops import attention_matmuls, attention_softmax
+from cs336sys.capture.range_names import FINAL_MATMUL, SCORES, SOFTMAX, STEP
 from cs336sys.capture.reading import Read
 from cs336sys.capture.summary import Profile, RangeTime
 from cs336sys.capture.taxonomy import Category, category_of
-from cs336sys.measure.range_names import FINAL_MATMUL, SCORES, SOFTMAX, STEP
-from cs336sys.report.bench import LAUNCH_BOUND_IDLE_PERCENT
-from cs336sys.report.profile.kernels import MeasuredProfile, kernel_table, plot_shares, share_table, top_kernel_table
-from cs336sys.report.profile.trace import part_table, verdict_table
-from cs336sys.report.profile.verdict import verdict
-from cs336sys.report.table import Column, Table, named_columns, with_rows
-from cs336sys.report.titles import SETTING_COLUMNS, SIZE_COLUMNS, columns_of, method_notes, shown_settings, title
+from cs336sys.commands.bench.tables import LAUNCH_BOUND_IDLE_PERCENT
+from cs336sys.commands.trace.kernel_tables import (
+    MeasuredProfile,
+    kernel_table,
+    plot_shares,
+    share_table,
+    top_kernel_table,
+)
+from cs336sys.commands.trace.tables import part_table, verdict_table
+from cs336sys.commands.trace.verdict import verdict
 from cs336sys.results.model import Cell, Run, configuration_key
-from cs336sys.workload import ProfileWorkload, Workload
+from cs336sys.settings.profiling import ProfileWorkload
+from cs336sys.settings.training import Workload
+from cs336sys.tables.table import Column, Table, named_columns, with_rows
+from cs336sys.tables.titles import SETTING_COLUMNS, SIZE_COLUMNS, columns_of, method_notes, shown_settings, title
 
 _OTHER = "other"
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cs336sys.measure.device import DTYPES
+from cs336sys.machine.device import DTYPES
 from cs336sys.results.model import Status
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -4,13 +4,13 @@ from dataclasses import asdict
 from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
-from cs336sys.commands.options.output import OutputOptions, SaveOption
-from cs336sys.commands.options.reading import choice
-from cs336sys.commands.options.training import DeviceOption
-from cs336sys.commands.sweep.run import Sweep, unsaved
+from cs336sys.command_line.options.output import OutputOptions, SaveOption
+from cs336sys.command_line.options.reading import choice
+from cs336sys.command_line.options.training import DeviceOption
 from cs336sys.results.file import ResultsFile
 from cs336sys.results.model import Cell
 from cs336sys.results.recording import command_line, record
+from cs336sys.run.sweep import Sweep, unsaved
 
 if TYPE_CHECKING:
     import torch
@@ -30,13 +30,13 @@ def precision(
 
     cs336sys precision --precision bf16 --device cpu
     """
-    from cs336sys.report.precision import precision_tables
+    from cs336sys.commands.precision.tables import precision_tables
 
     output.check()
     output.check_selection("precision", precision_tables)
 
-    from cs336sys.measure.device import choose_device
-    from cs336sys.measure.environment import new_run
+    from cs336sys.machine.device import choose_device
+    from cs336sys.machine.environment import new_run
 
     torch_device = choose_device(device)
     file = ResultsFile(save) if save is not None else None
@@ -52,7 +52,7 @@ def precision(
 
 
 def _precision_cells(precisions: list[str], device: "torch.device", run_id: str) -> list[Cell]:
-    from cs336sys.measure.mixed_precision import LOSSES, accumulate, autocast_dtypes
+    from cs336sys.commands.precision.measure import LOSSES, accumulate, autocast_dtypes
 
     where = {"device": device.type}
     cells = []

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from cs336sys.report.table import Table, named_columns
 from cs336sys.results.model import Cell, Run
+from cs336sys.tables.table import Table, named_columns
 
 _ACCUMULATION_NOTES = (
     "fp16 += fp16: with 10 mantissa bits the fp16 numbers from 8 to 16 are 2^-7 = 0.0078 apart, so adding 0.01 there "

@@ -15,10 +15,10 @@ from torch.autograd import DeviceType
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from cs336sys.capture import taxonomy
-from cs336sys.measure.device import synchronize
-from cs336sys.measure.timing import TorchProfiler, activities_on, covered, elapsed_ms, mark
+from cs336sys.machine.device import synchronize
 from cs336sys.parity.collectives import FUNCTIONAL, CollectiveMode, call_parameters, group_of_collective, operator_name
 from cs336sys.processes.atomic_write import written_whole
+from cs336sys.timing.phases import TorchProfiler, activities_on, covered, elapsed_ms, mark
 
 
 @dataclass(frozen=True)

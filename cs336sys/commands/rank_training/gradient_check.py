@@ -16,18 +16,18 @@ from torch import Tensor
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.flops import count_parameters
+from cs336sys.commands.rank_training.rank import frees_memory
+from cs336sys.commands.rank_training.verification import mean_gradients
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.models import attention_replaced, build_model, keeping_input, make_batch
-from cs336sys.experiments.parallel.rank import frees_memory
-from cs336sys.experiments.parallel.step import ParallelStep, rank_device
-from cs336sys.experiments.parallel.verification import mean_gradients
-from cs336sys.experiments.training import set_matmul_precision
-from cs336sys.measure.cells import Outcome
 from cs336sys.parallel.collectives import gather_numbers
 from cs336sys.parallel.ranks.launch import Ranks
 from cs336sys.parity.rounding import GRADIENT_TOLERANCES, LOSS_TOLERANCES
 from cs336sys.parity.weights import relative_difference
-from cs336sys.workload import ParallelWorkload
+from cs336sys.run.cells import Outcome
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.training.model import attention_replaced, build_model, keeping_input, make_batch
+from cs336sys.training.ranks.step import ParallelStep, rank_device
+from cs336sys.training.step import set_matmul_precision
 
 # Blocks of the model that is checked, of at most so many.
 CHECKED_LAYERS = 2

@@ -18,11 +18,9 @@ from torch import Tensor
 from cs336sys.accounting.communication import AlphaBeta, exposed_communication, fit_alpha_beta
 from cs336sys.accounting.hardware import impossible_utilization, model_flops_utilization, peak_tflops
 from cs336sys.accounting.sharding.selective_checkpointing import computed_flops
-from cs336sys.experiments.flop_counting import count_step
-from cs336sys.experiments.models import initializer_of
-from cs336sys.experiments.parallel.communication import StepShares, profile_shares
-from cs336sys.experiments.parallel.gradient_check import gradients_outcome
-from cs336sys.experiments.parallel.rank import (
+from cs336sys.commands.rank_training.communication import StepShares, profile_shares
+from cs336sys.commands.rank_training.gradient_check import gradients_outcome
+from cs336sys.commands.rank_training.rank import (
     RankMeasurement,
     frees_memory,
     has_room_alone,
@@ -32,15 +30,17 @@ from cs336sys.experiments.parallel.rank import (
     verify_on_rank,
     write_step_trace,
 )
-from cs336sys.experiments.parallel.step import ParallelStep, rank_device
-from cs336sys.experiments.training import time_steps, with_notes
-from cs336sys.experiments.user_models import hidden_warnings, why_built_whole
-from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import choose_device, peak_memory_gib, reset_peak_memory, synchronize
+from cs336sys.machine.device import choose_device, peak_memory_gib, reset_peak_memory, synchronize
 from cs336sys.parallel.ranks import launch
 from cs336sys.parity.weights import STEPS
 from cs336sys.results.model import Samples, configuration_key
-from cs336sys.workload import SHARD_STRATEGIES, ParallelWorkload, bucket_name
+from cs336sys.run.cells import Outcome, Progress
+from cs336sys.settings.parallel import SHARD_STRATEGIES, ParallelWorkload, bucket_name
+from cs336sys.training.flop_counting import count_step
+from cs336sys.training.model import initializer_of
+from cs336sys.training.ranks.step import ParallelStep, rank_device
+from cs336sys.training.step import time_steps, with_notes
+from cs336sys.training.user_models import hidden_warnings, why_built_whole
 
 # Steps without communication, by configuration: measured once for all strategies that are compared with them, in each
 # round.

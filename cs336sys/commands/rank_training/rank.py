@@ -20,21 +20,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory
+from cs336sys.allocations.history import AllocationHistory, CpuHistory, CudaHistory
+from cs336sys.allocations.timeline import Allocation, AllocationTimeline, Region, build_timeline, peak_position
+from cs336sys.commands.rank_training import communication
+from cs336sys.commands.rank_training.verification import verify_training
 from cs336sys.errors import DEBUG_VARIABLE, CapabilityError, UserCodeError
-from cs336sys.experiments.flop_counting import count_step
-from cs336sys.experiments.parallel import communication
-from cs336sys.experiments.parallel.step import ParallelStep, rank_device
-from cs336sys.experiments.parallel.verification import verify_training
-from cs336sys.experiments.training import time_steps, training_warnings
-from cs336sys.experiments.user_models import telling_user_errors
-from cs336sys.measure.allocations.history import AllocationHistory, CpuHistory, CudaHistory
-from cs336sys.measure.allocations.timeline import Allocation, AllocationTimeline, Region, build_timeline, peak_position
-from cs336sys.measure.device import free_gpu_memory, peak_memory_gib, reset_peak_memory
-from cs336sys.measure.phases import RecordFunctionMarks
-from cs336sys.measure.timing import time_phases
+from cs336sys.machine.device import free_gpu_memory, peak_memory_gib, reset_peak_memory
 from cs336sys.parity.weights import WeightDifference
 from cs336sys.results.model import Samples
-from cs336sys.workload import SHARD_STRATEGIES, ParallelWorkload
+from cs336sys.settings.parallel import SHARD_STRATEGIES, ParallelWorkload
+from cs336sys.timing.phases import time_phases
+from cs336sys.training.flop_counting import count_step
+from cs336sys.training.profiler_ranges import RecordFunctionMarks
+from cs336sys.training.ranks.step import ParallelStep, rank_device
+from cs336sys.training.step import time_steps, training_warnings
+from cs336sys.training.user_models import telling_user_errors
 
 T = TypeVar("T")
 
@@ -223,7 +223,7 @@ def frees_memory(run: Callable[..., T]) -> Callable[..., T]:
 
 @frees_memory
 def verify_on_rank(workload: ParallelWorkload) -> WeightDifference:
-    """:func:`~cs336sys.experiments.parallel.verification.verify_training`, with memory free before and after."""
+    """:func:`~cs336sys.commands.rank_training.verification.verify_training`, with memory free before and after."""
     return verify_training(workload)
 
 

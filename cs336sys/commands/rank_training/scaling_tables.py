@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cs336sys.report.ddp import STEADIER, exposure
-from cs336sys.report.outputs import Axes, new_axes, write_figure
-from cs336sys.report.shard import memory_of
-from cs336sys.report.table import Column, Table, by_key, named_columns
-from cs336sys.report.titles import RATE_COLUMNS, columns_of, shown_settings
+from cs336sys.commands.ddp.tables import STEADIER, exposure
+from cs336sys.commands.shard.tables import memory_of
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import Interval, ratio
-from cs336sys.workload import ParallelWorkload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.tables.outputs import Axes, new_axes, write_figure
+from cs336sys.tables.table import Column, Table, by_key, named_columns
+from cs336sys.tables.titles import RATE_COLUMNS, columns_of, shown_settings
 
 TableBuilder = Callable[[Sequence[Cell], Run | None], list[Table]]
 

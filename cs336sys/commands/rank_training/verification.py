@@ -10,13 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from cs336sys.experiments import user_models
-from cs336sys.experiments.flop_counting import count_step
-from cs336sys.experiments.models import blocks_of, build_by_layers, build_compared_model
-from cs336sys.experiments.optimizers import build_optimizer
-from cs336sys.experiments.parallel.sharded_strategies import return_dtype_of_sharded
-from cs336sys.experiments.parallel.step import ParallelStep, rank_device, warmup_of_capture
-from cs336sys.experiments.training import AUTOCAST_DTYPES, TrainStep, set_matmul_precision
 from cs336sys.parallel.collectives import gather_objects
 from cs336sys.parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336sys.parallel.fsdp.calls import cast_floating, compute_in_own_dtype
@@ -32,7 +25,15 @@ from cs336sys.parity.weights import (
     plainly_trained,
     rounding_note,
 )
-from cs336sys.workload import ParallelWorkload, Workload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.training import Workload
+from cs336sys.training import user_models
+from cs336sys.training.flop_counting import count_step
+from cs336sys.training.model import blocks_of, build_by_layers, build_compared_model
+from cs336sys.training.optimizers import build_optimizer
+from cs336sys.training.ranks.sharded_strategies import return_dtype_of_sharded
+from cs336sys.training.ranks.step import ParallelStep, rank_device, warmup_of_capture
+from cs336sys.training.step import AUTOCAST_DTYPES, TrainStep, set_matmul_precision
 
 _WRAPPERS = (NaiveDDP, FlatDDP, OverlappedDDP, BucketedDDP, nn.parallel.DistributedDataParallel)
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.accounting.derivation import Derived
-from cs336sys.report.account.answers import answers_table
-from cs336sys.report.course.evidence import PLAIN, Evidence, Selection, joined_selection
-from cs336sys.report.course.problem import Handout
-from cs336sys.report.numbers import format_number, format_quantity
-from cs336sys.report.table import Table, named_columns
+from cs336sys.commands.account.tables.answers import answers_table
+from cs336sys.commands.report.evidence import PLAIN, Evidence, Selection, joined_selection
+from cs336sys.commands.report.problem import Handout
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import ratio, same_within
+from cs336sys.tables.numbers import format_number, format_quantity
+from cs336sys.tables.table import Table, named_columns
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -106,7 +106,7 @@ def templates() -> "Environment":
     """The templates of all problems, with the filters and functions that their sentences use."""
     from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
 
-    loader = PackageLoader("cs336sys.report.course", "problems")
+    loader = PackageLoader("cs336sys.commands.report", "problems")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {name: _of_each(word) for name, word in _WORDS.items()}
     environment.filters |= {"spread": _spread, "trend": trend, "listed": join_text, "where": where, "longest": longest}

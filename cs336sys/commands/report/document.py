@@ -4,12 +4,12 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cs336sys.report.course.answer import Answer
-from cs336sys.report.course.evidence import Evidence
-from cs336sys.report.course.problem import Part, Problem, Target
-from cs336sys.report.registry import FAULTS, fault_words
-from cs336sys.report.table import Table
+from cs336sys.commands.registry import FAULTS, fault_words
+from cs336sys.commands.report.answer import Answer
+from cs336sys.commands.report.evidence import Evidence
+from cs336sys.commands.report.problem import Part, Problem, Target
 from cs336sys.results.model import Run
+from cs336sys.tables.table import Table
 
 # Options of a command line that say where results went, and not what was measured: with a value, and without.
 _FILE_OPTIONS = ("--save", "--output", "-o", "--format", "--plot", "--plot-buckets", "--snapshot", "--trace")

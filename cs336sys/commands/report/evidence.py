@@ -7,8 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cs336sys.errors import UsageError
-from cs336sys.report.registry import (
+from cs336sys.commands.registry import (
     SAVED_COMMANDS,
     Invocation,
     Pictures,
@@ -18,9 +17,10 @@ from cs336sys.report.registry import (
     saved_tables,
     shown_cells,
 )
-from cs336sys.report.table import Table, select_columns
+from cs336sys.errors import UsageError
 from cs336sys.results.foreign import MIB, printable, read_chunks
 from cs336sys.results.model import Cell, Results, Run, configuration_key
+from cs336sys.tables.table import Table, select_columns
 
 # How often something was measured, where its files went: no part of what was measured.
 _OF_MEASURING = (

@@ -8,11 +8,11 @@ from typing import Any
 from cs336sys.accounting.hardware import datasheet, peak_tflops
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.rates import rates_of
-from cs336sys.measure.system import cpu_cores, memory_gib, read_gpus
-from cs336sys.report.course.problem import Command, Handout, Part, Problem, Target, arithmetic
-from cs336sys.report.course.problems import attention, calculations, code, memory, nsys, ranks, steps
-from cs336sys.report.numbers import format_duration
-from cs336sys.report.table import Table, named_columns
+from cs336sys.commands.report.problem import Command, Handout, Part, Problem, Target, arithmetic
+from cs336sys.commands.report.problems import attention, calculations, code, memory, nsys, ranks, steps
+from cs336sys.machine.system import cpu_cores, memory_gib, read_gpus
+from cs336sys.tables.numbers import format_duration
+from cs336sys.tables.table import Table, named_columns
 
 _YEARS = (2025, 2026)
 

@@ -11,18 +11,18 @@ from typing import Annotated
 import typer
 
 from cs336sys.accounting.step_time.rates import GPUS
-from cs336sys.commands.faults import say
-from cs336sys.commands.options.bytes import read_memory_limit
-from cs336sys.commands.options.effects import reads_file, setting, writes_file
-from cs336sys.commands.options.reading import among, choice, one_of, split_list
-from cs336sys.commands.options.training import DeviceOption
+from cs336sys.command_line.faults import say
+from cs336sys.command_line.options.bytes import read_memory_limit
+from cs336sys.command_line.options.effects import reads_file, setting, writes_file
+from cs336sys.command_line.options.reading import among, choice, one_of, split_list
+from cs336sys.command_line.options.training import DeviceOption
+from cs336sys.commands.report.handouts import why_not
+from cs336sys.commands.report.problem import Command, Problem, Target
 from cs336sys.errors import CapabilityError, UsageError, require_known
 from cs336sys.processes.parent import Guarded, python_module
-from cs336sys.report.course.handouts import why_not
-from cs336sys.report.course.problem import Command, Problem, Target
 from cs336sys.results.model import Results, passed_over_words, read_results
-from cs336sys.settings import OUTPUT
-from cs336sys.sizes import SIZES
+from cs336sys.settings.fields import OUTPUT
+from cs336sys.settings.sizes import SIZES
 
 # Formats by what a file's name ends in.
 _FORMATS = {
@@ -62,7 +62,7 @@ class WriteUpOptions:
         Raises:
             UsageError: the year, or a problem, is unknown, or none is left.
         """
-        from cs336sys.report.course.handouts import PROBLEMS
+        from cs336sys.commands.report.handouts import PROBLEMS
 
         if self.year not in PROBLEMS:
             option = f"--year {self.year}" if self.year else "no --year"
@@ -117,10 +117,10 @@ def report(
 
     cs336sys report --year 2026 --run --size tiny --device cpu --output tiny.html
     """
-    from cs336sys.report.course.handouts import plan_table, planned, target_of
-    from cs336sys.report.course.problem import HANDOUTS
-    from cs336sys.report.outputs import check_writable
-    from cs336sys.report.render import STDOUT, emit
+    from cs336sys.commands.report.handouts import plan_table, planned, target_of
+    from cs336sys.commands.report.problem import HANDOUTS
+    from cs336sys.tables.outputs import check_writable
+    from cs336sys.tables.render import STDOUT, emit
 
     year, size, run, folder = write_up.year, write_up.size, write_up.run, write_up.folder
     problems = write_up.problems()
@@ -157,9 +157,9 @@ def _write_up(
     sources: Mapping[Path, bool], problems: Sequence[Problem], target: Target, written: str, output: Path | None
 ) -> bool:
     """Write the document from these files, and return whether all that were given by name could be read."""
-    from cs336sys.report.course.document import build_document
-    from cs336sys.report.course.evidence import evidence_of
-    from cs336sys.report.course.writing import write_document
+    from cs336sys.commands.report.document import build_document
+    from cs336sys.commands.report.evidence import evidence_of
+    from cs336sys.commands.report.writing import write_document
 
     results, tests, unread = read_sources(sources)
     for path, reason in unread.items():
@@ -176,8 +176,8 @@ def _write_up(
 
 def _format_of(format: str | None, output: Path | None) -> str:
     """Choose the page's format: the one asked for, or what the file's name says."""
-    from cs336sys.report.page import find_browser
-    from cs336sys.report.render import STDOUT
+    from cs336sys.tables.page import find_browser
+    from cs336sys.tables.render import STDOUT
 
     if format is None and output not in (None, STDOUT) and output.suffix.lower() not in _FORMATS:
         raise UsageError(f"--output {output}: the name must end in {', '.join(_FORMATS)}, or give --format")
@@ -203,9 +203,9 @@ def run_commands(plan: Sequence[tuple[Command, Sequence[str]]], target: Target, 
     Returns:
         The command lines that failed. What lacks a capability is said and is no failure.
     """
-    from cs336sys.report.course.handouts import plan_table
-    from cs336sys.report.outputs import check_writable
-    from cs336sys.report.render import render
+    from cs336sys.commands.report.handouts import plan_table
+    from cs336sys.tables.outputs import check_writable
+    from cs336sys.tables.render import render
 
     check_writable(folder / "results", "--folder")
     say(render([plan_table(plan, target)], "table").rstrip())
@@ -294,7 +294,7 @@ def read_sources(files: Iterable[Path]) -> tuple[list[Results], dict[str, str], 
     Raises:
         UsageError: none of the files can be read, or none holds either.
     """
-    from cs336sys.report.course.evidence import read_test_outcomes
+    from cs336sys.commands.report.evidence import read_test_outcomes
 
     results: list[Results] = []
     tests: dict[str, str] = {}

@@ -9,8 +9,8 @@ from typing import Any
 
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.flops import model_flops
-from cs336sys.choices import MODES
-from cs336sys.sizes import choose_size
+from cs336sys.settings.choices import MODES
+from cs336sys.settings.sizes import choose_size
 
 # Seconds, as measured on a machine with one H200 and on one with two CPU cores: a worker imports torch and starts CUDA;
 # a cell builds its model; torch.compile; nsys exports what it has recorded.
@@ -173,7 +173,7 @@ class Part:
 
     Attributes:
         letter: ``a``; empty where the problem is one question.
-        answer: writes into an :class:`~cs336sys.report.course.answer.Answer` what the cells of one machine say.
+        answer: writes into an :class:`~cs336sys.commands.report.answer.Answer` what the cells of one machine say.
     """
 
     letter: str

@@ -9,18 +9,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from cs336sys.commands.registry import FAULTS
+from cs336sys.commands.report.document import Document
 from cs336sys.errors import CapabilityError
-from cs336sys.report.course.document import Document
-from cs336sys.report.outputs import write_file, writing_stdout
-from cs336sys.report.page import find_browser, html_page, html_picture, html_table, print_page
-from cs336sys.report.registry import FAULTS
-from cs336sys.report.render import STDOUT, escape_latex, escape_markdown, render, typst_string
-from cs336sys.report.table import Table, one_line
 from cs336sys.results.foreign import printable
+from cs336sys.tables.outputs import write_file, writing_stdout
+from cs336sys.tables.page import find_browser, html_page, html_picture, html_table, print_page
+from cs336sys.tables.render import STDOUT, escape_latex, escape_markdown, render, typst_string
+from cs336sys.tables.table import Table, one_line
 
 
 def _document_head(ending: str) -> str:
-    return (files("cs336sys.report.course") / "heads" / f"document.{ending}").read_text().rstrip()
+    return (files("cs336sys.commands.report") / "heads" / f"document.{ending}").read_text().rstrip()
 
 
 def _fenced(lines: Sequence[str]) -> str:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from cs336sys.accounting.sharding.selective_checkpointing import kept_peak, kept_step
-from cs336sys.report.ddp import parallel_phase_table
-from cs336sys.report.shard import SHARDING_SETTING_COLUMNS, STRATEGY_COLUMNS, shard_tables
-from cs336sys.report.table import Column, Table, by_key, named_columns
-from cs336sys.report.titles import SIZE_COLUMNS, method_notes, shown_settings, title
+from cs336sys.commands.ddp.tables import parallel_phase_table
+from cs336sys.commands.shard.tables import SHARDING_SETTING_COLUMNS, STRATEGY_COLUMNS, shard_tables
 from cs336sys.results.model import Cell, Run
-from cs336sys.workload import ParallelWorkload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.tables.table import Column, Table, by_key, named_columns
+from cs336sys.tables.titles import SIZE_COLUMNS, method_notes, shown_settings, title
 
 _SETTING_COLUMNS = SHARDING_SETTING_COLUMNS | by_key(*STRATEGY_COLUMNS)
 _ALWAYS_SHOWN = ("world_size", "checkpointing", "state_dtype")

@@ -7,27 +7,27 @@ from typing import Annotated, Any
 
 import typer
 
-import cs336sys.commands.sweep.ranks as across_ranks
+import cs336sys.run.ranks as across_ranks
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.sharding.partition import mesh_ranks, read_mesh, strategy_of_mesh
 from cs336sys.accounting.sharding.selective_checkpointing import choose_kept_blocks, kept_peak, kept_step
-from cs336sys.commands.faults import say
-from cs336sys.commands.options import training as options
-from cs336sys.commands.options.bytes import read_memory_limit
-from cs336sys.commands.options.effects import setting, writes_file
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, is_given
-from cs336sys.commands.sweep.run import refuse_what_does_not_fit, run_sweep, show_plan
+from cs336sys.command_line.faults import say
+from cs336sys.command_line.options import training as options
+from cs336sys.command_line.options.bytes import read_memory_limit
+from cs336sys.command_line.options.effects import setting, writes_file
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
+from cs336sys.command_line.options.reading import choice, is_given
 from cs336sys.errors import UsageError
-from cs336sys.measure.system import gpu_capacity
+from cs336sys.machine.system import gpu_capacity
 from cs336sys.processes import is_first_rank
-from cs336sys.workload.parallel import (
+from cs336sys.run.sweep import refuse_what_does_not_fit, run_sweep, show_plan
+from cs336sys.settings.parallel import (
     SHARD_STRATEGIES,
     SHARDING_STRATEGIES,
     ParallelWorkload,
     parse_block_checkpointing,
 )
-from cs336sys.workload.training import Workload
+from cs336sys.settings.training import Workload
 
 # What is fastest for a step that fills its GPUs, by strategy and option: of this project's parts, and of torch's alone.
 _IMPLEMENTATION: dict[str, dict[str, Any]] = {
@@ -222,9 +222,9 @@ def shard(
 
     cs336sys shard --size 8b --board --memory-limit 130GiB
     """
-    from cs336sys.report.board import sharding_tables
-    from cs336sys.report.scaling import plot_scaling, with_scaling
-    from cs336sys.report.shard import plot_memory, shard_plan
+    from cs336sys.commands.rank_training.scaling_tables import plot_scaling, with_scaling
+    from cs336sys.commands.shard.board_tables import sharding_tables
+    from cs336sys.commands.shard.tables import plot_memory, shard_plan
 
     if sharding.board:
         _refuse_beside_board(training.model, sharding.mesh, sharding.plot)
@@ -245,7 +245,7 @@ def shard(
     # Cells of a board are others than those that shard measures of the same workload.
     measure, mark = ("measure_board", {"board": True}) if sharding.board else ("measure_parallel_training", {})
     configurations = [workload.configuration() | mark for workload in chosen]
-    measure = f"cs336sys.experiments.parallel.measurement:{measure}"
+    measure = f"cs336sys.commands.rank_training.measure:{measure}"
     tables = with_scaling(sharding_tables)
     output.check_selection("shard", tables)
     run_sweep("shard", measure, configurations, sweeping, across_ranks=True).report(

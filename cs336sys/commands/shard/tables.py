@@ -21,15 +21,15 @@ from cs336sys.accounting.sharding.step import (
     predicted_sent_bytes,
 )
 from cs336sys.accounting.sharding.tensor import TensorStep, tensor_moments
-from cs336sys.report.ddp import STEADIER, parallel_phase_table, parallel_plan, parallel_step_table, step_rows
-from cs336sys.report.numbers import format_quantity
-from cs336sys.report.outputs import Axes, legend_columns, new_axes, write_figure
-from cs336sys.report.table import Column, Table, named_columns
-from cs336sys.report.titles import columns_of, shown_settings, title
+from cs336sys.commands.ddp.tables import STEADIER, parallel_phase_table, parallel_plan, parallel_step_table, step_rows
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
-from cs336sys.sizes import ELEMENT_BYTES
-from cs336sys.workload import ParallelWorkload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import ELEMENT_BYTES
+from cs336sys.tables.numbers import format_quantity
+from cs336sys.tables.outputs import Axes, legend_columns, new_axes, write_figure
+from cs336sys.tables.table import Column, Table, named_columns
+from cs336sys.tables.titles import columns_of, shown_settings, title
 
 SHARDING_SETTING_COLUMNS = columns_of(ParallelWorkload, "mode", "gradient_dtype", "transport")
 _ALWAYS_SHOWN = ("precision", "compile")

@@ -12,12 +12,12 @@ from cs336sys.capture.difference import CaptureDifference, TimeChange, compare_c
 from cs336sys.capture.ranks import RanksFound
 from cs336sys.capture.reading import Read
 from cs336sys.capture.taxonomy import short_name
-from cs336sys.report.numbers import format_quantity
-from cs336sys.report.profile.trace import DisplayOptions, file_words, shape_words, trace_tables, verdict_table
-from cs336sys.report.profile.verdict import capital, damage_sentences
-from cs336sys.report.table import Column, Table, fill_row, with_rows
+from cs336sys.commands.trace.tables import DisplayOptions, file_words, shape_words, trace_tables, verdict_table
+from cs336sys.commands.trace.verdict import capital, damage_sentences
 from cs336sys.results.model import Cell, Samples
 from cs336sys.results.statistics import SAME_PERCENT
+from cs336sys.tables.numbers import format_quantity
+from cs336sys.tables.table import Column, Table, fill_row, with_rows
 
 _NAMED = 3
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cs336sys.capture.range_names import STEP
 from cs336sys.capture.summary import KernelTime, Profile, RangeTime
 from cs336sys.capture.taxonomy import Category, category_of, short_name
-from cs336sys.measure.range_names import STEP
-from cs336sys.report.numbers import format_number
-from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, fill_row, named_columns
 from cs336sys.results.model import Cell, Samples
+from cs336sys.tables.numbers import format_number
+from cs336sys.tables.outputs import new_axes, write_figure
+from cs336sys.tables.table import Column, Table, fill_row, named_columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cs336sys import __version__
-from cs336sys.commands.faults import say
-from cs336sys.commands.options.effects import reads_file, setting, writes_file
-from cs336sys.commands.options.output import OutputOptions, SaveOption
+from cs336sys.command_line.faults import say
+from cs336sys.command_line.options.effects import reads_file, setting, writes_file
+from cs336sys.command_line.options.output import OutputOptions, SaveOption
 from cs336sys.errors import OutputError, UsageError
 from cs336sys.results.model import Cell, Run
 from cs336sys.results.recording import command_line, record
@@ -78,11 +78,11 @@ def trace(
     """
     from cs336sys.accounting.hardware import read_ceilings
     from cs336sys.capture.reading import read_captures
-    from cs336sys.report.outputs import write_file
-    from cs336sys.report.page import check_page
-    from cs336sys.report.profile.trace_difference import AFTER, BEFORE, capture_cells, saved_trace_tables
-    from cs336sys.report.profile.trace_page import trace_page
+    from cs336sys.commands.trace.difference_tables import AFTER, BEFORE, capture_cells, saved_trace_tables
+    from cs336sys.commands.trace.page import trace_page
     from cs336sys.results.file import check_appendable
+    from cs336sys.tables.outputs import write_file
+    from cs336sys.tables.page import check_page
 
     output.check()
     check_page(html)

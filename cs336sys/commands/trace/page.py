@@ -10,11 +10,11 @@ from cs336sys.capture.difference import CaptureDifference, compare_captures
 from cs336sys.capture.reading import Read
 from cs336sys.capture.taxonomy import Category, category_of, short_name
 from cs336sys.capture.timeline import Timeline
-from cs336sys.report.numbers import format_number
-from cs336sys.report.page import html_page, html_table
-from cs336sys.report.profile.kernels import CATEGORY_COLORS
-from cs336sys.report.profile.trace_difference import change_name
-from cs336sys.report.table import Table
+from cs336sys.commands.trace.difference_tables import change_name
+from cs336sys.commands.trace.kernel_tables import CATEGORY_COLORS
+from cs336sys.tables.numbers import format_number
+from cs336sys.tables.page import html_page, html_table
+from cs336sys.tables.table import Table
 
 # Of a timeline as wide as the page: shorter kernels are drawn together with their neighbours of the same kind.
 _WIDTH = 10_000
@@ -35,7 +35,7 @@ def trace_page(tables: Sequence[Table], reads: Sequence[Read]) -> str:
 
     verdict, *rest = tables
     headings = ("One step, before", "One step, after") if len(reads) > 1 else ("One step",)
-    templates = Environment(loader=PackageLoader("cs336sys.report", "profile"), autoescape=True)
+    templates = Environment(loader=PackageLoader("cs336sys.commands.trace", "."), autoescape=True)
     values = {
         "verdict": verdict,
         "steps": list(map(_step, reads, headings)),
@@ -44,9 +44,7 @@ def trace_page(tables: Sequence[Table], reads: Sequence[Read]) -> str:
     }
     if len(reads) > 1:
         values |= _waterfall(compare_captures(*(read.analyses[0] for read in reads)))
-    body, style, script = (
-        templates.get_template(f"trace_page.{kind}").render(values) for kind in ("jinja", "css", "js")
-    )
+    body, style, script = (templates.get_template(f"page.{kind}").render(values) for kind in ("jinja", "css", "js"))
     return html_page(verdict.title, [body, *map(html_table, rest)], style, script)
 
 

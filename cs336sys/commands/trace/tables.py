@@ -11,10 +11,10 @@ from cs336sys.capture.analysis import Analysis, KernelGroup
 from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
 from cs336sys.capture.operators import operator_work, roofline
 from cs336sys.capture.ranks import RanksFound, local_ms
-from cs336sys.report.profile.kernels import shown_names, unclassified_note
-from cs336sys.report.profile.verdict import verdict
-from cs336sys.report.table import Column, Table, fill_row, named_columns, with_rows
+from cs336sys.commands.trace.kernel_tables import shown_names, unclassified_note
+from cs336sys.commands.trace.verdict import verdict
 from cs336sys.results.model import Samples
+from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
 
 _MOST_STEPS = 30
 _SHAPE_CHARACTERS = 120

@@ -8,7 +8,7 @@ from cs336sys.capture.breakdown import StepPart
 from cs336sys.capture.capture import RECEIVE, SEND
 from cs336sys.capture.ranks import RankAnswer, RanksFound, find_stragglers
 from cs336sys.capture.taxonomy import Category
-from cs336sys.report.numbers import format_quantity
+from cs336sys.tables.numbers import format_quantity
 
 # A part of a step below this share is not spoken of, and one above it is worth a change.
 _LEAST_SHARE = 0.03

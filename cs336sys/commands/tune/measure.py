@@ -12,17 +12,18 @@ import torch.nn.functional as F
 
 from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.accounting.step_time.work import TERMS, attention_square, product_work
-from cs336sys.experiments.bench import build_step, training_outcome
-from cs336sys.experiments.checks.step import check_training
-from cs336sys.experiments.memory.step import MemoryStep
-from cs336sys.experiments.optimizers import build_optimizer
-from cs336sys.experiments.training import TrainStep, set_matmul_precision, time_steps
-from cs336sys.experiments.user_models import telling_user_errors
+from cs336sys.commands.bench.measure import build_step, training_outcome
 from cs336sys.kernels.attention import flash_attention
-from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import DTYPES, choose_device, peak_memory_gib
-from cs336sys.measure.timing import gpu_busy_ms
-from cs336sys.workload import MemoryWorkload, Workload
+from cs336sys.machine.device import DTYPES, choose_device, peak_memory_gib
+from cs336sys.parity.step import check_training
+from cs336sys.run.cells import Outcome, Progress
+from cs336sys.settings.profiling import MemoryWorkload
+from cs336sys.settings.training import Workload
+from cs336sys.timing.phases import gpu_busy_ms
+from cs336sys.training.checkpoints import MemoryStep
+from cs336sys.training.optimizers import build_optimizer
+from cs336sys.training.step import TrainStep, set_matmul_precision, time_steps
+from cs336sys.training.user_models import telling_user_errors
 
 
 def measure_configuration(configuration: dict[str, Any], progress: Progress) -> Outcome:

@@ -14,24 +14,25 @@ from cs336sys.accounting.checkpointing import kept_blocks, parse_checkpointing
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.accounting.step_time.space import STRATEGIES, Space, refusal, training_with_batch
-from cs336sys.commands.faults import say
-from cs336sys.commands.options import training as options
-from cs336sys.commands.options.bytes import read_memory_limit
-from cs336sys.commands.options.effects import reads_file, setting, writes_file
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import among, choice, is_given
-from cs336sys.commands.sweep.run import in_rounds, run_sweep
+from cs336sys.command_line.faults import say
+from cs336sys.command_line.options import training as options
+from cs336sys.command_line.options.bytes import read_memory_limit
+from cs336sys.command_line.options.effects import reads_file, setting, writes_file
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
+from cs336sys.command_line.options.reading import among, choice, is_given
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.results.model import Cell, configuration_key
-from cs336sys.settings import MEASURING, OUTPUT, WHAT_RUNS
-from cs336sys.workload import ParallelWorkload, Workload
+from cs336sys.run.sweep import in_rounds, run_sweep
+from cs336sys.settings.fields import MEASURING, OUTPUT, WHAT_RUNS
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.training import Workload
 
 if TYPE_CHECKING:
     from cs336sys.accounting.step_time.choice import Candidate, Choice
     from cs336sys.accounting.step_time.prediction import StepConfiguration
     from cs336sys.accounting.step_time.rates import Rates
     from cs336sys.accounting.step_time.work import CountedModel
-    from cs336sys.report.table import Table
+    from cs336sys.tables.table import Table
 
 # Of a GPU's memory, what tensors may take: the rest is the context's and what the allocator cannot use.
 _FILLED = 0.95
@@ -92,7 +93,7 @@ class SearchOptions:
 
     def is_on_cpu(self, device: str) -> bool:
         """Return whether configurations are of this machine's CPU: asked for, or measured where there is no GPU."""
-        from cs336sys.measure.system import gpu_capacity
+        from cs336sys.machine.system import gpu_capacity
 
         if device == "cpu" and self.gpu is not None:
             raise UsageError(f"--gpu {self.gpu}: --device cpu has none; leave one of them out")
@@ -102,7 +103,7 @@ class SearchOptions:
         """Return what tensors of a rank may take."""
         from cs336sys.accounting.hardware import datasheet
         from cs336sys.accounting.step_time.rates import read_rates
-        from cs336sys.measure.system import capacity, gpu_capacity
+        from cs336sys.machine.system import capacity, gpu_capacity
 
         if self.memory is not None:
             return read_memory_limit(self.memory, "--memory")
@@ -153,7 +154,7 @@ class SearchOptions:
         """Return the rates of ``--gpu``, of this machine's GPU, or of its CPU, which are measured first."""
         from cs336sys.accounting.hardware import datasheet
         from cs336sys.accounting.step_time.rates import rates_of, read_rates
-        from cs336sys.measure.system import gpu_capacity
+        from cs336sys.machine.system import gpu_capacity
 
         measured = None if self.rates is None else read_rates(self.rates)
         if on_cpu:
@@ -185,7 +186,7 @@ def tune(
 
     cs336sys tune --size tiny --batch-size 4 --measure 3 --save tuned.jsonl
     """
-    from cs336sys.report.tune import choice_tables, plot_front
+    from cs336sys.commands.tune.tables import choice_tables, plot_front
 
     plain = _plain_workload(training)
     output.check(plot=plot)
@@ -235,9 +236,9 @@ def _plain_workload(training: options.TrainingOptions) -> Workload:
 
 def _counted_model(plain: Workload) -> "CountedModel":
     from cs336sys.accounting.step_time.work import CountedModel
-    from cs336sys.measure.cells import Worker
+    from cs336sys.run.cells import Worker
 
-    with contextlib.closing(Worker("cs336sys.experiments.operation_counting:count_model", ())) as worker:
+    with contextlib.closing(Worker("cs336sys.training.operation_counting:count_model", ())) as worker:
         outcome = worker.measure(plain.configuration(), timeout_s=None, progress=lambda stage: None)
     if outcome.status != "ok":
         raise CapabilityError(str(outcome.reason))
@@ -265,10 +266,10 @@ def _fixed_for_user_model(
 def _cpu_rates(plain: Workload) -> "Rates":
     from cs336sys.accounting.step_time.prediction import StepConfiguration, quantities
     from cs336sys.accounting.step_time.rates import UNMEASURED, Exposure, Rates
-    from cs336sys.measure.cells import Worker
-    from cs336sys.measure.system import cpu_model
+    from cs336sys.machine.system import cpu_model
+    from cs336sys.run.cells import Worker
 
-    with contextlib.closing(Worker("cs336sys.experiments.tune:measure_rates", ())) as worker:
+    with contextlib.closing(Worker("cs336sys.commands.tune.measure:measure_rates", ())) as worker:
         outcome = worker.measure(plain.configuration(), timeout_s=120.0, progress=lambda stage: None)
     if outcome.status != "ok":
         raise CapabilityError(f"the rates of this CPU cannot be measured: {outcome.reason}")
@@ -394,8 +395,8 @@ class _Race:
 
     def is_wanted(self, configuration: Mapping[str, Any], cells: Sequence[Cell]) -> bool:
         """Return whether this candidate is measured in this round: the first finds who runs, the others the fastest."""
-        from cs336sys.report.titles import by_configuration
-        from cs336sys.report.tune import compared_to_best, fastest, is_decided, running
+        from cs336sys.commands.tune.tables import compared_to_best, fastest, is_decided, running
+        from cs336sys.tables.titles import by_configuration
 
         key = configuration_key(configuration, ignore=("round",))
         if configuration["round"] == 1:
@@ -413,14 +414,14 @@ class _Race:
 
     def run(self, predicted: Sequence["Table"], sweeping: SweepOptions, output: OutputOptions) -> None:
         """Measure, and print the measured tables before the predicted ones."""
-        from cs336sys.report.tune import tune_tables
+        from cs336sys.commands.tune.tables import tune_tables
 
-        where = "experiments.tune:measure_configuration"
+        measure = "cs336sys.commands.tune.measure:measure_configuration"
         if self.ranks > 1:
-            where = "experiments.parallel.measurement:measure_parallel_training"
+            measure = "cs336sys.commands.rank_training.measure:measure_parallel_training"
         run_sweep(
             "tune",
-            f"cs336sys.{where}",
+            measure,
             in_rounds(self.configurations, _ROUNDS),
             sweeping,
             across_ranks=self.ranks > 1,

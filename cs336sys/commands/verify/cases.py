@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments import user_models
-from cs336sys.experiments.models import blocks_of, build_model, make_batch
-from cs336sys.workload.verification import VerifiedWorkload
+from cs336sys.settings.verification import VerifiedWorkload
+from cs336sys.training import user_models
+from cs336sys.training.model import blocks_of, build_model, make_batch
 
 # A power of two, so that scaling rounds nothing.
 LOSS_SCALE = 1024.0

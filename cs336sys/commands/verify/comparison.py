@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cs336sys.experiments.verify.cases import OVERFLOWN_STEP, Program
-from cs336sys.experiments.verify.program import Reference, Training
-from cs336sys.experiments.verify.rank import RankReport
-from cs336sys.experiments.verify.record import Record
-from cs336sys.experiments.verify.wraps import line_of_wrap
+from cs336sys.commands.verify.cases import OVERFLOWN_STEP, Program
+from cs336sys.commands.verify.program import Reference, Training
+from cs336sys.commands.verify.rank import RankReport
+from cs336sys.commands.verify.record import Record
+from cs336sys.commands.verify.wraps import line_of_wrap
 from cs336sys.parity.assembly import assemble
 from cs336sys.parity.collectives import CollectiveLaunch
 from cs336sys.parity.rounding import rounding_in
 from cs336sys.parity.weights import norm, relative_difference
-from cs336sys.workload.verification import VerifiedWorkload
+from cs336sys.settings.verification import VerifiedWorkload
 
 _Tensors = dict[str, Tensor]
 _Launches = Sequence[CollectiveLaunch]

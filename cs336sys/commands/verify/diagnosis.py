@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cs336sys.experiments.verify.cases import OVERFLOWN_STEP, SAVED_AFTER, build_subject
-from cs336sys.experiments.verify.comparison import EXPLAINED, GRADIENT_PHASES, ComparedCase, Diagnosis, Finding
-from cs336sys.experiments.verify.gradient_diagnosis import diagnose_gradient, is_near, proportion
-from cs336sys.experiments.verify.rank import RankReport
-from cs336sys.experiments.verify.record import OptimizerSpec
+from cs336sys.commands.verify.cases import OVERFLOWN_STEP, SAVED_AFTER, build_subject
+from cs336sys.commands.verify.comparison import EXPLAINED, GRADIENT_PHASES, ComparedCase, Diagnosis, Finding
+from cs336sys.commands.verify.gradient_diagnosis import diagnose_gradient, is_near, proportion
+from cs336sys.commands.verify.rank import RankReport
+from cs336sys.commands.verify.record import OptimizerSpec
 from cs336sys.parity.collectives import first_disagreement
 from cs336sys.parity.weights import norm
-from cs336sys.workload.verification import VerifiedWorkload
+from cs336sys.settings.verification import VerifiedWorkload
 
 
 def diagnose_case(case: ComparedCase, plain_diagnosis: Diagnosis | None) -> Diagnosis:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cs336sys.experiments.verify.comparison import EXPLAINED, GRADIENT_PHASES, ComparedCase, Diagnosis, Finding
+from cs336sys.commands.verify.comparison import EXPLAINED, GRADIENT_PHASES, ComparedCase, Diagnosis, Finding
 from cs336sys.parity.weights import norm
 
 # Relatively so near, coefficients are equal.

@@ -4,12 +4,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from cs336sys.commands.verify.measure import measure_case
 from cs336sys.errors import SENTENCES, require_known
-from cs336sys.experiments.verify.measurement import measure_case
 from cs336sys.parallel.ranks import launch
-from cs336sys.sizes import choose_size
-from cs336sys.workload import UserCode, Workload
-from cs336sys.workload.verification import CASES, SEQUENCES, SMALL, WRAPS, VerifiedWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import UserCode, Workload
+from cs336sys.settings.verification import CASES, SEQUENCES, SMALL, WRAPS, VerifiedWorkload
 
 
 @dataclass(frozen=True)

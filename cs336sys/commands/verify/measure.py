@@ -8,32 +8,32 @@ from typing import Any
 
 import torch
 
-from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
-from cs336sys.experiments import user_models
-from cs336sys.experiments.verify.cases import CONDITIONS, PROGRAMS, Program, build_subject
-from cs336sys.experiments.verify.comparison import ComparedCase, Diagnosis
-from cs336sys.experiments.verify.diagnosis import (
+from cs336sys.commands.verify.cases import CONDITIONS, PROGRAMS, Program, build_subject
+from cs336sys.commands.verify.comparison import ComparedCase, Diagnosis
+from cs336sys.commands.verify.diagnosis import (
     diagnose_case,
     diagnose_groups,
     diagnose_lost_ranks,
     diagnose_masks,
     merged_spec,
 )
-from cs336sys.experiments.verify.program import Reference, Training
-from cs336sys.experiments.verify.rank import RankReport, RankSettings, is_sound, train_on_rank
-from cs336sys.experiments.verify.record import ADAMW_SETTINGS, group_of_one
-from cs336sys.experiments.verify.wraps import line_of_wrap
-from cs336sys.measure.cells import Outcome, Progress
-from cs336sys.measure.device import choose_device
+from cs336sys.commands.verify.program import Reference, Training
+from cs336sys.commands.verify.rank import RankReport, RankSettings, is_sound, train_on_rank
+from cs336sys.commands.verify.record import ADAMW_SETTINGS, group_of_one
+from cs336sys.commands.verify.wraps import line_of_wrap
+from cs336sys.errors import CapabilityError, LostProcessError, UserCodeError
+from cs336sys.machine.device import choose_device
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
 from cs336sys.parity.collectives import first_disagreement
 from cs336sys.processes import started_outside
 from cs336sys.processes.folders import OwnedFolder
-from cs336sys.sizes import ModelSize
-from cs336sys.user_code import is_user_code
-from cs336sys.workload import UserCode
-from cs336sys.workload.verification import VerifiedWorkload
+from cs336sys.run.cells import Outcome, Progress
+from cs336sys.settings.sizes import ModelSize
+from cs336sys.settings.training import UserCode
+from cs336sys.settings.user_code import is_user_code
+from cs336sys.settings.verification import VerifiedWorkload
+from cs336sys.training import user_models
 
 # Why no other case is run: of plain steps that say all of a wrap, and of models of users that fail in one process.
 _not_run_because: dict[VerifiedWorkload | tuple[UserCode, ModelSize], str] = {}

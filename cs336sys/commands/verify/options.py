@@ -5,20 +5,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from cs336sys.commands.options import training as options
-from cs336sys.commands.options.effects import writes_file
-from cs336sys.commands.options.output import OutputOptions, SweepOptions
-from cs336sys.commands.options.reading import choice, name_or_code
-from cs336sys.commands.sweep.ranks import choose_world_sizes
-from cs336sys.commands.sweep.run import run_sweep
+from cs336sys.command_line.options import training as options
+from cs336sys.command_line.options.effects import writes_file
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
+from cs336sys.command_line.options.reading import choice, name_or_code
 from cs336sys.errors import UsageError
 from cs336sys.processes import is_first_rank
 from cs336sys.results.model import Cell, Run
-from cs336sys.settings import MODEL
-from cs336sys.sizes import SIZES, ModelSize
-from cs336sys.user_code import digest, is_user_code
-from cs336sys.workload import Workload
-from cs336sys.workload.verification import CASES, SEQUENCES, SMALL, WRAPS, VerifiedWorkload
+from cs336sys.run.ranks import choose_world_sizes
+from cs336sys.run.sweep import run_sweep
+from cs336sys.settings.fields import MODEL
+from cs336sys.settings.sizes import SIZES, ModelSize
+from cs336sys.settings.training import Workload
+from cs336sys.settings.user_code import digest, is_user_code
+from cs336sys.settings.verification import CASES, SEQUENCES, SMALL, WRAPS, VerifiedWorkload
 
 
 @options.setting_options(ModelSize, "size")
@@ -92,9 +92,9 @@ def verify(
 
     torchrun --nproc-per-node 8 -m cs336sys verify --model mine.py:build --wrap mine.py:parallelize
     """
-    from cs336sys.report.page import check_page, html_page, html_table
-    from cs336sys.report.table import Table, with_rows
-    from cs336sys.report.verify import verify_tables
+    from cs336sys.commands.verify.tables import verify_tables
+    from cs336sys.tables.page import check_page, html_page, html_table
+    from cs336sys.tables.table import Table, with_rows
 
     if is_first_rank():
         output.check()
@@ -104,12 +104,12 @@ def verify(
     def tables(cells: Sequence[Cell], machine: Run | None) -> list[Table]:
         built = with_rows(*verify_tables(cells, machine))
         if html is not None:
-            from cs336sys.report.outputs import write_file
+            from cs336sys.tables.outputs import write_file
 
             page = html_page(f"cs336sys verify: {', '.join(verification.wrap)}", [html_table(table) for table in built])
             write_file(html, page.encode(), "--html")
         return built
 
-    measure = "cs336sys.experiments.verify.measurement:measure_case"
+    measure = "cs336sys.commands.verify.measure:measure_case"
     output.check_selection("verify", verify_tables)
     run_sweep("verify", measure, configurations, sweeping, across_ranks=True).report(tables, output)

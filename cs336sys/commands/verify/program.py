@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from cs336sys.errors import UserCodeError
-from cs336sys.experiments import user_models
-from cs336sys.experiments.verify.cases import (
+from cs336sys.commands.verify.cases import (
     OVERFLOWN_STEP,
     PROGRAMS,
     Program,
@@ -27,11 +25,13 @@ from cs336sys.experiments.verify.cases import (
     loss_of,
     shares_of,
 )
-from cs336sys.experiments.verify.record import OptimizerSpec, Record, captured_outputs, clone, default_optimizer
-from cs336sys.experiments.verify.wraps import Wrapped
+from cs336sys.commands.verify.record import OptimizerSpec, Record, captured_outputs, clone, default_optimizer
+from cs336sys.commands.verify.wraps import Wrapped
+from cs336sys.errors import UserCodeError
 from cs336sys.parity.collectives import OBSERVED, CollectiveWatcher
 from cs336sys.parity.rounding import LEARNING_RATES, MEAN_LOSS, stay_near
-from cs336sys.workload.verification import VerifiedWorkload
+from cs336sys.settings.verification import VerifiedWorkload
+from cs336sys.training import user_models
 
 # So many elements, over all steps, are compared after every step; of more, after the first and the last.
 _MOST_ELEMENTS = 2e7

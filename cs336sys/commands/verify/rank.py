@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 
-from cs336sys.errors import CapabilityError, UsageError, UserCodeError, lines_of
-from cs336sys.experiments import user_models
-from cs336sys.experiments.verify.cases import (
+from cs336sys.commands.verify.cases import (
     LOSS_SCALE,
     OVERFLOWN_STEP,
     SAVED_AFTER,
@@ -24,12 +22,14 @@ from cs336sys.experiments.verify.cases import (
     batch_of,
     build_subject,
 )
-from cs336sys.experiments.verify.program import ProgramRun, Training
-from cs336sys.experiments.verify.record import OptimizerSpec, Record, Together, captured_outputs, default_optimizer
-from cs336sys.experiments.verify.wraps import innermost, wrap
+from cs336sys.commands.verify.program import ProgramRun, Training
+from cs336sys.commands.verify.record import OptimizerSpec, Record, Together, captured_outputs, default_optimizer
+from cs336sys.commands.verify.wraps import innermost, wrap
+from cs336sys.errors import CapabilityError, UsageError, UserCodeError, lines_of
 from cs336sys.parity.assembly import model_name
 from cs336sys.parity.collectives import CollectiveLaunch, CollectiveWatcher
-from cs336sys.user_code import is_user_code, source_file
+from cs336sys.settings.user_code import is_user_code, source_file
+from cs336sys.training import user_models
 
 # Ranks that start with different weights, and models that are loaded into, are built from seeds so far apart.
 _OTHER_SEED = 1000

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cs336sys.report.table import Column, Table, by_key, named_columns
-from cs336sys.report.titles import SETTING_COLUMNS, found_in_user_code, setting_columns, shown_settings, title
 from cs336sys.results.model import Cell, Run
-from cs336sys.workload.verification import CASES, VerifiedWorkload
+from cs336sys.settings.verification import CASES, VerifiedWorkload
+from cs336sys.tables.table import Column, Table, by_key, named_columns
+from cs336sys.tables.titles import SETTING_COLUMNS, found_in_user_code, setting_columns, shown_settings, title
 
 _SETTINGS = by_key(
     *named_columns("wrap", world_size="ranks", mesh="mesh", gradients="gradients", finish="finished by"),

@@ -16,22 +16,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cs336sys.errors import CapabilityError, UserCodeError, a_value, choose_from
-from cs336sys.experiments import user_models
-from cs336sys.experiments.models import blocks_of, torch_linear
-from cs336sys.experiments.verify.cases import loss_of
-from cs336sys.experiments.verify.record import (
+from cs336sys.commands.verify.cases import loss_of
+from cs336sys.commands.verify.record import (
     ADAMW_SETTINGS,
     GROUP_NAMES,
     Together,
     added_to_environment,
     default_optimizer,
 )
+from cs336sys.errors import CapabilityError, UserCodeError, a_value, choose_from
 from cs336sys.parallel import ddp
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
-from cs336sys.user_code import is_user_code
-from cs336sys.workload.verification import VerifiedWorkload
+from cs336sys.settings.user_code import is_user_code
+from cs336sys.settings.verification import VerifiedWorkload
+from cs336sys.training import user_models
+from cs336sys.training.model import blocks_of, torch_linear
 
 FINISH = "finish_gradient_synchronization"
 

@@ -22,7 +22,7 @@ from cs336sys.kernels.attention.reference import (
     tiled_backward,
 )
 from cs336sys.kernels.autograd import refuse_transforms
-from cs336sys.triton_package import why_no_triton
+from cs336sys.machine.triton_package import why_no_triton
 
 __all__ = [
     "IMPLEMENTATIONS",

@@ -1,8 +1,8 @@
 """Checks what this machine has and lacks for cs336sys, each lack with its fix."""
 
-from cs336sys.measure.diagnosis import profilers, software
-from cs336sys.measure.diagnosis.software import Check
-from cs336sys.measure.system import installed_version, read_gpus
+from cs336sys.machine.diagnosis import profilers, software
+from cs336sys.machine.diagnosis.software import Check
+from cs336sys.machine.system import installed_version, read_gpus
 
 
 def diagnose() -> list[Check]:
@@ -14,7 +14,7 @@ def diagnose() -> list[Check]:
     if checks[-1].verdict == "missing":
         # All the rest depends on torch: fix it first.
         return checks
-    from cs336sys.measure.diagnosis import gpu
+    from cs336sys.machine.diagnosis import gpu
 
     checks += [*gpu.check_devices(read_gpus()), software.check_triton()]
     if installed_version("triton") is not None:

@@ -8,9 +8,9 @@ from itertools import combinations
 
 import torch
 
-from cs336sys.measure.diagnosis.software import Check, probe_triton
-from cs336sys.measure.environment import nccl_version
-from cs336sys.measure.system import SLOWDOWNS, GpuState, installed_version, read_gpus, run_tool
+from cs336sys.machine.diagnosis.software import Check, probe_triton
+from cs336sys.machine.environment import nccl_version
+from cs336sys.machine.system import SLOWDOWNS, GpuState, installed_version, read_gpus, run_tool
 
 MULTICAST_VARIABLES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST")
 
@@ -153,7 +153,7 @@ def check_triton_kernel() -> list[Check]:
     outcome = probe_triton("cuda")
     if outcome == "ok":
         return [Check("Triton on the GPU", "compiles and runs a kernel")]
-    fix = "See the whole error: `python -m cs336sys.measure.diagnosis.triton_probe cuda`."
+    fix = "See the whole error: `python -m cs336sys.machine.diagnosis.triton_probe cuda`."
     return [Check("Triton on the GPU", outcome, "missing", fix)]
 
 
@@ -202,7 +202,7 @@ def describe_links(uuids: Sequence[str]) -> str:
     """The links between these GPUs of this machine as ``nvidia-smi topo -m`` names them, with the sum of the NVLinks.
 
     Args:
-        uuids: a tuple of GPU UUIDs, as of :class:`cs336sys.measure.system.GpuState`.
+        uuids: a tuple of GPU UUIDs, as of :class:`cs336sys.machine.system.GpuState`.
 
     Returns:
         ``NV18 (18 NVLinks, 478 GB/s each way)``, ``PIX``, ``SYS``, several where pairs differ, or ``unknown links``.

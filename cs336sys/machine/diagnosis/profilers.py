@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cs336sys.errors import CapabilityError
-from cs336sys.measure.diagnosis.software import Check
-from cs336sys.measure.system import library_loads, run_tool
+from cs336sys.machine.diagnosis.software import Check
+from cs336sys.machine.system import library_loads, run_tool
 
 # Where installers put them when they do not put them on PATH: NVIDIA's packages, the CUDA toolkit, Ubuntu's packages,
 # and a conda environment.

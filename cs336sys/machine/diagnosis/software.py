@@ -14,9 +14,9 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from cs336sys.measure.system import installed_version, is_wsl, memory_gib, run_tool
+from cs336sys.machine.system import installed_version, is_wsl, memory_gib, run_tool
+from cs336sys.machine.triton_package import why_no_triton
 from cs336sys.processes.parent import python_module
-from cs336sys.triton_package import why_no_triton
 
 Verdict = Literal["ok", "warn", "missing"]
 
@@ -88,14 +88,14 @@ def check_triton_interpreter() -> Check:
     outcome = probe_triton("cpu")
     if outcome == "ok":
         return Check("Triton interpreter", f"works, numpy {numpy}")
-    fix = "See the whole error: `TRITON_INTERPRET=1 python -m cs336sys.measure.diagnosis.triton_probe cpu`."
+    fix = "See the whole error: `TRITON_INTERPRET=1 python -m cs336sys.machine.diagnosis.triton_probe cpu`."
     return Check("Triton interpreter", f"{outcome}; numpy {numpy}", "warn", fix)
 
 
 def probe_triton(device: str) -> str:
     """Run a kernel in a process of its own, on ``cuda`` or in the interpreter (``cpu``): "ok" or what went wrong."""
     output = run_tool(
-        python_module("cs336sys.measure.diagnosis.triton_probe", device),
+        python_module("cs336sys.machine.diagnosis.triton_probe", device),
         timeout_s=PROBE_TIMEOUT_S,
         variables={"TRITON_INTERPRET": "1" if device == "cpu" else "0"},
         starts_others=True,
@@ -144,7 +144,7 @@ def check_attention() -> list[Check]:
 
     if not torch.cuda.is_available():
         return [Check("attention calls", "no CUDA GPU to launch kernels on")]
-    # By name and in a process of its own: nothing of measure/ imports kernels/.
+    # By name and in a process of its own: nothing of machine/ imports kernels/.
     module = "cs336sys.kernels.attention.native_probe"
     output = run_tool(python_module(module), timeout_s=PROBE_TIMEOUT_S, starts_others=True)
     if not output:

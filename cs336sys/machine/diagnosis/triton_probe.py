@@ -2,7 +2,7 @@
 
 A module and a process of its own: Triton reads a kernel's source from its file, decides on its interpreter when it is
 imported, and a kernel that fails can leave a process without a usable GPU. Usage:
-``python -m cs336sys.measure.diagnosis.triton_probe cuda``, or ``cpu`` with TRITON_INTERPRET=1.
+``python -m cs336sys.machine.diagnosis.triton_probe cuda``, or ``cpu`` with TRITON_INTERPRET=1.
 """
 
 import sys
@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from cs336sys.machine.triton_package import repair_interpreter
 from cs336sys.processes.caches import use_private_caches
-from cs336sys.triton_package import repair_interpreter
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parametrize
 
 from cs336sys.errors import UsageError
-from cs336sys.lazy_dynamo import importing_no_compiler
+from cs336sys.machine.lazy_dynamo import importing_no_compiler
 from cs336sys.parallel.buckets import GradientBucket
 from cs336sys.parallel.checkpoint_state import StateDictOfSlices, mark_share
 from cs336sys.parallel.collectives import process_group, require_process_group

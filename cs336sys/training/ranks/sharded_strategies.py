@@ -1,6 +1,6 @@
 """The strategies of ``shard``: who holds which part of the training state, and torch's own next to ours.
 
-Named in :mod:`cs336sys.strategies`, as those of :mod:`~cs336sys.experiments.parallel.strategies`. A strategy imports
+Named in :mod:`cs336sys.settings.strategies`, as those of :mod:`~cs336sys.training.ranks.strategies`. A strategy imports
 what it alone needs: ``FSDP`` brings torch's compiler, ``fully_shard`` DTensor and SymPy, a second and more each, which
 the ranks of all others are spared.
 """
@@ -15,8 +15,12 @@ from torch import Tensor, nn
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments import models
-from cs336sys.experiments.parallel.strategies import (
+from cs336sys.parallel.ddp import BucketedDDP
+from cs336sys.parallel.gradient_slices import ShardedGradScaler
+from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.training import model as models
+from cs336sys.training.ranks.strategies import (
     OptimizerChoice,
     Replica,
     build_plain_model,
@@ -24,11 +28,7 @@ from cs336sys.experiments.parallel.strategies import (
     replica_of,
     replica_of_torch,
 )
-from cs336sys.experiments.training import AUTOCAST_DTYPES
-from cs336sys.parallel.ddp import BucketedDDP
-from cs336sys.parallel.gradient_slices import ShardedGradScaler
-from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
-from cs336sys.workload import ParallelWorkload
+from cs336sys.training.step import AUTOCAST_DTYPES
 
 # Strategies that average gradients differ in nothing else.
 BUCKETS = "block"

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cs336sys.choices import WARM_UP_STEPS, WARM_UP_STEPS_OF_TORCH_DDP
-from cs336sys.cuda_graphs import CudaRecorder, Recorder, require_graphs
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments import user_models
-from cs336sys.experiments.parallel.strategies import OptimizerChoice, Replica, sequences_of_rank
-from cs336sys.experiments.training import TrainStep, set_matmul_precision
-from cs336sys.measure.device import choose_device, synchronize
-from cs336sys.measure.phases import Marks, NvtxMarks, phase
-from cs336sys.workload import ParallelWorkload
+from cs336sys.machine.device import choose_device, synchronize
+from cs336sys.settings.choices import WARM_UP_STEPS, WARM_UP_STEPS_OF_TORCH_DDP
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.training import user_models
+from cs336sys.training.cuda_graphs import CudaRecorder, Recorder, require_graphs
+from cs336sys.training.profiler_ranges import Marks, NvtxMarks, phase
+from cs336sys.training.ranks.strategies import OptimizerChoice, Replica, sequences_of_rank
+from cs336sys.training.step import TrainStep, set_matmul_precision
 
 
 class ParallelStep(TrainStep):

@@ -1,6 +1,6 @@
 """The strategies by which ranks train one model: how each wraps a model and an optimizer on a rank.
 
-A strategy is a :data:`Prepare` function, which its record in :mod:`cs336sys.strategies` names. Everything else
+A strategy is a :data:`Prepare` function, which its record in :mod:`cs336sys.settings.strategies` names. Everything else
 (checking, timing, counting, tables) is the same for all.
 """
 
@@ -21,14 +21,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from cs336sys.accounting.checkpointing import kept_blocks
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments import user_models
-from cs336sys.experiments.models import CausalAttention, blocks_of, build_model, keeping_input
-from cs336sys.experiments.optimizers import build_optimizer, choose_optimizer
-from cs336sys.experiments.training import AUTOCAST_DTYPES
 from cs336sys.parallel.copy_engines import CopyEngines
-from cs336sys.sizes import ModelSize
-from cs336sys.user_code import is_user_code
-from cs336sys.workload import ParallelWorkload, Workload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import ModelSize
+from cs336sys.settings.training import Workload
+from cs336sys.settings.user_code import is_user_code
+from cs336sys.training import user_models
+from cs336sys.training.model import CausalAttention, blocks_of, build_model, keeping_input
+from cs336sys.training.optimizers import build_optimizer, choose_optimizer
+from cs336sys.training.step import AUTOCAST_DTYPES
 
 if TYPE_CHECKING:
     from cs336sys.parallel.fsdp.gather_order import GatherWatch

@@ -16,23 +16,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cs336sys.accounting.sharding.context import split_of
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments import models
-from cs336sys.experiments.parallel.sharded_strategies import BUCKETS, averaging_replica, full_tensors, fully_sharded
-from cs336sys.experiments.parallel.strategies import (
-    OptimizerChoice,
-    Replica,
-    build_plain_model,
-    replica_of_torch,
-    sequences_of_rank,
-)
-from cs336sys.experiments.training import AUTOCAST_DTYPES
 from cs336sys.kernels.attention import flash_attention, flash_attention_backward
 from cs336sys.parallel.collectives import process_group
 from cs336sys.parallel.context_parallel import AllToAllAttention, ContextGroup, RingAttention
 from cs336sys.parallel.ddp import BucketedDDP
 from cs336sys.parallel.gradient_slices import ShardedGradScaler
 from cs336sys.parallel.tensor_parallel import COMPILE_OPTIONS, TensorParallel
-from cs336sys.workload import ParallelWorkload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.training import model as models
+from cs336sys.training.ranks.sharded_strategies import BUCKETS, averaging_replica, full_tensors, fully_sharded
+from cs336sys.training.ranks.strategies import (
+    OptimizerChoice,
+    Replica,
+    build_plain_model,
+    replica_of_torch,
+    sequences_of_rank,
+)
+from cs336sys.training.step import AUTOCAST_DTYPES
 
 
 def _data_tensor_mesh(workload: ParallelWorkload, device: torch.device) -> DeviceMesh:

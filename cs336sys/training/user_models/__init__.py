@@ -7,7 +7,7 @@
 - ``initialization.py``: how does a model get its first values one layer at a time?
 """
 
-from cs336sys.experiments.user_models.attention import (
+from cs336sys.training.user_models.attention import (
     AttentionCall,
     as_written,
     left_to_torch,
@@ -19,9 +19,9 @@ from cs336sys.experiments.user_models.attention import (
     why_not_ours,
     without_dropout,
 )
-from cs336sys.experiments.user_models.blocks import find_blocks, hidden_parameters, hidden_warnings
-from cs336sys.experiments.user_models.initialization import fill, layer_initializer, tiny_sizes, why_built_whole
-from cs336sys.experiments.user_models.loading import (
+from cs336sys.training.user_models.blocks import find_blocks, hidden_parameters, hidden_warnings
+from cs336sys.training.user_models.initialization import fill, layer_initializer, tiny_sizes, why_built_whole
+from cs336sys.training.user_models.loading import (
     build,
     call_model,
     changeable,

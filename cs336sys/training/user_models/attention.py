@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cs336sys.choices import ATTENTION
+from cs336sys.settings.choices import ATTENTION
 
 # torch's own, whatever stands in its place.
 torch_attention = F.scaled_dot_product_attention

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cs336sys.experiments.user_models.blocks import hidden_parameters
-from cs336sys.experiments.user_models.loading import build, copied_code
-from cs336sys.sizes import ModelSize
+from cs336sys.settings.sizes import ModelSize
+from cs336sys.training.user_models.blocks import hidden_parameters
+from cs336sys.training.user_models.loading import build, copied_code
 
 Initialize = Callable[[nn.Module], None]
 

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError, a_value, lines_of, summary_of
-from cs336sys.experiments.user_models.attention import left_to_torch
-from cs336sys.measure.cells import is_out_of_memory
-from cs336sys.sizes import ModelSize
-from cs336sys.user_code import is_file, is_user_code, named_object, source_file, split_reference
-from cs336sys.workload import Workload
-from cs336sys.workload.course_package import PACKAGE, first_folder, line_in_package
+from cs336sys.run.cells import is_out_of_memory
+from cs336sys.settings.course_package import PACKAGE, first_folder, line_in_package
+from cs336sys.settings.sizes import ModelSize
+from cs336sys.settings.training import Workload
+from cs336sys.settings.user_code import is_file, is_user_code, named_object, source_file, split_reference
+from cs336sys.training.user_models.attention import left_to_torch
 
 # Of files of the user's that were loaded. Elsewhere they come last on ``sys.path``.
 user_folders: list[str] = []

@@ -8,7 +8,7 @@ from cs336sys.accounting.sharding.context import all_to_all_bytes, context_sent_
 from cs336sys.accounting.sharding.partition import SequenceSplit, require_heads
 from cs336sys.accounting.sharding.step import ShardedStep, fullest_state, predicted_memory, predicted_sent_bytes
 from cs336sys.errors import UsageError
-from cs336sys.sizes import choose_size
+from cs336sys.settings.sizes import choose_size
 
 
 def test_zigzag_gives_each_rank_a_chunk_from_either_end():

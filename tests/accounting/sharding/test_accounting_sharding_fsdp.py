@@ -8,7 +8,7 @@ from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.sharding import fsdp
 from cs336sys.accounting.sharding.partition import gathered_layout, own_rows, padded_bytes
 from cs336sys.errors import UsageError
-from cs336sys.sizes import SIZES, ModelSize
+from cs336sys.settings.sizes import SIZES, ModelSize
 
 SMALL = ModelSize("", d_model=8, d_ff=12, num_layers=2, num_heads=2, vocab_size=10)
 

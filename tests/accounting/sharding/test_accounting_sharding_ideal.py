@@ -10,7 +10,7 @@ from cs336sys.accounting.sharding.ideal import (
     state_answers,
 )
 from cs336sys.errors import UsageError
-from cs336sys.sizes import SIZES
+from cs336sys.settings.sizes import SIZES
 
 GB = 10**9
 

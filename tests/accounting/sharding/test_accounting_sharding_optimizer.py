@@ -14,7 +14,7 @@ from cs336sys.accounting.memory import TrainingState
 from cs336sys.accounting.sharding.partition import ALIGNMENT, Piece, flat_pieces, greedy_partition
 from cs336sys.accounting.sharding.step import flat_optimizer_state, sharded_optimizer_state
 from cs336sys.errors import UsageError
-from cs336sys.sizes import SIZES
+from cs336sys.settings.sizes import SIZES
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import GIB, TrainingState, widest_moments
 from cs336sys.accounting.sharding.fsdp import fully_sharded_peak
 from cs336sys.accounting.sharding.step import ShardedStep, flat_optimizer_state, fullest_state, rank_moments, rank_peak
+from cs336sys.commands.account.tables.model import rank_memory_tables
+from cs336sys.commands.shard.tables import memory_of
 from cs336sys.errors import UsageError
-from cs336sys.report.account.model import rank_memory_tables
-from cs336sys.report.shard import memory_of
 from cs336sys.results.model import read_results
-from cs336sys.sizes import SIZES, ModelSize
-from cs336sys.strategies import STRATEGIES
-from cs336sys.workload import SHARDING_STRATEGIES
+from cs336sys.settings.parallel import SHARDING_STRATEGIES
+from cs336sys.settings.sizes import SIZES, ModelSize
+from cs336sys.settings.strategies import STRATEGIES
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 # d 64, d_ff 192, 2 layers: per layer 4 * 4096 + 3 * 12,288 + 128 = 53,376; with 2 * 640 * 64 and a last norm 188,736.

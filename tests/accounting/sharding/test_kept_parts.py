@@ -18,7 +18,7 @@ from cs336sys.accounting.sharding.selective_checkpointing import (
 )
 from cs336sys.accounting.sharding.step import MOMENTS
 from cs336sys.errors import UsageError
-from cs336sys.sizes import SIZES
+from cs336sys.settings.sizes import SIZES
 
 STEP = KeptStep(SIZES["8b"], world_size=2, state_dtype="bf16")
 

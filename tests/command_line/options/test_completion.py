@@ -7,9 +7,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from cs336sys.cli import COMMANDS, app
+from cs336sys.cli import COMMANDS, app, module_of
 from cs336sys.errors import UsageError
-from cs336sys.sizes import SIZES
+from cs336sys.settings.sizes import SIZES
 
 
 def offered(line):
@@ -58,7 +58,7 @@ def test_every_option_that_takes_one_of_some_names_offers_them(every_command, mo
         raise UsageError("this would be measured")
 
     for name in COMMANDS:
-        module = importlib.import_module(f"cs336sys.commands.{name}")
+        module = importlib.import_module(module_of(name))
         if hasattr(module, "run_sweep"):
             monkeypatch.setattr(module, "run_sweep", stop)
     offering, refused = 0, []

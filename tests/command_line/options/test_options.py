@@ -5,8 +5,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.commands.options.effects import Effect, effect_of
-from cs336sys.commands.options.reading import at_least, between, one_of, split_list
+from cs336sys.command_line.options.effects import Effect, effect_of
+from cs336sys.command_line.options.reading import at_least, between, one_of, split_list
 from cs336sys.errors import UsageError
 
 

@@ -9,9 +9,9 @@ import typer
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.commands.options import settings_file
-from cs336sys.commands.options.effects import Effect, effect_of, setting
-from cs336sys.commands.options.reading import with_read_options
+from cs336sys.command_line.options import settings_file
+from cs336sys.command_line.options.effects import Effect, effect_of, setting
+from cs336sys.command_line.options.reading import with_read_options
 from cs336sys.errors import UsageError
 
 SETTINGS = """

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from cs336sys.experiments import collectives
-from cs336sys.experiments.collectives import time_collective
+from cs336sys.commands.allreduce import measure as collectives
+from cs336sys.commands.allreduce.measure import time_collective
 
 
 def time_all(workloads):

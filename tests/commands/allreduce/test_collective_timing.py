@@ -4,11 +4,11 @@ import collective_ranks
 import pytest
 import torch
 
-from cs336sys.experiments import collectives
-from cs336sys.experiments.collectives import RankHardware, RankTimes, count_differences, exact_data, write
-from cs336sys.measure.device import DTYPES
+from cs336sys.commands.allreduce import measure as collectives
+from cs336sys.commands.allreduce.measure import RankHardware, RankTimes, count_differences, exact_data, write
+from cs336sys.machine.device import DTYPES
 from cs336sys.parallel.ranks import launch
-from cs336sys.workload.operations import COLLECTIVE_DTYPES, COLLECTIVES, CollectiveWorkload
+from cs336sys.settings.operations import COLLECTIVE_DTYPES, COLLECTIVES, CollectiveWorkload
 
 pytestmark = pytest.mark.usefixtures("time_limit", "one_thread_a_rank")
 

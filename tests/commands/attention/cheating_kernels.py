@@ -6,7 +6,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from cs336sys.measure import relative_error
+from cs336sys.timing import relative_error
 
 ACCEPTED_CALLS = 3
 

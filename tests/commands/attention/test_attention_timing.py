@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cs336sys.errors import CapabilityError
-from cs336sys.experiments.attention import measurement
-from cs336sys.experiments.attention.measurement import (
+from cs336sys.commands.attention import measure as measurement
+from cs336sys.commands.attention.measure import (
     FA4_MODULE,
     TOLERANCES,
     attention_errors,
@@ -18,9 +17,10 @@ from cs336sys.experiments.attention.measurement import (
     random_inputs,
     reference_results,
 )
+from cs336sys.errors import CapabilityError
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.attention.reference import reference_attention
-from cs336sys.workload.operations import FLASH_ATTENTION_4, AttentionWorkload
+from cs336sys.settings.operations import FLASH_ATTENTION_4, AttentionWorkload
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ def workload(name="eager", context=48, head_dim=8, dtype="fp32", causal=True, he
     "more", [{}, {"causal": False}, {"heads": 4, "kv_heads": 2, "window": 7}, {"heads": 2, "kv_heads": 1, "window": 30}]
 )
 def test_reference_in_row_blocks_equals_the_whole_matrix(more, monkeypatch):
-    monkeypatch.setattr("cs336sys.experiments.attention.measurement._REFERENCE_ROWS", 20)
+    monkeypatch.setattr("cs336sys.commands.attention.measure._REFERENCE_ROWS", 20)
     shape = workload(**more)
     inputs = random_inputs(shape, CPU)
     operands = [tensor.detach().double().requires_grad_() for tensor in inputs.differentiable]

@@ -8,12 +8,12 @@ import torch
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.experiments.attention import keeping
-from cs336sys.experiments.attention.keeping import LEAST_SPEEDUP, choose_settings, measure_and_keep
+from cs336sys.commands.attention import keeping
+from cs336sys.commands.attention.keeping import LEAST_SPEEDUP, choose_settings, measure_and_keep
 from cs336sys.kernels.attention import operators
 from cs336sys.kernels.attention.triton import kept_settings, settings
 from cs336sys.results.model import Samples
-from cs336sys.workload.operations import AttentionWorkload
+from cs336sys.settings.operations import AttentionWorkload
 
 # Where kernels run: on a CPU in the interpreter, where there is no GPU.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

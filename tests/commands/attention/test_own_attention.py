@@ -10,10 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.experiments.attention import measurement
-from cs336sys.measure import relative_error
+from cs336sys.commands.attention import measure as measurement
 from cs336sys.results.model import read_results
-from cs336sys.workload.operations import AttentionWorkload
+from cs336sys.settings.operations import AttentionWorkload
+from cs336sys.timing import relative_error
 
 KERNELS = Path(__file__).with_name("cheating_kernels.py")
 
@@ -82,7 +82,7 @@ def test_lengths_that_a_kernel_refuses_are_told_and_no_fault():
         ("returns_a_broadcast", "relative error|has shape"),
         ("stops_the_clock", "it replaces time.perf_counter"),
         ("synchronizes_nothing", "it replaces torch.cuda.synchronize"),
-        ("calls_everything_right", "it replaces cs336sys.measure.relative_error.why_wrong"),
+        ("calls_everything_right", "it replaces cs336sys.timing.relative_error.why_wrong"),
         ("calls_everything_equal", "it replaces torch.equal"),
     ],
 )

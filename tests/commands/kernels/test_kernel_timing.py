@@ -3,12 +3,12 @@ import time
 import pytest
 import torch
 
+from cs336sys.commands.kernels import measure as measurement
+from cs336sys.commands.kernels.measure import TOLERANCES, kernel_errors, measure_kernel
+from cs336sys.commands.kernels.operations import OPERATIONS
 from cs336sys.errors import CapabilityError
-from cs336sys.experiments.kernels import measurement
-from cs336sys.experiments.kernels.measurement import TOLERANCES, kernel_errors, measure_kernel
-from cs336sys.experiments.kernels.operations import OPERATIONS
-from cs336sys.measure.timing import time_queued_calls
-from cs336sys.workload.operations import KERNELS, KernelWorkload
+from cs336sys.settings.operations import KERNELS, KernelWorkload
+from cs336sys.timing.phases import time_queued_calls
 
 # Where our kernels run: compiled, or in the interpreter.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -4,9 +4,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
+from cs336sys.commands.kernels import measure as measurement
 from cs336sys.errors import UserCodeError
-from cs336sys.experiments.kernels import measurement
-from cs336sys.workload.operations import KernelWorkload
+from cs336sys.settings.operations import KernelWorkload
 
 HONEST = """
 import torch, torch.nn.functional as F

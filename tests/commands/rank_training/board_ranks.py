@@ -3,9 +3,9 @@
 import pytest
 
 from cs336sys.board import transformer_block
-from cs336sys.experiments.parallel.gradient_check import check_gradients
-from cs336sys.experiments.parallel.step import ParallelStep
+from cs336sys.commands.rank_training.gradient_check import check_gradients
 from cs336sys.parallel.fsdp.unit import ShardedUnit
+from cs336sys.training.ranks.step import ParallelStep
 
 
 def check(workload):

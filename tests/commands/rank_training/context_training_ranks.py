@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336sys.experiments.parallel.rank import verify_on_rank
-from cs336sys.experiments.parallel.step import ParallelStep
-from cs336sys.experiments.training import TrainStep
+from cs336sys.commands.rank_training.rank import verify_on_rank
 from cs336sys.parallel.collectives import gather_numbers
 from cs336sys.parallel.context_parallel import ring
+from cs336sys.training.ranks.step import ParallelStep
+from cs336sys.training.step import TrainStep
 
 CPU = torch.device("cpu")
 
@@ -87,7 +87,7 @@ def _lose_gradients_on_their_way(patched):
 
 
 def _keep_positions_local(patched):
-    from cs336sys.experiments import models
+    from cs336sys.training import model as models
 
     patched.setattr(models, "give_positions", lambda *_: None)
 

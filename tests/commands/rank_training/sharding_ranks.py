@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from cs336sys.experiments.parallel import sharded_strategies
-from cs336sys.experiments.parallel.communication import recorded_communication
-from cs336sys.experiments.parallel.rank import build_recorded, verify_on_rank
-from cs336sys.experiments.parallel.step import ParallelStep
+from cs336sys.commands.rank_training.communication import recorded_communication
+from cs336sys.commands.rank_training.rank import build_recorded, verify_on_rank
+from cs336sys.training.ranks import sharded_strategies
+from cs336sys.training.ranks.step import ParallelStep
 
 _RIGHT = sharded_strategies.fully_sharded
 

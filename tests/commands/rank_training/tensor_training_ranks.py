@@ -4,11 +4,11 @@ import contextlib
 
 import torch
 
-from cs336sys.experiments.parallel.communication import recorded_communication
-from cs336sys.experiments.parallel.rank import verify_on_rank
-from cs336sys.experiments.parallel.step import ParallelStep
+from cs336sys.commands.rank_training.communication import recorded_communication
+from cs336sys.commands.rank_training.rank import verify_on_rank
 from cs336sys.parallel.tensor_parallel import group as tensor_group
 from cs336sys.parallel.tensor_parallel import layers, wrapper
+from cs336sys.training.ranks.step import ParallelStep
 
 
 def verify_and_count(workloads):

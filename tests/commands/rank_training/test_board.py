@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from cs336sys.accounting.sharding.selective_checkpointing import computed_flops, flops_again, kept_step
+from cs336sys.commands.rank_training import measure as measurement
+from cs336sys.commands.rank_training.gradient_check import with_few_blocks
 from cs336sys.errors import UsageError
-from cs336sys.experiments.parallel import measurement
-from cs336sys.experiments.parallel.gradient_check import with_few_blocks
-from cs336sys.sizes import ModelSize, choose_size
-from cs336sys.workload import ParallelWorkload, Workload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import ModelSize, choose_size
+from cs336sys.settings.training import Workload
 
 SIZE = ModelSize("odd", d_model=16, d_ff=24, num_layers=3, num_heads=2, vocab_size=24, context=5, batch_size=2)
 

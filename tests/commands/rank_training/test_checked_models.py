@@ -9,14 +9,15 @@ import pytest
 import torch
 import training_ranks
 
+from cs336sys.commands.rank_training.measure import measure_parallel_training
+from cs336sys.commands.rank_training.rank import telling_errors_of_rank
 from cs336sys.errors import CapabilityError, UserCodeError
-from cs336sys.experiments.parallel.measurement import measure_parallel_training
-from cs336sys.experiments.parallel.rank import telling_errors_of_rank
-from cs336sys.experiments.parallel.sharded_strategies import torch_fsdp
-from cs336sys.experiments.training import TrainStep
 from cs336sys.parity.rounding import TOLERANCES
-from cs336sys.sizes import choose_size
-from cs336sys.workload import ParallelWorkload, UserCode, Workload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import UserCode, Workload
+from cs336sys.training.ranks.sharded_strategies import torch_fsdp
+from cs336sys.training.step import TrainStep
 
 FILE = Path(__file__).parents[2] / "user_models.py"
 SIZE = choose_size("tiny", context=16, batch_size=4, vocab_size=50, d_model=32, d_ff=64, num_heads=4)

@@ -9,13 +9,14 @@ import torch
 import training_ranks
 
 from cs336sys.accounting.sharding.step import MOMENTS, predicted_memory, predicted_sent_bytes
+from cs336sys.commands.rank_training.measure import measure_parallel_training
+from cs336sys.commands.shard.tables import shard_plan, sharded_step
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.parallel.measurement import measure_parallel_training
-from cs336sys.experiments.parallel.tensor_strategies import torch_context
 from cs336sys.parity.rounding import TOLERANCES
-from cs336sys.report.shard import shard_plan, sharded_step
-from cs336sys.sizes import choose_size
-from cs336sys.workload import ParallelWorkload, UserCode, Workload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import UserCode, Workload
+from cs336sys.training.ranks.tensor_strategies import torch_context
 
 # Divides by no number of ranks.
 SIZE = choose_size("tiny", context=37, batch_size=2, vocab_size=100, d_model=32, d_ff=64, num_heads=4)

@@ -11,18 +11,20 @@ import pytest
 import torch
 import training_ranks
 
+from cs336sys.commands.rank_training import communication
+from cs336sys.commands.rank_training import measure as measurement
+from cs336sys.commands.rank_training.communication import _communication_timeline
+from cs336sys.commands.rank_training.measure import kept_ranks, measure_parallel_training, slowest, trace_path
+from cs336sys.commands.rank_training.rank import RankMeasurement, verify_on_rank
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.parallel import communication, measurement
-from cs336sys.experiments.parallel.communication import _communication_timeline
-from cs336sys.experiments.parallel.measurement import kept_ranks, measure_parallel_training, slowest, trace_path
-from cs336sys.experiments.parallel.rank import RankMeasurement, verify_on_rank
-from cs336sys.measure.cells import Worker, guarded
 from cs336sys.parallel.ranks import launch
 from cs336sys.parallel.ranks.spawned import RankError
 from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.results.model import Samples
-from cs336sys.sizes import choose_size
-from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload, Workload
+from cs336sys.run.cells import Worker, guarded
+from cs336sys.settings.parallel import DATA_PARALLEL_STRATEGIES, ParallelWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
 
 SIZE = choose_size("tiny", context=16, batch_size=4, vocab_size=500)
 SMALL = choose_size("tiny", context=8, batch_size=4, vocab_size=50, d_model=32, d_ff=64, num_heads=2)

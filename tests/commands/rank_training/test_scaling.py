@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 
 from cs336sys.accounting.memory import GIB
-from cs336sys.report import scaling
-from cs336sys.report.registry import SAVED_COMMANDS, Presentation
-from cs336sys.report.scaling import plot_scaling, scaling_curves, scaling_tables
-from cs336sys.report.table import with_rows
+from cs336sys.commands.rank_training import scaling_tables as scaling
+from cs336sys.commands.rank_training.scaling_tables import plot_scaling, scaling_curves, scaling_tables
+from cs336sys.commands.registry import SAVED_COMMANDS, Presentation
 from cs336sys.results.model import Cell, Samples
-from cs336sys.sizes import choose_size
-from cs336sys.workload import ParallelWorkload, Workload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
+from cs336sys.tables.table import with_rows
 
 MEMORY = {"parameters": 0, "gradients": 0, "optimizer_state": 0, "rest": GIB}
 

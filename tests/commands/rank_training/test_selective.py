@@ -7,10 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336sys.accounting.sharding.selective_checkpointing import KeptStep, flops_again
-from cs336sys.experiments.models import build_model
-from cs336sys.experiments.parallel.strategies import keep_by_parts
-from cs336sys.sizes import ModelSize
-from cs336sys.workload import Workload
+from cs336sys.settings.sizes import ModelSize
+from cs336sys.settings.training import Workload
+from cs336sys.training.model import build_model
+from cs336sys.training.ranks.strategies import keep_by_parts
 
 SIZE = ModelSize("odd", d_model=16, d_ff=24, num_layers=3, num_heads=2, vocab_size=40, context=8, batch_size=2)
 

@@ -11,17 +11,18 @@ import torch
 
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, predicted_memory, predicted_sent_bytes
+from cs336sys.commands.rank_training import measure as measurement
+from cs336sys.commands.rank_training.measure import measure_parallel_training
+from cs336sys.commands.rank_training.rank import RankMeasurement
+from cs336sys.commands.shard.tables import sharded_step
 from cs336sys.errors import CapabilityError, UsageError
-from cs336sys.experiments.models import build_model, initialize_layer
-from cs336sys.experiments.parallel import measurement
-from cs336sys.experiments.parallel.measurement import measure_parallel_training
-from cs336sys.experiments.parallel.rank import RankMeasurement
 from cs336sys.parity.rounding import TOLERANCES
-from cs336sys.report.shard import sharded_step
 from cs336sys.results.model import Samples
-from cs336sys.sizes import choose_size
-from cs336sys.strategies import STRATEGIES
-from cs336sys.workload import SHARDING_STRATEGIES, ParallelWorkload, UserCode, Workload
+from cs336sys.settings.parallel import SHARDING_STRATEGIES, ParallelWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.strategies import STRATEGIES
+from cs336sys.settings.training import UserCode, Workload
+from cs336sys.training.model import build_model, initialize_layer
 
 SIZE = choose_size("tiny", context=16, batch_size=4, vocab_size=500)
 # Activations are most of this one's memory.

@@ -4,12 +4,13 @@ import pytest
 import sharding_ranks
 import tensor_training_ranks
 
+from cs336sys.commands.rank_training.measure import measure_parallel_training
+from cs336sys.commands.shard.tables import _predicted, sharding_sent_bytes
 from cs336sys.errors import UsageError
-from cs336sys.experiments.parallel.measurement import measure_parallel_training
 from cs336sys.parity.rounding import TOLERANCES
-from cs336sys.report.shard import _predicted, sharding_sent_bytes
-from cs336sys.sizes import choose_size
-from cs336sys.workload import ParallelWorkload, Workload
+from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
 
 # Two ranks share neither inner features nor tokens equally.
 SIZE = choose_size("tiny", context=8, batch_size=2, vocab_size=101, d_model=32, num_heads=4, d_ff=59)

@@ -16,21 +16,21 @@ from fake_cuda_graph import OperatorRecorder
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336sys.experiments.parallel import step as step_module
-from cs336sys.experiments.parallel import strategies
-from cs336sys.experiments.parallel.communication import (
+from cs336sys.commands.rank_training.communication import (
     communication_at_once,
     profile_step,
     recorded_communication,
     run_alone,
 )
-from cs336sys.experiments.parallel.rank import verify_on_rank
-from cs336sys.experiments.parallel.step import ParallelStep
-from cs336sys.measure.cells import Outcome
+from cs336sys.commands.rank_training.rank import verify_on_rank
 from cs336sys.parallel.collectives import AnyRank, all_gather_single, reduce_scatter_single
 from cs336sys.parallel.gradient_synchronizer import GradientSynchronizer
 from cs336sys.parallel.ranks import launch
 from cs336sys.parity.weights import WeightDifference
+from cs336sys.run.cells import Outcome
+from cs336sys.training.ranks import step as step_module
+from cs336sys.training.ranks import strategies
+from cs336sys.training.ranks.step import ParallelStep
 
 CPU = torch.device("cpu")
 

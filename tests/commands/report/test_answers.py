@@ -8,14 +8,14 @@ import pytest
 from course_answers import answers, changed, saved, scaled, words
 
 from cs336sys.accounting.sharding.ideal import state_answers
-from cs336sys.report.course.answer import times
-from cs336sys.report.course.document import build_document
-from cs336sys.report.course.evidence import evidence_of
-from cs336sys.report.course.handouts import PROBLEMS
-from cs336sys.report.course.problem import HANDOUTS, Target
-from cs336sys.report.course.problems import code
+from cs336sys.commands.report.answer import times
+from cs336sys.commands.report.document import build_document
+from cs336sys.commands.report.evidence import evidence_of
+from cs336sys.commands.report.handouts import PROBLEMS
+from cs336sys.commands.report.problem import HANDOUTS, Target
+from cs336sys.commands.report.problems import code
 from cs336sys.results.model import Results, Samples
-from cs336sys.sizes import SIZES
+from cs336sys.settings.sizes import SIZES
 
 
 def test_timings_follow_the_samples():

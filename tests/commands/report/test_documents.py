@@ -13,17 +13,17 @@ import pytest
 from course_answers import RESULTS, answers, changed, document, saved, scaled, words
 from typer.testing import CliRunner
 
-from cs336sys.cli import app
+from cs336sys.cli import app, module_of
+from cs336sys.commands.report import problems
+from cs336sys.commands.report.answer import compare_speed, templates
+from cs336sys.commands.report.document import typed_command
+from cs336sys.commands.report.evidence import machine_name
+from cs336sys.commands.report.handouts import PROBLEMS
+from cs336sys.commands.report.writing import document_text
 from cs336sys.errors import CapabilityError
-from cs336sys.report.course import problems
-from cs336sys.report.course.answer import compare_speed, templates
-from cs336sys.report.course.document import typed_command
-from cs336sys.report.course.evidence import machine_name
-from cs336sys.report.course.handouts import PROBLEMS
-from cs336sys.report.course.writing import document_text
-from cs336sys.report.page import find_browser, print_page
-from cs336sys.report.table import grid_of
 from cs336sys.results.model import Results, Samples
+from cs336sys.tables.page import find_browser, print_page
+from cs336sys.tables.table import grid_of
 
 # Names and letters as the handouts have them, 2025 (1.0.5) and 2026 (26.1): "Problem (name)", then "(a)", "(b)", ...
 ASKED = {
@@ -113,7 +113,7 @@ def test_named_commands_give_the_missing_data(year, everything, monkeypatch):
             command, *options = line.split()
             assert CliRunner().invoke(app, [command, *options, "--dry-run"]).exit_code == 0, line
             asked = []
-            module = importlib.import_module(f"cs336sys.commands.{command}")
+            module = importlib.import_module(module_of(command))
             monkeypatch.setattr(module, "run_sweep", partial(_note, asked))
             CliRunner().invoke(app, [command, *options])
             assert asked, line

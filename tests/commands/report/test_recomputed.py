@@ -1,6 +1,6 @@
 """Every ratio, rate, difference and share in a sentence of the write-ups follows from the numbers printed next to it.
 
-    python -m pytest -n0 -s tests/report/course/test_recomputed.py
+    python -m pytest -n0 -s tests/commands/report/test_recomputed.py
 
 says how many were recomputed.
 """
@@ -14,10 +14,10 @@ from functools import cache
 import pytest
 from course_answers import RESULTS, document
 
-from cs336sys.commands.report import read_sources, source_files
-from cs336sys.report.course.answer import Answer
-from cs336sys.report.numbers import format_value
-from cs336sys.report.table import Table
+from cs336sys.commands.report.answer import Answer
+from cs336sys.commands.report.options import read_sources, source_files
+from cs336sys.tables.numbers import format_value
+from cs336sys.tables.table import Table
 
 NUMBER = r"(-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)"
 TOKEN = re.compile(rf"(?<![\w.,-]){NUMBER}(?:x\b| %)")

@@ -7,12 +7,13 @@ import pytest
 from cs336sys.capture.analysis import Analysis, KernelGroup
 from cs336sys.capture.summary import KernelTime, Profile, RangeTime
 from cs336sys.capture.taxonomy import Category
-from cs336sys.report.profile import profile_tables
-from cs336sys.report.profile.trace import kind_table
-from cs336sys.report.table import with_rows
+from cs336sys.commands.nsys.tables import profile_tables
+from cs336sys.commands.trace.tables import kind_table
 from cs336sys.results.model import Cell, Samples
-from cs336sys.sizes import choose_size
-from cs336sys.workload import ProfileWorkload, Workload
+from cs336sys.settings.profiling import ProfileWorkload
+from cs336sys.settings.sizes import choose_size
+from cs336sys.settings.training import Workload
+from cs336sys.tables.table import with_rows
 
 SIZE = choose_size("small", context=256)
 PRODUCT, ADD = "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", "void at::native::vectorized_elementwise_kernel<4, X>(x)"

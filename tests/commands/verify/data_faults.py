@@ -705,8 +705,8 @@ def raises(model, group):
 
 
 def buffered(size):
-    from cs336sys.experiments.models import build_model
-    from cs336sys.workload import Workload
+    from cs336sys.settings.training import Workload
+    from cs336sys.training.model import build_model
 
     model = build_model(Workload(size, seed=torch.initial_seed()), torch.device("cpu"))
     model.register_buffer("scale", torch.rand(3))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cs336sys.experiments.verify.comparison import ComparedCase
+from cs336sys.commands.verify.comparison import ComparedCase
 from cs336sys.parity.rounding import rounding_in
 from cs336sys.parity.weights import TensorComparison
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from cs336sys.experiments.verify.comparison import Finding
-from cs336sys.experiments.verify.diagnosis import _holds_twice
+from cs336sys.commands.verify.comparison import Finding
+from cs336sys.commands.verify.diagnosis import _holds_twice
 from cs336sys.parity.assembly import assemble, model_name
 
 SHAPE = torch.Size([5, 3])

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from cs336sys.experiments.verify.library import small_workload, verify
-from cs336sys.experiments.verify.measurement import measure_case
+from cs336sys.commands.verify.library import small_workload, verify
+from cs336sys.commands.verify.measure import measure_case
 from cs336sys.parallel.ranks import launch
-from cs336sys.workload import UserCode
-from cs336sys.workload.verification import CASES
+from cs336sys.settings.training import UserCode
+from cs336sys.settings.verification import CASES
 
 sys.path.insert(0, str(__file__).rpartition("/")[0])
 import audit_faults

@@ -104,7 +104,7 @@ def test_a_rank_that_dies_is_named():
 @pytest.mark.multigpu
 def test_attention_on_gpus_is_that_of_the_whole_sequence(two_gpus):
     """Triton's and Hopper's kernels, an odd length, and grouped heads."""
-    from cs336sys.experiments.parallel.tensor_strategies import KernelBlocks
+    from cs336sys.training.ranks.tensor_strategies import KernelBlocks
 
     cases = [
         ("ring", length, BF16, 8, key_value_heads, layout, head_dim, KernelBlocks())

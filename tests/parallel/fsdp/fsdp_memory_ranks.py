@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from cs336sys.parallel import collectives
 from cs336sys.parallel.fsdp import FSDP
 from cs336sys.parallel.tensor_parallel import TensorParallel
-from cs336sys.sizes import ModelSize
+from cs336sys.settings.sizes import ModelSize
 
 
 def held_while_running(prefetch, checkpoints=False, compute_dtype=None):

@@ -9,7 +9,7 @@ from same_tensors import assert_same
 
 from cs336sys.accounting.sharding import fsdp
 from cs336sys.parallel.ranks import launch
-from cs336sys.sizes import ModelSize
+from cs336sys.settings.sizes import ModelSize
 
 
 @pytest.fixture(scope="module")

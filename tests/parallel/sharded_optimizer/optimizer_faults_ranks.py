@@ -9,7 +9,7 @@ from optimizer_models import sharded
 from small_models import PartlyUsed, error_of, wait_at_most
 from torch import nn
 
-from cs336sys.lazy_dynamo import importing_no_compiler
+from cs336sys.machine.lazy_dynamo import importing_no_compiler
 from cs336sys.parallel.ddp import NaiveDDP
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 

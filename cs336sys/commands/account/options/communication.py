@@ -7,13 +7,13 @@ from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import PARALLELISMS, Layer, Mesh
 from cs336sys.accounting.xxl import XXL, FeedForwardStack, TpuMesh
+from cs336sys.command_line.options.bytes import byte_count
+from cs336sys.command_line.options.effects import reads_file, setting, writes_file
+from cs336sys.command_line.options.output import OutputOptions
+from cs336sys.command_line.options.reading import choice, read_value
 from cs336sys.commands.account import MOST_DEVICES
-from cs336sys.commands.options.bytes import byte_count
-from cs336sys.commands.options.effects import reads_file, setting, writes_file
-from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import choice, read_value
 from cs336sys.errors import UsageError
-from cs336sys.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size
+from cs336sys.settings.sizes import ELEMENT_BYTES, PRECISIONS, SIZES, choose_size
 
 # NVLink 4 of an H100 or H200: 18 links of 25 GB/s each way. Their dense bf16 peak.
 _BANDWIDTH = 450e9
@@ -35,7 +35,7 @@ def buckets(
 
     cs336sys account buckets --size xl --bandwidth 19.7e9 --call-us 30
     """
-    from cs336sys.report.account.answers import bucket_tables
+    from cs336sys.commands.account.tables.answers import bucket_tables
 
     element_bytes = ELEMENT_BYTES[gradient_dtype]
     if gradients is None:
@@ -78,8 +78,8 @@ def parallel(
 
     cs336sys account parallel --measured bench.jsonl.gz --measured allreduce.jsonl.gz --measured shard.jsonl.gz
     """
-    from cs336sys.report.account.answers import parallel_tables, plot_parallel
-    from cs336sys.report.account.rates import compare_with_measured, read_measured
+    from cs336sys.commands.account.tables.answers import parallel_tables, plot_parallel
+    from cs336sys.commands.account.tables.rates import compare_with_measured, read_measured
 
     cells = read_measured(measured)
     assumed = _FLOPS if flops is None else flops, _BANDWIDTH if bandwidth is None else bandwidth
@@ -130,7 +130,7 @@ def xxl(
 
     cs336sys account xxl --tokens 320 --device-gb 80 --x 32 --y 8
     """
-    from cs336sys.report.account.answers import xxl_tables
+    from cs336sys.commands.account.tables.answers import xxl_tables
 
     mesh = TpuMesh(x, y, m_x, m_y, flops, bandwidth)
     if devices not in (None, x * y):

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Annotated
 
 from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
-from cs336sys.commands.options import training as options
-from cs336sys.commands.options.effects import setting, writes_file
-from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import choice
-from cs336sys.sizes import ELEMENT_BYTES, MOST_RANKS, PRECISIONS
-from cs336sys.workload.training import ATTENTION, MODES
+from cs336sys.command_line.options import training as options
+from cs336sys.command_line.options.effects import setting, writes_file
+from cs336sys.command_line.options.output import OutputOptions
+from cs336sys.command_line.options.reading import choice
+from cs336sys.settings.sizes import ELEMENT_BYTES, MOST_RANKS, PRECISIONS
+from cs336sys.settings.training import ATTENTION, MODES
 
 _IMPLEMENTATIONS = ("eager", "flash")
 
@@ -35,7 +35,7 @@ def memory(
     cs336sys account memory --size 2.7b --context 128,2048 --world-size 1 --strategy none --mode forward,train
     """
     from cs336sys.accounting.sharding.step import ShardedStep
-    from cs336sys.report.account.model import plot_rank_memory, rank_memory_tables
+    from cs336sys.commands.account.tables.model import plot_rank_memory, rank_memory_tables
 
     parameter_bytes = ELEMENT_BYTES[parameter_dtype]
     output.check(plot=plot)
@@ -58,7 +58,7 @@ def activations(
 
     cs336sys account activations --size 2.7b --context 128,512,2048
     """
-    from cs336sys.report.account.model import activations_tables
+    from cs336sys.commands.account.tables.model import activations_tables
 
     output.check()
     output.emit(activations_tables(model.sizes(), precision, attention))
@@ -69,7 +69,7 @@ def flops(model: options.SizeOptions = options.SizeOptions(["2.7b"]), output: Ou
 
     cs336sys account flops --size small,2.7b --context 1024
     """
-    from cs336sys.report.account.model import flops_tables
+    from cs336sys.commands.account.tables.model import flops_tables
 
     output.check()
     output.emit(flops_tables(model.sizes()))
@@ -89,7 +89,7 @@ def attention(
 
     cs336sys account attention --capacity-gib 24 --causal
     """
-    from cs336sys.report.account.model import attention_tables
+    from cs336sys.commands.account.tables.model import attention_tables
 
     output.check()
     capacity = capacity_gib * 2**30

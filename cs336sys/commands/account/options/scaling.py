@@ -5,14 +5,14 @@ from typing import Annotated
 
 import typer
 
+from cs336sys.command_line.options.bytes import read_memory_limit
+from cs336sys.command_line.options.effects import reads_file, setting, writes_file
+from cs336sys.command_line.options.output import OutputOptions
+from cs336sys.command_line.options.reading import choice, is_given
 from cs336sys.commands.account import MOST_DEVICES
-from cs336sys.commands.options.bytes import read_memory_limit
-from cs336sys.commands.options.effects import reads_file, setting, writes_file
-from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import choice, is_given
 from cs336sys.errors import UsageError
-from cs336sys.sizes import PRECISIONS, SIZES, choose_size
-from cs336sys.workload import STATE_DTYPES
+from cs336sys.settings.sizes import PRECISIONS, SIZES, choose_size
+from cs336sys.settings.training import STATE_DTYPES
 
 _DEVICES = [2**power for power in range(3, 13)]
 _SCALINGS = ("strong", "weak")
@@ -59,8 +59,8 @@ def scaling(
     cs336sys account scaling --size 2.7b --flops 4e14 --node-bandwidth 2.5e10 --devices 64,512
     """
     from cs336sys.accounting.scaling import Dtypes, Simulation
-    from cs336sys.report.account.rates import device_time, read_measured, simulated_cluster
-    from cs336sys.report.account.scaling import plot_simulated_scaling, scaling_table, simulate_scaling
+    from cs336sys.commands.account.tables.rates import device_time, read_measured, simulated_cluster
+    from cs336sys.commands.account.tables.scaling import plot_simulated_scaling, scaling_table, simulate_scaling
 
     model = choose_size(size, context=context)
     scalings = _scalings(ctx, scaling, {"strong": batch_size, "weak": device_batch_size})

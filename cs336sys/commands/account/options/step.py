@@ -7,13 +7,13 @@ from typing import Annotated
 
 from cs336sys.accounting.step_time.prediction import PREDICTED_STRATEGIES
 from cs336sys.accounting.step_time.rates import GPUS
-from cs336sys.commands.options import training as options
-from cs336sys.commands.options.effects import reads_file, setting
-from cs336sys.commands.options.output import OutputOptions
-from cs336sys.commands.options.reading import among, choice
+from cs336sys.command_line.options import training as options
+from cs336sys.command_line.options.effects import reads_file, setting
+from cs336sys.command_line.options.output import OutputOptions
+from cs336sys.command_line.options.reading import among, choice
 from cs336sys.errors import UsageError
-from cs336sys.sizes import PRECISIONS
-from cs336sys.workload import Workload
+from cs336sys.settings.sizes import PRECISIONS
+from cs336sys.settings.training import Workload
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def step(
     from cs336sys.accounting.step_time.prediction import StepConfiguration
     from cs336sys.accounting.step_time.rates import h200_rates, rates_of, read_rates
     from cs336sys.accounting.step_time.space import refusal
-    from cs336sys.report.account.step import step_tables
+    from cs336sys.commands.account.tables.step import step_tables
 
     strategy, world_size = placement.strategy, placement.world_size
     if strategy is not None and world_size == 1:

@@ -11,9 +11,9 @@ from cs336sys.accounting.derivation import Derived, number_of
 from cs336sys.accounting.parallelism import PASSES, TP_BACKWARD, Layer, parallelism_answers
 from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.accounting.xxl import FeedForwardStack, TpuMesh, batch_answers, memory_answers
-from cs336sys.report.numbers import Value, format_operand, in_shown_unit
-from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, fill_row, named_columns
+from cs336sys.tables.numbers import Value, format_operand, in_shown_unit
+from cs336sys.tables.outputs import new_axes, write_figure
+from cs336sys.tables.table import Column, Table, fill_row, named_columns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

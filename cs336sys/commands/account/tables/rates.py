@@ -10,14 +10,15 @@ from cs336sys.accounting.communication import bus_factor
 from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.hardware import Cluster, OverlapSlowdown
 from cs336sys.accounting.scaling import DeviceTime, Dtypes
+from cs336sys.commands.shard.tables import sharding_sent_bytes
 from cs336sys.errors import UsageError
-from cs336sys.report.numbers import Value
-from cs336sys.report.shard import sharding_sent_bytes
-from cs336sys.report.table import Column, Table, fill_row, named_columns
 from cs336sys.results.model import Cell, Results, read_several
-from cs336sys.sizes import SIZES, ModelSize
-from cs336sys.strategies import STRATEGIES
-from cs336sys.workload import DATA_PARALLEL_STRATEGIES, ParallelWorkload, Workload
+from cs336sys.settings.parallel import DATA_PARALLEL_STRATEGIES, ParallelWorkload
+from cs336sys.settings.sizes import SIZES, ModelSize
+from cs336sys.settings.strategies import STRATEGIES
+from cs336sys.settings.training import Workload
+from cs336sys.tables.numbers import Value
+from cs336sys.tables.table import Column, Table, fill_row, named_columns
 
 # An H200 reaches 4.19e14 in a step of xl with fused kernels: docs/results/bench-turn-h200.jsonl.gz.
 _FLOPS = 4e14

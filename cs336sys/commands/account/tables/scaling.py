@@ -9,9 +9,9 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.scaling import SimulatedStep, Simulation
 from cs336sys.accounting.sharding.partition import Mesh
 from cs336sys.errors import UsageError
-from cs336sys.report.numbers import Value
-from cs336sys.report.outputs import new_axes, write_figure
-from cs336sys.report.table import Column, Table, fill_row, named_columns
+from cs336sys.tables.numbers import Value
+from cs336sys.tables.outputs import new_axes, write_figure
+from cs336sys.tables.table import Column, Table, fill_row, named_columns
 
 # A step, and the fastest one if memory were no matter; None where no mesh divides batch and heads.
 Simulated = Mapping[tuple[str, int], tuple[SimulatedStep, SimulatedStep] | None]

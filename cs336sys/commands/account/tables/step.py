@@ -11,8 +11,8 @@ from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime
 from cs336sys.accounting.step_time.public_steps import public_note
 from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
 from cs336sys.accounting.step_time.work import TERMS
-from cs336sys.report.numbers import Value
-from cs336sys.report.table import Column, Table, named_columns
+from cs336sys.tables.numbers import Value
+from cs336sys.tables.table import Column, Table, named_columns
 
 # What each term counts, for a step of several phases: names as in the docstring of accounting/step_time/work.py.
 FORMULAS = {

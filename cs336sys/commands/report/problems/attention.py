@@ -5,9 +5,9 @@ from typing import Any
 from cs336sys.accounting.activations import attention_memory
 from cs336sys.accounting.hardware import datasheet
 from cs336sys.accounting.one_device import attention_answers
-from cs336sys.report.course.answer import Answer, compared, facts_of, measured, where
-from cs336sys.report.course.evidence import Selection, cells_of
-from cs336sys.report.course.problem import measurement, sized
+from cs336sys.commands.report.answer import Answer, compared, facts_of, measured, where
+from cs336sys.commands.report.evidence import Selection, cells_of
+from cs336sys.commands.report.problem import measurement, sized
 
 _GRID = {"context": (256, 1024, 4096, 8192, 16384), "head_dim": (16, 32, 64, 128), "dtype": ("fp32",)}
 

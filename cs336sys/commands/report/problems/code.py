@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cs336sys.report.course.answer import Answer, facts_of
-from cs336sys.report.course.evidence import cells_of, measured_of
-from cs336sys.report.course.problem import measurement, sized
-from cs336sys.report.course.problems.attention import flash_commands
+from cs336sys.commands.report.answer import Answer, facts_of
+from cs336sys.commands.report.evidence import cells_of, measured_of
+from cs336sys.commands.report.problem import measurement, sized
+from cs336sys.commands.report.problems.attention import flash_commands
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from typing import Any
 
 from cs336sys.accounting.checkpointing import best_group_size, predicted_peak
 from cs336sys.accounting.one_device import checkpointing_answers, tensor_answers
-from cs336sys.report.course.answer import Answer, facts_of, measured
-from cs336sys.report.course.evidence import PLAIN_OF_ANY_MODE, Selection, cells_of
-from cs336sys.report.course.problem import Command, Target, training_sweep
-from cs336sys.sizes import SIZES, choose_size
-from cs336sys.workload import MemoryWorkload
+from cs336sys.commands.report.answer import Answer, facts_of, measured
+from cs336sys.commands.report.evidence import PLAIN_OF_ANY_MODE, Selection, cells_of
+from cs336sys.commands.report.problem import Command, Target, training_sweep
+from cs336sys.settings.profiling import MemoryWorkload
+from cs336sys.settings.sizes import SIZES, choose_size
 
 # The model that both handouts ask about.
 SIZE = "2.7b"

@@ -3,9 +3,9 @@
 from functools import partial
 from typing import Any
 
-from cs336sys.report.course.answer import Answer, Settings, longest, measured, where
-from cs336sys.report.course.evidence import PLAIN, Selection, joined_selection, measured_of
-from cs336sys.report.course.problem import Command, Handout, Target, training_sweep
+from cs336sys.commands.report.answer import Answer, Settings, longest, measured, where
+from cs336sys.commands.report.evidence import PLAIN, Selection, joined_selection, measured_of
+from cs336sys.commands.report.problem import Command, Handout, Target, training_sweep
 
 
 def _wanted(handout: Handout) -> Settings:

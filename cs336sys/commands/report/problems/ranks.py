@@ -8,13 +8,13 @@ from cs336sys.accounting.communication import bucket_answers
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.accounting.memory import GIB, training_state
 from cs336sys.accounting.sharding.ideal import state_answers
-from cs336sys.report.allreduce import groups_of
-from cs336sys.report.course.answer import Answer, Rows, facts_of, where
-from cs336sys.report.course.evidence import Selection, cells_of, measured_of
-from cs336sys.report.course.problem import Command, Target, measurement, sized, training_sweep
-from cs336sys.report.ddp import bucket_sweeps, link_of
-from cs336sys.report.shard import COMPONENTS
-from cs336sys.sizes import SIZES
+from cs336sys.commands.allreduce.tables import groups_of
+from cs336sys.commands.ddp.tables import bucket_sweeps, link_of
+from cs336sys.commands.report.answer import Answer, Rows, facts_of, where
+from cs336sys.commands.report.evidence import Selection, cells_of, measured_of
+from cs336sys.commands.report.problem import Command, Target, measurement, sized, training_sweep
+from cs336sys.commands.shard.tables import COMPONENTS
+from cs336sys.settings.sizes import SIZES
 
 _MESSAGES = (1_000_000, 10_000_000, 100_000_000, 1_000_000_000)
 _COLUMNS = ("backend", "world_size", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps", "wrong_elements", "status")

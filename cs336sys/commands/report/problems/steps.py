@@ -3,10 +3,10 @@
 from typing import Any
 
 from cs336sys.accounting.checkpointing import predicted_peak
-from cs336sys.report.course.answer import Answer, compared, facts_of, measured, where
-from cs336sys.report.course.evidence import PLAIN, PLAIN_OF_ANY_MODE, cells_of
-from cs336sys.report.course.problem import Command, Target, measurement, training_sweep
-from cs336sys.sizes import choose_size
+from cs336sys.commands.report.answer import Answer, compared, facts_of, measured, where
+from cs336sys.commands.report.evidence import PLAIN, PLAIN_OF_ANY_MODE, cells_of
+from cs336sys.commands.report.problem import Command, Target, measurement, training_sweep
+from cs336sys.settings.sizes import choose_size
 
 _COLUMNS = ("size", "parameters", "forward_ms", "backward_ms", "optimizer_ms", "step_ms")
 
