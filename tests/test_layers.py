@@ -30,23 +30,32 @@ LAYERS = (
     {"__main__", "api"},
 )
 
+# Within commands/ the name of a file says what it may import.
+OPTIONS = re.compile(r"commands\.(\w+\.options(\.\w+)?|account|attn|flash|show|slurm)")
+TABLES = re.compile(r"commands\.\w+\.((\w+_)?tables(\.\w+)?|page|snapshots)")
+
 # Libraries, and a room of ours, that only the named modules (or rooms) may import.
 RESERVED = {
-    "typer": ("command_line", "run", "commands", "cli", "api"),
+    "typer": ("command_line", "run.sweep", OPTIONS, "cli", "api"),
     "rich.table": ("tables.terminal",),
     "tabulate": ("tables.render",),
-    "matplotlib": ("tables", "commands"),
+    "matplotlib": ("tables", TABLES),
     "mlflow": ("run.tracking",),
     "wandb": ("run.tracking",),
     "cs336sys.board": ("board", "training.ranks.strategies"),
     "cs336_basics": ("training",),
 }
 
-# Folders of commands/ that do not import each other, but for what they share.
-SHARED_AMONG_SIBLINGS = {"commands": set()}
-
+# Commands do not import each other, but for what they share: attn and flash; flash and kernels; ddp and shard, whose
+# cells tune measures on ranks; cells of bench, which it measures on one device; tables of captures, of nsys and trace.
+SHARED_BY_COMMANDS = (
+    *("attention", "own_kernels", "rank_training", "registry", "bench.measure"),
+    *("trace.kernel_tables", "trace.tables", "trace.verdict"),
+)
+# What shows saved cells of every command again imports the tables of all.
+SHOWS_EVERY_COMMAND = ("commands.registry", "commands.report")
 # Importing a wrapper must not load the accounting and the workloads that describe it, but for what it computes with.
-DESCRIBES_PARALLEL = ("accounting", "workload")
+DESCRIBES_PARALLEL = ("accounting", "settings")
 LENT_TO_PARALLEL = ("accounting", "accounting.sharding", "accounting.sharding.partition")
 
 # The two backends of attention share problem.py and plan.py. The first alone here looks across, to the second:
@@ -90,6 +99,11 @@ def is_within(module: str, room: str) -> bool:
     return module == room or module.startswith(room + ".")
 
 
+def is_among(module: str, modules: str | re.Pattern) -> bool:
+    """Return whether a module is in a room, or matches the names of one."""
+    return bool(modules.fullmatch(module)) if isinstance(modules, re.Pattern) else is_within(module, modules)
+
+
 def sibling_in(room: str, module: str) -> str | None:
     """The module or folder directly in the room that this module is, or is in; None outside and for the room itself."""
     below = module.removeprefix(room + ".")
@@ -101,29 +115,32 @@ def violations(module: str, imported: set[str], modules: set[str]) -> list[str]:
     wrong = []
     for name in imported:
         for library, allowed in RESERVED.items():
-            if is_within(name, library) and not any(is_within(module, room) for room in allowed):
-                wrong.append(f"{module} imports {library}, which only {', '.join(allowed)} may")
+            if is_within(name, library) and not any(is_among(module, room) for room in allowed):
+                wrong.append(f"{module} imports {library}, which only {', '.join(map(str, allowed))} may")
         own = name.removeprefix("cs336sys").removeprefix(".")
         if not is_within(name, "cs336sys") or own not in modules:
             continue
-        if layer_of(own) > layer_of(module) and module not in NAMES_HIGHER:
+        is_started = any(module == starter and is_within(started, own) for starter, started in STARTED_BY_NAME)
+        if layer_of(own) > layer_of(module) and module not in NAMES_HIGHER and not is_started:
             wrong.append(f"{module} imports {own} from a higher layer")
         describes = any(is_within(own, room) for room in DESCRIBES_PARALLEL)
         if is_within(module, "parallel") and describes and own not in LENT_TO_PARALLEL:
             wrong.append(f"{module} imports {own}: parallel/ takes partition.py alone from accounting")
         same_layer = layer_of(own) == layer_of(module) and layer_of(module) > 0
-        is_started = any(module == starter and is_within(started, own) for starter, started in STARTED_BY_NAME)
-        if same_layer and not is_started and own.split(".")[0] != module.split(".")[0]:
+        if same_layer and own.split(".")[0] != module.split(".")[0]:
             wrong.append(f"{module} imports {own} from beside it")
-        for room, shared in SHARED_AMONG_SIBLINGS.items():
-            siblings = {sibling_in(room, module), sibling_in(room, own)}
-            if len(siblings) == 2 and None not in siblings and own not in shared:
-                wrong.append(f"{module} imports {own}, and {room}/ shares only {', '.join(sorted(shared))}")
+        commands = {sibling_in("commands", module), sibling_in("commands", own)}
+        shows_all = any(is_within(module, room) for room in SHOWS_EVERY_COMMAND) and TABLES.fullmatch(own)
+        is_shared = shows_all or any(is_within(own, f"commands.{shared}") for shared in SHARED_BY_COMMANDS)
+        is_folder = MODULES[own].name == "__init__.py"
+        if len(commands) == 2 and None not in commands and not is_shared and not is_folder:
+            wrong.append(f"{module} imports {own}, and commands share only {', '.join(SHARED_BY_COMMANDS)}")
         backends = [next((room for room in BACKENDS if is_within(one, room)), None) for one in (module, own)]
         if None not in backends and backends[0] != backends[1] and (module, own) not in ACROSS_BACKENDS:
             wrong.append(f"{module} imports {own} from the other backend: share problem.py and plan.py")
-    if layer_of(module) == 0 and any(is_within(name, "torch") for name in imported):
-        wrong.append(f"{module} is plain data and imports torch")
+    is_plain = layer_of(module) == 0 or OPTIONS.fullmatch(module) or TABLES.fullmatch(module)
+    if is_plain and any(is_within(name, "torch") for name in imported):
+        wrong.append(f"{module} is plain data, options or tables, and imports torch")
     return wrong
 
 
@@ -152,7 +169,7 @@ def test_records_import_nothing_that_they_name_and_all_of_it_exists(record):
         if module not in MODULES:
             assert attribute in defined_in(MODULES[owner]), name
             module = owner
-        assert layer_of(module) <= layer_of("experiments"), name
+        assert layer_of(module) <= layer_of("training"), name
     script = f"import sys, cs336sys.{record}; print([name for name in sys.modules if name in {sorted(names)}])"
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
 
@@ -172,31 +189,38 @@ def defined_in(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("sizes", "import torch"),
-        ("kernels.weighted_sum", "measure = 'cs336sys.experiments.bench:measure_training'"),
-        ("parallel.ddp", "step = import_named('cs336sys.experiments.training.TrainStep')"),
-        ("accounting.flops", "from cs336sys.measure import timing"),
-        ("kernels.weighted_sum", "from cs336sys.measure.timing import time_phases"),
-        ("measure.timing", "def f():\n    from cs336sys.experiments.training import TrainStep"),
-        ("measure.timing", "import cs336_basics.model"),
-        ("commands.bench", "from cs336sys.commands.compare import compare"),
-        ("commands.bench", "from cs336sys.commands.account import model"),
-        ("commands.bench", "from rich.table import Table"),
-        ("commands.shard", "from cs336sys.board.transformer_block import choose_kept"),
+        ("settings.sizes", "import torch"),
+        ("kernels.weighted_sum", "measure = 'cs336sys.commands.bench.measure:measure_training'"),
+        ("parallel.ddp", "step = import_named('cs336sys.training.step.TrainStep')"),
+        ("accounting.flops", "from cs336sys.timing import phases"),
+        ("kernels.weighted_sum", "from cs336sys.timing.phases import time_phases"),
+        ("timing.phases", "def f():\n    from cs336sys.training.step import TrainStep"),
+        ("timing.phases", "import cs336_basics.model"),
+        ("run.cells", "from cs336sys.timing.phases import time_phases"),
+        ("run.cells", "from cs336sys.run.sweep import run_sweep"),
+        ("commands.bench.options", "from cs336sys.commands.compare.options import compare"),
+        ("commands.bench.options", "from cs336sys.commands.account.options import model"),
+        ("commands.bench.options", "from rich.table import Table"),
+        ("commands.bench.options", "import torch"),
+        ("commands.bench.tables", "def f():\n    import torch"),
+        ("commands.bench.measure", "import typer"),
+        ("commands.bench.measure", "from matplotlib.figure import Figure"),
+        ("commands.ddp.tables", "from cs336sys.commands.shard.tables import shard_tables"),
+        ("commands.report.answer", "from cs336sys.commands.bench.options import bench"),
+        ("commands.shard.options", "from cs336sys.board.transformer_block import choose_kept"),
         ("kernels.fuse", "import cs336sys.board"),
-        ("experiments.training", "import typer"),
-        ("experiments.attention", "from cs336sys.experiments.collectives import DTYPES"),
-        ("experiments.memory.step", "from cs336sys.experiments.parallel import strategies"),
-        ("experiments.training", "from cs336sys.experiments.profiling import measure_profile"),
+        ("training.step", "import typer"),
+        ("training.step", "from cs336sys.parity.step import check_step"),
+        ("training.step", "from cs336sys.commands.nsys.measure import measure_profile"),
         ("kernels.attention.triton.plans", "from cs336sys.kernels.attention.hopper.plans import HopperForwardPlan"),
         ("kernels.attention.triton.settings", "from cs336sys.kernels.attention.hopper import settings"),
         ("kernels.attention.hopper.forward", "from cs336sys.kernels.attention.triton import tiles"),
         ("kernels.attention.hopper.plans", "from cs336sys.kernels.attention.triton import settings"),
         ("kernels.weighted_sum", "from cs336sys.parallel.fsdp import FSDP"),
-        ("parallel.ddp", "from cs336sys.experiments.training import TrainStep"),
-        ("parallel.buckets", "from cs336sys.workload import ParallelWorkload"),
+        ("parallel.ddp", "from cs336sys.training.step import TrainStep"),
+        ("parallel.buckets", "from cs336sys.settings.parallel import ParallelWorkload"),
         ("parallel.fsdp.unit", "from cs336sys.accounting.sharding.fsdp import most_gathered"),
-        ("report.table", "from cs336sys.commands.options.output import OutputOptions"),
+        ("tables.table", "from cs336sys.command_line.options.output import OutputOptions"),
         ("results.model", "from tabulate import tabulate"),
     ],
 )
@@ -208,9 +232,11 @@ def test_a_wrong_import_is_found(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("experiments.parallel.rank", "from cs336sys.experiments.training import TrainStep"),
-        ("experiments.parallel.rank", "from cs336sys.experiments.parallel.step import ParallelStep"),
-        ("commands.account.model", "from cs336sys.commands.options.reading import split_list"),
+        ("commands.rank_training.rank", "from cs336sys.training.step import TrainStep"),
+        ("commands.tune.measure", "from cs336sys.commands.bench.measure import training_outcome"),
+        ("commands.registry", "from cs336sys.commands.bench import tables"),
+        ("commands.account.options.model", "from cs336sys.command_line.options.reading import split_list"),
+        ("commands.bench.measure", "from cs336sys.run.cells import Outcome"),
         ("kernels.attention.choice", "from cs336sys.kernels.attention.hopper import settings"),
         ("kernels.attention.hopper.plans", "from cs336sys.kernels.attention.triton.plans import BackwardPlan"),
     ],
@@ -269,13 +295,13 @@ def test_wheel_has_every_file_that_is_no_python():
 
 HELP = (
     "import sys, importlib, cs336sys.cli as cli\n"
-    "[importlib.import_module(f'cs336sys.commands.{name}') for name in cli.COMMANDS]\n"
+    "[importlib.import_module(cli.module_of(name)) for name in cli.COMMANDS]\n"
     "print([name for name in ('torch', 'triton', 'matplotlib', 'scipy', 'tabulate') if name in sys.modules])"
 )
 # ``bench`` measures by this module; what only some cells need is imported by them.
 PLAIN_STEP = (
-    "import sys, cs336sys.commands.bench, cs336sys.experiments.bench\n"
-    "late = ('cs336sys.kernels', 'cs336sys.parallel', 'cs336sys.cuda_graphs', 'cs336sys.commands.sweep.ranks')\n"
+    "import sys, cs336sys.commands.bench.options, cs336sys.commands.bench.measure\n"
+    "late = ('cs336sys.kernels', 'cs336sys.parallel', 'cs336sys.training.cuda_graphs', 'cs336sys.run.ranks')\n"
     "print([name for name in sys.modules if name.startswith((*late, 'triton'))])"
 )
 

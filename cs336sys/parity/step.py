@@ -12,19 +12,12 @@ from torch import Tensor, nn
 from cs336sys.machine.device import free_gpu_memory
 from cs336sys.parity.rounding import tolerance
 from cs336sys.parity.training import LOSS, SCALES, train
-from cs336sys.parity.weights import (
-    OPTIMIZER_SETTINGS,
-    STEPS,
-    TensorComparison,
-    WeightDifference,
-    plainly_trained,
-    rounding_note,
-)
+from cs336sys.parity.weights import OPTIMIZER_SETTINGS, STEPS, TensorComparison, WeightDifference, rounding_note
 from cs336sys.run.cells import Outcome, Progress
 from cs336sys.settings.choices import CUDA_GRAPHS_MODULE
 from cs336sys.settings.training import Workload
 from cs336sys.training import user_models
-from cs336sys.training.model import build_compared_model, build_model
+from cs336sys.training.model import build_compared_model, build_model, plainly_trained
 from cs336sys.training.optimizers import build_optimizer, choose_optimizer
 from cs336sys.training.step import TrainStep
 

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cs336sys.parity.rounding import REPEATED, Rounding
-from cs336sys.settings.training import Workload
 
 STEPS = 5
 
@@ -42,20 +41,6 @@ class WeightDifference:
     of_gradients: bool = False
     notes: tuple[str, ...] = ()
     reason: str = ""
-
-
-def plainly_trained(workload: Workload) -> Workload:
-    """Return the reference of a workload: launched steps, with PyTorch's operations instead of our kernels."""
-    plain = replace(workload, cuda_graph="off")
-    if workload.attention_record.is_ours and workload.is_ours:
-        # With scores in memory a long context would not fit.
-        plain = replace(plain, attention="sdpa", compile="off")
-    if workload.optimizer_record.is_ours:
-        # torch's: that of another cs336_basics may add eps before it corrects the bias, and eps is large here.
-        plain = replace(plain, optimizer="fused", state_dtype="fp32", update="step", compile="off")
-    if workload.fused_kernels:
-        plain = replace(plain, kernels="reference", compile="off")
-    return plain
 
 
 @dataclass(frozen=True)

@@ -280,3 +280,7 @@ def _join_samples(series: Sequence[Samples]) -> Samples:
         measured=tuple(chain.from_iterable(samples.measured for samples in series)),
         warmup=tuple(chain.from_iterable(samples.warmup for samples in series)),
     )
+
+
+# A GPU that idles for more of the step than this is waiting for the CPU to launch its kernels.
+LAUNCH_BOUND_IDLE_PERCENT = 20.0

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from cs336sys.errors import CapabilityError
-from cs336sys.parity.weights import plainly_trained
 from cs336sys.settings.choices import ATTENTION, FUSED_KERNELS_MODULE
 from cs336sys.settings.course_package import course_package
 from cs336sys.settings.sizes import choose_size
@@ -312,3 +311,17 @@ def make_batch(workload: Workload, device: torch.device, number: int = 0) -> tup
     seeded = torch.Generator(device).manual_seed(workload.seed + number)
     tokens = torch.randint(size.vocab_size, (size.batch_size, size.context + 1), generator=seeded, device=device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def plainly_trained(workload: Workload) -> Workload:
+    """Return the reference of a workload: launched steps, with PyTorch's operations instead of our kernels."""
+    plain = replace(workload, cuda_graph="off")
+    if workload.attention_record.is_ours and workload.is_ours:
+        # With scores in memory a long context would not fit.
+        plain = replace(plain, attention="sdpa", compile="off")
+    if workload.optimizer_record.is_ours:
+        # torch's: that of another cs336_basics may add eps before it corrects the bias, and eps is large here.
+        plain = replace(plain, optimizer="fused", state_dtype="fp32", update="step", compile="off")
+    if workload.fused_kernels:
+        plain = replace(plain, kernels="reference", compile="off")
+    return plain

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from cs336sys.accounting.derivation import Derived
-from cs336sys.commands.account.tables.answers import answers_table
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Samples
 from cs336sys.results.statistics import Interval
+from cs336sys.tables.answers import answers_table
 from cs336sys.tables.table import Column, Table, select_columns, select_in_groups
 
 

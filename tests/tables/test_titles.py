@@ -3,7 +3,7 @@
 import pytest
 
 from cs336sys.commands.attention.tables import attn_tables, flash_tables
-from cs336sys.commands.bench.tables import bench_plan, bench_tables
+from cs336sys.commands.bench.tables import bench_tables
 from cs336sys.commands.ddp.tables import ddp_tables
 from cs336sys.commands.kernels.tables import kernel_tables
 from cs336sys.commands.losses.tables import loss_tables
@@ -15,6 +15,7 @@ from cs336sys.settings.profiling import LossWorkload
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
 from cs336sys.tables.titles import interpreted_notes, steps_words
+from cs336sys.tables.training_plan import training_plan
 
 # What says how long is measured and not what; the size's name, which stands for its shape; where, which the machine's
 # name says.
@@ -99,7 +100,7 @@ def test_a_title_names_what_is_not_as_usual(settings, words):
 
 
 def test_a_plan_has_no_column_for_what_changes_no_memory():
-    keys = {column.key for column in bench_plan([TRAINING]).columns}
+    keys = {column.key for column in training_plan([TRAINING]).columns}
     assert {"context", "attention", "mode"} <= keys
     assert not keys & {"tf32", "synchronize", "seed"}
 

@@ -12,14 +12,13 @@ from cs336sys.kernels.adamw import AdamW
 from cs336sys.kernels.attention import flash_attention
 from cs336sys.kernels.fuse import KERNELS, fused_kernels
 from cs336sys.parity import step
-from cs336sys.parity.weights import plainly_trained
 from cs336sys.settings.choices import OPTIMIZERS, Optimizer
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.profiling import MemoryWorkload, ProfileWorkload
 from cs336sys.settings.sizes import ModelSize, choose_size
 from cs336sys.settings.training import FUSED_KERNELS, Workload
 from cs336sys.training.memory_prediction import timeline_peaks, traced_timeline
-from cs336sys.training.model import ATTENTION_FUNCTIONS, build_compared_model
+from cs336sys.training.model import ATTENTION_FUNCTIONS, build_compared_model, plainly_trained
 from cs336sys.training.step import TrainStep
 
 # Where kernels run: on a CPU in the interpreter, where there is no GPU.

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from cs336sys import api
 from cs336sys.cli import app
-from cs336sys.commands.bench.tables import bench_plan
 from cs336sys.errors import CapabilityError, UsageError, UserCodeError
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.choices import OPTIMIZERS, Optimizer
@@ -23,6 +22,7 @@ from cs336sys.settings.course_package import CoursePackage, telling_import_error
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
 from cs336sys.tables.titles import package_notes
+from cs336sys.tables.training_plan import training_plan
 from cs336sys.training import model as models
 from cs336sys.training.optimizers import build_optimizer
 from cs336sys.training.user_models import telling_user_errors
@@ -154,7 +154,7 @@ def test_attention_that_cannot_be_replaced_is_refused(theirs, monkeypatch):
 
 
 def test_formulas_of_ours_are_not_taken_for_those_of_theirs(theirs):
-    (note,) = [note for note in bench_plan([Workload(SIZE)]).notes if "formulas of" in note]
+    (note,) = [note for note in training_plan([Workload(SIZE)]).notes if "formulas of" in note]
     cells = [Cell("bench", Workload(SIZE).configuration(), "ok")]
     run = Run("1", "", (), {}, {"cs336_basics": "a/cs336_basics 12"})
     assert package_notes(cells, run) == (note,)

@@ -7,12 +7,12 @@ from typing import Any, Literal
 from cs336sys.accounting.activations import AttentionMemory, attention_memory
 from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.one_device import attention_answers
-from cs336sys.commands.account.tables.answers import answers_table
 from cs336sys.machine.system import Capacity
 from cs336sys.results.model import Cell, Run, Samples, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.settings.operations import PLAIN_ATTENTION, AttentionWorkload
 from cs336sys.tables import titles
+from cs336sys.tables.answers import answers_table
 from cs336sys.tables.outputs import Axes, legend_columns, new_axes, write_figure
 from cs336sys.tables.table import Column, Table, named_columns
 

@@ -47,6 +47,7 @@ def bench(
     cs336sys bench --size small,medium --precision fp32,bf16 --compile off,block
     """
     import cs336sys.commands.bench.tables as report
+    from cs336sys.tables.training_plan import training_plan
 
     workloads = training.workloads(mode)
     report.baseline_values(over := baseline or "", [workload.configuration() for workload in workloads])
@@ -58,7 +59,7 @@ def bench(
         measure, configurations = "measure_interleaved", _interleaved_configurations(workloads, interleave)
         notes = [f"All values of {interleave} hold parameters and optimizer states together: add the other rows'."]
     if dry_run:
-        plan = partial(report.bench_plan, workloads, "bench", notes)
+        plan = partial(training_plan, workloads, "bench", notes)
         show_plan("bench", plan, sweeping, output, training.device, plot=plot)
         return
     refuse_what_does_not_fit(workloads, training.device, force=force)

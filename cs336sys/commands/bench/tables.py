@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from cs336sys.accounting.flops import count_parameters
-from cs336sys.accounting.memory import GIB
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.machine.system import SLOWDOWNS, Capacity
+from cs336sys.machine.system import SLOWDOWNS
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import SAME_PERCENT, Interval, compare_sides, ratio_of_pairs
 from cs336sys.results.statistics import ratio as ratio_of_medians
@@ -18,7 +17,8 @@ from cs336sys.settings.training import COMPARED_SETTINGS, Workload
 from cs336sys.tables import titles
 from cs336sys.tables.numbers import format_number
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
-from cs336sys.tables.table import Column, Table, fill_row, named_columns
+from cs336sys.tables.table import Column, Table, named_columns
+from cs336sys.tables.titles import LAUNCH_BOUND_IDLE_PERCENT
 
 # A clock that is lower by more than this makes what computing limits slower by as much, more than the spread of steps.
 _FALLEN_PART = 0.03
@@ -91,9 +91,6 @@ def _fall(clocks: Sequence[float]) -> tuple[float, float] | None:
     return (highest, after) if after < (1 - _FALLEN_PART) * highest else None
 
 
-# A GPU that idles for more of the step than this is waiting for the CPU to launch its kernels.
-LAUNCH_BOUND_IDLE_PERCENT = 20.0
-
 _CHECKED = (
     "off eager: largest deviation of any parameter from an eager PyTorch run after 5 steps, in percent of that "
     "parameter's total change; 0 means bitwise identical. The check compiles the model, so first step ready excludes "
@@ -154,55 +151,6 @@ def bench_tables(
     shown = titles.shown_settings(cells, settings, always)
     heading = titles.title("bench", cells, run, settings, shown)
     return [_time_table(cells, run, heading, shown, percentiles), _speedups(cells, shown, baseline)]
-
-
-# Where memory goes at the moment when most is held, on paper, of a PeakMemory.
-PEAK_COLUMNS = (
-    Column("parameters_gib", "parameters", "gib", lambda peak: peak.parameters / GIB),
-    Column("gradients_gib", "gradients", "gib", lambda peak: peak.gradients / GIB),
-    Column("optimizer_state_gib", "optimizer state", "gib", lambda peak: peak.optimizer_state / GIB),
-    Column("activations_gib", "activations", "gib", lambda peak: peak.activations / GIB),
-    Column("predicted_peak_gib", "predicted peak", "gib", lambda peak: peak.total_gib),
-    Column("moment", "moment of the peak", value=lambda peak: peak.moment),
-)
-
-# Above it the allocator's rounding and gaps, CUDA's context and libraries may be too much.
-_TIGHT_PART = 0.9
-_FITTING_COLUMNS = (Column("capacity_percent", "of the memory", "percent"), Column("fits", "fits"))
-
-
-def bench_plan(
-    workloads: Sequence[Workload], command: str = "bench", notes: Sequence[str] = (), capacity: Capacity | None = None
-) -> Table:
-    """Build the table of ``--dry-run``: each cell with its predicted memory, whether it fits, and ``notes`` below."""
-    rows = []
-    for workload in workloads:
-        row = workload.configuration() | {"parameters": workload.parameters}
-        if workload.memory_is_known:
-            peak = workload.predicted_peak()
-            row |= fill_row(PEAK_COLUMNS, peak) | _memory_fit(peak.total_gib, capacity)
-        rows.append(row)
-    columns = (
-        *titles.SIZE_COLUMNS,
-        *titles.plan_settings(workloads, titles.SETTING_COLUMNS),
-        *PEAK_COLUMNS,
-        *_FITTING_COLUMNS,
-    )
-    assumption = "Predicted for eager mode: the most memory in use at one moment."
-    fit = "Whether it fits is not known: no memory of such a device was found."
-    if capacity is not None:
-        memory = f"{capacity.device} with {capacity.memory_gib:.1f} GiB"
-        fit = f"fits: on {memory}; tight: over {100 * _TIGHT_PART:g} % of it."
-    heading = f"{command}: cells and predicted memory (nothing was run)"
-    return Table("plan", heading, columns, rows, (assumption, fit, *titles.unknown_memory(workloads), *notes))
-
-
-def _memory_fit(needed_gib: float, capacity: Capacity | None) -> dict[str, Any]:
-    """The values of the columns that say whether a cell fits."""
-    if capacity is None:
-        return {}
-    part = needed_gib / capacity.memory_gib
-    return {"capacity_percent": 100 * part, "fits": "no" if part > 1 else "tight" if part > _TIGHT_PART else "yes"}
 
 
 def _time_table(

@@ -1,16 +1,22 @@
 """The tables of ``ddp``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cs336sys.accounting import communication
 from cs336sys.accounting.memory import GIB, training_state
+from cs336sys.commands.rank_training.tables import (
+    STEADIER,
+    exposed_times,
+    exposure,
+    parallel_phase_table,
+    parallel_plan,
+    parallel_step_table,
+    step_rows,
+)
 from cs336sys.results.model import Cell, Run, Samples
-from cs336sys.results.statistics import Interval, difference, ratio
-from cs336sys.settings.parallel import CONTEXT_STRATEGIES, DATA_PARALLEL_STRATEGIES, ParallelWorkload, bucket_name
+from cs336sys.settings.parallel import ParallelWorkload, bucket_name
 from cs336sys.tables import titles
 from cs336sys.tables.numbers import format_number, format_quantity, format_value
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
@@ -22,10 +28,7 @@ _ALWAYS_SHOWN = ("precision", "compile")
 # Settings by which the cells of one comparison differ.
 _COMPARED = ("strategy", "bucket_mb", "trace", "rounds")
 
-STEADIER = "more --steps, fewer ranks than cores"
 _STEADIER = f"--rounds 3, {STEADIER}"
-
-_PHASES = ("forward", "backward", "synchronize", "optimizer")
 
 
 def pool_ddp_rounds(cells: Sequence[Cell]) -> list[Cell]:
@@ -44,21 +47,10 @@ def _ddp_of_rounds(
     training = ParallelWorkload.from_configuration(configuration).training
     return (
         rounds[0].derived
-        | _exposed(samples, rounds[0].derived)
+        | exposed_times(samples, rounds[0].derived)
         | training.throughput(samples["step"])
         | {"peak_gib": titles.largest_known(rounds, "peak_gib")}
     )
-
-
-def _exposed(samples: Mapping[str, Samples], derived: Mapping[str, Any]) -> dict[str, float | None]:
-    return communication.exposed_communication(
-        {name: series.median for name, series in samples.items()}, _running_ms(derived)
-    )
-
-
-def _running_ms(derived: Mapping[str, Any]) -> float | None:
-    """Return how long communication ran in the profiled step of a cell."""
-    return (derived.get("timeline") or {}).get("communication_ms")
 
 
 def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
@@ -84,67 +76,6 @@ def ddp_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
     return [*tables, _bucket_table(cells, (Column("size", "size"), *shown.values()))]
 
 
-def parallel_step_table(
-    command: str,
-    heading: str,
-    cells: Sequence[Cell],
-    run: Run | None,
-    columns: Sequence[Column],
-    rows: Sequence[dict[str, Any]],
-    notes: Sequence[str],
-    steadier: str,
-) -> Table:
-    """The first table of ``ddp`` and of ``shard``: ``columns`` of its own, and those that both have."""
-    all_columns = (
-        *titles.SIZE_COLUMNS,
-        *columns,
-        *titles.RATE_COLUMNS,
-        *named_columns("largest_difference", relative_difference_percent="relative"),
-        *titles.GRAPH_COLUMNS,
-        Column("status", "status"),
-    )
-    all_notes = (*notes, *_check_notes(cells), *titles.method_notes(cells), *titles.notes_of_run(cells, run))
-    return Table(command, heading, all_columns, rows, all_notes, steadier)
-
-
-def step_rows(cells: Sequence[Cell], baseline: str, compared: tuple[str, ...]) -> list[dict[str, Any]]:
-    """A row for each cell; its speed-up is over the strategy ``baseline`` with the same settings but ``compared``."""
-    baselines, _ = titles.find_baselines(cells, "strategy", baseline, ignore=compared)
-    rows = []
-    for cell, compared_with in zip(cells, baselines, strict=True):
-        workload = ParallelWorkload.from_configuration(cell.configuration)
-        row = cell.configuration | {"parameters": workload.training.parameters}
-        row |= cell.derived | {"status": cell.status}
-        row |= {f"{name}_ms": samples for name, samples in cell.samples.items()}
-        if cell.status == "ok" and compared_with is not None:
-            row["speedup"] = ratio(compared_with.samples["step"], cell.samples["step"])
-        row["running_ms"] = _running_ms(cell.derived)
-        rows.append(row | exposure(cell))
-    return rows
-
-
-def exposure(cell: Cell) -> dict[str, Any]:
-    """Return what communication costs the step and how much of it is hidden, as far as these samples can tell."""
-    if "unsynchronized" not in cell.samples:
-        return {}
-    step_ms = cell.samples["step"].median
-    exposed = difference(cell.samples["step"], cell.samples["unsynchronized"])
-    # Communication cannot make computing cheaper, so a negative estimate is noise.
-    is_cost = cell.configuration["strategy"] in (*DATA_PARALLEL_STRATEGIES, *CONTEXT_STRATEGIES)
-    if exposed.estimate < 0 and is_cost:
-        # And the noise is at least as large as that estimate.
-        exposed = replace(exposed, high=max(exposed.high, -exposed.low))
-    exposed = replace(exposed, is_cost=is_cost)
-    low, high, estimate = (100 * value / step_ms for value in (exposed.low, exposed.high, exposed.estimate))
-    intervals = {"exposed_ms": exposed, "exposed_percent": Interval(estimate, low, high, neutral=0.0, is_cost=is_cost)}
-    hidden_percent = _exposed(cell.samples, cell.derived)["hidden_percent"]
-    if hidden_percent is not None:
-        to_hide_ms = min(cell.samples["communication"].median, _running_ms(cell.derived) or math.inf)
-        most, least = (min(max(100 * (1 - ms / to_hide_ms), 0.0), 100.0) for ms in (exposed.low, exposed.high))
-        intervals["hidden_percent"] = Interval(hidden_percent, least, most, is_range=exposed.is_noise)
-    return intervals
-
-
 def _step_notes(cells: Sequence[Cell]) -> list[str]:
     notes = []
     if any(cell.status == "ok" for cell in cells):
@@ -161,43 +92,6 @@ def _step_notes(cells: Sequence[Cell]) -> list[str]:
     if any("rounds" in cell.configuration for cell in cells):
         notes.append("rounds: to and fro through the whole sweep so many times, the steps of all rounds together")
     return notes
-
-
-def _check_notes(cells: Sequence[Cell]) -> list[str]:
-    """Name the models that were checked with fewer layers."""
-    notes = []
-    for cell in cells:
-        size, layers = cell.configuration["size"], cell.configuration["num_layers"]
-        checked = cell.derived.get("checked_layers", layers)
-        if checked != layers:
-            why = "as asked" if checked == cell.configuration.get("check_layers") else "for want of memory"
-            notes.append(f"{size}: weights compared with {checked} of {layers} layers, {why}")
-    return list(dict.fromkeys(notes))
-
-
-def parallel_phase_table(rows: Sequence[dict[str, Any]], identity: tuple[Column, ...], torchs: str) -> Table:
-    """The phases of measured steps.
-
-    Args:
-        rows: of :func:`step_rows`; those of cells that were not measured are left out.
-        identity: the columns that tell cells apart.
-        torchs: what of torch averages gradients in the backward pass, and does so, for a note.
-    """
-    measured = [row for row in rows if row["status"] == "ok"]
-    columns = (
-        *identity,
-        *(Column(f"{phase}_ms", phase, "ms", spread="samples") for phase in _PHASES),
-        titles.WALL_COLUMN,
-        Column("overlap_percent", "communication overlapped", "percent"),
-    )
-    notes = (
-        "synchronize: from the end of the backward pass until gradients are averaged; "
-        f"{torchs} it in the backward pass",
-        "communication overlapped: share of the communication's time during which kernels computed, in one profiled "
-        "step of rank 0",
-    )
-    hidden = titles.hidden_wall(row["step_ms"] for row in measured)
-    return Table("phases", "phases of the step", columns, measured, notes, STEADIER, hidden)
 
 
 def link_of(cell: Cell) -> communication.AlphaBeta:
@@ -267,25 +161,6 @@ def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     return parallel_plan(
         "ddp: cells and the memory of their state", workloads, PARALLEL_SETTING_COLUMNS, columns, memory
     )
-
-
-def parallel_plan(
-    heading: str,
-    workloads: Sequence[ParallelWorkload],
-    settings: Mapping[str, Column],
-    columns: Sequence[Column],
-    predict: Callable[[ParallelWorkload], dict[str, Any]],
-) -> Table:
-    """Build the table of ``--dry-run`` of several ranks; ``predict`` gives the values of models with formulas."""
-    trainings = [workload.training for workload in workloads]
-    rows = [
-        workload.configuration()
-        | {"parameters": workload.training.parameters, "share": workload.share, "tokens": workload.share_size.context}
-        | (predict(workload) if workload.training.is_ours else {})
-        for workload in workloads
-    ]
-    columns = (*titles.SIZE_COLUMNS, *titles.plan_settings(trainings, settings), *columns)
-    return Table("plan", f"{heading} (nothing was run)", columns, rows, titles.unknown_memory(trainings))
 
 
 _LANES = {"compute": (1, "C0"), "communicate": (0, "C1")}

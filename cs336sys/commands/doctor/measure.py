@@ -25,6 +25,7 @@ def measure_ceilings(device: torch.device, progress: Callable[[str], None] = lam
     Products are of random numbers: zeros draw less power, and so run at a higher clock.
 
     Args:
+        device: the current GPU.
         progress: told what is measured next.
     """
     tflops = {}
@@ -32,7 +33,7 @@ def measure_ceilings(device: torch.device, progress: Callable[[str], None] = lam
         progress(f"matrix products in {precision}")
         tflops[precision] = max(_product_tflops(device, precision, side) for side in _SIDES)
     progress("copies, launches and links")
-    peers = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    peers = [index for index in range(torch.cuda.device_count()) if index != torch.cuda.current_device()]
     links = [_copied_gbps(device, torch.device("cuda", index), _COPY_BYTES // 4) for index in peers]
     return Ceilings(
         torch.cuda.get_device_name(device),

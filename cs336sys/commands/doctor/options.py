@@ -77,15 +77,13 @@ def _check_user_model(code: options.UserCodeOptions, optimizer: str) -> list["Ch
 
 
 def _measured_ceilings(path: Path) -> "Table":
-    import torch
-
     from cs336sys.commands.doctor.measure import measure_ceilings
     from cs336sys.commands.doctor.tables import ceilings_table
+    from cs336sys.machine.device import choose_device
 
-    if not torch.cuda.is_available():
+    device = choose_device("auto")
+    if device.type != "cuda":
         raise CapabilityError(f"--ceilings {path}: torch sees no CUDA GPU here; see why by doctor without --ceilings")
-    measured = measure_ceilings(
-        torch.device("cuda", torch.cuda.current_device()), lambda text: say(f"measuring {text}")
-    )
+    measured = measure_ceilings(device, lambda text: say(f"measuring {text}"))
     measured.write(path)
     return ceilings_table(measured)

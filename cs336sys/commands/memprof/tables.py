@@ -8,13 +8,13 @@ from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.memory import GIB
 from cs336sys.allocations.timeline import MEMORY_CATEGORIES
 from cs336sys.capture.range_names import STEP_PHASES
-from cs336sys.commands.bench.tables import PEAK_COLUMNS
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.settings.training import Workload
 from cs336sys.tables import titles
 from cs336sys.tables.numbers import format_quantity
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
+from cs336sys.tables.training_plan import PEAK_COLUMNS
 
 
 def _recomputed_percent(workload: MemoryWorkload) -> float:

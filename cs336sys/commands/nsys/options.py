@@ -61,7 +61,7 @@ def nsys(
     cs336sys nsys --from report.nsys-rep
     """
     from cs336sys.capture.nsys import is_profiled
-    from cs336sys.commands.bench.tables import bench_plan
+    from cs336sys.tables.training_plan import training_plan
 
     output.check(plot=profiling.plot)
     if source:
@@ -75,7 +75,7 @@ def nsys(
         training = replace(training, precision=["fp32", "bf16"])
     workloads = training.workloads(mode)
     if dry_run:
-        plan = partial(bench_plan, workloads, "nsys", ())
+        plan = partial(training_plan, workloads, "nsys", ())
         show_plan("nsys", plan, sweeping, output, training.device, plot=profiling.plot, keep=profiling.keep)
     elif is_profiled():
         refuse_given(ctx, _NOT_UNDER_NSYS, "this process runs under nsys, which writes a report for --from to read")

@@ -10,7 +10,6 @@ from cs336sys.capture.range_names import FINAL_MATMUL, SCORES, SOFTMAX, STEP
 from cs336sys.capture.reading import Read
 from cs336sys.capture.summary import Profile, RangeTime
 from cs336sys.capture.taxonomy import Category, category_of
-from cs336sys.commands.bench.tables import LAUNCH_BOUND_IDLE_PERCENT
 from cs336sys.commands.trace.kernel_tables import (
     MeasuredProfile,
     kernel_table,
@@ -24,7 +23,15 @@ from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.settings.profiling import ProfileWorkload
 from cs336sys.settings.training import Workload
 from cs336sys.tables.table import Column, Table, named_columns, with_rows
-from cs336sys.tables.titles import SETTING_COLUMNS, SIZE_COLUMNS, columns_of, method_notes, shown_settings, title
+from cs336sys.tables.titles import (
+    LAUNCH_BOUND_IDLE_PERCENT,
+    SETTING_COLUMNS,
+    SIZE_COLUMNS,
+    columns_of,
+    method_notes,
+    shown_settings,
+    title,
+)
 
 _OTHER = "other"
 

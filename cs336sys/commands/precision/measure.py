@@ -5,14 +5,15 @@ Source: handout, problems mixed_precision_accumulation and benchmarking_mixed_pr
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cs336sys.machine.device import DTYPES
-from cs336sys.results.model import Status
+from cs336sys.results.model import Cell, Status
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -148,3 +149,19 @@ def _train_step(
         loss.backward()
         seen["gradients"] = {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
     return {part: ", ".join(sorted(_NAMES[dtype] for dtype in dtypes)) for part, dtypes in seen.items()}
+
+
+def precision_cells(precisions: list[str], device: torch.device, run_id: str) -> list[Cell]:
+    """Return a cell for each way to add, and for each precision and loss."""
+    where = {"device": device.type}
+    cells = []
+    for sum in accumulate(device):
+        errors = {"absolute_error": sum.absolute_error, "relative_error_percent": 100 * sum.relative_error}
+        configuration = {"accumulation": sum.name} | where
+        cells.append(Cell("precision", configuration, "ok", derived={"sum": sum.total} | errors, run_id=run_id))
+    for precision, loss in product(precisions, LOSSES):
+        columns = asdict(autocast_dtypes(precision, loss, device))
+        configuration = {name: columns.pop(name) for name in ("precision", "loss_function")} | where
+        status, reason = columns.pop("status"), columns.pop("reason")
+        cells.append(Cell("precision", configuration, status, derived=columns, reason=reason, run_id=run_id))
+    return cells

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cs336sys.commands.ddp.tables import STEADIER, exposure
-from cs336sys.commands.shard.tables import memory_of
+from cs336sys.accounting.sharding.cells import memory_of
+from cs336sys.commands.rank_training.tables import STEADIER, exposure
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import Interval, ratio
 from cs336sys.settings.parallel import ParallelWorkload

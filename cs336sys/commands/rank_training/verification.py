@@ -17,19 +17,12 @@ from cs336sys.parallel.fsdp.plan import plan_sharding
 from cs336sys.parity.orders import Order, Trained, draw_alike, train_in_order
 from cs336sys.parity.rounding import LARGEST_ROUNDING, LEARNING_RATES, MEAN_LOSS, parallel_tolerance, stay_near
 from cs336sys.parity.training import SCALES, run_steps
-from cs336sys.parity.weights import (
-    OPTIMIZER_SETTINGS,
-    TensorComparison,
-    WeightDifference,
-    norm,
-    plainly_trained,
-    rounding_note,
-)
+from cs336sys.parity.weights import OPTIMIZER_SETTINGS, TensorComparison, WeightDifference, norm, rounding_note
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.training import Workload
 from cs336sys.training import user_models
 from cs336sys.training.flop_counting import count_step
-from cs336sys.training.model import blocks_of, build_by_layers, build_compared_model
+from cs336sys.training.model import blocks_of, build_by_layers, build_compared_model, plainly_trained
 from cs336sys.training.optimizers import build_optimizer
 from cs336sys.training.ranks.sharded_strategies import return_dtype_of_sharded
 from cs336sys.training.ranks.step import ParallelStep, rank_device, warmup_of_capture

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cs336sys.accounting.derivation import Derived
-from cs336sys.commands.account.tables.answers import answers_table
 from cs336sys.commands.report.evidence import PLAIN, Evidence, Selection, joined_selection
 from cs336sys.commands.report.problem import Handout
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import ratio, same_within
+from cs336sys.tables.answers import answers_table
 from cs336sys.tables.numbers import format_number, format_quantity
 from cs336sys.tables.table import Table, named_columns
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cs336sys.accounting.sharding.selective_checkpointing import kept_peak, kept_step
-from cs336sys.commands.ddp.tables import parallel_phase_table
+from cs336sys.commands.rank_training.tables import parallel_phase_table
 from cs336sys.commands.shard.tables import SHARDING_SETTING_COLUMNS, STRATEGY_COLUMNS, shard_tables
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.parallel import ParallelWorkload

@@ -2,30 +2,25 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cs336sys.accounting.checkpointing import kept_blocks
-from cs336sys.accounting.flops import parameter_shapes
-from cs336sys.accounting.memory import GIB, always_held_bytes
-from cs336sys.accounting.sharding.context import attention_sent_bytes
-from cs336sys.accounting.sharding.fsdp import fully_sharded_state, most_sent_bytes
-from cs336sys.accounting.sharding.selective_checkpointing import kept_memory, kept_step
+from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.sharding.cells import memory_of, predicted_rank_memory, sharding_sent_bytes
 from cs336sys.accounting.sharding.step import (
     MOMENTS,
     RankMemory,
-    ShardedStep,
-    memory_of_state,
-    predicted_memory,
-    predicted_sent_bytes,
 )
-from cs336sys.accounting.sharding.tensor import TensorStep, tensor_moments
-from cs336sys.commands.ddp.tables import STEADIER, parallel_phase_table, parallel_plan, parallel_step_table, step_rows
+from cs336sys.commands.rank_training.tables import (
+    STEADIER,
+    parallel_phase_table,
+    parallel_plan,
+    parallel_step_table,
+    step_rows,
+)
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import ratio
 from cs336sys.settings.parallel import ParallelWorkload
-from cs336sys.settings.sizes import ELEMENT_BYTES
 from cs336sys.tables.numbers import format_quantity
 from cs336sys.tables.outputs import Axes, legend_columns, new_axes, write_figure
 from cs336sys.tables.table import Column, Table, named_columns
@@ -44,81 +39,6 @@ COMPONENTS = {
     "optimizer_state": "optimizer state",
     "rest": "activations and buffers",
 }
-
-
-def sharded_step(workload: ParallelWorkload) -> ShardedStep:
-    """Describe a cell for ``accounting``."""
-    training = workload.training
-    return ShardedStep(
-        workload.strategy,
-        training.size,
-        workload.world_size,
-        training.precision,
-        training.attention,
-        workload.checkpointing,
-        1 if workload.prefetch is None else workload.prefetch,
-        state_dtype=training.state_dtype if workload.has_half_weights else "fp32",
-        keep_gathered=workload.keep_gathered,
-    )
-
-
-def _tensor_step(workload: ParallelWorkload) -> TensorStep:
-    training = workload.training
-    return TensorStep(
-        workload.strategy,
-        training.size,
-        workload.group_ranks,
-        workload.data_ranks,
-        training.precision,
-        workload.checkpointing,
-        training.is_compiled,
-    )
-
-
-def sharding_sent_bytes(workload: ParallelWorkload) -> float | None:
-    """Return what a rank sends in a step; None where torch decides it."""
-    if not workload.strategy_record.sends:
-        return None
-    if workload.strategy_record.shares_layers:
-        return _tensor_step(workload).sent_bytes
-    if workload.strategy_record.splits_sequences and workload.strategy_record.outer:
-        training, ranks = workload.training, workload.world_size
-        group = replace(training.size, batch_size=workload.share)
-        settings = training.precision, workload.checkpointing
-        weights = most_sent_bytes(parameter_shapes(training.size), ELEMENT_BYTES[training.precision], ranks)
-        return weights + attention_sent_bytes(workload.strategy, group, workload.group_ranks, *settings)
-    return predicted_sent_bytes(sharded_step(workload))
-
-
-def _predicted(workload: ParallelWorkload) -> list[RankMemory]:
-    if workload.strategy_record.shares_layers:
-        return _predicted_where_layers_are_shared(workload)
-    if workload.strategy_record.splits_sequences and workload.strategy_record.outer:
-        state = fully_sharded_state(workload.training.size, 0, workload.world_size)
-        return memory_of_state(state, always_held_bytes(workload.share_size))
-    if workload.writes_out_blocks:
-        return kept_memory(kept_step(workload))
-    step = sharded_step(workload)
-    if kept_blocks(workload.checkpointing) is None:
-        return predicted_memory(step)
-    # How much torch's selective checkpoints hold at once is torch's own affair.
-    return [
-        rank_memory
-        for rank_memory in predicted_memory(replace(step, checkpointing="none"))
-        if rank_memory.moment != "peak"
-    ]
-
-
-def _predicted_where_layers_are_shared(workload: ParallelWorkload) -> list[RankMemory]:
-    """Without a peak where it is torch's own affair, or where FSDP gathers parts of weights."""
-    step, size = _tensor_step(workload), workload.training.size
-    moments = memory_of_state(step.state, always_held_bytes(size))
-    if not workload.strategy_record.is_torchs and workload.uses_autocast:
-        peak = max(tensor_moments(step, workload.training.attention), key=lambda moment: moment.total)
-        # Every rank has the batch of all groups.
-        other_bytes = peak.activations + 16 * (size.batch_size - workload.share) * size.context
-        moments.append(RankMemory(MOMENTS[-1], peak.parameters, peak.gradients, peak.optimizer_state, other_bytes))
-    return moments
 
 
 def shard_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
@@ -175,15 +95,6 @@ def _step_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         if one_rank_samples is not None and cell.configuration["world_size"] > 1:
             row["scaling"] = ratio(one_rank_samples, cell.samples["step"])
     return rows
-
-
-def memory_of(cell: Cell) -> dict[str, list[RankMemory]]:
-    """Return what a cell's fullest rank held at each moment, ``measured`` and ``predicted``."""
-    workload = ParallelWorkload.from_configuration(cell.configuration)
-    return {
-        "measured": [RankMemory(**memory) for memory in cell.derived["memory"]],
-        "predicted": _predicted(workload) if workload.training.is_ours else [],
-    }
 
 
 def _memory_table(cells: Sequence[Cell], identity: tuple[Column, ...]) -> Table:
@@ -245,7 +156,9 @@ def shard_plan(workloads: Sequence[ParallelWorkload]) -> Table:
 
     def predict(workload: ParallelWorkload) -> dict[str, Any]:
         sent = {"predicted_sent_bytes": sharding_sent_bytes(workload)}
-        return sent | {moments[rank_memory.moment].key: rank_memory.total_gib for rank_memory in _predicted(workload)}
+        return sent | {
+            moments[rank_memory.moment].key: rank_memory.total_gib for rank_memory in predicted_rank_memory(workload)
+        }
 
     return parallel_plan("shard: cells and the memory of a rank", workloads, SHARDING_SETTING_COLUMNS, columns, predict)
 

@@ -9,12 +9,12 @@ from cs336sys.accounting.memory import GIB
 from cs336sys.accounting.step_time.choice import MORE_MEMORY, Candidate, Choice, measuring_command, pytorch_lines
 from cs336sys.accounting.step_time.prediction import StepConfiguration
 from cs336sys.accounting.step_time.rates import Rates, short_gpu_name
-from cs336sys.commands.account.tables.step import PREDICTED_COLUMNS, configuration_words, error_notes, step_row
 from cs336sys.results.comparison import Comparison, Measured, compare_samples
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.tables.numbers import Value
 from cs336sys.tables.outputs import new_axes, write_figure
+from cs336sys.tables.predicted_step import PREDICTED_COLUMNS, configuration_words, error_notes, step_row
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
 from cs336sys.tables.titles import by_configuration, known_values
 

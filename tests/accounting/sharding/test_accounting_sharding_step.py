@@ -7,10 +7,10 @@ import pytest
 
 from cs336sys.accounting.checkpointing import predicted_peak
 from cs336sys.accounting.memory import GIB, TrainingState, widest_moments
+from cs336sys.accounting.sharding.cells import memory_of
 from cs336sys.accounting.sharding.fsdp import fully_sharded_peak
 from cs336sys.accounting.sharding.step import ShardedStep, flat_optimizer_state, fullest_state, rank_moments, rank_peak
 from cs336sys.commands.account.tables.model import rank_memory_tables
-from cs336sys.commands.shard.tables import memory_of
 from cs336sys.errors import UsageError
 from cs336sys.results.model import read_results
 from cs336sys.settings.parallel import SHARDING_STRATEGIES

@@ -10,11 +10,11 @@ import sharding_ranks
 import torch
 
 from cs336sys.accounting.flops import count_parameters
+from cs336sys.accounting.sharding.cells import sharded_step
 from cs336sys.accounting.sharding.step import MOMENTS, RankMemory, predicted_memory, predicted_sent_bytes
 from cs336sys.commands.rank_training import measure as measurement
 from cs336sys.commands.rank_training.measure import measure_parallel_training
 from cs336sys.commands.rank_training.rank import RankMeasurement
-from cs336sys.commands.shard.tables import sharded_step
 from cs336sys.errors import CapabilityError, UsageError
 from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.results.model import Samples

@@ -4,8 +4,8 @@ import pytest
 import sharding_ranks
 import tensor_training_ranks
 
+from cs336sys.accounting.sharding.cells import predicted_rank_memory, sharding_sent_bytes
 from cs336sys.commands.rank_training.measure import measure_parallel_training
-from cs336sys.commands.shard.tables import _predicted, sharding_sent_bytes
 from cs336sys.errors import UsageError
 from cs336sys.parity.rounding import TOLERANCES
 from cs336sys.settings.parallel import ParallelWorkload
@@ -52,13 +52,13 @@ def test_peaks_are_those_predicted(ranks):
         workload("tensor-sequence", size=logits, optimizer="fused", attention="sdpa"),
     ]
     for cell, *of_ranks in zip(cells, *ranks().run(sharding_ranks.observe_all, cells), strict=True):
-        (expected,) = [moment for moment in _predicted(cell) if moment.moment == "peak"]
+        (expected,) = [moment for moment in predicted_rank_memory(cell) if moment.moment == "peak"]
         # Gloo's threads may hold on to what they have sent.
         lowest = min((memory[-1] for memory, _ in of_ranks), key=lambda moment: moment.total)
         assert lowest.total == pytest.approx(expected.total, rel=0.015), cell.strategy
         assert lowest.parameters == expected.parameters
     torchs, gathering = workload("torch-tensor"), workload("fsdp+tensor", "fsdp=1,tp=2", precision="bf16")
-    assert not [moment for cell in (torchs, gathering) for moment in _predicted(cell) if moment.moment == "peak"]
+    assert "peak" not in [moment.moment for cell in (torchs, gathering) for moment in predicted_rank_memory(cell)]
 
 
 @pytest.mark.parametrize(

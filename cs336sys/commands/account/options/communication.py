@@ -35,7 +35,7 @@ def buckets(
 
     cs336sys account buckets --size xl --bandwidth 19.7e9 --call-us 30
     """
-    from cs336sys.commands.account.tables.answers import bucket_tables
+    from cs336sys.commands.account.tables.communication import bucket_tables
 
     element_bytes = ELEMENT_BYTES[gradient_dtype]
     if gradients is None:
@@ -78,7 +78,7 @@ def parallel(
 
     cs336sys account parallel --measured bench.jsonl.gz --measured allreduce.jsonl.gz --measured shard.jsonl.gz
     """
-    from cs336sys.commands.account.tables.answers import parallel_tables, plot_parallel
+    from cs336sys.commands.account.tables.communication import parallel_tables, plot_parallel
     from cs336sys.commands.account.tables.rates import compare_with_measured, read_measured
 
     cells = read_measured(measured)
@@ -130,7 +130,7 @@ def xxl(
 
     cs336sys account xxl --tokens 320 --device-gb 80 --x 32 --y 8
     """
-    from cs336sys.commands.account.tables.answers import xxl_tables
+    from cs336sys.commands.account.tables.communication import xxl_tables
 
     mesh = TpuMesh(x, y, m_x, m_y, flops, bandwidth)
     if devices not in (None, x * y):

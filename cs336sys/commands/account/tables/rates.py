@@ -10,7 +10,7 @@ from cs336sys.accounting.communication import bus_factor
 from cs336sys.accounting.flops import count_parameters, model_flops
 from cs336sys.accounting.hardware import Cluster, OverlapSlowdown
 from cs336sys.accounting.scaling import DeviceTime, Dtypes
-from cs336sys.commands.shard.tables import sharding_sent_bytes
+from cs336sys.accounting.sharding.cells import sharding_sent_bytes
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Results, read_several
 from cs336sys.settings.parallel import DATA_PARALLEL_STRATEGIES, ParallelWorkload

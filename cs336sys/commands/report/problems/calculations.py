@@ -8,7 +8,7 @@ from cs336sys.accounting.derivation import Derived
 from cs336sys.accounting.hardware import peak_tflops
 from cs336sys.accounting.parallelism import Layer, Mesh, parallelism_answers
 from cs336sys.accounting.xxl import XXL, TpuMesh, batch_answers, memory_answers
-from cs336sys.commands.account.tables.answers import parallel_tables
+from cs336sys.commands.account.tables.communication import parallel_tables
 from cs336sys.commands.report.answer import Answer
 from cs336sys.settings.sizes import SIZES
 

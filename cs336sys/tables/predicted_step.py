@@ -1,0 +1,71 @@
+"""A predicted step as a row: its configuration in words, its time, and what sets it."""
+
+from cs336sys.accounting.flops import model_flops
+from cs336sys.accounting.hardware import peak_tflops
+from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.step_time.memory import step_memory
+from cs336sys.accounting.step_time.prediction import StepConfiguration, StepTime
+from cs336sys.accounting.step_time.public_steps import public_note
+from cs336sys.accounting.step_time.rates import Rates
+from cs336sys.tables.numbers import Value
+from cs336sys.tables.table import named_columns
+
+PREDICTED_COLUMNS = named_columns(
+    "step_ms", tokens_per_s="tokens/s", mfu_percent="MFU", peak_gib="memory of a rank", limit="set by"
+)
+
+
+def configuration_words(configuration: StepConfiguration) -> str:
+    """Name what a configuration chooses: ``compile block, flash, adamw bf16, graph, checkpoint block``."""
+    training = configuration.training
+    choices = [f"batch {training.size.batch_size}"]
+    choices += [f"x {configuration.accumulation}"] if configuration.accumulation > 1 else []
+    choices += [f"compile {training.compile}"] if training.is_compiled else []
+    choices += [training.attention, *([f"{training.kernels} kernels"] if training.fused_kernels else [])]
+    choices += [training.optimizer + ("" if training.state_dtype == "fp32" else f" {training.state_dtype}")]
+    choices += ["graph"] if training.cuda_graph == "on" else []
+    choices += [f"checkpoint {configuration.checkpointing}"] if configuration.checkpointing != "none" else []
+    choices += [configuration.strategy] if configuration.strategy else []
+    choices += ["gradients bf16"] if configuration.gradient_dtype == "bf16" else []
+    return ", ".join(choices).replace(", x ", " x ")
+
+
+def limit_words(time: StepTime) -> str:
+    """Name what sets the pace: launches, or the largest term."""
+    if time.waits_for_launches:
+        return "launches (CPU)"
+    parts = {**time.terms_s, "communication": time.exposed_s}
+    largest = sorted(parts, key=lambda name: -parts[name])[:2]
+    return ", ".join(f"{name.replace('_', ' ')} {parts[name] / time.step_s:.0%}" for name in largest)
+
+
+def step_row(
+    configuration: StepConfiguration, time: StepTime, rates: Rates, memory: float | None = None
+) -> dict[str, Value]:
+    """Return a configuration's row: without a time where it is unlike everything that was measured.
+
+    Args:
+        memory: bytes of a rank; None: of our model.
+    """
+    size = configuration.training.size
+    row: dict[str, Value] = {"configuration": configuration_words(configuration)}
+    row["peak_gib"] = (step_memory(configuration).total if memory is None else memory) / GIB
+    if time.only_ranks_unknown:
+        row |= {"gpu_ms": 1e3 * time.gpu_s, "launches_ms": 1e3 * sum(time.launches_s.values()) or None}
+    if time.unknown:
+        return row | {"limit": f"not measured: {'; '.join(time.unknown)}"}
+    peak = peak_tflops(rates.gpu, configuration.training.precision)
+    flops = model_flops(size) * configuration.accumulation / time.step_s / 1e12
+    return row | {
+        "exposed_ms": 1e3 * time.exposed_s or None,
+        "step_ms": 1e3 * time.step_s,
+        "tokens_per_s": configuration.tokens / time.step_s,
+        "mfu_percent": None if peak is None or not configuration.training.is_ours else 100 * flops / peak,
+        "limit": limit_words(time),
+    }
+
+
+def error_notes(rates: Rates) -> tuple[str, ...]:
+    """Say how far predictions are off, on steps of this project and of others."""
+    published = public_note(rates)
+    return (rates.error_note, published) if published else (rates.error_note,)

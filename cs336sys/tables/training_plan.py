@@ -1,0 +1,61 @@
+"""The table of ``--dry-run``: cells that train on one device, and the memory that is predicted for them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cs336sys.accounting.memory import GIB
+from cs336sys.machine.system import Capacity
+from cs336sys.settings.training import Workload
+from cs336sys.tables import titles
+from cs336sys.tables.table import Column, Table, fill_row
+
+# Where memory goes at the moment when most is held, on paper, of a PeakMemory.
+PEAK_COLUMNS = (
+    Column("parameters_gib", "parameters", "gib", lambda peak: peak.parameters / GIB),
+    Column("gradients_gib", "gradients", "gib", lambda peak: peak.gradients / GIB),
+    Column("optimizer_state_gib", "optimizer state", "gib", lambda peak: peak.optimizer_state / GIB),
+    Column("activations_gib", "activations", "gib", lambda peak: peak.activations / GIB),
+    Column("predicted_peak_gib", "predicted peak", "gib", lambda peak: peak.total_gib),
+    Column("moment", "moment of the peak", value=lambda peak: peak.moment),
+)
+
+
+# Above it the allocator's rounding and gaps, CUDA's context and libraries may be too much.
+_TIGHT_PART = 0.9
+
+
+_FITTING_COLUMNS = (Column("capacity_percent", "of the memory", "percent"), Column("fits", "fits"))
+
+
+def training_plan(
+    workloads: Sequence[Workload], command: str = "bench", notes: Sequence[str] = (), capacity: Capacity | None = None
+) -> Table:
+    """Build the table of ``--dry-run``: each cell with its predicted memory, whether it fits, and ``notes`` below."""
+    rows = []
+    for workload in workloads:
+        row = workload.configuration() | {"parameters": workload.parameters}
+        if workload.memory_is_known:
+            peak = workload.predicted_peak()
+            row |= fill_row(PEAK_COLUMNS, peak) | _memory_fit(peak.total_gib, capacity)
+        rows.append(row)
+    columns = (
+        *titles.SIZE_COLUMNS,
+        *titles.plan_settings(workloads, titles.SETTING_COLUMNS),
+        *PEAK_COLUMNS,
+        *_FITTING_COLUMNS,
+    )
+    assumption = "Predicted for eager mode: the most memory in use at one moment."
+    fit = "Whether it fits is not known: no memory of such a device was found."
+    if capacity is not None:
+        memory = f"{capacity.device} with {capacity.memory_gib:.1f} GiB"
+        fit = f"fits: on {memory}; tight: over {100 * _TIGHT_PART:g} % of it."
+    heading = f"{command}: cells and predicted memory (nothing was run)"
+    return Table("plan", heading, columns, rows, (assumption, fit, *titles.unknown_memory(workloads), *notes))
+
+
+def _memory_fit(needed_gib: float, capacity: Capacity | None) -> dict[str, Any]:
+    """The values of the columns that say whether a cell fits."""
+    if capacity is None:
+        return {}
+    part = needed_gib / capacity.memory_gib
+    return {"capacity_percent": 100 * part, "fits": "no" if part > 1 else "tight" if part > _TIGHT_PART else "yes"}
