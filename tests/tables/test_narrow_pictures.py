@@ -4,7 +4,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from cs336sys.accounting.parallelism import Layer
-from cs336sys.commands.account.tables import answers
+from cs336sys.commands.account.tables import communication
 from cs336sys.commands.attention import tables as attention
 from cs336sys.commands.ddp import tables as ddp
 from cs336sys.results.model import Cell, Samples
@@ -22,7 +22,7 @@ def drawn(monkeypatch):
         FigureCanvasAgg(figure).draw()
         figures.append(figure)
 
-    for module in (answers, attention, ddp):
+    for module in (communication, attention, ddp):
         monkeypatch.setattr(module, "write_figure", keep)
     return figures
 
@@ -45,7 +45,7 @@ def test_legend_of_many_implementations_beside_one_head_dimension(drawn, tmp_pat
 
 def test_heading_of_one_strategy(drawn, tmp_path):
     layer = Layer(batch=131072, d_model=2560, d_ff=10240, flops_per_s=989.4e12, bytes_per_s=450e9)
-    answers.plot_parallel(["fsdp"], layer, tmp_path / "parallel.png")
+    communication.plot_parallel(["fsdp"], layer, tmp_path / "parallel.png")
     assert is_inside(drawn[0]._suptitle, drawn[0])
 
 
