@@ -1,153 +1,41 @@
 """Saved results shown again: which cells were one invocation of a command, and how each command's are shown."""
 
 import html
+import importlib
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from cs336sys.commands.allreduce import tables as allreduce
-from cs336sys.commands.attention import tables as attention
-from cs336sys.commands.bench import tables as bench
-from cs336sys.commands.ddp import tables as ddp
-from cs336sys.commands.kernels import tables as kernels
-from cs336sys.commands.losses import tables as losses
-from cs336sys.commands.memprof.page import plot_timeline, timeline_title
-from cs336sys.commands.memprof.tables import memory_tables
-from cs336sys.commands.nsys.tables import plot_profiles, profile_tables
-from cs336sys.commands.precision import tables as precision
-from cs336sys.commands.rank_training import scaling_tables as scaling
-from cs336sys.commands.shard import board_tables as board
-from cs336sys.commands.shard import tables as shard
-from cs336sys.commands.trace.difference_tables import saved_trace_tables
-from cs336sys.commands.tune import tables as tune
-from cs336sys.commands.verify.tables import verify_tables
 from cs336sys.errors import UsageError, choose_from
 from cs336sys.results.model import Cell, Results, Run, Samples, configuration_key, distinguishing_settings, json_text
 from cs336sys.results.statistics import Interval
-from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.tables.page import html_page, html_picture, html_table
+from cs336sys.tables.saved import Pictures, Presentation, SavedCommand
 from cs336sys.tables.table import Table, grid_of, with_rows
 from cs336sys.tables.tidy import tidy, with_origin
 
-
-@dataclass(frozen=True)
-class Presentation:
-    """The options of commands about how cells are shown, with their names and defaults.
-
-    Without a ``baseline``, ``bench`` compares with the defaults of settings, other commands with eager.
-    """
-
-    baseline: str = ""
-    percentiles: Sequence[float] = ()
-    top: int = 5
-    full_names: bool = False
-    compare_precision: bool = False
-
-
-# The pictures of some cells by name, each drawn to a file.
-Pictures = Mapping[str, Callable[[Path], None]]
-
-TableBuilder = Callable[[Sequence[Cell], Run | None, Presentation], list[Table]]
-
-
-@dataclass(frozen=True)
-class SavedCommand:
-    """The functions that show a command's cells again.
-
-    Attributes:
-        tables: of cells that ``pooled`` has returned.
-        pictures: those that such cells have data for, drawn as these options ask.
-        pooled: joins the rounds of ``--rounds``.
-    """
-
-    tables: TableBuilder
-    pictures: Callable[[Sequence[Cell], Run | None, Presentation], Pictures] = lambda cells, run, options: {}
-    pooled: Callable[[Sequence[Cell]], list[Cell]] = list
-
-
-def _of_run(build: Callable[[Sequence[Cell], Run | None], list[Table]]) -> TableBuilder:
-    """Tables that no option changes."""
-    return lambda cells, run, options: build(cells, run)
-
-
-def _picture(
-    name: str, draw: Callable[[Sequence[Cell], Path], None]
-) -> Callable[[Sequence[Cell], Run | None, Presentation], Pictures]:
-    """One picture of all cells, if any was measured."""
-    return lambda cells, run, options: {name: partial(draw, cells)} if _measured_cells(cells) else {}
-
-
-def _measured_cells(cells: Sequence[Cell]) -> list[Cell]:
-    return [cell for cell in cells if cell.status == "ok"]
-
-
-def _ddp_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation) -> Pictures:
-    timelines = any(cell.derived["timeline"] is not None for cell in _measured_cells(cells))
-    pictures: dict[str, Callable[[Path], None]] = {"timelines": partial(ddp.plot_timelines, cells)} if timelines else {}
-    if ddp.bucket_sweeps(cells):
-        pictures["buckets"] = partial(ddp.plot_buckets, cells, option="--plot")
-    return {**pictures, **_scaling_picture(cells)}
-
-
-def _shard_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation) -> Pictures:
-    of_ranks = [cell for cell in cells if not board.is_of_board(cell)]
-    memory = _picture("memory", shard.plot_memory)(of_ranks, run, options)
-    gathering = [cell for cell in _measured_cells(of_ranks) if cell.derived.get("gathers")]
-    timelines = {"timelines": partial(ddp.plot_timelines, gathering)} if gathering else {}
-    return {**memory, **timelines, **_scaling_picture(cells)}
-
-
-def _scaling_picture(cells: Sequence[Cell]) -> Pictures:
-    return {"scaling": partial(scaling.plot_scaling, cells, option="--plot")} if scaling.scaling_curves(cells) else {}
-
-
-def _memory_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation) -> Pictures:
-    return {
-        MemoryWorkload.from_configuration(cell.configuration).name: partial(
-            plot_timeline, cell.derived, timeline_title(cell, run), option="--plot"
-        )
-        for cell in _measured_cells(cells)
-    }
-
-
-SAVED_COMMANDS: dict[str, SavedCommand] = {
-    "bench": SavedCommand(
-        lambda cells, run, options: bench.bench_tables(cells, run, options.percentiles, options.baseline),
-        lambda cells, run, options: (
-            {"bench": partial(bench.plot_bench, cells, baseline=options.baseline)} if _measured_cells(cells) else {}
-        ),
-        bench.pool_bench_rounds,
-    ),
-    "tune": SavedCommand(_of_run(tune.tune_tables)),
-    "losses": SavedCommand(_of_run(losses.loss_tables), _picture("losses", losses.plot_losses)),
-    "nsys": SavedCommand(
-        lambda cells, run, options: profile_tables(
-            cells, run, top=options.top, full_names=options.full_names, compare_precision=options.compare_precision
-        ),
-        _picture("shares", plot_profiles),
-    ),
-    "memprof": SavedCommand(lambda cells, run, options: memory_tables(cells, run, options.top), _memory_pictures),
-    "attn": SavedCommand(_of_run(attention.attn_tables), _picture("attn", attention.plot_attn)),
-    "flash": SavedCommand(
-        lambda cells, run, options: attention.flash_tables(cells, run, options.baseline or "eager"),
-        _picture("flash", attention.plot_flash),
-        attention.pool_flash_rounds,
-    ),
-    "kernels": SavedCommand(
-        lambda cells, run, options: kernels.kernel_tables(cells, run, options.baseline or "eager"),
-        _picture("kernels", kernels.plot_kernels),
-    ),
-    "allreduce": SavedCommand(_of_run(allreduce.allreduce_tables), _picture("allreduce", allreduce.plot_collectives)),
-    "ddp": SavedCommand(_of_run(scaling.with_scaling(ddp.ddp_tables)), _ddp_pictures, ddp.pool_ddp_rounds),
-    "trace": SavedCommand(lambda cells, run, options: saved_trace_tables(cells, options.top, options.full_names)),
-    "precision": SavedCommand(_of_run(precision.precision_tables)),
-    "shard": SavedCommand(_of_run(scaling.with_scaling(board.sharding_tables)), _shard_pictures),
-    "verify": SavedCommand(_of_run(verify_tables)),
+# The record of each command that saves cells (:class:`~cs336sys.tables.saved.SavedCommand`), imported when it is shown.
+SAVED_COMMANDS = {
+    **{command: f"{command}.tables.SAVED" for command in ("bench", "tune", "losses", "nsys")},
+    "memprof": "memprof.page.SAVED",
+    "attn": "attention.tables.SAVED_ATTN",
+    "flash": "attention.tables.SAVED_FLASH",
+    **{command: f"{command}.tables.SAVED" for command in ("kernels", "allreduce", "ddp")},
+    "trace": "trace.difference_tables.SAVED",
+    "precision": "precision.tables.SAVED",
+    "shard": "shard.board_tables.SAVED",
+    "verify": "verify.tables.SAVED",
 }
+
+
+def saved_command(name: str) -> SavedCommand:
+    """Return how a command's cells are shown."""
+    module, _, record = SAVED_COMMANDS[name].rpartition(".")
+    return getattr(importlib.import_module(f"cs336sys.commands.{module}"), record)
 
 
 @dataclass
@@ -233,14 +121,14 @@ def shown_cells(invocation: Invocation, statuses: Sequence[str] = ()) -> list[Ce
         choices = choose_from(invocation.command, SAVED_COMMANDS)
         raise UsageError(f"cells of '{invocation.command}' cannot be shown by this cs336sys: {choices}")
     cells = _build_checked(
-        invocation, lambda: SAVED_COMMANDS[invocation.command].pooled(list(invocation.cells.values()))
+        invocation, lambda: saved_command(invocation.command).pooled(list(invocation.cells.values()))
     )
     return [cell for cell in cells if not statuses or cell.status in statuses]
 
 
 def saved_tables(invocation: Invocation, cells: Sequence[Cell], presentation: Presentation) -> list[Table]:
     """The tables of an invocation's :func:`shown_cells`, or a UsageError where these lack what tables need."""
-    build = SAVED_COMMANDS[invocation.command].tables
+    build = saved_command(invocation.command).tables
     rows = with_origin(cells, {run.run_id: run for run in invocation.runs})
 
     def built() -> list[Table]:
@@ -296,7 +184,7 @@ def saved_pictures(
 
     This and drawing one raise a UsageError where the cells lack what that needs.
     """
-    draw = SAVED_COMMANDS[invocation.command].pictures
+    draw = saved_command(invocation.command).pictures
     pictures = _build_checked(invocation, lambda: draw(cells, invocation.run, presentation))
     return {name: partial(_draw, invocation, name, draw_picture) for name, draw_picture in pictures.items()}
 

@@ -19,7 +19,8 @@ from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Status, passed_over_words, read_results
 
 if TYPE_CHECKING:
-    from cs336sys.commands.registry import Invocation, Pictures, Presentation
+    from cs336sys.commands.registry import Invocation
+    from cs336sys.tables.saved import Pictures, Presentation
     from cs336sys.tables.table import Table
 
 
@@ -136,7 +137,8 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
 
     Options that the command no longer has are ignored. Equal command lines are parsed once.
     """
-    from cs336sys.commands.registry import SAVED_COMMANDS, Presentation
+    from cs336sys.commands.registry import SAVED_COMMANDS
+    from cs336sys.tables.saved import Presentation
 
     @functools.cache
     def presenting(name: str) -> Any:

@@ -5,14 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from cs336sys.commands.ddp.tables import (
-    bucket_sweeps,
-    ddp_plan,
-    ddp_tables,
-    plot_buckets,
-    plot_timelines,
-    pool_ddp_rounds,
-)
+from cs336sys.commands.ddp.tables import bucket_sweeps, ddp_plan, ddp_tables, plot_buckets, pool_ddp_rounds
+from cs336sys.commands.rank_training.tables import plot_timelines
 from cs336sys.results.model import Cell, Samples
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import choose_size

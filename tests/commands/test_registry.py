@@ -8,9 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from cs336sys.cli import app
-from cs336sys.commands.registry import Presentation, invocations, saved_tables, shown_cells
+from cs336sys.commands.registry import invocations, saved_tables, shown_cells
 from cs336sys.errors import UsageError
 from cs336sys.results.model import Cell, Results, Run
+from cs336sys.tables.saved import Presentation
 
 H200 = {"gpu": "NVIDIA H200", "cpu": "x", "torch": "2.11"}
 

@@ -18,17 +18,11 @@ from typer.testing import CliRunner
 
 import cs336sys
 from cs336sys.cli import COMMANDS, app, module_of
-from cs336sys.commands.registry import (
-    SAVED_COMMANDS,
-    Presentation,
-    invocations,
-    saved_pictures,
-    saved_tables,
-    shown_cells,
-)
+from cs336sys.commands.registry import SAVED_COMMANDS, invocations, saved_pictures, saved_tables, shown_cells
 from cs336sys.results.model import configuration_key, read_results
 from cs336sys.settings.profiling import MemoryWorkload
 from cs336sys.tables.render import render
+from cs336sys.tables.saved import Presentation
 from cs336sys.tables.table import Column, Table
 from cs336sys.tables.terminal import print_tables
 

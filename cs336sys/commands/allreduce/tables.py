@@ -11,6 +11,7 @@ from cs336sys.results.model import Cell, Run
 from cs336sys.settings.operations import CollectiveWorkload
 from cs336sys.tables.numbers import format_number, format_quantity
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
+from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
 from cs336sys.tables.table import Column, Table, by_key, fill_row, named_columns
 from cs336sys.tables.titles import reasons, shown_settings, title
 
@@ -295,3 +296,6 @@ def _draw_time_over_ranks(drawing: Axes, groups: dict[MessageSweep, list[Cell]])
         drawing.plot(*zip(*sorted(by_message[message_bytes]), strict=True), label=label, color=f"C{number}", **_STYLE)
     drawing.set_xticks(sorted({group.world_size for group in groups}))
     drawing.set(xlabel="ranks", ylabel="time, us")
+
+
+SAVED = SavedCommand(of_run(allreduce_tables), picture_of_measured("allreduce", plot_collectives))

@@ -14,6 +14,7 @@ from cs336sys.settings.operations import PLAIN_ATTENTION, AttentionWorkload
 from cs336sys.tables import titles
 from cs336sys.tables.answers import answers_table
 from cs336sys.tables.outputs import Axes, legend_columns, new_axes, write_figure
+from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
 from cs336sys.tables.table import Column, Table, named_columns
 
 _SHAPE_COLUMNS = titles.columns_of(AttentionWorkload) | {"rounds": titles.ROUNDS_COLUMN}
@@ -313,3 +314,11 @@ def _draw_square_law(drawing: Axes, points: Sequence[tuple[int, float]]) -> None
 
 def _shape_in_words(cell: Cell) -> str:
     return f"head dim {cell.configuration['head_dim']}, {cell.configuration['dtype']}"
+
+
+SAVED_ATTN = SavedCommand(of_run(attn_tables), picture_of_measured("attn", plot_attn))
+SAVED_FLASH = SavedCommand(
+    lambda cells, run, options: flash_tables(cells, run, options.baseline or "eager"),
+    picture_of_measured("flash", plot_flash),
+    pool_flash_rounds,
+)

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from cs336sys.settings.training import COMPARED_SETTINGS, Workload
 from cs336sys.tables import titles
 from cs336sys.tables.numbers import format_number
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
+from cs336sys.tables.saved import SavedCommand, measured_cells
 from cs336sys.tables.table import Column, Table, named_columns
 from cs336sys.tables.titles import LAUNCH_BOUND_IDLE_PERCENT
 
@@ -420,3 +422,12 @@ def _draw_speedups(drawing: Axes, group: Sequence[Cell], baselines: dict[int, Ce
             drawing.barh(row, 1.0, 0.75, facecolor="none", edgecolor="#8c8c8c", linewidth=0.8)
     drawing.axvline(1, color="black", linewidth=0.6)
     drawing.set_xlim(0, most * (1 + _LABEL_ROOM))
+
+
+SAVED = SavedCommand(
+    lambda cells, run, options: bench_tables(cells, run, options.percentiles, options.baseline),
+    lambda cells, run, options: (
+        {"bench": partial(plot_bench, cells, baseline=options.baseline)} if measured_cells(cells) else {}
+    ),
+    pool_bench_rounds,
+)

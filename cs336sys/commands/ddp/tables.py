@@ -1,28 +1,32 @@
 """The tables of ``ddp``, built from its cells; columns and formulas are described in ``docs/columns.md``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cs336sys.accounting import communication
 from cs336sys.accounting.memory import GIB, training_state
+from cs336sys.commands.rank_training.scaling_tables import scaling_picture, with_scaling
 from cs336sys.commands.rank_training.tables import (
+    PARALLEL_SETTING_COLUMNS,
     STEADIER,
     exposed_times,
     exposure,
     parallel_phase_table,
     parallel_plan,
     parallel_step_table,
+    plot_timelines,
     step_rows,
 )
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.settings.parallel import ParallelWorkload, bucket_name
 from cs336sys.tables import titles
-from cs336sys.tables.numbers import format_number, format_quantity, format_value
-from cs336sys.tables.outputs import Axes, new_axes, write_figure
+from cs336sys.tables.numbers import format_number, format_quantity
+from cs336sys.tables.outputs import new_axes, write_figure
+from cs336sys.tables.saved import Pictures, Presentation, SavedCommand, measured_cells, of_run
 from cs336sys.tables.table import Column, Table, named_columns
 
-PARALLEL_SETTING_COLUMNS = titles.columns_of(ParallelWorkload, "mode", "mesh", "checkpointing", "keep_gathered")
 _ALWAYS_SHOWN = ("precision", "compile")
 
 # Settings by which the cells of one comparison differ.
@@ -163,61 +167,8 @@ def ddp_plan(workloads: Sequence[ParallelWorkload]) -> Table:
     )
 
 
-_LANES = {"compute": (1, "C0"), "communicate": (0, "C1")}
-_PHASE_SHADES = {"step": "0.97", "forward": "0.97", "backward": "0.90", "synchronize": "#fbe9e7", "optimizer": "0.97"}
-
-# Phases shorter than this part of the step are shaded without their name.
-_NARROWEST_LABEL = 0.1
-
 # Points of the model's curve.
 _CURVE_POINTS = 60
-
-
-def plot_timelines(cells: Sequence[Cell], path: Path) -> None:
-    """For each measured cell, two lanes over one step of rank 0: kernels (on a CPU: operators) and communication.
-
-    Phases are shaded; where communication runs under the backward pass it is hidden.
-    """
-    drawn = [cell for cell in cells if cell.status == "ok" and cell.derived["timeline"] is not None]
-    count = max(1, len(drawn))
-    figure, axes = new_axes(11, 0.9 + 1.15 * count, count, sharex=True)
-    settings = titles.shown_settings(cells, PARALLEL_SETTING_COLUMNS)
-    for drawing, cell in zip(axes.flat, drawn, strict=False):
-        _draw_timeline(drawing, cell.derived["timeline"])
-        drawing.set_title(_heading(cell, settings), fontsize=8, loc="left", pad=2)
-    axes[-1, 0].set_xlabel("ms from the first kernel of one profiled step (rank 0)")
-    write_figure(figure, path)
-
-
-def _draw_timeline(axes: Axes, timeline: dict[str, Any]) -> None:
-    start, total = 0.0, max(timeline["phases"].values())
-    for phase, end in timeline["phases"].items():
-        axes.axvspan(start, end, color=_PHASE_SHADES[phase], zorder=0)
-        if end - start > _NARROWEST_LABEL * total:
-            axes.text((start + end) / 2, 1.52, phase, fontsize=6, ha="center", va="bottom", clip_on=True)
-        start = end
-    for lane, (height, color) in _LANES.items():
-        bars = [(begin, end - begin) for begin, end in timeline[lane]]
-        axes.broken_barh(bars, (height - 0.35, 0.7), color=color, linewidth=0)
-    axes.set_yticks([height for height, _ in _LANES.values()], list(_LANES), fontsize=7)
-    axes.set_ylim(-0.5, 1.9)
-    axes.tick_params(axis="x", labelsize=7)
-
-
-def _heading(cell: Cell, settings: dict[str, Any]) -> str:
-    configuration, timeline = cell.configuration, cell.derived["timeline"]
-    # Of `ddp` and of FSDP.
-    bucket_mb, prefetch = configuration.get("bucket_mb"), configuration.get("prefetch")
-    buckets = [] if bucket_mb is None else [bucket_name(bucket_mb)]
-    ahead = [] if prefetch is None else [f"prefetch {prefetch}"]
-    settled = (f"{configuration[name]}" for name in ("size", *settings))
-    label_parts = [configuration["strategy"], *buckets, *ahead, *settled]
-    exposed = exposure(cell).get("exposed_ms")
-    return (
-        f"{' '.join(label_parts)}: communication {timeline['communication_ms']:.1f} ms, of which "
-        f"{timeline['overlap_ms']:.1f} ms overlapped with computing; exposed {format_value(exposed, 'ms')} ms "
-        f"of a {cell.samples['step'].median:.1f} ms step"
-    )
 
 
 def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-buckets") -> None:
@@ -250,3 +201,14 @@ def plot_buckets(cells: Sequence[Cell], path: Path, option: str = "--plot-bucket
         drawing.grid(alpha=0.3)
         drawing.legend(fontsize=7)
     write_figure(figure, path, option)
+
+
+def _ddp_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation) -> Pictures:
+    timelines = any(cell.derived["timeline"] is not None for cell in measured_cells(cells))
+    pictures: dict[str, Callable[[Path], None]] = {"timelines": partial(plot_timelines, cells)} if timelines else {}
+    if bucket_sweeps(cells):
+        pictures["buckets"] = partial(plot_buckets, cells, option="--plot")
+    return {**pictures, **scaling_picture(cells)}
+
+
+SAVED = SavedCommand(of_run(with_scaling(ddp_tables)), _ddp_pictures, pool_ddp_rounds)

@@ -9,6 +9,7 @@ from cs336sys.results.statistics import ratio
 from cs336sys.settings.operations import KernelWorkload
 from cs336sys.tables import titles
 from cs336sys.tables.outputs import new_axes, write_figure
+from cs336sys.tables.saved import SavedCommand, picture_of_measured
 from cs336sys.tables.table import Column, Table, named_columns
 
 PARTS = ("forward", "backward", "end_to_end")
@@ -89,3 +90,9 @@ def plot_kernels(cells: Sequence[Cell], path: Path) -> None:
 def _label(cell: Cell) -> str:
     shape = cell.configuration
     return f"{shape['op']}\n{shape['tokens']} x {shape['width']}\n{shape['dtype']}"
+
+
+SAVED = SavedCommand(
+    lambda cells, run, options: kernel_tables(cells, run, options.baseline or "eager"),
+    picture_of_measured("kernels", plot_kernels),
+)

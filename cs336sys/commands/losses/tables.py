@@ -8,6 +8,7 @@ from cs336sys.results.model import Cell, Run
 from cs336sys.settings.profiling import LossWorkload
 from cs336sys.tables import titles
 from cs336sys.tables.outputs import new_axes, write_figure
+from cs336sys.tables.saved import SavedCommand, of_run, picture_of_measured
 from cs336sys.tables.table import Column, Table
 
 # The loss of one step depends on its batch: means are of so many steps, where there are as many.
@@ -104,3 +105,6 @@ def plot_losses(cells: Sequence[Cell], path: Path) -> None:
         drawing.grid(alpha=0.3)
         drawing.spines[["top", "right"]].set_visible(False)
     write_figure(figure, path)
+
+
+SAVED = SavedCommand(of_run(loss_tables), picture_of_measured("losses", plot_losses))

@@ -5,6 +5,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from cs336sys.settings.profiling import LARGEST_ALLOCATIONS, MemoryWorkload
 from cs336sys.tables.numbers import format_number, format_quantity, in_shown_unit
 from cs336sys.tables.outputs import Axes, check_writable, new_axes, write_figure, write_file
 from cs336sys.tables.page import escaped, html_page, html_table
+from cs336sys.tables.saved import Pictures, Presentation, SavedCommand, measured_cells
 from cs336sys.tables.table import Table, with_rows
 from cs336sys.tables.titles import machine_words
 
@@ -220,3 +222,15 @@ def timeline_title(cell: Cell, run: Run | None) -> str:
     parts = [f"{size.name}: batch {size.batch_size} x context {size.context}", training.mode, training.precision]
     parts += [f"{training.attention} attention", f"compile {training.compile}"]
     return ", ".join([*parts, f"checkpointing {workload.checkpointing}", *machine_words(run)])
+
+
+def _memory_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation) -> Pictures:
+    return {
+        MemoryWorkload.from_configuration(cell.configuration).name: partial(
+            plot_timeline, cell.derived, timeline_title(cell, run), option="--plot"
+        )
+        for cell in measured_cells(cells)
+    }
+
+
+SAVED = SavedCommand(lambda cells, run, options: memory_tables(cells, run, options.top), _memory_pictures)

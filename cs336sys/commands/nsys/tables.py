@@ -22,6 +22,7 @@ from cs336sys.commands.trace.verdict import verdict
 from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.settings.profiling import ProfileWorkload
 from cs336sys.settings.training import Workload
+from cs336sys.tables.saved import SavedCommand, picture_of_measured
 from cs336sys.tables.table import Column, Table, named_columns, with_rows
 from cs336sys.tables.titles import (
     LAUNCH_BOUND_IDLE_PERCENT,
@@ -295,3 +296,11 @@ def _kernel_tables(
         share_table(measured, labels),
         attention_table(measured, labels),
     ]
+
+
+SAVED = SavedCommand(
+    lambda cells, run, options: profile_tables(
+        cells, run, top=options.top, full_names=options.full_names, compare_precision=options.compare_precision
+    ),
+    picture_of_measured("shares", plot_profiles),
+)

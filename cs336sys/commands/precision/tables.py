@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from cs336sys.results.model import Cell, Run
+from cs336sys.tables.saved import SavedCommand, of_run
 from cs336sys.tables.table import Table, named_columns
 
 _ACCUMULATION_NOTES = (
@@ -50,3 +51,6 @@ def _autocast_title(cells: Sequence[Cell], run: Run | None) -> str:
         if run is not None:
             parts.append(f"({run.machine['gpu' if device == 'cuda' else 'cpu']}) with torch {run.machine['torch']}")
     return " ".join(parts)
+
+
+SAVED = SavedCommand(of_run(precision_tables))

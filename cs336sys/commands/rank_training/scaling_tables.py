@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from cs336sys.results.model import Cell, Run, configuration_key
 from cs336sys.results.statistics import Interval, ratio
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.tables.outputs import Axes, new_axes, write_figure
+from cs336sys.tables.saved import Pictures
 from cs336sys.tables.table import Column, Table, by_key, named_columns
 from cs336sys.tables.titles import RATE_COLUMNS, columns_of, shown_settings
 
@@ -197,3 +199,7 @@ def _draw_curve(row: Sequence[Axes], curve: Curve, name: str) -> None:
 
 def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
+
+
+def scaling_picture(cells: Sequence[Cell]) -> Pictures:
+    return {"scaling": partial(plot_scaling, cells, option="--plot")} if scaling_curves(cells) else {}

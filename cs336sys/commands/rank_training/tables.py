@@ -3,13 +3,16 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from cs336sys.accounting import communication
 from cs336sys.results.model import Cell, Run, Samples
 from cs336sys.results.statistics import Interval, difference, ratio
-from cs336sys.settings.parallel import CONTEXT_STRATEGIES, DATA_PARALLEL_STRATEGIES, ParallelWorkload
+from cs336sys.settings.parallel import CONTEXT_STRATEGIES, DATA_PARALLEL_STRATEGIES, ParallelWorkload, bucket_name
 from cs336sys.tables import titles
+from cs336sys.tables.numbers import format_value
+from cs336sys.tables.outputs import Axes, new_axes, write_figure
 from cs336sys.tables.table import Column, Table, named_columns
 
 STEADIER = "more --steps, fewer ranks than cores"
@@ -144,3 +147,63 @@ def parallel_plan(
     ]
     columns = (*titles.SIZE_COLUMNS, *titles.plan_settings(trainings, settings), *columns)
     return Table("plan", f"{heading} (nothing was run)", columns, rows, titles.unknown_memory(trainings))
+
+
+PARALLEL_SETTING_COLUMNS = titles.columns_of(ParallelWorkload, "mode", "mesh", "checkpointing", "keep_gathered")
+
+
+_LANES = {"compute": (1, "C0"), "communicate": (0, "C1")}
+
+
+_PHASE_SHADES = {"step": "0.97", "forward": "0.97", "backward": "0.90", "synchronize": "#fbe9e7", "optimizer": "0.97"}
+
+
+# Phases shorter than this part of the step are shaded without their name.
+_NARROWEST_LABEL = 0.1
+
+
+def plot_timelines(cells: Sequence[Cell], path: Path) -> None:
+    """For each measured cell, two lanes over one step of rank 0: kernels (on a CPU: operators) and communication.
+
+    Phases are shaded; where communication runs under the backward pass it is hidden.
+    """
+    drawn = [cell for cell in cells if cell.status == "ok" and cell.derived["timeline"] is not None]
+    count = max(1, len(drawn))
+    figure, axes = new_axes(11, 0.9 + 1.15 * count, count, sharex=True)
+    settings = titles.shown_settings(cells, PARALLEL_SETTING_COLUMNS)
+    for drawing, cell in zip(axes.flat, drawn, strict=False):
+        _draw_timeline(drawing, cell.derived["timeline"])
+        drawing.set_title(_heading(cell, settings), fontsize=8, loc="left", pad=2)
+    axes[-1, 0].set_xlabel("ms from the first kernel of one profiled step (rank 0)")
+    write_figure(figure, path)
+
+
+def _draw_timeline(axes: Axes, timeline: dict[str, Any]) -> None:
+    start, total = 0.0, max(timeline["phases"].values())
+    for phase, end in timeline["phases"].items():
+        axes.axvspan(start, end, color=_PHASE_SHADES[phase], zorder=0)
+        if end - start > _NARROWEST_LABEL * total:
+            axes.text((start + end) / 2, 1.52, phase, fontsize=6, ha="center", va="bottom", clip_on=True)
+        start = end
+    for lane, (height, color) in _LANES.items():
+        bars = [(begin, end - begin) for begin, end in timeline[lane]]
+        axes.broken_barh(bars, (height - 0.35, 0.7), color=color, linewidth=0)
+    axes.set_yticks([height for height, _ in _LANES.values()], list(_LANES), fontsize=7)
+    axes.set_ylim(-0.5, 1.9)
+    axes.tick_params(axis="x", labelsize=7)
+
+
+def _heading(cell: Cell, settings: dict[str, Any]) -> str:
+    configuration, timeline = cell.configuration, cell.derived["timeline"]
+    # Of `ddp` and of FSDP.
+    bucket_mb, prefetch = configuration.get("bucket_mb"), configuration.get("prefetch")
+    buckets = [] if bucket_mb is None else [bucket_name(bucket_mb)]
+    ahead = [] if prefetch is None else [f"prefetch {prefetch}"]
+    settled = (f"{configuration[name]}" for name in ("size", *settings))
+    label_parts = [configuration["strategy"], *buckets, *ahead, *settled]
+    exposed = exposure(cell).get("exposed_ms")
+    return (
+        f"{' '.join(label_parts)}: communication {timeline['communication_ms']:.1f} ms, of which "
+        f"{timeline['overlap_ms']:.1f} ms overlapped with computing; exposed {format_value(exposed, 'ms')} ms "
+        f"of a {cell.samples['step'].median:.1f} ms step"
+    )

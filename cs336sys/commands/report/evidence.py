@@ -10,8 +10,6 @@ from typing import Any
 from cs336sys.commands.registry import (
     SAVED_COMMANDS,
     Invocation,
-    Pictures,
-    Presentation,
     invocations,
     saved_pictures,
     saved_tables,
@@ -20,6 +18,7 @@ from cs336sys.commands.registry import (
 from cs336sys.errors import UsageError
 from cs336sys.results.foreign import MIB, printable, read_chunks
 from cs336sys.results.model import Cell, Results, Run, configuration_key
+from cs336sys.tables.saved import Pictures, Presentation
 from cs336sys.tables.table import Table, select_columns
 
 # How often something was measured, where its files went: no part of what was measured.

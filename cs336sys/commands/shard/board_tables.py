@@ -4,13 +4,16 @@ See ``docs/board.md``.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from cs336sys.accounting.sharding.selective_checkpointing import kept_peak, kept_step
-from cs336sys.commands.rank_training.tables import parallel_phase_table
-from cs336sys.commands.shard.tables import SHARDING_SETTING_COLUMNS, STRATEGY_COLUMNS, shard_tables
+from cs336sys.commands.rank_training.scaling_tables import scaling_picture, with_scaling
+from cs336sys.commands.rank_training.tables import parallel_phase_table, plot_timelines
+from cs336sys.commands.shard.tables import SHARDING_SETTING_COLUMNS, STRATEGY_COLUMNS, plot_memory, shard_tables
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.parallel import ParallelWorkload
+from cs336sys.tables.saved import Pictures, Presentation, SavedCommand, measured_cells, of_run, picture_of_measured
 from cs336sys.tables.table import Column, Table, by_key, named_columns
 from cs336sys.tables.titles import SIZE_COLUMNS, method_notes, shown_settings, title
 
@@ -123,3 +126,14 @@ def _losses_table(cells: Sequence[Cell], setting_columns: tuple[Column, ...]) ->
     columns = (*setting_columns, Column("number", "step", "count"), Column("loss", "loss", "nats"))
     notes = ("the mean over ranks, from the first step to the last timed one, all on one batch",)
     return Table("losses", "loss of every step", columns, rows, notes)
+
+
+def _shard_pictures(cells: Sequence[Cell], run: Run | None, options: Presentation) -> Pictures:
+    of_ranks = [cell for cell in cells if not is_of_board(cell)]
+    memory = picture_of_measured("memory", plot_memory)(of_ranks, run, options)
+    gathering = [cell for cell in measured_cells(of_ranks) if cell.derived.get("gathers")]
+    timelines = {"timelines": partial(plot_timelines, gathering)} if gathering else {}
+    return {**memory, **timelines, **scaling_picture(cells)}
+
+
+SAVED = SavedCommand(of_run(with_scaling(sharding_tables)), _shard_pictures)

@@ -17,6 +17,7 @@ from cs336sys.commands.trace.verdict import capital, damage_sentences
 from cs336sys.results.model import Cell, Samples
 from cs336sys.results.statistics import SAME_PERCENT
 from cs336sys.tables.numbers import format_quantity
+from cs336sys.tables.saved import SavedCommand
 from cs336sys.tables.table import Column, Table, fill_row, with_rows
 
 _NAMED = 3
@@ -145,3 +146,6 @@ def saved_trace_tables(cells: Sequence[Cell], top: int, full_names: bool) -> lis
     if difference.of_kernels:
         notes.append("the captures come from two profilers: only kernels are compared, by name")
     return [replace(verdict_table(sentences, title), notes=notes), *with_rows(change_table(difference, shown))]
+
+
+SAVED = SavedCommand(lambda cells, run, options: saved_trace_tables(cells, options.top, options.full_names))

@@ -15,6 +15,7 @@ from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.tables.numbers import Value
 from cs336sys.tables.outputs import new_axes, write_figure
 from cs336sys.tables.predicted_step import PREDICTED_COLUMNS, configuration_words, error_notes, step_row
+from cs336sys.tables.saved import SavedCommand, of_run
 from cs336sys.tables.table import Column, Table, fill_row, named_columns, with_rows
 from cs336sys.tables.titles import by_configuration, known_values
 
@@ -235,3 +236,6 @@ def _winner(groups: dict[str, list[Cell]], best_key: str, compared: dict[str, Co
     undecided = sum(not is_decided(comparison, device) for comparison in compared.values())
     distinction = "told apart from all others" if not undecided else f"not told apart from {undecided} of the others"
     return f"Winner: {winner}, {distinction}" + (f" ({'; '.join(intervals)}; 95 %)." if intervals else ".")
+
+
+SAVED = SavedCommand(of_run(tune_tables))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from cs336sys.results.model import Cell, Run
 from cs336sys.settings.verification import CASES, VerifiedWorkload
+from cs336sys.tables.saved import SavedCommand, of_run
 from cs336sys.tables.table import Column, Table, by_key, named_columns
 from cs336sys.tables.titles import SETTING_COLUMNS, found_in_user_code, setting_columns, shown_settings, title
 
@@ -59,3 +60,6 @@ def verify_tables(cells: Sequence[Cell], run: Run | None) -> list[Table]:
         Table("diagnosis", "What is wrong", (*shown.values(), *_DIAGNOSIS_COLUMNS), wrong_rows, meanings),
     )
     return [replace(table, settings=setting_columns(VerifiedWorkload.settings())) for table in tables]
+
+
+SAVED = SavedCommand(of_run(verify_tables))

@@ -7,11 +7,12 @@ import pytest
 from cs336sys.accounting.memory import GIB
 from cs336sys.commands.rank_training import scaling_tables as scaling
 from cs336sys.commands.rank_training.scaling_tables import plot_scaling, scaling_curves, scaling_tables
-from cs336sys.commands.registry import SAVED_COMMANDS, Presentation
+from cs336sys.commands.registry import saved_command
 from cs336sys.results.model import Cell, Samples
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import choose_size
 from cs336sys.settings.training import Workload
+from cs336sys.tables.saved import Presentation
 from cs336sys.tables.table import with_rows
 
 MEMORY = {"parameters": 0, "gradients": 0, "optimizer_state": 0, "rest": GIB}
@@ -95,7 +96,7 @@ def test_peaks_of_a_board_are_those_of_its_gpus():
 def test_without_several_numbers_of_ranks_there_is_neither_table_nor_picture():
     cells = [cell("fsdp", 2, 4, 50.0), cell("none", 2, 8, 50.0)]
     assert with_rows(*scaling_tables(cells)) == []
-    assert "scaling" not in SAVED_COMMANDS["shard"].pictures(cells, None, Presentation())
+    assert "scaling" not in saved_command("shard").pictures(cells, None, Presentation())
 
 
 @pytest.mark.parametrize("command", ["ddp", "shard"])
@@ -104,7 +105,7 @@ def test_saved_cells_are_shown_by_ranks(command):
     cells = [cell(strategy, ranks, 4, 100.0 / ranks, command=command) for ranks in (1, 2)]
     for one in cells:
         one.derived.update(gradient_calls=1, communicated_bytes=1e6, link_latency_s=1e-5, link_bytes_per_s=1e9)
-    saved = SAVED_COMMANDS[command]
+    saved = saved_command(command)
     assert saved.tables(cells, None, Presentation())[-1].name == "scaling"
     assert "scaling" in saved.pictures(cells, None, Presentation())
 

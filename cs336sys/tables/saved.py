@@ -1,0 +1,61 @@
+"""How a command's saved cells are shown again: its tables and pictures, in a record that its tables end with."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from cs336sys.results.model import Cell, Run
+from cs336sys.tables.table import Table
+
+
+@dataclass(frozen=True)
+class Presentation:
+    """The options of commands about how cells are shown, with their names and defaults.
+
+    Without a ``baseline``, ``bench`` compares with the defaults of settings, other commands with eager.
+    """
+
+    baseline: str = ""
+    percentiles: Sequence[float] = ()
+    top: int = 5
+    full_names: bool = False
+    compare_precision: bool = False
+
+
+# The pictures of some cells by name, each drawn to a file.
+Pictures = Mapping[str, Callable[[Path], None]]
+
+
+TableBuilder = Callable[[Sequence[Cell], Run | None, Presentation], list[Table]]
+
+
+@dataclass(frozen=True)
+class SavedCommand:
+    """The functions that show a command's cells again.
+
+    Attributes:
+        tables: of cells that ``pooled`` has returned.
+        pictures: those that such cells have data for, drawn as these options ask.
+        pooled: joins the rounds of ``--rounds``.
+    """
+
+    tables: TableBuilder
+    pictures: Callable[[Sequence[Cell], Run | None, Presentation], Pictures] = lambda cells, run, options: {}
+    pooled: Callable[[Sequence[Cell]], list[Cell]] = list
+
+
+def of_run(build: Callable[[Sequence[Cell], Run | None], list[Table]]) -> TableBuilder:
+    """Tables that no option changes."""
+    return lambda cells, run, options: build(cells, run)
+
+
+def picture_of_measured(
+    name: str, draw: Callable[[Sequence[Cell], Path], None]
+) -> Callable[[Sequence[Cell], Run | None, Presentation], Pictures]:
+    """One picture of all cells, if any was measured."""
+    return lambda cells, run, options: {name: partial(draw, cells)} if measured_cells(cells) else {}
+
+
+def measured_cells(cells: Sequence[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.status == "ok"]
