@@ -29,7 +29,7 @@ COMMANDS = tuple(name for names in PANELS.values() for name in names)
 
 def module_of(command: str) -> str:
     """Return the dotted name of the module in which a subcommand is a function or a group."""
-    is_folder = command not in ("account", "attn", "flash", "show", "slurm")
+    is_folder = Path(__file__).with_name("commands").joinpath(command, "options.py").exists()
     return f"cs336sys.commands.{command}.options" if is_folder else f"cs336sys.commands.{command}"
 
 

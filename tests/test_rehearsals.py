@@ -59,7 +59,7 @@ COLUMN = {
     },
 }
 STRATEGY = {
-    "strategies.py": {
+    "settings/strategies.py": {
         '    "fsdp": Strategy(': '    "dummy": Strategy("cs336sys.training.ranks.sharded_strategies.dummy"),\n',
     },
     "training/ranks/sharded_strategies.py": {
@@ -88,6 +88,56 @@ OPERATION = {
 }
 
 
+COMMAND_FILES = {
+    "cli.py": {'"slurm", "doctor"),': '"dummy", '},
+    "commands/dummy/options.py": {
+        "": """\
+from cs336sys.command_line.options.output import OutputOptions, SweepOptions
+from cs336sys.command_line.options.training import TrainingOptions
+from cs336sys.run.sweep import run_sweep
+
+
+def dummy(
+    training: TrainingOptions = TrainingOptions(),
+    sweeping: SweepOptions = SweepOptions(),
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    \"\"\"Count the parameters of models.\"\"\"
+    from cs336sys.commands.dummy.tables import dummy_tables
+
+    configurations = [workload.configuration() for workload in training.workloads(["train"])]
+    measure = "cs336sys.commands.dummy.measure:measure_dummy"
+    run_sweep("dummy", measure, configurations, sweeping).report(dummy_tables, output)
+"""
+    },
+    "commands/dummy/measure.py": {
+        "": """\
+from cs336sys.run.cells import Outcome
+from cs336sys.settings.training import Workload
+
+
+def measure_dummy(configuration, progress):
+    return Outcome("ok", derived={"counted": Workload.from_configuration(configuration).parameters})
+"""
+    },
+    "commands/dummy/tables.py": {
+        "": """\
+from cs336sys.tables.saved import SavedCommand, of_run
+from cs336sys.tables.table import Column, Table
+
+
+def dummy_tables(cells, run):
+    columns = (Column("size", "size"), Column("counted", "counted", "count"))
+    rows = [cell.configuration | cell.derived | {"status": cell.status} for cell in cells]
+    return [Table("dummy", "Parameters", columns, rows)]
+
+
+SAVED = SavedCommand(of_run(dummy_tables))
+"""
+    },
+}
+
+
 @pytest.fixture
 def changed(tmp_path):
     def change(additions):
@@ -98,6 +148,7 @@ def changed(tmp_path):
         for file, texts in additions.items():
             path = tmp_path / "cs336sys" / file
             if not path.exists():
+                path.parent.mkdir(exist_ok=True)
                 path.write_text(texts.pop(""))
             for text, addition in texts.items():
                 assert path.read_text().count(text) == 1
@@ -247,3 +298,14 @@ def test_a_fused_operation_takes_three_files(changed):
     ]
     assert "dummy, weighted-sum" in " ".join(run(folder, *COMMAND, "kernels", "--help", COLUMNS="200").split())
     assert "did you mean dummy" in run(folder, *kernels, "dumy", exit_code=2)
+
+
+def test_a_command_takes_four_files(changed):
+    assert len(COMMAND_FILES) <= 4
+    folder = changed(COMMAND_FILES)
+    assert "Count the parameters of models" in run(folder, *COMMAND, "--help", COLUMNS="120")
+    dummy = (*COMMAND, "dummy", "--size", "tiny", "--device", "cpu", "--save", "cells.jsonl", "--format", "csv")
+    (measured,) = rows_of(run(folder, *dummy))
+    (shown,) = rows_of(run(folder, *COMMAND, "show", "cells.jsonl", "--format", "csv"))
+    assert measured["counted"] == shown["counted"] == "3084928"
+    assert "did you mean dummy" in run(folder, *COMMAND, "dumy", exit_code=2)

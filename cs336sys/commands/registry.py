@@ -18,24 +18,40 @@ from cs336sys.tables.saved import Pictures, Presentation, SavedCommand
 from cs336sys.tables.table import Table, grid_of, with_rows
 from cs336sys.tables.tidy import tidy, with_origin
 
-# The record of each command that saves cells (:class:`~cs336sys.tables.saved.SavedCommand`), imported when it is shown.
-SAVED_COMMANDS = {
-    **{command: f"{command}.tables.SAVED" for command in ("bench", "tune", "losses", "nsys")},
-    "memprof": "memprof.page.SAVED",
+# Where a command's record (:class:`~cs336sys.tables.saved.SavedCommand`) is not ``SAVED`` of its tables.
+_ELSEWHERE = {
     "attn": "attention.tables.SAVED_ATTN",
     "flash": "attention.tables.SAVED_FLASH",
-    **{command: f"{command}.tables.SAVED" for command in ("kernels", "allreduce", "ddp")},
-    "trace": "trace.difference_tables.SAVED",
-    "precision": "precision.tables.SAVED",
+    "memprof": "memprof.page.SAVED",
     "shard": "shard.board_tables.SAVED",
-    "verify": "verify.tables.SAVED",
+    "trace": "trace.difference_tables.SAVED",
 }
+_FOLDERS = sorted(path.parent.name for path in Path(__file__).parent.glob("*/tables.py"))
 
 
-def saved_command(name: str) -> SavedCommand:
-    """Return how a command's cells are shown."""
-    module, _, record = SAVED_COMMANDS[name].rpartition(".")
-    return getattr(importlib.import_module(f"cs336sys.commands.{module}"), record)
+def _record(command: str) -> SavedCommand | None:
+    if command not in _FOLDERS and command not in _ELSEWHERE:
+        return None
+    module, _, record = _ELSEWHERE.get(command, f"{command}.tables.SAVED").rpartition(".")
+    return getattr(importlib.import_module(f"cs336sys.commands.{module}"), record, None)
+
+
+def can_be_shown(command: str) -> bool:
+    """Return whether this version knows how cells of a command are shown."""
+    return _record(command) is not None
+
+
+def saved_commands() -> list[str]:
+    """Return the commands whose cells can be shown."""
+    return list(filter(can_be_shown, sorted({*_FOLDERS, *_ELSEWHERE})))
+
+
+def saved_command(command: str) -> SavedCommand:
+    """Return how a command's cells are shown, or raise a UsageError where nothing knows."""
+    if (record := _record(command)) is None:
+        choices = choose_from(command, saved_commands())
+        raise UsageError(f"cells of '{command}' cannot be shown by this cs336sys: {choices}")
+    return record
 
 
 @dataclass
@@ -117,12 +133,8 @@ def shown_cells(invocation: Invocation, statuses: Sequence[str] = ()) -> list[Ce
     Raises:
         UsageError: nothing knows how cells of its command are shown, or they lack what that needs.
     """
-    if invocation.command not in SAVED_COMMANDS:
-        choices = choose_from(invocation.command, SAVED_COMMANDS)
-        raise UsageError(f"cells of '{invocation.command}' cannot be shown by this cs336sys: {choices}")
-    cells = _build_checked(
-        invocation, lambda: saved_command(invocation.command).pooled(list(invocation.cells.values()))
-    )
+    pooled = saved_command(invocation.command).pooled
+    cells = _build_checked(invocation, lambda: pooled(list(invocation.cells.values())))
     return [cell for cell in cells if not statuses or cell.status in statuses]
 
 

@@ -137,7 +137,7 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
 
     Options that the command no longer has are ignored. Equal command lines are parsed once.
     """
-    from cs336sys.commands.registry import SAVED_COMMANDS
+    from cs336sys.commands.registry import can_be_shown
     from cs336sys.tables.saved import Presentation
 
     @functools.cache
@@ -158,7 +158,7 @@ def saved_presentations(ctx: Any) -> Callable[["Invocation"], "Presentation"]:
         return Presentation(**{name: value for name, value in context.params.items() if value})
 
     def presentation(invocation: "Invocation") -> Presentation:
-        if invocation.command not in SAVED_COMMANDS:
+        if not can_be_shown(invocation.command):
             return Presentation()
         name, *arguments = (invocation.runs[-1].arguments if invocation.runs else ()) or ("",)
         return parsed(invocation.command, tuple(arguments) if name == invocation.command else ())

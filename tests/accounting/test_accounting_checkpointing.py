@@ -1,4 +1,4 @@
-"""Checkpointing on paper: schedules by hand; what a real step holds is compared in tests/experiments/memory."""
+"""Checkpointing on paper: schedules by hand; what a real step holds is compared in tests/training."""
 
 from dataclasses import replace
 

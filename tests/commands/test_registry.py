@@ -76,7 +76,9 @@ def test_commands_and_runs_that_are_not_recorded_stay_apart():
 
 def test_cells_of_a_command_of_tomorrow_are_one_sentence():
     (one,) = invocations([Results({}, (cell("", 1, command="pretrain"),))])
-    with pytest.raises(UsageError, match=r"^cells of 'pretrain' cannot be shown by this cs336sys: choose from bench, "):
+    with pytest.raises(
+        UsageError, match=r"^cells of 'pretrain' cannot be shown by this cs336sys: choose from allreduce, "
+    ):
         shown_cells(one)
 
 

@@ -31,7 +31,7 @@ def tables(result):
 
 
 def test_every_strategy_is_checked_and_measured(tmp_path, tier):
-    """By default two of them: tests of ``experiments/parallel`` train them all, in ranks that others use, too."""
+    """By default two of them: tests of ``commands/rank_training`` train them all, in ranks that others use, too."""
     strategies = tier.choose(("none", "fsdp"), SHARDING_STRATEGIES)
     asked = ["--strategy", ",".join(strategies)]
     files = ["--save", str(tmp_path / "r.jsonl"), "--plot", str(tmp_path / "m.png"), "--trace", str(tmp_path / "t")]

@@ -107,7 +107,7 @@ def test_import_error_of_a_course_package_is_one_exception_of_the_library(copied
     ended = subprocess.run(
         [sys.executable, "-c", "import cs336sys; cs336sys.verify"], capture_output=True, text=True, env=environment
     )
-    assert "experiments" not in ended.stderr
+    assert "commands" not in ended.stderr
     assert "fails: model.py, line 1: ModuleNotFoundError: No module named 'tocrh'" in ended.stderr.splitlines()[-1]
 
 
