@@ -11,6 +11,7 @@ from cs336sys.accounting.sharding.ideal import OWN_SHARDING_STRATEGIES
 from cs336sys.accounting.sharding.step import ShardedStep, predicted_sent_bytes
 from cs336sys.accounting.step_time.rates import UNMEASURED, Rates
 from cs336sys.accounting.step_time.work import Amounts, CountedModel, StepWork, step_work
+from cs336sys.settings.fields import WHAT_RUNS, same_setting, setting
 from cs336sys.settings.parallel import ParallelWorkload
 from cs336sys.settings.sizes import ELEMENT_BYTES
 from cs336sys.settings.strategies import STRATEGIES, Strategy
@@ -38,12 +39,12 @@ class StepConfiguration(Configured):
     """
 
     training: Workload
-    checkpointing: str = "none"
-    accumulation: int = 1
-    strategy: str | None = None
-    world_size: int = 1
-    gradient_dtype: str = "fp32"
-    transport: str = "collectives"
+    checkpointing: str = same_setting(ParallelWorkload, "checkpointing")
+    accumulation: int = setting(1, "Micro-batches of a step.", minimum=1, header="micro-batches")
+    strategy: str | None = setting(None, choices=PREDICTED_STRATEGIES, several=True, panel=WHAT_RUNS)
+    world_size: int = same_setting(ParallelWorkload, "world_size", 1)
+    gradient_dtype: str = same_setting(ParallelWorkload, "gradient_dtype")
+    transport: str = same_setting(ParallelWorkload, "transport")
 
     @classmethod
     def of_parallel(cls, workload: ParallelWorkload) -> Self:

@@ -12,6 +12,7 @@ import typer
 
 from cs336sys.accounting.checkpointing import kept_blocks, parse_checkpointing
 from cs336sys.accounting.memory import GIB
+from cs336sys.accounting.step_time.prediction import StepConfiguration, quantities
 from cs336sys.accounting.step_time.rates import GPUS
 from cs336sys.accounting.step_time.space import STRATEGIES, Space, refusal, training_with_batch
 from cs336sys.command_line.faults import say
@@ -29,7 +30,6 @@ from cs336sys.settings.training import Workload
 
 if TYPE_CHECKING:
     from cs336sys.accounting.step_time.choice import Candidate, Choice
-    from cs336sys.accounting.step_time.prediction import StepConfiguration
     from cs336sys.accounting.step_time.rates import Rates
     from cs336sys.accounting.step_time.work import CountedModel
     from cs336sys.tables.table import Table
@@ -69,7 +69,7 @@ class SearchOptions:
     tokens_per_step: Annotated[
         int | None, setting(help="Tokens of a step on all ranks. Default: one micro-batch.", min=1)
     ] = None
-    world_size: Annotated[int, setting(help="Number of GPUs.", min=1, max=64)] = 1
+    world_size: Annotated[int, options.option_of(StepConfiguration, "world_size", help="Number of GPUs.", max=64)] = 1
     strategy: Annotated[
         Sequence[str], choice(dict.fromkeys(name for name, _ in STRATEGIES), rich_help_panel=WHAT_RUNS)
     ] = ()
@@ -264,7 +264,6 @@ def _fixed_for_user_model(
 
 
 def _cpu_rates(plain: Workload) -> "Rates":
-    from cs336sys.accounting.step_time.prediction import StepConfiguration, quantities
     from cs336sys.accounting.step_time.rates import UNMEASURED, Exposure, Rates
     from cs336sys.machine.system import cpu_model
     from cs336sys.run.cells import Worker
@@ -319,7 +318,6 @@ class _Predictor:
     def with_plain_configuration(self, best: Sequence["Candidate"]) -> list["Candidate"]:
         """Return the best, and the user's options with the defaults of other commands, if that runs and fits."""
         from cs336sys.accounting.step_time.choice import evaluate
-        from cs336sys.accounting.step_time.prediction import StepConfiguration
 
         fixed, training = self.space.fixed, self.space.training
         defaults = {name: Workload.settings()[name].default for name in _SINGLE_SETTINGS}
@@ -347,7 +345,7 @@ class _Predictor:
         return [*best, candidate]
 
 
-def _measured_configuration(configuration: "StepConfiguration") -> dict[str, Any]:
+def _measured_configuration(configuration: StepConfiguration) -> dict[str, Any]:
     """Return the configuration of the cell that measures a predicted step: of ``bench``, or of ranks."""
     if configuration.world_size == 1:
         return configuration.configuration()
