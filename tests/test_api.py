@@ -269,7 +269,7 @@ def test_import_is_small():
         "from cs336sys import bench; print('torch' in sys.modules, bench.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2", "False", "bench"]
+    assert done.stdout.split() == ["3", "False", "bench"]
 
 
 def test_example_of_the_page_runs(tmp_path, monkeypatch):

@@ -160,7 +160,7 @@ def test_a_title_names_the_machine_of_the_cells():
 
 def test_the_results_in_the_documentation_can_be_resumed():
     """Their runs say little of the code, so only --resume-any takes them."""
-    for path in sorted((Path(__file__).parents[3] / "docs" / "results").glob("*.jsonl.gz")):
+    for path in sorted((Path(__file__).parents[2] / "docs" / "results").glob("*.jsonl.gz")):
         results = read_results(path)
         command = results.cells[0].command
         wanted = [cell for cell in results.cells if cell.command == command]

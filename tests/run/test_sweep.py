@@ -45,7 +45,7 @@ STATUSES = ["ok", "oom", "ok", "error", "ok", "timeout", "unsupported"]
 def _find_fake_cells(monkeypatch):
     from pathlib import Path
 
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "measure"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
 def sweep(actions, **options):

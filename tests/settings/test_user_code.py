@@ -12,7 +12,7 @@ from cs336sys.settings.training import UserCode, Workload
 from cs336sys.settings.user_code import digest, source_file
 
 SIZE = choose_size("tiny")
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from cs336sys.settings.sizes import SIZES
 from cs336sys.settings.training import Workload
 from cs336sys.settings.verification import VerifiedWorkload
 
-SAVED = sorted((Path(__file__).parents[1] / "docs" / "results").glob("*.jsonl.gz"))
+SAVED = sorted((Path(__file__).parents[2] / "docs" / "results").glob("*.jsonl.gz"))
 
 KINDS = {
     "bench": Workload,

@@ -9,7 +9,8 @@ import cs336sys
 
 def column_headers():
     """The literal (header, unit) of the columns of each tuple of columns."""
-    for path in (Path(cs336sys.__file__).parent / "report").rglob("*.py"):
+    package = Path(cs336sys.__file__).parent
+    for path in (*(package / "tables").rglob("*.py"), *(package / "commands").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Tuple):
                 columns = [

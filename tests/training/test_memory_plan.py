@@ -19,7 +19,7 @@ from cs336sys.settings.training import UserCode, Workload
 from cs336sys.training import memory_prediction as prediction
 from cs336sys.training.memory_prediction import predict_memory, predicted_timeline, timeline_peaks
 
-MODELS = Path(__file__).parents[2] / "user_models.py"
+MODELS = Path(__file__).parents[1] / "user_models.py"
 SIZE = choose_size("tiny", vocab_size=500, batch_size=8, context=64, num_layers=2)
 # For plans that are traced change by change.
 ONE_BLOCK = replace(SIZE, num_layers=1)

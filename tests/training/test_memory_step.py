@@ -362,7 +362,7 @@ def test_gpu_cell(checkpointing, precision, tmp_path):
     assert "trace" in _memory_viz.trace_plot(snapshot) or len(_memory_viz.trace_plot(snapshot)) > 1000
 
 
-FILE = Path(__file__).parents[2] / "user_models.py"
+FILE = Path(__file__).parents[1] / "user_models.py"
 
 
 def users(model):
