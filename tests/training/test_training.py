@@ -150,7 +150,7 @@ from cs336sys.commands.rank_training.communication import recorded_communication
 from cs336sys.training.step import TrainStep
 from cs336sys.timing.phases import TorchProfiler
 from cs336sys.settings.sizes import choose_size
-from cs336sys.settings import Workload
+from cs336sys.settings.training import Workload
 
 size = choose_size("tiny", context=8, batch_size=1, vocab_size=50, num_layers=1)
 step = TrainStep(Workload(size, device="cpu"), torch.device("cpu"))
