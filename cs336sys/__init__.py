@@ -8,7 +8,7 @@ from typing import Any
 
 from cs336sys.machine.triton_package import TritonFinder
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 # Of an installed wheel, and of a clone.

@@ -1,4 +1,6 @@
 import ast
+import contextlib
+import io
 import re
 import resource
 import subprocess
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from cs336sys.command_line.invocation import MOST_USED
 from typer.testing import CliRunner
 
 import cs336sys
@@ -84,7 +87,7 @@ def test_help_is_fast(arguments, limit_s, times_empty):
 
 @pytest.mark.parametrize("columns", [80, 100])
 def test_help_of_bench_fits_on_a_screen_in_named_panels(columns):
-    shown = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": str(columns)}).stdout
+    shown = CliRunner().invoke(app, ["bench", "--help-all"], env={"COLUMNS": str(columns)}).stdout
     assert len(shown.splitlines()) < 70
     assert all(len(line) <= columns for line in shown.splitlines())
     rows = "\n".join(re.findall(r"^│ (-.+)", shown, flags=re.M))
@@ -96,7 +99,7 @@ def test_help_of_bench_fits_on_a_screen_in_named_panels(columns):
     # Each option has a row of its own: two in a row look like aliases.
     root = typer.main.get_command(app)
     context = typer.Context(root, info_name="cs336sys")
-    options = {option.opts[0] for option in root.get_command(context, "bench").get_params(context) if not option.hidden}
+    options = {option.opts[0] for option in root.get_command(context, "bench").get_params(context)}
     assert len(options) > 40
     assert {name for name in options if not re.search(rf"^{name}(,-o)? ", rows, flags=re.M)} <= {"-h", "--help"}
     for panel in ("Model", "What runs", "Measuring", "Output"):
@@ -105,6 +108,52 @@ def test_help_of_bench_fits_on_a_screen_in_named_panels(columns):
     assert "env var" not in shown
     rule = "CS336SYS_BENCH_SIZE=small is bench's --size small"
     assert rule in " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
+
+
+def commands_below(group, context):
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        below = typer.Context(command, info_name=name, parent=context)
+        yield from commands_below(command, below) if hasattr(command, "list_commands") else [(command, below)]
+
+
+def rows_of_help(command, context, *, shows_all):
+    command.shows_all = shows_all
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        command.format_help(context, None)
+    return re.findall(r"^│ (--[a-z0-9-]+)", shown.getvalue(), flags=re.M), shown.getvalue()
+
+
+def test_short_help_shows_the_ten_most_used_options(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    root = typer.main.get_command(app)
+    names, lengths = set(), {}
+    for command, context in commands_below(root, typer.Context(root, info_name="cs336sys")):
+        every, text = rows_of_help(command, context, shows_all=True)
+        assert "--help-all" not in text
+        shown, text = rows_of_help(command, context, shows_all=False)
+        names |= set(every)
+        lengths[context.command_path] = (len(shown), len(every))
+        assert [name for name in every if name in shown] == shown, "in the order of all"
+        is_short = shown == every
+        assert is_short == (len(every) <= 12) == ("--help-all" not in text), context.command_path
+        if not is_short:
+            assert len(shown) == 10
+            assert f"The 10 most used of {len(every)} options; --help-all shows all." in text
+            # One that help hides is used less than each that it shows, or is in no list and stands behind.
+            ranks = [MOST_USED.index(name) if name in MOST_USED else len(MOST_USED) for name in every]
+            hidden = [rank for rank, name in zip(ranks, every, strict=True) if name not in shown]
+            assert min(hidden) >= max(rank for rank, name in zip(ranks, every, strict=True) if name in shown)
+    assert set(MOST_USED) <= names
+    assert lengths["cs336sys bench"] == (10, 49)
+
+
+@pytest.mark.parametrize("help_option", ["-h", "--help"])
+def test_help_of_bench_begins_with_what_most_need(help_option):
+    shown = CliRunner().invoke(app, ["bench", help_option], env={"COLUMNS": "80"}).stdout
+    names = ["--size", "--context", "--model", "--bf16", "--compile", "--attention", "--cuda-graph", "--mode", "--save"]
+    assert re.findall(r"^│ (--[a-z0-9-]+)", shown, flags=re.M) == [*names, "--format"]
+    assert len(shown.splitlines()) < 35
 
 
 def test_no_help_or_message_names_a_page_that_an_installation_lacks():
@@ -119,5 +168,5 @@ def test_no_help_or_message_names_a_page_that_an_installation_lacks():
 
 def test_large_defaults_are_written_as_one_would_type_them():
     for command, default in (("scaling", "5e+10"), ("parallel", "131072")):
-        shown = CliRunner().invoke(app, ["account", command, "--help"], env={"COLUMNS": "100"}).stdout
+        shown = CliRunner().invoke(app, ["account", command, "--help-all"], env={"COLUMNS": "100"}).stdout
         assert f"[default: {default}]" in shown

@@ -180,7 +180,7 @@ def test_an_option_of_training_takes_its_field_and_its_use(changed):
     assert run(folder, sys.executable, "-c", script).strip() == str(
         inspect.Parameter("dummy", 3, default=(7,), annotation=int | Iterable[int])
     )
-    assert "--dummy <a,b>" in run(folder, *COMMAND, "shard", "--help", COLUMNS="80")
+    assert "--dummy <a,b>" in run(folder, *COMMAND, "shard", "--help-all", COLUMNS="80")
     small = ("--device", "cpu", "--context", "8", "--batch-size", "1", "--vocab-size", "64", "--d-model", "32")
     short = ("--warmup", "0", "--steps", "1", "--save", "b.jsonl", "--wide")
     measured = run(folder, *COMMAND, "bench", *small, *short, "--dummy", "1,2")
@@ -210,7 +210,7 @@ import cs336sys.api as api
 from cs336sys.cli import app
 os.environ["COLUMNS"] = "80"
 for command in ("attn", "kernels", "ddp"):
-    assert "--dummy <a,b>" in CliRunner().invoke(app, [command, "--help"]).output
+    assert "--dummy <a,b>" in CliRunner().invoke(app, [command, "--help-all"]).output
     refused = CliRunner().invoke(app, [command, "--dummy", "-1"])
     assert (refused.exit_code, refused.output) == (2, "error: --dummy '-1': must be at least 0\\n")
     print(inspect.signature(getattr(api, command)).parameters["dummy"])
@@ -296,7 +296,7 @@ def test_a_fused_operation_takes_three_files(changed):
         ("dummy", "ours", "ok"),
         ("dummy", "eager", "ok"),
     ]
-    assert "dummy, weighted-sum" in " ".join(run(folder, *COMMAND, "kernels", "--help", COLUMNS="200").split())
+    assert "dummy, weighted-sum" in " ".join(run(folder, *COMMAND, "kernels", "--help-all", COLUMNS="200").split())
     assert "did you mean dummy" in run(folder, *kernels, "dumy", exit_code=2)
 
 

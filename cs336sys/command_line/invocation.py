@@ -3,7 +3,7 @@
 import ast
 import copy
 import importlib.util
-from collections.abc import Sequence
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,39 +15,65 @@ from cs336sys.command_line.options.reading import with_read_options
 from cs336sys.command_line.request import Request, RequestParser
 from cs336sys.errors import UsageError, choose_from
 
-
-def shown_in_help(options: Sequence[Any]) -> list[Any]:
-    """The options as help shows them: no ``--no-`` next to a flag that is off, no ``--help``."""
-    rows = []
-    for option in options:
-        if "--help" in option.opts:
-            continue
-        shown = copy.copy(option)
-        if getattr(option, "secondary_opts", None) and option.default is False:
-            shown.secondary_opts, shown.show_default = [], False
-        if option.param_type_name == "option":
-            # Beside the name, what the value is called costs its own width alone, and not that of a column.
-            value = "" if option.is_flag else option.metavar or ""
-            shown.opts, shown.metavar = [f"{','.join(shown.opts)} {value}".rstrip()], ""
-        rows.append(shown)
-    return rows
+# Of a long list of options, --help shows the first ten of these, then of the others in their order.
+MOST_USED = (
+    *("--model", "--size", "--bf16", "--context", "--save", "--format", "--from", "--wrap", "--text", "--memory"),
+    *("--gpu", "--plan", "--measure", "--world-size", "--strategy", "--case", "--mesh", "--checkpoint", "--mode"),
+    *("--bucket-mb", "--learning-rate", "--op", "--implementation", "--kernel", "--dtype", "--tokens", "--width"),
+    *("--head-dim", "--causal", "--compile", "--attention", "--cuda-graph", "--baseline", "--plot", "--dry-run"),
+)
 
 
-HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+def _as_shown(parameter: Any) -> Any:
+    """A copy of a parameter as help shows it: no ``--no-`` next to a flag that is off."""
+    shown = copy.copy(parameter)
+    if getattr(parameter, "secondary_opts", None) and parameter.default is False:
+        shown.secondary_opts, shown.show_default = [], False
+    if parameter.param_type_name == "option":
+        # Beside the name, what the value is called costs its own width alone, and not that of a column.
+        value = "" if parameter.is_flag else parameter.metavar or ""
+        shown.opts, shown.metavar = [f"{','.join(shown.opts)} {value}".rstrip()], ""
+    return shown
+
+
+HELP_OPTIONS = {"help_option_names": ["-h", "--help", "--help-all"]}
 
 
 class _OwnOptions:
     """Parts that commands and groups share: variables named after options, and help in few rows."""
 
+    shows_all = False
+
     def get_params(self: Any, ctx: Any) -> list[Any]:
         return settings_file.with_own_variables(super().get_params(ctx), ctx)  # type: ignore[misc]  # typer's class is the next
+
+    def parse_args(self: Any, ctx: Any, args: list[str]) -> list[str]:
+        self.shows_all = "--help-all" in args
+        try:
+            return super().parse_args(ctx, list(args))  # type: ignore[misc]
+        except Exception as raised:
+            error: Any = raised
+            if type(error).__name__ == "NoSuchOption" and error.option_name[:2] != "--":
+                # Of -size click names -s.
+                typed = next((word for word in args if word.startswith(error.option_name)), error.option_name)
+                error.option_name = typed.partition("=")[0]
+            if extra := re.search(r"unexpected extra argument.*? \((.*)\)", getattr(error, "message", "")):
+                rule = "each value follows its option, and several are joined by commas: a,b"
+                raise UsageError(f"unexpected argument '{extra[1]}': {rule}") from None
+            raise
 
     def format_help(self: Any, ctx: Any, formatter: Any) -> None:
         from typer import rich_utils
 
         shown = copy.copy(self)
         shown.help = self.help or _docstring(self.callback.__module__, self.callback.__name__)
-        vars(shown)["get_params"] = lambda ctx: shown_in_help(self.get_params(ctx))
+        parameters = [parameter for parameter in self.get_params(ctx) if "--help" not in parameter.opts]
+        options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
+        if len(options) > 12 and not self.shows_all:
+            shown.epilog = f"The 10 most used of {len(options)} options; --help-all shows all."
+            options.sort(key=lambda option: [name in option.opts for name in MOST_USED], reverse=True)
+            parameters = [parameter for parameter in parameters if parameter not in options[10:]]
+        vars(shown)["get_params"] = lambda ctx: [*map(_as_shown, parameters)]
         # One space after a column: four of typer's six are empty in our rows.
         wide = rich_utils.STYLE_OPTIONS_TABLE_PADDING
         rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]  # rich takes four, too
@@ -68,7 +94,7 @@ class _Command(_OwnOptions, TyperCommand):
             typed = {text.partition("=")[0].removeprefix("--") for text in (ctx.obj.values if ctx.obj else args)}
             ctx.default_map = settings_file.defaults_of(ctx, self.get_params(ctx), typed)
         try:
-            rest = super().parse_args(ctx, list(args))
+            rest = super().parse_args(ctx, args)
         except UsageError:
             # A value that cannot be may be one of the file's.
             settings_file.tell_settings(ctx)

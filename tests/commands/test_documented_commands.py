@@ -12,6 +12,8 @@ import shlex
 from pathlib import Path
 
 import pytest
+from agents_page import COMMANDS as ANSWERING
+from agents_page import missing_fields
 from typer.testing import CliRunner
 
 from cs336sys.accounting.step_time.rates import h200_rates
@@ -20,6 +22,7 @@ from cs336sys.errors import CapabilityError
 from cs336sys.results.statistics import fewest_samples
 
 REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "docs" / "results"
 PAGES = (
     "README.md",
     "AGENTS.md",
@@ -52,7 +55,7 @@ def commands_of(page):
             continue
         words = shlex.split(begun[1].split(" #")[0].replace(r"\|", "|"), comments=True)
         end = next((number for number, word in enumerate(words) if word in ("|", ">", "&&", ";", "2>")), len(words))
-        is_mentioned = words[:end] in (["show"], ["compare"]) or "--help" in words
+        is_mentioned = words[:end] in (["show"], ["compare"]) or {"--help", "--help-all"} & set(words)
         has_placeholder = any(PLACEHOLDER.search(word) for word in words[:end])
         is_old = any(old in " ".join(words) for old in OF_EARLIER_VERSIONS)
         if not (is_mentioned or has_placeholder or is_old or words[:end] in found):
@@ -103,6 +106,10 @@ def folder(tmp_path_factory):
     for page in PAGES:
         for name, code in re.findall(r"^```python\n# (\w+\.py)\b(.*?)^```", text_of(page), flags=re.M | re.S):
             (path / name).write_text(f"#{code}")
+    # The reader's other functions, which no page shows: nothing of the file is run.
+    names = {name for page in PAGES for name in re.findall(r"\bmine\.py:(\w+)", text_of(page))}
+    with (path / "mine.py").open("a") as file:
+        file.writelines(f"\n\ndef {name}(*arguments): ...\n" for name in sorted(names))
     return path
 
 
@@ -227,3 +234,24 @@ def test_the_page_of_compare_can_be_followed_on_a_cpu(folder, monkeypatch):
         result.stdout.splitlines()[0]
         == "table,size,precision,compile,step_ms_mean,step_ms_std,step_ms_median,tokens_per_s"
     )
+
+
+@pytest.mark.parametrize(
+    ("question", "command"),
+    [
+        # What the command measures is shown from results.
+        ("Is my step launch-bound?", f"show {RESULTS}/bench-graph-h200.jsonl.gz --format json"),
+        ("What MFU do I reach?", f"show {RESULTS}/bench-graph-h200.jsonl.gz --format json"),
+        ("What fits on 32 GB?", None),
+        ("What is the fastest configuration that fits?", None),
+        (
+            "Did it get slower?",
+            f"compare {RESULTS}/compare-a-h200.jsonl.gz {RESULTS}/compare-b-h200.jsonl.gz --format json",
+        ),
+    ],
+)
+def test_answers_for_programs_have_their_fields(question, command):
+    command = command or ANSWERING[question].replace("--size medium", "--size small")
+    result = CliRunner().invoke(app, shlex.split(command))
+    assert result.exit_code in (0, 1), result.output
+    assert missing_fields(question, result.stdout) == []

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from agents_page import missing_fields
 from cuda_snapshots import write
 from memory_causes import run
 from typer.testing import CliRunner
@@ -27,6 +28,11 @@ def folder(tmp_path_factory):
 
 def invoke(*arguments):
     return CliRunner().invoke(app, ["memprof", *map(str, arguments)])
+
+
+def test_answer_for_programs_has_its_fields(folder):
+    printed = invoke("--from", folder, "--format", "json").stdout
+    assert missing_fields("Why did memory run out?", printed) == []
 
 
 def tables(*arguments):

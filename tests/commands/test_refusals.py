@@ -102,6 +102,10 @@ REFUSED = [
     ("zzz", "unknown command 'zzz': choose from bench, "),
     ("bench --sizee small", "no such option: --sizee; did you mean --size?"),
     ("bench --zzzz", "no such option: --zzzz"),
+    ("bench -size tiny", "no such option: -size; did you mean --size?"),
+    ("-verison", "no such option: -verison; did you mean --version?"),
+    ("bench --size tiny medium", "unexpected argument 'medium': each value follows its option, and several are joined"),
+    ("nsys profile python train.py", "unexpected argument 'profile python train.py': each value follows its option"),
     ("bench --size", "option '--size' requires an argument"),
     (
         "bench --format jsn",
@@ -143,7 +147,11 @@ REFUSED = [
         "--interleave: --synchronize none lets alternating steps overlap: use --synchronize step",
     ),
     (f"bench {SMALL} --model gone.py:build", "--model 'gone.py:build': there is no file gone.py"),
-    (f"bench {SMALL} --optimizer gone.py:adam", "--optimizer 'gone.py:adam': 'gone.py:adam': there is no file"),
+    (f"bench {SMALL} --optimizer gone.py:adam", "--optimizer 'gone.py:adam': there is no file gone.py"),
+    (f"bench {SMALL} --optimizer gone.py", "--optimizer 'gone.py': names no function: write FILE.py:NAME or package"),
+    (f"bench {SMALL} --model {MODELS}:imagess", f"--model '{MODELS}:imagess': user_models.py has no imagess; it has "),
+    (f"verify --wrap {MODELS}:imagess", "; did you mean images?"),
+    (f"kernels --kernel {MODELS}:zzzz", "user_models.py has no zzzz; it has "),
     (f"bench {SMALL} --batch {MODELS}:images", "is about a model of yours; give --model, too"),
     (f"tune --model {MODELS}:ours --kernels fused", "tune predicts --model with reference only"),
     (

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from agents_page import missing_fields
 from profile_files import ChromeTrace, NsysReport, train_step
 from rank_captures import write_ranks
 from typer.testing import CliRunner
@@ -26,6 +27,12 @@ def invoke(*arguments):
 def tables(result):
     assert result.exit_code == 0, result.output
     return {table["name"]: table for table in json.loads(result.stdout)["tables"]}
+
+
+def test_answers_for_programs_have_their_fields(runs):
+    assert missing_fields("Who is late?", invoke(runs / "after", "--format", "json").stdout) == []
+    capture = invoke(runs / "after" / "trace_0.json", "--format", "json").stdout
+    assert missing_fields("Where does a step go?", capture) == []
 
 
 @pytest.fixture(scope="module")

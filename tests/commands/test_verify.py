@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from agents_page import missing_fields
 from running import left_in, wait_until
 from typer.testing import CliRunner
 
@@ -46,6 +47,7 @@ def summed(tmp_path_factory):
 def test_summed_gradients_are_named_with_their_line(summed):
     result, folder, _ = summed
     assert result.exit_code == 1, result.output
+    assert missing_fields("Is it the same training?", result.stdout) == []
     verify, diagnosis = json.loads(result.stdout)["tables"]
     assert [(row["case"], row["verdict"]) for row in verify["rows"]] == [("step", "wrong"), ("clipping", "wrong")]
     assert "2 wrong" in verify["title"]

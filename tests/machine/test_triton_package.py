@@ -39,6 +39,28 @@ flash_attention(query, query, query, implementation="triton")
     )
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+def test_doctor_names_why_triton_cannot_be_imported(tmp_path):
+    (tmp_path / "triton.py").write_text("raise OSError('libtriton.so: wrong ELF class')")
+    code = """
+import sys
+from cs336sys.cli import app
+from cs336sys.machine import diagnosis
+from cs336sys.machine.diagnosis import software
+diagnosis.diagnose = lambda: [software.check_torch(), software.check_triton()]
+sys.argv = ["cs336sys", "doctor", "--format", "csv"]
+app()
+"""
+    ended = run_python(code, tmp_path)
+    assert (ended.returncode, ended.stderr) == (3, "")
+    _, torch_row, triton_row = ended.stdout.splitlines()
+    assert torch_row.startswith("doctor,torch,ok,")
+    reason = "whose import fails here (OSError: libtriton.so: wrong ELF class): install it again"
+    assert triton_row.startswith(
+        f'doctor,Triton,missing,"{triton.__version__}, needed is the package triton, {reason}"'
+    )
+
+
 def test_the_interpreter_of_triton_3_6_reads_bounds_of_one_element(monkeypatch):
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     changes = {}

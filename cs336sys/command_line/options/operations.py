@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from cs336sys.command_line.options.effects import runs_code, setting
+from cs336sys.command_line.options.reading import read_function
 from cs336sys.command_line.options.training import OptionGroup
 from cs336sys.errors import UsageError, choose_from
-from cs336sys.settings.user_code import digest, read_reference
+from cs336sys.settings.user_code import digest
 
 # The options that both commands have behind their own, in the order of help.
 OPERATION_OPTIONS = ("kernel", "dtype", "baseline", "warmup_ms", "repetition_ms", "plot", "device", "seed")
@@ -16,7 +17,7 @@ class OperationOptions(OptionGroup):
     """Implementations of the user's, and what ratios are over."""
 
     kernel: Annotated[
-        Sequence[str], runs_code(help="Also measure your function: FILE.py:NAME.", parser=read_reference)
+        Sequence[str], runs_code(help="Also measure your function: FILE.py:NAME.", parser=read_function)
     ] = ()
     baseline: Annotated[str | None, setting(help="Base of speed-ups. Default: eager.")] = None
 

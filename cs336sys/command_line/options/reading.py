@@ -5,6 +5,7 @@ import functools
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -14,8 +15,15 @@ import typer
 from typer.models import OptionInfo
 
 from cs336sys.command_line.options.effects import Effect, effect_of, runs_code, setting
-from cs336sys.errors import UsageError, choose_from
-from cs336sys.settings.user_code import is_user_code, read_reference
+from cs336sys.errors import UsageError, choose_from, did_you_mean
+from cs336sys.settings.user_code import (
+    is_file,
+    is_user_code,
+    named_object,
+    read_reference,
+    source_file,
+    split_reference,
+)
 
 # Beyond these no option means anything: no machine holds as many tokens, or does as many FLOP/s.
 LARGEST_WHOLE_NUMBER = 10**12
@@ -125,11 +133,31 @@ def name_or_code(names: Collection[str], help: str, **settings: Any) -> Any:
     """An option that takes one of the names, or several, and functions of the user's; the names are harmless."""
 
     def read(text: str) -> str:
-        return read_reference(text) if is_user_code(text) else one_of(names)(text)
+        return read_function(text) if is_user_code(text) or is_file(text) else one_of(names)(text)
 
     option = choice(names, help, runs_code, parser=read, **settings)
     option.harmless_values = names
     return option
+
+
+# In a file that has one of these, names may come from where its text does not say.
+_COMPUTED_NAMES = r"import \*|\b(__getattr__|globals|locals|vars|setattr|exec)\b"
+
+
+def read_function(text: str) -> str:
+    """Return an option's value, which names a function in a file or module that is there; nothing of it is run.
+
+    Raises:
+        UsageError: it names none.
+    """
+    file, name = source_file(read_reference(text)), split_reference(text)[1]
+    if file.suffix == ".py" and named_object(text) is None:
+        source = file.read_text(encoding="utf-8", errors="replace")
+        if not re.search(rf"\b{name}\b|{_COMPUTED_NAMES}", source):
+            functions = re.findall(r"^(?:class|(?:async )?def) (\w+)", source, flags=re.M)
+            listed = ", ".join(functions) or "no function"
+            raise UsageError(f"'{text}': {file.name} has no {name}; it has {listed}{did_you_mean(name, functions)}")
+    return text
 
 
 def _read_by_callback(parameter: inspect.Parameter, panel: str | None) -> inspect.Parameter:
@@ -222,7 +250,7 @@ def read_value(text: str, option: str, convert: Callable[[str], Value]) -> Value
     try:
         return convert(text)
     except ValueError as error:
-        rule = str(error) if isinstance(error, UsageError) else "not a number"
+        rule = str(error).removeprefix(f"'{text}'").lstrip(": ") if isinstance(error, UsageError) else "not a number"
         raise UsageError(f"{option} '{text}': {rule}") from error
 
 

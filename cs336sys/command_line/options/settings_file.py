@@ -163,7 +163,7 @@ def defaults_of(ctx: Any, parameters: Sequence[Any], typed: Collection[str] = ()
 def _no_such_option(ctx: Any, name: str, names: Collection[str], prefix: str = "") -> str:
     """Say that the context's command lacks an option, with the nearest name after its prefix."""
     nearest = nearest_name(name, names)
-    hint = f"did you mean {prefix}{nearest}?" if nearest else f"{ctx.command_path} --help shows those that it has"
+    hint = f"did you mean {prefix}{nearest}?" if nearest else f"{ctx.command_path} --help-all shows its options"
     return f"{ctx.info_name} has no such option; {hint}"
 
 

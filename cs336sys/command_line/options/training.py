@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from cs336sys.accounting.flops import count_parameters
 from cs336sys.command_line.options.effects import runs_code, setting
-from cs336sys.command_line.options.reading import choice, name_or_code, one_of
+from cs336sys.command_line.options.reading import choice, name_or_code, one_of, read_function
 from cs336sys.errors import DEBUG_VARIABLE, UsageError
 from cs336sys.settings.course_package import course_package, set_aside_others
 from cs336sys.settings.fields import MEASURING, MODEL, WHAT_RUNS, Configured
 from cs336sys.settings.sizes import SIZES, ModelSize, choose_size
 from cs336sys.settings.training import COMPARED_SETTINGS, UserCode, Workload
-from cs336sys.settings.user_code import digest, is_user_code, source_file
+from cs336sys.settings.user_code import digest, is_user_code
 
 
 def option_of(owner: type[Configured], name: str, **changes: Any) -> Any:
@@ -215,7 +215,7 @@ class UntimedTrainingOptions(RunOptions, ImplementationOptions, PrecisionOptions
         for option, reference in references.items():
             if reference is not None:
                 try:
-                    source_file(reference)
+                    read_function(reference)
                 except UsageError as error:
                     raise UsageError(f"--{option} {error}") from error
         names = [name for name in (*references.values(), *self.optimizer) if name and is_user_code(name)]

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from cs336sys.cli import app
 from cs336sys.command_line.options.effects import Effect, effect_of
-from cs336sys.command_line.options.reading import at_least, between, one_of, split_list
+from cs336sys.command_line.options.reading import at_least, between, one_of, read_function, split_list
 from cs336sys.errors import UsageError
 
 
@@ -240,3 +240,34 @@ def test_inputs_and_results_are_not_overwritten(arguments, name, tmp_path, monke
     assert name in result.stderr
     assert "give another" in result.stderr
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        (
+            "def missed(size): ...\ndef other(): ...",
+            "mine.py has no missing; it has missed, other; did you mean missed?",
+        ),
+        ("import torch\nclass Model: ...", "mine.py has no missing; it has Model"),
+        ("model = 1", "mine.py has no missing; it has no function"),
+        # Nothing of a file is run, so a name that may be there is looked for later.
+        ("from elsewhere import missing", None),
+        ("missing = lambda size: None", None),
+        ("if True:\n    def missing(size): ...", None),
+        ("from elsewhere import *", None),
+        ("globals().update(more)", None),
+        ("def __getattr__(name): ...", None),
+        ("def broken(:", "mine.py has no missing; it has broken"),
+    ],
+)
+def test_function_that_a_file_cannot_have_is_refused(tmp_path, monkeypatch, source, rule):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(source)
+    for reference in ("mine.py:missing", f"{tmp_path}/mine.py:missing"):
+        if rule is None:
+            assert read_function(reference) == reference
+            continue
+        with pytest.raises(UsageError) as refused:
+            read_function(reference)
+        assert str(refused.value) == f"'{reference}': {rule}"

@@ -94,7 +94,7 @@ def test_a_precision_that_is_asked_for_goes_before_another_way_to_say_it_in_the_
         ("[bench]\nsizee = 'tiny'", "s.toml: bench.sizee: bench has no such option; did you mean size?"),
         (
             "[bench]\nzzz = 1",
-            "s.toml: bench.zzz: bench has no such option; cs336sys bench --help shows those that it has",
+            "s.toml: bench.zzz: bench has no such option; cs336sys bench --help-all shows its options",
         ),
         ("[bench]\nhelp = true", "s.toml: bench.help: bench has no such option; "),
         ("[bnech]", "s.toml: bnech: choose from bench, "),
@@ -257,4 +257,4 @@ def test_a_file_of_another_user_is_refused_unless_it_is_named(folder, monkeypatc
 
 def test_help_shows_the_defaults_of_the_file(folder):
     (folder / "pyproject.toml").write_text("[tool.cs336sys.bench]\nsteps = 77")
-    assert "[default: 77]" in run("bench", "--help").stdout
+    assert "[default: 77]" in run("bench", "--help-all").stdout

@@ -16,7 +16,7 @@ def run(arguments, **variables):
     ("variable", "arguments", "sentence"),
     [
         ("CS336SYS_BENCH_STEP", PLAN, "bench has no such option; did you mean CS336SYS_BENCH_STEPS?"),
-        ("CS336SYS_BENCH_QQQ", PLAN, "bench has no such option; root bench --help shows those that it has"),
+        ("CS336SYS_BENCH_QQQ", PLAN, "bench has no such option; root bench --help-all shows its options"),
         ("CS336SYS_BENHC_SIZE", PLAN, "unknown command 'benhc': choose from bench, "),
         (
             "CS336SYS_ACCOUNT_MEMORY_SIZ",
