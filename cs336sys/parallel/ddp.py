@@ -72,9 +72,8 @@ class _Replicated(StateDictOfWrapped):
       itself, are refused.
     - Frozen parameters are broadcast at construction and not touched afterwards. Buffers are not synchronized again:
       those that a forward pass changes by its inputs are each rank's own (of batch norm: choose ``SyncBatchNorm``).
-    - Run all backward passes of a step but the last under :meth:`no_sync`. All-reduces that overlap change gradients in
-      place while the next pass would add to them, so these wrappers refuse it; those that average after the backward
-      pass add up the gradients of several.
+    - Run all backward passes of a step but the last under :meth:`no_sync`: a second pass without it is refused, because
+      all-reduces that overlap change gradients in place while that pass would add to them.
     - Do not touch gradients between the backward pass and :meth:`finish_gradient_synchronization`: scale, clip and
       inspect them afterwards.
     - Gradients to differentiate again come from ``torch.autograd.grad``: a ``backward()`` with ``create_graph=True`` is

@@ -82,13 +82,14 @@ class GradientSynchronizer(SynchronizationSwitch):
 
     def gradient_ready(self, bucket: GradientBucket, name: str, parameter: nn.Parameter) -> None:
         """Called by autograd when ``parameter.grad`` is complete for this backward pass."""
-        # Autograd runs hooks with gradients enabled where it makes a graph of the backward pass.
+        # Autograd runs hooks with gradients enabled where it makes a graph of the backward pass. A refusal names no
+        # parameter: the first may be another on a rank that leaves out a layer.
         if torch.is_grad_enabled():
-            raise graph_refusal(name)
+            raise graph_refusal("a parameter")
         with _lock:
             if id(parameter) not in bucket.waiting or self._launched == len(self.buckets):
                 raise UsageError(
-                    f"{name} got a gradient from a second backward pass before finish_gradient_synchronization(): "
+                    "a parameter got a gradient from a second backward pass before finish_gradient_synchronization(): "
                     "run all passes of a step but the last under no_sync() (a module used twice under reentrant "
                     "checkpointing does this in one pass: choose use_reentrant=False)"
                 )

@@ -410,8 +410,9 @@ class UnitRunner(SynchronizationSwitch):
         for parameter, is_present in zip(parameters, present, strict=True):
             if not is_present and parameter.grad is None:
                 self._new.add(parameter)
+            # What was zeroed since is a gradient, too, but not the mean of none.
             self._present[parameter] = is_present or (
-                parameter.grad is not None and self._present.get(parameter, False)
+                parameter.grad is not None and self._present.get(parameter, parameter not in self._new)
             )
 
     def end_backward(self) -> None:

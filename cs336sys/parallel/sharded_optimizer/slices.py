@@ -206,7 +206,7 @@ class SliceSynchronizer(GradientSynchronizer):
         is_complete: whether the gradients of this step have been completed, so that no pass may add to them; the same
             on every rank.
         holds_back: whether gradients stay on this rank for now.
-        late: by id, the names of parameters that got a gradient on this rank when those of the step were complete.
+        late: ids of parameters that got a gradient on this rank when those of the step were complete.
     """
 
     is_complete = False
@@ -214,12 +214,12 @@ class SliceSynchronizer(GradientSynchronizer):
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
-        self.late: dict[int, str] = {}
+        self.late: set[int] = set()
 
     def gradient_ready(self, bucket: GradientBucket, name: str, parameter: nn.Parameter) -> None:
         if self.is_complete:
             # Refused by what all ranks do next: not all of them have a gradient.
-            self.late[id(parameter)] = name
+            self.late.add(id(parameter))
             return
         if not self.holds_back:
             super().gradient_ready(bucket, name, parameter)
@@ -331,9 +331,8 @@ class SlicePartition:
                 "dropped them: call zero_grad() of the optimizer instead, on every rank"
             )
         if self._synchronizer.late:
-            name = next(iter(self._synchronizer.late.values()))
             raise UsageError(
-                f"{name} got a gradient after the gradients of this step were completed, as clip_grad_norm_(), "
+                "a parameter got a gradient after the gradients of this step were completed, as clip_grad_norm_(), "
                 "unscale_() and finish_gradient_synchronization() do: run all passes of a step before, all but the "
                 "last under no_sync(), or call zero_grad() first"
             )
@@ -379,9 +378,9 @@ class SlicePartition:
             self._synchronizer.is_complete = False
         for bucket in self._buckets:
             bucket.drop(parameters, set_to_none)
-        for names in (self._used, self._synchronizer.late):
-            for dropped in list(names) if parameters is None else parameters:
-                names.pop(dropped, None)
+        late = self._synchronizer.late
+        late.difference_update(list(late) if parameters is None else parameters)
+        self._used = {} if parameters is None else {i: name for i, name in self._used.items() if i not in parameters}
         self._synchronizer.holds_back = bool(self._used)
 
     def publish(self) -> None:

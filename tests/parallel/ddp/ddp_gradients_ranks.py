@@ -27,18 +27,6 @@ def unused_on_some_ranks():
     return results
 
 
-def no_backward_on_one_rank():
-    """A rank whose share of the data is used up takes part all the same."""
-    results = {}
-    for mode, wrap in MODES.items():
-        wrapped = wrap(PartlyUsed())
-        if dist.get_rank() == 0:
-            wrapped(8.0, True).backward()
-        finish(wrapped)
-        results[mode] = gradients(wrapped.module)
-    return results
-
-
 def none_gradients():
     """A backward function that returns None on rank 1 alone."""
     results = {}

@@ -1,7 +1,5 @@
 """What the ranks of test_ddp_training run: functions that spawned processes can import."""
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 from ddp_modes import MODES, TORCH_MODES, finish
@@ -23,7 +21,7 @@ def train_alone(dtype=torch.float32, steps=4):
     return weights(model)
 
 
-def train(mode, dtype=torch.float32, steps=4, micro_batches=1):
+def train(mode, dtype=torch.float32, steps=4):
     """Weights after training from rank 0's start; ``zero_grad`` in both modes in turn."""
     model = network(dist.get_rank(), dtype).to(collectives.group_device())
     wrapped = (MODES | TORCH_MODES)[mode](model)
@@ -31,10 +29,7 @@ def train(mode, dtype=torch.float32, steps=4, micro_batches=1):
     for step in range(steps):
         inputs, targets = batch(step, dtype)
         optimizer.zero_grad(set_to_none=step % 2 == 0)
-        parts = list(zip(share(inputs).chunk(micro_batches), share(targets).chunk(micro_batches), strict=True))
-        for part, (x, y) in enumerate(parts):
-            with contextlib.nullcontext() if part == len(parts) - 1 else wrapped.no_sync():
-                (nn.functional.mse_loss(wrapped(x), y) / micro_batches).backward()
+        nn.functional.mse_loss(wrapped(share(inputs)), share(targets)).backward()
         finish(wrapped)
         optimizer.step()
     return weights(model)

@@ -23,12 +23,6 @@ def test_parameter_without_gradient_counts_as_zero_and_stays_none_if_nobody_has_
             assert_same(on_none, dict_of(used=whole, sometimes=None, never=None))
 
 
-def test_rank_without_a_backward_pass_takes_part(ranks):
-    for result in ranks(2).run(ddp_gradients_ranks.no_backward_on_one_rank):
-        for mode in EVERY_MODE:
-            assert_same(result[mode], dict_of(used=4.0, sometimes=4.0, never=None))
-
-
 def test_backward_function_that_returns_none_counts_as_zero(ranks):
     for result in ranks(2).run(ddp_gradients_ranks.none_gradients):
         for mode in EVERY_MODE:

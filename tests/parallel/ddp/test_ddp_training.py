@@ -19,26 +19,10 @@ def test_all_modes_and_torch_train_to_bitwise_equal_weights_on_two_ranks(ranks):
             assert_same(weights, results[0]["torch"])
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_training_equals_one_process_on_the_whole_batch(ranks, world_size):
-    expected = ddp_training_ranks.train_alone(torch.float64)
-    for result in ranks(world_size).run(ddp_training_ranks.train_all, EVERY_MODE, torch.float64):
-        for weights in result.values():
-            assert_same(weights, expected, atol=1e-12)
-
-
 def test_training_in_fp32_equals_one_process_within_rounding(ranks):
     expected = ddp_training_ranks.train_alone()
     for weights in ranks(2).run(ddp_training_ranks.train_all, EVERY_MODE)[0].values():
         assert_same(weights, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_accumulated_gradients_equal_one_process_on_the_whole_batch(ranks, world_size):
-    expected = ddp_training_ranks.train_alone(torch.float64)
-    for result in ranks(world_size).run(ddp_training_ranks.train_all, EVERY_MODE, torch.float64, 4, 2):
-        for weights in result.values():
-            assert_same(weights, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -69,15 +69,12 @@ def finish(wrapped):
         wrapped.finish_gradient_synchronization()
 
 
-def train_step(wrapped, optimizer, step, dtype=torch.float32, micro_batches=1, set_to_none=True):
+def train_step(wrapped, optimizer, step, dtype=torch.float32, set_to_none=True):
     """One step on this rank's share; returns the loss on it."""
     optimizer.zero_grad(set_to_none=set_to_none)
-    inputs, targets = (share(rows).chunk(micro_batches) for rows in batch(step, dtype))
-    apart = (wrapped if isinstance(wrapped, NaiveDDP) else optimizer).no_sync
-    for part, (x, y) in enumerate(zip(inputs, targets, strict=True)):
-        with contextlib.nullcontext() if part == micro_batches - 1 else apart():
-            loss = nn.functional.mse_loss(wrapped(x), y) / micro_batches
-            loss.backward()
+    inputs, targets = map(share, batch(step, dtype))
+    loss = nn.functional.mse_loss(wrapped(inputs), targets)
+    loss.backward()
     finish(wrapped)
     optimizer.step()
     return loss.item()

@@ -11,21 +11,21 @@ from cs336sys.parallel.ddp import NaiveDDP
 from cs336sys.parallel.sharded_optimizer import ShardedOptimizer
 
 
-def train(mode, name, dtype=torch.float32, steps=4, micro_batches=1, overlap=False, **options):
+def train(mode, name, dtype=torch.float32, steps=4, overlap=False, **options):
     """Weights after training from rank 0's start; ``zero_grad`` in both ways in turn."""
     model = network(0 if mode == "flat" and not overlap else dist.get_rank(), dtype).to(collectives.group_device())
     optimizer_cls, settings = CLASSES[name]
     wrapped, optimizer = sharded(mode, model, optimizer_cls, overlap=overlap, **settings, **options)
     for step in range(steps):
-        train_step(wrapped, optimizer, step, dtype, micro_batches, set_to_none=step % 2 == 0)
+        train_step(wrapped, optimizer, step, dtype, set_to_none=step % 2 == 0)
     optimizer.wait_for_parameters()
     return weights(model)
 
 
-def train_all(names, modes=MODES, dtype=torch.float32, steps=4, micro_batches=1):
+def train_all(names, modes=MODES, dtype=torch.float32, steps=4):
     """By class, mode and whether parameters arrive during the next forward pass."""
     return {
-        (name, mode, overlap): train(mode, name, dtype, steps, micro_batches, overlap)
+        (name, mode, overlap): train(mode, name, dtype, steps, overlap)
         for name in names
         for mode in modes
         for overlap in (False, True)

@@ -35,8 +35,8 @@ def test_passes_of_one_rank_are_dropped_and_what_cannot_be_dropped_is_refused(ra
         assert errors.pop("accumulated over a step") == errors.pop("dropped by hand") == NOT_DROPPED
         for what, sentence in {
             "by the model, under way": "call zero_grad() of the optimizer instead, on every rank",
-            "after clipping": "used got a gradient after the gradients of this step were completed",
-            "and a step": "used got a gradient after the gradients of this step were completed",
+            "after clipping": "a parameter got a gradient after the gradients of this step were completed",
+            "and a step": "a parameter got a gradient after the gradients of this step were completed",
         }.items():
             kind, message = errors.pop(what)
             assert kind == "UsageError"

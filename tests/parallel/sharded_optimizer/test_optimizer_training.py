@@ -53,14 +53,6 @@ def test_step_along_integer_gradients_is_exact(ranks, mode, world_size):
             assert all(torch.equal(ours, exact) for ours, exact in zip(parameters, expected, strict=True))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_accumulated_gradients_equal_one_process_on_the_whole_batch(ranks, world_size):
-    expected, _ = optimizer_training_ranks.train_alone("AdamW", torch.float64)
-    for result in ranks(world_size).run(optimizer_training_ranks.train_all, ["AdamW"], MODES, torch.float64, 4, 2):
-        for weights in result.values():
-            assert_same(weights, expected, atol=1e-12)
-
-
 @each_mode
 def test_closure_runs_once_with_gradients_on_every_rank(ranks, mode):
     for rank, (loss, calls, weights) in enumerate(ranks(2).run(optimizer_training_ranks.closure_step, mode)):
