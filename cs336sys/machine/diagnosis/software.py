@@ -48,6 +48,11 @@ def check_python() -> Check:
     return Check("Python", f"{version}, supported is {supported}", "missing", fix)
 
 
+def _again(fix: str) -> str:
+    """Return the fix of a broken installation, whose version pip would leave as it is."""
+    return "Install it again: " + fix.replace("pip install", "pip install --force-reinstall --no-deps")
+
+
 def check_torch() -> Check:
     supported = required("torch", by="cs336sys")
     fix = f'`python -m pip install "torch{supported}"`.'
@@ -58,7 +63,7 @@ def check_torch() -> Check:
         import torch  # noqa: F401
     except Exception as error:
         # A broken installation fails in many ways (a missing library, a clash of versions), and this is to name it.
-        return Check("torch", f"{version}, import fails: {error}", "missing", f"Install it again: {fix}")
+        return Check("torch", f"{version}, import fails: {error}", "missing", _again(fix))
     if not supported.contains(version, prereleases=True):
         return Check("torch", f"{version}, supported is {supported}", "missing", fix)
     return Check("torch", version)
@@ -74,7 +79,7 @@ def check_triton() -> Check:
     if version is None:
         return Check("Triton", "not installed", "missing", fix)
     if (reason := why_no_triton()) is not None:
-        return Check("Triton", f"{version}, needed is {reason}", "missing", fix)
+        return Check("Triton", f"{version}, needed is {reason}", "missing", _again(fix))
     if not supported.contains(version, prereleases=True):
         return Check("Triton", f"{version}, supported is {supported}", "missing", fix)
     if not pinned.contains(version, prereleases=True):
