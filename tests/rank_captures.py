@@ -1,4 +1,4 @@
-"""Captures of several ranks as torch.profiler writes them, with clocks that differ and noise."""
+"""Captures of several ranks as torch.profiler writes them, with noise."""
 
 import json
 import random
@@ -21,7 +21,7 @@ def write_ranks(
     skewed: bool = True,
     sequence: bool = False,
 ) -> list[Path]:
-    """One file a rank of steps that each end in collectives, which all ranks leave together.
+    """One file a rank of steps that each end in collectives, which all ranks leave together; their clocks differ.
 
     Args:
         straggler: the rank, or the ranks, whose kernels take longer, by ``excess`` of a step.
@@ -78,15 +78,7 @@ def write_ranks(
                 launched = arrived[rank] - 20_000
                 add(rank, "cuda_runtime", "cudaLaunchKernel", launched, launched + 4000, 1, correlation=correlation)
                 end = ends + random_.uniform(0, 3000)
-                about = {
-                    "Collective name": "allreduce",
-                    "In msg nelems": 25_000_000,
-                    "Out msg nelems": 25_000_000,
-                    "Group size": ranks,
-                    "dtype": "Float",
-                    "Process Group Name": "0",
-                    "Process Group Ranks": str(list(range(ranks))),
-                }
+                about = _about_all_reduce(ranks)
                 if sequence:
                     about["Seq"] = number
                 where = {"correlation": correlation, "stream": 20, "device": 0}
@@ -103,11 +95,125 @@ def write_ranks(
                 now[rank] = end
         for rank in range(ranks):
             add(rank, "user_annotation", f"ProfilerStep#{step}", begins[rank], now[rank], 1)
+    for of_rank in events:
+        random_.shuffle(of_rank)
+    return _write(folder, events)
+
+
+def _about_all_reduce(ranks: int) -> dict:
+    return {
+        "Collective name": "allreduce",
+        "In msg nelems": 25_000_000,
+        "Out msg nelems": 25_000_000,
+        "Group size": ranks,
+        "dtype": "Float",
+        "Process Group Name": "0",
+        "Process Group Ranks": str(list(range(ranks))),
+    }
+
+
+def _write(folder: Path, events: list[list[dict]]) -> list[Path]:
     paths = []
-    for rank in range(ranks):
+    for rank, of_rank in enumerate(events):
         path = folder / f"trace_{rank}.json"
-        about = {"backend": "nccl", "rank": rank, "world_size": ranks}
-        random_.shuffle(events[rank])
-        path.write_text(json.dumps({"schemaVersion": 1, "distributedInfo": about, "traceEvents": events[rank]}))
+        about = {"backend": "nccl", "rank": rank, "world_size": len(events)}
+        path.write_text(json.dumps({"schemaVersion": 1, "distributedInfo": about, "traceEvents": of_rank}))
         paths.append(path)
     return paths
+
+
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)"
+JOIN = "join"
+TICK_US = 10
+
+
+def backward_step(*, before: int = 0, within: int = 0, scale: float = 1.0) -> list[tuple[str, float]]:
+    """A step whose backward pass launches all-reduces, as of DDP, and whose optimizer joins them.
+
+    Args:
+        before, within: how many more products it has before the backward pass, and in it.
+        scale: how much longer the kernels of both passes take.
+    """
+    block = [("gemm_backward", 500 * scale), ("elementwise_kernel_backward", 300 * scale)]
+    bucket = [*block, *block, (ALL_REDUCE, 0)]
+    ends = [(JOIN, 0), ("multi_tensor_adam", 300)]
+    forward = [("gemm_forward", 400 * scale), ("elementwise_kernel_forward", 200 * scale)] * 8
+    return [*forward, *[("gemm_forward", 500)] * before, *bucket, *[("gemm_more", 500)] * within, *bucket * 4, *ends]
+
+
+def write_overlapping_ranks(
+    folder: Path, programs: list[list[tuple[str, float]]], sleep_us: tuple[int, ...], slowdown: float = 1.4
+) -> list[Path]:
+    """One file a rank of 8 steps whose kernels take ``slowdown`` times as long while a collective of the rank waits.
+
+    Args:
+        programs: of each rank, name and us of the work of a step.
+        sleep_us: of each rank, how long its CPU sleeps before the first launch of a step.
+    """
+    random_ = random.Random(0)
+    events: list[list[dict]] = [[] for _ in programs]
+    now = [0] * len(programs)
+    for step in range(8):
+        begins = list(now)
+        firsts = [begin + sleep + abs(random_.gauss(0, 50)) for begin, sleep in zip(begins, sleep_us, strict=True)]
+        for rank, work in enumerate(_run(programs, firsts, slowdown, random_)):
+            now[rank] = max(stop for *_, stop in work)
+            for place, (name, start, stop) in enumerate(work):
+                about: dict = {"correlation": (step + 1) * 1000 + place}
+                launch = {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 100, "tid": 1}
+                events[rank].append({"ph": "X", **launch, "ts": firsts[rank] + place, "dur": 1, "args": {**about}})
+                about |= {"stream": 7, "device": 0}
+                if name == ALL_REDUCE:
+                    about |= {"stream": 20, **_about_all_reduce(len(programs))}
+                kernel = {"cat": "kernel", "name": name, "pid": 0, "tid": about["stream"]}
+                events[rank].append({"ph": "X", **kernel, "ts": start, "dur": stop - start, "args": about})
+            of_step = {"cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": 100, "tid": 1}
+            events[rank].append({"ph": "X", **of_step, "ts": begins[rank], "dur": now[rank] - begins[rank]})
+    return _write(folder, events)
+
+
+def _run(
+    programs: list[list[tuple[str, float]]], firsts: list[float], slowdown: float, random_: random.Random
+) -> list[list[tuple[str, int, int]]]:
+    """Run a step on all ranks: name, start and stop of the work of each, in us, in the order of its launches."""
+    ranks = range(len(programs))
+    work: list[list[tuple[str, int, int]]] = [[] for _ in ranks]
+    # Of each rank: its next work, what remains of it, when that began, and which of its work are collectives.
+    place, left, begin, collectives = (
+        [0 for _ in ranks],
+        [0.0 for _ in ranks],
+        [0 for _ in ranks],
+        [[] for _ in ranks],
+    )
+    arrived: list[list[int]] = [[] for _ in ranks]
+    ends: list[int] = []
+    now = round(min(firsts))
+    while any(place[rank] < len(programs[rank]) for rank in ranks):
+        now += TICK_US
+        for rank in ranks:
+            begun = len(arrived[rank])
+            if begun < len(collectives[rank]) and (not begun or (len(ends) >= begun and ends[begun - 1] <= now)):
+                arrived[rank].append(now)
+        if all(len(times) > len(ends) for times in arrived):
+            ends.append(now + TRANSFER_NS // 1000)
+        for rank in ranks:
+            if now < firsts[rank] + 100 or place[rank] == len(programs[rank]):
+                continue
+            name, us = programs[rank][place[rank]]
+            if name == ALL_REDUCE:
+                collectives[rank].append(len(work[rank]))
+                work[rank].append((name, 0, 0))
+            elif name != JOIN:
+                if left[rank] <= 0:
+                    left[rank], begin[rank] = us * (1 + random_.gauss(0, 0.003)), now
+                left[rank] -= TICK_US / (slowdown if len(arrived[rank]) > len(ends) else 1)
+                if left[rank] > 0:
+                    continue
+                work[rank].append((name, begin[rank], now + TICK_US - 1))
+            elif len(ends) < len(collectives[rank]) or ends[-1] > now:
+                continue
+            place[rank] += 1
+    for rank in ranks:
+        for number, collective in enumerate(collectives[rank]):
+            work[rank][collective] = (ALL_REDUCE, arrived[rank][number], ends[number] - random_.randint(1, 3))
+    return work

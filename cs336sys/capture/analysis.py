@@ -126,7 +126,8 @@ def analyze(
     """Sum up one GPU of a capture.
 
     Args:
-        waiting_ns: how long each collective waited for the last rank, -1 where that is not known; None: of all.
+        waiting_ns: how long each collective waited for the last rank, -1 where that is not known, and each kernel took
+            longer next to one that waited; None: of all.
         ranks: how many there are, for collectives whose group was not recorded.
     """
     breakdown = break_down(timeline, waiting_ns)
@@ -204,7 +205,7 @@ def _copy_rows(timeline: Timeline) -> tuple[CopyTime, ...]:
 def _collective_times(timeline: Timeline, waiting_ns: Times | None, ranks: int) -> tuple[CollectiveTime, ...]:
     """The collectives of a rank within the steps by kind, group and size, the longest first."""
     step, lengths = timeline.step_of(timeline.collectives.start), timeline.collectives.length
-    waits_ns = np.full(len(step), -1) if waiting_ns is None else waiting_ns
+    waits_ns = np.full(len(step), -1) if waiting_ns is None else waiting_ns[timeline.collective_places]
     members: dict[tuple[str, str, int, int], list[int]] = {}
     for number in np.flatnonzero(step >= 0).tolist():
         record = timeline.collective_records[number]

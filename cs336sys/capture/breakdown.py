@@ -1,5 +1,6 @@
 """Break down the time of each step: every instant belongs to one kernel, or to one cause of idling."""
 
+import statistics
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -54,37 +55,52 @@ def break_down(timeline: Timeline, waiting_ns: Times | None = None) -> Breakdown
     it was in a call that waits for the GPU when the GPU became idle; else it was launching.
 
     Args:
-        waiting_ns: how long each collective waited for the last rank; None where nobody can tell.
+        waiting_ns: how long each collective waited for the last rank, and how much longer each kernel took next to one
+            that waited, which is waiting, too; None where nobody can tell.
     """
     bounds = timeline.steps.bounds
     parts: dict[str, Times] = {part: np.zeros(len(bounds), np.int64) for part in StepPart}
     pieces: list[tuple[NDArray[np.int64], ...]] = []
     classes = timeline.work_class
-    begins = timeline.collectives.start
-    waits = None if waiting_ns is None else Cover(begins, begins + np.maximum(waiting_ns, 0))
+    start, places = timeline.start.copy(), timeline.collective_places
+    last_comes = start[places]
+    if waiting_ns is not None:
+        last_comes = last_comes + np.maximum(waiting_ns[places], 0)
+        # A kernel of the main stream that begins while a collective waits has not waited for it.
+        main = statistics.mode(timeline.stream[classes == COMPUTING].tolist() or [-1])
+        kernels = np.flatnonzero((classes == COMPUTING) & (timeline.stream == main))
+        reached = np.append(0, timeline.stop[kernels])[np.searchsorted(start[kernels], last_comes)]
+        start[places] = np.clip(reached, start[places], last_comes)
+    by_start = np.argsort(start[places])
+    waits = Cover(start[places][by_start], last_comes[by_start])
+    order = np.argsort(start, kind="stable")
     for work_class in (COMPUTING, COMMUNICATING, COPYING):
-        index = np.flatnonzero(classes == work_class)
-        higher = np.flatnonzero(classes < work_class)
-        cover = Cover(timeline.start[higher], timeline.stop[higher])
-        with_waits = cover if waits is None else cover.joined(waits)
-        begin, end = own_shares(timeline.start[index], timeline.stop[index])
+        index, higher = order[classes[order] == work_class], order[classes[order] < work_class]
+        cover = Cover(start[higher], timeline.stop[higher])
+        begin, end = own_shares(start[index], timeline.stop[index])
         for step, (first, last) in enumerate(bounds.tolist()):
             low, high = np.searchsorted(end, first, side="right"), np.searchsorted(begin, last)
-            from_, until = np.maximum(begin[low:high], first), np.minimum(end[low:high], last)
-            credit = np.maximum(until - from_ - cover.within(from_, until), 0)
-            is_some = credit > 0
-            parts[_PART_OF_CLASS[work_class]][step] = credit.sum()
-            pieces.append((index[low:high][is_some], np.full(is_some.sum(), step), credit[is_some]))
+            begins, ends = np.maximum(begin[low:high], first), np.minimum(end[low:high], last)
+            credit = np.maximum(ends - begins - cover.within(begins, ends), 0)
+            if work_class == COMPUTING and waiting_ns is not None:
+                slowed = np.minimum(waiting_ns[index[low:high]], credit)
+                # Some are shorter by chance, as others are longer.
+                slowed *= slowed.sum() > 0
+                credit -= slowed
+                parts[StepPart.WAITING][step] += slowed.sum()
             if work_class == COMMUNICATING:
-                waiting = with_waits.within(from_, until) - cover.within(from_, until)
-                parts[StepPart.WAITING][step] = waiting[is_some].sum()
-    _add_gaps(timeline, parts)
-    parts[StepPart.COMMUNICATION] -= parts[StepPart.WAITING]
+                begins, ends = np.clip(waits.start, first, last), np.clip(waits.stop, first, last)
+                waited_ns = (ends - begins - cover.within(begins, ends)).sum()
+                parts[StepPart.WAITING][step] += waited_ns
+                parts[StepPart.COMMUNICATION][step] -= waited_ns
+            is_some = credit > 0
+            parts[_PART_OF_CLASS[work_class]][step] += credit.sum()
+            pieces.append((index[low:high][is_some], np.full(is_some.sum(), step), credit[is_some]))
+    _add_gaps(timeline, parts, Cover(start[order], timeline.stop[order]))
     return Breakdown(parts, *(np.concatenate(column) for column in zip(*pieces, strict=True)))
 
 
-def _add_gaps(timeline: Timeline, parts: dict[str, Times]) -> None:
-    busy = Cover(timeline.start, timeline.stop)
+def _add_gaps(timeline: Timeline, parts: dict[str, Times], busy: Cover) -> None:
     waits = Cover(timeline.waits.start, timeline.waits.stop)
     loading = Cover(timeline.loading.start, timeline.loading.stop)
     last_to_stop = np.argsort(timeline.stop, kind="stable")

@@ -63,12 +63,6 @@ class Cover:
         self.start, self.stop = begin[is_some], end[is_some]
         self._before = np.concatenate(([0], np.cumsum(self.stop - self.start)))
 
-    def joined(self, other: "Cover") -> "Cover":
-        """Return the cover by the intervals of both."""
-        start, stop = np.concatenate((self.start, other.start)), np.concatenate((self.stop, other.stop))
-        order = np.argsort(start, kind="stable")
-        return Cover(start[order], stop[order])
-
     @property
     def total(self) -> int:
         return int(self._before[-1])

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.breakdown import IDLE_PARTS, StepPart
 from cs336sys.capture.capture import RECEIVE, SEND, SEND_RECEIVE, SYNCHRONIZING, SavedRecord
-from cs336sys.capture.intervals import Times
-from cs336sys.capture.timeline import Timeline
+from cs336sys.capture.intervals import Cover, Times, group_numbers
+from cs336sys.capture.timeline import COMMUNICATING, COMPUTING, Timeline
 
 # A line through fewer points is no drift but noise.
 _LEAST_FOR_DRIFT = 12
@@ -51,6 +51,7 @@ class RanksFound(SavedRecord):
         missing: which ranks there are no files of, in words; empty if none.
         why_no_waits: why waiting cannot be told; empty if it can.
         late_ms: of each rank by step, how much later than the first it came to the collectives.
+        first_late_ms: likewise, to the first collective of the step alone.
         is_pipeline: ranks send to each other.
     """
 
@@ -60,6 +61,7 @@ class RanksFound(SavedRecord):
     missing: str = ""
     why_no_waits: str = ""
     late_ms: tuple[tuple[float, ...], ...] = ()
+    first_late_ms: tuple[tuple[float, ...], ...] = ()
     is_pipeline: bool = False
 
 
@@ -68,8 +70,8 @@ class RanksAnalysis:
     """Joint analysis of several ranks.
 
     Attributes:
-        waiting_ns: of each rank, for each of its collectives, how long it waited for the last rank; -1 if that is not
-            known.
+        waiting_ns: of each rank, for each of its collectives, how long it waited for the last rank, -1 if that is not
+            known; for each of its kernels, how much longer it took next to a collective that waited.
         step_numbers: of each rank; equal numbers are one step.
     """
 
@@ -95,18 +97,20 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
     clocks = _align(joining, [timeline.collectives.stop for timeline in timelines])
     aligned = [clocks.aligned(rank, timeline.collectives.start) for rank, timeline in enumerate(timelines)]
     waiting = tuple(np.full(len(times), -1) for times in aligned)
-    late_ms = [np.zeros(len(timeline.steps.bounds)) for timeline in timelines]
+    late_ms, first_late_ms = ([np.zeros(len(timeline.steps.bounds)) for timeline in timelines] for _ in range(2))
     steps = [timeline.step_of(timeline.collectives.start) for timeline in timelines]
     lengths = [timeline.collectives.length for timeline in timelines]
     spreads = []
     is_joining = set(joining)
-    for collective in places:
+    # The latest are the first, so that the first of each step remains.
+    for collective in sorted(places, key=lambda collective: -aligned[collective[0][0]][collective[0][1]]):
         times = [float(aligned[rank][place]) for rank, place in collective]
         if collective in is_joining:
             spreads.append(max(times) - min(times))
         for (rank, place), time in zip(collective, times, strict=True):
             waiting[rank][place] = min(int(max(times) - time), lengths[rank][place])
             if collective in is_joining and steps[rank][place] >= 0:
+                first_late_ms[rank][steps[rank][place]] = (time - min(times)) / 1e6
                 late_ms[rank][steps[rank][place]] += (time - min(times)) / 1e6
     spread_us = float(np.percentile(spreads, 90)) / 1e3
     error_us = clocks.error_ns / 1e3
@@ -121,9 +125,51 @@ def match_ranks(timelines: Sequence[Timeline], missing: str = "") -> RanksAnalys
         missing,
         why_no_waits,
         tuple(tuple(row.tolist()) for row in late_ms),
+        tuple(tuple(row.tolist()) for row in first_late_ms),
         any(record.kind in (SEND, RECEIVE) for of_rank in records for record in of_rank),
     )
-    return RanksAnalysis(clocks, waiting, numbers, matching)
+    return RanksAnalysis(clocks, _with_slowed_kernels(timelines, numbers, waiting), numbers, matching)
+
+
+def _with_slowed_kernels(
+    timelines: Sequence[Timeline], numbers: Sequence[tuple[int, ...]], waiting_ns: Sequence[Times]
+) -> tuple[Times, ...]:
+    """Add to the waiting of collectives how much longer each kernel took next to one, which occupies multiprocessors.
+
+    It is compared with the same kernel of the ranks that did not wait meanwhile: of its name, at its place among as
+    many between the launches of two collectives of a step. If ranks differ in speed, or in their batches, they do so in
+    kernels next to which none waits. A kernel that no such rank has is not corrected.
+    """
+    texts: dict[str, int] = {}
+    columns: list[tuple[Times, ...]] = []
+    for rank, timeline in enumerate(timelines):
+        begin, step = timeline.collectives.start, timeline.step_of(timeline.start)
+        waited_ns = Cover(begin, begin + np.maximum(waiting_ns[rank], 0)).within(timeline.start, timeline.stop)
+        launched = np.where(timeline.launched < 0, timeline.start, timeline.launched)
+        kernels = np.flatnonzero((timeline.work_class == COMPUTING) & (step >= 0))
+        kernels = kernels[np.lexsort((timeline.start[kernels], launched[kernels]))]
+        place = np.searchsorted(np.sort(launched[timeline.work_class == COMMUNICATING]), launched[kernels])
+        _, firsts, of_step = np.unique(step[kernels], return_index=True, return_inverse=True)
+        names = (texts.setdefault(timeline.texts[number], len(texts)) for number in timeline.name[kernels].tolist())
+        number, name = np.array(numbers[rank], np.int64)[step[kernels]], np.fromiter(names, np.int64)
+        rows = np.full(len(kernels), rank), number, name, place - place[firsts][of_step], kernels
+        columns.append((*rows, timeline.length[kernels], waited_ns[kernels]))
+    rank_of, number, name, place, kernel, length_ns, waited_ns = map(np.concatenate, zip(*columns, strict=True))
+    group = group_numbers(number, name, place)
+    _, series, counts = np.unique(group_numbers(rank_of, group), return_inverse=True, return_counts=True)
+    nth = np.argsort(np.argsort(series, kind="stable")) - (np.cumsum(counts) - counts)[series]
+    _, same = np.unique(group_numbers(group, counts[series], nth), return_inverse=True)
+    is_clear = waited_ns == 0
+    clear = np.bincount(same, is_clear)[same]
+    speeds = np.bincount(rank_of, length_ns * (clear == len(timelines)), len(timelines))
+    speed = (speeds if speeds.all() else np.ones_like(speeds))[rank_of]
+    expected_ns = speed * np.bincount(same, is_clear * length_ns / speed)[same] / np.maximum(clear, 1)
+    longer_ns = np.clip(length_ns - expected_ns, -waited_ns, waited_ns) * (clear > 0)
+    together = tuple(np.zeros(len(timeline.start), np.int64) for timeline in timelines)
+    for rank, row in enumerate(together):
+        row[kernel[rank_of == rank]] = longer_ns[rank_of == rank]
+        row[timelines[rank].collective_places] = waiting_ns[rank]
+    return together
 
 
 Place = tuple[int, int]
@@ -285,7 +331,7 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RanksFound | None) -> R
 
     In a step that a collective joins, all ranks take as long as the slowest. The excess of a rank over the median of
     the others in each step is compared with Student's t, for one of many. Time in collectives does not count: a slow
-    link, or the last stage of a pipeline, makes it longer.
+    link, or the last stage of a pipeline, makes it longer. Neither does what collectives that wait slow down.
     """
     if not all(analysis.has_steps for analysis in analyses):
         return RankAnswer(why_unknown="the captures show no steps")
@@ -297,9 +343,7 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RanksFound | None) -> R
     if not steps:
         return RankAnswer(why_unknown="the ranks have no step in common")
     count = len(analyses)
-    local = np.array([[local_ms(analysis)[step[rank]] for step in steps] for rank, analysis in enumerate(analyses)])
-    excess = np.array([local[rank] - np.median(np.delete(local, rank, 0), axis=0) for rank in range(count)])
-    means = excess.mean(axis=1)
+    means, errors = _excess_ms(list(map(local_ms, analyses)), steps)
     slowest = int(means.argmax())
     if len(steps) < _LEAST_STEPS:
         seen = ""
@@ -308,9 +352,8 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RanksFound | None) -> R
             seen = f"; in {'it' if len(steps) == 1 else 'them'} {analyses[slowest].label} takes {percent:.1f} % longer"
         few = "one step is" if len(steps) == 1 else f"{len(steps)} steps are"
         return RankAnswer(why_unknown=f"{few} too few to tell a slow rank from noise{seen}")
-    errors = excess.std(axis=1, ddof=1) / len(steps) ** 0.5
-    noise = errors * _t_quantile(len(steps) - 1, _FALSE_ALARMS / count)
-    is_slow = (means >= np.maximum(_LEAST_SHARE * step_ms, noise)) & (means >= 0.5 * means[slowest])
+    deviations = _t_quantile(len(steps) - 1, _FALSE_ALARMS / count)
+    is_slow = (means >= np.maximum(_LEAST_SHARE * step_ms, deviations * errors)) & (means >= 0.5 * means[slowest])
     candidates = np.flatnonzero(is_slow).tolist()
     unseen = means[slowest] + errors[slowest] * _t_quantile(len(steps) - 1, 0.05 / count)
     if not candidates:
@@ -319,23 +362,37 @@ def find_stragglers(analyses: Sequence[Analysis], ranks: RanksFound | None) -> R
         percent = max(100 * unseen / step_ms, 100 * _LEAST_SHARE)
         if percent > 100 * _MOST_UNSEEN:
             return RankAnswer(why_unknown=f"the steps vary: a rank could take {percent:.1f} % of a step longer unseen")
+        # Files of earlier versions hold no such times. Stages of a pipeline come one after another.
+        if ranks.first_late_ms and not ranks.is_pipeline:
+            means, errors = _excess_ms(ranks.first_late_ms, steps)
+            last = int(means.argmax())
+            if means[last] > max(percent * step_ms / 100, deviations * errors[last]):
+                late = f"comes {means[last]:.3g} ms later than the others to the first collective of a step"
+                return RankAnswer(why_unknown=f"{analyses[last].label} {late}, yet does not compute or idle longer")
         return RankAnswer(unseen_percent=percent)
     if ranks.why_no_waits:
         return RankAnswer(why_unknown=ranks.why_no_waits)
-    # Files of earlier versions hold no such times.
     late_ms = [statistics.fmean(row[step[rank]] for step in steps) for rank, row in enumerate(ranks.late_ms)]
     stragglers = []
     for rank in sorted(candidates, key=lambda rank: -means[rank]):
         others = [ms for other, ms in enumerate(late_ms) if other not in candidates]
         if ranks.is_pipeline or not others or late_ms[rank] - statistics.median(others) >= 0.3 * means[rank]:
             excess_ms = float(means[rank])
-            why = _longer_parts(analyses, rank, excess_ms)
-            percent = 100 * excess_ms / step_ms
-            stragglers.append(Straggler(analyses[rank].label, analyses[rank].file, excess_ms, percent, why))
+            about = analyses[rank].label, analyses[rank].file, excess_ms, 100 * excess_ms / step_ms
+            stragglers.append(Straggler(*about, _longer_parts(analyses, rank, excess_ms)))
     if not stragglers:
         longer = f"computes or idles {100 * means[slowest] / step_ms:.1f} % of a step longer"
         return RankAnswer(why_unknown=f"{analyses[slowest].label} {longer}, and does not come last to the collectives")
     return RankAnswer(tuple(stragglers))
+
+
+def _excess_ms(
+    times_ms: Sequence[Sequence[float]], steps: Sequence[tuple[int, ...]]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return by how much times of each rank by step exceed the median of the others', and the mean's standard error."""
+    times = np.array([[row[step[rank]] for step in steps] for rank, row in enumerate(times_ms)])
+    excess = np.array([row - np.median(np.delete(times, rank, 0), axis=0) for rank, row in enumerate(times)])
+    return excess.mean(axis=1), excess.std(axis=1, ddof=min(1, len(steps) - 1)) / len(steps) ** 0.5
 
 
 def _common_steps(analyses: Sequence[Analysis]) -> tuple[list[tuple[int, ...]], float]:

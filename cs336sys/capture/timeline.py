@@ -106,6 +106,11 @@ class Timeline(LaunchedWork):
     collective_records: Sequence[CollectiveRecord]
     steps: Steps = field(default_factory=lambda: Steps(np.zeros((0, 2), np.int64), "", are_found=False))
 
+    @property
+    def collective_places(self) -> Indices:
+        """The places of the collectives among the work."""
+        return np.flatnonzero(np.isin(self.name, self.collectives.name))
+
     def step_of(self, times: Times) -> Indices:
         """Return the step in which each instant lies; -1 for none."""
         return containing(self.steps.bounds, times)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from rank_captures import KERNEL_NS, LAYERS, TRANSFER_NS, write_ranks
+from rank_captures import KERNEL_NS, LAYERS, TRANSFER_NS, backward_step, write_overlapping_ranks, write_ranks
 
 from cs336sys.capture.analysis import Analysis
 from cs336sys.capture.ranks import RanksFound, _t_quantile, find_stragglers
@@ -117,6 +117,43 @@ def test_ranks_that_an_earlier_version_saved_are_answered(with_straggler):
 def _earlier(analysis):
     record = json.loads(json.dumps(analysis.to_json()))
     return {name: value for name, value in record.items() if name not in ("step_numbers", "damage", "is_idle_known")}
+
+
+@pytest.mark.parametrize(
+    ("late", "sleep_us", "ms", "why"),
+    [
+        (backward_step(), 1500, 1.5, r"launching 1\.[45]\d ms"),
+        (backward_step(before=4), 0, 2.0, r"computing [12]\.\d+ ms \(matmul [12]\.\d+ ms\)"),
+        (backward_step(scale=1.1), 0, 1.3, r"computing 1\.\d+ ms \(matmul 0\.\d+ ms, elementwise 0\.\d+ ms\)"),
+    ],
+    ids=["sleeps", "computes more", "has a longer batch"],
+)
+def test_kernels_slowed_next_to_a_waiting_collective_hide_no_straggler(tmp_path, late, sleep_us, ms, why):
+    read = read_captures(write_overlapping_ranks(tmp_path, [backward_step(), late], (0, sleep_us)))
+    (straggler,) = answer_of(read).stragglers
+    assert (straggler.label, straggler.ms) == ("rank 1", pytest.approx(ms, rel=0.15))
+    assert re.match(why, straggler.why)
+    waiting = [analysis.mean("waiting for ranks") for analysis in read.analyses]
+    assert waiting == pytest.approx([ms, 0], abs=0.15 * ms)
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "why_unknown"),
+    [
+        (1.0, r"rank 1 comes 1\.[45]\d ms later than the others to the first collective of a step, yet"),
+        (1.4, r"rank 0 computes or idles [23]\.\d % of a step longer, and does not come last"),
+    ],
+)
+def test_no_rank_is_named_where_the_one_that_waits_has_more_to_do(tmp_path, slowdown, why_unknown):
+    programs = [backward_step(within=3), backward_step()]
+    answer = answer_of(read_captures(write_overlapping_ranks(tmp_path, programs, (0, 1500), slowdown)))
+    assert answer.stragglers == ()
+    assert re.match(why_unknown, answer.why_unknown)
+
+
+def test_ranks_alike_that_overlap_hold_nobody_up(tmp_path):
+    answer = answer_of(read_captures(write_overlapping_ranks(tmp_path, [backward_step()] * 3, (0, 0, 0))))
+    assert (answer.stragglers, answer.why_unknown) == ((), "")
 
 
 def test_the_last_stage_of_a_balanced_pipeline_is_no_straggler():

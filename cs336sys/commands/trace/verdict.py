@@ -102,7 +102,7 @@ _ABOUT = {
     StepPart.BETWEEN_KERNELS: "{share} pass between kernels that had been launched, {launched}: fewer and larger "
     "ones, by torch.compile or fused kernels.",
     StepPart.COMMUNICATION: "{share} are communication that nothing overlaps{most}: {communication_advice}.",
-    StepPart.WAITING: "{share} are spent in collectives that wait for another rank.",
+    StepPart.WAITING: "{share} are lost to collectives that wait for another rank.",
     StepPart.COPIES: "{share} are copies alone (most: {copy}): pin memory and copy on another stream.",
 }
 _LAUNCHING_ON_CPU = "{share} pass between operators, in Python: torch.compile, or larger batches."
