@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import typer
-from cs336sys.command_line.invocation import MOST_USED
 from typer.testing import CliRunner
 
 import cs336sys
 from cs336sys import __version__
 from cs336sys.cli import COMMANDS, PANELS, app
+from cs336sys.command_line.invocation import MOST_USED
 
 README = Path(__file__).parent.parent / "README.md"
 

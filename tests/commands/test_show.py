@@ -374,7 +374,9 @@ def test_cells_of_an_unknown_command_do_not_hide_the_others(tmp_path):
     result = show(changed(tmp_path, "losses", of_tomorrow))
     assert result.exit_code == 1
     assert result.stdout.count("| ") > 5
-    assert result.stderr.startswith("error: cells of 'pretrain' cannot be shown by this cs336sys: choose from allreduce")
+    assert result.stderr.startswith(
+        "error: cells of 'pretrain' cannot be shown by this cs336sys: choose from allreduce"
+    )
 
 
 def test_characters_beyond_ascii_become_question_marks(tmp_path):

@@ -42,7 +42,7 @@ _not_run_because: dict[VerifiedWorkload | tuple[UserCode, ModelSize], str] = {}
 _float32_only: set[VerifiedWorkload] = set()
 
 # What was wrong with the plain step: other cases that are wrong alike are not run again.
-_plain_step_diagnoses: dict[VerifiedWorkload, Diagnosis] = {}
+_plain_step_diagnoses: dict[VerifiedWorkload, Diagnosis | None] = {}
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,8 @@ class _Case:
         self.training = training.clipping() if self.program.clip else training
 
     def outcome(self) -> Outcome:
+        if self.workload == self.plain:
+            _plain_step_diagnoses[self.plain] = None
         if self.workload.case == "late":
             # Who is late may be right while those who wait are not.
             outcome = self._outcome_of(replace(self.program, late=0))
@@ -340,7 +342,10 @@ class _Case:
         program, reference, reports = compared.program, compared.reference, compared.reports
         workload, is_loaded_by_others = self.workload, program.resume == "ranks"
         self.progress(f"{workload.case}: diagnosis")
-        plain_diagnosis = _plain_step_diagnoses.get(replace(workload, case="step"))
+        if self.plain not in _plain_step_diagnoses:
+            # Only then it is known what the case alone does.
+            _Case(self.plain, self.folder, self.progress).outcome()
+        plain_diagnosis = _plain_step_diagnoses[self.plain]
         watched_run: list[RankReport] | Lost = []
         if is_loaded_by_others:
             # Others than these have trained what was loaded: they show their precision in the plain step.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cs336sys.commands.verify import measure
 from cs336sys.commands.verify.library import small_workload, verify
 from cs336sys.commands.verify.measure import measure_case
 from cs336sys.parallel.ranks import launch
@@ -113,6 +114,15 @@ def test_fault_of_an_unusual_kind_is_named_in_a_sentence(name, case, cause, sent
     assert outcome.status == "wrong"
     assert outcome.derived["cause"] == cause, outcome.reason
     assert sentence in outcome.reason
+
+
+def test_case_alone_says_nothing_of_a_plain_step_that_was_not_run(monkeypatch):
+    """It said "it is right with one micro-batch a step" where it was wrong there, too."""
+    monkeypatch.setattr(measure, "_plain_step_diagnoses", {})
+    (wrap,) = [fault.wrap for fault in faults.FAULTS if fault.wrap.endswith(":summed")]
+    outcome = outcome_of(wrap, "accumulation")
+    assert (outcome.status, outcome.derived["cause"]) == ("wrong", "not averaged")
+    assert "as in the plain step: gradients are 2 times too large" in outcome.reason
 
 
 def test_layer_of_a_model_with_batch_norm_is_named_whose_output_is_off():
